@@ -1,0 +1,40 @@
+# One command from a fresh clone: each target makes the environment it needs, once.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: demo test test-slow check format bench clean
+
+demo: $(VENV)/.demo
+	$(VENV)/bin/dualdp compare --out out/demo
+
+test: $(VENV)/.test
+	$(PY) -m pytest -n 2 -m "not slow"
+
+test-slow: $(VENV)/.test
+	$(PY) -m pytest -n 2 -m slow
+
+check: $(VENV)/.test
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/mypy
+
+format: $(VENV)/.test
+	$(VENV)/bin/ruff format .
+	$(VENV)/bin/ruff check --fix .
+
+$(VENV)/.created:
+	$(PYTHON) -m venv $(VENV)
+	touch $@
+
+$(VENV)/.demo: $(VENV)/.created pyproject.toml constraints.txt
+	$(PIP) --editable '.[demo]'
+	touch $@
+
+$(VENV)/.test: $(VENV)/.created pyproject.toml constraints.txt
+	$(PIP) --editable '.[test,secure]'
+	touch $@ $(VENV)/.demo
+
+clean:
+	rm -rf $(VENV) .venv-bench out build dist *.egg-info

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Argument checks, and the only place where the core's messages are worded.
+
+Every function takes the argument's name as the user typed it, returns the checked value as a plain
+Python object, and raises before anything has changed.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+
+class UnsupportedLayerError(ValueError):
+    """A model or layer has no per-sample gradient, or none that this library can prove right."""
+
+
+class AccountingError(ValueError):
+    """A privacy statement was asked for that would not be true."""
+
+
+def real(name: str, value: Any) -> float:
+    """A finite or infinite real number that is not nan, a bool or a string."""
+    if isinstance(value, bool | str | bytes) or value is None:
+        raise TypeError(f"{name}={value!r} is a {type(value).__name__}. Expected a number.")
+    try:
+        number = float(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"{name}={value!r} is a {type(value).__name__}. Expected a number."
+        ) from error
+    if math.isnan(number):
+        raise ValueError(f"{name}={value!r} is not a number. Expected a number.")
+    return number
+
+
+def positive(name: str, value: Any) -> float:
+    """A finite number > 0."""
+    number = real(name, value)
+    if not 0 < number < math.inf:
+        raise ValueError(f"{name}={value!r} is out of range. Expected a finite number > 0.")
+    return number
+
+
+def non_negative(name: str, value: Any) -> float:
+    """A finite number >= 0."""
+    number = real(name, value)
+    if not 0 <= number < math.inf:
+        raise ValueError(f"{name}={value!r} is out of range. Expected a finite number >= 0.")
+    return number
+
+
+def probability(name: str, value: Any, *, hint: str = "") -> float:
+    """A number in [0, 1]."""
+    number = real(name, value)
+    if not 0 <= number <= 1:
+        fix = f"; {hint}" if hint else ""
+        raise ValueError(
+            f"{name}={value!r} is not a probability. Expected a number in [0, 1]{fix}."
+        )
+    return number
+
+
+def open_probability(name: str, value: Any) -> float:
+    """A number in (0, 1), such as the delta of a run."""
+    number = real(name, value)
+    if not 0 < number < 1:
+        raise ValueError(f"{name}={value!r} is out of range. Expected a number between 0 and 1.")
+    return number
+
+
+def sample_rate(value: Any) -> float:
+    """The probability with which one example joins a logical batch."""
+    return probability("sample_rate", value, hint="use expected_batch_size / num_examples")
+
+
+def integer(name: str, value: Any, *, minimum: int = 0) -> int:
+    """An integer >= minimum (NumPy integers and integral floats such as 1e4 are welcome)."""
+    if isinstance(value, bool | str | bytes) or value is None:
+        raise TypeError(f"{name}={value!r} is a {type(value).__name__}. Expected an integer.")
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    try:
+        number = operator.index(value)
+    except TypeError as error:
+        raise TypeError(
+            f"{name}={value!r} is a {type(value).__name__}. Expected an integer."
+        ) from error
+    if number < minimum:
+        raise ValueError(f"{name}={value!r} is out of range. Expected an integer >= {minimum}.")
+    return number
+
+
+def choice(name: str, value: Any, allowed: Iterable[str] | Mapping[str, Any]) -> str:
+    """One of the words of a table."""
+    words = sorted(allowed)
+    if not isinstance(value, str):
+        raise TypeError(
+            f"{name}={value!r} is a {type(value).__name__}. Expected one of {', '.join(words)}."
+        )
+    if value not in words:
+        raise ValueError(f"{name}={value!r} is unknown. Expected one of {', '.join(words)}.")
+    return value

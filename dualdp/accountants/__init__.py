@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Accountants by name: `create("pld")`, or a class of your own through `register`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dualdp import _validate
+from dualdp.accountants.gdp import GDPAccountant as GDPAccountant
+from dualdp.accountants.history import Accountant as Accountant
+from dualdp.accountants.pld import PLDAccountant as PLDAccountant
+from dualdp.accountants.rdp import RDPAccountant as RDPAccountant
+
+_TABLE: dict[str, Any] = {"pld": PLDAccountant, "prv": PLDAccountant, "rdp": RDPAccountant, "gdp": GDPAccountant}
+
+
+def create(name: str = "pld", **options: Any) -> Any:
+    """A fresh accountant with an empty history.
+
+    Args:
+        name: `pld` (certified and tight, the default), `rdp`, `gdp` (an approximation), `prv`
+            (another word for `pld`), or a registered name.
+        **options: `neighboring_relation=`, `group_size=`, and what the class itself takes.
+
+    Returns:
+        An `Accountant`.
+    """
+    return _TABLE[_validate.choice("accountant", name, _TABLE)](**options)
+
+
+def register(name: str, cls: Any, *, overwrite: bool = False) -> None:
+    """Add an accountant of your own to the table of `create`.
+
+    Args:
+        name: the word users will write.
+        cls: called as `cls(neighboring_relation=..., group_size=...)`; must offer `step`,
+            `compose`, `get_epsilon`, `get_delta`, `epsilon_bounds`, `state_dict` and
+            `load_state_dict`. `Accountant` is a base that brings most of them.
+        overwrite: replace an existing name.
+
+    Raises:
+        TypeError: the class lacks a method.
+        ValueError: the name is taken.
+    """
+    if not isinstance(name, str) or not name:
+        raise TypeError(f"name={name!r} is not a name. Expected a string.")
+    missing = [method for method in _METHODS if not callable(getattr(cls, method, None))]
+    if missing:
+        raise TypeError(f"cls={cls!r} lacks {', '.join(missing)}. Expected an accountant class.")
+    if name in _TABLE and not overwrite:
+        raise ValueError(f"name={name!r} is taken. Pass overwrite=True to replace it.")
+    _TABLE[name] = cls
+
+
+def names() -> tuple[str, ...]:
+    """The words that `create` knows."""
+    return tuple(sorted(_TABLE))
+
+
+_METHODS = (
+    "step",
+    "compose",
+    "get_epsilon",
+    "get_delta",
+    "epsilon_bounds",
+    "state_dict",
+    "load_state_dict",
+)

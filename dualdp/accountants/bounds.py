@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a composed loss to delta at an epsilon and epsilon at a delta, above and below the truth.
+
+Between lattice points delta is linear in e^epsilon, so both questions have closed answers. Every
+error of `Composed` enters with the sign that is safe: added to an upper delta, taken off a lower.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+from dualdp.accountants.cells import U
+from dualdp.accountants.compose import Composed
+
+Array = npt.NDArray[np.float64]
+
+
+@dataclasses.dataclass(frozen=True)
+class Extra:
+    """A term `constant + slope * e^epsilon` of delta that no privacy loss carries."""
+
+    constant: float = 0.0
+    slope: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class _Curve:
+    """delta(e) = e^scale (first_m - e^{e - x_0} second_m) + constant + slope e^e, x_{m-1} <= e < x_m."""
+
+    points: Array
+    first: Array
+    second: Array
+    scale: float
+    constant: float
+    slope: float
+
+    def at_points(self) -> Array:
+        """(points,) delta at the lattice points, divided by e^scale."""
+        x = self.points
+        with np.errstate(over="ignore"):
+            value = self.first - np.exp(x - x[0]) * self.second
+            more = self.constant + self.slope * np.exp(np.minimum(x, 700.0))
+            return np.asarray(value + more * _exp(-self.scale))
+
+    def at(self, epsilon: float) -> float:
+        """Delta at an epsilon in the window."""
+        m = int(np.searchsorted(self.points, epsilon, side="right"))
+        inside = 0.0
+        if m < self.points.size:
+            inside = self.first[m] - math.exp(epsilon - self.points[0]) * self.second[m]
+        return _exp(self.scale) * inside + self.constant + self.slope * _exp(epsilon)
+
+    def root(self, m: int, target: float) -> float:
+        """Epsilon in (x_{m-1}, x_m] where delta is `target`, or x_m if there is none."""
+        start = self.points[0]
+        slope = self.second[m] - self.slope * _exp(start - self.scale)
+        rise = self.first[m] - (target - self.constant) * _exp(-self.scale)
+        if slope <= 0 or rise <= 0:
+            return float(self.points[m])
+        found = start + math.log(rise / slope)
+        return float(min(max(found, self.points[m - 1]), self.points[m]))
+
+
+def _exp(value: float) -> float:
+    return math.exp(min(value, 700.0)) if value > -745 else 0.0
+
+
+def _tail_sums(composed: Composed, mass: Array) -> tuple[Array, Array]:
+    """(points,) sums over x_j >= x_m of mass e^{-t (x_j - x_0)}, and the same times e^{-(x_j - x_0)}."""
+    distance = composed.points - composed.points[0]
+    first = mass * np.exp(-composed.window.tilt * distance)
+    second = first * np.exp(-distance)
+    return np.cumsum(first[::-1])[::-1], np.cumsum(second[::-1])[::-1]
+
+
+def _summation(composed: Composed) -> float:
+    """Relative error of the sums: one ulp for each term, a few for each exponential."""
+    window = composed.window
+    exponents = (window.tilt + 1) * window.size * composed.spacing
+    return U * (2 * window.size + 8 * min(exponents, 750.0) + 64)
+
+
+def upper_curve(composed: Composed, extra: Extra) -> _Curve:
+    """Everything that can raise delta, added."""
+    window, error = composed.window, _summation(composed)
+    first, second = _tail_sums(composed, np.maximum(composed.mass, 0.0) + composed.rounding)
+    start = composed.points[0]
+    end = start + window.size * composed.spacing
+    truncated = _exp(composed.log_mgf_chernoff - window.chernoff * end + composed.relative)
+    infinite = -math.expm1(composed.log_finite) * (1 + 1e-12)
+    return _Curve(
+        composed.points,
+        first * (1 + error),
+        second * (1 - error),
+        composed.log_mgf - window.tilt * start + composed.relative,
+        truncated + infinite + extra.constant,
+        extra.slope,
+    )
+
+
+def lower_curve(composed: Composed) -> _Curve:
+    """Everything that can lower delta, taken off."""
+    window, error = composed.window, _summation(composed)
+    first, second = _tail_sums(composed, np.maximum(composed.mass - composed.rounding, 0.0))
+    start, length = composed.points[0], window.size * composed.spacing
+    left = 1 / math.expm1(min(window.tilt * length, 700.0)) if window.tilt > 0 else math.inf
+    decay = (window.chernoff - window.tilt) * length
+    right = math.inf
+    if decay > 0:
+        right = _exp(composed.log_mgf_chernoff - window.chernoff * start + composed.relative)
+        right /= math.expm1(min(decay, 700.0))
+    infinite = -math.expm1(composed.log_finite) * (1 - 1e-12)
+    return _Curve(
+        composed.points,
+        first * (1 - error),
+        second * (1 + error),
+        composed.log_mgf - window.tilt * start - composed.relative,
+        infinite - left - right,
+        0.0,
+    )
+
+
+def upper_epsilon(composed: Composed, delta: float, extra: Extra) -> tuple[float, bool]:
+    """(epsilon with delta(epsilon) <= delta for certain, whether it hit the window's start).
+
+    At the start of the window the value is right but maybe not tight.
+    """
+    curve = upper_curve(composed, extra)
+    good = np.flatnonzero(curve.at_points() <= delta * _exp(-curve.scale))
+    if good.size == 0:
+        return math.inf, False
+    m = int(good[0])
+    if m == 0:
+        return float(curve.points[0]) + composed.slack, True
+    return curve.root(m, delta) + composed.slack, False
+
+
+def lower_epsilon(composed: Composed, delta: float) -> float:
+    """Epsilon up to which delta(epsilon) > delta for certain; -inf if the window does not tell."""
+    curve = lower_curve(composed)
+    if curve.constant > delta:
+        return math.inf
+    good = np.flatnonzero(curve.at_points() <= delta * _exp(-curve.scale))
+    if good.size == 0 or good[0] == 0:
+        return -math.inf
+    return curve.root(int(good[0]), delta) - composed.slack
+
+
+def upper_delta(composed: Composed, epsilon: float, extra: Extra) -> float:
+    """Upper bound on delta at an epsilon that is at least the window's start."""
+    return min(1.0, max(0.0, upper_curve(composed, extra).at(epsilon - composed.slack)))
+
+
+def lower_delta(composed: Composed, epsilon: float) -> float:
+    """Lower bound on delta at an epsilon in the window."""
+    return min(1.0, max(0.0, lower_curve(composed).at(epsilon + composed.slack)))

@@ -1,0 +1,394 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mass tables: how much of P and Q lies where the privacy loss log(P/Q) is in given cells.
+
+This is all that the PLD engine knows of a mechanism. Edges g_0 < g_1 < ... are multiples of one
+lattice spacing h; with a = g_j, b = g_{j+1} a cell [a, b) holds
+    p_j = P(a <= L < b),  q_j = Q(same),  surplus_j = p_j - e^a q_j,  deficit_j = q_j - e^-b p_j,
+the last two >= 0 and, for subsampled mechanisms, computed without the cancellation of their
+definition. Each number comes with a bound on its error, so that what is built on it can be rounded
+in the direction that is safe.
+
+Swapping P and Q negates the loss and swaps surplus with deficit: `flip`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+from scipy.special import ndtr
+
+Array = npt.NDArray[np.float64]
+Index = npt.NDArray[np.int64]
+
+U = 2.0**-53
+# Relative error of scipy.special.ndtr for |z| < 38 [test_ndtr_is_as_accurate_as_assumed].
+NDTR_ERROR = 4e-13
+# Losses beyond this are not resolved: e^loss must not overflow.
+MAX_LOSS = 600.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Cells:
+    """Masses of several mechanisms (rows) in the same cells; see the module's docstring.
+
+    `bottom`/`top` are the finite losses outside the edges, `never`/`always` the infinite ones: Q-mass
+    where P has none and P-mass where Q has none. `slack` (rows,) bounds |true loss - edge| at edges.
+    """
+
+    index: Index  # (edges,) multiples of the spacing
+    spacing: float
+    p: Array  # (rows, cells)
+    q: Array
+    surplus: Array
+    deficit: Array
+    p_error: Array
+    q_error: Array
+    surplus_error: Array
+    deficit_error: Array
+    p_bottom: Array  # (rows,)
+    q_bottom: Array
+    p_top: Array
+    q_top: Array
+    never: Array
+    always: Array
+    slack: Array
+
+    @property
+    def edges(self) -> Array:
+        """(edges,) losses."""
+        return self.index * self.spacing
+
+
+def flip(cells: Cells) -> Cells:
+    """The same table for the other direction: P and Q swapped, the loss negated."""
+    return Cells(
+        index=-cells.index[::-1],
+        spacing=cells.spacing,
+        p=cells.q[:, ::-1],
+        q=cells.p[:, ::-1],
+        surplus=cells.deficit[:, ::-1],
+        deficit=cells.surplus[:, ::-1],
+        p_error=cells.q_error[:, ::-1],
+        q_error=cells.p_error[:, ::-1],
+        surplus_error=cells.deficit_error[:, ::-1],
+        deficit_error=cells.surplus_error[:, ::-1],
+        p_bottom=cells.q_top,
+        q_bottom=cells.p_top,
+        p_top=cells.q_bottom,
+        q_top=cells.p_bottom,
+        never=cells.always,
+        always=cells.never,
+        slack=cells.slack,
+    )
+
+
+class Family(Protocol):
+    """Several mechanisms of one kind, one per row."""
+
+    @property
+    def rows(self) -> int:
+        """How many mechanisms."""
+        ...
+
+    def span(self, tail: float) -> tuple[Array, Array]:
+        """(rows,) losses below and above which P and Q hold at most about `tail`."""
+        ...
+
+    def variance(self) -> Array:
+        """(rows,) size of the variance of the loss; a guide for the grid, no bound."""
+        ...
+
+    def cells(self, rows: Index, index: Index, spacing: float) -> Cells:
+        """The mass table of some rows on the edges `index * spacing`."""
+        ...
+
+
+def _normal_masses(z: Array) -> tuple[Array, Array, Array, Array]:
+    """(rows, edges) increasing z -> masses between edges, their error, below the first, above the last.
+
+    Each mass is a difference on the side where the tail is small: its error is at most the relative
+    error of `ndtr` times the tails involved.
+    """
+    tail, right = ndtr(-np.abs(z)), z > 0
+    left_tail, right_tail = tail[:, :-1], tail[:, 1:]
+    inside = np.where(
+        right[:, :-1],
+        left_tail - right_tail,
+        np.where(right[:, 1:], (1.0 - left_tail) - right_tail, right_tail - left_tail),
+    )
+    # a cell across 0 subtracts from 1: a few ulps of 1 more
+    error = NDTR_ERROR * (left_tail + right_tail)
+    below = np.where(right[:, 0], 1 - tail[:, 0], tail[:, 0])
+    above = np.where(right[:, -1], tail[:, -1], 1 - tail[:, -1])
+    return np.maximum(inside, 0.0), error, below, above
+
+
+@dataclasses.dataclass(frozen=True)
+class Subsampled:
+    """P = (1-q) N(0, s^2) + q N(1, s^2) against Q = N(0, s^2): Poisson sampling, example removed.
+
+    With u_g = 1 + (e^g - 1)/q the loss exceeds g where (2x - 1)/(2 s^2) > log u_g, and
+        surplus = q (m1 - u_a m0),   deficit = q e^-b (u_b m0 - m1),
+    m0, m1 the masses of N(0) and N(1): the large parts (1-q) m0 are gone before anything is
+    subtracted.
+    """
+
+    sigma: Array
+    rate: Array
+
+    @property
+    def rows(self) -> int:
+        """How many mechanisms."""
+        return self.sigma.size
+
+    def span(self, tail: float) -> tuple[Array, Array]:
+        """Loss at the lower `tail` quantile of N(0) and the upper one of N(1)."""
+        z = quantile(tail)
+        low = _mixture_loss(-z * self.sigma, self.sigma, self.rate)
+        return low, _mixture_loss(1 + z * self.sigma, self.sigma, self.rate)
+
+    def variance(self) -> Array:
+        """The smaller of chi-square and Gaussian size."""
+        inverse = self.sigma**-2.0
+        chi = self.rate**2 * np.expm1(np.minimum(inverse, 50.0))
+        return np.minimum(chi, inverse + 0.25 * inverse**2)
+
+    def cells(self, rows: Index, index: Index, spacing: float) -> Cells:
+        """The mass table of some rows."""
+        s, q = self.sigma[rows, None], self.rate[rows, None]
+        g = index * spacing
+        ratio = _likelihood_ratio(g, q)
+        with np.errstate(divide="ignore"):
+            z0 = s * np.log(np.maximum(ratio, 0.0)) + 0.5 / s
+        m0, e0, below0, above0 = _normal_masses(z0)
+        m1, e1, below1, above1 = _normal_masses(z0 - 1 / s)
+        lower, upper = ratio[:, :-1], np.maximum(ratio[:, 1:], 0.0)
+        shrunk = q * np.exp(-g[1:])
+        p = (1 - q) * m0 + q * m1
+        p_error = (1 - q) * e0 + q * e1
+        slack = 16 * U * (2 + self.sigma[rows] ** -2.0 + max(abs(g[0]), abs(g[-1])))
+        rounding = slack[:, None] * p
+        zero = np.zeros(rows.size)
+        rates = self.rate[rows]
+        return Cells(
+            index=index,
+            spacing=spacing,
+            p=p,
+            q=m0,
+            surplus=np.maximum(q * (m1 - lower * m0), 0.0),
+            deficit=np.maximum(shrunk * (upper * m0 - m1), 0.0),
+            p_error=p_error,
+            q_error=e0,
+            surplus_error=q * (e1 + np.abs(lower) * e0) + rounding,
+            deficit_error=shrunk * (upper * e0 + e1) + slack[:, None] * m0,
+            p_bottom=(1 - rates) * below0 + rates * below1,
+            q_bottom=below0,
+            p_top=(1 - rates) * above0 + rates * above1,
+            q_top=above0,
+            never=zero,
+            always=zero,
+            slack=slack,
+        )
+
+
+def quantile(tail: float) -> float:
+    """z with P(N(0,1) > z) <= tail, from the bound e^{-z^2/2} / 2."""
+    return math.sqrt(-2 * math.log(2 * min(tail, 0.1)))
+
+
+def _mixture_loss(x: Array, sigma: Array, rate: Array) -> Array:
+    """log(1 - q + q e^{(2x-1)/(2 s^2)}), without overflow."""
+    exponent = (2 * x - 1) / (2 * sigma * sigma)
+    with np.errstate(divide="ignore"):
+        return np.asarray(np.logaddexp(np.log1p(-rate), np.log(rate) + exponent))
+
+
+def _likelihood_ratio(g: Array, rate: Array) -> Array:
+    """(rows, edges) u_g = 1 + (e^g - 1)/q; negative where no x has so small a loss.
+
+    Near g = 0 through expm1, far below through e^g - (1-q): the error in q u_g is a few ulps of
+    e^g either way, hence a few ulps of loss.
+    """
+    near = 1 + np.expm1(g) / rate
+    far = (np.exp(np.minimum(g, 0.0)) - (1 - rate)) / rate
+    return np.asarray(np.where(g < -0.5, far, near))
+
+
+@dataclasses.dataclass(frozen=True)
+class Monotone:
+    """One mechanism on the real line whose loss grows with x, given by its distribution functions.
+
+    `cut(g)` gives x where the loss passes g (to `slack` in the loss), `p_tails(x)` and `q_tails(x)`
+    the pair (mass below x, mass above x), each accurate relative to itself (NDTR_ERROR).
+    """
+
+    cut: Callable[[Array], Array]
+    p_tails: Callable[[Array], tuple[Array, Array]]
+    q_tails: Callable[[Array], tuple[Array, Array]]
+    ends: Callable[[float], tuple[float, float]]
+    size: float
+    slack: float = 64 * U
+
+    @property
+    def rows(self) -> int:
+        """One."""
+        return 1
+
+    def span(self, tail: float) -> tuple[Array, Array]:
+        """The losses that leave out about `tail`."""
+        low, high = self.ends(tail)
+        return np.array([low]), np.array([high])
+
+    def variance(self) -> Array:
+        """As given."""
+        return np.array([self.size])
+
+    def cells(self, rows: Index, index: Index, spacing: float) -> Cells:
+        """The mass table."""
+        g = index * spacing
+        x = self.cut(g)
+        p, p_error, p_bottom, p_top = _between_cuts(*self.p_tails(x))
+        q, q_error, q_bottom, q_top = _between_cuts(*self.q_tails(x))
+        zero = np.zeros(1)
+        slack = self.slack * (2 + max(abs(g[0]), abs(g[-1])))
+        return _from_masses(
+            index,
+            spacing,
+            (p, p_error, p_bottom, p_top),
+            (q, q_error, q_bottom, q_top),
+            never=zero,
+            always=zero,
+            slack=np.array([slack]),
+        )
+
+
+def _between_cuts(below: Array, above: Array) -> tuple[Array, Array, Array, Array]:
+    """(edges,) tails -> (1, cells) masses, errors and the two ends, subtracting the smaller tails."""
+    small = np.minimum(below, above)
+    rising, falling = np.diff(below), -np.diff(above)
+    mass = np.where(above[:-1] < below[:-1], falling, np.where(below[1:] < above[1:], rising, 0.0))
+    across = (above[:-1] >= below[:-1]) & (below[1:] >= above[1:])
+    mass = np.where(across, (1.0 - below[:-1]) - above[1:], mass)
+    error = NDTR_ERROR * (small[:-1] + small[1:]) + 4 * U * mass
+    return np.maximum(mass, 0.0)[None], error[None], below[:1], above[-1:]
+
+
+Masses = tuple[Array, Array, Array, Array]
+
+
+def _from_masses(
+    index: Index,
+    spacing: float,
+    p: Masses,
+    q: Masses,
+    *,
+    never: Array,
+    always: Array,
+    slack: Array,
+) -> Cells:
+    """A table whose surplus and deficit come from subtraction, with the error that this brings."""
+    g = index * spacing
+    a, b = np.exp(g[:-1]), np.exp(-g[1:])
+    p_mass, p_error, p_bottom, p_top = p
+    q_mass, q_error, q_bottom, q_top = q
+    ulps = 8 * U + slack[:, None]
+    return Cells(
+        index=index,
+        spacing=spacing,
+        p=p_mass,
+        q=q_mass,
+        surplus=np.maximum(p_mass - a * q_mass, 0.0),
+        deficit=np.maximum(q_mass - b * p_mass, 0.0),
+        p_error=p_error,
+        q_error=q_error,
+        surplus_error=p_error + a * q_error + ulps * (p_mass + a * q_mass),
+        deficit_error=q_error + b * p_error + ulps * (q_mass + b * p_mass),
+        p_bottom=p_bottom,
+        q_bottom=q_bottom,
+        p_top=p_top,
+        q_top=q_top,
+        never=never,
+        always=always,
+        slack=slack,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Atoms:
+    """One mechanism with finitely many outcomes: P- and Q-masses and the loss of each.
+
+    `error` bounds the relative, `p_error`/`q_error` (outcomes,) the absolute error of the masses. The
+    loss is log(p/q) unless given: +inf where q = 0, -inf where p = 0. `spread` is mass that may lie
+    anywhere. `left_p`/`left_q` is mass that was not resolved: infinite loss where that is worse.
+    """
+
+    p: Array
+    q: Array
+    error: float = 4 * U
+    loss: Array | None = None
+    p_error: Array | None = None
+    q_error: Array | None = None
+    spread: float = 0.0
+    left_p: float = 0.0
+    left_q: float = 0.0
+
+    @property
+    def rows(self) -> int:
+        """One."""
+        return 1
+
+    def losses(self) -> Array:
+        """(outcomes,) log(p/q)."""
+        if self.loss is not None:
+            return self.loss
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return np.asarray(np.log(self.p) - np.log(self.q))
+
+    def span(self, tail: float) -> tuple[Array, Array]:
+        """Losses of all outcomes but those that hold less than `tail`, or than their own error."""
+        loss = self.losses()
+        keep = np.isfinite(loss)
+        order = np.argsort(loss[keep])
+        ordered, p, q = loss[keep][order], self.p[keep][order], self.q[keep][order]
+        if ordered.size == 0:
+            return np.zeros(1), np.zeros(1)
+        low = min(int(np.searchsorted(np.cumsum(q), tail)), ordered.size - 1)
+        high = int(np.searchsorted(np.cumsum(p[::-1]), tail))
+        high = max(ordered.size - 1 - high, 0)
+        return np.array([min(ordered[low], 0.0)]), np.array([max(ordered[high], 0.0)])
+
+    def variance(self) -> Array:
+        """Second moment of the finite losses under P."""
+        loss = self.losses()
+        keep = np.isfinite(loss)
+        return np.array([max(float(np.sum(self.p[keep] * loss[keep] ** 2)), 1e-280)])
+
+    def cells(self, rows: Index, index: Index, spacing: float) -> Cells:
+        """The mass table."""
+        loss, g = self.losses(), index * spacing
+        finite = np.isfinite(loss)
+        place = np.clip(np.searchsorted(g, loss[finite], side="right"), 0, index.size)
+
+        def summed(mass: Array, absolute: Array | None) -> Masses:
+            total = np.bincount(place, weights=mass[finite], minlength=index.size + 1)
+            error = (self.error + 2 * U * mass.size) * total + self.spread
+            if absolute is not None:
+                error += np.bincount(place, weights=absolute[finite], minlength=index.size + 1)
+            outside = total + error
+            return total[None, 1:-1], error[None, 1:-1], outside[:1], outside[-1:]
+
+        slack = np.array([self.error + 8 * U * (2 + max(abs(g[0]), abs(g[-1])))])
+        return _from_masses(
+            index,
+            spacing,
+            summed(self.p, self.p_error),
+            summed(self.q, self.q_error),
+            never=np.array([self.q[loss == -np.inf].sum() + self.left_q]),
+            always=np.array([self.p[loss == np.inf].sum() + self.left_p]),
+            slack=slack,
+        )

@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every accountant has in common: a history of events, and how it is read and stored."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, Protocol, Self
+
+from dualdp import _validate, mechanisms
+from dualdp._validate import AccountingError
+from dualdp.mechanisms import BallsInBinsGaussian, Composition, Mechanism, ShuffledGaussian
+
+
+class Accountant:
+    """A history of releases and the privacy that it costs.
+
+    Subclasses give `_check` (refuse what they cannot account), `get_delta` and `epsilon_bounds`.
+
+    Args:
+        neighboring_relation: `add_or_remove`, `zero_out` or `replace`; `replace` doubles the
+            sensitivity.
+        group_size: how many examples one user holds.
+    """
+
+    name: ClassVar[str] = ""
+
+    def __init__(self, *, neighboring_relation: str = "add_or_remove", group_size: int = 1) -> None:
+        self._relation = _validate.choice(
+            "neighboring_relation", neighboring_relation, mechanisms.RELATIONS
+        )
+        self._group_size = _validate.integer("group_size", group_size, minimum=1)
+        if self._relation == "replace" and self._group_size > 1:
+            raise AccountingError(
+                f"group_size={self._group_size} under neighboring_relation='replace' has no proved "
+                "bound here. Use 'add_or_remove' with group_size, or group_size=1."
+            )
+        self._counts: dict[Mechanism, int] = {}
+
+    @property
+    def neighboring_relation(self) -> str:
+        """The relation under which every number of this accountant holds."""
+        return self._relation
+
+    @property
+    def group_size(self) -> int:
+        """How many examples are protected together."""
+        return self._group_size
+
+    @property
+    def history(self) -> tuple[tuple[Mechanism, int], ...]:
+        """Pairs (event, number of its releases), in the order of their first use."""
+        return tuple(self._counts.items())
+
+    def __len__(self) -> int:
+        """Number of releases."""
+        return sum(self._counts.values())
+
+    def step(
+        self,
+        *,
+        noise_multiplier: float,
+        sample_rate: float,
+        num_steps: int = 1,
+        sampler: str = "poisson",
+        num_examples: int | None = None,
+        max_batch_size: int | None = None,
+    ) -> None:
+        """Add `num_steps` releases of one sampler; a refused step leaves the history untouched.
+
+        Args:
+            noise_multiplier: noise standard deviation / max_grad_norm, >= 0 (0 gives inf).
+            sample_rate: expected batch size / number of examples.
+            num_steps: how many releases.
+            sampler: which batches were formed; amplification is only claimed for the one that ran.
+            num_examples: for `truncated_poisson`, the size of the data set.
+            max_batch_size: for `truncated_poisson`, where batches are cut.
+        """
+        event = mechanisms.event(
+            sampler=sampler,
+            noise_multiplier=noise_multiplier,
+            sample_rate=sample_rate,
+            num_examples=num_examples,
+            max_batch_size=max_batch_size,
+        )
+        self.compose(event, _validate.integer("num_steps", num_steps))
+
+    def compose(self, event: Mechanism, count: int = 1) -> None:
+        """Add `count` releases of a mechanism of `dualdp.mechanisms`.
+
+        For events that span an epoch (`BallsInBinsGaussian`, `ShuffledGaussian`) a release is one
+        step of it.
+        """
+        number = _validate.integer("count", count)
+        parts = list(flatten(mechanisms.require(event), number))
+        for part, _ in parts:
+            self._check(part)
+        self._check_epochs([part for part, _ in parts])
+        for part, times in parts:
+            self._counts[part] = self._counts.get(part, 0) + times
+
+    def merge(self, other: Accountant) -> None:
+        """Add everything another accountant recorded, about the same people.
+
+        An epoch that both left unfinished counts whole in each.
+        """
+        if not isinstance(other, Accountant):
+            raise TypeError(f"other={other!r} is a {type(other).__name__}. Expected an accountant.")
+        mine = (self._relation, self._group_size)
+        theirs = (other._relation, other._group_size)
+        if mine != theirs:
+            raise AccountingError(
+                f"The histories hold for (relation, group size) {mine} and {theirs}. "
+                "Expected the same for both; account both under one."
+            )
+        for event, _ in other.history:
+            self._check(event)
+        for event, count in other.history:
+            base = units(event, self._counts.get(event, 0)) * event.releases
+            self._counts[event] = base + count
+
+    def get_epsilon(self, *, delta: float) -> float:
+        """Upper bound on epsilon at `delta`."""
+        return self.epsilon_bounds(delta=delta)[2]
+
+    def get_delta(self, *, epsilon: float) -> float:
+        """Upper bound on delta at `epsilon`."""
+        raise NotImplementedError
+
+    def epsilon_bounds(
+        self, *, delta: float, rtol: float | None = None
+    ) -> tuple[float, float, float]:
+        """(lower, estimate, upper) for epsilon at `delta`."""
+        raise NotImplementedError
+
+    def _check(self, event: Mechanism) -> None:
+        """Raise AccountingError if this accountant has no true statement about the event."""
+        raise NotImplementedError
+
+    def _check_epochs(self, events: list[Mechanism]) -> None:
+        """One epoch of balls-in-bins has one noise multiplier: the draw is made once for it."""
+        unfinished = [
+            event
+            for event, count in self._counts.items()
+            if isinstance(event, BallsInBinsGaussian) and count % event.releases
+        ]
+        for event in events:
+            if isinstance(event, BallsInBinsGaussian) and any(e != event for e in unfinished):
+                raise AccountingError(
+                    f"{event} starts inside the unfinished epoch of {unfinished[0]}. Expected "
+                    "noise_multiplier and sample_rate to change between epochs only, under "
+                    "sampler='balls_in_bins'."
+                )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The whole state as plain data that JSON can hold."""
+        return {
+            "accountant": self.name,
+            "neighboring_relation": self._relation,
+            "group_size": self._group_size,
+            "history": [[mechanisms.to_dict(event), count] for event, count in self.history],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over the state that `state_dict` gave; any accountant can load any other's.
+
+        Raises:
+            ValueError: a field is missing, unknown or out of range; nothing has changed then.
+        """
+        needed = {"neighboring_relation", "group_size", "history"}
+        if not isinstance(state, Mapping) or not needed <= set(state):
+            raise ValueError(
+                f"state has the fields {sorted(state) if isinstance(state, Mapping) else state!r}. "
+                f"Expected those of state_dict(): {sorted(needed)}."
+            )
+        fresh = type(self)(
+            neighboring_relation=state["neighboring_relation"], group_size=state["group_size"]
+        )
+        for record, count in state["history"]:
+            event = mechanisms.from_dict(record)
+            fresh._check(event)
+            fresh._counts[event] = _validate.integer("count", count)
+        self.__dict__.update(fresh.__dict__)
+
+    def copy(self) -> Self:
+        """An independent accountant with the same history."""
+        fresh = type(self)(neighboring_relation=self._relation, group_size=self._group_size)
+        fresh._counts = dict(self._counts)
+        return fresh
+
+    def __repr__(self) -> str:
+        """Name, relation and number of releases."""
+        return f"<{type(self).__name__} {self._relation}, {len(self)} releases>"
+
+    def __eq__(self, other: object) -> bool:
+        """Same kind, same relation, same history."""
+        if not isinstance(other, Accountant):
+            return NotImplemented
+        return json.dumps(self.state_dict()) == json.dumps(other.state_dict())
+
+    __hash__ = None  # type: ignore[assignment]  # mutable
+
+
+class AccountantClass(Protocol):
+    """What `register` expects: a class of accountants."""
+
+    def __call__(self, *, neighboring_relation: str = ..., group_size: int = ...) -> Accountant:
+        """A fresh accountant with an empty history."""
+        ...
+
+
+def flatten(event: Mechanism, count: int) -> Iterator[tuple[Mechanism, int]]:
+    """(event, count) pairs without compositions."""
+    if isinstance(event, Composition):
+        for part, times in event.events:
+            yield from flatten(part, times * count)
+    else:
+        yield event, count
+
+
+def units(event: Mechanism, count: int) -> int:
+    """How many accountable units `count` releases are: an unfinished epoch counts whole."""
+    return -(-count // event.releases)
+
+
+def as_gaussian(event: Mechanism) -> float | None:
+    """Noise multiplier, if one unit of the event is a plain Gaussian mechanism, else None.
+
+    A shuffled pass touches every example once, in one batch: given the batches it is one Gaussian
+    release (parallel composition). A single bin is a full batch; an assignment kept for E epochs
+    repeats the same Gaussian E times, which is one of noise multiplier sigma / sqrt(E).
+    """
+    match event:
+        case mechanisms.Gaussian(sigma) | ShuffledGaussian(sigma, _):
+            return sigma
+        case mechanisms.PoissonSubsampledGaussian(sigma, 1.0):
+            return sigma
+        case mechanisms.FixedSizeSubsampledGaussian(sigma, 1.0):
+            return sigma
+        case BallsInBinsGaussian(sigma, 1, epochs):
+            return sigma / float(epochs) ** 0.5
+        case _:
+            return None

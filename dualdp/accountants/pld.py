@@ -1,0 +1,362 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The default accountant: privacy-loss distributions with a certificate on both sides."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import numpy as np
+from scipy.special import bdtrc
+
+from dualdp import _validate, mechanisms
+from dualdp._validate import AccountingError
+from dualdp.accountants import allocation, bracket, gaussian, pairs
+from dualdp.accountants.bounds import Extra
+from dualdp.accountants.cells import Family, Subsampled
+from dualdp.accountants.history import Accountant, as_gaussian, units
+from dualdp.accountants.lattice import Part
+from dualdp.mechanisms import Mechanism
+
+MIN_DELTA = 1e-150
+_SAMPLED = (
+    mechanisms.PoissonSubsampledGaussian,
+    mechanisms.TruncatedPoissonSubsampledGaussian,
+)
+
+
+class PLDAccountant(Accountant):
+    """Certified and tight: `get_epsilon` is an upper bound within about 1 % of the lower one.
+
+    Full-batch Gaussians and a single subsampled step are closed forms; everything else is composed
+    on a lattice (`lattice`, `compose`, `bounds`), in both directions of the relation.
+
+    Args:
+        neighboring_relation: `add_or_remove`, `zero_out` (the same pairs: the example's gradient
+            becomes 0), or `replace`.
+        group_size: examples of one user, by mixtures, not by the group lemma.
+
+    Guarantees:
+        lower <= epsilon of the composed dominating pairs <= upper, in floating point.
+            [test_upper_is_above_every_lower_bound]
+    """
+
+    name: ClassVar[str] = "pld"
+
+    def epsilon_bounds(
+        self, *, delta: float, rtol: float | None = None
+    ) -> tuple[float, float, float]:
+        """(lower, estimate, upper); the estimate is their middle.
+
+        Args:
+            delta: in [0, 1].
+            rtol: refine both bounds until they are this close (relative to the upper one). None:
+                the upper bound is that of `get_epsilon`, the lower one within about 1 % of it.
+        """
+        target = _validate.probability("delta", delta)
+        if rtol is not None:
+            rtol = _validate.positive("rtol", rtol)
+        exact = self._exact(target)
+        if exact is not None:
+            return exact
+        upper = self._upper(target)
+        if upper == 0:
+            return 0.0, 0.0, 0.0
+        lower, upper = bracket.two_sided(
+            self._directions(target), target, rtol or 1e-2, upper, improve=rtol is not None
+        )
+        middle = 0.5 * (lower + upper) if upper < math.inf else lower
+        return lower, middle, upper
+
+    def get_epsilon(self, *, delta: float) -> float:
+        """Certified upper bound on epsilon at `delta`."""
+        target = _validate.probability("delta", delta)
+        exact = self._exact(target)
+        return self._upper(target) if exact is None else exact[2]
+
+    def get_delta(self, *, epsilon: float) -> float:
+        """Certified upper bound on delta at `epsilon`."""
+        target = _validate.non_negative("epsilon", epsilon)
+        units_ = self._units()
+        if not units_:
+            return 0.0
+        if any(_noiseless(event) for event, _ in units_):
+            return 1.0
+        mu = self._mu(units_)
+        if mu is not None:
+            return min(1.0, math.exp(gaussian.gaussian_log_delta(mu, target)) * (1 + 1e-11))
+        pure = _pure(units_, self._factor())
+        if pure is not None and target >= pure:
+            return 0.0
+        best = self._mu_without_sampling(units_)
+        cap = 1.0 if best is None else math.exp(gaussian.gaussian_log_delta(best, target))
+        best_delta = cap
+        for share in (1e-5, 1e-12):  # an epoch of balls-in-bins is resolved for a certain delta
+            directions = self._directions(share)
+            best_delta = min(best_delta, max(bracket.upper_delta(d, target) for d in directions))
+            if not any(isinstance(e, mechanisms.BallsInBinsGaussian) for e, _ in units_):
+                break
+        return best_delta
+
+    def _units(self) -> list[tuple[Mechanism, int]]:
+        """(event, units) that release anything."""
+        pairs_ = [(event, units(event, count)) for event, count in self._counts.items()]
+        return [
+            (event, number)
+            for event, number in pairs_
+            if number and getattr(event, "sample_rate", 1.0) > 0
+        ]
+
+    def _factor(self) -> float:
+        """How far one user moves a sum, in units of the clipping bound."""
+        return self._group_size * (2.0 if self._relation == "replace" else 1.0)
+
+    def _mu(self, events: Iterable[tuple[Mechanism, int]]) -> float | None:
+        """mu, if everything is a plain Gaussian."""
+        rows = [(as_gaussian(event), number) for event, number in events]
+        if any(sigma is None for sigma, _ in rows):
+            return None
+        sigmas = np.array([sigma for sigma, _ in rows], dtype=float)
+        counts = np.array([number for _, number in rows], dtype=float)
+        return self._factor() * gaussian.gaussian_mu(sigmas, counts)
+
+    def _mu_without_sampling(self, events: Iterable[tuple[Mechanism, int]]) -> float | None:
+        """mu of the Gaussians without amplification (joint convexity): a bound that always ends."""
+        known = (*_SAMPLED[:1], mechanisms.FixedSizeSubsampledGaussian, mechanisms.Gaussian)
+        known += (mechanisms.ShuffledGaussian, mechanisms.BallsInBinsGaussian)
+        rows = list(events)
+        if not all(isinstance(event, known) for event, _ in rows):
+            return None
+        sigmas = [
+            event.noise_multiplier / math.sqrt(getattr(event, "epochs_per_assignment", 1))
+            for event, _ in rows
+        ]
+        counts = np.array([number for _, number in rows], dtype=float)
+        return self._factor() * gaussian.gaussian_mu(np.array(sigmas), counts)
+
+    def _exact(self, delta: float) -> tuple[float, float, float] | None:
+        """Bounds from a closed form, where one exists."""
+        events = self._units()
+        if not events or delta == 1:
+            return 0.0, 0.0, 0.0
+        if any(_noiseless(event) for event, _ in events):
+            certain = delta < _surely_revealed(events)
+            return (math.inf if certain else 0.0), math.inf, math.inf
+        if delta == 0:
+            pure = _pure(events, self._factor())
+            if pure is None:
+                return math.inf, math.inf, math.inf
+            return 0.0, pure, pure
+        mu = self._mu(events)
+        if mu is not None:
+            value = gaussian.gaussian_epsilon(mu, delta)
+            return max(0.0, value * (1 - 1e-10)), value, value * (1 + gaussian.MARGIN)
+        if len(events) == 1 and events[0][1] == 1 and self._factor() == 1:
+            event = events[0][0]
+            if isinstance(event, mechanisms.PoissonSubsampledGaussian):
+                value = _single_step(event.noise_multiplier, event.sample_rate, delta)
+                return max(0.0, value * (1 - 1e-10)), value, value * (1 + gaussian.MARGIN)
+        if delta < MIN_DELTA:
+            raise AccountingError(
+                f"delta={delta!r} is below {MIN_DELTA}, the least that is resolved here. "
+                "Use a larger delta, or delta=0 for the pure bound."
+            )
+        return None
+
+    def _upper(self, delta: float) -> float:
+        """Certified upper bound, by the lattice and by the bounds that need none."""
+        events = self._units()
+        best = bracket.worst(self._directions(delta), bracket.Accuracy(), delta)
+        pure = _pure(events, self._factor())
+        if pure is not None:
+            best = min(best, pure)
+        mu = self._mu_without_sampling(events)
+        if mu is not None and best > 0:
+            plain = gaussian.gaussian_epsilon(mu, delta) * (1 + gaussian.MARGIN)
+            best = min(best, plain)
+        return best
+
+    def _directions(self, delta: float) -> list[bracket.Direction]:
+        """The composed pairs of which the worst decides."""
+        events = self._units()
+        extra = _truncation(events)
+        tail = 1e-4 * delta / sum(number for _, number in events)
+        tail = 10.0 ** math.floor(math.log10(tail))
+        if self._relation == "replace":
+            views = (("add_or_remove", False), ("add_or_remove", True), ("substitution", False))
+        else:
+            views = (("add_or_remove", False), ("add_or_remove", True))
+        return [
+            bracket.Direction(self._parts(events, view, flipped, tail), extra) for view, flipped in views
+        ]
+
+    def _parts(
+        self, events: list[tuple[Mechanism, int]], view: str, flipped: bool, tail: float
+    ) -> list[Part]:
+        """Families of all events for one direction; subsampled Gaussians share one family."""
+        parts: list[Part] = []
+        rows: dict[str, list[tuple[float, float, float]]] = {"poisson": [], "fixed_size": []}
+        factor = self._factor()
+        for event, number in events:
+            sigma = as_gaussian(event)
+            if sigma is not None:
+                rows["poisson"].append((sigma / factor, 1.0, number))
+            elif isinstance(event, _SAMPLED) and self._group_size == 1 and view != "substitution":
+                rows["poisson"].append(
+                    (event.noise_multiplier / factor, event.sample_rate, number)
+                )
+            elif isinstance(event, mechanisms.FixedSizeSubsampledGaussian):
+                rows["fixed_size"].append(
+                    (event.noise_multiplier / factor, event.sample_rate, number)
+                )
+            else:
+                family = self._family(event, view, tail)
+                parts.append(Part(family, np.array([float(number)]), flipped))
+        for kind, family_class in (("poisson", Subsampled), ("fixed_size", pairs.FixedSize)):
+            if rows[kind]:
+                sigmas, rates, counts = np.array(rows[kind], dtype=float).T
+                parts.append(Part(family_class(sigmas, rates), counts, flipped))
+        return parts
+
+    def _family(self, event: Mechanism, view: str, tail: float) -> Family:
+        """The pair of one event that does not share a family with others."""
+        factor = self._factor()
+        match event:
+            case mechanisms.Laplace(scale):
+                return pairs.laplace(scale / factor)
+            case mechanisms.DiscreteGaussian(sigma):
+                return pairs.discrete_gaussian(sigma, int(factor))
+            case mechanisms.RandomizedResponse(noise, buckets):
+                return pairs.randomized_response(noise, buckets)
+            case mechanisms.ApproximateDP(epsilon, delta):
+                return pairs.black_box(epsilon, delta)
+            case mechanisms.MassTable(p, q):
+                return pairs.table(p, q)
+            case mechanisms.BallsInBinsGaussian(sigma, bins, epochs):
+                return allocation.one_epoch(sigma / math.sqrt(epochs), bins, tail)
+            case mechanisms.PoissonSubsampledGaussian() | (
+                mechanisms.TruncatedPoissonSubsampledGaussian()
+            ):
+                if view == "substitution":
+                    return pairs.substitution(event.noise_multiplier, event.sample_rate)
+                return pairs.mixture(event.noise_multiplier, event.sample_rate, self._group_size)
+        raise AccountingError(f"{type(event).__name__} has no dominating pair here.")
+
+    def _check(self, event: Mechanism) -> None:
+        """Refuse what has no true statement under this relation and group size."""
+        name, relation, group = type(event).__name__, self._relation, self._group_size
+        if type(event) not in _KNOWN:
+            raise AccountingError(
+                f"{name} has no dominating pair here. Describe it as a MassTable or ApproximateDP."
+            )
+        if isinstance(event, mechanisms.FixedSizeSubsampledGaussian) and relation != "replace":
+            raise AccountingError(
+                f"sampler='fixed_size' has no amplified bound under neighboring_relation="
+                f"{relation!r}: batches of fixed size change by a replacement. "
+                "Use neighboring_relation='replace', or sampler='poisson'."
+            )
+        if isinstance(event, mechanisms.BallsInBinsGaussian):
+            if (relation == "replace" or group > 1) and event.num_bins > 1:
+                raise AccountingError(
+                    "sampler='balls_in_bins' has a bound for one example added, removed or zeroed "
+                    f"only, not for neighboring_relation={relation!r} with group_size={group}. "
+                    "Use 'add_or_remove' and group_size=1, or sampler='poisson'."
+                )
+        if group > 1 and type(event) not in _GROUPS:
+            raise AccountingError(
+                f"group_size={group} for {name} has no proved bound here. Use group_size=1."
+            )
+        if group > 1000:
+            raise AccountingError(f"group_size={group} is not resolved. Expected at most 1000.")
+
+
+_KNOWN = (
+    mechanisms.Gaussian,
+    mechanisms.PoissonSubsampledGaussian,
+    mechanisms.TruncatedPoissonSubsampledGaussian,
+    mechanisms.FixedSizeSubsampledGaussian,
+    mechanisms.BallsInBinsGaussian,
+    mechanisms.ShuffledGaussian,
+    mechanisms.Laplace,
+    mechanisms.DiscreteGaussian,
+    mechanisms.RandomizedResponse,
+    mechanisms.ApproximateDP,
+    mechanisms.MassTable,
+)
+_GROUPS = (
+    mechanisms.Gaussian,
+    mechanisms.PoissonSubsampledGaussian,
+    mechanisms.TruncatedPoissonSubsampledGaussian,
+    mechanisms.ShuffledGaussian,
+    mechanisms.Laplace,
+    mechanisms.DiscreteGaussian,
+)
+
+
+def _noiseless(event: Mechanism) -> bool:
+    """Whether one release may reveal an example entirely because no noise was added."""
+    if isinstance(event, mechanisms.RandomizedResponse):
+        return event.noise_parameter == 0
+    return getattr(event, "noise_multiplier", 1.0) == 0
+
+
+def _surely_revealed(events: list[tuple[Mechanism, int]]) -> float:
+    """Probability that a noiseless release touched the example: below this delta, epsilon is inf."""
+    hidden = 1.0
+    for event, number in events:
+        if _noiseless(event):
+            hidden *= (1 - getattr(event, "sample_rate", 1.0)) ** number
+    return 1 - hidden
+
+
+def _pure(events: list[tuple[Mechanism, int]], factor: float) -> float | None:
+    """Sum of pure epsilons, if every event has one (rounded up)."""
+    total = 0.0
+    for event, number in events:
+        match event:
+            case mechanisms.Laplace(scale):
+                one = factor / scale
+            case mechanisms.RandomizedResponse(noise, buckets):
+                one = math.log1p((1 - noise) / (noise / buckets))
+            case mechanisms.ApproximateDP(epsilon, delta) if delta == 0:
+                one = epsilon
+            case mechanisms.MassTable(p, q):
+                one = max(_gap(a, b) for a, b in zip(p, q, strict=True))
+            case _:
+                return None
+        total += number * one
+    return total * (1 + 1e-12)
+
+
+def _gap(a: float, b: float) -> float:
+    """|log(a/b)|, inf where only one is 0."""
+    if a == b:
+        return 0.0
+    return abs(math.log(a / b)) if a > 0 and b > 0 else math.inf
+
+
+def _single_step(sigma: float, rate: float, delta: float) -> float:
+    """Epsilon of one subsampled step, the worse direction."""
+    return gaussian.smallest_epsilon(
+        lambda epsilon: max(gaussian.single_step_log_delta(sigma, rate, epsilon)), math.log(delta)
+    )
+
+
+def _truncation(events: list[tuple[Mechanism, int]]) -> Extra:
+    """(1 + e^epsilon) sum of P(a Poisson batch is cut).
+
+    Cutting changes each output distribution by at most tau = P(Binomial(n + 1, q) > max) in total
+    variation, on both data sets: delta_cut(e) <= delta(e) + (1 + e^e) T tau. Each n + 1 covers the
+    neighbour that has one example more.
+
+    Source: Chua et al. 2024 (arXiv 2411.04205), Theorem 3.3 in the same spirit.
+    """
+    total = 0.0
+    for event, number in events:
+        if isinstance(event, mechanisms.TruncatedPoissonSubsampledGaussian):
+            cut = min(event.max_batch_size, event.num_examples + 1)
+            if cut <= event.num_examples:
+                tau = float(bdtrc(cut, event.num_examples + 1, event.sample_rate))
+                total += number * tau * (1 + 1e-6)
+    return Extra(total, total)

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clip factors and group bounds: Abadi et al. 2016, Algorithm 1, in plain numbers.
+
+Everything is elementwise; the array namespace comes in as `xp` (`torch`, `jax.numpy`, `numpy`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dualdp import _validate
+
+CLIPPING = ("flat", "per_layer", "automatic")
+AUTOMATIC_OFFSET = 0.01  # gamma of AUTO-S, Bu et al. 2023 (automatic clipping), eq. 4.1
+
+
+def clip_factors(norms: Any, max_grad_norm: Any, *, xp: Any) -> Any:
+    """Factor by which each example's gradient is scaled to have norm at most C.
+
+    Args:
+        norms: (n,) L2 norm of each example's whole gradient, gradient units, >= 0 or non-finite.
+        max_grad_norm: C > 0, gradient units; a number or a scalar array.
+        xp: array namespace, `torch` or `jax.numpy`.
+
+    Returns:
+        (n,) factors in [0, 1], dtype of `norms`. Exactly 1 up to norm C; nan or inf gives 0.
+
+    Guarantees:
+        factors[k] * norms[k] <= C * (1 + 2 * eps(dtype)) for every finite norm.
+            [test_factors_bound_the_norm]
+        factors[k] depends on example k alone.  [test_factors_are_per_sample]
+
+    Source: Abadi et al. 2016, Algorithm 1, "clip gradient".
+    """
+    ones, zeros = xp.ones_like(norms), xp.zeros_like(norms)
+    over = norms > max_grad_norm
+    factors = xp.where(over, max_grad_norm / xp.where(over, norms, ones), ones)
+    return xp.where(xp.isfinite(norms), factors, zeros)
+
+
+def automatic_factors(norms: Any, max_grad_norm: Any, *, xp: Any) -> Any:
+    """Factors C / (norm + 0.01): every gradient is normalised, none exceeds C.
+
+    Args:
+        norms: (n,) as in `clip_factors`.
+        max_grad_norm: C > 0, gradient units.
+        xp: array namespace.
+
+    Returns:
+        (n,) factors, dtype of `norms`; nan or inf gives 0.
+
+    Guarantees:
+        factors[k] * norms[k] < C for every finite norm.  [test_factors_bound_the_norm]
+
+    Source: Bu et al. 2023, "Automatic clipping", AUTO-S.
+    """
+    factors = max_grad_norm / (
+        xp.where(xp.isfinite(norms), norms, xp.ones_like(norms)) + AUTOMATIC_OFFSET
+    )
+    return xp.where(xp.isfinite(norms), factors, xp.zeros_like(norms))
+
+
+def factors_for(clipping: str, norms: Any, max_grad_norm: Any, *, xp: Any) -> Any:
+    """The factors of one clipping group: `"automatic"` normalises, the others cut at C."""
+    function = automatic_factors if clipping == "automatic" else clip_factors
+    return function(norms, max_grad_norm, xp=xp)
+
+
+def group_bounds(groups: Sequence[str], max_grad_norm: Any) -> dict[str, Any]:
+    """Bound of each per-layer group, so that the whole sensitivity stays C.
+
+    Args:
+        groups: names of the groups, one per module (torch) or tree path (jax).
+        max_grad_norm: one bound C (each group gets C / sqrt(groups)), or a mapping group -> bound.
+
+    Raises:
+        ValueError: the mapping lacks a group or names one that does not exist.
+
+    Source: McMahan et al. 2018, section 3.1, per-layer clipping.
+    """
+    if not isinstance(max_grad_norm, Mapping):
+        share = max_grad_norm / math.sqrt(max(len(groups), 1))
+        return dict.fromkeys(groups, share)
+    missing = sorted(set(groups) - set(max_grad_norm))
+    unknown = sorted(set(max_grad_norm) - set(groups))
+    if missing or unknown:
+        raise ValueError(
+            f"max_grad_norm lacks {missing} and names {unknown}. Expected one bound for each "
+            f"group of trainable parameters: {sorted(groups)}."
+        )
+    return {
+        group: _validate.positive(f"max_grad_norm[{group!r}]", max_grad_norm[group])
+        for group in groups
+    }

@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The JAX backend's public face: `import dualdp.jax as dpj`."""
+
+try:
+    import jax as _framework  # noqa: F401
+    import optax as _optimizers  # noqa: F401
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"dualdp.jax needs {error.name}, which is not installed. Run: pip install 'dualdp[jax]'"
+    ) from error
+
+from dualdp_jax import AddNoiseState as AddNoiseState
+from dualdp_jax import Chunk as Chunk
+from dualdp_jax import ClippedGradSum as ClippedGradSum
+from dualdp_jax import Loader as Loader
+from dualdp_jax import LogicalBatch as LogicalBatch
+from dualdp_jax import PrivacyEngine as PrivacyEngine
+from dualdp_jax import TrainState as TrainState
+from dualdp_jax import add_noise as add_noise
+from dualdp_jax import clipped_grad_sum as clipped_grad_sum
+from dualdp_jax import noisy_mean as noisy_mean
+from dualdp_jax import per_sample_grads as per_sample_grads
+from dualdp_jax import per_sample_norms as per_sample_norms
+from dualdp_jax import weights as weights

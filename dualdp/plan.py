@@ -1,0 +1,315 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One private run, written down once and executed on either stack."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import InitVar, dataclass, field, fields
+from functools import partial
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dualdp import _validate, accountants, mechanisms, schedules
+from dualdp._validate import AccountingError
+from dualdp.accountants.calibrate import get_noise_multiplier
+from dualdp.clipping import CLIPPING
+from dualdp.randomness import LockedKey, RootKey, unlock
+from dualdp.samplers import SAMPLERS
+
+NOISE = ("fast", "portable")
+Scheduled = float | schedules.Schedule | Callable[[int], float]
+_SCHEDULED = ("noise_multiplier", "max_grad_norm", "expected_batch_size")
+_FORMAT = "dualdp_plan"
+_claimed: set[str] = set()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrivacyPlan:
+    """Everything that decides batches, noise and epsilon of a run.
+
+    Args:
+        num_examples: size of the data set.
+        expected_batch_size: sample rate times num_examples, > 0; sums are divided by it, never by
+            the size that was drawn.
+        num_steps: noise releases; None for an open-ended run.
+        noise_multiplier: noise standard deviation / max_grad_norm, >= 0.
+        max_grad_norm: C > 0, the L2 bound on one example's gradient.
+        delta: in (0, 1).
+        sampler: one of `dualdp.samplers.SAMPLERS`.
+        neighboring_relation: one of `dualdp.mechanisms.RELATIONS`.
+        clipping: one of `dualdp.clipping.CLIPPING`.
+        noise: "fast" (each framework's generator, keyed by us) or "portable" (the same normals on
+            both stacks).
+        accountant: name of the accountant.
+        physical_batch_size: examples worked on at once; None for all that were drawn.
+        seed: an integer makes the run reproducible without its key file, for tests and
+            comparisons only; None draws the key from the operating system.
+        key: the root key itself, or its file, for a hand-over.
+
+    The first three numbers that may change over the run (noise_multiplier, max_grad_norm,
+    expected_batch_size) take a number, a schedule of `dualdp.schedules` or a callable of the step.
+
+    Guarantees:
+        Batches, schedules, keys and epsilon are pure functions of (plan, key, step).
+            [test_plan_is_a_pure_function]
+        Neither `repr` nor `to_json` holds the key.  [test_the_key_is_never_published]
+
+    Source: Abadi et al. 2016, Algorithm 1.
+    """
+
+    num_examples: int
+    expected_batch_size: Scheduled
+    num_steps: int | None
+    noise_multiplier: Scheduled
+    max_grad_norm: Scheduled
+    delta: float
+    sampler: str = "poisson"
+    neighboring_relation: str = "add_or_remove"
+    clipping: str = "flat"
+    noise: str = "fast"
+    accountant: str = "pld"
+    physical_batch_size: int | None = None
+    seed: int | None = None
+    key: InitVar[RootKey | LockedKey | str | os.PathLike[str] | None] = None
+    root: RootKey | LockedKey = field(init=False)
+
+    def __post_init__(self, key: RootKey | LockedKey | str | os.PathLike[str] | None) -> None:
+        put = partial(object.__setattr__, self)
+        put("num_examples", _validate.integer("num_examples", self.num_examples, minimum=1))
+        if self.num_steps is not None:
+            put("num_steps", _validate.integer("num_steps", self.num_steps))
+        if self.physical_batch_size is not None:
+            size = _validate.integer("physical_batch_size", self.physical_batch_size, minimum=1)
+            put("physical_batch_size", size)
+        for name in _SCHEDULED:
+            put(name, self._checked_schedule(name, getattr(self, name)))
+        put("delta", _validate.open_probability("delta", self.delta))
+        for name, table in _CHOICES.items():
+            _validate.choice(name, getattr(self, name), table)
+        _validate.choice("accountant", self.accountant, accountants.names())
+        put("root", self._root_key(key))
+        put("seed", self.root.seed)
+
+    def _checked_schedule(self, name: str, value: Scheduled) -> schedules.Schedule:
+        """The schedule of one number, each of its planned values checked."""
+        schedule = schedules.as_schedule(name, value, self.num_steps)
+        planned = schedules.values(schedule, 1 if self.num_steps is None else self.num_steps)
+        lowest = _validate.non_negative if name == "noise_multiplier" else _validate.positive
+        for extreme in (planned.min(), planned.max()) if planned.size else ():
+            lowest(name, float(extreme))
+        if name == "expected_batch_size" and planned.size and planned.max() > self.num_examples:
+            raise ValueError(
+                f"expected_batch_size={float(planned.max())} exceeds num_examples="
+                f"{self.num_examples}. Expected at most the whole data set."
+            )
+        return schedule
+
+    def _root_key(
+        self, key: RootKey | LockedKey | str | os.PathLike[str] | None
+    ) -> RootKey | LockedKey:
+        """The key that was given, or that of the seed, or a fresh one."""
+        if key is None:
+            return RootKey.draw() if self.seed is None else RootKey.from_seed(self.seed)
+        key = key if isinstance(key, RootKey | LockedKey) else RootKey.load(key)
+        if self.seed is not None and key != RootKey.from_seed(self.seed):
+            raise ValueError(
+                f"seed={self.seed} and a key that does not come from it. Expected one of the two."
+            )
+        return key
+
+    # ------------------------------------------------------------------ values of a step
+
+    def noise_multiplier_at(self, step: int) -> float:
+        """Noise standard deviation / max_grad_norm at a step, no unit."""
+        return self._at("noise_multiplier", step)
+
+    def max_grad_norm_at(self, step: int) -> float:
+        """C at a step, gradient units."""
+        return self._at("max_grad_norm", step)
+
+    def expected_batch_size_at(self, step: int) -> float:
+        """What the sum of a step is divided by, examples."""
+        return self._at("expected_batch_size", step)
+
+    def sample_rate_at(self, step: int) -> float:
+        """Probability that one example joins the logical batch of a step."""
+        return self.expected_batch_size_at(step) / self.num_examples
+
+    def noise_stddev(self, step: int) -> float:
+        """Standard deviation of the noise in the SUM of a step, gradient units."""
+        return self.noise_multiplier_at(step) * self.max_grad_norm_at(step)
+
+    @property
+    def sample_rate(self) -> float:
+        """The sample rate of a run whose batch size is constant.
+
+        Raises:
+            ValueError: the batch size follows a schedule.
+        """
+        if not isinstance(self.expected_batch_size, schedules.Constant):
+            raise ValueError(
+                "expected_batch_size follows a schedule, so there is no one sample_rate. Use "
+                "plan.sample_rate_at(step)."
+            )
+        return self.sample_rate_at(0)
+
+    def _at(self, name: str, step: int) -> float:
+        """One scheduled value."""
+        return float(getattr(self, name).at(_validate.integer("step", step)))
+
+    # ------------------------------------------------------------------ randomness
+
+    def step_key(self, purpose: str, step: int) -> NDArray[np.uint32]:
+        """(2,) uint32 key of a step for "sampling", "noise" or "dropout" (see `RootKey`)."""
+        return self.root.require_secret().step_key(purpose, step)
+
+    def batch_indices(self, step: int) -> NDArray[np.int64]:
+        """Examples of the logical batch of a step: (k,) increasing int64."""
+        draw = SAMPLERS[self.sampler]
+        key = self.step_key("sampling", step)
+        return draw(key, num_examples=self.num_examples, sample_rate=self.sample_rate_at(step))
+
+    def save_key(self, path: str | os.PathLike[str]) -> None:
+        """Write the secret key to a new file, mode 0600; a resume or hand-over needs it."""
+        self.root.require_secret().save(path)
+
+    def claim(self) -> None:
+        """Take the key for one run: a second run would repeat the noise of the first.
+
+        Plans with a seed are for tests and comparisons, and may be run again.
+
+        Raises:
+            AccountingError: a run of this process has the key already.
+        """
+        key = self.root.require_secret()
+        if key.seed is None and key.sha256 in _claimed:
+            raise AccountingError(
+                "This plan's key was used by another run of this process; the difference of the "
+                "two models would show a gradient without noise. Make a new plan for a new run."
+            )
+        _claimed.add(key.sha256)
+
+    # ------------------------------------------------------------------ accounting
+
+    def epsilon(self, step: int | None = None) -> float:
+        """Epsilon after `step` releases, an upper bound at the plan's delta.
+
+        Args:
+            step: number of releases; None for the whole plan.
+
+        Raises:
+            ValueError: the run is open-ended and no step was given, or the step is past the plan.
+        """
+        if step is None:
+            step = self.num_steps
+        if step is None:
+            raise ValueError("num_steps is None, so the run has no end. Pass step=.")
+        step = _validate.integer("step", step)
+        if self.num_steps is not None and step > self.num_steps:
+            raise ValueError(f"step={step} is past the plan's num_steps={self.num_steps}.")
+        accountant = accountants.create(
+            self.accountant, neighboring_relation=self.neighboring_relation
+        )
+        for (noise, size), count in self._distinct_steps(step):
+            accountant.step(
+                noise_multiplier=noise,
+                sample_rate=size / self.num_examples,
+                num_steps=count,
+                sampler=self.sampler,
+            )
+        return float(accountant.get_epsilon(delta=self.delta))
+
+    def _distinct_steps(self, step: int) -> list[tuple[tuple[float, float], int]]:
+        """Distinct (noise_multiplier, expected_batch_size) of the first steps, and counts."""
+        noise, size = (
+            schedules.values(getattr(self, name), step)
+            for name in ("noise_multiplier", "expected_batch_size")
+        )
+        pairs, counts = np.unique(np.stack([noise, size], axis=1), axis=0, return_counts=True)
+        return [((float(n), float(s)), int(c)) for (n, s), c in zip(pairs, counts, strict=True)]
+
+    @classmethod
+    def calibrate(cls, *, target_epsilon: float, **arguments: Any) -> Self:
+        """The plan whose whole run spends at most `target_epsilon`.
+
+        Args:
+            target_epsilon: at the plan's delta.
+            **arguments: of `PrivacyPlan`, without noise_multiplier.
+
+        Raises:
+            ValueError: noise_multiplier was given too, or the run is open-ended.
+        """
+        if "noise_multiplier" in arguments:
+            raise ValueError(
+                "noise_multiplier and target_epsilon came together. Expected one of the two; "
+                "calibrate finds the noise multiplier."
+            )
+        draft = cls(noise_multiplier=1.0, **arguments)
+        if draft.num_steps is None:
+            raise ValueError("num_steps is None. Expected a number of steps to calibrate for.")
+        noise_multiplier = get_noise_multiplier(
+            target_epsilon=target_epsilon,
+            target_delta=draft.delta,
+            sample_rate=draft.sample_rate,
+            num_steps=draft.num_steps,
+            sampler=draft.sampler,
+            accountant=draft.accountant,
+            neighboring_relation=draft.neighboring_relation,
+        )
+        return cls(noise_multiplier=noise_multiplier, **{**arguments, "key": draft.root})
+
+    # ------------------------------------------------------------------ text
+
+    def to_json(self) -> str:
+        """Everything but the secret, which is named by its SHA-256."""
+        data: dict[str, Any] = {_FORMAT: 1, "key_sha256": self.root.sha256}
+        for name in _FIELDS:
+            value = getattr(self, name)
+            data[name] = schedules.to_json(value) if name in _SCHEDULED else value
+        return json.dumps(data, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str, key: RootKey | str | os.PathLike[str] | None = None) -> Self:
+        """Read what `to_json` wrote.
+
+        Args:
+            text: the JSON.
+            key: the key file or the key. Without it the plan can be read and accounted; batches
+                and noise need it, unless the plan was made from a seed.
+
+        Raises:
+            ValueError: not a plan, or the key of another one.
+        """
+        try:
+            data = json.loads(text)
+            if data.pop(_FORMAT) != 1:
+                raise ValueError("unknown version")
+            sha256 = data.pop("key_sha256")
+            for name in _SCHEDULED:
+                data[name] = schedules.from_json(name, data[name])
+            seed = data.pop("seed")
+            unknown = set(data) - set(_FIELDS)
+            if unknown:
+                raise ValueError(f"unknown fields {sorted(unknown)}")
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"The text is not a plan ({error}). Expected what PrivacyPlan.to_json wrote."
+            ) from error
+        if key is None:
+            root = LockedKey(sha256) if seed is None else unlock(sha256, RootKey.from_seed(seed))
+        else:
+            root = unlock(sha256, key)
+        return cls(**data, key=root)
+
+
+_CHOICES = {
+    "sampler": SAMPLERS,
+    "neighboring_relation": mechanisms.RELATIONS,
+    "clipping": CLIPPING,
+    "noise": NOISE,
+}
+_FIELDS = [item.name for item in fields(PrivacyPlan) if item.init]

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The secret root key of a run and the step keys derived from it.
+
+Whoever has the root key can take the noise away, so it never enters a plan's JSON, a ledger, a log
+or a `repr`: those carry its SHA-256. It lives in a key file that only its owner can read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dualdp import _validate
+
+KEY_BYTES = 16
+PURPOSES = ("sampling", "noise", "dropout")
+
+
+@dataclass(frozen=True)
+class RootKey:
+    """128 secret bits; `repr` and equality never show them.
+
+    Args:
+        secret: the 16 bytes.
+        seed: the integer that the bytes came from, or None if the operating system drew them.
+    """
+
+    secret: bytes
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.secret, bytes) or len(self.secret) != KEY_BYTES:
+            raise ValueError(f"A root key of another form came. Expected {KEY_BYTES} bytes.")
+
+    def __repr__(self) -> str:
+        origin = "operating system" if self.seed is None else f"seed={self.seed}"
+        return f"RootKey(sha256={self.sha256[:12]}..., {origin})"
+
+    @classmethod
+    def draw(cls) -> RootKey:
+        """A fresh key from the operating system's generator."""
+        return cls(secrets.token_bytes(KEY_BYTES))
+
+    @classmethod
+    def from_seed(cls, seed: int) -> RootKey:
+        """A reproducible key, for tests and comparisons: the seed is all its secret."""
+        seed = _validate.integer("seed", seed)
+        if seed >= 1 << 128:
+            raise ValueError(f"seed={seed} is out of range. Expected an integer below 2**128.")
+        digest = hashlib.blake2b(
+            seed.to_bytes(16, "little"), person=b"dualdp seed", digest_size=KEY_BYTES
+        )
+        return cls(digest.digest(), seed)
+
+    @property
+    def sha256(self) -> str:
+        """What may be published of the key."""
+        return hashlib.sha256(self.secret).hexdigest()
+
+    def step_key(self, purpose: str, step: int) -> NDArray[np.uint32]:
+        """The key of one step for one purpose.
+
+        Args:
+            purpose: one of `PURPOSES`; each opens an independent stream.
+            step: 0 <= step < 2^64.
+
+        Returns:
+            (2,) uint32: the first 64 bits of BLAKE2b(root, purpose, step), big-endian words, which
+            `jax.random.wrap_key_data` takes as they are.
+
+        Guarantees:
+            No two (purpose, step) share a key, but for a 64-bit collision.
+                [test_step_keys_are_distinct]
+
+        Source: Aumasson et al. 2013 (BLAKE2), keyed mode; RFC 7693.
+        """
+        _validate.choice("purpose", purpose, PURPOSES)
+        message = purpose.encode() + b"\0" + _validate.integer("step", step).to_bytes(8, "little")
+        digest = hashlib.blake2b(message, key=self.secret).digest()
+        return np.frombuffer(digest[:8], dtype=">u4").astype(np.uint32)
+
+    def require_secret(self) -> RootKey:
+        """The key itself; a `LockedKey` raises here instead."""
+        return self
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the key file, mode 0600; an existing file is never overwritten.
+
+        Raises:
+            FileExistsError: there is a file at `path` already.
+        """
+        text = json.dumps({"dualdp_key": 1, "secret": self.secret.hex(), "seed": self.seed})
+        try:
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileExistsError as error:
+            raise FileExistsError(
+                f"{os.fspath(path)} exists. Expected a new path; a key file is never overwritten."
+            ) from error
+        with os.fdopen(descriptor, "w") as file:
+            file.write(text)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> RootKey:
+        """Read a key file.
+
+        Raises:
+            ValueError: the file is not a key file of this library.
+        """
+        try:
+            content = json.loads(Path(path).read_text())
+            if content["dualdp_key"] != 1:
+                raise ValueError("unknown version")
+            return cls(bytes.fromhex(content["secret"]), content["seed"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{os.fspath(path)} is not a key file. Expected a file written by plan.save_key."
+            ) from error
+
+
+@dataclass(frozen=True)
+class LockedKey:
+    """What a plan read from JSON knows of its key before the key file is given.
+
+    Args:
+        sha256: of the root key.
+    """
+
+    sha256: str
+    seed: None = None
+
+    def require_secret(self) -> RootKey:
+        """Raise: the secret is not here.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            f"The key of this plan (sha256 {self.sha256[:12]}...) is not loaded. Expected its key "
+            "file; pass key= to PrivacyPlan.from_json."
+        )
+
+
+def unlock(sha256: str, key: RootKey | str | os.PathLike[str]) -> RootKey:
+    """The root key itself, or read from its file, once it is proved to be the one that was meant.
+
+    Raises:
+        ValueError: it is another key.
+    """
+    root = key if isinstance(key, RootKey) else RootKey.load(key)
+    if root.sha256 != sha256:
+        raise ValueError(
+            f"The key has sha256 {root.sha256[:12]}... but the plan was made with {sha256[:12]}... "
+            "Expected the key file that plan.save_key wrote for this plan."
+        )
+    return root

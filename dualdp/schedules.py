@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Noise multiplier, clip norm and batch size as pure functions of the step.
+
+One value per step is read by clipper, noiser and ledger alike, so they cannot disagree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dualdp import _validate
+
+Values = NDArray[np.float64]
+
+
+class Schedule(Protocol):
+    """A value for every step from 0 on."""
+
+    def at(self, steps: Any) -> Values:
+        """Values at the given steps, shape of `steps`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Constant:
+    """The same value at every step."""
+
+    value: float
+
+    def at(self, steps: Any) -> Values:
+        """Values at the given steps, shape of `steps`."""
+        return np.full(np.shape(steps), self.value, dtype=np.float64)
+
+
+@dataclass(frozen=True)
+class Step:
+    """`initial * factor ** (step // every)`.
+
+    Args:
+        initial: value at step 0.
+        factor: > 0, applied once every `every` steps.
+        every: steps between two changes, >= 1.
+    """
+
+    initial: float
+    factor: float
+    every: int
+
+    def __post_init__(self) -> None:
+        _validate.positive("factor", self.factor)
+        _validate.integer("every", self.every, minimum=1)
+
+    def at(self, steps: Any) -> Values:
+        """Values at the given steps, shape of `steps`."""
+        return np.asarray(self.initial * self.factor ** (np.asarray(steps) // self.every), float)
+
+
+@dataclass(frozen=True)
+class Exponential:
+    """`initial * rate ** step`.
+
+    Args:
+        initial: value at step 0.
+        rate: > 0, the factor from one step to the next.
+    """
+
+    initial: float
+    rate: float
+
+    def __post_init__(self) -> None:
+        _validate.positive("rate", self.rate)
+
+    def at(self, steps: Any) -> Values:
+        """Values at the given steps, shape of `steps`."""
+        return np.asarray(self.initial * self.rate ** np.asarray(steps, dtype=np.float64))
+
+
+@dataclass(frozen=True)
+class Table:
+    """A value for each planned step and for no other."""
+
+    values: tuple[float, ...]
+
+    def at(self, steps: Any) -> Values:
+        """Values at the given steps, shape of `steps`.
+
+        Raises:
+            IndexError: a step past the table.
+        """
+        index = np.asarray(steps)
+        if index.size and index.max() >= len(self.values):
+            raise IndexError(
+                f"step {int(index.max())} is past the schedule's {len(self.values)} steps. "
+                "Plan more steps."
+            )
+        return np.asarray(self.values, dtype=np.float64)[index]
+
+
+SCHEDULES: dict[str, type[Any]] = {
+    "constant": Constant,
+    "step": Step,
+    "exponential": Exponential,
+    "table": Table,
+}
+_NAMES = {kind: name for name, kind in SCHEDULES.items()}
+
+
+def as_schedule(
+    name: str, value: float | Schedule | Callable[[int], float], num_steps: int | None
+) -> Schedule:
+    """A schedule from a number, a schedule, or a callable of the step, tabulated here and now.
+
+    Args:
+        name: the argument's name, for errors.
+        value: what the user gave.
+        num_steps: planned steps; None when the run is open-ended.
+
+    Raises:
+        ValueError: a callable without a number of steps to tabulate it for.
+    """
+    if type(value) in _NAMES:
+        return value  # type: ignore[return-value]
+    if callable(value):
+        if num_steps is None:
+            raise ValueError(
+                f"{name} is a callable and num_steps is None. Expected num_steps, so that the "
+                f"schedule can be tabulated and accounted; or one of {', '.join(SCHEDULES)}."
+            )
+        return Table(tuple(_validate.real(f"{name}({k})", value(k)) for k in range(num_steps)))
+    return Constant(_validate.real(name, value))
+
+
+def values(schedule: Schedule, num_steps: int) -> Values:
+    """The first `num_steps` values, (num_steps,)."""
+    return schedule.at(np.arange(num_steps))
+
+
+def to_json(schedule: Schedule) -> float | dict[str, Any]:
+    """Plain data: a number for a constant, else `{"schedule": name, ...}`."""
+    if isinstance(schedule, Constant):
+        return schedule.value
+    return {"schedule": _NAMES[type(schedule)], **asdict(schedule)}  # type: ignore[call-overload]
+
+
+def from_json(name: str, data: float | Mapping[str, Any]) -> float | Schedule:
+    """What `to_json` wrote.
+
+    Raises:
+        ValueError: another form.
+    """
+    if not isinstance(data, Mapping):
+        return data
+    try:
+        fields = dict(data)
+        kind = SCHEDULES[_validate.choice(name, fields.pop("schedule"), SCHEDULES)]
+        if kind is Table:
+            fields["values"] = tuple(fields["values"])
+        schedule: Schedule = kind(**fields)
+    except (KeyError, TypeError) as error:
+        raise ValueError(
+            f"{name}={dict(data)!r} is not a schedule. Expected a number or one of "
+            f"{', '.join(SCHEDULES)} with its fields."
+        ) from error
+    return schedule

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One call of the per-sample functions, in normal form: trained leaves, rows, loss of one row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dualdp_jax.parameters import Parameters, split
+
+Row = tuple[list[Any], Any]  # arrays of one example, and its position
+
+
+class Call(NamedTuple):
+    """What every method works on.
+
+    Attributes:
+        parameters: the model, taken apart.
+        rows: arrays (n, ...) and positions (n,); `jax.vmap` over both gives single examples.
+        num_examples: n.
+        loss: (trained leaves, row) to (loss (), aux) of one example.
+    """
+
+    parameters: Parameters
+    rows: Row
+    num_examples: int
+    loss: Callable[[list[Any], Row], tuple[Any, Any]]
+
+
+def build(
+    loss_fn: Callable[..., Any],
+    what: Any,
+    batch: tuple[Any, ...],
+    *,
+    has_aux: bool,
+    key: Any,
+    trainable: Any,
+    positions: Any = None,
+) -> Call:
+    """Check the arguments of a call and bring them to normal form; `loss_fn` is not called yet.
+
+    Args:
+        loss_fn: (what, *example) to a scalar, or to (scalar, aux) with `has_aux`.
+        what: pytree of parameters, `nnx.Module`, or `Parameters` from an earlier split.
+        batch: arguments after `what`; every array leaf has the examples on axis 0.
+        has_aux: whether `loss_fn` returns (loss, aux).
+        key: jax random key, one is folded out of it per example; None: `loss_fn` takes no key.
+        trainable: pytree of bools, see `parameters.split`.
+        positions: (n,) integers that tell the examples' randomness apart; None for 0, 1, ...
+    """
+    parameters = what if isinstance(what, Parameters) else split(what, trainable)
+    arrays, num_examples, rebuild = split_batch(batch)
+    if positions is None:
+        positions = np.arange(num_examples, dtype=np.uint32)
+    check_key(key)
+
+    def loss(trained: list[Any], row: Row) -> tuple[Any, Any]:
+        example, position = row
+        kwargs = {} if key is None else {"key": jax.random.fold_in(key, position)}
+        result = parameters.call(
+            loss_fn, trained, parameters.others, position, rebuild(example), kwargs
+        )
+        return checked_loss(result, has_aux)
+
+    rows = ([jnp.asarray(leaf) for leaf in arrays], jnp.asarray(positions))
+    return Call(parameters, rows, num_examples, loss)
+
+
+def split_batch(batch: tuple[Any, ...]) -> tuple[list[Any], int, Callable[[list[Any]], Any]]:
+    """Array leaves of a batch, their common length, and the way back with one example's leaves."""
+    flat, treedef = jax.tree_util.tree_flatten_with_path(batch)
+    is_array = [isinstance(leaf, jax.Array | np.ndarray) for _, leaf in flat]
+    lengths: dict[str, int] = {}
+    for (path, leaf), array in zip(flat, is_array, strict=True):
+        if array:
+            lengths[f"batch{jax.tree_util.keystr(path)}"] = _num_rows(path, leaf)
+    if not lengths:
+        raise ValueError(
+            "The batch holds no array, so it has no examples. Expected arrays with the examples "
+            "on axis 0 after the parameters."
+        )
+    if len(set(lengths.values())) > 1:
+        listed = ", ".join(f"{name}: {n}" for name, n in lengths.items())
+        raise ValueError(
+            f"The arrays of the batch have different numbers of examples ({listed}). Expected the "
+            "same number on axis 0 of each."
+        )
+
+    def rebuild(example: list[Any]) -> Any:
+        items = iter(example)
+        leaves = [
+            next(items) if array else leaf for (_, leaf), array in zip(flat, is_array, strict=True)
+        ]
+        return jax.tree.unflatten(treedef, leaves)
+
+    arrays = [leaf for (_, leaf), array in zip(flat, is_array, strict=True) if array]
+    return arrays, next(iter(lengths.values())), rebuild
+
+
+def _num_rows(path: Any, leaf: Any) -> int:
+    """Length of axis 0 of one batch leaf."""
+    name = f"batch{jax.tree_util.keystr(path)}"
+    if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "OUSMm":
+        raise TypeError(
+            f"{name} has dtype {leaf.dtype}. Expected numbers; pass text and objects in a list or "
+            "a tuple, they are handed on unchanged."
+        )
+    if leaf.ndim == 0:
+        raise ValueError(
+            f"{name} is an array without axes. Expected the examples on axis 0; pass constants as "
+            "Python numbers, or close over them."
+        )
+    return int(leaf.shape[0])
+
+
+def check_key(key: Any) -> None:
+    """Refuse anything but one jax random key (typed, or the older (2,) uint32)."""
+    if key is None:
+        return
+    is_typed = isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    if not isinstance(key, jax.Array | np.ndarray) or key.ndim != (0 if is_typed else 1):
+        raise TypeError(
+            f"key={key!r} is not one random key. Expected jax.random.key(...); one key per example "
+            "is folded out of it."
+        )
+
+
+def checked_loss(result: Any, has_aux: bool) -> tuple[Any, Any]:
+    """(loss (), aux) of what `loss_fn` returned for one example."""
+    if has_aux and not (isinstance(result, tuple) and len(result) == 2):
+        raise TypeError(
+            f"has_aux=True, but loss_fn returned a {type(result).__name__}. Expected (loss, aux)."
+        )
+    loss, aux = result if has_aux else (result, None)
+    if isinstance(loss, tuple | list | dict) or loss is None:
+        raise TypeError(
+            f"loss_fn returned a {type(loss).__name__} for one example. Expected a scalar; use "
+            "has_aux=True to return (loss, aux)."
+        )
+    try:
+        loss = jnp.asarray(loss)
+    except TypeError as error:
+        raise TypeError(
+            f"loss_fn returned a {type(loss).__name__} for one example. Expected a scalar."
+        ) from error
+    if loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.floating):
+        raise ValueError(
+            f"loss_fn returned {loss.dtype}{list(loss.shape)} for one example. Expected a real "
+            "scalar, shape (): the loss of that example alone, without a batch axis."
+        )
+    return loss, jax.tree.map(_aux_leaf, aux)
+
+
+def _aux_leaf(leaf: Any) -> Any:
+    """An auxiliary output as an array."""
+    try:
+        return jnp.asarray(leaf)
+    except TypeError as error:
+        raise TypeError(
+            f"loss_fn returned {leaf!r} in aux. Expected arrays; they are stacked over "
+            "the examples."
+        ) from error

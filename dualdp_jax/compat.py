@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one module that touches what differs between releases of jax, or is internal to it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax._src import core as _core
+from jax._src.interpreters import partial_eval as _partial_eval
+from jax.extend import core as _extend
+
+Literal = _extend.Literal
+
+
+def is_traced(*values: Any) -> bool:
+    """Whether any leaf of the values is an abstract one, inside `jit`, `grad`, `vmap` or `scan`."""
+    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(values))
+
+
+def in_trace() -> bool:
+    """Whether Python runs inside a transformation of jax, also one without traced arguments."""
+    return not _core.trace_state_clean()
+
+
+def wrap_key(data: Any) -> Any:
+    """(2,) uint32, as made by `plan.step_key`, to a typed threefry key."""
+    return jax.random.wrap_key_data(data, impl="threefry2x32")
+
+
+def check_counter_layout() -> None:
+    """Refuse the old order of threefry counters, under which the normals are not portable."""
+    if not getattr(jax.config, "jax_threefry_partitionable"):  # noqa: B009 - unknown to mypy
+        raise ValueError(
+            "jax_threefry_partitionable=False gives other normals than the plan's. Expected jax's "
+            "default; remove jax.config.update('jax_threefry_partitionable', False)."
+        )
+
+
+def flax_module(value: Any) -> Any:
+    """`flax.nnx` when the value is one of its modules, else None; flax is never imported for it."""
+    nnx = sys.modules.get("flax.nnx")
+    return nnx if nnx is not None and isinstance(value, nnx.Module) else None
+
+
+def holds_equinox(value: Any) -> bool:
+    """Whether a pytree is or contains an Equinox module, whose Python numbers are settings."""
+    equinox = sys.modules.get("equinox")
+    if equinox is None:
+        return False
+    nodes = jax.tree.leaves(value, is_leaf=lambda node: isinstance(node, equinox.Module))
+    return any(isinstance(node, equinox.Module) for node in nodes)
+
+
+def is_flax_state(value: Any) -> bool:
+    """Whether the value is an `nnx.State`, whose leaves sit inside variables."""
+    nnx = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(value, nnx.State)
+
+
+def variable_path(path: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The path of an nnx variable, less the attribute that holds its array."""
+    return path[:-1] if path and getattr(path[-1], "name", None) == "value" else path
+
+
+# ---------------------------------------------------------------------- jaxprs
+
+#: Primitives that only wrap a jaxpr, with the parameter that holds it.
+WRAPPERS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "remat2": "jaxpr",
+    "checkpoint": "jaxpr",
+}
+
+
+def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
+    """(open jaxpr, constants) of a jaxpr that may be closed or not."""
+    return (jaxpr.jaxpr, jaxpr.consts) if hasattr(jaxpr, "consts") else (jaxpr, ())
+
+
+def bind(eqn: Any, *values: Any) -> list[Any]:
+    """Run one equation on other values."""
+    bound = eqn.primitive.get_bind_params(eqn.params)
+    functions, params = ([], bound) if isinstance(bound, dict) else bound
+    with eqn.ctx.manager:
+        out = eqn.primitive.bind(*functions, *values, **params)
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def trace(function: Callable[..., Any], *shapes: Any) -> tuple[Any, Any]:
+    """Closed jaxpr of a function, and the structure of its result."""
+    closed, result = jax.make_jaxpr(function, return_shape=True)(*shapes)
+    return closed, jax.tree.structure(result)
+
+
+def inputs_in_use(jaxpr: Any, outputs: Sequence[bool]) -> list[bool]:
+    """Which inputs of an open jaxpr the marked outputs depend on, through nested jaxprs too."""
+    return list(_partial_eval.dce_jaxpr(jaxpr, list(outputs))[1])

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Norms and clipped sums from what the capture holds: book-keeping, two passes, materialising."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from dualdp import costs
+from dualdp_jax.bounds import Clip
+from dualdp_jax.call import Call, Row
+from dualdp_jax.capture import Capture, Use, capture
+from dualdp_jax.rules.product import sq_norm, weighted_sum, widen
+
+Keeps = Callable[[Use, Any, Any], bool]
+
+
+class Found(NamedTuple):
+    """A capture, sorted.
+
+    Attributes:
+        capture: what the pass left behind.
+        ghosts: parameter index to the number of its one use, whose gradient is never formed.
+        kept: parameter index to per-sample gradients, (n, *shape).
+    """
+
+    capture: Capture
+    ghosts: dict[int, int]
+    kept: dict[int, Any]
+
+
+def find(call: Call, rows: Row, keeps: Keeps) -> Found:
+    """Capture a batch, and form the per-sample gradients that have to be formed.
+
+    These are: of parameters with several uses (their gradients add up before the norm is taken),
+    of weights that are computed from parameters by more than a rearrangement, and of uses that
+    `keeps` names.
+    """
+    taken = capture(call, rows)
+    users: dict[int, list[int]] = {}
+    for number, use in enumerate(taken.uses):
+        for index in use.sources:
+            users.setdefault(index, []).append(number)
+    ghosts: dict[int, int] = {}
+    kept = {index: widen(grads) for index, grads in taken.kept.items()}
+    for number, use in enumerate(taken.uses):
+        arguments = (taken.operands[number], taken.cotangents[number])
+        is_alone = all(users[i] == [number] and i not in taken.kept for i in use.sources)
+        if is_alone and use.is_rearrangement and not keeps(use, *arguments):
+            (index,) = use.sources
+            ghosts[index] = number
+            continue
+        grads = use.rule.grads(use.spec, *arguments)
+        for index, part in jax.vmap(partial(use.pull, call.parameters.trained))(grads).items():
+            kept[index] = kept[index] + widen(part) if index in kept else widen(part)
+    return Found(taken, ghosts, kept)
+
+
+def _use(found: Found, index: int) -> tuple[Use, Any, Any]:
+    """The one use of a parameter, its operands and cotangents."""
+    number = found.ghosts[index]
+    taken = found.capture
+    return taken.uses[number], taken.operands[number], taken.cotangents[number]
+
+
+def _sq_norms_of(call: Call, found: Found) -> list[Any]:
+    """Squared norms per trained leaf, (n,)."""
+    zeros = jnp.zeros(found.capture.losses.shape, call.parameters.dtype)
+
+    def one(index: int) -> Any:
+        if index in found.kept:
+            return sq_norm(found.kept[index])
+        if index not in found.ghosts:
+            return zeros
+        use, operands, cotangents = _use(found, index)
+        if use.rule.sq_norms is None:
+            return sq_norm(use.rule.grads(use.spec, operands, cotangents))
+        return use.rule.sq_norms(use.spec, operands, cotangents)
+
+    return [one(index) for index in range(len(call.parameters.trained))]
+
+
+def _sum_of(call: Call, found: Found, index: int, factors: Any) -> Any:
+    """Weighted sum of the per-sample gradients of one leaf."""
+    like = call.parameters.trained[index]
+    if index in found.kept:
+        return weighted_sum(factors, found.kept[index])
+    if index not in found.ghosts:
+        return jnp.zeros(like.shape, widen(like).dtype)
+    use, operands, cotangents = _use(found, index)
+    if use.rule.weighted_sum is None:
+        total = weighted_sum(factors, use.rule.grads(use.spec, operands, cotangents))
+    else:
+        total = use.rule.weighted_sum(use.spec, operands, cotangents, factors)
+    return use.pull(call.parameters.trained, total)[index]
+
+
+def grads(call: Call, rows: Row) -> Any:
+    """Per-sample gradients, losses, aux."""
+    found = find(call, rows, lambda *_: True)
+    zeros = lambda p: jnp.zeros((found.capture.losses.shape[0], *p.shape), p.dtype)  # noqa: E731
+    trained = enumerate(call.parameters.trained)
+    out = [found.kept[i].astype(p.dtype) if i in found.kept else zeros(p) for i, p in trained]
+    return out, found.capture.losses, found.capture.aux
+
+
+def sq_norms(keeps: Keeps, call: Call, rows: Row) -> Any:
+    """Squared norms per leaf, losses, aux."""
+    found = find(call, rows, keeps)
+    return _sq_norms_of(call, found), found.capture.losses, found.capture.aux
+
+
+def clipped(keeps: Keeps, call: Call, rows: Row, mask: Any, clip: Clip) -> Any:
+    """Sums per leaf, norms, losses, aux: one forward, one backward, one product per use."""
+    found = find(call, rows, keeps)
+    norms, factors = clip(_sq_norms_of(call, found), mask)
+    sums = [_sum_of(call, found, index, factor) for index, factor in enumerate(factors)]
+    return sums, norms, found.capture.losses, found.capture.aux
+
+
+def reweighted(call: Call, rows: Row, mask: Any, clip: Clip) -> Any:
+    """The same in two passes: norms, then one backward of the losses times their factors.
+
+    Rows that are dropped are replaced by one that counts, so that their numbers, perhaps nan, do
+    not enter the second pass. Groups with factors of their own take a backward each.
+
+    Source: Lee & Kifer 2021, algorithm 2; Li et al. 2022, section 4.
+    """
+    squares, losses, aux = sq_norms(lambda *_: False, call, rows)
+    norms, factors = clip(squares, mask)
+    sums: dict[int, Any] = {}
+    for factor in {id(f): f for f in factors}.values():
+        members = [i for i, f in enumerate(factors) if f is factor]
+        sums |= _second_pass(call, rows, factor, members)
+    return [sums[index] for index in range(len(factors))], norms, losses, aux
+
+
+def _second_pass(call: Call, rows: Row, factor: Any, members: list[int]) -> dict[int, Any]:
+    """Gradient of the sum of factor times loss, for some of the parameters."""
+    counts = factor != 0
+    index = jnp.where(counts, jnp.arange(factor.shape[0]), jnp.argmax(counts))
+    rows = jax.tree.map(lambda leaf: leaf[index], rows)
+    trained = call.parameters.trained
+
+    def total(parts: list[Any]) -> Any:
+        values = list(trained)
+        for member, part in zip(members, parts, strict=True):
+            values[member] = part
+        losses = jax.vmap(lambda row: call.loss(values, row)[0])(rows)
+        return jnp.sum(widen(losses) * factor.astype(widen(losses).dtype))
+
+    grads = jax.grad(total)([trained[member] for member in members])
+    any_counts = counts.any()
+    return {
+        member: jnp.where(any_counts, widen(grad), 0)
+        for member, grad in zip(members, grads, strict=True)
+    }
+
+
+def keeps_by_cost(use: Use, operands: Any, cotangents: Any) -> bool:
+    """Whether to keep the per-sample gradients of a use, by the cost model."""
+    if use.rule.sizes is None:
+        return False
+    sizes = use.rule.sizes(use.spec, operands, cotangents)
+    return costs.keeps_gradient(n=cotangents.shape[0], **sizes)
+
+
+def never(use: Use, operands: Any, cotangents: Any) -> bool:
+    """Keep no per-sample gradient that can be avoided."""
+    return False
+
+
+def always(use: Use, operands: Any, cotangents: Any) -> bool:
+    """Form and keep every per-sample gradient."""
+    return True

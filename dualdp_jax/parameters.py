@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is trained: splits a pytree or an `nnx.Module` into trained leaves and everything else."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dualdp import UnsupportedLayerError
+from dualdp_jax import compat
+
+KeyPath = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """One model, taken apart.
+
+    Attributes:
+        trained: arrays whose gradient is taken, in the order of `jax.tree.leaves`.
+        others: arrays that are handed on: frozen leaves, rng state, running statistics.
+        paths: tree path of each trained leaf.
+        names: the same as text, such as "Dense_0/kernel".
+        like: values for the trained leaves to a pytree like the model; None at every other leaf.
+        whole: (trained, others) to what the user calls the parameters.
+        arrays: the way back from `whole`, to (trained, others).
+        call: (loss_fn, trained, others, position, args, kwargs) to the loss of one example.
+        keyed: (others, key) to others, with rng state drawn from the key (nnx only).
+    """
+
+    trained: list[Any]
+    others: list[Any]
+    paths: list[KeyPath]
+    names: list[str]
+    like: Callable[[Sequence[Any]], Any]
+    whole: Callable[[Sequence[Any], Sequence[Any]], Any]
+    arrays: Callable[[Any], tuple[list[Any], list[Any]]]
+    call: Callable[..., Any]
+    keyed: Callable[[Sequence[Any], Any], list[Any]]
+
+    @property
+    def groups(self) -> list[str]:
+        """Name of the per-layer clipping group of each trained leaf: its path less the last key."""
+        return [path_name(path[:-1]) for path in self.paths]
+
+    @property
+    def dtype(self) -> Any:
+        """Dtype of norms and factors: float32, or float64 as soon as one leaf is."""
+        return jnp.result_type(jnp.float32, *(leaf.dtype for leaf in self.trained))
+
+
+def path_name(path: KeyPath) -> str:
+    """A tree path as text, keys joined by "/"."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def split(what: Any, trainable: Any = None) -> Parameters:
+    """Take a pytree of parameters or an `nnx.Module` apart.
+
+    Args:
+        what: the parameters as the user holds them.
+        trainable: pytree of bools like `what` (for nnx like `nnx.state(what, nnx.Param)`), or a
+            prefix of it; None trains every inexact leaf.
+
+    Raises:
+        TypeError: a leaf that would be trained is no real floating array.
+        ValueError: `trainable` has another structure.
+    """
+    nnx = compat.flax_module(what)
+    return _from_pytree(what, trainable) if nnx is None else _from_module(nnx, what, trainable)
+
+
+def _flags(tree: Any, trainable: Any) -> list[bool | None]:
+    """One bool per leaf, None where the user said nothing."""
+    if trainable is None:
+        return [None] * len(jax.tree.leaves(tree))
+    try:
+        full = jax.tree.map(lambda flag, part: jax.tree.map(lambda _: flag, part), trainable, tree)
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"trainable does not have the structure of the parameters. Expected a pytree of bools "
+            f"like them, or a prefix of it: {error}"
+        ) from error
+    flags = jax.tree.leaves(full)
+    for flag in flags:
+        if not isinstance(flag, bool | np.bool_):
+            raise TypeError(
+                f"trainable holds {flag!r}, a {type(flag).__name__}. Expected Python bools, known "
+                "before tracing."
+            )
+    return [bool(flag) for flag in flags]
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic)
+
+
+def _is_trained(name: str, leaf: Any, flag: bool | None, numbers_are_settings: bool) -> bool:
+    """Whether a leaf is trained; refuses leaves that cannot be and that nobody froze."""
+    is_number = isinstance(leaf, numbers.Number) and not numbers_are_settings
+    if flag is False or not (is_number or _is_array(leaf)):
+        return False
+    dtype = jnp.result_type(leaf) if is_number else leaf.dtype
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(
+            f"The parameter {name!r} is {dtype}. Expected a real floating array; freeze it by "
+            "trainable= (a pytree of bools with False there) or take it out of the parameters."
+        )
+    return True
+
+
+class _Slots:
+    """Where each leaf of a flattened tree goes: trained, other array, or fixed."""
+
+    def __init__(self, tree: Any, is_trained: Callable[[int, KeyPath, Any], bool]) -> None:
+        flat, self.treedef = jax.tree_util.tree_flatten_with_path(tree)
+        self.kinds = [
+            "trained" if is_trained(i, path, leaf) else "other" if _is_array(leaf) else "fixed"
+            for i, (path, leaf) in enumerate(flat)
+        ]
+        sorted_out: dict[str, list[Any]] = {"trained": [], "other": [], "fixed": []}
+        for kind, item in zip(self.kinds, flat, strict=True):
+            sorted_out[kind].append(item)
+        self.paths = [path for path, _ in sorted_out["trained"]]
+        self.trained = [jnp.asarray(leaf) for _, leaf in sorted_out["trained"]]
+        self.others = [jnp.asarray(leaf) for _, leaf in sorted_out["other"]]
+        self.fixed = [leaf for _, leaf in sorted_out["fixed"]]
+
+    def arrays(self, leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Trained and other arrays among the leaves of such a tree."""
+        pairs = list(zip(self.kinds, leaves, strict=True))
+        trained = [leaf for kind, leaf in pairs if kind == "trained"]
+        return trained, [leaf for kind, leaf in pairs if kind == "other"]
+
+    def fill(self, trained: Sequence[Any], others: Sequence[Any], fixed: Sequence[Any]) -> Any:
+        """The tree, with these leaves."""
+        sources: dict[str, Iterator[Any]] = {
+            "trained": iter(trained), "other": iter(others), "fixed": iter(fixed)
+        }  # fmt: skip
+        return jax.tree.unflatten(self.treedef, [next(sources[kind]) for kind in self.kinds])
+
+    def like(self, values: Sequence[Any]) -> Any:
+        """The tree with values at the trained leaves and None elsewhere."""
+        return self.fill(values, [None] * len(self.others), [None] * len(self.fixed))
+
+
+def _from_pytree(what: Any, trainable: Any) -> Parameters:
+    flags, settings = _flags(what, trainable), compat.holds_equinox(what)
+    slots = _Slots(
+        what, lambda i, path, leaf: _is_trained(path_name(path), leaf, flags[i], settings)
+    )
+
+    def whole(trained: Sequence[Any], others: Sequence[Any]) -> Any:
+        return slots.fill(trained, others, slots.fixed)
+
+    def call(loss_fn: Any, trained: Any, others: Any, position: Any, args: Any, kwargs: Any) -> Any:
+        return loss_fn(whole(trained, others), *args, **kwargs)
+
+    return Parameters(
+        trained=slots.trained,
+        others=slots.others,
+        paths=slots.paths,
+        names=[path_name(path) for path in slots.paths],
+        like=slots.like,
+        whole=whole,
+        arrays=lambda tree: slots.arrays(jax.tree.leaves(tree)),
+        call=call,
+        keyed=lambda others, key: list(others),
+    )
+
+
+def _from_module(nnx: Any, module: Any, trainable: Any) -> Parameters:
+    """As `_from_pytree`: `nnx.Param` is trained, the rest is carried and guarded."""
+    filters = (nnx.Param, nnx.RngState, ...)
+    graphdef, *states = nnx.split(module, *filters)
+    flags = _flags(states[0], trainable)
+
+    def is_trained(i: int, path: KeyPath, leaf: Any) -> bool:
+        is_param = i < len(flags)  # the leaves of states[0] come first
+        return is_param and _is_trained(variable_name(path[1:]), leaf, flags[i], False)
+
+    slots = _Slots(tuple(states), is_trained)
+    carried = jax.tree.leaves(tuple(states))[len(flags) :]
+
+    def rekey(others: Sequence[Any], fold: Callable[[int, Any], Any]) -> list[Any]:
+        is_key = lambda leaf: jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)  # noqa: E731
+        return [fold(i, leaf) if is_key(leaf) else leaf for i, leaf in enumerate(others)]
+
+    def call(loss_fn: Any, trained: Any, others: Any, position: Any, args: Any, kwargs: Any) -> Any:
+        others = rekey(others, lambda i, key: jax.random.fold_in(key, position))
+        parts = slots.fill(trained, others, slots.fixed)
+        copy = nnx.merge(graphdef, *slots.fill(trained, others, slots.fixed))
+        result = loss_fn(copy, *args, **kwargs)
+        _, params, _, rest = nnx.split(copy, *filters)
+        _refuse_changes((parts[0], parts[2]), (params, rest))
+        return result
+
+    paths = [compat.variable_path(path[1:]) for path in slots.paths]
+    return Parameters(
+        trained=slots.trained,
+        others=slots.others,
+        paths=paths,
+        names=[path_name(path) for path in paths],
+        like=lambda values: slots.like(values)[0],
+        whole=lambda trained, others: slots.fill(trained, others, slots.fixed)[0],
+        arrays=lambda state: slots.arrays([*jax.tree.leaves(state), *carried]),
+        call=call,
+        keyed=lambda others, key: rekey(others, lambda i, _: jax.random.fold_in(key, i)),
+    )
+
+
+def variable_name(path: KeyPath) -> str:
+    """The path of an nnx variable as text."""
+    return path_name(compat.variable_path(path))
+
+
+def _refuse_changes(before: Any, after: Any) -> None:
+    """Refuse a loss_fn that wrote a variable: the next example would see it."""
+    old, new = (dict(jax.tree_util.tree_flatten_with_path(state)[0]) for state in (before, after))
+    for path in [*old, *(path for path in new if path not in old)]:
+        if old.get(path) is not new.get(path):
+            raise UnsupportedLayerError(
+                f"loss_fn changed the variable {variable_name(path[1:])!r} of the "
+                "module, so one example would act on another. Expected a pure function of the "
+                "parameters; use GroupNorm or LayerNorm for BatchNorm, or its running average "
+                "(module.eval())."
+            )

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`dot_general`, with any batch and contracting dimensions, the weight on either side."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dualdp_jax.rules import Rule, Spec
+from dualdp_jax.rules.product import outer, sq_norms, weighted_outer
+
+
+class _Axes(NamedTuple):
+    """Dimensions of one side: of the data operand, or of the weight."""
+
+    batch: tuple[int, ...]
+    contract: tuple[int, ...]
+    free: tuple[int, ...]
+
+
+def _axes(params: Mapping[str, Any], side: int, ndim: int) -> _Axes:
+    contract, batch = (pair[side] for pair in params["dimension_numbers"])
+    free = tuple(axis for axis in range(ndim) if axis not in (*contract, *batch))
+    return _Axes(tuple(batch), tuple(contract), free)
+
+
+def factors(spec: Spec, others: tuple[Any, ...], grads_out: Any) -> tuple[Any, Any]:
+    """Data operand (n, *loops, ...) and grads_out to acts (n, b, t, i) and grads (n, b, t, o).
+
+    Loops with a weight of their own count as blocks, the others as positions.
+    """
+    (x,) = others
+    lead = 1 + len(spec.loops)
+    own = [1 + i for i, stacked in enumerate(spec.loops) if stacked]
+    shared = [1 + i for i, stacked in enumerate(spec.loops) if not stacked]
+    axes = _axes(spec.params, 1 - spec.position, x.ndim - lead)
+    batch, contract, free = ([lead + axis for axis in part] for part in axes)
+    acts = x.transpose(0, *own, *batch, *shared, *free, *contract)
+    num_blocks = math.prod(acts.shape[1 : 1 + len(own) + len(batch)])
+    size_in = math.prod(x.shape[axis] for axis in contract)
+    acts = acts.reshape(x.shape[0], num_blocks, -1, size_in)
+    # grads_out is (n, *loops, *batch, *free of the left operand, *free of the right one)
+    start = lead + len(batch)
+    outs = list(range(start, grads_out.ndim))
+    split = len(free) if spec.position == 1 else len(outs) - len(free)
+    ours, theirs = (
+        (outs[:split], outs[split:]) if spec.position == 1 else (outs[split:], outs[:split])
+    )
+    grads = grads_out.transpose(0, *own, *range(lead, start), *shared, *ours, *theirs)
+    size_out = math.prod(grads_out.shape[axis] for axis in theirs)
+    return acts, grads.reshape(x.shape[0], num_blocks, acts.shape[2], size_out)
+
+
+def _to_weight(spec: Spec, grads: Any, own: tuple[int, ...]) -> Any:
+    """(..., b, i, o) to (..., *own loops, *shape of the weight)."""
+    axes = _axes(spec.params, spec.position, len(spec.shape))
+    order = (*axes.batch, *axes.contract, *axes.free)
+    lead = grads.shape[:-3]
+    grads = grads.reshape(*lead, *own, *(spec.shape[axis] for axis in order))
+    first = len(lead) + len(own)
+    return grads.transpose(*range(first), *(first + int(axis) for axis in np.argsort(order)))
+
+
+def _own(spec: Spec, grads_out: Any) -> tuple[int, ...]:
+    """Lengths of the loops that have a weight of their own at every step."""
+    return tuple(grads_out.shape[1 + i] for i, stacked in enumerate(spec.loops) if stacked)
+
+
+def weight_grads(spec: Spec, others: tuple[Any, ...], grads_out: Any) -> Any:
+    """Per-sample gradients, (n, *own, *shape)."""
+    return _to_weight(spec, outer(*factors(spec, others, grads_out)), _own(spec, grads_out))
+
+
+def weight_sq_norms(spec: Spec, others: tuple[Any, ...], grads_out: Any) -> Any:
+    """Squared norms, (n,)."""
+    return sq_norms(*factors(spec, others, grads_out))
+
+
+def weighted_sum(spec: Spec, others: tuple[Any, ...], grads_out: Any, weights: Any) -> Any:
+    """Sum over the examples of weight times gradient, (*own, *shape)."""
+    total = weighted_outer(*factors(spec, others, grads_out), weights)
+    return _to_weight(spec, total, _own(spec, grads_out))
+
+
+def sizes(spec: Spec, others: tuple[Any, ...], grads_out: Any) -> dict[str, int]:
+    """Of one block."""
+    acts, grads = factors(spec, others, grads_out)
+    return {"t": acts.shape[2], "d_in": acts.shape[3], "d_out": grads.shape[3]}
+
+
+def _accepts(params: Mapping[str, Any], position: int, shapes: Sequence[Any]) -> bool:
+    return True
+
+
+RULE = Rule(_accepts, weight_grads, weight_sq_norms, weighted_sum, sizes)

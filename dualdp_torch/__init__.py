@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The PyTorch backend of dualdp."""
+
+from . import weights as weights
+from .call import METHODS as METHODS
+from .capture import ChangedInPlaceError as ChangedInPlaceError
+from .data import PlannedLoader as PlannedLoader
+from .engine import PrivacyEngine as PrivacyEngine
+from .noise import noisy_mean as noisy_mean
+from .per_sample import ClippedSum as ClippedSum
+from .per_sample import clipped_grad_sum as clipped_grad_sum
+from .per_sample import per_sample_grads as per_sample_grads
+from .per_sample import per_sample_norms as per_sample_norms
+from .record import Record as Record
+from .record import record_per_sample as record_per_sample
+from .rules import RULES as RULES
+from .rules import Rule as Rule
+from .rules import register_rule as register_rule
+from .validate import Finding as Finding
+from .validate import validate as validate

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Collects (activations, output gradient) per use of a parameter; no parameter gradient.
+
+A function of the table `RULES` that receives a trainable parameter is run on the DETACHED
+parameter instead. What autograd then differentiates holds no parameter at all, so it computes the
+gradients of the outputs only (Bu et al. 2023, "book-keeping"). Each call is a `Use`: the saved
+input, and the edge of the graph at which the output's gradient will arrive. Edges, unlike module
+hooks, survive in-place changes of the output. Tied, shared and functionally used weights are just
+more uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from dualdp import UnsupportedLayerError
+
+from .rules import RULES
+from .rules.base import Rule, Tensor
+
+
+class ChangedInPlaceError(UnsupportedLayerError):
+    """An input that a parameter's gradient needs was overwritten after it was used."""
+
+
+@dataclass(eq=False)
+class Use:
+    """One call of a function with a rule, on at least one trainable parameter.
+
+    Attributes:
+        function: what was called.
+        rule: its rule.
+        held: parameter argument -> parameter name.
+        shapes: parameter argument -> parameter shape.
+        acts: saved input(s), batch-first once `Layout` has seen them; None when not needed.
+        options: the call's other arguments.
+        edge: where the output's gradient arrives.
+        out_shape: shape of the output.
+        grads_out: gradient of the output, or None as long as none has arrived.
+    """
+
+    function: Callable[..., Any]
+    rule: Rule
+    held: dict[str, str]
+    shapes: dict[str, torch.Size]
+    acts: Any
+    options: dict[str, Any]
+    edge: GradientEdge
+    out_shape: torch.Size
+    versions: list[tuple[Tensor, int]] = field(default_factory=list)
+    grads_out: Tensor | None = None
+
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        """What this use has in common with the same use on other data."""
+        return self.function, tuple(self.held.items()), len(self.out_shape)
+
+    def __str__(self) -> str:
+        names = ", ".join(map(repr, self.held.values()))
+        return f"{name_of(self.function)} with {names}"
+
+    def check_unchanged(self) -> None:
+        """Refuse a saved input that was changed in place."""
+        if any(tensor._version != version for tensor, version in self.versions):
+            raise ChangedInPlaceError(
+                f"The input of {self} was changed in place after it was used, so the gradient of "
+                'the parameter is lost. Use the out-of-place operation, or method="vmap".'
+            )
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """The name of a function as torch's documentation has it."""
+    return getattr(function, "__name__", str(function))
+
+
+def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """{name: parameter} of what is trained; a tied weight under its first name."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+class _Attach(torch.autograd.Function):
+    """Gives a graph node to an output that would need no gradient, as the first layer's.
+
+    The output itself is marked as changed rather than viewed, so that a later in-place operation on
+    it stays legal.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, leaf: Tensor) -> Tensor:
+        """The same tensor, now part of the graph."""
+        ctx.mark_dirty(out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """Nothing to do below."""
+        return grad, None
+
+
+_attach: Callable[[Tensor, Tensor], Tensor] = _Attach.apply
+
+
+def _refuse_batch_statistics(arguments: Mapping[str, Any]) -> None:
+    """Refuse a batch norm that looks at the batch."""
+    if arguments.get("training") or arguments.get("running_mean") is None:
+        raise UnsupportedLayerError(
+            "batch_norm was called with batch statistics: it mixes examples, so no per-sample "
+            "gradient exists. Replace BatchNorm by GroupNorm, or call the module's eval()."
+        )
+
+
+_BATCH_NORM = ("input", "running_mean", "running_var", "weight", "bias", "training")
+
+
+class Capture(TorchFunctionMode):
+    """While active, records every use of the given parameters.
+
+    Args:
+        names: id of a parameter -> its name.
+        on_use: called with each `Use` and its output.
+    """
+
+    def __init__(
+        self, names: Mapping[int, str], on_use: Callable[[Use, Tensor], None] | None = None
+    ) -> None:
+        super().__init__()
+        self.names = names
+        self.uses: list[Use] = []
+        self._on_use = on_use
+        self._leaf = torch.zeros((), requires_grad=True)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        rule = RULES.get(func)
+        if rule is None:
+            if func is F.batch_norm:
+                _refuse_batch_statistics(dict(zip(_BATCH_NORM, args, strict=False)) | kwargs)
+            return func(*args, **kwargs)
+        call = dict(zip(rule.arguments, args, strict=False)) | kwargs
+        held = {slot: self.names[id(v)] for slot, v in call.items() if id(v) in self.names}
+        reason = rule.refuse(call) if rule.refuse else None
+        if reason:
+            where = f" (parameter {', '.join(map(repr, held.values()))})" if held else ""
+            raise UnsupportedLayerError(f"{name_of(func)}{where}: {reason}.")
+        if not held.keys() <= rule.grads.keys() or not held or not torch.is_grad_enabled():
+            return func(*args, **kwargs)
+        return self._use(func, rule, call, held)
+
+    def _use(
+        self, func: Callable[..., Any], rule: Rule, call: dict[str, Any], held: dict[str, str]
+    ) -> Tensor:
+        """Run the function on detached parameters and remember the call."""
+        parameters = {slot: call[slot] for slot in held}
+        out: Tensor = func(**{**call, **{slot: p.detach() for slot, p in parameters.items()}})
+        if not out.requires_grad:
+            out = _attach(out, self._leaf)
+        acts, versions = None, []
+        if not held.keys() <= rule.light:
+            inputs = (rule.acts,) if isinstance(rule.acts, str) else rule.acts
+            saved = tuple(call[name].detach() for name in inputs)
+            versions = [(tensor, tensor._version) for tensor in saved]
+            acts = saved[0] if isinstance(rule.acts, str) else saved
+        use = Use(
+            function=func,
+            rule=rule,
+            held=held,
+            shapes={slot: p.shape for slot, p in parameters.items()},
+            acts=acts,
+            options={k: v for k, v in call.items() if k not in held and not torch.is_tensor(v)},
+            edge=get_gradient_edge(out),
+            out_shape=out.shape,
+            versions=versions,
+        )
+        self.uses.append(use)
+        if self._on_use:
+            self._on_use(use, out)
+        return out
+
+
+def backward(
+    total: Tensor, uses: Iterable[Use], parameters: Mapping[str, Tensor], *, retain: bool = False
+) -> list[str]:
+    """Gradient of `total` at every use; returns the parameters that reach it some other way."""
+    uses, names = list(uses), list(parameters)
+    for use in uses:
+        use.grads_out = None
+    if not total.requires_grad:
+        return []
+    targets: list[Any] = [*(use.edge for use in uses), *parameters.values()]
+    found = torch.autograd.grad(
+        total,
+        targets,
+        retain_graph=retain,
+        allow_unused=True,
+    )
+    for use, grad in zip(uses, found, strict=False):
+        use.grads_out = grad
+    leftover = found[len(uses) :]
+    return [name for name, grad in zip(names, leftover, strict=True) if grad is not None]

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From per-sample gradients to their clipped sum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from dualdp import _validate
+from dualdp.clipping import CLIPPING, factors_for, group_bounds
+
+from .gradients import Gradients
+from .rules.base import Tensor
+
+
+def group_of(name: str) -> str:
+    """The module path of a parameter name: its group in per-layer clipping."""
+    return name.rpartition(".")[0]
+
+
+def clipping_bounds(
+    parameters: Mapping[str, Any], clipping: str, max_grad_norm: Any
+) -> dict[str, Any]:
+    """Clipping group -> bound; flat and automatic clipping have the one group ""."""
+    _validate.choice("clipping", clipping, CLIPPING)
+    groups = sorted({group_of(name) for name in parameters}) if clipping == "per_layer" else [""]
+    if isinstance(max_grad_norm, Mapping):
+        if clipping != "per_layer":
+            raise TypeError(
+                f"max_grad_norm is a mapping, but clipping={clipping!r}. Expected a number; "
+                'bounds per group need clipping="per_layer".'
+            )
+        return group_bounds(groups, max_grad_norm)
+    if torch.is_tensor(max_grad_norm):
+        if max_grad_norm.numel() != 1:
+            raise ValueError(
+                f"max_grad_norm has shape {tuple(max_grad_norm.shape)}. Expected a number."
+            )
+        max_grad_norm = float(max_grad_norm)
+    bound = _validate.positive("max_grad_norm", max_grad_norm)
+    return group_bounds(groups, bound) if clipping == "per_layer" else {"": bound}
+
+
+def whole_norms(squares: Mapping[str, Tensor], n: int) -> Tensor:
+    """(n,) norms of whole gradients, from the squared norms of their parameters."""
+    if not squares:
+        return torch.zeros(n)
+    dtype = max((s.dtype for s in squares.values()), key=lambda d: d.itemsize)
+    return torch.stack([s.to(dtype) for s in squares.values()]).sum(0).sqrt()
+
+
+def _factors(
+    squares: Mapping[str, Tensor], norms: Tensor, bounds: Mapping[str, Any], clipping: str
+) -> dict[str, Tensor]:
+    """Name -> (n,) factor of every example, its group's."""
+    if clipping != "per_layer":
+        factors = factors_for(clipping, norms, bounds[""], xp=torch)
+        return dict.fromkeys(squares, factors)
+    found: dict[str, Tensor] = {}
+    for group, bound in bounds.items():
+        members = {name: s for name, s in squares.items() if group_of(name) == group}
+        factors = factors_for(clipping, whole_norms(members, len(norms)), bound, xp=torch)
+        found |= dict.fromkeys(members, factors.masked_fill(~norms.isfinite(), 0))
+    return found
+
+
+def clip_and_sum(
+    gradients: Gradients,
+    n: int,
+    bounds: Mapping[str, Any],
+    clipping: str,
+    mask: Tensor | None,
+    second_pass: Callable[[Tensor], dict[str, Tensor]] | None = None,
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Name -> clipped sum, and the norms (n,) before clipping, 0 for padding.
+
+    Args:
+        gradients: of n examples.
+        n: examples.
+        bounds: from `clipping_bounds`.
+        clipping: one of `dualdp.clipping.CLIPPING`.
+        mask: (n,) bool, False for padding, or None.
+        second_pass: factors (n,) -> the sum, by another way than the gradients' own.
+    """
+    squares = gradients.sq_norms(min(bounds.values()))
+    norms = whole_norms(squares, n)
+    counted = norms.isfinite()
+    if mask is not None:
+        mask = mask.to(norms.device)
+        counted, norms = counted & mask, norms.where(mask, 0)
+    # A factor 0 would not remove a nan, 0 * nan = nan: the rows themselves are left out.
+    rows = None if bool(counted.all()) else counted.nonzero().flatten()
+    factors = _factors(squares, norms, bounds, clipping)
+    if second_pass is not None and rows is None:
+        return second_pass(next(iter(factors.values()))), norms
+    return gradients.sums(factors, rows), norms

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two ways that need no rule: `vmap` over examples, and one example at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.func import functional_call, grad, vmap
+from torch.utils import _pytree as pytree
+
+from dualdp import UnsupportedLayerError
+
+from .batch import Batch, check_losses, join_aux
+from .gradients import Formed
+from .rules.base import Tensor
+
+
+class _Call(nn.Module):
+    """The loss as a module, so that `functional_call` replaces the model's parameters in it."""
+
+    def __init__(self, model: nn.Module, loss_fn: Callable[..., Any], has_aux: bool) -> None:
+        super().__init__()
+        self.model = model
+        self._loss_fn, self._has_aux = loss_fn, has_aux
+
+    def forward(self, *example: Any) -> tuple[Tensor, tuple[Tensor, list[Tensor]]]:
+        """Loss of a batch of one, and (loss, tensors of aux) without gradient."""
+        out = self._loss_fn(self.model, *example)
+        losses, aux = out if self._has_aux else (out, None)
+        loss = check_losses(losses, 1).squeeze(0)
+        leaves, self.aux_spec = pytree.tree_flatten(aux)
+        self.aux_leaves = leaves
+        return loss, (loss.detach(), [leaf.detach() for leaf in leaves if torch.is_tensor(leaf)])
+
+    def aux(self, tensors: list[Tensor]) -> Any:
+        """The auxiliary output with the tensors of all examples, (n, 1, ...), joined."""
+        queue = iter(t.flatten(0, 1) if t.dim() > 1 else t for t in tensors)
+        leaves = [next(queue) if torch.is_tensor(leaf) else leaf for leaf in self.aux_leaves]
+        return pytree.tree_unflatten(leaves, self.aux_spec)
+
+
+def by_vmap(
+    model: nn.Module,
+    loss_fn: Callable[..., Any],
+    batch: Batch,
+    parameters: Mapping[str, Tensor],
+    has_aux: bool,
+    randomness: str = "different",
+) -> tuple[Formed, Tensor, Any]:
+    """Gradients of every example by `torch.func.vmap(grad)`; dropout differs per example."""
+    call = _Call(model, loss_fn, has_aux)
+    values = {f"model.{name}": p.detach() for name, p in parameters.items()}
+    tensors = [t.detach() for t in batch.tensors()]
+
+    def loss(values: dict[str, Tensor], tensors: list[Tensor]) -> Any:
+        example = batch.with_tensors([t.unsqueeze(0) for t in tensors])
+        return functional_call(call, values, example)
+
+    try:
+        formed, (losses, tensors_of_aux) = vmap(
+            grad(loss, has_aux=True), in_dims=(None, 0), randomness=randomness
+        )(values, tensors)
+    except (RuntimeError, NotImplementedError) as error:
+        first_line = str(error).strip().split("\n")[0]
+        raise UnsupportedLayerError(
+            f'torch.func.vmap can\'t run this model ({first_line}). Use method="loop", which is '
+            "exact for every model."
+        ) from error
+    aux = call.aux(tensors_of_aux)
+    return Formed({name: formed[f"model.{name}"] for name in parameters}), losses, aux
+
+
+def by_loop(
+    model: nn.Module,
+    loss_fn: Callable[..., Any],
+    batch: Batch,
+    parameters: Mapping[str, Tensor],
+    has_aux: bool,
+) -> tuple[Formed, Tensor, Any]:
+    """Gradients of every example, one at a time: slow, obvious, the truth."""
+    formed: dict[str, list[Tensor]] = {name: [] for name in parameters}
+    losses, auxes = [], []
+    for k in range(batch.n):
+        out = loss_fn(model, *batch.rows(slice(k, k + 1)).arguments())
+        loss, aux = out if has_aux else (out, None)
+        loss = check_losses(loss, 1)
+        found: tuple[Tensor | None, ...] = (None,) * len(parameters)
+        if loss.requires_grad:
+            found = torch.autograd.grad(loss.sum(), [*parameters.values()], allow_unused=True)
+        for (name, p), g in zip(parameters.items(), found, strict=True):
+            formed[name].append(torch.zeros_like(p) if g is None else g.to_dense())
+        losses.append(loss.detach())
+        auxes.append(aux)
+    stacked = {name: torch.stack([g.detach() for g in gs]) for name, gs in formed.items()}
+    return Formed(stacked), torch.cat(losses), join_aux(auxes, [1] * batch.n)

@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The proof that a model treats its examples one by one, made on the first call.
+
+On a few examples, with dropout off: (a) the gradient of ONE example's loss must vanish at every use
+of a parameter outside that example's rows, which also finds where those rows are; (b) the example
+alone must give the loss it has in the batch; (c) no buffer may change. Uses that fail (a) send the
+model through `vmap`; a model that fails (b) or (c) has no per-sample gradient and is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from dualdp import UnsupportedLayerError
+
+from .batch import Batch, check_losses
+from .capture import Capture, Use, backward
+from .layout import Layout, belongs_to, candidates
+from .rules.base import Tensor
+from .validate import refuse_mixing_modules
+
+#: Examples that the proof looks at.
+EXAMPLES = 4
+#: Largest relative difference of one example's loss alone and in the batch, by the lowest dtype.
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+_ON_CUDA = 10.0  # times as much: kernels and TF32 products change with the batch size
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What is known about one model under one loss.
+
+    Attributes:
+        layouts: signature of each use, in order, and its layout; None where no gradient arrived.
+        problem: why captured uses cannot be trusted (the model then goes through `vmap`), or None.
+        complete: every layout is known.
+    """
+
+    signatures: tuple[Any, ...]
+    layouts: tuple[Layout | None, ...]
+    problem: str | None = None
+
+    @property
+    def complete(self) -> bool:
+        """Whether the proof can be used again."""
+        return None not in self.layouts
+
+
+class _NoRandomness(TorchFunctionMode):
+    """Dropout off, and the same constant for every random draw that has examples in its shape."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in _DROPOUT:
+            return args[0] if args else kwargs["input"]
+        if func is F.scaled_dot_product_attention:
+            args, kwargs = (
+                (*args[:4], *((0.0,) if len(args) > 4 else ()), *args[5:]),
+                {
+                    **kwargs,
+                    **({"dropout_p": 0.0} if "dropout_p" in kwargs else {}),
+                },
+            )
+        out = func(*args, **kwargs)
+        return out.detach().fill_(0.5) if func in _RANDOM else out
+
+
+_DROPOUT = {
+    *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout),
+    *(torch.dropout, torch.alpha_dropout, torch.feature_dropout, torch.feature_alpha_dropout),
+}
+_RANDOM = {
+    *(torch.rand, torch.randn, torch.rand_like, torch.randn_like, torch.normal, torch.bernoulli),
+    *(torch.Tensor.normal_, torch.Tensor.uniform_, torch.Tensor.bernoulli_),
+}
+
+
+@contextlib.contextmanager
+def _untouched_generators(device: torch.device) -> Iterator[None]:
+    """The proof draws nothing from the user's random numbers."""
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        yield
+
+
+_proofs: OrderedDict[Any, tuple[Any, dict[Any, Proof]]] = OrderedDict()
+_REMEMBERED = 64
+
+
+def known(model: nn.Module, loss_fn: Callable[..., Any], batch: Batch) -> dict[Any, Proof]:
+    """The proofs made for this model, loss and shapes, by signatures of the uses."""
+    key = (
+        id(model),
+        _loss_token(loss_fn),
+        batch.signature(),
+        tuple(module.training for module in model.modules()),
+        tuple((id(p), p.requires_grad) for p in model.parameters()),
+    )
+    if key not in _proofs:
+        _proofs[key] = ((model, loss_fn), {})  # kept alive, so that no id is used again
+        if len(_proofs) > _REMEMBERED:
+            _proofs.popitem(last=False)
+    _proofs.move_to_end(key)
+    return _proofs[key][1]
+
+
+def _loss_token(loss_fn: Callable[..., Any]) -> Any:
+    """Equal for a function that is defined anew at every step over the same things."""
+    if not isinstance(loss_fn, types.FunctionType):
+        return id(loss_fn)
+    cells = [cell.cell_contents for cell in loss_fn.__closure__ or ()]
+    tokens = [(c.shape, c.dtype) if torch.is_tensor(c) else id(c) for c in cells]
+    return loss_fn.__code__, tuple(tokens), id(loss_fn.__defaults__)
+
+
+def prove(
+    model: nn.Module,
+    loss_fn: Callable[..., Any],
+    batch: Batch,
+    parameters: dict[str, nn.Parameter],
+    mask: Tensor | None = None,
+    has_aux: bool = False,
+) -> Proof | None:
+    """Examine the model on a few examples.
+
+    Args:
+        model: the model.
+        loss_fn: `loss_fn(model, *batch)` -> (n,) losses.
+        batch: the batch, n >= 2.
+        parameters: trainable parameters by name.
+        mask: (n,) bool, False for padding.
+        has_aux: the loss comes with an auxiliary output.
+
+    Returns:
+        The proof, or None when the batch holds fewer than two examples with finite losses.
+
+    Raises:
+        UnsupportedLayerError: the losses depend on other examples, or a buffer changes.
+    """
+    refuse_mixing_modules(model)
+
+    def losses_of(part: Batch) -> Tensor:
+        out = loss_fn(model, *part.arguments())
+        return check_losses(out[0] if has_aux else out, part.n)
+
+    tolerance = _tolerance(model, batch)
+    device = batch.tensors()[0].device
+    buffers = {name: (b, b._version, id(b)) for name, b in model.named_buffers()}
+    with _untouched_generators(device), _NoRandomness():
+        with torch.no_grad():
+            whole = losses_of(batch)
+        changed = [
+            name
+            for name, b in model.named_buffers()
+            if name not in buffers or (b._version, id(b)) != buffers[name][1:]
+        ]
+        if changed:
+            raise UnsupportedLayerError(
+                f"The buffer {changed[0]!r} changes in forward: it carries the examples of one "
+                "batch into the next without noise. Freeze it, or call the module's eval()."
+            )
+        good = whole.isfinite() if mask is None else whole.isfinite() & mask
+        chosen = _spread(good.nonzero().flatten(), EXAMPLES)
+        if len(chosen) < 2:
+            return None
+        few = batch.rows(chosen)
+        with Capture({id(p): name for name, p in parameters.items()}) as capture:
+            losses = losses_of(few)
+        _compare(losses.detach(), whole[chosen], tolerance, "in a smaller batch")
+        for position in (0, len(chosen) - 1):
+            with torch.no_grad():
+                alone = losses_of(few.rows(slice(position, position + 1)))
+            _compare(alone, whole[chosen[position : position + 1]], tolerance, "alone")
+    return _locate(capture.uses, losses, parameters)
+
+
+def _spread(indices: Tensor, count: int) -> Tensor:
+    """At most `count` of the indices, from the first to the last."""
+    if len(indices) <= count:
+        return indices
+    positions = [i * (len(indices) - 1) // (count - 1) for i in range(count)]
+    return indices[positions]
+
+
+def _tolerance(model: nn.Module, batch: Batch) -> float:
+    """How far rounding may move a loss, by the lowest precision that takes part."""
+    tensors = [*model.parameters(), *batch.tensors()]
+    device = batch.tensors()[0].device.type
+    dtypes = {t.dtype for t in tensors if t.is_floating_point()}
+    if torch.is_autocast_enabled(device):
+        dtypes.add(torch.get_autocast_dtype(device))
+    largest = max(TOLERANCE.get(dtype, 1e-2) for dtype in dtypes or {torch.float32})
+    return largest * (_ON_CUDA if device == "cuda" else 1.0)
+
+
+def _compare(got: Tensor, expected: Tensor, tolerance: float, how: str) -> None:
+    """Refuse losses that depend on who else is in the batch."""
+    scale = torch.maximum(expected.abs(), expected.abs().mean()).clamp(min=1e-6)
+    apart = (got - expected).abs() > tolerance * scale
+    if bool(apart.any()) or not bool(got.isfinite().all()):
+        worst = int((got - expected).abs().argmax())
+        raise UnsupportedLayerError(
+            f"The loss of an example is {float(expected[worst]):.6g} in the batch and "
+            f"{float(got[worst]):.6g} {how}: the losses depend on other examples, so no per-sample "
+            "gradient exists. Remove what mixes examples (batch statistics, a mean over the batch, "
+            "attention over examples)."
+        )
+
+
+def _locate(uses: Sequence[Use], losses: Tensor, parameters: dict[str, nn.Parameter]) -> Proof:
+    """Find every use's layout from the gradients of single examples' losses."""
+    n = len(losses)
+    left = [
+        candidates(
+            use.out_shape, n, use.rule.batch_axes(len(use.out_shape)), use.rule.rows_are_free
+        )
+        for use in uses
+    ]
+    shown = [False] * len(uses)
+    for example in dict.fromkeys((0, n - 1, *range(n))):
+        if all(shown) and example not in (0, n - 1):
+            break
+        leftover = backward(losses[example], uses, parameters, retain=True)
+        if leftover:
+            return Proof((), (), f"parameter {leftover[0]!r} is used by a function without a rule")
+        for i, use in enumerate(uses):
+            if use.grads_out is None or not bool(use.grads_out.any()):
+                continue
+            shown[i] = True
+            left[i] = [c for c in left[i] if belongs_to(use.grads_out, c, n, example)]
+            if not left[i]:
+                return Proof((), (), f"{uses[i]} does not keep the examples apart on one axis")
+    layouts = tuple(options[0] if seen else None for options, seen in zip(left, shown, strict=True))
+    return Proof(tuple(use.signature for use in uses), layouts)

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of functions whose parameters have a fast per-sample gradient.
+
+Everything else is exact through `vmap`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from . import conv, embedding, linear, norm
+from .base import Rule as Rule
+
+RULES: dict[Callable[..., Any], Rule] = {
+    F.linear: linear.RULE,
+    F.conv1d: conv.RULE,
+    F.conv2d: conv.RULE,
+    F.conv3d: conv.RULE,
+    F.conv_transpose1d: conv.TRANSPOSED,
+    F.conv_transpose2d: conv.TRANSPOSED,
+    F.conv_transpose3d: conv.TRANSPOSED,
+    F.embedding: embedding.RULE,
+    F.layer_norm: norm.LAYER,
+    F.rms_norm: norm.RMS,
+    F.group_norm: norm.GROUP,
+    F.instance_norm: norm.INSTANCE,
+}
+# The same functions under torch's own names, with the same order of arguments.
+RULES |= {
+    torch.layer_norm: norm.LAYER,
+    torch.rms_norm: norm.RMS,
+    torch.group_norm: norm.GROUP,
+}
+
+
+def register_rule(target: Callable[..., Any], rule: Rule, *, overwrite: bool = False) -> None:
+    """Add the rule of a function of the user's own.
+
+    Args:
+        target: the function as torch dispatches it (`torch.overrides.wrap_torch_function`, or a
+            function of torch).
+        rule: a `Rule`.
+        overwrite: replace the rule that is there.
+
+    Raises:
+        TypeError: `target` is no function, or `rule` is no `Rule`.
+        ValueError: the function has a rule already.
+    """
+    if not callable(target):
+        raise TypeError(f"target={target!r} is not callable. Expected a function.")
+    if not isinstance(rule, Rule):
+        raise TypeError(f"rule={rule!r} is a {type(rule).__name__}. Expected a dualdp_torch.Rule.")
+    if target in RULES and not overwrite:
+        raise ValueError(
+            f"{getattr(target, '__name__', target)} has a rule already. Pass overwrite=True."
+        )
+    RULES[target] = rule

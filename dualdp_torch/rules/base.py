@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a rule is: how the parameters of one function get their per-sample gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+Tensor = torch.Tensor
+RuleFunction = Callable[..., Tensor]
+
+
+def first_axis(ndim: int) -> Sequence[int]:
+    """The batch may only be axis 0 of the output."""
+    return range(min(ndim, 1))
+
+
+def all_but_last(ndim: int) -> Sequence[int]:
+    """The batch may be any axis of the output but the last, which holds features."""
+    return range(ndim - 1)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Per-sample gradients of one function from what went in and the gradient of what came out.
+
+    Every function below is called as `f(acts, grads_out, *, shape, **options)`: `acts` are the
+    saved inputs and `grads_out` the output's gradient, both with the n examples on axis 0; `shape`
+    is the parameter's; `options` are the call's other arguments by name. Letters: n examples, t
+    positions, i in, o out, c channels, k kernel points, g groups, v vocabulary, d features.
+
+    Attributes:
+        arguments: names of the function's arguments, in order.
+        grads: parameter argument -> (n, *shape) per-sample gradients.
+        sq_norms: parameter argument -> (n,) squared norms, where cheaper than forming the gradient.
+        sums: parameter argument -> (*shape) sum over the examples, `grads_out` scaled already.
+        acts: argument (or arguments) that the functions need besides `grads_out`.
+        light: parameter arguments whose functions need no `acts` (they get None).
+        batch_axes: output's ndim -> axes that may hold the examples.
+        rows_are_free: any number of position axes may follow the batch axis.
+        keeps: (acts, grads_out, shape) -> True where keeping per-sample gradients is cheapest.
+        cancels: (acts, grads_out) -> (n,) bound on the error of `sq_norms["weight"]`, or None.
+        refuse: options -> why this call has no per-sample gradient, or None.
+    """
+
+    arguments: tuple[str, ...]
+    grads: Mapping[str, RuleFunction]
+    sq_norms: Mapping[str, RuleFunction] = field(default_factory=dict)
+    sums: Mapping[str, RuleFunction] = field(default_factory=dict)
+    acts: str | tuple[str, ...] = "input"
+    light: frozenset[str] = frozenset({"bias"})
+    batch_axes: Callable[[int], Sequence[int]] = first_axis
+    rows_are_free: bool = False
+    keeps: Callable[..., bool] | None = None
+    cancels: Callable[..., Tensor | None] | None = None
+    refuse: Callable[[Mapping[str, Any]], str | None] | None = None

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linear: y = x W^T + b, with any number of positions per example."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import einsum
+
+from dualdp import costs
+
+from .base import Rule, Tensor, all_but_last
+
+#: The Gram form's rounding error is below GRAM_ERROR * eps * (sum_t |a_t| |g_t|)^2.
+GRAM_ERROR = 2.0
+
+
+def flatten_positions(x: Tensor) -> Tensor:
+    """(n, ..., d) -> (n, t, d); t = 1 without position axes."""
+    return x.reshape(x.shape[0], math.prod(x.shape[1:-1]), x.shape[-1])
+
+
+def weight_grads(acts: Tensor, grads_out: Tensor, **_: Any) -> Tensor:
+    """(n, ..., i), (n, ..., o) -> (n, o, i)."""
+    a, g = flatten_positions(acts), flatten_positions(grads_out)
+    return einsum("nti,nto->noi", a, g)
+
+
+def weight_sq_norms(acts: Tensor, grads_out: Tensor, **_: Any) -> Tensor:
+    """(n,); the cheaper of Gram form and forming the gradient (Li et al. 2022, eq. 3).
+
+    The Gram form cancels in finite precision; `cancels` bounds its error and the caller forms the
+    gradient of the examples where the bound is too large.
+    """
+    a, g = flatten_positions(acts), flatten_positions(grads_out)
+    if a.shape[1] == 1:
+        return a.square().sum((1, 2)) * g.square().sum((1, 2))
+    if costs.prefers_gram(t=a.shape[1], d_in=a.shape[2], d_out=g.shape[2]):
+        products = einsum("nti,nsi->nts", a, a) * einsum("nto,nso->nts", g, g)
+        return products.sum((1, 2)).clamp(min=0)
+    return weight_grads(a, g).square().sum((1, 2))
+
+
+def cancels(acts: Tensor, grads_out: Tensor) -> Tensor | None:
+    """Bound on the error of `weight_sq_norms`, (n,); None where it does not use the Gram form."""
+    a, g = flatten_positions(acts), flatten_positions(grads_out)
+    t, d_in, d_out = a.shape[1], a.shape[2], g.shape[2]
+    if t == 1 or not costs.prefers_gram(t=t, d_in=d_in, d_out=d_out):
+        return None
+    lengths = (torch.linalg.vector_norm(a, dim=2) * torch.linalg.vector_norm(g, dim=2)).sum(1)
+    bound: Tensor = lengths.square() * (GRAM_ERROR * torch.finfo(a.dtype).eps)
+    return bound
+
+
+def weight_sum(acts: Tensor, grads_out: Tensor, **_: Any) -> Tensor:
+    """(n, ..., i), (n, ..., o) -> (o, i): one product for the whole batch."""
+    return grads_out.reshape(-1, grads_out.shape[-1]).T @ acts.reshape(-1, acts.shape[-1])
+
+
+def bias_grads(_: None, grads_out: Tensor, **__: Any) -> Tensor:
+    """(n, ..., o) -> (n, o)."""
+    return flatten_positions(grads_out).sum(1)
+
+
+def bias_sum(_: None, grads_out: Tensor, **__: Any) -> Tensor:
+    """(n, ..., o) -> (o,)."""
+    return grads_out.reshape(-1, grads_out.shape[-1]).sum(0)
+
+
+def keeps(acts: Tensor, grads_out: Tensor, shape: torch.Size) -> bool:
+    """Whether the per-sample gradients are kept rather than formed twice."""
+    t = math.prod(acts.shape[1:-1])
+    return costs.keeps_gradient(n=acts.shape[0], t=t, d_in=acts.shape[-1], d_out=shape[0])
+
+
+RULE = Rule(
+    arguments=("input", "weight", "bias"),
+    grads={"weight": weight_grads, "bias": bias_grads},
+    sq_norms={"weight": weight_sq_norms},
+    sums={"weight": weight_sum, "bias": bias_sum},
+    batch_axes=all_but_last,
+    rows_are_free=True,
+    keeps=keeps,
+    cancels=cancels,
+)

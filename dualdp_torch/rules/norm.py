@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Norms inside one example: layer, group, instance and root-mean-square, with any affine part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from .base import Rule, Tensor
+
+
+def _per_feature(x: Tensor, shape: torch.Size) -> Tensor:
+    """(n, ..., *shape) -> (n, *shape): sum over positions, the features being last."""
+    return x.reshape(x.shape[0], -1, *shape).sum(1)
+
+
+def _per_channel(x: Tensor, shape: torch.Size) -> Tensor:
+    """(n, c, ...) -> (n, c): sum over positions, the channels being axis 1."""
+    del shape
+    return x.flatten(2).sum(2) if x.dim() > 2 else x
+
+
+def _layer(x: Tensor, *, normalized_shape: Sequence[int], eps: float = 1e-5, **_: Any) -> Tensor:
+    """The input normalised over its last axes."""
+    return F.layer_norm(x, list(normalized_shape), eps=eps)
+
+
+def _rms(
+    x: Tensor, *, normalized_shape: Sequence[int], eps: float | None = None, **_: Any
+) -> Tensor:
+    """The input divided by its root mean square over the last axes."""
+    return F.rms_norm(x, list(normalized_shape), eps=eps)
+
+
+def _group(x: Tensor, *, num_groups: int, eps: float = 1e-5, **_: Any) -> Tensor:
+    """The input normalised over groups of channels."""
+    return F.group_norm(x, num_groups, eps=eps)
+
+
+def _instance(x: Tensor, *, eps: float = 1e-5, **_: Any) -> Tensor:
+    """The input normalised over positions, each channel by itself."""
+    return F.instance_norm(x, eps=eps)
+
+
+def _functions(
+    normalise: Callable[..., Tensor], reduce: Callable[[Tensor, torch.Size], Tensor]
+) -> dict[str, Callable[..., Tensor]]:
+    """Per-sample gradients of scale and shift of one kind of norm."""
+
+    def weight_grads(acts: Tensor, grads_out: Tensor, *, shape: torch.Size, **o: Any) -> Tensor:
+        """(n, ...), (n, ...) -> (n, *shape)."""
+        return reduce(normalise(acts, **o) * grads_out, shape)
+
+    def bias_grads(_: None, grads_out: Tensor, *, shape: torch.Size, **__: Any) -> Tensor:
+        """(n, ...) -> (n, *shape)."""
+        return reduce(grads_out, shape)
+
+    return {"weight": weight_grads, "bias": bias_grads}
+
+
+def _leading(normalized_axes: int) -> Callable[[int], Sequence[int]]:
+    """The batch may be any axis before the normalised ones."""
+    return lambda ndim: range(ndim - normalized_axes)
+
+
+def _refuse_instance(options: Mapping[str, Any]) -> str | None:
+    """Running statistics are sums over the batch."""
+    if options.get("running_mean") is not None:
+        return "its running statistics mix the examples of every batch; track_running_stats=False"
+    return None
+
+
+LAYER = Rule(
+    arguments=("input", "normalized_shape", "weight", "bias", "eps"),
+    grads=_functions(_layer, _per_feature),
+    batch_axes=_leading(1),
+    rows_are_free=True,
+)
+RMS = Rule(
+    arguments=("input", "normalized_shape", "weight", "eps"),
+    grads=_functions(_rms, _per_feature),
+    batch_axes=_leading(1),
+    rows_are_free=True,
+)
+GROUP = Rule(
+    arguments=("input", "num_groups", "weight", "bias", "eps"),
+    grads=_functions(_group, _per_channel),
+)
+INSTANCE = Rule(
+    arguments=(
+        *("input", "running_mean", "running_var", "weight", "bias"),
+        *("use_input_stats", "momentum", "eps"),
+    ),
+    grads=_functions(_instance, _per_channel),
+    refuse=_refuse_instance,
+)

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Noise on JAX: keyed by the plan, planned size, the same through optax."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import dualdp_jax as dpj
+from dualdp import AccountingError
+from dualdp.plan import PrivacyPlan
+from dualdp.randomness import counter
+
+
+def make_plan(**changes):
+    arguments = {
+        "num_examples": 100,
+        "expected_batch_size": 20,
+        "num_steps": 3,
+        "noise_multiplier": 1.5,
+        "max_grad_norm": 2.0,
+        "delta": 1e-3,
+        "accountant": "rdp",
+        "seed": 5,
+    }
+    return PrivacyPlan(**{**arguments, **changes})
+
+
+@pytest.mark.parametrize("noise", ["fast", "portable"])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_noise_is_the_counter_generator(noise, dtype):
+    plan = make_plan(noise=noise)
+    with jax.enable_x64(dtype == "float64"):
+        grads = {"b": jnp.ones((3, 2), dtype), "a": None, "c": jnp.zeros((), dtype)}
+        noisy = dpj.noisy_mean(grads, plan, 1)
+    key, kind = plan.step_key("noise", 1), getattr(np, dtype)
+    for index, name in enumerate("bc"):
+        normal = counter.normal(counter.fold_in(key, index), grads[name].shape, dtype=kind)
+        expected = (np.asarray(grads[name]) + 3.0 * normal) / 20
+        rtol = 1e-6 if dtype == "float32" else 1e-11
+        np.testing.assert_allclose(noisy[name], expected, rtol=rtol, atol=rtol)
+        assert noisy[name].dtype == dtype
+    assert noisy["a"] is None
+
+
+def test_noise_has_the_planned_stddev():
+    plan = make_plan()
+    zeros = {"a": jnp.zeros(40_000), "b": jnp.zeros((200, 200))}
+    first, second = (dpj.noisy_mean(zeros, plan, step) for step in (0, 1))
+    columns = [np.ravel(tree[name]) for tree in (first, second) for name in "ab"]
+    for column in columns:
+        assert abs(column.std() / (1.5 * 2.0 / 20) - 1) < 0.02
+        assert abs(column.mean()) < 0.15 / 40
+    correlation = np.corrcoef(columns) - np.eye(4)
+    assert np.abs(correlation).max() < 0.03
+
+
+def test_noise_follows_the_schedule():
+    plan = make_plan(noise_multiplier=lambda step: float(step), max_grad_norm=lambda t: 1.0 + t)
+    ones = {"a": jnp.ones(30_000)}
+    np.testing.assert_allclose(dpj.noisy_mean(ones, plan, 0)["a"], 1 / 20)
+    assert abs(dpj.noisy_mean(ones, plan, 2)["a"].std() / (2 * 3 / 20) - 1) < 0.02
+
+
+def test_noise_is_wide_for_low_precision_sums():
+    noisy = dpj.noisy_mean({"a": jnp.zeros(1000, jnp.bfloat16)}, make_plan(), 0)["a"]
+    assert noisy.dtype == jnp.float32
+    assert len(np.unique(noisy)) > 990
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_add_noise_is_noisy_mean(jit):
+    plan = make_plan()
+    tx = optax.chain(dpj.add_noise(plan), optax.sgd(1.0))
+    sums = {"a": jnp.arange(4.0), "b": jnp.ones((2, 3))}
+    update = jax.jit(tx.update) if jit else tx.update
+    state = tx.init(sums)
+    for step in range(3):
+        updates, state = update(sums, state)
+        expected = jax.tree.map(jnp.negative, dpj.noisy_mean(sums, plan, step))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), updates, expected)
+
+
+def test_add_noise_runs_in_a_scan_and_stops_at_the_end_of_the_plan():
+    plan = make_plan()
+    tx = dpj.add_noise(plan)
+
+    def run(length):
+        def body(state, _):
+            updates, state = tx.update({"a": jnp.zeros(3)}, state)
+            return state, updates
+
+        return jax.jit(lambda s: jax.lax.scan(body, s, length=length))(tx.init({"a": jnp.zeros(3)}))
+
+    _, updates = run(3)
+    for step in range(3):
+        expected = dpj.noisy_mean({"a": jnp.zeros(3)}, plan, step)["a"]
+        np.testing.assert_allclose(updates["a"][step], expected, rtol=1e-6)
+    with pytest.raises(Exception, match="step=3 is past the plan's num_steps=3"):
+        jax.block_until_ready(run(4))
+
+
+def test_add_noise_keeps_the_key_on_the_host():
+    plan = make_plan()
+    tx = dpj.add_noise(plan)
+    state = tx.init({"a": jnp.zeros(3)})
+    assert [leaf.dtype for leaf in jax.tree.leaves(state)] == [jnp.int32]
+    text = jax.jit(tx.update).lower({"a": jnp.zeros(3)}, state).as_text()
+    for step in range(3):
+        assert all(str(word) not in text for word in plan.step_key("noise", step))
+
+
+def test_noisy_mean_refuses_a_traced_step_and_steps_past_the_plan():
+    plan, grads = make_plan(), {"a": jnp.zeros(3)}
+    with pytest.raises(TypeError, match="step is traced.*add_noise"):
+        jax.jit(lambda step: dpj.noisy_mean(grads, plan, step))(1)
+    for step in (3, -1):
+        with pytest.raises(AccountingError, match=f"step={step} is past the plan's num_steps=3"):
+            dpj.noisy_mean(grads, plan, step)
+
+
+def test_the_old_counter_layout_is_refused():
+    with jax.threefry_partitionable(False):
+        with pytest.raises(ValueError, match="jax_threefry_partitionable=False"):
+            dpj.noisy_mean({"a": jnp.zeros(3)}, make_plan(), 0)

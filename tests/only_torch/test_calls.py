@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The three public calls: what they accept, hand on, and refuse by one sentence."""
+
+from collections import namedtuple
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import dualdp_torch as dpt
+from dualdp_torch.rules.base import Rule
+from tests import reference
+from tests.only_torch.checks import assert_exact, data, ids, randomise
+
+N = 4
+loss_fn = reference.loss_fn
+model = randomise(nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)))
+
+
+def call_all(loss, what, *batch, **options):
+    """Each public call, as a function of nothing."""
+    return (
+        lambda: dpt.per_sample_grads(loss, what, *batch, **options),
+        lambda: dpt.per_sample_norms(loss, what, *batch, **options),
+        lambda: dpt.clipped_grad_sum(loss, what, *batch, max_grad_norm=1.0, **options),
+    )
+
+
+@pytest.mark.parametrize("method", dpt.METHODS)
+@pytest.mark.parametrize(
+    ("loss", "error", "match"),
+    [
+        (lambda m, x: m(x).sum(1, keepdim=True), ValueError, r"shape \(4, 1\). Expected \(4,\)"),
+        (lambda m, x: m(x).sum(), ValueError, r"shape \(\). Expected \(4,\)"),
+        (lambda m, x: m(x).sum(1)[:, None] - x[:, 0], ValueError, r"shape \(4, 4\)"),
+        (lambda m, x: m(x).sum(1).tolist(), TypeError, "returned list. Expected a floating-point"),
+        (lambda m, x: m(x).argmax(1), TypeError, "returned torch.int64"),
+    ],
+    ids=["column", "scalar", "broadcast", "list", "integers"],
+)
+def test_losses_of_another_shape_are_refused(method, loss, error, match):
+    for call in call_all(loss, model, data(N, 6), method=method):
+        with pytest.raises(error, match=match):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("batch", "error", "match"),
+    [
+        ((data(N, 6), data(3)), ValueError, r"\[3, 4\] examples. Expected the same number"),
+        ((np.zeros((N, 6), np.float32),), TypeError, r"NumPy array of shape \(4, 6\)"),
+        ((data(N, 6), torch.tensor(1.0)), ValueError, "tensor without axes"),
+        (("text",), ValueError, "hold no tensor"),
+    ],
+)
+def test_batches_without_one_n_are_refused(batch, error, match):
+    for call in call_all(lambda m, x, *_: m(x).sum(1), model, *batch):
+        with pytest.raises(error, match=match):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"method": "fast"}, ValueError, "method='fast' is unknown. Expected one of auto, book"),
+        ({"physical_batch_size": 0}, ValueError, "physical_batch_size=0 is out of range"),
+        ({"max_memory": -1}, ValueError, "max_memory=-1 is out of range"),
+    ],
+)
+def test_wrong_options_are_refused(options, error, match):
+    for call in call_all(loss_fn, model, data(N, 6), **options):
+        with pytest.raises(error, match=match):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"max_grad_norm": -1.0}, ValueError, "max_grad_norm=-1.0 is out of range"),
+        ({"max_grad_norm": float("nan")}, ValueError, "max_grad_norm=nan is not a number"),
+        ({"max_grad_norm": "1"}, TypeError, "max_grad_norm='1' is a str"),
+        ({"max_grad_norm": torch.ones(2)}, ValueError, r"max_grad_norm has shape \(2,\)"),
+        ({"max_grad_norm": {"0": 1.0}}, TypeError, "is a mapping, but clipping='flat'"),
+        (
+            {"max_grad_norm": {"0": 1.0}, "clipping": "per_layer"},
+            ValueError,
+            r"max_grad_norm lacks \['2'\]",
+        ),
+        ({"clipping": "adaptive"}, ValueError, "clipping='adaptive' is unknown"),
+        ({"mask": torch.ones(N)}, ValueError, r"Expected a bool tensor of shape \(4,\)"),
+        ({"mask": [True] * N}, ValueError, r"Expected a bool tensor of shape \(4,\)"),
+        ({"clipping": "per_layer", "method": "two_pass"}, ValueError, "can't clip per_layer"),
+    ],
+)
+def test_wrong_clipping_is_refused(options, error, match):
+    with pytest.raises(error, match=match):
+        dpt.clipped_grad_sum(loss_fn, model, data(N, 6), **{"max_grad_norm": 1.0, **options})
+
+
+def test_wrong_models_are_refused():
+    for call in call_all(loss_fn, dict(model.named_parameters()), data(N, 6)):
+        with pytest.raises(TypeError, match="The model is a dict. Expected a torch.nn.Module"):
+            call()
+    for call in call_all("loss", model, data(N, 6)):
+        with pytest.raises(TypeError, match="loss_fn is a str. Expected a function"):
+            call()
+
+
+Pair = namedtuple("Pair", ["left", "right"])
+
+
+def test_nested_batches_reach_the_loss_as_they_are():
+    seen = []
+
+    def loss(model, batch, scale, note, *, extra=None):
+        assert isinstance(batch["pair"], Pair)
+        assert (note, scale) == ("note", 2.0)
+        seen.append(len(batch["mask"]))
+        return (model(batch["pair"].left) * batch["pair"].right).sum(1) * scale
+
+    batch = {"pair": Pair(data(N, 6), data(N, 3)), "mask": torch.ones(N, dtype=torch.bool)}
+    assert_exact(model, batch, 2.0, "note", loss_fn=loss)
+    assert set(seen) == {1, N}
+
+
+@pytest.mark.parametrize("method", dpt.METHODS)
+@pytest.mark.parametrize("size", [None, 1, 3])
+def test_auxiliary_outputs_come_back_in_order(method, size):
+    def loss(model, x):
+        out = model(x)
+        return out.sum(1), {"out": out, "name": "aux"}
+
+    x = data(N, 6)
+    found = dpt.clipped_grad_sum(
+        loss, model, x, max_grad_norm=1.0, has_aux=True, method=method, physical_batch_size=size
+    )
+    assert found.aux["name"] == "aux"
+    torch.testing.assert_close(found.aux["out"], model(x))
+    torch.testing.assert_close(found.losses, model(x).sum(1))
+    grads, aux = dpt.per_sample_grads(loss, model, x, has_aux=True, method=method)
+    assert aux["out"].shape == (N, 3)
+    norms, aux = dpt.per_sample_norms(loss, model, x, has_aux=True, method=method)
+    assert norms.shape == (N,)
+    torch.testing.assert_close(aux["out"], model(x))
+
+
+def test_auxiliary_outputs_that_cannot_be_joined_are_refused():
+    with pytest.raises(ValueError, match=r"aux holds a tensor of shape \(\) for 3 examples"):
+        dpt.per_sample_grads(
+            lambda m, x: (m(x).sum(1), x.mean()),
+            model,
+            data(N, 6),
+            has_aux=True,
+            physical_batch_size=3,
+        )
+
+
+def test_no_examples_call_nothing():
+    def loss(model, x):
+        raise AssertionError("called")
+
+    grads, norms, clipped = (call() for call in call_all(loss, model, data(0, 6)))
+    assert {name: g.shape for name, g in grads.items()} == {
+        name: (0, *p.shape) for name, p in model.named_parameters()
+    }
+    assert norms.shape == clipped.norms.shape == clipped.losses.shape == (0,)
+    assert all(not g.any() and g.shape == grads[n].shape[1:] for n, g in clipped.grads.items())
+
+
+def test_a_loss_without_parameters_gives_zeros():
+    for method in dpt.METHODS:
+        grads = dpt.per_sample_grads(lambda m, x: x.sum(1), model, data(N, 6), method=method)
+        assert all(g.shape[0] == N and not g.any() for g in grads.values())
+
+
+def test_a_model_without_trainable_parameters_gives_nothing():
+    frozen = nn.Linear(6, 3).requires_grad_(False)
+    for method in dpt.METHODS:
+        found = dpt.clipped_grad_sum(loss_fn, frozen, data(N, 6), max_grad_norm=1.0, method=method)
+        assert found.grads == {}
+        assert not found.norms.any()
+        assert found.losses.shape == (N,)
+
+
+@pytest.mark.parametrize("method", dpt.METHODS)
+def test_masked_and_nan_examples_contribute_nothing(method):
+    x = data(6, 6)
+    mask = torch.tensor([True, False, True, True, True, False])
+    whole = dpt.clipped_grad_sum(loss_fn, model, x[[0, 3]], max_grad_norm=0.5, method=method)
+    x[1], x[2], x[4] = float("nan"), float("inf"), float("nan")
+    for size in (None, 2):
+        found = dpt.clipped_grad_sum(
+            loss_fn,
+            model,
+            x,
+            max_grad_norm=0.5,
+            mask=mask,
+            method=method,
+            physical_batch_size=size,
+        )
+        for name, grad in whole.grads.items():
+            torch.testing.assert_close(found.grads[name], grad)
+        assert found.norms[1] == found.losses[1] == found.norms[5] == found.losses[5] == 0
+        assert not found.norms[[2, 4]].isfinite().any()
+
+
+def test_max_memory_cuts_the_batch_into_pieces():
+    sizes = []
+
+    def loss(model, x):
+        sizes.append(len(x))
+        return loss_fn(model, x)
+
+    wide = randomise(nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)))
+    x = data(64, 64)
+    whole = dpt.clipped_grad_sum(loss, wide, x, max_grad_norm=1.0)
+    sizes.clear()
+    pieces = dpt.clipped_grad_sum(loss, wide, x, max_grad_norm=1.0, max_memory=16_000)
+    assert max(sizes) < 32
+    sizes.clear()
+    dpt.clipped_grad_sum(loss, wide, x, max_grad_norm=1.0, max_memory=10**9)
+    assert sizes[-1] == 64
+    for name, grad in whole.grads.items():
+        torch.testing.assert_close(pieces.grads[name], grad)
+
+
+def test_a_rule_of_ones_own():
+    @torch.overrides.wrap_torch_function(lambda x, w: (x, w))
+    def scaled(x, w):
+        return x * w.exp()
+
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.zeros(6))
+
+        def forward(self, x):
+            return scaled(x, self.w)
+
+    calls = []
+
+    def grads(acts, grads_out, **_):
+        calls.append(1)
+        return (acts * grads_out).flatten(1, -2).sum(1) * own.w.detach().exp()
+
+    own = randomise(Own())
+    rule = Rule(arguments=("x", "w"), acts="x", grads={"w": grads})
+    dpt.register_rule(scaled, rule)
+    try:
+        with pytest.raises(ValueError, match="scaled has a rule already. Pass overwrite=True"):
+            dpt.register_rule(scaled, rule)
+        dpt.register_rule(scaled, rule, overwrite=True)
+        assert_exact(own, data(N, 3, 6), methods=("auto", "book_keeping", "materialize"))
+        assert calls
+    finally:
+        del dpt.RULES[scaled]
+    with pytest.raises(TypeError, match="rule='r' is a str"):
+        dpt.register_rule(scaled, "r")
+    with pytest.raises(TypeError, match="target=3 is not callable"):
+        dpt.register_rule(3, rule)
+
+
+def test_a_planted_fault_in_a_rule_is_seen():
+    from dataclasses import replace
+
+    right = dpt.RULES[F.linear]
+    wrong = replace(
+        right, grads={**right.grads, "bias": lambda a, g, **_: g.flatten(1, -2).amax(1)}
+    )
+    dpt.register_rule(F.linear, wrong, overwrite=True)
+    try:
+        with pytest.raises(AssertionError, match="off by"):
+            assert_exact(model, data(N, 2, 6), methods=("materialize",))
+    finally:
+        dpt.register_rule(F.linear, right, overwrite=True)
+
+
+def test_tokens_with_a_mean_over_their_own_positions():
+    tokens = randomise(nn.Sequential(nn.Embedding(11, 6), nn.Linear(6, 11)))
+    x = ids(11, N, 7)
+
+    def loss(model, x):
+        out = model(x[:, :-1])
+        return F.cross_entropy(out.transpose(1, 2), x[:, 1:], reduction="none").mean(1)
+
+    assert_exact(tokens, x, loss_fn=loss)

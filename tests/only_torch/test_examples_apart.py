@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The batch axis is proved, never guessed; a model that mixes examples is refused."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import dualdp_torch as dpt
+from dualdp import UnsupportedLayerError
+from tests import reference
+from tests.only_torch.checks import METHODS, Ways, assert_exact, data, ids, randomise
+
+N = 4
+
+
+class Apply(nn.Module):
+    """A linear layer between two functions."""
+
+    def __init__(self, before, after, d_in=6, d_out=6):
+        super().__init__()
+        self.layer = nn.Linear(d_in, d_out)
+        self.before, self.after = before, after
+
+    def forward(self, x):
+        return self.after(self.layer(self.before(x)).tanh(), x)
+
+
+def _sorted_by_length(x):
+    order = x[:, 0, 0].argsort(descending=True)
+    return order, order.argsort()
+
+
+APART = {
+    "time_first": (lambda x: x.transpose(0, 1), lambda y, x: y.transpose(0, 1)),
+    "examples_outside": (lambda x: x.flatten(0, 1), lambda y, x: y.view(len(x), -1, 6)),
+    "examples_inside": (
+        lambda x: x.transpose(0, 1).flatten(0, 1),
+        lambda y, x: y.view(-1, len(x), 6).transpose(0, 1),
+    ),
+    "windows": (lambda x: x.unfold(1, 2, 1).transpose(2, 3), lambda y, x: y.mean(2)),
+    "last_step_only": (lambda x: x.transpose(0, 1), lambda y, x: y[-1]),
+    "permuted": (lambda x: x[_sorted_by_length(x)[0]], lambda y, x: y[_sorted_by_length(x)[1]]),
+    "middle_axis": (lambda x: x.permute(1, 0, 2).unsqueeze(0), lambda y, x: y[0].transpose(0, 1)),
+}
+FAST = set(APART) - {"permuted"}
+
+
+@pytest.mark.parametrize("name", APART)
+@pytest.mark.parametrize("t", [N, 3, 8])
+def test_examples_are_found_wherever_they_lie(name, t, monkeypatch):
+    model = randomise(Apply(*APART[name]))
+    assert_exact(model, data(N, t, 6))
+    ways = Ways(monkeypatch)
+    dpt.per_sample_norms(reference.loss_fn, model, data(N, t, 6))
+    assert ways.taken == (["Captured"] if name in FAST else ["by_vmap"])
+
+
+def test_rows_picked_by_a_mask_are_right_or_refused():
+    def pick(x):
+        return x[x[..., 0] > 0]
+
+    def place(y, x):
+        out = x.new_zeros(x.shape)
+        out[x[..., 0] > 0] = y
+        return out
+
+    model = randomise(Apply(pick, place))
+    assert_exact(model, data(N, 5, 6), methods=("loop",))
+    for method in ("auto", "materialize", "book_keeping", "vmap"):
+        with pytest.raises(UnsupportedLayerError, match='can\'t run this model .* method="loop"'):
+            dpt.per_sample_grads(reference.loss_fn, model, data(N, 5, 6), method=method)
+
+
+MIXED = {
+    "mean_subtracted": lambda x: x - x.mean(0),
+    "first_example_added": lambda x: x + x[0],
+    "neighbours_added": lambda x: x + x.roll(1, 0),
+    "attention_over_examples": lambda x: F.scaled_dot_product_attention(
+        *(x.transpose(0, 1),) * 3
+    ).transpose(0, 1),
+    "divided_by_n": lambda x: x / len(x),
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("where", ["before", "after"])
+def test_mixed_examples_are_refused(name, method, where):
+    mix, keep = MIXED[name], lambda x: x
+    before, after = (mix, keep) if where == "before" else (keep, mix)
+    model = randomise(Apply(before, lambda y, x: after(y)))
+    for call in (dpt.per_sample_grads, dpt.per_sample_norms):
+        with pytest.raises(UnsupportedLayerError, match="depend on other examples"):
+            call(reference.loss_fn, model, data(N, 5, 6), method=method)
+
+
+class Statistics(nn.Module):
+    """Updates a buffer in forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.register_buffer("seen", torch.zeros(6))
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.seen += x.mean(0)
+        return self.layer(x)
+
+
+def test_buffers_that_change_are_refused():
+    for method in METHODS:
+        with pytest.raises(UnsupportedLayerError, match="buffer 'seen' changes in forward"):
+            dpt.per_sample_grads(reference.loss_fn, Statistics(), data(N, 6), method=method)
+
+
+class OwnBatchNorm(nn.BatchNorm1d):
+    """A subclass with a forward of its own."""
+
+    def forward(self, x):
+        return super().forward(x * 2)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.BatchNorm1d(6),
+        nn.BatchNorm1d(6, affine=False),
+        nn.BatchNorm1d(6, track_running_stats=False).eval(),
+        OwnBatchNorm(6),
+        nn.SyncBatchNorm(6),
+        nn.BatchNorm1d(6).requires_grad_(False),
+    ],
+    ids=["plain", "no_affine", "no_statistics_in_eval", "subclass", "sync", "frozen"],
+)
+@pytest.mark.parametrize("method", ["auto", "vmap", "loop"])
+def test_batch_norm_is_refused_by_name(layer, method):
+    model = nn.Sequential(nn.Linear(6, 6), layer)
+    with pytest.raises(UnsupportedLayerError, match=r"BatchNorm.* \(layer '1'\).*GroupNorm"):
+        dpt.per_sample_grads(reference.loss_fn, model, data(N, 6), method=method)
+    assert [finding.path for finding in dpt.validate(model)] == ["1"]
+
+
+def test_batch_norm_in_eval_is_a_fixed_map():
+    norm = nn.BatchNorm1d(6)
+    norm.running_mean.copy_(data(6))
+    model = randomise(nn.Sequential(nn.Linear(6, 6), norm)).eval()
+    assert_exact(model, data(N, 6))
+
+
+def test_functional_batch_norm_is_refused():
+    model = randomise(Apply(lambda x: x, lambda y, x: F.batch_norm(y, None, None, training=True)))
+    with pytest.raises(UnsupportedLayerError, match="batch_norm was called with batch statistics"):
+        dpt.per_sample_grads(reference.loss_fn, model, data(N, 6))
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape", "match"),
+    [
+        (nn.InstanceNorm1d(3, track_running_stats=True), (3, 5), "running statistics"),
+        (nn.Embedding(5, 3, scale_grad_by_freq=True), None, "scale_grad_by_freq"),
+        (nn.Embedding(5, 3, max_norm=1.0), None, "max_norm renormalises"),
+    ],
+)
+def test_batch_statistics_in_options_are_refused(layer, shape, match):
+    model = nn.Sequential(layer)
+    x = ids(5, N, 7) if shape is None else data(N, *shape)
+    for method in METHODS:
+        with pytest.raises(UnsupportedLayerError, match=match):
+            dpt.per_sample_grads(reference.loss_fn, model, x, method=method)
+
+
+def test_the_same_options_in_functions_are_refused():
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Parameter(data(5, 3))
+
+        def forward(self, x):
+            return F.embedding(x, self.table, scale_grad_by_freq=True)
+
+    with pytest.raises(UnsupportedLayerError, match="'table'.*scale_grad_by_freq"):
+        dpt.per_sample_grads(reference.loss_fn, Own(), ids(5, N, 7))
+
+
+def test_a_path_that_only_some_batches_take_is_examined_too():
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x):
+            return self.first(x) if float(x.detach().sum()) > 0 else self.second(x).tanh()
+
+    model = randomise(Branches())
+    x = data(N, 6).abs()
+    methods = tuple(method for method in METHODS if method != "vmap")  # which can't branch
+    assert_exact(model, x, methods=methods)
+    assert_exact(model, -x, methods=methods)
+
+
+def test_gradients_that_vanish_at_first_prove_nothing():
+    """A gate of zero hides the layer from the examination; opened, it is examined."""
+
+    class Gated(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(6, 6)
+            self.head = nn.Linear(6, 6)
+            self.gate = nn.Parameter(torch.zeros(1), requires_grad=False)
+
+        def forward(self, x):
+            hidden = self.layer(x.transpose(0, 1)).transpose(0, 1)
+            return self.head(x) + self.gate * hidden
+
+    model = randomise(Gated())
+    with torch.no_grad():
+        model.gate.zero_()
+    x = data(N, N, 6)
+    assert_exact(model, x)
+    with torch.no_grad():
+        model.gate.fill_(1.5)
+    assert_exact(model, x)

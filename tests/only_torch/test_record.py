@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ambient form: one forward and one backward of a loop that the user owns."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import dualdp_torch as dpt
+from dualdp import UnsupportedLayerError
+from dualdp_torch.record import RECORDED
+from tests.only_torch.checks import data, ids, randomise
+
+N = 5
+
+
+def classify():
+    """A small classifier, its inputs and targets."""
+    model = randomise(nn.Sequential(nn.Linear(6, 5), nn.ReLU(inplace=True), nn.Linear(5, 3)))
+    return model, data(N, 6), ids(3, N)
+
+
+def truth(model, x, y, method="loop"):
+    """Per-sample gradients of the cross entropy."""
+    return dpt.per_sample_grads(
+        lambda m, x, y: F.cross_entropy(m(x), y, reduction="none"), model, x, y, method=method
+    )
+
+
+@pytest.mark.parametrize("method", RECORDED)
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("n", [1, 2, N])
+def test_records_what_the_functional_form_gives(method, reduction, n):
+    model, x, y = classify()
+    x, y = x[:n], y[:n]
+    expected = truth(model, x, y)
+    model[0].weight.grad = torch.ones(5, 6)
+    with dpt.record_per_sample(model, loss_reduction=reduction, method=method) as record:
+        F.cross_entropy(model(x), y, reduction=reduction).backward()
+    for name, grad in record.grads().items():
+        torch.testing.assert_close(grad, expected[name])
+    norms = dpt.per_sample_norms(
+        lambda m, x, y: F.cross_entropy(m(x), y, reduction="none"), model, x, y
+    )
+    torch.testing.assert_close(record.norms(), norms)
+    parts = record.norms(per_parameter=True)
+    torch.testing.assert_close(parts["2.bias"], expected["2.bias"].norm(dim=1))
+    bound = float(norms.median())
+    factors = (bound / norms).clamp(max=1)
+    for name, total in record.clipped_sum(max_grad_norm=bound).items():
+        torch.testing.assert_close(total, torch.tensordot(factors, expected[name], 1))
+    assert torch.equal(model[0].weight.grad, torch.ones(5, 6))
+    assert model[2].weight.grad is None
+
+
+def test_nothing_is_left_behind():
+    model, x, y = classify()
+    with dpt.record_per_sample(model, loss_reduction="mean"):
+        F.cross_entropy(model(x), y).backward()
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+    F.cross_entropy(model(x), y).backward()
+    assert model[2].weight.grad is not None
+
+
+@pytest.mark.parametrize(
+    ("declared", "loss", "match"),
+    [
+        ("sum", lambda o, y: F.cross_entropy(o, y), "'sum', but the loss is a mean"),
+        ("mean", lambda o, y: F.cross_entropy(o, y, reduction="sum"), "'mean', but the loss is a"),
+        ("sum", lambda o, y: o.square().sum(1).mean(), "'sum', but the loss is a mean"),
+        ("mean", lambda o, y: o.square().sum() + o.sum(), "'mean', but the loss is a sum"),
+        ("sum", lambda o, y: F.mse_loss(o, o.detach() + 1), "'sum', but the loss is a mean"),
+        (
+            "mean",
+            lambda o, y: F.cross_entropy(o, y, weight=torch.rand(3)),
+            "is a weighted mean",
+        ),
+        ("mean", lambda o, y: F.cross_entropy(o, y, ignore_index=int(y[0])), "is a weighted mean"),
+    ],
+)
+def test_a_loss_that_is_not_what_was_declared_is_refused(declared, loss, match):
+    model, x, y = classify()
+    with (
+        pytest.raises(ValueError, match=match),
+        dpt.record_per_sample(model, loss_reduction=declared),
+    ):
+        loss(model(x), y).backward()
+
+
+def test_a_loss_that_is_no_scalar_is_refused():
+    model, x, y = classify()
+    with (
+        pytest.raises(ValueError, match=r"loss of shape \(5,\). Expected a scalar, the sum"),
+        dpt.record_per_sample(model, loss_reduction="sum"),
+    ):
+        model(x).sum(1).backward(torch.ones(N))
+
+
+def test_reading_too_early_is_refused():
+    model, x, y = classify()
+    with dpt.record_per_sample(model, loss_reduction="mean") as record:
+        with pytest.raises(RuntimeError, match="No forward was recorded"):
+            record.grads()
+        loss = F.cross_entropy(model(x), y)
+        with pytest.raises(RuntimeError, match="No backward was recorded"):
+            record.norms()
+        loss.backward()
+    assert record.norms().shape == (N,)
+
+
+def test_a_second_backward_or_forward_is_refused():
+    model, x, y = classify()
+    with dpt.record_per_sample(model, loss_reduction="mean"):
+        loss = F.cross_entropy(model(x), y)
+        loss.backward(retain_graph=True)
+        with pytest.raises(RuntimeError, match="backward ran twice"):
+            loss.backward()
+    with dpt.record_per_sample(model, loss_reduction="mean"):
+        model(x)
+        with pytest.raises(RuntimeError, match="called twice for one batch"):
+            model(x)
+        with torch.no_grad():
+            model(x)
+
+
+@pytest.mark.parametrize("method", RECORDED)
+def test_a_parameter_outside_the_forward_is_refused(method):
+    model, x, y = classify()
+    with dpt.record_per_sample(model, loss_reduction="mean", method=method):
+        loss = F.cross_entropy(model(x), y) + model[0].weight.square().mean()
+        with pytest.raises(UnsupportedLayerError, match="'0.weight' reached the loss outside"):
+            loss.backward()
+
+
+def test_words_are_checked():
+    model, _, _ = classify()
+    with (
+        pytest.raises(ValueError, match="loss_reduction='average' is unknown"),
+        dpt.record_per_sample(model, loss_reduction="average"),
+    ):
+        pass
+    with (
+        pytest.raises(ValueError, match="method='two_pass' is unknown"),
+        dpt.record_per_sample(model, loss_reduction="sum", method="two_pass"),
+    ):
+        pass
+
+
+class Raw(nn.Module):
+    """A parameter used by a function without a rule."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+        self.power = nn.Parameter(torch.ones(6))
+
+    def forward(self, x):
+        return self.layer(x.abs().pow(self.power)), x
+
+
+def test_functions_without_a_rule_go_through_vmap():
+    model, x, y = randomise(Raw()), data(N, 6), ids(3, N)
+    expected = dpt.per_sample_grads(
+        lambda m, x, y: F.cross_entropy(m(x)[0], y, reduction="none"), model, x, y, method="loop"
+    )
+    with dpt.record_per_sample(model, loss_reduction="mean") as record:
+        F.cross_entropy(model(x)[0], y).backward()
+    for name, grad in record.grads().items():
+        torch.testing.assert_close(grad, expected[name])
+
+
+def test_dropout_cannot_be_replayed_by_vmap():
+    model, x, y = classify()
+    model = nn.Sequential(nn.Dropout(0.5), model)
+    with dpt.record_per_sample(model, loss_reduction="mean", method="vmap") as record:
+        F.cross_entropy(model(x), y).backward()
+    with pytest.raises(UnsupportedLayerError, match="randomness"):
+        record.grads()
+
+
+def test_mixing_models_are_refused():
+    class Mixes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(6, 3)
+
+        def forward(self, x):
+            return self.layer(x - x.mean(0))
+
+    model = Mixes()
+    with (
+        pytest.raises(UnsupportedLayerError, match="depend on other examples"),
+        dpt.record_per_sample(model, loss_reduction="mean"),
+    ):
+        model(data(N, 6))
+
+
+def test_outputs_without_the_batch_in_front_are_refused():
+    class TimeFirst(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(6, 3)
+
+        def forward(self, x):
+            return self.layer(x).transpose(0, 1).mean()
+
+    model = TimeFirst()
+    with (
+        pytest.raises(UnsupportedLayerError, match="Expected the examples on axis 0 of every"),
+        dpt.record_per_sample(model, loss_reduction="mean"),
+    ):
+        model(data(N, 4, 6))
+
+
+def test_dropout_is_that_of_the_forward():
+    model, x, y = classify()
+    model = nn.Sequential(nn.Dropout(0.5), model)
+    torch.manual_seed(2)
+    F.cross_entropy(model(x), y, reduction="sum").backward()
+    for _ in range(2):
+        torch.manual_seed(2)
+        with dpt.record_per_sample(model, loss_reduction="sum") as record:
+            F.cross_entropy(model(x), y, reduction="sum").backward()
+        for name, p in model.named_parameters():
+            torch.testing.assert_close(record.grads()[name].sum(0), p.grad)
+
+
+def test_keyword_inputs_and_time_first_models():
+    class Keywords(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(6, 3)
+
+        def forward(self, *, x, scale):
+            return (self.layer(x.transpose(0, 1)).transpose(0, 1) * scale[:, None, None]).sum(1)
+
+    model, x, scale, y = randomise(Keywords()), data(N, N, 6), data(N), ids(3, N)
+    with dpt.record_per_sample(model, loss_reduction="mean") as record:
+        F.cross_entropy(model(x=x, scale=scale), y).backward()
+    expected = dpt.per_sample_grads(
+        lambda m, x, s, y: F.cross_entropy(m(x=x, scale=s), y, reduction="none"),
+        model,
+        x,
+        scale,
+        y,
+        method="loop",
+    )
+    for name, grad in record.grads().items():
+        np.testing.assert_allclose(grad, expected[name], rtol=1e-4, atol=1e-5)

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""README and docs: every Python block runs as printed and prints what its comments say."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+PRINTED = re.compile(r"^print\(.*\)  # (.*)$", re.MULTILINE)
+LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)(?:#[^)]*)?\)")
+
+
+def blocks():
+    for page in PAGES:
+        for number, match in enumerate(BLOCK.finditer(page.read_text()), 1):
+            yield pytest.param(match.group(1), id=f"{page.name}-{number}")
+
+
+@pytest.mark.parametrize("code", list(blocks()))
+def test_code_runs_and_prints_what_it_says(code, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    promised = PRINTED.findall(code)
+    assert done.stdout.splitlines()[: len(promised)] == promised
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for target in LINK.findall(page.read_text()):
+        assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def readme_programs():
+    return BLOCK.findall((ROOT / "README.md").read_text())[:2]
+
+
+def test_readme_opens_with_the_two_programs():
+    torch_program, jax_program = readme_programs()
+    assert "dualdp.torch" in torch_program
+    assert "dualdp.jax" in jax_program
+    for program in (torch_program, jax_program):
+        assert len(program.strip().splitlines()) <= 15
+        assert PRINTED.search(program), "the printed epsilon stands beside the print"
+
+
+def test_readmes_two_commands_are_make_demo_and_make_test():
+    shell = re.findall(
+        r"^```(?:sh|bash|console)\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S
+    )
+    commands = [line.split("#")[0].strip() for line in shell[0].splitlines() if line.strip()]
+    assert commands == ["make demo", "make test"]
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
+    assert {"demo", "test"} <= set(targets)
