@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import rich
-from rich.markup import escape
 from rich.table import Table as RichTable
+from rich.text import Text
 
 from benchmarks import figures
 from benchmarks.results import Results, Row
@@ -43,7 +43,7 @@ class Table:
             table.add_row(*line)
         rich.print(table)
         for remark in self.remarks:
-            rich.print(escape(f"  {remark}"))
+            rich.print(Text(f"  {remark}"))
 
 
 def time_text(seconds: float) -> str:

@@ -117,7 +117,7 @@ QUICK_SCALE: list[tuple[str, dict[str, Any], str, tuple[int, ...], int]] = [
     ("mlp", {}, "width", (64, 256), 32),
     ("mlp", {"width": 64}, "batch", (16, 128), 0),
 ]
-MEMORY_LIMIT = 2**30  # bytes, for the largest batch
+MEMORY_LIMIT, QUICK_LIMIT = 2**30, 2**23  # bytes, for the largest batch
 LARGEST = 2**14  # examples, where the search for the largest batch ends
 
 
@@ -157,8 +157,9 @@ def layers(session: Session) -> Rows:
         yield [replace(row, axis=axis, at=at) for row in rows]
 
 
-def memory(session: Session, limit: int = MEMORY_LIMIT) -> Rows:
+def memory(session: Session) -> Rows:
     """The largest batch whose step stays below a limit, for every system that passes the gate."""
+    limit = QUICK_LIMIT if session.quick else MEMORY_LIMIT
     points = speed_points(session)
     for name, options, n in points[:1] if session.quick else points:
         workload = workloads.create(name, **options)

@@ -43,7 +43,7 @@ class Ledger:
             step: must be the number of releases so far.
 
         Returns:
-            The entry: step, noise_multiplier, max_grad_norm, sample_rate, sampler.
+            The entry: step, max_grad_norm, and what the accountant was told.
 
         Raises:
             AccountingError: the step is out of order or past the plan.
@@ -58,18 +58,11 @@ class Ledger:
                 f"step={step} is past the plan's num_steps={self.plan.num_steps}. Plan more steps, "
                 "or num_steps=None for an open-ended run."
             )
-        entry = {
-            "step": step,
-            "sampler": self.plan.sampler,
-            "noise_multiplier": self.plan.noise_multiplier_at(step),
-            "max_grad_norm": self.plan.max_grad_norm_at(step),
-            "sample_rate": self.plan.sample_rate_at(step),
-        }
-        self.accountant.step(
-            noise_multiplier=entry["noise_multiplier"],
-            sample_rate=entry["sample_rate"],
-            sampler=entry["sampler"],
+        release = self.plan.release(
+            self.plan.noise_multiplier_at(step), self.plan.expected_batch_size_at(step)
         )
+        entry = {"step": step, "max_grad_norm": self.plan.max_grad_norm_at(step), **release}
+        self.accountant.step(**release)
         self.entries.append(entry)
         return entry
 

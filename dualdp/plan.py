@@ -17,8 +17,8 @@ from dualdp import _validate, accountants, mechanisms, schedules
 from dualdp._validate import AccountingError
 from dualdp.accountants.calibrate import get_noise_multiplier
 from dualdp.clipping import CLIPPING
-from dualdp.randomness import LockedKey, RootKey, unlock
-from dualdp.samplers import SAMPLERS
+from dualdp.randomness import LockedKey, RootKey, root_key, unlock
+from dualdp.samplers import SAMPLERS, WHOLE_PASS, Draw
 
 NOISE = ("fast", "portable")
 Scheduled = float | schedules.Schedule | Callable[[int], float]
@@ -46,6 +46,7 @@ class PrivacyPlan:
             both stacks).
         accountant: name of the accountant.
         physical_batch_size: examples worked on at once; None for all that were drawn.
+        max_batch_size: where `sampler="truncated_poisson"` cuts a batch.
         seed: an integer makes the run reproducible without its key file, for tests and
             comparisons only; None draws the key from the operating system.
         key: the root key itself, or its file, for a hand-over.
@@ -73,6 +74,7 @@ class PrivacyPlan:
     noise: str = "fast"
     accountant: str = "pld"
     physical_batch_size: int | None = None
+    max_batch_size: int | None = None
     seed: int | None = None
     key: InitVar[RootKey | LockedKey | str | os.PathLike[str] | None] = None
     root: RootKey | LockedKey = field(init=False)
@@ -82,16 +84,17 @@ class PrivacyPlan:
         put("num_examples", _validate.integer("num_examples", self.num_examples, minimum=1))
         if self.num_steps is not None:
             put("num_steps", _validate.integer("num_steps", self.num_steps))
-        if self.physical_batch_size is not None:
-            size = _validate.integer("physical_batch_size", self.physical_batch_size, minimum=1)
-            put("physical_batch_size", size)
+        for name in ("physical_batch_size", "max_batch_size"):
+            if getattr(self, name) is not None:
+                put(name, _validate.integer(name, getattr(self, name), minimum=1))
         for name in _SCHEDULED:
             put(name, self._checked_schedule(name, getattr(self, name)))
         put("delta", _validate.open_probability("delta", self.delta))
         for name, table in _CHOICES.items():
             _validate.choice(name, getattr(self, name), table)
         _validate.choice("accountant", self.accountant, accountants.names())
-        put("root", self._root_key(key))
+        self._check_sampler()
+        put("root", root_key(key, self.seed))
         put("seed", self.root.seed)
 
     def _checked_schedule(self, name: str, value: Scheduled) -> schedules.Schedule:
@@ -108,18 +111,29 @@ class PrivacyPlan:
             )
         return schedule
 
-    def _root_key(
-        self, key: RootKey | LockedKey | str | os.PathLike[str] | None
-    ) -> RootKey | LockedKey:
-        """The key that was given, or that of the seed, or a fresh one."""
-        if key is None:
-            return RootKey.draw() if self.seed is None else RootKey.from_seed(self.seed)
-        key = key if isinstance(key, RootKey | LockedKey) else RootKey.load(key)
-        if self.seed is not None and key != RootKey.from_seed(self.seed):
+    def _check_sampler(self) -> None:
+        """Refuse what the sampler's accounting does not cover."""
+        if (self.max_batch_size is not None) != (self.sampler == "truncated_poisson"):
             raise ValueError(
-                f"seed={self.seed} and a key that does not come from it. Expected one of the two."
+                f"max_batch_size={self.max_batch_size} with sampler={self.sampler!r}. Expected it "
+                "with sampler='truncated_poisson', and only there."
             )
-        return key
+        scheduled = [
+            name
+            for name in ("noise_multiplier", "expected_batch_size")
+            if not isinstance(getattr(self, name), schedules.Constant)
+        ]
+        if self.sampler in WHOLE_PASS and scheduled:
+            raise ValueError(
+                f"{scheduled[0]} follows a schedule, but sampler={self.sampler!r} is accounted by "
+                "whole passes. Expected a number, or sampler='poisson'."
+            )
+        size = self.expected_batch_size_at(0)
+        if self.sampler == "fixed_size" and (scheduled[1:] or not size.is_integer()):
+            raise ValueError(
+                f"expected_batch_size={size} with sampler='fixed_size'. Expected one integer."
+            )
+        self._account([(self.noise_multiplier_at(0), size, 1)])
 
     # ------------------------------------------------------------------ values of a step
 
@@ -169,9 +183,14 @@ class PrivacyPlan:
 
     def batch_indices(self, step: int) -> NDArray[np.int64]:
         """Examples of the logical batch of a step: (k,) increasing int64."""
-        draw = SAMPLERS[self.sampler]
-        key = self.step_key("sampling", step)
-        return draw(key, num_examples=self.num_examples, sample_rate=self.sample_rate_at(step))
+        draw = Draw(
+            key_at=partial(self.step_key, "sampling"),
+            step=step,
+            num_examples=self.num_examples,
+            expected_batch_size=self.expected_batch_size_at(step),
+            max_batch_size=self.max_batch_size,
+        )
+        return SAMPLERS[self.sampler](draw)
 
     def save_key(self, path: str | os.PathLike[str]) -> None:
         """Write the secret key to a new file, mode 0600; a resume or hand-over needs it."""
@@ -211,26 +230,41 @@ class PrivacyPlan:
         step = _validate.integer("step", step)
         if self.num_steps is not None and step > self.num_steps:
             raise ValueError(f"step={step} is past the plan's num_steps={self.num_steps}.")
+        return float(self._account(self._distinct_steps(step)).get_epsilon(delta=self.delta))
+
+    def _account(self, steps: list[tuple[float, float, int]]) -> Any:
+        """An accountant that has seen (noise_multiplier, expected_batch_size, count)."""
         accountant = accountants.create(
             self.accountant, neighboring_relation=self.neighboring_relation
         )
-        for (noise, size), count in self._distinct_steps(step):
-            accountant.step(
-                noise_multiplier=noise,
-                sample_rate=size / self.num_examples,
-                num_steps=count,
-                sampler=self.sampler,
-            )
-        return float(accountant.get_epsilon(delta=self.delta))
+        for noise, size, count in steps:
+            accountant.step(num_steps=count, **self.release(noise, size))
+        return accountant
 
-    def _distinct_steps(self, step: int) -> list[tuple[tuple[float, float], int]]:
+    def release(self, noise_multiplier: float, expected_batch_size: float) -> dict[str, Any]:
+        """What `accountant.step` is told of one release with these numbers."""
+        return {
+            "noise_multiplier": noise_multiplier,
+            "sample_rate": expected_batch_size / self.num_examples,
+            "sampler": self.sampler,
+            **self.sizes,
+        }
+
+    @property
+    def sizes(self) -> dict[str, int | None]:
+        """The sizes that this sampler's accounting needs, by their names in `accountant.step`."""
+        if self.sampler != "truncated_poisson":
+            return {}
+        return {"num_examples": self.num_examples, "max_batch_size": self.max_batch_size}
+
+    def _distinct_steps(self, step: int) -> list[tuple[float, float, int]]:
         """Distinct (noise_multiplier, expected_batch_size) of the first steps, and counts."""
         noise, size = (
             schedules.values(getattr(self, name), step)
             for name in ("noise_multiplier", "expected_batch_size")
         )
         pairs, counts = np.unique(np.stack([noise, size], axis=1), axis=0, return_counts=True)
-        return [((float(n), float(s)), int(c)) for (n, s), c in zip(pairs, counts, strict=True)]
+        return [(float(n), float(s), int(c)) for (n, s), c in zip(pairs, counts, strict=True)]
 
     @classmethod
     def calibrate(cls, *, target_epsilon: float, **arguments: Any) -> Self:
@@ -259,6 +293,7 @@ class PrivacyPlan:
             sampler=draft.sampler,
             accountant=draft.accountant,
             neighboring_relation=draft.neighboring_relation,
+            **draft.sizes,
         )
         return cls(noise_multiplier=noise_multiplier, **{**arguments, "key": draft.root})
 

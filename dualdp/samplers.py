@@ -1,27 +1,59 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which examples form each logical batch: a pure function of (key, step)."""
+"""Which examples form each logical batch: a pure function of (key, step).
+
+Each sampler here has the event of the same name in `dualdp.mechanisms`, which is what a run with it
+is accounted as; a plan takes both from one word, so that no other can be accounted.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dualdp import _validate
-from dualdp.randomness import bits
+from dualdp.randomness import bits, fold_in
 
 Indices = NDArray[np.int64]
+StepKey = Callable[[int], NDArray[np.uint32]]
 _RESOLUTION = 53  # bits of a float64's significand: every sample rate is compared exactly
+_CUT = 1  # the key that decides which examples a truncated batch keeps
 
 
-def poisson(key: NDArray[np.uint32], *, num_examples: int, sample_rate: float) -> Indices:
-    """Every example joins independently with probability `sample_rate`.
+@dataclass(frozen=True)
+class Draw:
+    """What a sampler is asked for.
 
     Args:
-        key: (2,) uint32, the sampling key of one step.
+        key_at: step -> (2,) uint32 sampling key of that step.
+        step: of the run.
         num_examples: size of the data set.
-        sample_rate: q in [0, 1].
+        expected_batch_size: sample rate times num_examples.
+        max_batch_size: where `truncated_poisson` cuts.
+    """
+
+    key_at: StepKey
+    step: int
+    num_examples: int
+    expected_batch_size: float
+    max_batch_size: int | None = None
+
+    def words(self, step: int, stream: int | None = None) -> NDArray[np.uint64]:
+        """(num_examples,) uniform 53-bit integers of a step, or of a further stream of it."""
+        key = self.key_at(step)
+        key = key if stream is None else fold_in(key, stream)
+        return bits(key, self.num_examples, width=64) >> np.uint64(64 - _RESOLUTION)
+
+    @property
+    def num_batches(self) -> int:
+        """Batches of one pass over the data: ceil(num_examples / expected_batch_size)."""
+        return max(1, int(np.ceil(self.num_examples / self.expected_batch_size - 1e-9)))
+
+
+def poisson(draw: Draw) -> Indices:
+    """Every example joins independently with probability q = expected_batch_size / num_examples.
 
     Returns:
         (k,) increasing int64 indices; k is random, and 0 at times.
@@ -29,14 +61,70 @@ def poisson(key: NDArray[np.uint32], *, num_examples: int, sample_rate: float) -
     Guarantees:
         Each example joins with probability floor(q 2^53) / 2^53 <= q, independently.
             [test_inclusion_probability]
-        A pure function of its arguments, on every stack and machine.  [test_known_batches]
+        A pure function of (key, step), on every stack and machine.  [test_known_batches]
 
     Source: Mironov et al. 2019, section 2 ("Poisson sampling"); the draw is ours.
     """
-    rate = _validate.sample_rate(sample_rate)
-    draws = bits(key, _validate.integer("num_examples", num_examples), width=64)
-    threshold = np.uint64(int(rate * 2.0**_RESOLUTION))
-    return np.flatnonzero((draws >> np.uint64(64 - _RESOLUTION)) < threshold).astype(np.int64)
+    rate = _validate.sample_rate(draw.expected_batch_size / draw.num_examples)
+    return _where(draw.words(draw.step) < np.uint64(int(rate * 2.0**_RESOLUTION)))
 
 
-SAMPLERS: Mapping[str, Callable[..., Indices]] = {"poisson": poisson}
+def truncated_poisson(draw: Draw) -> Indices:
+    """A Poisson batch, cut to a uniformly random `max_batch_size` of it where it is larger.
+
+    Guarantees:
+        At most max_batch_size examples, so that one static shape serves.  [test_truncation]
+
+    Source: Chua et al. 2024 ("Scalable DP-SGD"), truncated Poisson sampling.
+    """
+    drawn = poisson(draw)
+    if draw.max_batch_size is None or len(drawn) <= draw.max_batch_size:
+        return drawn
+    order = np.argsort(draw.words(draw.step, _CUT)[drawn], kind="stable")
+    return np.sort(drawn[order[: draw.max_batch_size]])
+
+
+def fixed_size(draw: Draw) -> Indices:
+    """Exactly expected_batch_size examples without replacement, every such set equally likely.
+
+    Source: Balle et al. 2018 (subsampling without replacement).
+    """
+    size = round(draw.expected_batch_size)
+    return np.sort(np.argsort(draw.words(draw.step), kind="stable")[:size].astype(np.int64))
+
+
+def balls_in_bins(draw: Draw) -> Indices:
+    """Every example draws its step of the pass, independently and anew in each pass.
+
+    Batch sizes vary; every example is used exactly once a pass.
+
+    Source: Chua et al. 2025 ("Balls-and-bins sampling for DP-SGD").
+    """
+    epoch, position = divmod(draw.step, draw.num_batches)
+    # A 53-bit integer is exact in float64; the product is below num_batches even when rounded up.
+    share = draw.words(epoch * draw.num_batches).astype(np.float64) * 2.0**-_RESOLUTION
+    return _where((share * draw.num_batches).astype(np.int64) == position)
+
+
+def shuffle(draw: Draw) -> Indices:
+    """Consecutive pieces of a fresh permutation in each pass, without amplification."""
+    epoch, position = divmod(draw.step, draw.num_batches)
+    order = np.argsort(draw.words(epoch * draw.num_batches), kind="stable").astype(np.int64)
+    return np.sort(np.array_split(order, draw.num_batches)[position])
+
+
+def _where(chosen: NDArray[np.bool_]) -> Indices:
+    """Indices of the chosen examples."""
+    return np.flatnonzero(chosen).astype(np.int64)
+
+
+SAMPLERS: Mapping[str, Callable[[Draw], Indices]] = {
+    "poisson": poisson,
+    "truncated_poisson": truncated_poisson,
+    "fixed_size": fixed_size,
+    "balls_in_bins": balls_in_bins,
+    "shuffle": shuffle,
+}
+
+#: Samplers whose event spans a whole pass, so that noise and batch size must not change in it.
+WHOLE_PASS = ("balls_in_bins", "shuffle")

@@ -81,6 +81,55 @@ class Exponential:
 
 
 @dataclass(frozen=True)
+class Linear:
+    """From `initial` to `final` in a straight line over `over` steps, then `final`.
+
+    Args:
+        initial: value at step 0; with a smaller value than `final` this is a warm-up.
+        final: value from step `over` on.
+        over: steps of the change, >= 1.
+    """
+
+    initial: float
+    final: float
+    over: int
+
+    def __post_init__(self) -> None:
+        _validate.integer("over", self.over, minimum=1)
+
+    def at(self, steps: Any) -> Values:
+        """Values at the given steps, shape of `steps`."""
+        share = np.minimum(np.asarray(steps) / self.over, 1.0)
+        return np.asarray(self.initial + share * (self.final - self.initial))
+
+
+@dataclass(frozen=True)
+class Cosine:
+    """From `initial` to `final` along half a cosine over `over` steps, then `final`.
+
+    Args:
+        initial: value at step 0.
+        final: value from step `over` on.
+        over: steps of the change, >= 1.
+
+    Source: Loshchilov & Hutter 2017, eq. 5, without restarts.
+    """
+
+    initial: float
+    final: float
+    over: int
+
+    def __post_init__(self) -> None:
+        _validate.integer("over", self.over, minimum=1)
+
+    def at(self, steps: Any) -> Values:
+        """Values at the given steps, shape of `steps`."""
+        share = np.minimum(np.asarray(steps) / self.over, 1.0)
+        weight = (1 + np.cos(np.pi * share)) / 2
+        return np.asarray(self.final + weight * (self.initial - self.final))
+
+
+@dataclass(frozen=True)
 class Table:
     """A value for each planned step and for no other."""
 
@@ -98,13 +147,16 @@ class Table:
                 f"step {int(index.max())} is past the schedule's {len(self.values)} steps. "
                 "Plan more steps."
             )
-        return np.asarray(self.values, dtype=np.float64)[index]
+        taken: Values = np.asarray(self.values, dtype=np.float64)[index]
+        return taken
 
 
 SCHEDULES: dict[str, type[Any]] = {
     "constant": Constant,
     "step": Step,
     "exponential": Exponential,
+    "linear": Linear,
+    "cosine": Cosine,
     "table": Table,
 }
 _NAMES = {kind: name for name, kind in SCHEDULES.items()}

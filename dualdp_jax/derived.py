@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values that depend on parameters alone, as small graphs that gradients can be pulled back through.
+"""Values that depend on parameters alone, as small graphs with a way back for gradients.
 
 A weight seldom reaches its product as it is: it is transposed, reshaped, cast, scaled, joined with
 others. `Derived` remembers how, so that a gradient of the operand becomes one of the parameters.

@@ -174,7 +174,8 @@ class Call:
         if "problem" in proofs:
             raise _NoCapture(proofs["problem"].problem)
         names = {id(p): name for name, p in self.parameters.items()}
-        with torch.enable_grad(), Capture(names) as capture:
+        skip = next((p.skip for p in (*proofs.values(), fresh) if p), frozenset())
+        with torch.enable_grad(), Capture(names, skip=skip) as capture:
             out = self.loss_fn(self.model, *self.batch.arguments())
             losses, aux = out if self.has_aux else (out, None)
         losses = check_losses(losses, self.batch.n)
@@ -194,6 +195,11 @@ class Call:
                 raise _NoCapture(f"the examples that were examined give {use} no gradient")
         keep = METHODS[self.method]
         found = Captured(
-            capture.uses, proof.layouts, self.parameters, n=self.batch.n, keep=str(keep)
+            capture.uses,
+            proof.layouts,
+            self.parameters,
+            capture.derived,
+            n=self.batch.n,
+            keep=str(keep),
         )
         return found, losses.detach(), aux

@@ -11,7 +11,7 @@ more uses.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,6 +44,7 @@ class Use:
         options: the call's other arguments.
         edge: where the output's gradient arrives.
         out_shape: shape of the output.
+        position: among all calls that rules cover.
         grads_out: gradient of the output, or None as long as none has arrived.
     """
 
@@ -55,13 +56,19 @@ class Use:
     options: dict[str, Any]
     edge: GradientEdge
     out_shape: torch.Size
+    position: int
     versions: list[tuple[Tensor, int]] = field(default_factory=list)
     grads_out: Tensor | None = None
 
     @property
     def signature(self) -> tuple[Any, ...]:
         """What this use has in common with the same use on other data."""
-        return self.function, tuple(self.held.items()), len(self.out_shape)
+        return self.function, tuple(self.held.items()), len(self.out_shape), self.position
+
+    @property
+    def batch_axes(self) -> Sequence[int]:
+        """Axes of the output that may be the batch."""
+        return self.rule.batch_axes(self.out_shape, list(self.shapes.values()))
 
     def __str__(self) -> str:
         names = ", ".join(map(repr, self.held.values()))
@@ -74,6 +81,38 @@ class Use:
                 f"The input of {self} was changed in place after it was used, so the gradient of "
                 'the parameter is lost. Use the out-of-place operation, or method="vmap".'
             )
+
+
+@dataclass(frozen=True, eq=False)
+class Derived:
+    """A tensor that was computed from parameters alone, and used like one.
+
+    Attributes:
+        value: with the graph that leads to the parameters.
+        version: when it was used.
+    """
+
+    value: Tensor
+    version: int
+
+    def pull_back(
+        self, grads: Tensor, parameters: Mapping[str, Tensor], *, per_sample: bool
+    ) -> dict[str, Tensor]:
+        """Gradients of the value, (n, *shape) or (*shape), as gradients of the parameters."""
+        if self.value._version != self.version:
+            raise ChangedInPlaceError(
+                "A tensor computed from parameters was changed in place after it was used. Use the "
+                'out-of-place operation, or method="vmap".'
+            )
+        found = torch.autograd.grad(
+            self.value,
+            list(parameters.values()),
+            grads.to(self.value.dtype),
+            is_grads_batched=per_sample,
+            retain_graph=True,
+            allow_unused=True,
+        )
+        return {n: g for n, g in zip(parameters, found, strict=True) if g is not None}
 
 
 def name_of(function: Callable[..., Any]) -> str:
@@ -123,18 +162,29 @@ _BATCH_NORM = ("input", "running_mean", "running_var", "weight", "bias", "traini
 class Capture(TorchFunctionMode):
     """While active, records every use of the given parameters.
 
+    A tensor computed from parameters alone (a slice, a transpose, a normalised weight) is a
+    parameter too, under a name of its own in `derived`; its gradients are carried on to the
+    parameters at the end.
+
     Args:
         names: id of a parameter -> its name.
         on_use: called with each `Use` and its output.
+        skip: positions of uses that hold no examples, as a table of positions: their outputs count
+            as computed from parameters alone.
     """
 
     def __init__(
-        self, names: Mapping[int, str], on_use: Callable[[Use, Tensor], None] | None = None
+        self,
+        names: Mapping[int, str],
+        on_use: Callable[[Use, Tensor], None] | None = None,
+        skip: frozenset[int] = frozenset(),
     ) -> None:
         super().__init__()
-        self.names = names
         self.uses: list[Use] = []
-        self._on_use = on_use
+        self.derived: dict[str, Derived] = {}
+        self._names = dict(names)
+        self._from_parameters: dict[int, Tensor] = {}  # by id, kept alive so that ids stay true
+        self._on_use, self._skip, self._seen = on_use, skip, 0
         self._leaf = torch.zeros((), requires_grad=True)
 
     def __torch_function__(
@@ -145,40 +195,88 @@ class Capture(TorchFunctionMode):
         if rule is None:
             if func is F.batch_norm:
                 _refuse_batch_statistics(dict(zip(_BATCH_NORM, args, strict=False)) | kwargs)
-            return func(*args, **kwargs)
+            return self._plain(func, args, kwargs)
         call = dict(zip(rule.arguments, args, strict=False)) | kwargs
-        held = {slot: self.names[id(v)] for slot, v in call.items() if id(v) in self.names}
+        held = {slot for slot, value in call.items() if self._is_parameter(value)}
         reason = rule.refuse(call) if rule.refuse else None
         if reason:
-            where = f" (parameter {', '.join(map(repr, held.values()))})" if held else ""
-            raise UnsupportedLayerError(f"{name_of(func)}{where}: {reason}.")
-        if not held.keys() <= rule.grads.keys() or not held or not torch.is_grad_enabled():
-            return func(*args, **kwargs)
-        return self._use(func, rule, call, held)
+            names = ", ".join(repr(self._name(call[slot])) for slot in held)
+            raise UnsupportedLayerError(
+                f"{name_of(func)}{f' (parameter {names})' if names else ''}: {reason}."
+            )
+        if not self._covers(rule, call, held):
+            return self._plain(func, args, kwargs)
+        self._seen += 1
+        if self._seen - 1 in self._skip:
+            return self._plain(func, args, kwargs)
+        return self._use(func, rule, args, kwargs, call, held)
+
+    def _covers(self, rule: Rule, call: Mapping[str, Any], held: set[str]) -> bool:
+        """Whether the rule speaks of this call."""
+        if not held or not held <= rule.grads.keys() or not torch.is_grad_enabled():
+            return False
+        if all(slot in held for slot, value in call.items() if torch.is_tensor(value)):
+            return rule.alone
+        return rule.applies is None or rule.applies(call)
+
+    def _is_parameter(self, value: Any) -> bool:
+        """Whether a value is a trainable parameter, or computed from such alone."""
+        return id(value) in self._names or id(value) in self._from_parameters
+
+    def _name(self, value: Tensor) -> str:
+        """The name of a parameter, or of what is computed from some."""
+        if id(value) not in self._names:
+            name = f"#{len(self.derived)}"
+            self._names[id(value)], self.derived[name] = name, Derived(value, value._version)
+        return self._names[id(value)]
+
+    def _plain(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the function as it is, and see whether its output is made of parameters alone."""
+        out = func(*args, **kwargs)
+        if torch.is_tensor(out) and out.requires_grad and id(out) not in self._names:
+            tensors = [v for v in (*args, *kwargs.values()) if torch.is_tensor(v)]
+            graph = [v for v in tensors if v.requires_grad]
+            if graph and all(self._is_parameter(v) for v in graph):
+                self._from_parameters[id(out)] = out
+        return out
 
     def _use(
-        self, func: Callable[..., Any], rule: Rule, call: dict[str, Any], held: dict[str, str]
+        self,
+        func: Callable[..., Any],
+        rule: Rule,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        call: dict[str, Any],
+        held: set[str],
     ) -> Tensor:
         """Run the function on detached parameters and remember the call."""
-        parameters = {slot: call[slot] for slot in held}
-        out: Tensor = func(**{**call, **{slot: p.detach() for slot, p in parameters.items()}})
-        if not out.requires_grad:
-            out = _attach(out, self._leaf)
+        detached = {id(call[slot]): call[slot].detach() for slot in held}
+        out: Tensor = func(
+            *(detached.get(id(a), a) for a in args),
+            **{name: detached.get(id(a), a) for name, a in kwargs.items()},
+        )
+        names = {slot: self._name(call[slot]) for slot in call if slot in held}
         acts, versions = None, []
-        if not held.keys() <= rule.light:
-            inputs = (rule.acts,) if isinstance(rule.acts, str) else rule.acts
+        if not held <= rule.light:
+            wanted = rule.acts(names) if callable(rule.acts) else rule.acts
+            inputs = (wanted,) if isinstance(wanted, str) else tuple(wanted)
             saved = tuple(call[name].detach() for name in inputs)
             versions = [(tensor, tensor._version) for tensor in saved]
-            acts = saved[0] if isinstance(rule.acts, str) else saved
+            acts = saved[0] if isinstance(wanted, str) else saved
+        if not out.requires_grad:
+            if out._is_view():
+                out = out.clone()
+            out = _attach(out, self._leaf)
         use = Use(
             function=func,
             rule=rule,
-            held=held,
-            shapes={slot: p.shape for slot, p in parameters.items()},
+            held=names,
+            shapes={slot: call[slot].shape for slot in names},
             acts=acts,
             options={k: v for k, v in call.items() if k not in held and not torch.is_tensor(v)},
             edge=get_gradient_edge(out),
             out_shape=out.shape,
+            position=self._seen - 1,
             versions=versions,
         )
         self.uses.append(use)

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from .capture import Use
+from .capture import Derived, Use
 from .layout import Layout
 from .rules.base import Tensor
 
@@ -115,7 +115,7 @@ class Part:
     def cancels(self) -> Tensor | None:
         """Bound on the error of `sq_norms`, or None."""
         rule = self.use.rule
-        if rule.cancels is None or self.slot != "weight":
+        if rule.cancels is None or self.slot not in rule.sq_norms:
             return None
         return rule.cancels(self.acts, self.grads_out)
 
@@ -144,7 +144,8 @@ class Captured:
     Args:
         uses: with their gradients.
         layouts: where the examples lie, use by use.
-        parameters: name -> parameter, for shapes.
+        parameters: name -> parameter.
+        derived: name -> tensor computed from parameters and used like one.
         n: examples.
         keep: "all" keeps every per-sample gradient, "small" those no larger than the output's
             gradient, "cheap" also those that the cost model keeps.
@@ -155,12 +156,13 @@ class Captured:
         uses: Iterable[Use],
         layouts: Iterable[Layout | None],
         parameters: Mapping[str, Tensor],
+        derived: Mapping[str, Derived],
         *,
         n: int,
         keep: str,
     ) -> None:
-        self._parameters, self._n, self._keep = parameters, n, keep
-        self._parts: dict[str, list[Part]] = {name: [] for name in parameters}
+        self._parameters, self._derived, self._n, self._keep = parameters, derived, n, keep
+        self._parts: dict[str, list[Part]] = {name: [] for name in (*parameters, *derived)}
         self._kept: dict[str, Tensor] = {}
         for use, layout in zip(uses, layouts, strict=True):
             if use.grads_out is None or layout is None:
@@ -184,19 +186,37 @@ class Captured:
         p = self._parameters[name]
         return torch.zeros(p.shape, dtype=wide(p.dtype), device=p.device)
 
-    def _formed(self, name: str) -> Tensor:
-        """(n, *shape): the uses of one parameter add up."""
-        parts = self._parts[name]
-        if not parts:
-            return self._zeros(name).expand(self._n, *self._parameters[name].shape)
-        total = parts[0].grads()
-        for part in parts[1:]:
-            total = total + part.grads()
+    def _added(self, name: str) -> Tensor | None:
+        """(n, *shape): the uses under one name add up; None without any."""
+        total: Tensor | None = None
+        for part in self._parts[name]:
+            total = part.grads() if total is None else total + part.grads()
         return total
+
+    def _pulled_back(self) -> dict[str, Tensor]:
+        """Name -> (n, *shape): what reaches parameters through tensors computed from them."""
+        found: dict[str, Tensor] = {}
+        for name, derived in self._derived.items():
+            grads = self._added(name)
+            if grads is None:
+                continue
+            pulled = derived.pull_back(grads, self._parameters, per_sample=True)
+            for parameter, grad in pulled.items():
+                grad = grad.to(wide(grad.dtype))
+                found[parameter] = found[parameter] + grad if parameter in found else grad
+        return found
+
+    def _formed(self, name: str, pulled_back: Mapping[str, Tensor]) -> Tensor:
+        """(n, *shape): the whole gradient of one parameter."""
+        terms = [g for g in (self._added(name), pulled_back.get(name)) if g is not None]
+        if not terms:
+            return self._zeros(name).expand(self._n, *self._parameters[name].shape)
+        return terms[0] if len(terms) == 1 else terms[0] + terms[1]
 
     def grads(self) -> dict[str, Tensor]:
         """Name -> (n, *shape)."""
-        return {name: self._formed(name) for name in self._parts}
+        pulled_back = self._pulled_back()
+        return {name: self._formed(name, pulled_back) for name in self._parameters}
 
     def _keeps(self, parts: list[Part]) -> bool:
         """Whether one parameter's per-sample gradients stay until the sum."""
@@ -204,20 +224,26 @@ class Captured:
             return True
         return self._keep == "cheap" and all(part.prefers_keeping() for part in parts)
 
+    def _norms_alone(self, parts: list[Part]) -> bool:
+        """Whether one parameter's norms come without its per-sample gradients."""
+        return len(parts) == 1 and parts[0].norms_are_cheaper() and not self._keeps(parts)
+
     def sq_norms(self, max_grad_norm: float | None) -> dict[str, Tensor]:
         """Name -> (n,)."""
         found: dict[str, Tensor] = {}
         bounds: dict[str, Tensor] = {}
-        for name, parts in self._parts.items():
-            if not parts:
+        pulled_back = self._pulled_back()
+        for name in self._parameters:
+            parts = self._parts[name]
+            if not parts and name not in pulled_back:
                 found[name] = self._zeros(name).new_zeros(self._n)
-            elif len(parts) == 1 and parts[0].norms_are_cheaper() and not self._keeps(parts):
+            elif self._norms_alone(parts) and name not in pulled_back:
                 found[name] = parts[0].sq_norms()
                 bound = parts[0].cancels()
                 if bound is not None:
                     bounds[name] = bound
             else:
-                formed = self._formed(name)
+                formed = self._formed(name, pulled_back)
                 found[name] = sq_norms(formed)
                 if self._keeps(parts):
                     self._kept[name] = formed
@@ -239,13 +265,19 @@ class Captured:
     def sums(self, factors: Mapping[str, Tensor], rows: Tensor | None) -> dict[str, Tensor]:
         """Name -> shape: one weighted product per use."""
         found = {}
-        for name, parts in self._parts.items():
+        for name in self._parameters:
             if name in self._kept:
                 kept = self._kept[name]
                 found[name] = weighted_sum(_pick(factors[name], rows), _pick(kept, rows))
                 continue
             total = self._zeros(name)
-            for part in parts:
+            for part in self._parts[name]:
                 total = total + part.sum(factors[name], rows)
+            for other, derived in self._derived.items():
+                if self._parts[other]:
+                    weighted = sum(part.sum(factors[name], rows) for part in self._parts[other])
+                    only = {name: self._parameters[name]}
+                    pulled = derived.pull_back(torch.as_tensor(weighted), only, per_sample=False)
+                    total = total + pulled.get(name, 0)
             found[name] = total
         return found

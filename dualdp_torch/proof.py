@@ -33,6 +33,8 @@ from .validate import refuse_mixing_modules
 EXAMPLES = 4
 #: Largest relative difference of one example's loss alone and in the batch, by the lowest dtype.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+#: Uses without examples (tables of positions and the like) that are looked for.
+_MOST_SKIPPED = 32
 _ON_CUDA = 10.0  # times as much: kernels and TF32 products change with the batch size
 
 
@@ -43,12 +45,13 @@ class Proof:
     Attributes:
         layouts: signature of each use, in order, and its layout; None where no gradient arrived.
         problem: why captured uses cannot be trusted (the model then goes through `vmap`), or None.
-        complete: every layout is known.
+        skip: positions of uses that hold no examples.
     """
 
     signatures: tuple[Any, ...]
     layouts: tuple[Layout | None, ...]
     problem: str | None = None
+    skip: frozenset[int] = frozenset()
 
     @property
     def complete(self) -> bool:
@@ -176,14 +179,24 @@ def prove(
         if len(chosen) < 2:
             return None
         few = batch.rows(chosen)
-        with Capture({id(p): name for name, p in parameters.items()}) as capture:
+        names = {id(p): name for name, p in parameters.items()}
+        with Capture(names) as capture:
             losses = losses_of(few)
         _compare(losses.detach(), whole[chosen], tolerance, "in a smaller batch")
         for position in (0, len(chosen) - 1):
             with torch.no_grad():
                 alone = losses_of(few.rows(slice(position, position + 1)))
             _compare(alone, whole[chosen[position : position + 1]], tolerance, "alone")
-    return _locate(capture.uses, losses, parameters)
+        skip: frozenset[int] = frozenset()
+        while True:
+            found = _locate(capture.uses, losses, parameters, skip)
+            if not isinstance(found, Use):
+                return found
+            if len(skip) == _MOST_SKIPPED:
+                return Proof((), (), f"{found} does not keep the examples apart on one axis")
+            skip |= {found.position}
+            with Capture(names, skip=skip) as capture:
+                losses = losses_of(few)
 
 
 def _spread(indices: Tensor, count: int) -> Tensor:
@@ -219,15 +232,19 @@ def _compare(got: Tensor, expected: Tensor, tolerance: float, how: str) -> None:
         )
 
 
-def _locate(uses: Sequence[Use], losses: Tensor, parameters: dict[str, nn.Parameter]) -> Proof:
-    """Find every use's layout from the gradients of single examples' losses."""
+def _locate(
+    uses: Sequence[Use],
+    losses: Tensor,
+    parameters: dict[str, nn.Parameter],
+    skip: frozenset[int],
+) -> Proof | Use:
+    """Find every use's layout from the gradients of single examples' losses.
+
+    Returns:
+        The proof, or a use that does not hold the examples on one axis.
+    """
     n = len(losses)
-    left = [
-        candidates(
-            use.out_shape, n, use.rule.batch_axes(len(use.out_shape)), use.rule.rows_are_free
-        )
-        for use in uses
-    ]
+    left = [candidates(use.out_shape, n, use.batch_axes, use.rule.rows_are_free) for use in uses]
     shown = [False] * len(uses)
     for example in dict.fromkeys((0, n - 1, *range(n))):
         if all(shown) and example not in (0, n - 1):
@@ -241,6 +258,9 @@ def _locate(uses: Sequence[Use], losses: Tensor, parameters: dict[str, nn.Parame
             shown[i] = True
             left[i] = [c for c in left[i] if belongs_to(use.grads_out, c, n, example)]
             if not left[i]:
-                return Proof((), (), f"{uses[i]} does not keep the examples apart on one axis")
-    layouts = tuple(options[0] if seen else None for options, seen in zip(left, shown, strict=True))
-    return Proof(tuple(use.signature for use in uses), layouts)
+                return use
+    layouts = tuple(
+        options[0] if seen and len(options) == 1 else None
+        for options, seen in zip(left, shown, strict=True)
+    )
+    return Proof(tuple(use.signature for use in uses), layouts, skip=skip)

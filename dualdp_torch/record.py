@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -21,7 +22,7 @@ from dualdp import UnsupportedLayerError, _validate
 
 from .batch import Batch
 from .call import METHODS
-from .capture import Capture, Use, trainable_parameters
+from .capture import Capture, Derived, Use, trainable_parameters
 from .clip import clip_and_sum, clipping_bounds, whole_norms
 from .fallback import by_vmap
 from .gradients import Captured, Gradients
@@ -71,6 +72,16 @@ def _on_grad(tensor: Any, function: Callable[[Tensor], None]) -> Any:
     return tensor.register_hook(function)
 
 
+class _Silent:
+    """What a copy of a recorded model has in the recorder's place: it is not recorded."""
+
+    def _enter(self, *_: Any) -> None:
+        """The copy is entered."""
+
+    def _leave(self, *_: Any) -> None:
+        """The copy is left."""
+
+
 class Recorder:
     """Listens to one model: one forward, one backward, then the gradients.
 
@@ -85,20 +96,27 @@ class Recorder:
         self.model, self._method, self._when = model, method, when
         self.parameters = trainable_parameters(model)
         self._names = {id(p): name for name, p in self.parameters.items()}
+        # Run when a gradient is accumulated, not when one is asked for as `pull_back` does.
+        nodes = {n: get_gradient_edge(p).node for n, p in self.parameters.items()}
+        self._accumulators = nodes  # their hooks live as long as they do
         self._mode: Any = None
         self._paused = False
         self.clear()
         self._handles: list[Any] = [
             model.register_forward_pre_hook(self._enter, with_kwargs=True),
             model.register_forward_hook(self._leave, with_kwargs=True, always_call=True),
-            *(_on_grad(p, partial(self._escaped, n)) for n, p in self.parameters.items()),
+            *(node.register_prehook(partial(self._escaped, name)) for name, node in nodes.items()),
         ]
+
+    def __reduce__(self) -> Any:
+        return _Silent, ()
 
     def clear(self) -> None:
         """Forget the forward that was recorded."""
         self.n: int | None = None
         self.has_gradients = False
         self._uses: list[Use] = []
+        self._derived: dict[str, Derived] = {}
         self._layouts: tuple[Layout | None, ...] = ()
         self._arguments: Any = None
         self._outputs: list[Tensor] | None = None
@@ -143,7 +161,9 @@ class Recorder:
         if self._method == "vmap" or self._problem():
             self._without_graph = True
             torch.set_grad_enabled(False)
-        self._mode = Capture(self._names, self._listen)
+        proofs = known(self.model, _projected, self._batch).values()
+        skip = next((proof.skip for proof in proofs), frozenset())
+        self._mode = Capture(self._names, self._listen, skip)
         self._mode.__enter__()
 
     def _problem(self) -> str | None:
@@ -166,8 +186,8 @@ class Recorder:
         """Where the examples lie in the uses of this forward."""
         if self.n == 1:
             return tuple(
-                of_single(u.out_shape, u.rule.batch_axes(len(u.out_shape)), u.rule.rows_are_free)
-                for u in self._uses
+                of_single(use.out_shape, use.batch_axes, use.rule.rows_are_free)
+                for use in self._uses
             )
         proofs = known(self.model, _projected, self._batch)
         signatures = tuple(use.signature for use in self._uses)
@@ -190,7 +210,7 @@ class Recorder:
             self._without_graph = False
             torch.set_grad_enabled(True)
             return None if outputs is None else self._listen_to_outputs(outputs)
-        self._uses = mode.uses
+        self._uses, self._derived = mode.uses, mode.derived
         if outputs is not None:
             self._layouts = self._find_layouts()
         return None
@@ -231,7 +251,7 @@ class Recorder:
         self._check_first(self._cotangents.get(position))
         self._cotangents[position] = grad.detach()
 
-    def _escaped(self, name: str, grad: Tensor) -> None:
+    def _escaped(self, name: str, grads: Any) -> None:
         """A gradient reached a parameter without passing through a captured call."""
         if self._paused:
             return
@@ -274,7 +294,9 @@ class Recorder:
                 )
             if scale != 1:
                 use.grads_out = use.grads_out * scale
-        return Captured(self._uses, self._layouts, self.parameters, n=self.n, keep=keep)
+        return Captured(
+            self._uses, self._layouts, self.parameters, self._derived, n=self.n, keep=keep
+        )
 
     def _vmapped(self, scale: float) -> Gradients:
         """The gradients through `vmap` over the model, from the gradients of its outputs."""

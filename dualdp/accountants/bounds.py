@@ -29,7 +29,7 @@ class Extra:
 
 @dataclasses.dataclass(frozen=True)
 class _Curve:
-    """delta(e) = e^scale (first_m - e^{e - x_0} second_m) + constant + slope e^e, x_{m-1} <= e < x_m."""
+    """delta(e) = e^scale (first_m - e^{e - x_m} second_m) + constant + slope e^e, x_{m-1} <= e < x_m."""
 
     points: Array
     first: Array
@@ -40,29 +40,25 @@ class _Curve:
 
     def at_points(self) -> Array:
         """(points,) delta at the lattice points, divided by e^scale."""
-        x = self.points
-        with np.errstate(over="ignore"):
-            value = self.first - np.exp(x - x[0]) * self.second
-            more = self.constant + self.slope * np.exp(np.minimum(x, 700.0))
-            return np.asarray(value + more * _exp(-self.scale))
+        more = self.constant + self.slope * np.exp(np.minimum(self.points, 700.0))
+        return np.asarray(self.first - self.second + more * _exp(-self.scale))
 
     def at(self, epsilon: float) -> float:
         """Delta at an epsilon in the window."""
         m = int(np.searchsorted(self.points, epsilon, side="right"))
         inside = 0.0
         if m < self.points.size:
-            inside = self.first[m] - math.exp(epsilon - self.points[0]) * self.second[m]
+            inside = self.first[m] - math.exp(epsilon - self.points[m]) * self.second[m]
         return _exp(self.scale) * inside + self.constant + self.slope * _exp(epsilon)
 
     def root(self, m: int, target: float) -> float:
         """Epsilon in (x_{m-1}, x_m] where delta is `target`, or x_m if there is none."""
-        start = self.points[0]
-        slope = self.second[m] - self.slope * _exp(start - self.scale)
+        end = self.points[m]
+        slope = self.second[m] - self.slope * _exp(end - self.scale)
         rise = self.first[m] - (target - self.constant) * _exp(-self.scale)
         if slope <= 0 or rise <= 0:
-            return float(self.points[m])
-        found = start + math.log(rise / slope)
-        return float(min(max(found, self.points[m - 1]), self.points[m]))
+            return float(end)
+        return float(min(max(end + math.log(rise / slope), self.points[m - 1]), end))
 
 
 def _exp(value: float) -> float:
@@ -70,11 +66,21 @@ def _exp(value: float) -> float:
 
 
 def _tail_sums(composed: Composed, mass: Array) -> tuple[Array, Array]:
-    """(points,) sums over x_j >= x_m of mass e^{-t (x_j - x_0)}, and the same times e^{-(x_j - x_0)}."""
-    distance = composed.points - composed.points[0]
-    first = mass * np.exp(-composed.window.tilt * distance)
-    second = first * np.exp(-distance)
-    return np.cumsum(first[::-1])[::-1], np.cumsum(second[::-1])[::-1]
+    """(points,) sums over x_j >= x_m of mass e^{-t (x_j - x_0)}, and the same times e^{-(x_j - x_m)}.
+
+    The second goes in blocks of length 300 so that nothing overflows.
+    """
+    distance = np.arange(mass.size) * composed.spacing
+    terms = mass * np.exp(-composed.window.tilt * distance)
+    second = np.empty_like(terms)
+    block, carry = max(1, int(300 / composed.spacing)), 0.0
+    for start in range((mass.size - 1) // block * block, -1, -block):
+        part = terms[start : start + block]
+        local = distance[: part.size]
+        sums = np.cumsum((part * np.exp(-local))[::-1])[::-1]
+        second[start : start + part.size] = (sums + carry * math.exp(-local[-1])) * np.exp(local)
+        carry = float(second[start]) * math.exp(-composed.spacing)
+    return np.cumsum(terms[::-1])[::-1], second
 
 
 def _summation(composed: Composed) -> float:

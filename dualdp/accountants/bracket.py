@@ -97,7 +97,7 @@ class Direction:
 
     def moments(self, accuracy: Accuracy, delta: float) -> Moments:
         """The guide, from a coarse lattice; kept for further questions."""
-        key = round(math.log(self.tail(accuracy, delta)) / 4)
+        key = math.floor(math.log(self.tail(accuracy, delta)) / 4)
         if key not in self._moments:
             spacing = 3 * self.base_spacing(1e-2)
             coarse = Grid(spacing, dense=48, ratio=0.12)
@@ -132,7 +132,7 @@ class Direction:
         """
         tilt, start, length, _ = window
         fine = self.base_spacing(accuracy.rtol)
-        useful = 0.25 * accuracy.rtol * max(start, 0.0) / max(tilt, 1e-9)
+        useful = 0.1 * accuracy.rtol * max(start, 0.0) / max(tilt, 1e-9)
         enough = useful / math.sqrt(self.steps * self.variance)
         return max(fine, min(enough, 0.05), length / (accuracy.max_window - 8))
 
@@ -195,7 +195,7 @@ def _moments(pmfs: Iterable[Pmf], spacing: float, theta: Array) -> Moments:
     usable = np.ones(theta.size, dtype=bool)
     for pmf in pmfs:
         x = pmf.index * spacing
-        usable &= theta * x[-1] < 650
+        usable &= theta * x[-1] < 450
         with np.errstate(over="ignore", under="ignore", invalid="ignore", divide="ignore"):
             factors = np.exp(np.minimum(np.outer(x, theta), 700.0))
             zero = pmf.mass @ factors
@@ -254,9 +254,9 @@ def two_sided(
             lower = max(lower, direction.lower(accuracy, delta, upper, scale=scale))
         if improve:
             upper = min(upper, worst(directions, accuracy, delta, scale))
-        if upper - lower <= max(rtol * upper, 1e-9):
+        if upper - lower <= max(rtol * upper, 1e-6):
             break
-        wanted = max(rtol * upper, 1e-9) / max(upper - lower, 1e-300)
+        wanted = max(rtol * upper, 1e-6) / max(upper - lower, 1e-300)
         factor = 0.4 if lower == 0 else min(0.7, max(0.25, 0.8 * math.sqrt(wanted)))
         accuracy = accuracy.finer(factor)
     return min(lower, upper), upper

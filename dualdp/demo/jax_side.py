@@ -19,7 +19,11 @@ if TYPE_CHECKING:
     from dualdp.demo.experiment import Settings
     from dualdp.plan import PrivacyPlan
 
-ACTIVATIONS = {"tanh": jnp.tanh, "gelu": partial(nn.gelu, approximate=False), "relu": nn.relu}
+ACTIVATIONS: dict[str, Any] = {
+    "tanh": jnp.tanh,
+    "gelu": partial(nn.gelu, approximate=False),
+    "relu": nn.relu,
+}
 PLATFORMS = {"cpu": "cpu", "cuda": "gpu"}
 
 
@@ -94,7 +98,7 @@ class JaxRun:
     def _put(self, split: digits.Split) -> tuple[jax.Array, jax.Array]:
         """Images and labels on the device."""
         arrays = split.x.astype(self.dtype), split.y.astype(np.int32)
-        return tuple(jax.device_put(array, self.device) for array in arrays)  # type: ignore[return-value]
+        return tuple(jax.device_put(array, self.device) for array in arrays)
 
     def start(self, params: Any) -> None:
         """Begin at these parameters, in the run's dtype."""

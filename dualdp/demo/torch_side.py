@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from dualdp.demo.experiment import Settings
     from dualdp.plan import PrivacyPlan
 
-ACTIVATIONS = {"tanh": torch.tanh, "gelu": F.gelu, "relu": F.relu}
+ACTIVATIONS: dict[str, Any] = {"tanh": torch.tanh, "gelu": F.gelu, "relu": F.relu}
 
 
 class MLP(nn.Module):

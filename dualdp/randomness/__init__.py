@@ -7,4 +7,5 @@ from .counter import normal as normal
 from .keys import PURPOSES as PURPOSES
 from .keys import LockedKey as LockedKey
 from .keys import RootKey as RootKey
+from .keys import root_key as root_key
 from .keys import unlock as unlock

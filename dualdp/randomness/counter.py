@@ -135,11 +135,16 @@ def bits(key: UInt32, shape: int | Sequence[int], *, width: int = 32) -> NDArray
 def _symmetric_uniform(words: NDArray[Any]) -> NDArray[Any]:
     """Uniform on (-1, 1) from raw words, with the rounding of `jax.random.normal`."""
     if words.dtype == np.uint32:
-        kind, unit = np.float32, (words >> np.uint32(9)) | np.uint32(0x3F800000)
-    else:
-        kind, unit = np.float64, (words >> np.uint64(12)) | np.uint64(0x3FF0000000000000)
+        return _spread(((words >> np.uint32(9)) | np.uint32(0x3F800000)).view(np.float32))
+    return _spread(((words >> np.uint64(12)) | np.uint64(0x3FF0000000000000)).view(np.float64))
+
+
+def _spread(unit: NDArray[Any]) -> NDArray[Any]:
+    """Floats of [1, 2) spread over (-1, 1)."""
+    kind = unit.dtype.type
     low = np.nextafter(kind(-1), kind(0))
-    return np.maximum(low, (unit.view(kind) - kind(1)) * (kind(1) - low) + low)
+    spread: NDArray[Any] = np.maximum(low, (unit - kind(1)) * (kind(1) - low) + low)
+    return spread
 
 
 def _erfinv32(x: NDArray[np.float32]) -> NDArray[np.float32]:

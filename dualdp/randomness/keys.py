@@ -160,3 +160,21 @@ def unlock(sha256: str, key: RootKey | str | os.PathLike[str]) -> RootKey:
             "Expected the key file that plan.save_key wrote for this plan."
         )
     return root
+
+
+def root_key(
+    key: RootKey | LockedKey | str | os.PathLike[str] | None, seed: int | None
+) -> RootKey | LockedKey:
+    """The key that was given, or that of the seed, or a fresh one.
+
+    Raises:
+        ValueError: a key and a seed that it does not come from.
+    """
+    if key is None:
+        return RootKey.draw() if seed is None else RootKey.from_seed(seed)
+    root = key if isinstance(key, RootKey | LockedKey) else RootKey.load(key)
+    if seed is not None and root != RootKey.from_seed(seed):
+        raise ValueError(
+            f"seed={seed} and a key that does not come from it. Expected one of the two."
+        )
+    return root

@@ -164,9 +164,13 @@ def _num_offsets(spec: Spec) -> int:
 
 def sizes(spec: Spec, others: tuple[Any, ...], grads_out: Any) -> dict[str, int]:
     """Of one group."""
-    grads = jax.eval_shape(lambda g: _grouped(spec, g)[0], grads_out)
-    inputs = spec.shape[spec.params["dimension_numbers"][1][1]]
-    return {"t": grads.shape[1], "d_in": inputs * _num_offsets(spec), "d_out": grads.shape[3]}
+    _, rhs, out = spec.params["dimension_numbers"]
+    lead, groups = 1 + len(spec.loops), spec.params["feature_group_count"]
+    steps = zip(spec.loops, grads_out.shape[1:lead], strict=True)
+    shared = math.prod(length for is_stacked, length in steps if not is_stacked)
+    positions = math.prod(grads_out.shape[lead + axis] for axis in (out[0], *out[2:]))
+    inputs, outputs = spec.shape[rhs[1]] * _num_offsets(spec), spec.shape[rhs[0]] // groups
+    return {"t": shared * positions, "d_in": inputs, "d_out": outputs}
 
 
 RULE = Rule(
@@ -174,5 +178,5 @@ RULE = Rule(
     _by_loop(weight_grads, lambda steps: jnp.moveaxis(steps, 0, 1)),
     _by_loop(weight_sq_norms, lambda steps: steps.sum(0)),
     _by_loop(weighted_sum, lambda steps: steps),
-    _by_loop(sizes, lambda steps: steps),
+    sizes,
 )

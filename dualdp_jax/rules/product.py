@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights in products: gradient of example n = sum over t of acts (n, b, t, i) x grads_out (n, b, t, o).
+"""Weights in products: the gradient is the sum over t of acts (n, b, t, i) x grads (n, b, t, o).
 
 Dot products and (through their patches) convolutions share this form and the choice between its
 two exact norms.

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from . import conv, embedding, linear, norm
+from . import broadcast, conv, embedding, linear, norm
 from .base import Rule as Rule
+from .base import Tensor
 
 RULES: dict[Callable[..., Any], Rule] = {
     F.linear: linear.RULE,
@@ -29,8 +30,22 @@ RULES: dict[Callable[..., Any], Rule] = {
     F.group_norm: norm.GROUP,
     F.instance_norm: norm.INSTANCE,
 }
-# The same functions under torch's own names, with the same order of arguments.
+# The same functions under torch's own names, and operators, with the same order of arguments.
 RULES |= {
+    torch.addmm: linear.ADDMM,
+    torch.matmul: linear.MATMUL,
+    torch.mm: linear.MATMUL,
+    Tensor.matmul: linear.MATMUL,
+    Tensor.mm: linear.MATMUL,
+    torch.add: broadcast.ADD,
+    Tensor.add: broadcast.ADD,
+    torch.sub: broadcast.SUB,
+    Tensor.sub: broadcast.SUB,
+    torch.mul: broadcast.MUL,
+    Tensor.mul: broadcast.MUL,
+    Tensor.expand: broadcast.EXPAND,
+    Tensor.add_: broadcast.ADD_IN_PLACE,
+    Tensor.sub_: broadcast.SUB_IN_PLACE,
     torch.layer_norm: norm.LAYER,
     torch.rms_norm: norm.RMS,
     torch.group_norm: norm.GROUP,

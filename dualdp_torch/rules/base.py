@@ -11,16 +11,17 @@ import torch
 
 Tensor = torch.Tensor
 RuleFunction = Callable[..., Tensor]
+Shapes = Sequence[torch.Size]
 
 
-def first_axis(ndim: int) -> Sequence[int]:
+def first_axis(shape: torch.Size, parameters: Shapes) -> Sequence[int]:
     """The batch may only be axis 0 of the output."""
-    return range(min(ndim, 1))
+    return range(min(len(shape), 1))
 
 
-def all_but_last(ndim: int) -> Sequence[int]:
+def all_but_last(shape: torch.Size, parameters: Shapes) -> Sequence[int]:
     """The batch may be any axis of the output but the last, which holds features."""
-    return range(ndim - 1)
+    return range(len(shape) - 1)
 
 
 @dataclass(frozen=True)
@@ -37,23 +38,28 @@ class Rule:
         grads: parameter argument -> (n, *shape) per-sample gradients.
         sq_norms: parameter argument -> (n,) squared norms, where cheaper than forming the gradient.
         sums: parameter argument -> (*shape) sum over the examples, `grads_out` scaled already.
-        acts: argument (or arguments) that the functions need besides `grads_out`.
+        acts: argument (or arguments) that the functions need besides `grads_out`; or a function of
+            the parameter arguments that names it.
         light: parameter arguments whose functions need no `acts` (they get None).
-        batch_axes: output's ndim -> axes that may hold the examples.
+        batch_axes: shapes of output and parameters -> axes of the output that may be the batch.
         rows_are_free: any number of position axes may follow the batch axis.
         keeps: (acts, grads_out, shape) -> True where keeping per-sample gradients is cheapest.
-        cancels: (acts, grads_out) -> (n,) bound on the error of `sq_norms["weight"]`, or None.
-        refuse: options -> why this call has no per-sample gradient, or None.
+        cancels: (acts, grads_out) -> (n,) bound on the error of `sq_norms`, or None.
+        refuse: arguments -> why this call has no per-sample gradient, or None.
+        alone: covers calls without any tensor but parameters.
+        applies: arguments -> whether the rule covers this call; else it goes through `vmap`.
     """
 
     arguments: tuple[str, ...]
     grads: Mapping[str, RuleFunction]
     sq_norms: Mapping[str, RuleFunction] = field(default_factory=dict)
     sums: Mapping[str, RuleFunction] = field(default_factory=dict)
-    acts: str | tuple[str, ...] = "input"
+    acts: str | tuple[str, ...] | Callable[[Mapping[str, str]], str] = "input"
     light: frozenset[str] = frozenset({"bias"})
-    batch_axes: Callable[[int], Sequence[int]] = first_axis
+    batch_axes: Callable[[torch.Size, Shapes], Sequence[int]] = first_axis
     rows_are_free: bool = False
+    alone: bool = False
     keeps: Callable[..., bool] | None = None
     cancels: Callable[..., Tensor | None] | None = None
     refuse: Callable[[Mapping[str, Any]], str | None] | None = None
+    applies: Callable[[Mapping[str, Any]], bool] | None = None

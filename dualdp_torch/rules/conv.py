@@ -8,7 +8,7 @@ convolution of one axis more).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -108,11 +108,17 @@ def _transposed_sum(acts: Tensor, grads_out: Tensor, **options: Any) -> Tensor:
     return weight_sum(acts, grads_out, transposed=True, **options)
 
 
+def _is_batched(call: Mapping[str, Any]) -> bool:
+    """Whether the input has a batch axis."""
+    return bool(call["input"].dim() == call["weight"].dim())
+
+
 RULE = Rule(
     arguments=("input", "weight", "bias", "stride", "padding", "dilation", "groups"),
     grads={"weight": weight_grads, "bias": bias_grads},
     sums={"weight": weight_sum, "bias": bias_sum},
     keeps=keeps,
+    applies=_is_batched,
 )
 TRANSPOSED = Rule(
     arguments=(
@@ -121,4 +127,5 @@ TRANSPOSED = Rule(
     grads={"weight": _transposed_grads, "bias": bias_grads},
     sums={"weight": _transposed_sum, "bias": bias_sum},
     keeps=keeps,
+    applies=_is_batched,
 )

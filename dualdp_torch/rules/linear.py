@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -75,6 +76,30 @@ def keeps(acts: Tensor, grads_out: Tensor, shape: torch.Size) -> bool:
     return costs.keeps_gradient(n=acts.shape[0], t=t, d_in=acts.shape[-1], d_out=shape[0])
 
 
+def _right_grads(acts: Tensor, grads_out: Tensor, **_: Any) -> Tensor:
+    """(n, ..., i), (n, ..., o) -> (n, i, o), for y = x W."""
+    return weight_grads(grads_out, acts)
+
+
+def _right_sum(acts: Tensor, grads_out: Tensor, **_: Any) -> Tensor:
+    """(n, ..., i), (n, ..., o) -> (i, o)."""
+    return weight_sum(grads_out, acts)
+
+
+def _right_keeps(acts: Tensor, grads_out: Tensor, shape: torch.Size) -> bool:
+    """As `keeps`, for y = x W."""
+    return keeps(grads_out, acts, shape)
+
+
+def _is_plain_product(call: Mapping[str, Any]) -> bool:
+    """Whether it is x W with a matrix W on the right, and a vector added at most."""
+    left, right = call.get("mat1", call.get("input")), call.get("mat2", call.get("other"))
+    plain = call.get("beta", 1) == call.get("alpha", 1) == 1
+    return bool(plain and right.dim() == 2 and left.dim() >= 2) and (
+        "mat1" not in call or call["input"].dim() == 1
+    )
+
+
 RULE = Rule(
     arguments=("input", "weight", "bias"),
     grads={"weight": weight_grads, "bias": bias_grads},
@@ -84,4 +109,31 @@ RULE = Rule(
     rows_are_free=True,
     keeps=keeps,
     cancels=cancels,
+)
+#: x @ W, W being (i, o).
+MATMUL = Rule(
+    arguments=("input", "other"),
+    grads={"other": _right_grads},
+    sq_norms={"other": weight_sq_norms},
+    sums={"other": _right_sum},
+    light=frozenset(),
+    batch_axes=all_but_last,
+    rows_are_free=True,
+    keeps=_right_keeps,
+    cancels=cancels,
+    applies=_is_plain_product,
+)
+#: b + x @ W, as the convolutions of width one of GPT-2.
+ADDMM = Rule(
+    arguments=("input", "mat1", "mat2"),
+    grads={"mat2": _right_grads, "input": bias_grads},
+    sq_norms={"mat2": weight_sq_norms},
+    sums={"mat2": _right_sum, "input": bias_sum},
+    acts="mat1",
+    light=frozenset({"input"}),
+    batch_axes=all_but_last,
+    rows_are_free=True,
+    keeps=_right_keeps,
+    cancels=cancels,
+    applies=_is_plain_product,
 )

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from .base import Rule, Tensor
+from .base import Rule, Tensor, all_but_last
 
 
 def _per_feature(x: Tensor, shape: torch.Size) -> Tensor:
@@ -61,11 +61,6 @@ def _functions(
     return {"weight": weight_grads, "bias": bias_grads}
 
 
-def _leading(normalized_axes: int) -> Callable[[int], Sequence[int]]:
-    """The batch may be any axis before the normalised ones."""
-    return lambda ndim: range(ndim - normalized_axes)
-
-
 def _refuse_instance(options: Mapping[str, Any]) -> str | None:
     """Running statistics are sums over the batch."""
     if options.get("running_mean") is not None:
@@ -76,13 +71,13 @@ def _refuse_instance(options: Mapping[str, Any]) -> str | None:
 LAYER = Rule(
     arguments=("input", "normalized_shape", "weight", "bias", "eps"),
     grads=_functions(_layer, _per_feature),
-    batch_axes=_leading(1),
+    batch_axes=all_but_last,
     rows_are_free=True,
 )
 RMS = Rule(
     arguments=("input", "normalized_shape", "weight", "eps"),
     grads=_functions(_rms, _per_feature),
-    batch_axes=_leading(1),
+    batch_axes=all_but_last,
     rows_are_free=True,
 )
 GROUP = Rule(

@@ -29,21 +29,57 @@ def middle_norm(grads):
     return float(np.median(whole)) if len(whole) else 1.0
 
 
-@both
-@every_case
-def test_grads_match_the_loop(backend, case):
+def methods_for(backend, case):
+    """All of torch's; of JAX, which compiles each, `auto` and one other in turn."""
+    if backend.NAME == "torch":
+        return ("auto", *backend.METHODS)
+    turn = layers.ALL.index(case) % len(backend.METHODS)
+    return ("auto", backend.METHODS[turn])
+
+
+def check_grads(backend, case, methods):
     truth = reference.per_sample_grads(case)
-    for method in ("auto", *backend.METHODS):
+    for method in methods:
         assert_grads_close(backend.per_sample_grads(case, method=method), truth, case.dtype)
 
 
-@both
-@every_case
-def test_norms_match_the_loop(backend, case):
+def check_norms(backend, case, methods):
     truth = reference.per_sample_grads(case)
-    for method in ("auto", *backend.METHODS):
+    for method in methods:
         whole = backend.per_sample_norms(case, method=method)
         np.testing.assert_allclose(whole, whole_norms(truth), rtol=RTOL[case.dtype])
+
+
+def check_sums(backend, case, methods):
+    truth = reference.per_sample_grads(case)
+    bound = middle_norm(truth)
+    factors = np.minimum(1, bound / np.maximum(whole_norms(truth), 1e-300))
+    for method in methods:
+        sums, whole, losses = backend.clipped_grad_sum(case, max_grad_norm=bound, method=method)
+        assert_sum_close(sums, clipped(truth, factors), truth, case.dtype)
+        np.testing.assert_allclose(whole, whole_norms(truth), rtol=RTOL[case.dtype])
+        np.testing.assert_allclose(losses, reference.losses(case), rtol=1e-5, atol=2e-6)
+
+
+@both
+@every_case
+@pytest.mark.parametrize("check", [check_grads, check_norms, check_sums])
+def test_the_grid_matches_the_loop(backend, case, check):
+    check(backend, case, methods_for(backend, case))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["jax"], indirect=True)
+@every_case
+@pytest.mark.parametrize("check", [check_grads, check_norms, check_sums])
+def test_every_method_of_jax_matches_the_loop(backend, case, check):
+    check(backend, case, backend.METHODS)
+
+
+@both
+@every_case
+def test_norms_per_parameter_match_the_loop(backend, case):
+    truth = reference.per_sample_grads(case)
     parts = backend.per_sample_norms(case, per_parameter=True)
     assert sorted(parts) == sorted(truth)
     for name, part in parts.items():
@@ -52,19 +88,6 @@ def test_norms_match_the_loop(backend, case):
 
 
 RTOL = {"float32": 2e-5, "float64": 1e-10}
-
-
-@both
-@every_case
-def test_clipped_sums_match_the_loop(backend, case):
-    truth = reference.per_sample_grads(case)
-    bound = middle_norm(truth)
-    factors = np.minimum(1, bound / np.maximum(whole_norms(truth), 1e-300))
-    for method in ("auto", *backend.METHODS):
-        sums, whole, losses = backend.clipped_grad_sum(case, max_grad_norm=bound, method=method)
-        assert_sum_close(sums, clipped(truth, factors), truth, case.dtype)
-        np.testing.assert_allclose(whole, whole_norms(truth), rtol=RTOL[case.dtype])
-        np.testing.assert_allclose(losses, reference.losses(case), rtol=1e-5, atol=2e-6)
 
 
 @every_case
@@ -114,7 +137,7 @@ def test_physical_batches_equal_one_logical_batch(backend, case, size):
 @pytest.mark.parametrize("bound", [1e-3, 0.1, 1e4])
 def test_every_contribution_is_bounded(backend, case, clipping, bound):
     """One example alone: what is summed, measured in float64, is at most C (known_failures 1)."""
-    for method in ("auto", *backend.METHODS):
+    for method in methods_for(backend, case):
         for seed in range(3):
             sums, _, _ = backend.clipped_grad_sum(
                 case.but(n=1, seed=seed), max_grad_norm=bound, clipping=clipping, method=method
@@ -134,7 +157,7 @@ def test_a_huge_bound_gives_the_plain_gradient(backend, case):
 @both
 @some_cases
 def test_per_layer_clipping_bounds_each_module(backend, case):
-    """A group is a module in torch and a branch of the tree in JAX, where the grid's tree is flat."""
+    """A group is a module in torch, a branch of the tree in JAX; the grid's tree is flat."""
     grads = reference.per_sample_grads(case)
     group_of = {"torch": lambda name: name.rpartition(".")[0], "jax": lambda name: ""}[backend.NAME]
     groups = sorted({group_of(name) for name in grads})

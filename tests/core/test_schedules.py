@@ -12,6 +12,8 @@ EXAMPLES = [
     (schedules.Constant(2.0), [2.0, 2.0, 2.0, 2.0]),
     (schedules.Step(1.0, 0.5, 2), [1.0, 1.0, 0.5, 0.5]),
     (schedules.Exponential(4.0, 0.5), [4.0, 2.0, 1.0, 0.5]),
+    (schedules.Linear(1.0, 2.0, 2), [1.0, 1.5, 2.0, 2.0]),
+    (schedules.Cosine(3.0, 1.0, 2), [3.0, 2.0, 1.0, 1.0]),
     (schedules.Table((3.0, 1.0, 4.0, 1.0)), [3.0, 1.0, 4.0, 1.0]),
 ]
 
@@ -19,7 +21,7 @@ EXAMPLES = [
 @pytest.mark.parametrize(("schedule", "expected"), EXAMPLES)
 def test_values(schedule, expected):
     np.testing.assert_allclose(schedules.values(schedule, 4), expected)
-    assert [float(schedule.at(step)) for step in range(4)] == expected
+    np.testing.assert_allclose([float(schedule.at(step)) for step in range(4)], expected)
 
 
 @pytest.mark.parametrize(("schedule", "expected"), EXAMPLES)
@@ -51,6 +53,9 @@ def test_errors_say_what_to_do():
         schedules.Table((1.0,) * 4).at(4)
     with pytest.raises(ValueError, match="rate=0.0 is out of range"):
         schedules.Exponential(1.0, 0.0)
+    for kind in (schedules.Linear, schedules.Cosine):
+        with pytest.raises(ValueError, match="over=0 is out of range"):
+            kind(1.0, 0.5, 0)
     with pytest.raises(ValueError, match="every=0 is out of range"):
         schedules.Step(1.0, 0.5, 0)
     with pytest.raises(ValueError, match="x='cosinus' is unknown. Expected one of constant"):

@@ -1,0 +1,363 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmarks: right models, right numbers, and no time for a wrong system."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+from dataclasses import asdict, replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from benchmarks import (
+    __main__ as command_line,
+)
+from benchmarks import (
+    layers,
+    measure,
+    report,
+    results,
+    specs,
+    suites,
+    systems,
+    workloads,
+    workloads_jax,
+    workloads_torch,
+)
+from benchmarks.measure import Protocol, WrongSystem
+from benchmarks.results import Row
+from benchmarks.systems import NON_PRIVATE, Clipped, Setting
+
+BACKENDS = ("torch", "jax")
+SMALL = {
+    "mlp": {"width": 16},
+    "embed": {"length": 12},
+    "lstm": {"length": 8},
+    "gpt": {"layers": 2, "width": 24, "heads": 3, "length": 10, "vocabulary": 40},
+    "vit_tiny": {"layers": 2, "width": 24, "image": 32, "patch": 8},
+    "alexnet": {"image": 80, "hidden": 16},
+    "vgg16": {"image": 32, "hidden": 16},
+    "resnet18_gn": {"image": 32},
+}
+SLOW = {"alexnet", "vgg16", "resnet18_gn", "vit_tiny", "cifar10"}
+# Torchvision's networks with its 1000 classes; ours have 10, in a head of 512 or 4096 inputs.
+TORCHVISION = {
+    "alexnet": 61_100_840 - 990 * 4_097,
+    "vgg16": 138_357_544 - 990 * 4_097,
+    "resnet18_gn": 11_689_512 - 990 * 513,
+}
+FAST = Protocol(rounds=3, warmup=1)
+
+
+@pytest.mark.parametrize(("name", "parameters"), (workloads.PUBLISHED | TORCHVISION).items())
+def test_counts_are_the_published_ones(name, parameters):
+    assert workloads.create(name).parameters == parameters
+
+
+@pytest.mark.parametrize("name", workloads.PUBLISHED)
+def test_both_stacks_hold_the_published_counts(name):
+    workload = workloads.create(name)
+    model = workloads_torch.model(workload)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    leaves = jax.tree.leaves(workloads_jax.params(workload))
+    assert trained == sum(leaf.size for leaf in leaves) == workloads.PUBLISHED[name]
+
+
+def _norms_torch(workload, x, y):
+    model = workloads_torch.model(workload)
+    losses = workloads_torch.losses(workload, model(x), y)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    norms = []
+    for loss in losses:
+        grads = torch.autograd.grad(loss, parameters, retain_graph=True)
+        norms.append(torch.stack([g.norm() for g in grads]).norm())
+    return losses.detach().numpy(), torch.stack(norms).numpy()
+
+
+def _norms_jax(workload, x, y):
+    loss = jax.value_and_grad(partial(workloads_jax.loss, workload))
+    run = jax.jit(jax.vmap(loss, (None, 0, 0)))
+    losses, grads = run(workloads_jax.params(workload), x, y)
+    squares = [jnp.square(g).reshape(len(x), -1).sum(1) for g in jax.tree.leaves(grads)]
+    return np.asarray(losses), np.sqrt(np.asarray(sum(squares)))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in SLOW else ())
+        for name in workloads.WORKLOADS
+    ],
+)
+def test_both_stacks_compute_the_same(name):
+    workload = workloads.create(name, **SMALL.get(name, {}))
+    arrays = workload.batch(3)
+    ours = _norms_torch(workload, *workloads_torch.load(workload, *arrays))
+    theirs = _norms_jax(workload, *workloads_jax.load(workload, *arrays))
+    np.testing.assert_allclose(ours[0], theirs[0], rtol=2e-5)
+    np.testing.assert_allclose(ours[1], theirs[1], rtol=2e-5)
+
+
+@pytest.mark.parametrize("name", layers.LAYERS)
+def test_single_layers_compute_the_same(name):
+    workload = layers.LAYERS[name](**layers.QUICK_SIZES.get(name, {}))
+    arrays = workload.batch(2)
+    ours = _norms_torch(workload, *workloads_torch.load(workload, *arrays))
+    theirs = _norms_jax(workload, *workloads_jax.load(workload, *arrays))
+    np.testing.assert_allclose(ours[1], theirs[1], rtol=2e-5)
+
+
+def test_the_toy_network_is_the_papers():
+    """Channels grow by the rate from the first; a pool follows every second convolution."""
+    parts = layers.toy_cnn(depth=4, rate=1.5, first=25).model.parts()
+    channels = [part.outputs for part in parts.values() if isinstance(part, specs.Conv)]
+    assert channels == [25, 38, 56, 84]
+    assert [name for name in parts if name.startswith("pool")] == ["pool1", "pool2"]
+
+
+def test_unknown_names_are_refused():
+    with pytest.raises(ValueError, match="workload='resnet' is not known. Expected one of"):
+        workloads.create("resnet")
+    with pytest.raises(ValueError, match="backend='tensorflow' is not known"):
+        systems.stack("tensorflow")
+    with pytest.raises(ValueError, match=r"systems=\['opaque'\] are not known for torch"):
+        systems.stack("torch").choose(["opaque"])
+    with pytest.raises(ValueError, match="device='tpu' is not known. Expected 'cpu' or 'cuda'"):
+        suites.Session(systems.stack("torch"), device="tpu")
+    with pytest.raises(TypeError, match="object has no PyTorch module"):
+        workloads_torch.module(object())
+    with pytest.raises(TypeError, match="object has no JAX function"):
+        workloads_jax.forward(object(), {}, None)
+
+
+# The gate and the clock
+
+
+def _broken(stack, change):
+    """The stack with one more system: the loop, its outcome changed before it is read."""
+    loop = stack.systems["loop"]
+
+    def wrong(setting):
+        prepared = loop(setting)
+        return replace(prepared, read=lambda outcome: change(prepared.read(outcome)))
+
+    return replace(stack, systems=stack.systems | {"wrong": wrong})
+
+
+def _forget_a_bias(clipped):
+    name = next(name for name in clipped.sums if "bias" in name)
+    return clipped._replace(sums=clipped.sums | {name: np.zeros_like(clipped.sums[name])})
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_wrong_system_is_refused(backend):
+    stack = _broken(systems.stack(backend), _forget_a_bias)
+    workload = workloads.create("mlp", width=8)
+    rows = measure.point(stack, workload, 6, systems=["vmap(grad)", "wrong"], protocol=FAST)
+    by_system = {row.system: row for row in rows}
+    assert list(by_system) == [NON_PRIVATE, "vmap(grad)", "wrong"]
+    assert by_system["wrong"].seconds is None
+    assert "WrongSystem: wrong is not timed: the sum of" in by_system["wrong"].error
+    assert by_system["vmap(grad)"].error is None
+    assert by_system["vmap(grad)"].ratio > 0
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"sums": {}}, "x is not timed: it returned sums of"),
+        ({"sums": {"w": np.ones((2, 1))}}, "the sum of 'w' has shape"),
+        ({"sums": {"w": np.full(2, 1.002)}}, "the sum of 'w' differs from the loop by 2.8e-03"),
+        ({"sums": {"w": np.full(2, np.nan)}}, "the sum of 'w' differs from the loop by nan"),
+        ({"norms": np.array([3.0, 4.1])}, "the norms differs from the loop"),
+    ],
+)
+def test_the_gate_says_what_differs(change, sentence):
+    truth = Clipped({"w": np.ones(2)}, np.array([3.0, 4.0]))
+    measure.check("x", truth, truth)
+    with pytest.raises(WrongSystem, match=sentence):
+        measure.check("x", truth._replace(**change), truth)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_system_that_is_not_installed_gives_its_reason(backend, monkeypatch):
+    monkeypatch.setitem(sys.modules, "opacus", None)
+    monkeypatch.setitem(sys.modules, "jax_privacy", None)
+    name = {"torch": "opacus:hooks", "jax": "jax_privacy"}[backend]
+    workload = workloads.create("logreg")
+    rows = measure.point(systems.stack(backend), workload, 4, systems=[name], protocol=FAST)
+    assert rows[-1].system == name
+    assert rows[-1].error.startswith("ModuleNotFoundError")
+
+
+def test_about_half_of_a_batch_is_clipped():
+    stack = systems.stack("torch")
+    setting = measure.calibrate(stack, Setting(workloads.create("ffnn"), 8))
+    loop = stack.systems["loop"](setting)
+    norms = loop.read(loop.gradient(stack.load(setting, *setting.workload.batch(8)))).norms
+    assert (norms > setting.max_grad_norm).sum() == 4
+
+
+def test_rounds_are_interleaved_and_rotate():
+    calls = []
+    steps = {name: partial(calls.append, name) for name in "ab"}
+    timings = measure.interleave(steps, Protocol(rounds=4, warmup=2))
+    assert "".join(calls) == "ab" + "ab" + "ab" + "ba" + "ab" + "ba"
+    assert {len(timing.seconds) for timing in timings.values()} == {4}
+
+
+def test_a_slow_system_sits_out():
+    timings = measure.interleave({"a": lambda: None}, Protocol(rounds=9, warmup=1, patience=-1))
+    assert len(timings["a"].seconds) == measure.FEWEST
+
+
+def test_median_and_spread():
+    timing = measure.Timing((1.0, 2.0, 3.0, 4.0, 100.0))
+    assert (timing.median, timing.spread) == (3.0, 2.0)
+
+
+# Results and reports
+
+ROW = Row(suite="run", stack="torch", workload="mlp", system="loop", quantity="gradient",
+          batch=4, seconds=0.1, spread=0.01, rounds=3, ratio=2.0)  # fmt: skip
+
+
+def _results(*rows):
+    return results.collect(rows or (ROW,), device="A processor", threads=1, command="test")
+
+
+def test_results_survive_the_file(tmp_path):
+    written = _results()
+    path = results.write(written, tmp_path, "-run")
+    assert path.name == f"{written.date[:10]}-a-processor-run.json"
+    assert results.read(path) == written
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"seconds": float("nan")}, "Row 0 has seconds=nan. Expected a finite number"),
+        ({"seconds": None}, "neither a number nor an error"),
+        ({"suite": "walk"}, "Row 0 has suite='walk'. Expected one of"),
+        ({"batch": "four"}, "Row 0 has batch='four'. Expected"),
+        ({"color": "red"}, r"Row 0 lacks or adds the fields \['color'\]"),
+    ],
+)
+def test_a_wrong_row_is_refused(change, sentence):
+    data = asdict(_results())
+    data["rows"][0].update(change)
+    with pytest.raises(ValueError, match=sentence):
+        results.validate(data)
+
+
+def test_a_wrong_file_is_refused(tmp_path):
+    data = asdict(_results())
+    with pytest.raises(ValueError, match="schema=0 cannot be read. Expected 1"):
+        results.validate(data | {"schema": 0})
+    with pytest.raises(ValueError, match="The results file is list. Expected an object"):
+        results.validate([])
+    (tmp_path / "broken.json").write_text("{")
+    with pytest.raises(ValueError, match="broken.json is not JSON"):
+        results.read(tmp_path / "broken.json")
+    (tmp_path / "fine.json").write_text(json.dumps(data))
+    assert results.read(tmp_path / "fine.json").rows == [ROW]
+
+
+def test_nothing_half_written_is_left(tmp_path):
+    with pytest.raises(ValueError, match="neither a number nor an error"):
+        results.write(_results(replace(ROW, seconds=None)), tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_table_shows_ratios_and_reasons():
+    baseline = replace(ROW, system=NON_PRIVATE, seconds=0.05, ratio=1.0)
+    failed = replace(ROW, system="peer", seconds=None, ratio=None, error="TypeError: no")
+    table = report.tables(_results(ROW, failed, baseline))[0]
+    assert table.header == ["", "mlp, B 4"]
+    assert table.lines == [[NON_PRIVATE, "50 ms"], ["loop", "2.00 ± 0.20"], ["peer", "(1)"]]
+    assert table.remarks == ["(1) peer: TypeError: no"]
+    assert "| loop | 2.00 ± 0.20 |" in table.markdown()
+
+
+# The commands
+
+
+@pytest.fixture
+def invoke(monkeypatch, tmp_path):
+    """Runs a command at toy size, in one thread count, into a temporary folder."""
+    monkeypatch.setattr(command_line, "limit_threads", lambda threads: threads)
+    monkeypatch.setattr(command_line, "QUICK", FAST)
+    monkeypatch.setattr(layers, "LAYERS", {"linear": partial(layers.linear, 8)})
+    monkeypatch.setattr(suites, "QUICK_SPEED", [("mlp", {"width": 8}, 4)])
+    monkeypatch.setattr(suites, "QUICK_SCALE", [("mlp", {}, "width", (8, 16), 4)])
+
+    def run(*arguments):
+        quick = () if arguments[0] in ("report", "workloads") else ("--quick", "--out", tmp_path)
+        outcome = CliRunner().invoke(command_line.app, [*map(str, (*arguments, *quick))])
+        assert outcome.exit_code == 0, outcome.output
+        files = list(tmp_path.glob("*.json"))
+        return results.read(files[0]) if files else None, outcome.output, tmp_path
+
+    return run
+
+
+@pytest.mark.parametrize("suite", suites.SUITES)
+@pytest.mark.parametrize("backend", [BACKENDS[0], pytest.param("jax", marks=pytest.mark.slow)])
+def test_every_suite_runs(suite, backend, invoke):
+    arguments = (suite, "--backend", backend, "--system", "vmap(grad)", "--batch", "4")
+    found, output, folder = invoke(*arguments)
+    assert {row.suite for row in found.rows} == {suite}
+    assert {row.system for row in found.rows} == {NON_PRIVATE, "vmap(grad)"}
+    assert not [row.error for row in found.rows if row.error]
+    assert "vmap(grad)" in output
+    assert "### " in (next(folder.glob("*/report.md"))).read_text()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("method", systems.METHODS)
+def test_our_methods_pass_the_gate(backend, method):
+    workload = workloads.create("mlp", width=8)
+    rows = measure.point(
+        systems.stack(backend),
+        workload,
+        4,
+        systems=[f"dualdp:{method}"],
+        quantities=("gradient", "update"),
+        protocol=FAST,
+        memory=True,
+    )
+    assert [(row.system, row.error) for row in rows[1::2]] == [(f"dualdp:{method}", None)] * 2
+    assert all(row.memory > 0 for row in rows)
+
+
+def test_accounting_and_report_commands(invoke, monkeypatch, tmp_path):
+    row = Row(suite="accounting", stack="core", workload="w", system="s", quantity="epsilon",
+              value=1.5, seconds=0.1)  # fmt: skip
+    fake = types.SimpleNamespace(measure=lambda *, quick: iter([[row]]))
+    monkeypatch.setitem(sys.modules, "benchmarks.accounting", fake)
+    found, output, _ = invoke("accounting")
+    assert found.rows == [row]
+    assert "1.5 in 100 ms" in output
+    file = next(tmp_path.glob("*.json"))
+    assert "report.md" in invoke("report", file, "--out", tmp_path / "again")[1]
+    assert (tmp_path / "again" / "report.md").exists()
+
+
+def test_a_run_draws_its_figures(invoke):
+    arguments = ("run", "--backend", "torch", "--system", "vmap(grad)", "--batch", "3")
+    _, output, folder = invoke(*arguments)
+    drawn = {path.name for path in folder.glob("*/*.png")}
+    assert drawn == {"speed-torch.png", "memory-torch.png"}
+    assert "speed-torch.png" in output
+
+
+def test_workloads_are_listed(invoke):
+    assert "1,081,002" in invoke("workloads")[1]
