@@ -13,6 +13,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402
 from matplotlib.axes import Axes  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
+from matplotlib.ticker import LogLocator  # noqa: E402
 
 from benchmarks.results import Results, Row, slug  # noqa: E402
 from benchmarks.systems import LOOP, NON_PRIVATE  # noqa: E402
@@ -65,13 +66,16 @@ def bars(rows: list[Row], value: Callable[[Row], float | None], title: str) -> F
         axes.bar(places, list(found.values()), width, label=system, color=paint[system])
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.minorticks_off()
     axes.set_xticks(range(len(points)), points, fontsize=8)
     axes.set_ylabel(title)
     _finish(figure, axes)
     return figure
 
 
-def lines(rows: list[Row], panel: Callable[[Row], str], labels: tuple[str, str]) -> Figure | None:
+def lines(rows: list[Row], panel: Callable[[Row], str], label: str) -> Figure | None:
     """Small multiples: seconds of every system along an axis, both scales logarithmic."""
     rows = [row for row in rows if row.seconds]
     panels = list(dict.fromkeys(map(panel, rows)))
@@ -84,12 +88,16 @@ def lines(rows: list[Row], panel: Callable[[Row], str], labels: tuple[str, str])
         height, columns, figsize=(3.4 * columns + 1, 3.2 * height), squeeze=False
     )
     for axes, name in zip(grid.flat, panels, strict=False):
+        chosen = [row for row in rows if panel(row) == name]
         for system in paint:
-            points = [(r.at, r.seconds) for r in rows if panel(r) == name and r.system == system]
-            places, seconds = zip(*sorted(points), strict=True) if points else ((), ())
+            points = sorted((row.at, row.seconds) for row in chosen if row.system == system)
+            places, seconds = zip(*points, strict=True) if points else ((), ())
             style = {"color": paint[system], "linewidth": 2 if system.startswith(OURS) else 1}
             axes.plot(places, seconds, marker="o", markersize=3, label=system, **style)
-        axes.set(title=name, xlabel=labels[0], ylabel=labels[1], xscale="log", yscale="log")
+        axes.set(title=name, xlabel=chosen[0].axis, ylabel=label, xscale="log", yscale="log")
+        axes.minorticks_off()
+        ticks = sorted({row.at for row in chosen})
+        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks], fontsize=8)
     for axes in list(grid.flat)[len(panels) :]:
         axes.set_visible(False)
     _finish(figure, grid.flat[0])
@@ -116,16 +124,16 @@ def draw(results: Results, folder: Path) -> list[Path]:
         made = {
             "speed": bars(speed, lambda row: row.ratio, f"{stack}: time / non-private"),
             "memory": bars(speed, lambda row: row.memory_ratio, f"{stack}: peak / non-private"),
-            "layers": lines(single, _layer, ("size", "seconds")),
+            "layers": lines(single, _layer, "seconds"),
             "epochs": lines(
                 chosen("end-to-end", "epoch"),
                 lambda row: row.workload,
-                ("examples per step", "seconds per epoch"),
+                "seconds per epoch",
             ),
             "scale": lines(
                 chosen("scale", "gradient"),
                 lambda row: f"{row.workload} by {row.axis}",
-                ("size", "seconds"),
+                "seconds",
             ),
         }
         for name, figure in made.items():

@@ -100,7 +100,6 @@ SPEED: dict[str, list[Point]] = {
 }
 QUICK_SPEED: list[Point] = [
     ("mlp", {"width": 128}, 64),
-    ("mnist", {}, 32),
     ("gpt", {"layers": 1, "width": 64, "length": 32, "vocabulary": 200}, 8),
 ]
 LAYER_BATCHES = (16, 64, 256)
@@ -137,9 +136,10 @@ def speed_points(session: Session) -> list[Point]:
 
 def run(session: Session) -> Rows:
     """Speed and peak memory of every system on the workloads, with and without noise and update."""
+    quantities = ("gradient",) if session.quick else ("gradient", "update")
     for name, options, n in speed_points(session):
         workload = workloads.create(name, **options)
-        yield session.point(workload, n, "run", quantities=("gradient", "update"), memory=True)
+        yield session.point(workload, n, "run", quantities=quantities, memory=True)
 
 
 def layers(session: Session) -> Rows:
@@ -211,7 +211,7 @@ def end_to_end(session: Session) -> Rows:
     names = ("embed",) if session.quick else tuple(workloads.EPOCH_EXAMPLES)
     for name in filter(session.wanted, names):
         workload = workloads.create(name)
-        for n in session.batches((16, 64) if session.quick else EPOCH_BATCHES):
+        for n in session.batches((16, 32) if session.quick else EPOCH_BATCHES):
             rows = session.point(workload, n, "end-to-end", quantities=("epoch",))
             yield [_epoch(row, workloads.EPOCH_EXAMPLES[name]) for row in rows]
 

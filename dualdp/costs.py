@@ -52,3 +52,41 @@ def keeps_gradient(*, n: int, t: int, d_in: int, d_out: int) -> bool:
     del n
     sizes = {"t": t, "d_in": d_in, "d_out": d_out}
     return keep_cost(**sizes) < min(gram_cost(**sizes), discard_cost(**sizes)) and t > 1
+
+
+#: Multiplications that cost as much as forming one weight of one example's convolution (one CPU
+#: thread, 3 x 3 kernels of 64 to 256 channels), and as adding one number of a strided window.
+FORM = 100.0
+WINDOW = 25.0
+
+
+def convolution_prefers_gram(
+    *, t: int, pixels: int, kernel: int, channels: int, d_out: int, weights: int
+) -> bool:
+    """Whether products of patches are cheaper than one example's gradient of a convolution.
+
+    Args:
+        t: positions of the output.
+        pixels: positions of the padded input.
+        kernel: positions of the kernel.
+        channels: of the input.
+        d_out: channels of the output.
+        weights: numbers in the weight.
+
+    >>> small = {"pixels": 100, "kernel": 9, "channels": 128, "d_out": 128, "weights": 147_456}
+    >>> convolution_prefers_gram(t=64, **small)
+    True
+    >>> convolution_prefers_gram(t=1024, **{**small, "pixels": 1156})
+    False
+    """
+    gram = 2.0 * pixels**2 * channels + WINDOW * kernel * t * t + 2.0 * t * t * d_out
+    return gram < FORM * weights
+
+
+def convolution_loops(*, t: int) -> bool:
+    """Whether a CPU forms a convolution's gradients faster one example at a time.
+
+    >>> convolution_loops(t=1024), convolution_loops(t=64)
+    (True, False)
+    """
+    return t >= 512

@@ -6,11 +6,16 @@ from dualdp_jax.data import Chunk as Chunk
 from dualdp_jax.data import Loader as Loader
 from dualdp_jax.data import LogicalBatch as LogicalBatch
 from dualdp_jax.engine import PrivacyEngine as PrivacyEngine
+from dualdp_jax.methods import METHODS as METHODS
 from dualdp_jax.noise import noisy_mean as noisy_mean
 from dualdp_jax.per_sample import ClippedGradSum as ClippedGradSum
 from dualdp_jax.per_sample import clipped_grad_sum as clipped_grad_sum
 from dualdp_jax.per_sample import per_sample_grads as per_sample_grads
 from dualdp_jax.per_sample import per_sample_norms as per_sample_norms
+from dualdp_jax.rules import RULES as RULES
+from dualdp_jax.rules import Rule as Rule
+from dualdp_jax.rules import Spec as Spec
+from dualdp_jax.rules import register_rule as register_rule
 from dualdp_jax.training import TrainState as TrainState
 from dualdp_jax.transform import AddNoiseState as AddNoiseState
 from dualdp_jax.transform import add_noise as add_noise

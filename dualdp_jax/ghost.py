@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from dualdp import costs
+from dualdp_jax import compat
 from dualdp_jax.bounds import Clip
 from dualdp_jax.call import Call, Row
 from dualdp_jax.capture import Capture, Use, capture
@@ -128,15 +129,33 @@ def reweighted(call: Call, rows: Row, mask: Any, clip: Clip) -> Any:
     Rows that are dropped are replaced by one that counts, so that their numbers, perhaps nan, do
     not enter the second pass. Groups with factors of their own take a backward each.
 
+    Raises:
+        ValueError: the loss computes in low precision: the second pass would round otherwise than
+            the first, and contributions would exceed the bound.
+
     Source: Lee & Kifer 2021, algorithm 2; Li et al. 2022, section 4.
     """
-    squares, losses, aux = sq_norms(lambda *_: False, call, rows)
+    _check_precision(call, rows)
+    squares, losses, aux = sq_norms(never, call, rows)
     norms, factors = clip(squares, mask)
     sums: dict[int, Any] = {}
     for factor in {id(f): f for f in factors}.values():
         members = [i for i, f in enumerate(factors) if f is factor]
         sums |= _second_pass(call, rows, factor, members)
     return [sums[index] for index in range(len(factors))], norms, losses, aux
+
+
+def _check_precision(call: Call, rows: Row) -> None:
+    """Refuse a loss in which the second pass would not give what the norms were taken of."""
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), rows)
+    closed, _ = compat.trace(call.loss, call.parameters.trained, shapes)
+    low = compat.low_precision_dtypes(compat.open_jaxpr(closed)[0])
+    if low:
+        raise ValueError(
+            f"method='two_pass' would sum gradients in {', '.join(sorted(d.name for d in low))}, "
+            "which the loss computes in, and exceed the bound by its rounding. Use "
+            "method='book_keeping'."
+        )
 
 
 def _second_pass(call: Call, rows: Row, factor: Any, members: list[int]) -> dict[int, Any]:

@@ -13,7 +13,7 @@ from torch import nn
 from dualdp import _validate
 
 from .batch import Batch, check_losses
-from .capture import Capture, ChangedInPlaceError, backward, trainable_parameters
+from .capture import Capture, ChangedInPlaceError, trainable_parameters
 from .fallback import by_loop, by_vmap
 from .gradients import Captured, Gradients
 from .proof import Proof, known, prove
@@ -184,7 +184,7 @@ class Call:
         proof = proofs.get(signatures) or fresh or self._prove(proofs)
         if proof is None or proof.problem or proof.signatures != signatures:
             raise _NoCapture("the uses of parameters differ from those that were examined")
-        leftover = backward(total.sum(), capture.uses, self.parameters)
+        leftover = capture.backward(total.sum(), self.parameters)
         if leftover:
             raise _NoCapture(f"parameter {leftover[0]!r} is used by a function without a rule")
         for use, layout in zip(capture.uses, proof.layouts, strict=True):

@@ -11,7 +11,7 @@ more uses.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from dualdp import UnsupportedLayerError
 
-from .rules import RULES
+from .rules import REWRITES, RULES
 from .rules.base import Rule, Tensor
 
 
@@ -45,6 +45,7 @@ class Use:
         edge: where the output's gradient arrives.
         out_shape: shape of the output.
         position: among all calls that rules cover.
+        can_skip: the call can be run without being captured.
         grads_out: gradient of the output, or None as long as none has arrived.
     """
 
@@ -57,6 +58,7 @@ class Use:
     edge: GradientEdge
     out_shape: torch.Size
     position: int
+    can_skip: bool = True
     versions: list[tuple[Tensor, int]] = field(default_factory=list)
     grads_out: Tensor | None = None
 
@@ -156,6 +158,8 @@ def _refuse_batch_statistics(arguments: Mapping[str, Any]) -> None:
         )
 
 
+#: Functions that `pack_padded_sequence` sorts and packs with.
+_ORDERING = {Tensor.index_select, torch.index_select, torch._pack_padded_sequence}
 _BATCH_NORM = ("input", "running_mean", "running_var", "weight", "bias", "training")
 
 
@@ -183,8 +187,12 @@ class Capture(TorchFunctionMode):
         self.uses: list[Use] = []
         self.derived: dict[str, Derived] = {}
         self._names = dict(names)
+        self._orders: dict[int, tuple[Tensor, Tensor | None]] = {}
         self._from_parameters: dict[int, Tensor] = {}  # by id, kept alive so that ids stay true
         self._on_use, self._skip, self._seen = on_use, skip, 0
+        self._skipped: set[tuple[Any, ...]] = set()
+        self.checkpointed = False
+        self._recomputing = False
         self._leaf = torch.zeros((), requires_grad=True)
 
     def __torch_function__(
@@ -193,6 +201,10 @@ class Capture(TorchFunctionMode):
         kwargs = kwargs or {}
         rule = RULES.get(func)
         if rule is None:
+            rewrite = REWRITES.get(func)
+            if rewrite and self._holds_any(args, kwargs) and rewrite.covers(args, kwargs):
+                with self:
+                    return rewrite.function(self, *args, **kwargs)
             if func is F.batch_norm:
                 _refuse_batch_statistics(dict(zip(_BATCH_NORM, args, strict=False)) | kwargs)
             return self._plain(func, args, kwargs)
@@ -206,10 +218,19 @@ class Capture(TorchFunctionMode):
             )
         if not self._covers(rule, call, held):
             return self._plain(func, args, kwargs)
-        self._seen += 1
-        if self._seen - 1 in self._skip:
+        if self._is_skipped(func, call, held):
             return self._plain(func, args, kwargs)
         return self._use(func, rule, args, kwargs, call, held)
+
+    def _is_skipped(self, func: Any, call: Mapping[str, Any], held: set[str]) -> bool:
+        """Whether this call holds no examples; a recomputed one is known by what it holds."""
+        if self._recomputing:
+            return (func, *(id(call[slot]) for slot in held)) in self._skipped
+        self._seen += 1
+        if self._seen - 1 not in self._skip:
+            return False
+        self._skipped.add((func, *(id(call[slot]) for slot in held)))
+        return True
 
     def _covers(self, rule: Rule, call: Mapping[str, Any], held: set[str]) -> bool:
         """Whether the rule speaks of this call."""
@@ -218,6 +239,11 @@ class Capture(TorchFunctionMode):
         if all(slot in held for slot, value in call.items() if torch.is_tensor(value)):
             return rule.alone
         return rule.applies is None or rule.applies(call)
+
+    def _holds_any(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Whether a parameter is among the arguments, or in a list of them."""
+        values = [v for a in (*args, *kwargs.values()) for v in (a if type(a) is list else (a,))]
+        return torch.is_grad_enabled() and any(self._is_parameter(value) for value in values)
 
     def _is_parameter(self, value: Any) -> bool:
         """Whether a value is a trainable parameter, or computed from such alone."""
@@ -233,12 +259,27 @@ class Capture(TorchFunctionMode):
     def _plain(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the function as it is, and see whether its output is made of parameters alone."""
         out = func(*args, **kwargs)
-        if torch.is_tensor(out) and out.requires_grad and id(out) not in self._names:
-            tensors = [v for v in (*args, *kwargs.values()) if torch.is_tensor(v)]
-            graph = [v for v in tensors if v.requires_grad]
+        if func in _ORDERING:
+            self._note_order(func, args, out)
+        outs = out if type(out) in (tuple, list) else (out,)
+        made = [o for o in outs if torch.is_tensor(o) and o.requires_grad]
+        if made:
+            values = [
+                v for a in (*args, *kwargs.values()) for v in (a if type(a) is list else (a,))
+            ]
+            graph = [v for v in values if torch.is_tensor(v) and v.requires_grad]
             if graph and all(self._is_parameter(v) for v in graph):
-                self._from_parameters[id(out)] = out
+                self._from_parameters |= {id(o): o for o in made if id(o) not in self._names}
         return out
+
+    def _note_order(self, func: Any, args: tuple[Any, ...], out: Any) -> None:
+        """Remember in which order sequences were packed: the only permutation that is followed."""
+        data, order = (out[0], self.order_of(args[0])) if type(out) is tuple else (out, args[2])
+        self._orders[id(data)] = (data, order)
+
+    def order_of(self, data: Tensor) -> Tensor | None:
+        """The examples in the order in which a tensor holds them, if they were permuted."""
+        return self._orders.get(id(data), (None, None))[1]
 
     def _use(
         self,
@@ -256,52 +297,127 @@ class Capture(TorchFunctionMode):
             **{name: detached.get(id(a), a) for name, a in kwargs.items()},
         )
         names = {slot: self._name(call[slot]) for slot in call if slot in held}
-        acts, versions = None, []
+        acts = None
         if not held <= rule.light:
             wanted = rule.acts(names) if callable(rule.acts) else rule.acts
-            inputs = (wanted,) if isinstance(wanted, str) else tuple(wanted)
-            saved = tuple(call[name].detach() for name in inputs)
-            versions = [(tensor, tensor._version) for tensor in saved]
-            acts = saved[0] if isinstance(wanted, str) else saved
+            acts = call[wanted] if isinstance(wanted, str) else tuple(call[w] for w in wanted)
         if not out.requires_grad:
             if out._is_view():
                 out = out.clone()
             out = _attach(out, self._leaf)
+        parameters = {slot: call[slot] for slot in names}
+        options = {k: v for k, v in call.items() if k not in held and not torch.is_tensor(v)}
+        self._remember(func, rule, parameters, acts, options, out)
+        return out
+
+    def record(
+        self,
+        func: Callable[..., Any],
+        rule: Rule,
+        parameters: Mapping[str, Any],
+        acts: Tensor,
+        out: Tensor,
+    ) -> None:
+        """Add a use that a rewritten function has carried out by itself.
+
+        Args:
+            func: the original function.
+            rule: of the use.
+            parameters: argument of the rule -> parameter, where it is one.
+            acts: saved input.
+            out: a tensor of the output's shape, at whose edge the output's gradient arrives.
+        """
+        held = {slot: p for slot, p in parameters.items() if self._is_parameter(p)}
+        self._seen += not self._recomputing
+        if held:
+            kept = None if held.keys() <= rule.light else acts
+            self._remember(func, rule, held, kept, {}, out, can_skip=False)
+
+    def _remember(
+        self,
+        func: Callable[..., Any],
+        rule: Rule,
+        parameters: Mapping[str, Tensor],
+        acts: Any,
+        options: dict[str, Any],
+        out: Tensor,
+        can_skip: bool = True,
+    ) -> None:
+        """Append a use, unless it is a recomputed one, which is there already."""
+        if self._recomputing:
+            return
+        hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        self.checkpointed |= hooks is not None and "checkpoint" in hooks[0].__module__
+        saved = acts if isinstance(acts, tuple) else () if acts is None else (acts,)
+        cut = tuple(tensor.detach() for tensor in saved)
         use = Use(
             function=func,
             rule=rule,
-            held=names,
-            shapes={slot: call[slot].shape for slot in names},
-            acts=acts,
-            options={k: v for k, v in call.items() if k not in held and not torch.is_tensor(v)},
+            held={slot: self._name(p) for slot, p in parameters.items()},
+            shapes={slot: p.shape for slot, p in parameters.items()},
+            acts=cut if isinstance(acts, tuple) else cut[0] if cut else None,
+            options=options,
             edge=get_gradient_edge(out),
             out_shape=out.shape,
             position=self._seen - 1,
-            versions=versions,
+            can_skip=can_skip,
+            versions=[(tensor, tensor._version) for tensor in cut],
         )
         self.uses.append(use)
         if self._on_use:
             self._on_use(use, out)
-        return out
 
+    def _recompute(self, total: Tensor, targets: Sequence[Any], retain: bool) -> Any:
+        """`torch.autograd.grad` with the capture active: checkpointed parts run forward again.
 
-def backward(
-    total: Tensor, uses: Iterable[Use], parameters: Mapping[str, Tensor], *, retain: bool = False
-) -> list[str]:
-    """Gradient of `total` at every use; returns the parameters that reach it some other way."""
-    uses, names = list(uses), list(parameters)
-    for use in uses:
-        use.grads_out = None
-    if not total.requires_grad:
-        return []
-    targets: list[Any] = [*(use.edge for use in uses), *parameters.values()]
-    found = torch.autograd.grad(
-        total,
-        targets,
-        retain_graph=retain,
-        allow_unused=True,
-    )
-    for use, grad in zip(uses, found, strict=False):
-        use.grads_out = grad
-    leftover = found[len(uses) :]
-    return [name for name, grad in zip(names, leftover, strict=True) if grad is not None]
+        The public function leaves every mode that is active, so the engine is called below it.
+        """
+        self._recomputing = True
+        try:
+            with self:
+                return torch.autograd.graph._engine_run_backward(
+                    (total,),
+                    (torch.ones_like(total),),
+                    retain,
+                    False,
+                    tuple(targets),
+                    True,
+                    accumulate_grad=False,
+                )
+        finally:
+            self._recomputing = False
+
+    def backward(
+        self, total: Tensor, parameters: Mapping[str, Tensor], *, retain: bool = False
+    ) -> list[str]:
+        """Put the gradient of `total` on every use.
+
+        Args:
+            total: a scalar.
+            parameters: name -> parameter.
+            retain: the graph will be used again.
+
+        Returns:
+            The parameters that reach `total` some other way.
+        """
+        for use in self.uses:
+            use.grads_out = None
+        if not total.requires_grad:
+            return []
+        targets: list[Any] = [*(use.edge for use in self.uses), *parameters.values()]
+        try:
+            if self.checkpointed:
+                found = self._recompute(total, targets, retain)
+            else:
+                found = torch.autograd.grad(total, targets, retain_graph=retain, allow_unused=True)
+        except RuntimeError as error:
+            if "use_reentrant=True" not in str(error):
+                raise
+            raise UnsupportedLayerError(
+                "A part of the model is checkpointed with use_reentrant=True, which hides its "
+                "gradients. Use checkpoint(..., use_reentrant=False)."
+            ) from error
+        for use, grad in zip(self.uses, found, strict=False):
+            use.grads_out = grad
+        leftover = found[len(self.uses) :]
+        return [name for name, g in zip(parameters, leftover, strict=True) if g is not None]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -59,10 +60,11 @@ def by_vmap(
         example = batch.with_tensors([t.unsqueeze(0) for t in tensors])
         return functional_call(call, values, example)
 
+    each = vmap(grad(loss, has_aux=True), in_dims=(None, 0), randomness=randomness)
     try:
-        formed, (losses, tensors_of_aux) = vmap(
-            grad(loss, has_aux=True), in_dims=(None, 0), randomness=randomness
-        )(values, tensors)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "There is a performance drop", UserWarning)
+            formed, (losses, tensors_of_aux) = each(values, tensors)
     except (RuntimeError, NotImplementedError) as error:
         first_line = str(error).strip().split("\n")[0]
         raise UnsupportedLayerError(

@@ -14,7 +14,7 @@ import torch
 
 from .capture import Derived, Use
 from .layout import Layout
-from .rules.base import Tensor
+from .rules.base import Tensor, sq_norms
 
 #: The Gram form is recomputed where its error may exceed this share of max(C, norm)^2.
 GRAM_TOLERANCE = 1e-4
@@ -23,11 +23,6 @@ GRAM_TOLERANCE = 1e-4
 def wide(dtype: torch.dtype) -> torch.dtype:
     """Norms, factors and sums are float32, or float64 for float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def sq_norms(grads: Tensor) -> Tensor:
-    """(n, ...) -> (n,)."""
-    return grads.flatten(1).square().sum(1) if grads.dim() > 1 else grads.square()
 
 
 def weighted_sum(factors: Tensor, grads: Tensor) -> Tensor:
@@ -117,7 +112,8 @@ class Part:
         rule = self.use.rule
         if rule.cancels is None or self.slot not in rule.sq_norms:
             return None
-        return rule.cancels(self.acts, self.grads_out)
+        shape = self.use.shapes[self.slot]
+        return rule.cancels(self.acts, self.grads_out, shape=shape, **self.use.options)
 
     def sum(self, factors: Tensor, rows: Tensor | None) -> Tensor:
         """Sum over the examples of factor times gradient."""

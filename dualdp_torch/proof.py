@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from dualdp import UnsupportedLayerError
 
 from .batch import Batch, check_losses
-from .capture import Capture, Use, backward
+from .capture import Capture, Use
 from .layout import Layout, belongs_to, candidates
 from .rules.base import Tensor
 from .validate import refuse_mixing_modules
@@ -68,18 +68,22 @@ class _NoRandomness(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if func in _DROPOUT:
             return args[0] if args else kwargs["input"]
-        if func is F.scaled_dot_product_attention:
-            args, kwargs = (
-                (*args[:4], *((0.0,) if len(args) > 4 else ()), *args[5:]),
-                {
-                    **kwargs,
-                    **({"dropout_p": 0.0} if "dropout_p" in kwargs else {}),
-                },
-            )
+        if func in _WITH_DROPOUT:
+            at, name = _WITH_DROPOUT[func]
+            at += func in _RECURRENT and isinstance(args[3], list)  # packed: one argument more
+            args = (*args[:at], *(0.0 for _ in args[at : at + 1]), *args[at + 1 :])
+            kwargs |= {name: 0.0} if name in kwargs else {}
         out = func(*args, **kwargs)
         return out.detach().fill_(0.5) if func in _RANDOM else out
 
 
+_RECURRENT = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
+#: Functions with dropout inside: its position and name among the arguments.
+_WITH_DROPOUT = {
+    F.scaled_dot_product_attention: (4, "dropout_p"),
+    F.multi_head_attention_forward: (10, "dropout_p"),
+    **{function: (5, "dropout") for function in _RECURRENT},
+}
 _DROPOUT = {
     *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout),
     *(torch.dropout, torch.alpha_dropout, torch.feature_dropout, torch.feature_alpha_dropout),
@@ -189,10 +193,10 @@ def prove(
             _compare(alone, whole[chosen[position : position + 1]], tolerance, "alone")
         skip: frozenset[int] = frozenset()
         while True:
-            found = _locate(capture.uses, losses, parameters, skip)
+            found = _locate(capture, losses, parameters, skip)
             if not isinstance(found, Use):
                 return found
-            if len(skip) == _MOST_SKIPPED:
+            if len(skip) == _MOST_SKIPPED or not found.can_skip:
                 return Proof((), (), f"{found} does not keep the examples apart on one axis")
             skip |= {found.position}
             with Capture(names, skip=skip) as capture:
@@ -233,7 +237,7 @@ def _compare(got: Tensor, expected: Tensor, tolerance: float, how: str) -> None:
 
 
 def _locate(
-    uses: Sequence[Use],
+    capture: Capture,
     losses: Tensor,
     parameters: dict[str, nn.Parameter],
     skip: frozenset[int],
@@ -243,13 +247,13 @@ def _locate(
     Returns:
         The proof, or a use that does not hold the examples on one axis.
     """
-    n = len(losses)
+    n, uses = len(losses), capture.uses
     left = [candidates(use.out_shape, n, use.batch_axes, use.rule.rows_are_free) for use in uses]
     shown = [False] * len(uses)
     for example in dict.fromkeys((0, n - 1, *range(n))):
         if all(shown) and example not in (0, n - 1):
             break
-        leftover = backward(losses[example], uses, parameters, retain=True)
+        leftover = capture.backward(losses[example], parameters, retain=True)
         if leftover:
             return Proof((), (), f"parameter {leftover[0]!r} is used by a function without a rule")
         for i, use in enumerate(uses):

@@ -210,6 +210,11 @@ class Recorder:
             self._without_graph = False
             torch.set_grad_enabled(True)
             return None if outputs is None else self._listen_to_outputs(outputs)
+        if mode.checkpointed:
+            raise UnsupportedLayerError(
+                "The model checkpoints activations, which runs parts of it again in a backward "
+                "that is not ours. Use clipped_grad_sum, or train without checkpointing."
+            )
         self._uses, self._derived = mode.uses, mode.derived
         if outputs is not None:
             self._layouts = self._find_layouts()

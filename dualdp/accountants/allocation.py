@@ -46,7 +46,7 @@ def one_epoch(sigma: float, bins: int, tail: float) -> Atoms:
     log_top = (1 + 2 * z * sigma) / (2 * sigma * sigma)
     top = math.exp(min(log_top, 690.0))
     spread = math.sqrt(math.expm1(min(sigma**-2, 600.0)))
-    step = max(0.03 * spread, 3 * top / _MAX_POINTS)
+    step = max(0.03 * spread * min(1.0, bins / 30), 3 * top / _MAX_POINTS)
     leak = math.log(2 / tail)
     for _ in range(20):
         values, single, tilted, lost_q, lost_p = _coordinate(sigma, step, top)

@@ -94,39 +94,47 @@ def upper_curve(composed: Composed, extra: Extra) -> _Curve:
     """Everything that can raise delta, added."""
     window, error = composed.window, _summation(composed)
     first, second = _tail_sums(composed, np.maximum(composed.mass, 0.0) + composed.rounding)
-    start = composed.points[0]
-    end = start + window.size * composed.spacing
-    truncated = _exp(composed.log_mgf_chernoff - window.chernoff * end + composed.relative)
     infinite = -math.expm1(composed.log_finite) * (1 + 1e-12)
     return _Curve(
         composed.points,
         first * (1 + error),
         second * (1 - error),
-        composed.log_mgf - window.tilt * start + composed.relative,
-        truncated + infinite + extra.constant,
+        composed.log_mgf - window.tilt * composed.points[0] + composed.relative,
+        truncated(composed) + infinite + extra.constant,
         extra.slope,
     )
 
 
-def lower_curve(composed: Composed) -> _Curve:
+def truncated(composed: Composed) -> float:
+    """Bound on P(S >= x_0 + W): Chernoff, with the pmfs that were composed."""
+    window = composed.window
+    end = (window.start + window.size) * composed.spacing
+    return _exp(composed.log_mgf_chernoff - window.chernoff * end + composed.relative)
+
+
+def wrapped(composed: Composed) -> float:
+    """Bound on what mass from outside the window adds to delta inside it; see `compose`."""
+    window, length = composed.window, composed.window.size * composed.spacing
+    decay = (window.chernoff - window.tilt) * length
+    if window.tilt <= 0 or decay <= 0:
+        return math.inf
+    start = window.start * composed.spacing
+    right = _exp(composed.log_mgf_chernoff - window.chernoff * start + composed.relative)
+    return 1 / math.expm1(min(window.tilt * length, 700.0)) + right / math.expm1(min(decay, 700.0))
+
+
+def lower_curve(composed: Composed, extra: Extra) -> _Curve:
     """Everything that can lower delta, taken off."""
     window, error = composed.window, _summation(composed)
     first, second = _tail_sums(composed, np.maximum(composed.mass - composed.rounding, 0.0))
-    start, length = composed.points[0], window.size * composed.spacing
-    left = 1 / math.expm1(min(window.tilt * length, 700.0)) if window.tilt > 0 else math.inf
-    decay = (window.chernoff - window.tilt) * length
-    right = math.inf
-    if decay > 0:
-        right = _exp(composed.log_mgf_chernoff - window.chernoff * start + composed.relative)
-        right /= math.expm1(min(decay, 700.0))
     infinite = -math.expm1(composed.log_finite) * (1 - 1e-12)
     return _Curve(
         composed.points,
         first * (1 - error),
         second * (1 + error),
-        composed.log_mgf - window.tilt * start - composed.relative,
-        infinite - left - right,
-        0.0,
+        composed.log_mgf - window.tilt * composed.points[0] - composed.relative,
+        infinite - wrapped(composed) - extra.constant,
+        -extra.slope,
     )
 
 
@@ -145,9 +153,9 @@ def upper_epsilon(composed: Composed, delta: float, extra: Extra) -> tuple[float
     return curve.root(m, delta) + composed.slack, False
 
 
-def lower_epsilon(composed: Composed, delta: float) -> float:
+def lower_epsilon(composed: Composed, delta: float, extra: Extra) -> float:
     """Epsilon up to which delta(epsilon) > delta for certain; -inf if the window does not tell."""
-    curve = lower_curve(composed)
+    curve = lower_curve(composed, extra)
     if curve.constant > delta:
         return math.inf
     good = np.flatnonzero(curve.at_points() <= delta * _exp(-curve.scale))
@@ -161,6 +169,6 @@ def upper_delta(composed: Composed, epsilon: float, extra: Extra) -> float:
     return min(1.0, max(0.0, upper_curve(composed, extra).at(epsilon - composed.slack)))
 
 
-def lower_delta(composed: Composed, epsilon: float) -> float:
+def lower_delta(composed: Composed, epsilon: float, extra: Extra = Extra()) -> float:
     """Lower bound on delta at an epsilon in the window."""
-    return min(1.0, max(0.0, lower_curve(composed).at(epsilon + composed.slack)))
+    return min(1.0, max(0.0, lower_curve(composed, extra).at(epsilon + composed.slack)))

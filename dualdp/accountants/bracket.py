@@ -47,7 +47,7 @@ class Accuracy:
             rtol=self.rtol * factor * factor,
             dense=min(4096, int(self.dense / max(factor, 0.4))),
             ratio=max(0.004, self.ratio * max(factor, 0.5)),
-            max_window=min(1 << 20, self.max_window * 2),
+            max_window=min(1 << 18, self.max_window * 2),
         )
 
 
@@ -90,10 +90,13 @@ class Direction:
         """h with k h^2 / 4 ~ rtol V: the spread that the lattice adds is that share of the whole."""
         return min(0.05, math.sqrt(3 * rtol * self.variance / self.steps))
 
-    def pmfs(self, accuracy: Accuracy, spacing: float, tail: float, below: bool) -> Iterable[Pmf]:
-        """The pmfs of all parts."""
-        grid = Grid(spacing, accuracy.dense, accuracy.ratio)
-        return discretise(self.parts, grid, tail, below=below)
+    def resolution(self, rtol: float) -> float:
+        """Share of the base spacing that resolves the losses below 0, down to log(1 - q).
+
+        Merging neighbours needs the masses to be smooth on the grid, there above all.
+        """
+        least = min(float(np.mean(np.abs(part.family.span(0.1)[0]))) for part in self.parts)
+        return max(0.05 * least / self.base_spacing(rtol), 0.01)
 
     def moments(self, accuracy: Accuracy, delta: float) -> Moments:
         """The guide, from a coarse lattice; kept for further questions."""
@@ -151,15 +154,25 @@ class Direction:
         spacing = self.spacing(accuracy, plan) * scale
         size = 1 << max(6, math.ceil(math.log2(length / spacing + 4)))
         window = Window(tilt, math.floor(start / spacing), size, chernoff)
-        pmfs = self.pmfs(accuracy, spacing, self.tail(accuracy, delta), below)
+        grid = Grid(spacing, accuracy.dense, self._ratio(accuracy, tilt * start))
+        pmfs = discretise(self.parts, grid, self.tail(accuracy, delta), below=below)
         return compose(pmfs, window, spacing)
+
+    def _ratio(self, accuracy: Accuracy, exponent: float) -> float:
+        """Growth of the cells: narrow against 1/tilt near epsilon, where one loss may decide alone.
+
+        With many different mechanisms no single one does, and cells are what costs.
+        """
+        if sum(part.family.rows for part in self.parts) > 64:
+            return accuracy.ratio
+        return min(accuracy.ratio, max(0.01, 1 / max(exponent, 1.0)))
 
     def upper(self, accuracy: Accuracy, delta: float, *, scale: float = 1.0) -> float:
         """Certified upper bound on epsilon >= 0; the window moves down until it holds epsilon."""
         guess = self.estimate(accuracy, delta)
         margin = 0.04 * guess + 2 * self.base_spacing(accuracy.rtol)
         best = math.inf
-        for _ in range(40):
+        for _ in range(12):
             start = guess - margin
             composed = self.composed(accuracy, delta, max(start, 0.0), scale=scale)
             found, hit = bounds.upper_epsilon(composed, delta, self.extra)
@@ -172,9 +185,14 @@ class Direction:
     def lower(self, accuracy: Accuracy, delta: float, upper: float, *, scale: float = 1.0) -> float:
         """Certified lower bound on epsilon, 0 where nothing can be said."""
         margin = 0.04 * upper + 2 * self.base_spacing(accuracy.rtol)
-        start = max(upper - margin, 0.0)
-        composed = self.composed(accuracy, delta, start, below=True, scale=scale)
-        return max(0.0, bounds.lower_epsilon(composed, delta))
+        for _ in range(3):
+            start = max(upper - margin, 0.0)
+            composed = self.composed(accuracy, delta, start, below=True, scale=scale)
+            found = bounds.lower_epsilon(composed, delta, self.extra)
+            if found > -math.inf or start == 0:
+                return max(0.0, found)
+            margin *= 3  # epsilon lies below the window
+        return 0.0
 
 
 def _thinned(part: Part) -> Part:
@@ -226,7 +244,9 @@ def _window(
     partner = np.argmin(right, axis=1)
     length = np.maximum(-log_leak / theta, right[np.arange(theta.size), partner])
     length = np.maximum(length, ends[cut])
-    best = int(np.argmin(length[:-1])) if theta.size > 1 else 0
+    # rounding is about e^-22 of the tilted mass: where that would show, tilt more
+    noise = np.maximum(value - theta * start - 22.0 - log_leak, 0.0)
+    best = int(np.argmin((length * (1 + noise / 5))[:-1])) if theta.size > 1 else 0
     chernoff = float(theta[partner[best]] if below else theta[cut])
     return float(theta[best]), start, float(length[best]), chernoff
 
@@ -248,17 +268,20 @@ def two_sided(
         improve: whether the upper bound may be refined too.
     """
     accuracy = Accuracy(rtol=min(rtol, 1e-2))
-    lower, scale = 0.0, 0.6
-    for _ in range(9):
-        for direction in _contenders(directions, accuracy, delta):
-            lower = max(lower, direction.lower(accuracy, delta, upper, scale=scale))
+    under = Accuracy(rtol=accuracy.rtol, dense=256, ratio=0.03, max_window=1 << 18)
+    contenders = _contenders(directions, accuracy, delta)
+    scale = min(0.6, min(d.resolution(accuracy.rtol) for d in contenders))
+    lower = 0.0
+    for _ in range(5):
+        for direction in contenders:
+            lower = max(lower, direction.lower(under, delta, upper, scale=scale))
         if improve:
-            upper = min(upper, worst(directions, accuracy, delta, scale))
+            upper = min(upper, worst(directions, accuracy, delta, 0.6))
         if upper - lower <= max(rtol * upper, 1e-6):
             break
         wanted = max(rtol * upper, 1e-6) / max(upper - lower, 1e-300)
         factor = 0.4 if lower == 0 else min(0.7, max(0.25, 0.8 * math.sqrt(wanted)))
-        accuracy = accuracy.finer(factor)
+        accuracy, under = accuracy.finer(factor), under.finer(factor)
     return min(lower, upper), upper
 
 

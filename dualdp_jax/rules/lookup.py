@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -73,22 +74,41 @@ def weight_grads(spec: Spec, others: tuple[Any, ...], grads_out: Any) -> Any:
 
 
 def weight_sq_norms(spec: Spec, others: tuple[Any, ...], grads_out: Any) -> Any:
-    """Squared norms, (n,): gradients of the same row are added up after a sort, (n, t, d)."""
+    """Squared norms, (n,): gradients of the same row are added up first, (n, t, d)."""
     numbers, rows, total = _rows(spec, others, grads_out)
-    return jax.vmap(lambda number, row: _sq_norm(number, row, total))(numbers, widen(rows))
-
-
-def _sq_norm(numbers: Any, rows: Any, total: int) -> Any:
-    """(t,), (t, d) to the squared norm of the sums over equal numbers."""
-    order = jnp.argsort(numbers)
-    numbers = numbers[order]
-    rows = jnp.where((numbers < total)[:, None], rows[order], 0)
-    is_new = jnp.concatenate([jnp.zeros(1, bool), numbers[1:] != numbers[:-1]])
-    segment = jnp.cumsum(is_new)
-    sums = jax.ops.segment_sum(
-        rows, segment, num_segments=numbers.shape[0], indices_are_sorted=True
+    n, t, width = rows.shape
+    inside = numbers < total
+    rows = jnp.where(inside[..., None], widen(rows), 0)
+    leaders = jax.lax.platform_dependent(
+        numbers, cpu=partial(_leaders_by_table, total=total), default=_leaders_by_sort
     )
-    return jnp.square(sums).sum()
+    slots = leaders + t * jnp.arange(n)[:, None]
+    sums = jnp.zeros((n * t, width), rows.dtype).at[slots.reshape(-1)].add(rows.reshape(-1, width))
+    return jnp.square(sums).reshape(n, -1).sum(1)
+
+
+def _leaders_by_table(numbers: Any, *, total: int) -> Any:
+    """(n, t) to the position of one row with the same number, the same for all of them.
+
+    Each example writes its positions into one table and reads them back: what it reads, it wrote.
+    """
+    positions = jnp.arange(numbers.shape[1])
+
+    def step(table: Any, example: Any) -> tuple[Any, Any]:
+        table = table.at[example].set(positions)
+        return table, table[example]
+
+    return jax.lax.scan(step, jnp.zeros(total + 1, positions.dtype), numbers)[1]
+
+
+def _leaders_by_sort(numbers: Any) -> Any:
+    """The same by a sort, for devices on which steps in sequence are slow."""
+    positions = jnp.broadcast_to(jnp.arange(numbers.shape[1]), numbers.shape)
+    numbers, order = jax.lax.sort((numbers, positions), num_keys=1)
+    is_new = numbers[:, 1:] != numbers[:, :-1]
+    starts = jax.lax.cummax(jnp.pad(jnp.where(is_new, positions[:, 1:], 0), ((0, 0), (1, 0))), 1)
+    leaders = jnp.take_along_axis(order, starts, 1)
+    return jax.vmap(lambda o, leader: jnp.zeros_like(o).at[o].set(leader))(order, leaders)
 
 
 def weighted_sum(spec: Spec, others: tuple[Any, ...], grads_out: Any, weights: Any) -> Any:

@@ -7,12 +7,12 @@ Everything else is exact through `vmap`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional as F
 
-from . import broadcast, conv, embedding, linear, norm
+from . import attention, broadcast, conv, embedding, linear, norm, other, rnn
 from .base import Rule as Rule
 from .base import Tensor
 
@@ -49,6 +49,36 @@ RULES |= {
     torch.layer_norm: norm.LAYER,
     torch.rms_norm: norm.RMS,
     torch.group_norm: norm.GROUP,
+    torch.prelu: other.PRELU,
+    F.bilinear: other.BILINEAR,
+}
+
+
+class Rewrite(NamedTuple):
+    """A function that is run as others, which have rules.
+
+    Attributes:
+        function: takes the capture, then what the original takes.
+        covers: args and kwargs -> whether this call can be rewritten.
+    """
+
+    function: Callable[..., Any]
+    covers: Callable[[tuple[Any, ...], dict[str, Any]], bool] = lambda args, kwargs: True
+
+
+REWRITES: dict[Callable[..., Any], Rewrite] = {
+    F.multi_head_attention_forward: Rewrite(
+        attention.multi_head_attention, attention.covers_attention
+    ),
+    F.embedding_bag: Rewrite(other.embedding_bag, other.covers_bag),
+    torch.lstm: Rewrite(rnn.recurrent(torch.lstm)),
+    torch.gru: Rewrite(rnn.recurrent(torch.gru)),
+    torch.rnn_tanh: Rewrite(rnn.recurrent(torch.rnn_tanh)),
+    torch.rnn_relu: Rewrite(rnn.recurrent(torch.rnn_relu)),
+    torch.lstm_cell: Rewrite(other.lstm_cell),
+    torch.gru_cell: Rewrite(other.gru_cell),
+    torch.rnn_tanh_cell: Rewrite(other.rnn_tanh_cell),
+    torch.rnn_relu_cell: Rewrite(other.rnn_relu_cell),
 }
 
 

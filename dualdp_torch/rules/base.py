@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,20 @@ def first_axis(shape: torch.Size, parameters: Shapes) -> Sequence[int]:
 def all_but_last(shape: torch.Size, parameters: Shapes) -> Sequence[int]:
     """The batch may be any axis of the output but the last, which holds features."""
     return range(len(shape) - 1)
+
+
+_BLOCK = 1024  # numbers that float32 adds up without losing digits
+
+
+def sq_norms(grads: Tensor) -> Tensor:
+    """(n, ...) -> (n,), by norms of blocks: `square().sum()` would write everything out again."""
+    flat = grads.reshape(len(grads), math.prod(grads.shape[1:]))
+    whole = flat.shape[1] // _BLOCK * _BLOCK
+    rest = torch.linalg.vector_norm(flat[:, whole:], dim=1).square()
+    if not whole:
+        return rest
+    blocks = torch.linalg.vector_norm(flat[:, :whole].unflatten(1, (-1, _BLOCK)), dim=2)  # type: ignore[no-untyped-call]
+    return rest + blocks.square().sum(1)
 
 
 @dataclass(frozen=True)
@@ -44,7 +59,7 @@ class Rule:
         batch_axes: shapes of output and parameters -> axes of the output that may be the batch.
         rows_are_free: any number of position axes may follow the batch axis.
         keeps: (acts, grads_out, shape) -> True where keeping per-sample gradients is cheapest.
-        cancels: (acts, grads_out) -> (n,) bound on the error of `sq_norms`, or None.
+        cancels: as the functions above -> (n,) bound on the error of `sq_norms`, or None.
         refuse: arguments -> why this call has no per-sample gradient, or None.
         alone: covers calls without any tensor but parameters.
         applies: arguments -> whether the rule covers this call; else it goes through `vmap`.

@@ -3,18 +3,23 @@
 
 The per-sample gradient is ONE backward of a convolution whose groups are the examples: the batch is
 folded into the channels, (1, n c, ...) with n g groups (Rochette et al. 2019 reach the same with a
-convolution of one axis more).
+convolution of one axis more). On a CPU, large maps are faster one example at a time.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
-from .base import Rule, Tensor
+from dualdp import costs
+
+from . import linear
+from .base import Rule, Tensor, sq_norms
 
 Sizes = int | Sequence[int]
 
@@ -72,6 +77,11 @@ def weight_grads(
 ) -> Tensor:
     """(n, c, ...), (n, o, ...) -> (n, *shape)."""
     n = acts.shape[0]
+    positions = math.prod(grads_out.shape[2:])
+    if acts.device.type == "cpu" and costs.convolution_loops(t=positions):
+        rows = zip(acts.split(1), grads_out.split(1), strict=True)
+        each = [_weight_backward(a, g, shape, 1, transposed, **options) for a, g in rows]
+        return torch.stack(each) if each else acts.new_zeros(0, *shape)
     folded = _weight_backward(acts, grads_out, shape, n, transposed, **options)
     return folded.reshape(n, *shape)
 
@@ -81,6 +91,78 @@ def weight_sum(
 ) -> Tensor:
     """(n, c, ...), (n, o, ...) -> shape: the plain weight gradient of the scaled outputs."""
     return _weight_backward(acts, grads_out, shape, 1, transposed, **options)
+
+
+def _patch_gram(acts: Tensor, grads_out: Tensor, shape: Sequence[int], **o: Any) -> Tensor:
+    """(n, c, ...), (n, o, ...) -> (n, g, t, t) products of the patches under every two positions.
+
+    A patch is a window of pixels, so its products are sums, along the kernel, of products of
+    pixels: the patches themselves, k times larger than the input, are never written out.
+    """
+    kernel, groups, n = shape[2:], o.get("groups", 1), len(acts)
+    axes = len(kernel)
+    stride, dilation = (_per_axis(o.get(k, 1), axes) for k in ("stride", "dilation"))
+    acts, padding = _padded(acts, o.get("padding", 0), dilation, kernel)
+    acts = F.pad(acts, [side for p in reversed(padding) for side in (p, p)])
+    pixels = acts.reshape(n, groups, -1, math.prod(acts.shape[2:]))  # (n, g, c / g, s)
+    products = pixels.mT @ pixels
+    products = products.view(n, groups, *acts.shape[2:], *acts.shape[2:])
+    spans = [s * (out - 1) + 1 for s, out in zip(stride, grads_out.shape[2:], strict=True)]
+    total: Tensor | None = None
+    for offset in itertools.product(*(range(k) for k in kernel)):
+        starts = [k * d for k, d in zip(offset, dilation, strict=True)]
+        window = tuple(
+            slice(a, a + span, s) for a, span, s in zip(starts, spans, stride, strict=True)
+        )
+        part = products[(..., *window, *window)]
+        total = part.clone() if total is None else total.add_(part)
+    t = math.prod(grads_out.shape[2:])
+    return torch.as_tensor(total).reshape(n, groups, t, t)
+
+
+def weight_sq_norms(
+    acts: Tensor, grads_out: Tensor, *, shape: torch.Size, transposed: bool = False, **options: Any
+) -> Tensor:
+    """(n,); the cheaper of Gram form and forming the gradient (Bu et al. 2022, section 4)."""
+    if not _prefers_gram(acts, grads_out, shape):
+        return sq_norms(weight_grads(acts, grads_out, shape=shape, **options))
+    g = _grouped(grads_out, options)
+    products = _patch_gram(acts, grads_out, shape, **options) * (g.mT @ g)
+    return products.sum((1, 2, 3)).clamp(min=0)
+
+
+def _grouped(grads_out: Tensor, options: Mapping[str, Any]) -> Tensor:
+    """(n, o, ...) -> (n, g, o / g, t)."""
+    return grads_out.reshape(
+        len(grads_out), options.get("groups", 1), -1, math.prod(grads_out.shape[2:])
+    )
+
+
+def _prefers_gram(acts: Tensor, grads_out: Tensor, shape: Sequence[int]) -> bool:
+    """Whether the products of patches are cheaper than the gradient."""
+    return costs.convolution_prefers_gram(
+        t=math.prod(grads_out.shape[2:]),
+        pixels=math.prod(p + k - 1 for p, k in zip(acts.shape[2:], shape[2:], strict=True)),
+        kernel=math.prod(shape[2:]),
+        channels=acts.shape[1],
+        d_out=grads_out.shape[1],
+        weights=math.prod(shape),
+    )
+
+
+def cancels(acts: Tensor, grads_out: Tensor, *, shape: torch.Size, **options: Any) -> Tensor | None:
+    """Bound on the error of `weight_sq_norms`, (n,); None where it does not use the Gram form."""
+    if not _prefers_gram(acts, grads_out, shape):
+        return None
+    windows = torch.ones(1, 1, *shape[2:], dtype=acts.dtype, device=acts.device)
+    squares = acts.square().sum(1, keepdim=True)  # |patch|^2 sums the pixels under the kernel
+    padding = "same" if options.get("padding") == "same" else options.get("padding", 0)
+    rest = {k: options.get(k, 1) for k in ("stride", "dilation")}
+    convolve = (F.conv1d, F.conv2d, F.conv3d)[len(shape) - 3]
+    patches = convolve(squares, windows, padding=padding, **rest).clamp(min=0).sqrt().flatten(1)
+    lengths = patches * torch.linalg.vector_norm(grads_out.flatten(2), dim=1)
+    bound: Tensor = lengths.sum(1).square() * (linear.GRAM_ERROR * torch.finfo(acts.dtype).eps)
+    return bound
 
 
 def bias_grads(_: None, grads_out: Tensor, **__: Any) -> Tensor:
@@ -94,7 +176,12 @@ def bias_sum(_: None, grads_out: Tensor, **__: Any) -> Tensor:
 
 
 def keeps(acts: Tensor, grads_out: Tensor, shape: torch.Size) -> bool:
-    """Kept: the folded backward costs as much as the plain one it replaces."""
+    """Kept, unless the Gram form is cheaper: forming it costs little more than the plain sum."""
+    return not _prefers_gram(acts, grads_out, shape)
+
+
+def _kept(acts: Tensor, grads_out: Tensor, shape: torch.Size) -> bool:
+    """Transposed convolutions have no other way."""
     return True
 
 
@@ -116,8 +203,10 @@ def _is_batched(call: Mapping[str, Any]) -> bool:
 RULE = Rule(
     arguments=("input", "weight", "bias", "stride", "padding", "dilation", "groups"),
     grads={"weight": weight_grads, "bias": bias_grads},
+    sq_norms={"weight": weight_sq_norms},
     sums={"weight": weight_sum, "bias": bias_sum},
     keeps=keeps,
+    cancels=cancels,
     applies=_is_batched,
 )
 TRANSPOSED = Rule(
@@ -126,6 +215,6 @@ TRANSPOSED = Rule(
     ),
     grads={"weight": _transposed_grads, "bias": bias_grads},
     sums={"weight": _transposed_sum, "bias": bias_sum},
-    keeps=keeps,
+    keeps=_kept,
     applies=_is_batched,
 )

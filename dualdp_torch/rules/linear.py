@@ -12,7 +12,7 @@ from torch import einsum
 
 from dualdp import costs
 
-from .base import Rule, Tensor, all_but_last
+from .base import Rule, Tensor, all_but_last, sq_norms
 
 #: The Gram form's rounding error is below GRAM_ERROR * eps * (sum_t |a_t| |g_t|)^2.
 GRAM_ERROR = 2.0
@@ -41,10 +41,10 @@ def weight_sq_norms(acts: Tensor, grads_out: Tensor, **_: Any) -> Tensor:
     if costs.prefers_gram(t=a.shape[1], d_in=a.shape[2], d_out=g.shape[2]):
         products = einsum("nti,nsi->nts", a, a) * einsum("nto,nso->nts", g, g)
         return products.sum((1, 2)).clamp(min=0)
-    return weight_grads(a, g).square().sum((1, 2))
+    return sq_norms(weight_grads(a, g))
 
 
-def cancels(acts: Tensor, grads_out: Tensor) -> Tensor | None:
+def cancels(acts: Tensor, grads_out: Tensor, **_: Any) -> Tensor | None:
     """Bound on the error of `weight_sq_norms`, (n,); None where it does not use the Gram form."""
     a, g = flatten_positions(acts), flatten_positions(grads_out)
     t, d_in, d_out = a.shape[1], a.shape[2], g.shape[2]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -16,6 +17,8 @@ import dualdp_jax as backend
 from dualdp_jax.methods import METHODS as _TABLE
 from tests.cases import layers
 from tests.cases.layers import Case
+
+jax.config.update("jax_disable_most_optimizations", True)  # they cost more than they save here
 
 NAME = "jax"
 METHODS = tuple(_TABLE)
@@ -53,39 +56,77 @@ def build(case: Case) -> Model:
     return Model(params, loss_fn, jnp.asarray(layers.inputs(case)), trainable)
 
 
-def per_sample_grads(case: Case, **options: Any) -> dict[str, np.ndarray]:
+_COMPILED: dict[str, Any] = {}
+
+
+def _jitted(function: Callable[..., Any], case: Case, *names: Any) -> Any:
+    """The jitted function, shared by all cases that differ in their numbers only."""
+    key = repr((dataclasses.replace(case, name="", seed=0), names))
+    return _COMPILED.setdefault(key, jax.jit(function))
+
+
+def _everything(case: Case) -> Any:
+    """One function for all calls and methods, compiled once: that is what takes the grid's time."""
+
+    def compute(params: Params, x: Any, bound: Any) -> dict[str, Any]:
+        loss_fn, trainable = build(case).loss_fn, build(case).trainable
+        found = {}
+        for method in (*METHODS, "auto"):
+            options = {"method": method, "trainable": trainable}
+            found[method] = (
+                backend.per_sample_grads(loss_fn, params, x, **options),
+                backend.per_sample_norms(loss_fn, params, x, **options),
+                backend.per_sample_norms(loss_fn, params, x, per_parameter=True, **options),
+                backend.clipped_grad_sum(loss_fn, params, x, max_grad_norm=bound, **options),
+            )
+        return found
+
+    return _jitted(compute, case)
+
+
+def _results(case: Case, method: str, max_grad_norm: float = 1.0) -> Any:
+    """(grads, norms, norms per parameter, clipped sum) of one method."""
+    model = build(case)
+    return _everything(case)(model.params, model.x, max_grad_norm)[method]
+
+
+def per_sample_grads(case: Case, method: str = "auto") -> dict[str, np.ndarray]:
     """{trained name: (n, *shape)}."""
     with precision(case):
-        model = build(case)
-        grads = backend.per_sample_grads(
-            model.loss_fn, model.params, model.x, trainable=model.trainable, **options
-        )
-        return _numpy(grads)
+        return _numpy(_results(case, method)[0])
 
 
-def per_sample_norms(case: Case, *, per_parameter: bool = False, **options: Any) -> Any:
+def per_sample_norms(case: Case, *, per_parameter: bool = False, method: str = "auto") -> Any:
     """(n,), or {trained name: (n,)}."""
     with precision(case):
-        model = build(case)
-        norms = backend.per_sample_norms(
-            model.loss_fn,
-            model.params,
-            model.x,
-            per_parameter=per_parameter,
-            trainable=model.trainable,
-            **options,
-        )
-        return _numpy(norms) if per_parameter else np.asarray(norms)
+        _, whole, parts, _ = _results(case, method)
+        return _numpy(parts) if per_parameter else np.asarray(whole)
 
 
-def clipped_grad_sum(case: Case, **options: Any) -> tuple[dict[str, np.ndarray], Any, Any]:
+def clipped_grad_sum(
+    case: Case, *, max_grad_norm: float, method: str = "auto", mask: Any = None, **options: Any
+) -> tuple[dict[str, np.ndarray], Any, Any]:
     """({trained name: sum}, norms (n,), losses (n,))."""
     with precision(case):
-        model = build(case)
-        result = backend.clipped_grad_sum(
-            model.loss_fn, model.params, model.x, trainable=model.trainable, **options
-        )
+        if options or mask is not None:
+            result = _clipped(case, method, mask, max_grad_norm, options)
+        else:
+            result = _results(case, method, max_grad_norm)[3]
         return _numpy(result.grads), np.asarray(result.norms), np.asarray(result.losses)
+
+
+def _clipped(case: Case, method: str, mask: Any, bound: float, options: Options) -> Any:
+    """The call with other options."""
+    model = build(case)
+
+    def compute(params: Params, x: Any, mask: Any, bound: Any) -> Any:
+        options_ = {**options, "method": method, "trainable": model.trainable}
+        return backend.clipped_grad_sum(
+            model.loss_fn, params, x, max_grad_norm=bound, mask=mask, **options_
+        )
+
+    run = _jitted(compute, case, method, mask is None, options)
+    return run(model.params, model.x, mask, bound)
 
 
 def _numpy(tree: Params) -> dict[str, np.ndarray]:

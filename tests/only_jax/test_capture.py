@@ -13,6 +13,7 @@ from jax import lax
 import dualdp_jax as dpj
 from dualdp_jax.call import build
 from dualdp_jax.capture import capture
+from dualdp_jax.rules import lookup
 
 N = 3
 
@@ -406,3 +407,14 @@ def test_uses_are_found_where_a_rule_holds(name):
     found = []
     jax.eval_shape(lambda rows: found.append(capture(call, rows)) or 0, call.rows)
     assert len(found[0].uses) == case.uses
+
+
+def test_both_ways_to_repeated_rows_agree():
+    numbers = jnp.asarray(np.random.default_rng(0).integers(0, 5, (4, 9)))
+    by_sort = lookup._leaders_by_sort(numbers)
+    by_table = lookup._leaders_by_table(numbers, total=5)
+    for leaders in (by_sort, by_table):
+        groups = jnp.take_along_axis(numbers, leaders, 1)
+        np.testing.assert_array_equal(groups, numbers)
+        for row, ids in zip(np.asarray(leaders), np.asarray(numbers), strict=True):
+            assert len(np.unique(row)) == len(np.unique(ids))

@@ -23,7 +23,7 @@ def randomise(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
     rng = np.random.default_rng(seed)
     with torch.no_grad():
         for p in model.parameters():
-            p.copy_(torch.from_numpy(rng.normal(size=tuple(p.shape)) * 0.4 + 0.05))
+            p.copy_(torch.as_tensor(rng.normal(size=tuple(p.shape)) * 0.4 + 0.05))
     return model
 
 
