@@ -36,5 +36,18 @@ $(VENV)/.test: $(VENV)/.created pyproject.toml constraints.txt
 	$(PIP) --editable '.[test,secure]'
 	touch $@ $(VENV)/.demo
 
+# Peers pin versions of their own, so they live in a second environment.
+BENCH := .venv-bench
+BENCH_PIP := $(BENCH)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+bench: $(BENCH)/.ready
+	$(BENCH)/bin/python -m benchmarks all --quick
+
+$(BENCH)/.ready: pyproject.toml constraints.txt benchmarks/requirements-peers.txt benchmarks/requirements-backpack.txt
+	$(PYTHON) -m venv $(BENCH)
+	$(BENCH_PIP) --editable '.[bench]' --requirement benchmarks/requirements-peers.txt
+	$(BENCH_PIP) --no-deps --requirement benchmarks/requirements-backpack.txt
+	touch $@
+
 clean:
 	rm -rf $(VENV) .venv-bench out build dist *.egg-info

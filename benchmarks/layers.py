@@ -106,7 +106,7 @@ def _batches(batches: tuple[int, ...], **sizes: Any) -> Sweep:
 
 
 SWEEPS: dict[str, Sweep] = {
-    "quick": _rates((1.0, 2.0), 4, depth=2, first=8, image=16),
+    "quick": _rates((2.0,), 4, depth=2, first=8, image=16),
     "cpu": _rates((1.0, 1.3, 1.6), 8, kernel=3)
     + _rates((1.0, 1.3, 1.6), 8, kernel=5)
     + _batches((2, 4, 8, 16), kernel=5, first=64),

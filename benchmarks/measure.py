@@ -22,6 +22,9 @@ from benchmarks.workloads import Workload
 # Largest difference from the loop: per parameter, relative to it; and relative to the whole sum.
 # Float32 gives up to 1e-4 (sums in another order, ReLUs at their kink), a wrong rule percents.
 TOLERANCE, FLOOR = 1e-3, 1e-5
+# A batched forward rounds otherwise than one of a single example, so that an example at the kink of
+# a ReLU may take its other side: seen on the MLP as 3e-4 of n C, for every system alike.
+KINKS = 5e-4  # of n C, the most that n clipped examples add up to
 PROBES = 8  # examples whose median norm becomes C, so that about half of a batch is clipped
 PATIENCE = 20.0  # seconds after which a slow system has had enough rounds
 FEWEST = 3
@@ -65,8 +68,14 @@ class Timing:
         return float(high - low)
 
 
-def check(system: str, found: Clipped, truth: Clipped) -> None:
+def check(system: str, found: Clipped, truth: Clipped, slack: float = 0.0) -> None:
     """Refuse a system whose clipped sum or norms are not those of the loop.
+
+    Args:
+        system: its name.
+        found: what it computed.
+        truth: what the loop computed.
+        slack: difference allowed beside the tolerance, gradient units.
 
     Raises:
         WrongSystem: which parameter differs and by how much.
@@ -88,10 +97,11 @@ def check(system: str, found: Clipped, truth: Clipped) -> None:
             )
         size = float(np.linalg.norm(theirs))
         error = float(np.linalg.norm(ours.astype(np.float64) - theirs))
-        if not error <= TOLERANCE * size + FLOOR * whole:
+        allowed = TOLERANCE * size + FLOOR * whole + slack
+        if not error <= allowed:
             raise WrongSystem(
                 f"{system} is not timed: {what} differs from the loop by {error:.1e} "
-                f"of {size:.1e}, allowed is {TOLERANCE:.0e} of it."
+                f"of {size:.1e}, allowed is {allowed:.1e}."
             )
 
 
@@ -150,6 +160,7 @@ def admit(
     refused: dict[str, str] = {}
     loop = stack.systems[LOOP](setting)
     truth = loop.read(loop.gradient(batch))
+    slack = KINKS * setting.n * setting.max_grad_norm
     for name in names:
         try:
             start = time.perf_counter()
@@ -157,7 +168,7 @@ def admit(
             outcome = stack.wait(prepared.gradient(batch))
             first = time.perf_counter() - start
             if prepared.read is not None:
-                check(name, prepared.read(outcome), truth)
+                check(name, prepared.read(outcome), truth, slack)
             admitted[name] = Candidate(prepared, first)
         except Exception as error:  # whatever a system fails with is its row's reason
             refused[name] = reason(error)

@@ -126,7 +126,7 @@ _SHOWN: dict[str, list[tuple[str, str, Cell]]] = {
 
 
 def pivot(title: str, rows: list[Row], cell: Cell) -> Table:
-    """One line per system, one column per point; what has no number gets a remark."""
+    """One line per system, one column per point; a reason where there is no number."""
     systems = sorted({row.system: None for row in rows}, key=lambda name: name != NON_PRIVATE)
     points = list(dict.fromkeys(map(point_name, rows)))
     found = {(row.system, point_name(row)): row for row in rows}
@@ -141,6 +141,9 @@ def pivot(title: str, rows: list[Row], cell: Cell) -> Table:
             else:
                 line.append("" if row is None else cell(row))
         table.lines.append(line)
+    if len(points) > max(len(systems), 8):  # rather long than wide
+        grid = zip(table.header, *table.lines, strict=True)
+        table.header, *table.lines = [list(cells) for cells in grid]
     table.remarks = list(filter(None, dict.fromkeys(map(sizes_text, rows))))
     table.remarks += [f"({number}) {reason}" for reason, number in reasons.items()]
     return table

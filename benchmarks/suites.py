@@ -114,7 +114,6 @@ SCALE: list[tuple[str, dict[str, Any], str, tuple[int, ...], int]] = [
 ]
 QUICK_SCALE: list[tuple[str, dict[str, Any], str, tuple[int, ...], int]] = [
     ("mlp", {}, "width", (64, 256), 32),
-    ("mlp", {"width": 64}, "batch", (16, 128), 0),
 ]
 MEMORY_LIMIT, QUICK_LIMIT = 2**30, 2**23  # bytes, for the largest batch
 LARGEST = 2**14  # examples, where the search for the largest batch ends
@@ -177,7 +176,7 @@ def memory(session: Session) -> Rows:
             note=f"below {limit:,} bytes beyond parameters and batch, to one part in eight",
         )
         rows = [replace(base, system=name, error=why) for name, why in refused.items()]
-        most = 4 * n if session.quick else LARGEST
+        most = 2 * n if session.quick else LARGEST
         yield rows + [_largest(session, setting, base, name, limit, most) for name in admitted]
 
 
@@ -211,7 +210,7 @@ def end_to_end(session: Session) -> Rows:
     names = ("embed",) if session.quick else tuple(workloads.EPOCH_EXAMPLES)
     for name in filter(session.wanted, names):
         workload = workloads.create(name)
-        for n in session.batches((16, 32) if session.quick else EPOCH_BATCHES):
+        for n in session.batches((16,) if session.quick else EPOCH_BATCHES):
             rows = session.point(workload, n, "end-to-end", quantities=("epoch",))
             yield [_epoch(row, workloads.EPOCH_EXAMPLES[name]) for row in rows]
 

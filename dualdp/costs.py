@@ -56,7 +56,7 @@ def keeps_gradient(*, n: int, t: int, d_in: int, d_out: int) -> bool:
 
 #: Multiplications that cost as much as forming one weight of one example's convolution (one CPU
 #: thread, 3 x 3 kernels of 64 to 256 channels), and as adding one number of a strided window.
-FORM = 100.0
+FORM = 40.0
 WINDOW = 25.0
 
 
@@ -83,10 +83,18 @@ def convolution_prefers_gram(
     return gram < FORM * weights
 
 
-def convolution_loops(*, t: int) -> bool:
-    """Whether a CPU forms a convolution's gradients faster one example at a time.
+#: Multiplications that cost as much as writing one number of a kept convolution gradient and
+#: reading it twice (XLA, one CPU thread, 3 x 3 kernels of 32 to 256 channels).
+KEEP_CONVOLUTION = 375.0
 
-    >>> convolution_loops(t=1024), convolution_loops(t=64)
+
+def keeps_convolution(*, t: int) -> bool:
+    """Whether one example's convolution gradient is worth keeping for the weighted sum.
+
+    Args:
+        t: positions of the output: each of its numbers takes 2 t multiplications.
+
+    >>> keeps_convolution(t=1024), keeps_convolution(t=64)
     (True, False)
     """
-    return t >= 512
+    return 2.0 * t > KEEP_CONVOLUTION

@@ -106,6 +106,6 @@ def inputs_in_use(jaxpr: Any, outputs: Sequence[bool]) -> list[bool]:
 def low_precision_dtypes(jaxpr: Any) -> set[Any]:
     """Floating dtypes below float32 that a jaxpr computes in, nested jaxprs included."""
     variables = [var for eqn in jaxpr.eqns for var in eqn.outvars] + list(jaxpr.invars)
-    dtypes = {getattr(var.aval, "dtype", None) for var in variables} - {None}
+    dtypes: set[Any] = {getattr(var.aval, "dtype", None) for var in variables} - {None}
     found = {d for d in dtypes if jax.numpy.issubdtype(d, jax.numpy.floating) and d.itemsize < 4}
     return found.union(*(low_precision_dtypes(inner) for inner in _extend.subjaxprs(jaxpr)))

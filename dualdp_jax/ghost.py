@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dualdp import costs
 from dualdp_jax import compat
 from dualdp_jax.bounds import Clip
 from dualdp_jax.call import Call, Row
-from dualdp_jax.capture import Capture, Use, capture
+from dualdp_jax.capture import Capture, capture
+from dualdp_jax.interpret import Use
 from dualdp_jax.rules.product import sq_norm, weighted_sum, widen
 
 Keeps = Callable[[Use, Any, Any], bool]
@@ -180,12 +180,27 @@ def _second_pass(call: Call, rows: Row, factor: Any, members: list[int]) -> dict
     }
 
 
+def footprint(keeps: Keeps, call: Call) -> int:
+    """Bytes of operands, cotangents and kept gradients of one example."""
+    row = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct((1, *leaf.shape[1:]), leaf.dtype), call.rows
+    )
+
+    def held(row: Row) -> Any:
+        found = find(call, row, keeps)
+        return found.capture.operands, found.capture.cotangents, found.kept
+
+    return num_bytes(jax.eval_shape(held, row))
+
+
+def num_bytes(tree: Any) -> int:
+    """Size of all arrays of a pytree."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
 def keeps_by_cost(use: Use, operands: Any, cotangents: Any) -> bool:
     """Whether to keep the per-sample gradients of a use, by the cost model."""
-    if use.rule.sizes is None:
-        return False
-    sizes = use.rule.sizes(use.spec, operands, cotangents)
-    return costs.keeps_gradient(n=cotangents.shape[0], **sizes)
+    return use.rule.keeps is not None and use.rule.keeps(use.spec, operands, cotangents)
 
 
 def never(use: Use, operands: Any, cotangents: Any) -> bool:

@@ -25,11 +25,13 @@ class Method(NamedTuple):
         grads: (call, rows) to (per-sample gradients, (n, *shape) per leaf; losses (n,); aux).
         sq_norms: (call, rows) to (squared norms, (n,) per leaf; losses; aux).
         clipped: (call, rows, mask, clip) to (sums per leaf, norms (n,), losses, aux).
+        footprint: call to the bytes that one example keeps alive because of privacy.
     """
 
     grads: Callable[[Call, Row], Any]
     sq_norms: Callable[[Call, Row], Any]
     clipped: Callable[[Call, Row, Any, Clip], Any]
+    footprint: Callable[[Call], int]
 
 
 def _grads(each: Map, call: Call, rows: Row) -> Any:
@@ -56,7 +58,12 @@ def _clipped(each: Map, call: Call, rows: Row, mask: Any, clip: Clip) -> Any:
 
 
 def _differentiated(each: Map) -> Method:
-    return Method(partial(_grads, each), partial(_sq_norms, each), partial(_clipped, each))
+    return Method(
+        partial(_grads, each),
+        partial(_sq_norms, each),
+        partial(_clipped, each),
+        lambda call: ghost.num_bytes(call.parameters.trained),
+    )
 
 
 def _one_by_one(function: Callable[[Row], Any]) -> Callable[[Row], Any]:
@@ -64,7 +71,12 @@ def _one_by_one(function: Callable[[Row], Any]) -> Callable[[Row], Any]:
 
 
 def _captured(keeps: ghost.Keeps) -> Method:
-    return Method(ghost.grads, partial(ghost.sq_norms, keeps), partial(ghost.clipped, keeps))
+    return Method(
+        ghost.grads,
+        partial(ghost.sq_norms, keeps),
+        partial(ghost.clipped, keeps),
+        partial(ghost.footprint, keeps),
+    )
 
 
 METHODS: dict[str, Method] = {

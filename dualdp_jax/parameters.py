@@ -156,6 +156,14 @@ def _from_pytree(what: Any, trainable: Any) -> Parameters:
         what, lambda i, path, leaf: _is_trained(path_name(path), leaf, flags[i], settings)
     )
 
+    names = [path_name(path) for path in slots.paths]
+    if any(name.startswith("batch_stats/") for name in names):
+        raise UnsupportedLayerError(
+            "The parameters hold the collection 'batch_stats', running statistics that would be "
+            "trained. Freeze it by trainable={'params': True, 'batch_stats': False}, or hand over "
+            "variables['params'] and use GroupNorm or LayerNorm."
+        )
+
     def whole(trained: Sequence[Any], others: Sequence[Any]) -> Any:
         return slots.fill(trained, others, slots.fixed)
 
@@ -166,7 +174,7 @@ def _from_pytree(what: Any, trainable: Any) -> Parameters:
         trained=slots.trained,
         others=slots.others,
         paths=slots.paths,
-        names=[path_name(path) for path in slots.paths],
+        names=names,
         like=slots.like,
         whole=whole,
         arrays=lambda tree: slots.arrays(jax.tree.leaves(tree)),

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,7 +12,7 @@ import jax.numpy as jnp
 from dualdp import _validate
 from dualdp_jax import bounds
 from dualdp_jax.call import Call, Row, build
-from dualdp_jax.methods import choose
+from dualdp_jax.methods import Method, choose
 from dualdp_jax.rules.product import widen
 
 Work = Callable[[Row, Any], tuple[Any, Any]]  # (rows, mask) to (sums, values per example)
@@ -55,7 +54,8 @@ def per_sample_grads(
         *batch: every array leaf has the examples on axis 0; other leaves are handed on unchanged.
         method: one of `dualdp_jax.methods.METHODS`, or "auto".
         physical_batch_size: examples worked on at once; None for all.
-        max_memory: bytes that the per-sample gradients of one physical batch may take.
+        max_memory: bytes that a physical batch may keep alive because of privacy (per-sample
+            gradients, or the operands and gradients at the uses of weights); sets its size.
         has_aux: whether `loss_fn` returns (loss, aux).
         key: random key; example k gets `fold_in(key, k)`.
         trainable: pytree of bools like `what`, or a prefix of it; False freezes.
@@ -75,7 +75,7 @@ def per_sample_grads(
         grads, aux = [jnp.zeros((0, *p.shape), p.dtype) for p in call.parameters.trained], None
     else:
         mask = bounds.checked_mask(None, call.num_examples)
-        size = _chunk_size(call, physical_batch_size, max_memory)
+        size = _chunk_size(call, chosen, physical_batch_size, max_memory)
         _, (grads, aux) = _in_chunks(work, call.rows, mask, size)
     result = call.parameters.like(grads)
     return (result, aux) if has_aux else result
@@ -123,7 +123,7 @@ def per_sample_norms(
         sq_norms, aux = [jnp.zeros(0, dtype) for _ in call.parameters.trained], None
     else:
         mask = bounds.checked_mask(None, call.num_examples)
-        size = _chunk_size(call, physical_batch_size, max_memory)
+        size = _chunk_size(call, chosen, physical_batch_size, max_memory)
         _, (sq_norms, aux) = _in_chunks(work, call.rows, mask, size)
     if per_parameter:
         norms = call.parameters.like([jnp.sqrt(sq) for sq in sq_norms])
@@ -197,7 +197,7 @@ def clipped_call(
 ) -> ClippedGradSum:
     """`clipped_grad_sum` of a call in normal form."""
     chosen = choose(method)
-    size = _chunk_size(call, physical_batch_size, max_memory)
+    size = _chunk_size(call, chosen, physical_batch_size, max_memory)
     full_mask = bounds.checked_mask(mask, call.num_examples)
 
     def work(rows: Row, rows_mask: Any) -> tuple[Any, Any]:
@@ -215,7 +215,9 @@ def clipped_call(
     return ClippedGradSum(call.parameters.like(sums), norms, losses, aux)
 
 
-def _chunk_size(call: Call, physical_batch_size: int | None, max_memory: int | None) -> int:
+def _chunk_size(
+    call: Call, chosen: Method, physical_batch_size: int | None, max_memory: int | None
+) -> int:
     """Examples worked on at once."""
     size = max(call.num_examples, 1)
     if physical_batch_size is not None:
@@ -223,13 +225,13 @@ def _chunk_size(call: Call, physical_batch_size: int | None, max_memory: int | N
         size = min(size, limit)
     if max_memory is not None:
         budget = _validate.integer("max_memory", max_memory, minimum=1)
-        one = sum(math.prod(p.shape) * widen(p).dtype.itemsize for p in call.parameters.trained)
+        one = max(chosen.footprint(call), 1) if call.num_examples else 1
         if budget < one:
             raise ValueError(
-                f"max_memory={budget} bytes do not hold the gradient of one example ({one} bytes). "
+                f"max_memory={budget} bytes do not hold what one example needs ({one} bytes). "
                 "Expected at least that."
             )
-        size = min(size, budget // max(one, 1))
+        size = min(size, budget // one)
     return size
 
 

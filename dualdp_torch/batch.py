@@ -59,7 +59,11 @@ class Batch:
 
     def rows(self, which: slice | Tensor) -> Batch:
         """Some of the examples."""
-        return Batch(self._map(lambda leaf: leaf[which]))
+
+        def pick(leaf: Tensor) -> Tensor:
+            return leaf[which if isinstance(which, slice) else which.to(leaf.device)]
+
+        return Batch(self._map(pick))
 
     def chunks(self, size: int | None) -> Iterator[tuple[slice, Batch]]:
         """Consecutive pieces of at most `size` examples; none when there are no examples."""

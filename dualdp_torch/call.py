@@ -13,7 +13,7 @@ from torch import nn
 from dualdp import _validate
 
 from .batch import Batch, check_losses
-from .capture import Capture, ChangedInPlaceError, trainable_parameters
+from .capture import Capture, ChangedInPlaceError, eagerly, trainable_parameters
 from .fallback import by_loop, by_vmap
 from .gradients import Captured, Gradients
 from .proof import Proof, known, prove
@@ -79,7 +79,6 @@ class Call:
         ):
             came = (tuple(mask.shape), mask.dtype) if torch.is_tensor(mask) else type(mask)
             raise ValueError(f"mask is {came}. Expected a bool tensor of shape ({taken.n},).")
-        refuse_mixing_modules(model)
         parameters = trainable_parameters(model)
         call = cls(loss_fn, model, taken, parameters, method, has_aux, physical_batch_size, mask)
         if max_memory is not None:
@@ -137,16 +136,17 @@ class Call:
 
     def gradients(self) -> tuple[Gradients, Tensor, Any]:
         """The gradients, the losses (n,), and aux."""
-        if self.method == "loop" or self.batch.n == 1:
-            self._prove_separate()
-            return by_loop(*self._arguments)
-        if self.method == "vmap":
-            self._prove_separate()
-            return by_vmap(*self._arguments)
-        try:
-            return self._captured()
-        except (_NoCapture, ChangedInPlaceError):
-            return by_vmap(*self._arguments)
+        with eagerly():
+            if self.method == "loop" or self.batch.n == 1:
+                self._prove_separate()
+                return by_loop(*self._arguments)
+            if self.method == "vmap":
+                self._prove_separate()
+                return by_vmap(*self._arguments)
+            try:
+                return self._captured()
+            except (_NoCapture, ChangedInPlaceError):
+                return by_vmap(*self._arguments)
 
     @property
     def _arguments(self) -> tuple[Any, ...]:
@@ -154,8 +154,11 @@ class Call:
 
     def _prove_separate(self) -> None:
         """Refuse losses that depend on other examples, on the first call."""
+        if self.batch.n == 1:
+            refuse_mixing_modules(self.model)
+            return
         proofs = known(self.model, self.loss_fn, self.batch)
-        if self.batch.n > 1 and not proofs:
+        if not proofs:
             self._prove(proofs)
 
     def _prove(self, proofs: dict[Any, Proof]) -> Proof | None:

@@ -11,7 +11,9 @@ more uses.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +27,16 @@ from dualdp import UnsupportedLayerError
 
 from .rules import REWRITES, RULES
 from .rules.base import Rule, Tensor
+
+
+@contextlib.contextmanager
+def eagerly() -> Iterator[None]:
+    """Compiled models run as they were written: a compiled graph hides its parameters."""
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 class ChangedInPlaceError(UnsupportedLayerError):

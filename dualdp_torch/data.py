@@ -84,7 +84,8 @@ class PlannedLoader:
         announce: called with each `Draw` before its batch is handed out.
 
     Guarantees:
-        `len` is the number of batches of the coming pass.  [test_length_is_true]
+        `len` is the number of batches of the coming pass.
+            [test_length_is_true_and_batches_are_the_plans]
     """
 
     def __init__(

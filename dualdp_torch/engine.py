@@ -17,7 +17,7 @@ from .call import METHODS
 from .data import PlannedLoader, check_loader
 from .optimizer import PrivateStep, Stages, check_holds
 from .record import RECORDED, Recorder
-from .reduction import REDUCTIONS
+from .reduction import REDUCTIONS, check_reduction
 from .validate import refuse_mixing_modules
 
 Parts = tuple[nn.Module, torch.optim.Optimizer, PlannedLoader]
@@ -41,7 +41,8 @@ class PrivacyEngine:
 
     Guarantees:
         Every release is recorded before the parameters change.  [test_ledger_comes_first]
-        `detach` leaves module and optimizer as they were.  [test_detach_leaves_nothing]
+        `detach` leaves module and optimizer as they were.
+            [test_the_same_objects_come_back_and_nothing_is_left_after_detach]
 
     Source: Abadi et al. 2016, Algorithm 1.
     """
@@ -222,7 +223,10 @@ class PrivacyEngine:
         plan.claim()
         self._ledger = Ledger(plan)
         self._recorder = Recorder(
-            module, method=method, when=lambda: self._step is not None and self._step.is_waiting()
+            module,
+            method=method,
+            when=lambda: self._step is not None and self._step.is_waiting(),
+            check=lambda loss: check_reduction(loss, loss_reduction),
         )
         self._plan = plan
         self._step = PrivateStep(

@@ -14,6 +14,7 @@ import torch
 
 from .capture import Derived, Use
 from .layout import Layout
+from .rules import embedding, linear
 from .rules.base import Tensor, sq_norms
 
 #: The Gram form is recomputed where its error may exceed this share of max(C, norm)^2.
@@ -31,6 +32,11 @@ def weighted_sum(factors: Tensor, grads: Tensor) -> Tensor:
     return (
         (factors @ grads.flatten(1)).view(grads.shape[1:]) if grads.dim() > 1 else factors @ grads
     )
+
+
+def _added(terms: list[Tensor]) -> Tensor:
+    """The sum of one or more tensors; one alone is not copied."""
+    return terms[0] if len(terms) == 1 else torch.stack(terms).sum(0)
 
 
 class Gradients(Protocol):
@@ -88,8 +94,6 @@ class Part:
     grads_out: Tensor
 
     def _call(self, function: Any, acts: Any, grads_out: Tensor) -> Tensor:
-        if self.slot in self.use.rule.light:
-            acts = None
         shape = self.use.shapes[self.slot]
         found: Tensor = function(acts, grads_out, shape=shape, **self.use.options)
         return found
@@ -134,6 +138,41 @@ class Part:
         return keeps is None or keeps(self.acts, self.grads_out, self.use.shapes[self.slot])
 
 
+def _joined(parts: list[Part]) -> list[Part]:
+    """Uses of one parameter under one rule become one use over the positions of all."""
+    groups: dict[Any, list[Part]] = {}
+    for part in parts:
+        own = part.use.rule.join is None
+        key = id(part) if own else (id(part.use.rule), part.slot, str(part.use.options))
+        groups.setdefault(key, []).append(part)
+    joined = []
+    for first, *others in groups.values():
+        if others and first.use.rule.join is not None:
+            pairs = [(part.acts, part.grads_out) for part in (first, *others)]
+            acts, grads_out = first.use.rule.join(pairs)
+            first = Part(first.use, first.slot, acts, grads_out)
+        joined.append(first)
+    return joined
+
+
+def _tied(parts: list[Part]) -> tuple[Tensor, Tensor] | None:
+    """(n,) squared norms and error bounds of a table that is embedding and head at once."""
+    by_rule = {id(part.use.rule): part for part in parts}
+    table, head = by_rule.get(id(embedding.RULE)), by_rule.get(id(linear.RULE))
+    if len(parts) != 2 or table is None or head is None:
+        return None
+    inner, lengths = embedding.cross_products(
+        table.acts,
+        table.grads_out,
+        head.acts,
+        head.grads_out,
+        shape=table.use.shapes[table.slot],
+        **table.use.options,
+    )
+    error = linear.GRAM_ERROR * torch.finfo(lengths.dtype).eps * lengths.square()
+    return (table.sq_norms() + head.sq_norms() + 2 * inner).clamp(min=0), error
+
+
 class Captured:
     """Gradients as products of what the uses of each parameter saw.
 
@@ -166,7 +205,9 @@ class Captured:
             acts = self._prepare(use.acts, layout)
             grads_out = self._prepare(use.grads_out, layout)
             for slot, name in use.held.items():
-                self._parts[name].append(Part(use, slot, acts, grads_out))
+                light = slot in use.rule.light
+                self._parts[name].append(Part(use, slot, None if light else acts, grads_out))
+        self._parts = {name: _joined(parts) for name, parts in self._parts.items()}
 
     def _prepare(self, tensor: Any, layout: Layout) -> Any:
         """Batch-first, and float32 or wider."""
@@ -182,20 +223,13 @@ class Captured:
         p = self._parameters[name]
         return torch.zeros(p.shape, dtype=wide(p.dtype), device=p.device)
 
-    def _added(self, name: str) -> Tensor | None:
-        """(n, *shape): the uses under one name add up; None without any."""
-        total: Tensor | None = None
-        for part in self._parts[name]:
-            total = part.grads() if total is None else total + part.grads()
-        return total
-
     def _pulled_back(self) -> dict[str, Tensor]:
         """Name -> (n, *shape): what reaches parameters through tensors computed from them."""
         found: dict[str, Tensor] = {}
         for name, derived in self._derived.items():
-            grads = self._added(name)
-            if grads is None:
+            if not self._parts[name]:
                 continue
+            grads = _added([part.grads() for part in self._parts[name]])
             pulled = derived.pull_back(grads, self._parameters, per_sample=True)
             for parameter, grad in pulled.items():
                 grad = grad.to(wide(grad.dtype))
@@ -204,10 +238,12 @@ class Captured:
 
     def _formed(self, name: str, pulled_back: Mapping[str, Tensor]) -> Tensor:
         """(n, *shape): the whole gradient of one parameter."""
-        terms = [g for g in (self._added(name), pulled_back.get(name)) if g is not None]
+        terms = [part.grads() for part in self._parts[name]]
+        if name in pulled_back:
+            terms.append(pulled_back[name])
         if not terms:
             return self._zeros(name).expand(self._n, *self._parameters[name].shape)
-        return terms[0] if len(terms) == 1 else terms[0] + terms[1]
+        return _added(terms)
 
     def grads(self) -> dict[str, Tensor]:
         """Name -> (n, *shape)."""
@@ -220,9 +256,13 @@ class Captured:
             return True
         return self._keep == "cheap" and all(part.prefers_keeping() for part in parts)
 
-    def _norms_alone(self, parts: list[Part]) -> bool:
-        """Whether one parameter's norms come without its per-sample gradients."""
-        return len(parts) == 1 and parts[0].norms_are_cheaper() and not self._keeps(parts)
+    def _norms_alone(self, parts: list[Part]) -> tuple[Tensor, Tensor | None] | None:
+        """(n,) squared norms without the gradients, and a bound on their error; None if dearer."""
+        if self._keeps(parts):
+            return None
+        if len(parts) > 1:
+            return _tied(parts)
+        return (parts[0].sq_norms(), parts[0].cancels()) if parts[0].norms_are_cheaper() else None
 
     def sq_norms(self, max_grad_norm: float | None) -> dict[str, Tensor]:
         """Name -> (n,)."""
@@ -233,9 +273,10 @@ class Captured:
             parts = self._parts[name]
             if not parts and name not in pulled_back:
                 found[name] = self._zeros(name).new_zeros(self._n)
-            elif self._norms_alone(parts) and name not in pulled_back:
-                found[name] = parts[0].sq_norms()
-                bound = parts[0].cancels()
+                continue
+            alone = None if name in pulled_back else self._norms_alone(parts)
+            if alone is not None:
+                found[name], bound = alone
                 if bound is not None:
                     bounds[name] = bound
             else:
@@ -256,7 +297,8 @@ class Captured:
         doubtful = error > GRAM_TOLERANCE * total.clamp(min=max_grad_norm**2)
         rows = doubtful.nonzero().flatten()
         for name in bounds if len(rows) else ():
-            found[name][rows] = sq_norms(self._parts[name][0].grads(rows))
+            formed = _added([part.grads(rows) for part in self._parts[name]])
+            found[name][rows] = sq_norms(formed)
 
     def sums(self, factors: Mapping[str, Tensor], rows: Tensor | None) -> dict[str, Tensor]:
         """Name -> shape: one weighted product per use."""
@@ -266,14 +308,11 @@ class Captured:
                 kept = self._kept[name]
                 found[name] = weighted_sum(_pick(factors[name], rows), _pick(kept, rows))
                 continue
-            total = self._zeros(name)
-            for part in self._parts[name]:
-                total = total + part.sum(factors[name], rows)
+            terms = [part.sum(factors[name], rows) for part in self._parts[name]]
             for other, derived in self._derived.items():
                 if self._parts[other]:
-                    weighted = sum(part.sum(factors[name], rows) for part in self._parts[other])
+                    weighted = _added([p.sum(factors[name], rows) for p in self._parts[other]])
                     only = {name: self._parameters[name]}
-                    pulled = derived.pull_back(torch.as_tensor(weighted), only, per_sample=False)
-                    total = total + pulled.get(name, 0)
-            found[name] = total
+                    terms += derived.pull_back(weighted, only, per_sample=False).values()
+            found[name] = _added(terms) if terms else self._zeros(name)
         return found

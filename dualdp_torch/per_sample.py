@@ -179,16 +179,18 @@ def clipped_grad_sum(
             'method="two_pass" reweights whole losses, so it can\'t clip per_layer. Expected '
             'clipping="flat" or "automatic", or another method.'
         )
-    grads = {name: torch.zeros_like(p, dtype=wide(p.dtype)) for name, p in call.parameters.items()}
+    grads: dict[str, Tensor] = {}
     norms, losses, auxes, sizes = [], [], [], []
     for _, piece in call.pieces():
         part = _clipped_piece(piece, bounds, clipping)
         for name, total in part.grads.items():
-            grads[name] += total
+            grads[name] = grads[name].add_(total) if name in grads else total
         norms.append(part.norms)
         losses.append(part.losses)
         auxes.append(part.aux)
         sizes.append(piece.batch.n)
+    if not norms:
+        grads = {n: torch.zeros_like(p, dtype=wide(p.dtype)) for n, p in call.parameters.items()}
     empty = whole_norms({name: g.new_zeros(0) for name, g in grads.items()}, 0)
     return ClippedSum(
         grads,

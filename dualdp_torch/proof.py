@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from dualdp import UnsupportedLayerError
 
 from .batch import Batch, check_losses
-from .capture import Capture, Use
+from .capture import Capture, Use, eagerly
 from .layout import Layout, belongs_to, candidates
 from .rules.base import Tensor
 from .validate import refuse_mixing_modules
@@ -165,7 +165,7 @@ def prove(
     tolerance = _tolerance(model, batch)
     device = batch.tensors()[0].device
     buffers = {name: (b, b._version, id(b)) for name, b in model.named_buffers()}
-    with _untouched_generators(device), _NoRandomness():
+    with eagerly(), _untouched_generators(device), _NoRandomness():
         with torch.no_grad():
             whole = losses_of(batch)
         changed = [
@@ -178,7 +178,9 @@ def prove(
                 f"The buffer {changed[0]!r} changes in forward: it carries the examples of one "
                 "batch into the next without noise. Freeze it, or call the module's eval()."
             )
-        good = whole.isfinite() if mask is None else whole.isfinite() & mask
+        good = whole.isfinite()
+        if mask is not None:
+            good = good & mask.to(good.device)
         chosen = _spread(good.nonzero().flatten(), EXAMPLES)
         if len(chosen) < 2:
             return None

@@ -22,13 +22,13 @@ from dualdp import UnsupportedLayerError, _validate
 
 from .batch import Batch
 from .call import METHODS
-from .capture import Capture, Derived, Use, trainable_parameters
+from .capture import Capture, Derived, Use, eagerly, trainable_parameters
 from .clip import clip_and_sum, clipping_bounds, whole_norms
 from .fallback import by_vmap
 from .gradients import Captured, Gradients
 from .layout import Layout, of_single
 from .proof import Proof, known, prove
-from .reduction import REDUCTIONS, check_reduction
+from .reduction import REDUCTIONS, check_reduction, current_loss
 from .rules.base import Tensor
 from .validate import refuse_mixing_modules
 
@@ -73,7 +73,12 @@ def _on_grad(tensor: Any, function: Callable[[Tensor], None]) -> Any:
 
 
 class _Silent:
-    """What a copy of a recorded model has in the recorder's place: it is not recorded."""
+    """What a copy of a recorded model has in the recorder's place: it is not recorded.
+
+    A deep copy binds the recorder's own functions to it, a pickle its methods of the same names.
+    """
+
+    _paused, _mode = True, None
 
     def _enter(self, *_: Any) -> None:
         """The copy is entered."""
@@ -89,11 +94,19 @@ class Recorder:
         model: the module, which is left as it is; `detach` removes every hook.
         method: "auto", "book_keeping", "materialize" or "vmap".
         when: () -> whether a forward that begins now is to be recorded.
+        check: called with the loss when its backward reaches the model, where it can be seen.
     """
 
-    def __init__(self, model: nn.Module, *, method: str, when: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        method: str,
+        when: Callable[[], bool],
+        check: Callable[[Tensor], None],
+    ) -> None:
         refuse_mixing_modules(model)
-        self.model, self._method, self._when = model, method, when
+        self.model, self._method, self._when, self._check = model, method, when, check
         self.parameters = trainable_parameters(model)
         self._names = {id(p): name for name, p in self.parameters.items()}
         # Run when a gradient is accumulated, not when one is asked for as `pull_back` does.
@@ -164,6 +177,8 @@ class Recorder:
         proofs = known(self.model, _projected, self._batch).values()
         skip = next((proof.skip for proof in proofs), frozenset())
         self._mode = Capture(self._names, self._listen, skip)
+        self._eager = eagerly()
+        self._eager.__enter__()
         self._mode.__enter__()
 
     def _problem(self) -> str | None:
@@ -206,6 +221,7 @@ class Recorder:
             return None
         mode, self._mode = self._mode, None
         mode.__exit__(None, None, None)
+        self._eager.__exit__(None, None, None)
         if self._without_graph:
             self._without_graph = False
             torch.set_grad_enabled(True)
@@ -238,7 +254,11 @@ class Recorder:
                 "backward ran twice over one recorded forward. Expected one backward per step; "
                 "add the losses before calling backward."
             )
-        self.has_gradients = True
+        if not self.has_gradients:
+            self.has_gradients = True
+            loss = current_loss()
+            if loss is not None:
+                self._check(loss)
 
     def _listen_to_outputs(self, outputs: Any) -> Any:
         """Outputs computed without a graph, made to hear the gradients of the loss."""
@@ -387,9 +407,13 @@ def record_per_sample(
     """
     _validate.choice("loss_reduction", loss_reduction, REDUCTIONS)
     _validate.choice("method", method, RECORDED)
-    recorder = Recorder(model, method=method, when=lambda: True)
+
+    def check(loss: Tensor) -> None:
+        check_reduction(loss, loss_reduction)
+
+    recorder = Recorder(model, method=method, when=lambda: True, check=check)
     try:
-        with _SeeBackward(lambda loss: check_reduction(loss, loss_reduction)):
+        with _SeeBackward(check):
             yield Record(recorder, loss_reduction, METHODS[method] or "all")
     finally:
         recorder.detach()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -46,6 +47,24 @@ def check_reduction(loss: Tensor, declared: str) -> None:
             )
 
 
+def current_loss() -> Tensor | None:
+    """The loss whose backward is running, seen from inside one of its hooks.
+
+    Autograd does not tell a hook where its backward began, but the call stands on the stack. None
+    where hooks run in a thread of their own, as on a GPU.
+    """
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is torch.Tensor.backward.__code__:
+            loss: Tensor = frame.f_locals["self"]
+            return loss
+        if frame.f_code is torch.autograd.backward.__code__:
+            tensors = frame.f_locals["tensors"]
+            return tensors if torch.is_tensor(tensors) else tensors[0]
+        frame = frame.f_back
+    return None
+
+
 def _reductions(node: Any) -> Iterator[Any]:
     """The first reductions below a scalar."""
     seen, stack = set(), [node]
@@ -64,6 +83,9 @@ def _is_weighted(node: Any) -> bool:
     """Whether a mean divides by something else than the number of examples."""
     if not node.name().startswith("NllLoss"):
         return False
-    if node._saved_weight is not None:
-        return True
-    return bool(torch.any(node._saved_target == node._saved_ignore_index))
+    try:
+        if node._saved_weight is not None:
+            return True
+        return bool(torch.any(node._saved_target == node._saved_ignore_index))
+    except RuntimeError:  # what it saved is gone, as inside backward
+        return False

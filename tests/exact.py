@@ -7,7 +7,7 @@ mp.mp.dps = 40
 
 
 def _cut(sigma, rate, epsilon):
-    """x where the loss of (1-q) N(0) + q N(1) against N(0) passes epsilon; None if it never is less."""
+    """x where the loss of (1-q) N(0) + q N(1) against N(0) passes epsilon, or None."""
     ratio = 1 + mp.expm1(epsilon) / rate
     return sigma**2 * mp.log(ratio) + mp.mpf(1) / 2 if ratio > 0 else None
 
@@ -34,7 +34,7 @@ def _above(x, sigma):
 
 
 def two_steps(first, second, epsilon, direction="remove"):
-    """delta of two different steps: the second's delta at epsilon minus the first's loss, averaged."""
+    """delta of two different steps: the second's delta at epsilon minus the first's loss."""
     sigma, rate = map(mp.mpf, first)
 
     def loss(x):

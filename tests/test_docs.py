@@ -58,3 +58,19 @@ def test_readmes_two_commands_are_make_demo_and_make_test():
     assert commands == ["make demo", "make test"]
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
     assert {"demo", "test"} <= set(targets)
+
+
+def existing_tests():
+    """Names of all test functions of the suite."""
+    sources = (path.read_text() for path in (ROOT / "tests").glob("**/*.py"))
+    return {name for source in sources for name in re.findall(r"^def (test_\w+)", source, re.M)}
+
+
+@pytest.mark.parametrize("package", ["dualdp", "dualdp_torch", "dualdp_jax", "docs", "tests"])
+def test_every_promise_names_a_test_that_exists(package):
+    """`Guarantees:` in docstrings and tables in docs name the test that holds them."""
+    named = set()
+    for path in (*(ROOT / package).glob("**/*.py"), *(ROOT / package).glob("**/*.md")):
+        named |= set(re.findall(r"\[(test_\w+)\]|`(test_\w+)`", path.read_text()))
+    missing = {name for pair in named for name in pair if name} - existing_tests()
+    assert not missing

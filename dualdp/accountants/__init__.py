@@ -11,7 +11,12 @@ from dualdp.accountants.history import Accountant as Accountant
 from dualdp.accountants.pld import PLDAccountant as PLDAccountant
 from dualdp.accountants.rdp import RDPAccountant as RDPAccountant
 
-_TABLE: dict[str, Any] = {"pld": PLDAccountant, "prv": PLDAccountant, "rdp": RDPAccountant, "gdp": GDPAccountant}
+_TABLE: dict[str, Any] = {
+    "pld": PLDAccountant,
+    "prv": PLDAccountant,
+    "rdp": RDPAccountant,
+    "gdp": GDPAccountant,
+}
 
 
 def create(name: str = "pld", **options: Any) -> Any:

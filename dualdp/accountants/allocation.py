@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +26,7 @@ from scipy.special import ndtr
 from dualdp.accountants.cells import NDTR_ERROR, Atoms, U, quantile
 from dualdp.accountants.compose import fft_error
 
-Array = npt.NDArray[np.float64]
+Array = npt.NDArray[Any]
 
 _MAX_POINTS = 1 << 21
 
@@ -74,7 +75,7 @@ def one_epoch(sigma: float, bins: int, tail: float) -> Atoms:
 
 
 def _coordinate(sigma: float, step: float, top: float) -> tuple[Array, Array, Array, float, float]:
-    """Grid values v_j, Q-masses of the spread Y, v_j times them, and the (Q, P) mass above the grid.
+    """Grid values v_j, Q-masses of the spread Y, v_j times them, (Q, P) masses above the grid.
 
     A cell [v_j, v_{j+1}) with masses m0 of Q and m1 of P (E[Y; cell] = m1) puts
     (m1 - v_j m0) / step on v_{j+1} and the rest on v_j: mass and mean are kept.
@@ -99,7 +100,7 @@ def _coordinate(sigma: float, step: float, top: float) -> tuple[Array, Array, Ar
 
 
 def _reach(values: Array, single: Array, tilted: Array, bins: int, leak: float) -> float:
-    """z with P(sum >= z) <= e^-leak under both measures, by Chernoff's bound."""
+    """Z with P(sum >= z) <= e^-leak under both measures, by Chernoff's bound."""
     best = math.inf
     for theta in np.geomspace(0.1, 60.0, 24) / values[-1]:
         weights = np.exp(theta * values)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +17,7 @@ import numpy.typing as npt
 from dualdp.accountants.cells import U
 from dualdp.accountants.compose import Composed
 
-Array = npt.NDArray[np.float64]
+Array = npt.NDArray[Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Extra:
 
 @dataclasses.dataclass(frozen=True)
 class _Curve:
-    """delta(e) = e^scale (first_m - e^{e - x_m} second_m) + constant + slope e^e, x_{m-1} <= e < x_m."""
+    """e^scale (first_m - e^{e - x_m} second_m) + constant + slope e^e for x_{m-1} <= e < x_m."""
 
     points: Array
     first: Array
@@ -66,21 +67,29 @@ def _exp(value: float) -> float:
 
 
 def _tail_sums(composed: Composed, mass: Array) -> tuple[Array, Array]:
-    """(points,) sums over x_j >= x_m of mass e^{-t (x_j - x_0)}, and the same times e^{-(x_j - x_m)}.
+    """Sums over x_j >= x_m of mass e^{-t (x_j - x_0)}, and the same times e^{-(x_j - x_m)}.
 
-    The second goes in blocks of length 300 so that nothing overflows.
+    The second goes in blocks of length 300, or by shifts where few points matter, so that nothing
+    overflows.
     """
-    distance = np.arange(mass.size) * composed.spacing
+    spacing = composed.spacing
+    distance = np.arange(mass.size) * spacing
     terms = mass * np.exp(-composed.window.tilt * distance)
+    first = np.cumsum(terms[::-1])[::-1]
+    if spacing > 10:
+        second = terms.copy()
+        for shift in range(1, min(mass.size, math.ceil(740 / spacing))):
+            second[:-shift] += terms[shift:] * math.exp(-shift * spacing)
+        return first, second
     second = np.empty_like(terms)
-    block, carry = max(1, int(300 / composed.spacing)), 0.0
+    block, carry = int(300 / spacing) if spacing > 300 / mass.size else mass.size, 0.0
     for start in range((mass.size - 1) // block * block, -1, -block):
         part = terms[start : start + block]
         local = distance[: part.size]
         sums = np.cumsum((part * np.exp(-local))[::-1])[::-1]
         second[start : start + part.size] = (sums + carry * math.exp(-local[-1])) * np.exp(local)
-        carry = float(second[start]) * math.exp(-composed.spacing)
-    return np.cumsum(terms[::-1])[::-1], second
+        carry = float(second[start]) * math.exp(-spacing)
+    return first, second
 
 
 def _summation(composed: Composed) -> float:
@@ -119,8 +128,9 @@ def wrapped(composed: Composed) -> float:
     if window.tilt <= 0 or decay <= 0:
         return math.inf
     start = window.start * composed.spacing
-    right = _exp(composed.log_mgf_chernoff - window.chernoff * start + composed.relative)
-    return 1 / math.expm1(min(window.tilt * length, 700.0)) + right / math.expm1(min(decay, 700.0))
+    outside = composed.log_mgf_chernoff - window.chernoff * start + composed.relative
+    left = _exp(-window.tilt * length) / -math.expm1(-window.tilt * length)
+    return left + _exp(outside - decay) / -math.expm1(-decay)
 
 
 def lower_curve(composed: Composed, extra: Extra) -> _Curve:
@@ -151,6 +161,14 @@ def upper_epsilon(composed: Composed, delta: float, extra: Extra) -> tuple[float
     if m == 0:
         return float(curve.points[0]) + composed.slack, True
     return curve.root(m, delta) + composed.slack, False
+
+
+def rounding_share(composed: Composed, epsilon: float, extra: Extra) -> float:
+    """The part of the upper delta at epsilon that only stands for rounding."""
+    curve = upper_curve(composed, extra)
+    ideal = upper_curve(dataclasses.replace(composed, rounding=0.0), extra)
+    whole = curve.at(epsilon)
+    return 1 - ideal.at(epsilon) / whole if whole > 0 else 0.0
 
 
 def lower_epsilon(composed: Composed, delta: float, extra: Extra) -> float:

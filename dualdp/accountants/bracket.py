@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +23,7 @@ from dualdp.accountants.cells import Subsampled
 from dualdp.accountants.compose import Composed, Window, compose
 from dualdp.accountants.lattice import Grid, Part, Pmf, discretise
 
-Array = npt.NDArray[np.float64]
+Array = npt.NDArray[Any]
 
 _MAX_WINDOW = 1 << 17  # points; the last resort is a coarser lattice
 
@@ -78,16 +79,16 @@ class Moments:
 class Direction:
     """One composed pair (P, Q): all parts of a history, seen in one direction."""
 
-    def __init__(self, parts: Sequence[Part], extra: Extra = Extra()) -> None:
+    def __init__(self, parts: Sequence[Part], extra: Extra | None = None) -> None:
         self.parts = parts
-        self.extra = extra
+        self.extra = extra or Extra()
         self.steps = max(1.0, float(sum(part.counts.sum() for part in parts)))
         variance = sum(float(part.counts @ part.family.variance()) for part in parts)
         self.variance = max(variance, 1e-280)
         self._moments: dict[int, Moments] = {}
 
     def base_spacing(self, rtol: float) -> float:
-        """h with k h^2 / 4 ~ rtol V: the spread that the lattice adds is that share of the whole."""
+        """The h with k h^2 / 4 ~ rtol V: what the lattice adds is that share of the spread."""
         return min(0.05, math.sqrt(3 * rtol * self.variance / self.steps))
 
     def resolution(self, rtol: float) -> float:
@@ -127,7 +128,9 @@ class Direction:
         share = (log_delta[i - 1] - target) / max(log_delta[i - 1] - log_delta[i], 1e-300)
         return max(0.0, float(epsilon[i - 1] + share * (epsilon[i] - epsilon[i - 1])))
 
-    def spacing(self, accuracy: Accuracy, window: tuple[float, float, float, float]) -> float:
+    def spacing(
+        self, accuracy: Accuracy, window: tuple[float, float, float, float], scale: float
+    ) -> float:
         """The lattice for a window: fine enough for the variance, not finer than epsilon needs.
 
         A lattice of spacing h adds about k h E|L| <= h sqrt(k V) to the variance where h is above
@@ -137,7 +140,7 @@ class Direction:
         fine = self.base_spacing(accuracy.rtol)
         useful = 0.1 * accuracy.rtol * max(start, 0.0) / max(tilt, 1e-9)
         enough = useful / math.sqrt(self.steps * self.variance)
-        return max(fine, min(enough, 0.05), length / (accuracy.max_window - 8))
+        return max(scale * max(fine, min(enough, 0.05)), length / (accuracy.max_window - 8))
 
     def composed(
         self,
@@ -147,11 +150,12 @@ class Direction:
         *,
         below: bool = False,
         scale: float = 1.0,
+        caution: float = 0.2,
     ) -> Composed:
-        """The composed loss in a window from `start`, on the lattice for `accuracy` times `scale`."""
-        plan = _window(self.moments(accuracy, delta), accuracy.leak * delta, start, below)
+        """The composed loss in a window from `start`; the lattice is `accuracy`'s times `scale`."""
+        plan = _window(self.moments(accuracy, delta), accuracy.leak * delta, start, below, caution)
         tilt, start, length, chernoff = plan
-        spacing = self.spacing(accuracy, plan) * scale
+        spacing = self.spacing(accuracy, plan, scale)
         size = 1 << max(6, math.ceil(math.log2(length / spacing + 4)))
         window = Window(tilt, math.floor(start / spacing), size, chernoff)
         grid = Grid(spacing, accuracy.dense, self._ratio(accuracy, tilt * start))
@@ -180,19 +184,29 @@ class Direction:
             if not hit or start <= 0:
                 break
             guess, margin = best, 3 * margin
+        if best == math.inf or bounds.rounding_share(composed, best, self.extra) < 0.05:
+            return max(0.0, best)
+        for caution in (2.0, 20.0):
+            start = max(0.0, 0.9 * best)
+            composed = self.composed(accuracy, delta, start, scale=scale, caution=caution)
+            best = min(best, bounds.upper_epsilon(composed, delta, self.extra)[0])
         return max(0.0, best)
 
     def lower(self, accuracy: Accuracy, delta: float, upper: float, *, scale: float = 1.0) -> float:
         """Certified lower bound on epsilon, 0 where nothing can be said."""
         margin = 0.04 * upper + 2 * self.base_spacing(accuracy.rtol)
+        best, caution = 0.0, 0.2
         for _ in range(3):
             start = max(upper - margin, 0.0)
-            composed = self.composed(accuracy, delta, start, below=True, scale=scale)
+            composed = self.composed(
+                accuracy, delta, start, below=True, scale=scale, caution=caution
+            )
             found = bounds.lower_epsilon(composed, delta, self.extra)
+            best = max(best, found)
             if found > -math.inf or start == 0:
-                return max(0.0, found)
-            margin *= 3  # epsilon lies below the window
-        return 0.0
+                break
+            margin, caution = 3 * margin, 10 * caution  # below the window, or lost in rounding
+        return best
 
 
 def _thinned(part: Part) -> Part:
@@ -208,7 +222,7 @@ def _thinned(part: Part) -> Part:
 
 
 def _moments(pmfs: Iterable[Pmf], spacing: float, theta: Array) -> Moments:
-    """Log-moment generating function of the sum, and derivatives, where no exponential overflows."""
+    """Log-moment generating function of the sum, with derivatives, where nothing overflows."""
     value, slope, curvature = np.zeros((3, theta.size))
     usable = np.ones(theta.size, dtype=bool)
     for pmf in pmfs:
@@ -227,9 +241,9 @@ def _moments(pmfs: Iterable[Pmf], spacing: float, theta: Array) -> Moments:
 
 
 def _window(
-    moments: Moments, leak: float, start: float, below: bool
+    moments: Moments, leak: float, start: float, below: bool, caution: float
 ) -> tuple[float, float, float, float]:
-    """(tilt, start, length, chernoff) of the shortest window from `start` that leaks at most `leak`.
+    """(tilt, start, length, chernoff) of the shortest window that leaks at most `leak`.
 
     For each tilt t the length must cover the left wrap, the right wrap (best c > t) and the
     truncation (best c); see `compose`.
@@ -244,9 +258,9 @@ def _window(
     partner = np.argmin(right, axis=1)
     length = np.maximum(-log_leak / theta, right[np.arange(theta.size), partner])
     length = np.maximum(length, ends[cut])
-    # rounding is about e^-22 of the tilted mass: where that would show, tilt more
+    # rounding is about e^-22 of the tilted mass: where that would show, tilt more (`caution`)
     noise = np.maximum(value - theta * start - 22.0 - log_leak, 0.0)
-    best = int(np.argmin((length * (1 + noise / 5))[:-1])) if theta.size > 1 else 0
+    best = int(np.argmin((length * (1 + noise * caution))[:-1])) if theta.size > 1 else 0
     chernoff = float(theta[partner[best]] if below else theta[cut])
     return float(theta[best]), start, float(length[best]), chernoff
 

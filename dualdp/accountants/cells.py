@@ -16,13 +16,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 from scipy.special import ndtr
 
-Array = npt.NDArray[np.float64]
+Array = npt.NDArray[Any]
 Index = npt.NDArray[np.int64]
 
 U = 2.0**-53
@@ -36,8 +36,9 @@ MAX_LOSS = 600.0
 class Cells:
     """Masses of several mechanisms (rows) in the same cells; see the module's docstring.
 
-    `bottom`/`top` are the finite losses outside the edges, `never`/`always` the infinite ones: Q-mass
-    where P has none and P-mass where Q has none. `slack` (rows,) bounds |true loss - edge| at edges.
+    `bottom`/`top` are the finite losses outside the edges, `never`/`always` the infinite ones:
+    Q-mass where P has none and P-mass where Q has none. `slack` (rows,) bounds |loss - edge| at
+    edges.
     """
 
     index: Index  # (edges,) multiples of the spacing
@@ -109,7 +110,7 @@ class Family(Protocol):
 
 
 def _normal_masses(z: Array) -> tuple[Array, Array, Array, Array]:
-    """(rows, edges) increasing z -> masses between edges, their error, below the first, above the last.
+    """(rows, edges) increasing z -> masses between edges, their error, below, above.
 
     Each mass is a difference on the side where the tail is small: its error is at most the relative
     error of `ndtr` times the tails involved.
@@ -156,7 +157,7 @@ class Subsampled:
         """The smaller of chi-square and Gaussian size."""
         inverse = self.sigma**-2.0
         chi = self.rate**2 * np.expm1(np.minimum(inverse, 50.0))
-        return np.minimum(chi, inverse + 0.25 * inverse**2)
+        return np.asarray(np.minimum(chi, inverse + 0.25 * inverse**2))
 
     def cells(self, rows: Index, index: Index, spacing: float) -> Cells:
         """The mass table of some rows."""
@@ -197,7 +198,7 @@ class Subsampled:
 
 
 def quantile(tail: float) -> float:
-    """z with P(N(0,1) > z) <= tail, from the bound e^{-z^2/2} / 2."""
+    """Z with P(N(0,1) > z) <= tail, from the bound e^{-z^2/2} / 2."""
     return math.sqrt(-2 * math.log(2 * min(tail, 0.1)))
 
 
@@ -268,7 +269,7 @@ class Monotone:
 
 
 def _between_cuts(below: Array, above: Array) -> tuple[Array, Array, Array, Array]:
-    """(edges,) tails -> (1, cells) masses, errors and the two ends, subtracting the smaller tails."""
+    """(edges,) tails -> (1, cells) masses, errors and both ends, from the smaller tails."""
     small = np.minimum(below, above)
     rising, falling = np.diff(below), -np.diff(above)
     mass = np.where(above[:-1] < below[:-1], falling, np.where(below[1:] < above[1:], rising, 0.0))
@@ -322,9 +323,9 @@ def _from_masses(
 class Atoms:
     """One mechanism with finitely many outcomes: P- and Q-masses and the loss of each.
 
-    `error` bounds the relative, `p_error`/`q_error` (outcomes,) the absolute error of the masses. The
-    loss is log(p/q) unless given: +inf where q = 0, -inf where p = 0. `spread` is mass that may lie
-    anywhere. `left_p`/`left_q` is mass that was not resolved: infinite loss where that is worse.
+    `error` bounds the relative, `p_error`/`q_error` (outcomes,) the absolute error of the masses.
+    The loss is log(p/q) unless given: +inf where q = 0, -inf where p = 0. `spread` is mass that may
+    lie anywhere. `left_p`/`left_q` is mass that was not resolved: infinite loss where that is worse.
     """
 
     p: Array

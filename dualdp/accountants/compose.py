@@ -7,15 +7,15 @@ tilted law dP_t = e^{tS - K(t)} dP, K(t) = sum_i log E e^{t L_i},
 and only a window [x_0, x_0 + W) of S above e matters. The tilted pmf is computed modulo W (a cyclic
 convolution), which is wrong in three ways, each bounded by a Chernoff bound that is itself computed
 from the pmfs that are composed:
-    truncation   P(S >= x_0 + W) <= e^{K(c) - c (x_0 + W)}                       added to an upper delta
+    truncation   P(S >= x_0 + W) <= e^{K(c) - c (x_0 + W)}                  added to an upper delta
     left wrap    sum_m e^{-t m W} P(S < x_0)  <= e^{-tW} / (1 - e^{-tW})         off a lower delta
     right wrap   sum_m e^{t m W} P(S >= x_0 + m W) <= e^{K(c) - c x_0} r/(1-r),  off a lower delta
                  r = e^{-(c-t)W}, c > t.
-Wrapped mass only adds to an upper delta. Rounding is relative to the TILTED pmf, so delta = 1e-30 is
-as easy as 1e-5; `_Product` bounds it.
+Wrapped mass only adds to an upper delta. Rounding is relative to the TILTED pmf, so delta = 1e-30
+is as easy as 1e-5; `_Product` bounds it.
 
 Source: Koskela et al. 2021 (arXiv 2102.12412), heterogeneous FFT; the tilt is the usual one of
-large deviations (Cramer), used as in the saddle-point accountant (arXiv 2208.09595) but with bounds.
+large deviations (Cramer), as in the saddle-point accountant (arXiv 2208.09595), with bounds.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -31,7 +32,7 @@ from scipy import fft
 from dualdp.accountants.cells import U
 from dualdp.accountants.lattice import Pmf
 
-Array = npt.NDArray[np.float64]
+Array = npt.NDArray[Any]
 Complex = npt.NDArray[np.complex128]
 
 CUT = 1e-19  # frequencies where the product is proved smaller than this are dropped
@@ -73,7 +74,7 @@ class Composed:
 
 
 def fft_error(size: int) -> float:
-    """Bound on the error of an FFT entry, relative to the sum of the inputs' moduli; see `_Product`."""
+    """Error of an FFT entry relative to the sum of the inputs' moduli; see `_Product`."""
     return (8 + 6 * math.log2(size)) * U
 
 
@@ -82,10 +83,11 @@ class _Product:
 
     N is a power of two, so the FFT has radix 2 and 4: an entry is a sum over paths, one for each
     input, with at most one twiddle product (2.9 u, and u for the twiddle: Higham 2002, Lemma 3.5)
-    and one addition (u) for each factor 2 of N. The inputs are >= 0 with sum 1, so each entry is off
-    by at most 6 u log2 N (`fft_error`). As a direct sum of `points` terms it is off by
-    (points + 16) u. A power through logarithm and angle costs 10 u for each factor, the sums over
-    rows 4 u for each row and factor, a plain product 3 u. So, with F the computed values,
+    and one addition (u) for each factor 2 of N. The inputs are >= 0 with sum 1, so each entry is
+    off by at most 6 u log2 N (`fft_error`), plus u for each addition in the folding. As a direct
+    sum of `terms` terms it is off by (terms + 16) u. A power through logarithm and angle costs 10 u
+    for each factor, the sums over rows 4 u for each row and factor, a plain product 3 u. So, with F
+    the computed values,
         |computed product - true product| <= prod(|F_i| + error)^{m_i} - prod |F_i|^{m_i},
     since both lie in a polydisc of these radii around each other. The inverse transform is a mean
     over frequencies: its error is at most the mean of these differences plus its own rounding.
@@ -106,33 +108,30 @@ class _Product:
             rows = slice(start, start + step)
             few = self.kept * 8 < self.size
             transform = self._direct if few else self._fast
-            values = transform(weights[rows], index)
-            self._absorb(values, counts[rows], index.size)
+            values, terms = transform(weights[rows], index)
+            self._absorb(values, counts[rows], terms)
             start += step
             if few:
                 step = max(1, _BUFFER // max(self.kept, 1))
 
-    def _fast(self, weights: Array, index: npt.NDArray[np.int64]) -> Complex:
-        """(rows, kept) by FFT of the weights folded into one period."""
-        folded = np.zeros((weights.shape[0], self.size))
+    def _fast(self, weights: Array, index: npt.NDArray[np.int64]) -> tuple[Complex, int]:
+        """(rows, kept) by FFT of the weights folded into one period; most terms in one place."""
         place = index % self.size
-        period = (index - index[0]) // self.size
-        for turn in range(int(period[-1]) + 1):
-            at = (period == turn).nonzero()[0]
-            if at.size == 0:
-                continue
-            # indices of one turn differ by less than `size`: their places are distinct
-            folded[:, place[at]] += weights[:, at]
-        return np.asarray(fft.rfft(folded, axis=1)[:, : self.kept])
+        order = np.argsort(place, kind="stable")
+        places, starts = np.unique(place[order], return_index=True)
+        folded = np.zeros((weights.shape[0], self.size))
+        folded[:, places] = np.add.reduceat(weights[:, order], starts, axis=1)
+        terms = int(np.diff(starts, append=order.size).max())
+        return np.asarray(fft.rfft(folded, axis=1)[:, : self.kept]), terms
 
-    def _direct(self, weights: Array, index: npt.NDArray[np.int64]) -> Complex:
+    def _direct(self, weights: Array, index: npt.NDArray[np.int64]) -> tuple[Complex, int]:
         """(rows, kept) as two matrix products; angles are reduced exactly, in integers."""
         turns = np.outer(index % self.size, np.arange(self.kept)) % self.size
         angle = turns * (-2 * math.pi / self.size)
-        return np.asarray(weights @ np.cos(angle) + 1j * (weights @ np.sin(angle)))
+        return weights @ np.cos(angle) + 1j * (weights @ np.sin(angle)), index.size
 
-    def _absorb(self, values: Complex, counts: Array, points: int) -> None:
-        error = fft_error(self.size) + (points + 32 + 8 * counts.size) * U
+    def _absorb(self, values: Complex, counts: Array, terms: int) -> None:
+        error = fft_error(self.size) + (terms + 32 + 8 * counts.size) * U
         self.growth += float(counts.sum()) * error
         size = np.abs(values)
         with np.errstate(divide="ignore"):
@@ -212,7 +211,7 @@ def compose(pmfs: Iterable[Pmf], window: Window, spacing: float) -> Composed:
 
 
 def _log_mgf(mass: Array, exponent: Array, counts: Array) -> float:
-    """sum of counts * log sum mass * e^exponent; inf where it overflows."""
+    """Sum of counts * log sum mass * e^exponent; inf where it overflows."""
     if exponent.max() > 700:
         return math.inf
     return float(counts @ np.log(np.maximum((mass * np.exp(exponent)).sum(axis=1), 1e-300)))

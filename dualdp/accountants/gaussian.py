@@ -16,7 +16,7 @@ MARGIN = 1e-12
 def gaussian_log_delta(mu: float, epsilon: float) -> float:
     """Log delta of N(mu, 1) against N(0, 1), exactly.
 
-    delta = Phi(mu/2 - epsilon/mu) - e^epsilon Phi(-mu/2 - epsilon/mu), as a difference of logarithms.
+    delta = Phi(mu/2 - epsilon/mu) - e^epsilon Phi(-mu/2 - epsilon/mu), from logarithms.
 
     Source: Balle & Wang 2018, Theorem 8.
     """
@@ -70,7 +70,7 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
 
 
 def gaussian_mu(noise_multipliers: np.ndarray, counts: np.ndarray) -> float:
-    """Mu of a composition: sqrt(sum counts / noise_multiplier^2); a zero noise multiplier gives inf.
+    """The mu of a composition: sqrt(sum counts / noise_multiplier^2); inf without noise.
 
     Source: Dong, Roth & Su 2022, Corollary 3.3 (Gaussian mechanisms compose exactly).
     """

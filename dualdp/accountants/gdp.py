@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gaussian differential privacy by the central limit theorem: an approximation, never a guarantee."""
+"""Gaussian differential privacy by the central limit theorem: an approximation, no guarantee."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Protocol, Self
 
@@ -238,6 +239,6 @@ def as_gaussian(event: Mechanism) -> float | None:
         case mechanisms.FixedSizeSubsampledGaussian(sigma, 1.0):
             return sigma
         case BallsInBinsGaussian(sigma, 1, epochs):
-            return sigma / float(epochs) ** 0.5
+            return float(sigma) / math.sqrt(epochs)
         case _:
             return None

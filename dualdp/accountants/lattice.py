@@ -10,13 +10,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from dualdp.accountants.cells import MAX_LOSS, Cells, Family, flip
 
-Array = npt.NDArray[np.float64]
+Array = npt.NDArray[Any]
 Index = npt.NDArray[np.int64]
 
 
@@ -31,7 +32,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """The lattice: spacing h; every multiple is an edge up to `dense`, then cells grow by `ratio`."""
+    """Spacing h of the lattice; every multiple is an edge up to `dense`, then cells widen."""
 
     spacing: float
     dense: int = 96
@@ -151,7 +152,12 @@ def _flux(deficit: Array, surplus: Array, sweeps: int = 3) -> tuple[Array, Array
 
 
 def discretise(
-    parts: Sequence[Part], grid: Grid, tail: float, *, below: bool = False, cells_limit: int = 1 << 18
+    parts: Sequence[Part],
+    grid: Grid,
+    tail: float,
+    *,
+    below: bool = False,
+    cells_limit: int = 1 << 18,
 ) -> Iterator[Pmf]:
     """Pmfs of all parts, a chunk of rows at a time, upper or (with `below`) lower ones.
 
@@ -171,9 +177,7 @@ def discretise(
             start += rows.size
 
 
-def _chunk(
-    order: Index, low: Array, high: Array, grid: Grid, limit: int
-) -> tuple[Index, Index]:
+def _chunk(order: Index, low: Array, high: Array, grid: Grid, limit: int) -> tuple[Index, Index]:
     """The next rows that fit `limit` cells, and their common edges."""
     rows = order[:512]
     for _ in range(2):

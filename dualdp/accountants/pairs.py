@@ -6,7 +6,7 @@ jointly Gaussian variables, sum_i w_i exp(Y_i - Var Y_i / 2) with Cov(Y_i, Y_j) 
 Kahane's convexity inequality (1985) the expectation of a convex function of such a sum grows with
 every covariance; so among all vectors with |v_i| <= r_i the collinear ones of full length are the
 worst, for both hockey-stick divergences E(X - e^eps)_+ and E(1 - e^eps X)_+ at once:
-    group of k under Poisson sampling    X = sum_i Binom(k, q)(i) e^{(2ix - i^2)/2s^2}   against N(0);
+    group of k under Poisson sampling    X = sum_i Binom(k, q)(i) e^{(2ix - i^2)/2s^2}, Q = N(0);
     one example replaced                 N_1 against l N_-1 + (1-l) N_0, the worst case behind
                                          (1-q) N_0 + q N_1 against (1-q) N_0 + q N_-1.
 The same is Lemma 4.5 of Choquette-Choo et al. 2024 (arXiv 2310.15526), found another way.
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +34,7 @@ from dualdp.accountants.cells import (
     quantile,
 )
 
-Array = npt.NDArray[np.float64]
+Array = npt.NDArray[Any]
 
 
 def laplace(scale: float) -> Atoms | Monotone:

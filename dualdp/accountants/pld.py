@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 from scipy.special import bdtrc
@@ -20,6 +20,7 @@ from dualdp.accountants.lattice import Part
 from dualdp.mechanisms import Mechanism
 
 MIN_DELTA = 1e-150
+_NOTHING = 1e-9  # below this an epsilon is rounding, and is not refined
 _SAMPLED = (
     mechanisms.PoissonSubsampledGaussian,
     mechanisms.TruncatedPoissonSubsampledGaussian,
@@ -61,8 +62,8 @@ class PLDAccountant(Accountant):
         if exact is not None:
             return exact
         upper = self._upper(target)
-        if upper == 0:
-            return 0.0, 0.0, 0.0
+        if upper < _NOTHING:
+            return 0.0, upper, upper
         lower, upper = bracket.two_sided(
             self._directions(target), target, rtol or 1e-2, upper, improve=rtol is not None
         )
@@ -89,6 +90,10 @@ class PLDAccountant(Accountant):
         pure = _pure(units_, self._factor())
         if pure is not None and target >= pure:
             return 0.0
+        step = self._only_step(units_)
+        if step is not None:
+            logs = gaussian.single_step_log_delta(step.noise_multiplier, step.sample_rate, target)
+            return min(1.0, math.exp(max(logs)) * (1 + 1e-9))
         best = self._mu_without_sampling(units_)
         cap = 1.0 if best is None else math.exp(gaussian.gaussian_log_delta(best, target))
         best_delta = cap
@@ -112,6 +117,16 @@ class PLDAccountant(Accountant):
         """How far one user moves a sum, in units of the clipping bound."""
         return self._group_size * (2.0 if self._relation == "replace" else 1.0)
 
+    def _only_step(
+        self, events: list[tuple[Mechanism, int]]
+    ) -> mechanisms.PoissonSubsampledGaussian | None:
+        """The one Poisson-subsampled step, if the history is no more than that."""
+        if len(events) == 1 and events[0][1] == 1 and self._factor() == 1:
+            event = events[0][0]
+            if isinstance(event, mechanisms.PoissonSubsampledGaussian):
+                return event
+        return None
+
     def _mu(self, events: Iterable[tuple[Mechanism, int]]) -> float | None:
         """mu, if everything is a plain Gaussian."""
         rows = [(as_gaussian(event), number) for event, number in events]
@@ -122,14 +137,13 @@ class PLDAccountant(Accountant):
         return self._factor() * gaussian.gaussian_mu(sigmas, counts)
 
     def _mu_without_sampling(self, events: Iterable[tuple[Mechanism, int]]) -> float | None:
-        """mu of the Gaussians without amplification (joint convexity): a bound that always ends."""
-        known = (*_SAMPLED[:1], mechanisms.FixedSizeSubsampledGaussian, mechanisms.Gaussian)
-        known += (mechanisms.ShuffledGaussian, mechanisms.BallsInBinsGaussian)
+        """Mu of the Gaussians without amplification (joint convexity): a bound that always ends."""
         rows = list(events)
-        if not all(isinstance(event, known) for event, _ in rows):
+        if not all(isinstance(event, _GAUSSIANS) for event, _ in rows):
             return None
         sigmas = [
-            event.noise_multiplier / math.sqrt(getattr(event, "epochs_per_assignment", 1))
+            getattr(event, "noise_multiplier", 0.0)
+            / math.sqrt(getattr(event, "epochs_per_assignment", 1))
             for event, _ in rows
         ]
         counts = np.array([number for _, number in rows], dtype=float)
@@ -152,11 +166,10 @@ class PLDAccountant(Accountant):
         if mu is not None:
             value = gaussian.gaussian_epsilon(mu, delta)
             return max(0.0, value * (1 - 1e-10)), value, value * (1 + gaussian.MARGIN)
-        if len(events) == 1 and events[0][1] == 1 and self._factor() == 1:
-            event = events[0][0]
-            if isinstance(event, mechanisms.PoissonSubsampledGaussian):
-                value = _single_step(event.noise_multiplier, event.sample_rate, delta)
-                return max(0.0, value * (1 - 1e-10)), value, value * (1 + gaussian.MARGIN)
+        step = self._only_step(events)
+        if step is not None:
+            value = _single_step(step.noise_multiplier, step.sample_rate, delta)
+            return max(0.0, value * (1 - 1e-10)), value, value * (1 + gaussian.MARGIN)
         if delta < MIN_DELTA:
             raise AccountingError(
                 f"delta={delta!r} is below {MIN_DELTA}, the least that is resolved here. "
@@ -183,12 +196,12 @@ class PLDAccountant(Accountant):
         extra = _truncation(events)
         tail = 1e-4 * delta / sum(number for _, number in events)
         tail = 10.0 ** math.floor(math.log10(tail))
+        views = [("add_or_remove", False), ("add_or_remove", True)]
         if self._relation == "replace":
-            views = (("add_or_remove", False), ("add_or_remove", True), ("substitution", False))
-        else:
-            views = (("add_or_remove", False), ("add_or_remove", True))
+            views.append(("substitution", False))
         return [
-            bracket.Direction(self._parts(events, view, flipped, tail), extra) for view, flipped in views
+            bracket.Direction(self._parts(events, view, flipped, tail), extra)
+            for view, flipped in views
         ]
 
     def _parts(
@@ -203,9 +216,7 @@ class PLDAccountant(Accountant):
             if sigma is not None:
                 rows["poisson"].append((sigma / factor, 1.0, number))
             elif isinstance(event, _SAMPLED) and self._group_size == 1 and view != "substitution":
-                rows["poisson"].append(
-                    (event.noise_multiplier / factor, event.sample_rate, number)
-                )
+                rows["poisson"].append((event.noise_multiplier / factor, event.sample_rate, number))
             elif isinstance(event, mechanisms.FixedSizeSubsampledGaussian):
                 rows["fixed_size"].append(
                     (event.noise_multiplier / factor, event.sample_rate, number)
@@ -284,6 +295,13 @@ _KNOWN = (
     mechanisms.ApproximateDP,
     mechanisms.MassTable,
 )
+_GAUSSIANS = (
+    mechanisms.Gaussian,
+    mechanisms.PoissonSubsampledGaussian,
+    mechanisms.FixedSizeSubsampledGaussian,
+    mechanisms.ShuffledGaussian,
+    mechanisms.BallsInBinsGaussian,
+)
 _GROUPS = (
     mechanisms.Gaussian,
     mechanisms.PoissonSubsampledGaussian,
@@ -302,10 +320,11 @@ def _noiseless(event: Mechanism) -> bool:
 
 
 def _surely_revealed(events: list[tuple[Mechanism, int]]) -> float:
-    """Probability that a noiseless release touched the example: below this delta, epsilon is inf."""
+    """Probability that a noiseless release touched the example: epsilon is inf below it."""
     hidden = 1.0
     for event, number in events:
-        if _noiseless(event):
+        truncated = isinstance(event, mechanisms.TruncatedPoissonSubsampledGaussian)
+        if _noiseless(event) and not truncated:
             hidden *= (1 - getattr(event, "sample_rate", 1.0)) ** number
     return 1 - hidden
 

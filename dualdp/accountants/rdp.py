@@ -16,7 +16,7 @@ from dualdp.accountants import renyi
 from dualdp.accountants.history import Accountant, as_gaussian, units
 from dualdp.mechanisms import Mechanism
 
-Array = npt.NDArray[np.float64]
+Array = npt.NDArray[Any]
 
 DEFAULT_ORDERS: tuple[float, ...] = (
     *(1 + x / 10 for x in range(1, 100)),
@@ -172,8 +172,8 @@ class RDPAccountant(Accountant):
         subsampled = isinstance(event, mechanisms.PoissonSubsampledGaussian)
         if self._group_size > 1 and as_gaussian(event) is None:
             raise AccountingError(
-                f"group_size={self._group_size} for {type(event).__name__} has no Renyi bound here. "
-                "Use accountant='pld', or group_size=1."
+                f"group_size={self._group_size} for {type(event).__name__} has no Renyi bound "
+                "here. Use accountant='pld', or group_size=1."
             )
         if as_gaussian(event) is None and not subsampled and type(event) not in _CURVES:
             raise AccountingError(
@@ -189,7 +189,7 @@ class RDPAccountant(Accountant):
                 self._cache[event] = self._curve(event)
         if sampled:
             sigma = np.array([event.noise_multiplier for event in sampled])  # type: ignore[attr-defined]
-            rate = np.array([event.sample_rate for event in sampled])  # type: ignore[attr-defined]
+            rate = np.array([event.sample_rate for event in sampled])
             substitute = self._relation == "replace"
             curves = renyi.subsampled_gaussian(sigma, rate, self._orders, substitute=substitute)
             self._cache.update(zip(sampled, curves, strict=True))

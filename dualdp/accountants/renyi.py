@@ -9,12 +9,13 @@ whose integrand is never negative: nothing cancels, however small the divergence
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from scipy.special import gammaln
 
-Array = npt.NDArray[np.float64]
+Array = npt.NDArray[Any]
 
 # Relative margins added so that every curve is an upper bound in floating point. The sums have
 # positive terms only: 1e-12 covers the errors of gammaln and exp; the quadrature
@@ -141,7 +142,7 @@ def _log_mixture(rate: Array, exponent: Array) -> Array:
 
 
 def _nodes(sigma: Array, left: float, right: float) -> tuple[Array, Array]:
-    """(rows, nodes) trapezoid nodes x from -left to right (and 9.5 sigma more), log weights of N(0).
+    """(rows, nodes) trapezoid nodes from -left to right and 9.5 sigma more, log weights.
 
     The integrand is analytic up to |Im x| = pi sigma^2, so the error is exp(-2 pi^2 sigma^2 / dx).
     """
@@ -178,7 +179,7 @@ def _log_excess(loss: Array, order: float) -> Array:
 
 
 def _substitution(sigma: Array, rate: Array, orders: Array) -> Array:
-    """(rows, orders) K(a) of (1-q) N(0) + q N(1) against (1-q) N(0) + q N(-1); inf where not computed.
+    """(rows, orders) K(a) of (1-q) N(0) + q N(1) against (1-q) N(0) + q N(-1), or inf.
 
     Orders above the quadrature's range, and tiny sigma, are left out: an infinite value only means
     that the conversion does not use that order.

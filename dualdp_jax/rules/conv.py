@@ -17,37 +17,38 @@ import jax.numpy as jnp
 import numpy as np
 
 from dualdp import costs
-from dualdp_jax.rules import Rule, Spec
-from dualdp_jax.rules.product import HIGHEST, drop, outer, scaled, sq_norms, widen
+from dualdp_jax.rules.kinds import Rule, Spec
+from dualdp_jax.rules.product import HIGHEST, drop, gram_is_safe, scaled, sq_norm, widen
 
 
 def _accepts(params: Mapping[str, Any], position: int, shapes: Sequence[Any]) -> bool:
     return position == 1 and params["batch_group_count"] == 1
 
 
-def _views(spec: Spec, x: Any, out_shape: tuple[int, ...]) -> Iterator[Any]:
-    """The input as each kernel offset sees it, (n, rows, *spatial of the output, channels)."""
-    params = spec.params
-    lhs, rhs, _ = params["dimension_numbers"]
+def _padded(spec: Spec, x: Any) -> Any:
+    """The input with its zeros written out, (n, rows, *spatial, channels)."""
+    lhs = spec.params["dimension_numbers"][0]
     x = x.transpose(0, *(1 + axis for axis in (lhs[0], *lhs[2:], lhs[1])))
-    pads = [
-        (low, high, step - 1)
-        for (low, high), step in zip(params["padding"], params["lhs_dilation"], strict=True)
-    ]
-    x = jax.lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0)] * 2 + pads + [(0, 0, 0)])
-    strides, dilation = params["window_strides"], params["rhs_dilation"]
-    kernel = [spec.shape[axis] for axis in rhs[2:]]
+    spread = zip(spec.params["padding"], spec.params["lhs_dilation"], strict=True)
+    pads = [(low, high, step - 1) for (low, high), step in spread]
+    return jax.lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0)] * 2 + pads + [(0, 0, 0)])
+
+
+def _windows(spec: Spec, spatial: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
+    """Where each kernel offset reads the padded input, for an output of these sizes."""
+    kernel = [spec.shape[axis] for axis in spec.params["dimension_numbers"][1][2:]]
+    strides, dilation = spec.params["window_strides"], spec.params["rhs_dilation"]
     for offset in itertools.product(*map(range, kernel)):
-        starts = [o * d for o, d in zip(offset, dilation, strict=True)]
-        stops = [
-            a + (size - 1) * s + 1 for a, size, s in zip(starts, out_shape, strides, strict=True)
-        ]
-        yield jax.lax.slice(
-            x,
-            (0, 0, *starts, 0),
-            (*x.shape[:2], *stops, x.shape[-1]),
-            (1, 1, *strides, 1),
-        )
+        starts = (o * d for o, d in zip(offset, dilation, strict=True))
+        steps = zip(starts, spatial, strides, strict=True)
+        yield tuple(slice(a, a + (size - 1) * step + 1, step) for a, size, step in steps)
+
+
+def _views(spec: Spec, x: Any, spatial: tuple[int, ...]) -> Iterator[Any]:
+    """The input as each kernel offset sees it, (n, rows, *spatial of the output, channels)."""
+    x = _padded(spec, x)
+    for window in _windows(spec, spatial):
+        yield x[(slice(None), slice(None), *window)]
 
 
 def _grouped(spec: Spec, grads_out: Any) -> tuple[Any, tuple[int, ...]]:
@@ -80,18 +81,16 @@ def _offset_grads(spec: Spec, x: Any, grads_out: Any) -> Iterator[Any]:
         yield jnp.einsum("ntgi,ntgo->ngio", _flat(spec, view), grads, precision=HIGHEST)
 
 
-def _patches(spec: Spec, x: Any, grads_out: Any) -> tuple[Any, Any]:
-    """Acts (n, g, t, k * i) and grads (n, g, t, o), for the forms that need whole patches."""
+def _all_grads(spec: Spec, x: Any, grads_out: Any) -> Any:
+    """Per-sample gradients of all kernel offsets, (n, k, g, i, o).
+
+    With one input per group a product per offset is too thin: all offsets go into one.
+    """
+    if spec.shape[spec.params["dimension_numbers"][1][1]] > 1:
+        return jnp.stack(list(_offset_grads(spec, x, grads_out)), 1)
     grads, spatial = _grouped(spec, widen(grads_out))
-    views = [_flat(spec, view) for view in _views(spec, widen(x), spatial)]
-    acts = jnp.stack(views, 3)  # (n, t, g, k, i)
-    acts = acts.reshape(*acts.shape[:3], -1)
-    return acts.transpose(0, 2, 1, 3), grads.transpose(0, 2, 1, 3)
-
-
-def _has_few_channels(spec: Spec) -> bool:
-    """So few inputs per group that one product over patches beats one per kernel offset."""
-    return spec.shape[spec.params["dimension_numbers"][1][1]] <= 4
+    views = jnp.stack([_flat(spec, view) for view in _views(spec, widen(x), spatial)], 1)
+    return jnp.einsum("nktgi,ntgo->nkgio", views, grads, precision=HIGHEST)
 
 
 def _by_loop(function: Callable[..., Any], combine: Callable[[Any], Any]) -> Callable[..., Any]:
@@ -126,23 +125,52 @@ def _merge(array: Any, rows: int) -> Any:
 
 def weight_grads(spec: Spec, others: tuple[Any, ...], grads_out: Any) -> Any:
     """Per-sample gradients, (n, *shape)."""
-    (x,) = others
-    if _has_few_channels(spec):
-        grads = outer(*_patches(spec, x, grads_out))  # (n, g, k * i, o)
-        n, g, _, o = grads.shape
-        per_offset = grads.reshape(n, g, _num_offsets(spec), -1, o).transpose(0, 2, 1, 3, 4)
-    else:
-        per_offset = jnp.stack(list(_offset_grads(spec, x, grads_out)), 1)
-    return _to_weight(spec, per_offset)
+    return _to_weight(spec, _all_grads(spec, others[0], grads_out))
 
 
 def weight_sq_norms(spec: Spec, others: tuple[Any, ...], grads_out: Any) -> Any:
-    """Squared norms, (n,)."""
-    (x,) = others
-    if _has_few_channels(spec) or costs.prefers_gram(**sizes(spec, others, grads_out)):
-        return sq_norms(*_patches(spec, x, grads_out))
-    parts = [jnp.square(grads).sum((1, 2, 3)) for grads in _offset_grads(spec, x, grads_out)]
+    """Squared norms, (n,), by the cheapest exact way; see `product.sq_norms` for the Gram form."""
+    x, grads_out = widen(others[0]), widen(grads_out)
+    if not costs.convolution_prefers_gram(**_sizes(spec, x, grads_out)):
+        return _formed(spec, x, grads_out)
+    norms, is_safe = _gram(spec, x, grads_out)
+    return jax.lax.cond(
+        is_safe.all(), lambda *_: norms, lambda *args: _formed(spec, *args), x, grads_out
+    )
+
+
+def _formed(spec: Spec, x: Any, grads_out: Any) -> Any:
+    """Squared norms through the gradients, (n,), one kernel offset after the other."""
+    if spec.shape[spec.params["dimension_numbers"][1][1]] == 1:
+        return sq_norm(_all_grads(spec, x, grads_out))
+    parts = [sq_norm(grads) for grads in _offset_grads(spec, x, grads_out)]
     return sum(parts[1:], parts[0])
+
+
+def _gram(spec: Spec, x: Any, grads_out: Any) -> tuple[Any, Any]:
+    """Squared norms by products of pixels, and whether their rounding error is negligible, (n,).
+
+    The product of two patches is the sum, over the kernel's offsets, of products of two pixels:
+    these are found once for all pixels, and read as each offset sees them.
+    """
+    grads, spatial = _grouped(spec, grads_out)  # (n, t, g, o)
+    pixels = _padded(spec, x)
+    shape, groups = pixels.shape[1:-1], grads.shape[2]
+    pixels = pixels.reshape(pixels.shape[0], -1, groups, pixels.shape[-1] // groups)
+    gram = lambda v: jnp.einsum("npgi,nqgi->ngpq", v, v, precision=HIGHEST)  # noqa: E731
+    of_pixels = gram(pixels).reshape(-1, groups, *shape, *shape)
+    of_grads = gram(grads).reshape(-1, groups, shape[0], *spatial, shape[0], *spatial)
+    lengths = jnp.square(pixels).sum(3).reshape(-1, *shape, groups)
+    norms: Any = 0.0
+    patches: Any = 0.0
+    for window in _windows(spec, spatial):
+        every = slice(None)
+        seen = of_pixels[(every, every, every, *window, every, *window)]
+        norms = norms + (seen * of_grads).reshape(*of_grads.shape[:2], -1).sum((1, 2))
+        patches = patches + lengths[(every, every, *window)]
+    patches = jnp.sqrt(patches).reshape(grads.shape[:3])
+    size = (patches * jnp.sqrt(jnp.square(grads).sum(3))).sum(1)
+    return norms, gram_is_safe(norms, size)
 
 
 def weighted_sum(spec: Spec, others: tuple[Any, ...], grads_out: Any, weights: Any) -> Any:
@@ -162,15 +190,27 @@ def _num_offsets(spec: Spec) -> int:
     return math.prod(spec.shape[axis] for axis in spec.params["dimension_numbers"][1][2:])
 
 
-def sizes(spec: Spec, others: tuple[Any, ...], grads_out: Any) -> dict[str, int]:
-    """Of one group."""
-    _, rhs, out = spec.params["dimension_numbers"]
-    lead, groups = 1 + len(spec.loops), spec.params["feature_group_count"]
-    steps = zip(spec.loops, grads_out.shape[1:lead], strict=True)
-    shared = math.prod(length for is_stacked, length in steps if not is_stacked)
-    positions = math.prod(grads_out.shape[lead + axis] for axis in (out[0], *out[2:]))
-    inputs, outputs = spec.shape[rhs[1]] * _num_offsets(spec), spec.shape[rhs[0]] // groups
-    return {"t": shared * positions, "d_in": inputs, "d_out": outputs}
+def _sizes(spec: Spec, x: Any, grads_out: Any) -> dict[str, int]:
+    """Sizes of one group, for `dualdp.costs`."""
+    grads = jax.eval_shape(lambda g: _grouped(spec, g)[0], grads_out)
+    padded = jax.eval_shape(lambda x: _padded(spec, x), x)
+    channels, kernel = spec.shape[spec.params["dimension_numbers"][1][1]], _num_offsets(spec)
+    return {
+        "t": grads.shape[1],
+        "pixels": math.prod(padded.shape[1:-1]),
+        "kernel": kernel,
+        "channels": channels,
+        "d_out": grads.shape[3],
+        "weights": channels * kernel * grads.shape[3],
+    }
+
+
+def keeps(spec: Spec, others: tuple[Any, ...], grads_out: Any) -> bool:
+    """Whether forming the gradients once is cheaper than a norm and a sum (outside loops)."""
+    if spec.loops:
+        return False
+    sizes = _sizes(spec, others[0], grads_out)
+    return not costs.convolution_prefers_gram(**sizes) and costs.keeps_convolution(t=sizes["t"])
 
 
 RULE = Rule(
@@ -178,5 +218,5 @@ RULE = Rule(
     _by_loop(weight_grads, lambda steps: jnp.moveaxis(steps, 0, 1)),
     _by_loop(weight_sq_norms, lambda steps: steps.sum(0)),
     _by_loop(weighted_sum, lambda steps: steps),
-    sizes,
+    keeps,
 )

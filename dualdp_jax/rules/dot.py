@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
-from dualdp_jax.rules import Rule, Spec
+from dualdp import costs
+from dualdp_jax.rules.kinds import Rule, Spec
 from dualdp_jax.rules.product import outer, sq_norms, weighted_outer
 
 
@@ -85,14 +88,15 @@ def weighted_sum(spec: Spec, others: tuple[Any, ...], grads_out: Any, weights: A
     return _to_weight(spec, total, _own(spec, grads_out))
 
 
-def sizes(spec: Spec, others: tuple[Any, ...], grads_out: Any) -> dict[str, int]:
-    """Of one block."""
-    acts, grads = factors(spec, others, grads_out)
-    return {"t": acts.shape[2], "d_in": acts.shape[3], "d_out": grads.shape[3]}
+def keeps(spec: Spec, others: tuple[Any, ...], grads_out: Any) -> bool:
+    """Whether forming the gradients once is cheaper than a norm and a product."""
+    acts, grads = jax.eval_shape(partial(factors, spec), others, grads_out)
+    n, _, t, d_in = acts.shape
+    return costs.keeps_gradient(n=n, t=t, d_in=d_in, d_out=grads.shape[3])
 
 
 def _accepts(params: Mapping[str, Any], position: int, shapes: Sequence[Any]) -> bool:
     return True
 
 
-RULE = Rule(_accepts, weight_grads, weight_sq_norms, weighted_sum, sizes)
+RULE = Rule(_accepts, weight_grads, weight_sq_norms, weighted_sum, keeps)

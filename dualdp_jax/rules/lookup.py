@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dualdp_jax.rules import Rule, Spec
+from dualdp_jax.rules.kinds import Rule, Spec
 from dualdp_jax.rules.product import scaled, widen
 
 

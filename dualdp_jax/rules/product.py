@@ -93,5 +93,17 @@ def _gram(acts: Any, grads_out: Any) -> tuple[Any, Any]:
     norms = (gram(acts) * gram(grads_out)).sum((1, 2, 3))
     lengths = [jnp.sqrt(jnp.square(x).sum(3)) for x in (acts, grads_out)]
     size = (lengths[0] * lengths[1]).sum(2)
-    bound = 4 * jnp.finfo(acts.dtype).eps * jnp.square(size).sum(1)
-    return norms, (bound <= 1e-4 * norms) | ~jnp.isfinite(bound)
+    return norms, gram_is_safe(norms, size)
+
+
+def gram_is_safe(norms: Any, size: Any) -> Any:
+    """Whether the rounding error of a Gram form is negligible, (n,).
+
+    The form adds t * t products of inner products, of size at most (sum of |act| |grad|) ** 2.
+
+    Args:
+        norms: (n,) squared norms that it gave.
+        size: (n, b) sum over t of |act| |grad|.
+    """
+    bound = 4 * jnp.finfo(norms.dtype).eps * jnp.square(size).sum(1)
+    return (bound <= 1e-4 * norms) | ~jnp.isfinite(bound)

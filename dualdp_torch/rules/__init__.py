@@ -18,12 +18,12 @@ from .base import Tensor
 
 RULES: dict[Callable[..., Any], Rule] = {
     F.linear: linear.RULE,
-    F.conv1d: conv.RULE,
-    F.conv2d: conv.RULE,
-    F.conv3d: conv.RULE,
-    F.conv_transpose1d: conv.TRANSPOSED,
-    F.conv_transpose2d: conv.TRANSPOSED,
-    F.conv_transpose3d: conv.TRANSPOSED,
+    F.conv1d: conv.rule(1),
+    F.conv2d: conv.rule(2),
+    F.conv3d: conv.rule(3),
+    F.conv_transpose1d: conv.transposed_rule(1),
+    F.conv_transpose2d: conv.transposed_rule(2),
+    F.conv_transpose3d: conv.transposed_rule(3),
     F.embedding: embedding.RULE,
     F.layer_norm: norm.LAYER,
     F.rms_norm: norm.RMS,

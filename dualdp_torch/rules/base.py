@@ -32,11 +32,12 @@ def sq_norms(grads: Tensor) -> Tensor:
     """(n, ...) -> (n,), by norms of blocks: `square().sum()` would write everything out again."""
     flat = grads.reshape(len(grads), math.prod(grads.shape[1:]))
     whole = flat.shape[1] // _BLOCK * _BLOCK
-    rest = torch.linalg.vector_norm(flat[:, whole:], dim=1).square()
+    rest: Tensor = torch.linalg.vector_norm(flat[:, whole:], dim=1).square()
     if not whole:
         return rest
-    blocks = torch.linalg.vector_norm(flat[:, :whole].unflatten(1, (-1, _BLOCK)), dim=2)  # type: ignore[no-untyped-call]
-    return rest + blocks.square().sum(1)
+    blocks = flat[:, :whole].view(len(flat), -1, _BLOCK)
+    rest += torch.linalg.vector_norm(blocks, dim=2).square().sum(1)
+    return rest
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class Rule:
         rows_are_free: any number of position axes may follow the batch axis.
         keeps: (acts, grads_out, shape) -> True where keeping per-sample gradients is cheapest.
         cancels: as the functions above -> (n,) bound on the error of `sq_norms`, or None.
+        join: several (acts, grads_out) of one parameter -> one, its positions those of all.
         refuse: arguments -> why this call has no per-sample gradient, or None.
         alone: covers calls without any tensor but parameters.
         applies: arguments -> whether the rule covers this call; else it goes through `vmap`.
@@ -76,5 +78,6 @@ class Rule:
     alone: bool = False
     keeps: Callable[..., bool] | None = None
     cancels: Callable[..., Tensor | None] | None = None
+    join: Callable[[Sequence[tuple[Any, Tensor]]], tuple[Any, Tensor]] | None = None
     refuse: Callable[[Mapping[str, Any]], str | None] | None = None
     applies: Callable[[Mapping[str, Any]], bool] | None = None

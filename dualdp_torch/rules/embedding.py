@@ -4,12 +4,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from .base import Rule, Tensor, all_but_last
+from . import linear
+from .base import Rule, Tensor, all_but_last, sq_norms
+
+#: Entries of the table by which equal ids are found (8 bytes each, mostly untouched).
+TABLE = 1 << 22
 
 
 def _flat(
@@ -34,27 +38,37 @@ def weight_grads(
     return out.index_add_(0, rows.reshape(-1), g.flatten(0, 1)).view(len(ids), *shape)
 
 
+def _slots(ids: Tensor, rows: int) -> Tensor:
+    """(n, t) ids below `rows` -> (n * t,) positions, the same for equal ids of one example.
+
+    Every id leaves its position in a table and all its equals read it there; what the table holds
+    elsewhere is never looked at. The table covers a few examples at a time.
+    """
+    n, t = ids.shape
+    at_once = max(TABLE // rows, 1)
+    table = torch.empty(min(at_once, n) * rows, dtype=torch.int64, device=ids.device)
+    slots = torch.empty(n * t, dtype=torch.int64, device=ids.device)
+    for start in range(0, n, at_once):
+        part = ids[start : start + at_once]
+        places = part + rows * torch.arange(len(part), device=ids.device).unsqueeze(1)
+        places = places.reshape(-1)
+        here = torch.arange(start * t, start * t + len(places), device=ids.device)
+        table.scatter_(0, places, here)
+        slots[start * t : start * t + len(places)] = table[places]
+    return slots
+
+
 def weight_sq_norms(
     acts: Tensor, grads_out: Tensor, *, shape: torch.Size, padding_idx: Any = None, **_: Any
 ) -> Tensor:
-    """(n, ...), (n, ..., d) -> (n,): gradients of equal ids are added, then squared.
-
-    Sorting brings equal ids of one example together; each run of them is one segment.
-    """
+    """(n, ...), (n, ..., d) -> (n,): gradients of equal ids are added, then squared."""
     ids, g = _flat(acts, grads_out, shape, padding_idx)
     n, t = ids.shape
     if t == 1:
-        return g.square().sum((1, 2))
-    ids, order = ids.sort(dim=1)
-    starts = torch.ones_like(ids, dtype=torch.bool)
-    starts[:, 1:] = ids[:, 1:] != ids[:, :-1]
-    segments = starts.reshape(-1).cumsum(0) - 1
-    rows = order + t * torch.arange(n, device=ids.device).unsqueeze(1)
-    sorted_g = g.reshape(n * t, shape[1])[rows.reshape(-1)]
-    sums = torch.zeros_like(sorted_g).index_add_(0, segments, sorted_g)
-    squares = sums.square().sum(1)
-    owners = torch.arange(n, device=ids.device).repeat_interleave(t)[starts.reshape(-1)]
-    return g.new_zeros(n).index_add_(0, owners, squares[: len(owners)])
+        return sq_norms(g)
+    sums = g.new_zeros(n * t, shape[1])
+    sums.index_add_(0, _slots(ids, shape[0]), g.reshape(n * t, shape[1]))
+    return sq_norms(sums.view(n, t, shape[1]))
 
 
 def weight_sum(
@@ -63,6 +77,37 @@ def weight_sum(
     """(n, ...), (n, ..., d) -> (v, d)."""
     ids, g = _flat(acts, grads_out, shape, padding_idx)
     return g.new_zeros(shape).index_add_(0, ids.reshape(-1), g.flatten(0, 1))
+
+
+def cross_products(
+    ids: Tensor, grads_out: Tensor, acts: Tensor, head_grads: Tensor, *, shape: torch.Size, **o: Any
+) -> tuple[Tensor, Tensor]:
+    """Inner product of a table's two gradients, as embedding and as the head tied to it.
+
+    Args:
+        ids: (n, ...) of the embedding.
+        grads_out: (n, ..., d) of its output.
+        acts: (n, ..., d) inputs of the head.
+        head_grads: (n, ..., v) of its output.
+        shape: (v, d) of the table.
+        **o: options of the embedding.
+
+    Returns:
+        (n,) inner products, and (n,) the sum of the lengths of all that is added up in both.
+    """
+    ids, g = _flat(ids, grads_out, shape, o.get("padding_idx"))
+    a, h = linear.flatten_positions(acts), linear.flatten_positions(head_grads)
+    picked = h.gather(2, ids.unsqueeze(1).expand(-1, h.shape[1], -1))  # (n, s, t)
+    inner = (a @ g.mT * picked).sum((1, 2))
+    norm = torch.linalg.vector_norm
+    lengths = norm(g, dim=2).sum(1) + (norm(a, dim=2) * norm(h, dim=2)).sum(1)
+    return inner, lengths
+
+
+def _join(uses: Sequence[tuple[Any, Tensor]]) -> tuple[Any, Tensor]:
+    """Uses of one table, each (n, ...), (n, ..., d) -> (n, t), (n, t, d), t of them all."""
+    ids = torch.cat([ids.reshape(len(ids), math.prod(ids.shape[1:])) for ids, _ in uses], 1)
+    return ids, torch.cat([linear.flatten_positions(g) for _, g in uses], 1)
 
 
 def _refuse(options: Mapping[str, Any]) -> str | None:
@@ -91,5 +136,6 @@ RULE = Rule(
     batch_axes=all_but_last,
     rows_are_free=True,
     keeps=_keeps,
+    join=_join,
     refuse=_refuse,
 )

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ def weight_sq_norms(acts: Tensor, grads_out: Tensor, **_: Any) -> Tensor:
     """
     a, g = flatten_positions(acts), flatten_positions(grads_out)
     if a.shape[1] == 1:
-        return a.square().sum((1, 2)) * g.square().sum((1, 2))
+        return sq_norms(a) * sq_norms(g)
     if costs.prefers_gram(t=a.shape[1], d_in=a.shape[2], d_out=g.shape[2]):
         products = einsum("nti,nsi->nts", a, a) * einsum("nto,nso->nts", g, g)
         return products.sum((1, 2)).clamp(min=0)
@@ -68,6 +68,13 @@ def bias_grads(_: None, grads_out: Tensor, **__: Any) -> Tensor:
 def bias_sum(_: None, grads_out: Tensor, **__: Any) -> Tensor:
     """(n, ..., o) -> (o,)."""
     return grads_out.reshape(-1, grads_out.shape[-1]).sum(0)
+
+
+def join(uses: Sequence[tuple[Tensor | None, Tensor]]) -> tuple[Tensor | None, Tensor]:
+    """Uses of one weight, each (n, ..., i), (n, ..., o) -> (n, t, i), (n, t, o), t of them all."""
+    acts = [flatten_positions(a) for a, _ in uses if a is not None]
+    grads_out = torch.cat([flatten_positions(g) for _, g in uses], 1)
+    return torch.cat(acts, 1) if acts else None, grads_out
 
 
 def keeps(acts: Tensor, grads_out: Tensor, shape: torch.Size) -> bool:
@@ -109,6 +116,7 @@ RULE = Rule(
     rows_are_free=True,
     keeps=keeps,
     cancels=cancels,
+    join=join,
 )
 #: x @ W, W being (i, o).
 MATMUL = Rule(
@@ -121,6 +129,7 @@ MATMUL = Rule(
     rows_are_free=True,
     keeps=_right_keeps,
     cancels=cancels,
+    join=join,
     applies=_is_plain_product,
 )
 #: b + x @ W, as the convolutions of width one of GPT-2.
@@ -135,5 +144,6 @@ ADDMM = Rule(
     rows_are_free=True,
     keeps=_right_keeps,
     cancels=cancels,
+    join=join,
     applies=_is_plain_product,
 )

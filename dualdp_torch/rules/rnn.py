@@ -63,7 +63,20 @@ class _Cell:
 
     def gates(self, x: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:
         """Both summands of the gates, each (t, n, g), all steps in one product."""
-        return F.linear(x, self.w_ih, self.b_ih), F.linear(previous, self.w_hh, self.b_hh)
+        return _product(x, self.w_ih, self.b_ih), _product(previous, self.w_hh, self.b_hh)
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """(t, n, i) -> (t, n, o) in the order of memory: a matrix product instead of many."""
+    if x.is_contiguous():
+        return F.linear(x, weight, bias)
+    return F.linear(x.transpose(0, 1), weight, bias).transpose(0, 1)
+
+
+def _by_example(steps: int, like: Tensor, *extra: int) -> Tensor:
+    """(t, n, *extra, d) in memory by example, as the weights' products will read it."""
+    shape = (len(like), steps, *extra, like.shape[1])
+    return like.new_empty(shape).transpose(0, 1)
 
 
 def _lstm_states(gates: Tensor, c: Tensor, alive: Tensor | None) -> tuple[Tensor, ...]:
@@ -90,7 +103,7 @@ def _lstm_deltas(
     # What multiplies d(cell) in the deltas of i, f, g, and d(hidden) in that of o and in d(cell).
     by_cell = torch.stack([g * i * (1 - i), before * f * (1 - f), i * (1 - g * g)], 2)
     by_hidden, into_cell = tanh * o * (1 - o), o * (1 - tanh * tanh)
-    deltas = torch.empty(*gates.shape[:2], 4, c.shape[1], dtype=c.dtype, device=c.device)
+    deltas = _by_example(len(x), c, 4)
     projected = None if cell.w_hr is None else torch.empty_like(out_grads)
     for t in range(len(x) - 1, -1, -1):
         dh_t = dh + out_grads[t]
@@ -123,7 +136,7 @@ def _gru_deltas(
     by_hidden = torch.stack(
         [by_n * h_n * r * (1 - r), (previous - candidate) * z * (1 - z), by_n * r], 2
     )
-    deltas, hidden = torch.empty_like(by_hidden), torch.empty_like(previous)
+    deltas, hidden = _by_example(len(x), dh, 3), torch.empty_like(previous)
     for t in range(len(x) - 1, -1, -1):
         dh_t = dh + out_grads[t]
         torch.mul(by_hidden[t], dh_t.unsqueeze(1), out=deltas[t])
@@ -144,7 +157,7 @@ def _rnn_deltas(
 ) -> tuple[Tensor, Tensor, None, Tensor, None]:
     """Deltas of input and hidden side (the same), and of the first state."""
     slopes = (out > 0).to(out.dtype) if cell.kind == "rnn_relu" else 1 - out * out
-    deltas = torch.empty_like(out)
+    deltas = _by_example(len(out), dh)
     for t in range(len(out) - 1, -1, -1):
         torch.mul(slopes[t], dh + out_grads[t], out=deltas[t])
         if cell.alive is None:
@@ -163,7 +176,8 @@ class _Recurrence(torch.autograd.Function):
         """Tokens of x, h, projection; x (t, n, i), h (n, p), c (n, h) -> out (t, n, p), states."""
         *_, x, h, c = inputs
         out, *states = cell.fused(x, h, c)
-        previous = torch.cat([h[None], out[:-1]])  # (t, n, p)
+        previous = _by_example(len(x), h)
+        previous[0], previous[1:] = h, out[:-1]  # (t, n, p)
         extra = [previous]
         if cell.w_hr is not None:
             *_, o, _, after = _lstm_states(torch.add(*cell.gates(x, previous)), c, cell.alive)
@@ -188,8 +202,8 @@ class _Recurrence(torch.autograd.Function):
         else:
             found = _rnn_deltas(cell, last, out_grads, state_grads[0])
         x_deltas, h_deltas, projected, dh, dc = found
-        needed = ctx.needs_input_grad[4] and x_deltas is not None
-        dx = x_deltas @ cell.w_ih if needed else None
+        needed = ctx.needs_input_grad[4]
+        dx = _product(x_deltas, cell.w_ih.T, None) if needed and x_deltas is not None else None
         return None, x_deltas, h_deltas, projected, dx, dh, dc
 
 

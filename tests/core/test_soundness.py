@@ -178,9 +178,7 @@ def rounding_ignored(monkeypatch):
 
 def usage_above_one(monkeypatch):
     flux = lattice._flux
-    monkeypatch.setattr(
-        lattice, "_flux", lambda a, b: tuple(1.05 * part for part in flux(a, b))
-    )
+    monkeypatch.setattr(lattice, "_flux", lambda a, b: tuple(1.05 * part for part in flux(a, b)))
 
 
 def merged_in_the_wrong_ratio(monkeypatch):

@@ -55,6 +55,24 @@ def test_linen(method):
     assert jax.tree.structure(result.grads) == jax.tree.structure(variables)
 
 
+class LinenBatchNorm(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        return linen.Dense(2)(linen.BatchNorm(use_running_average=True)(x))
+
+
+def test_linen_running_statistics_are_not_trained():
+    model = LinenBatchNorm()
+    variables = model.init(jax.random.key(0), X)
+    loss_fn = lambda v, x, y: squares(model.apply(v, x), y)  # noqa: E731
+    with pytest.raises(UnsupportedLayerError, match="hold the collection 'batch_stats'"):
+        dpj.per_sample_grads(loss_fn, variables, X, Y)
+    flags = {"params": True, "batch_stats": False}
+    grads = dpj.per_sample_grads(loss_fn, variables, X, Y, trainable=flags)
+    assert jax.tree.leaves(grads["batch_stats"]) == []
+    assert len(jax.tree.leaves(grads["params"])) == 4
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_equinox(method):
     model = equinox.nn.MLP(3, 2, 4, 1, activation=jnp.tanh, key=jax.random.key(0))

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import dualdp_jax as dpj
+from dualdp_jax.call import build
 from dualdp_jax.methods import METHODS
 
 N = 5
@@ -269,7 +270,7 @@ def test_nested_batches_and_constants_are_handed_on(problem):
     assert_trees_close(grads, doubled)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", sorted({*METHODS} - {"two_pass"}))
 def test_sums_are_float32_for_bfloat16_parameters(problem, method):
     params, x, y = problem
     low = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
@@ -294,14 +295,19 @@ def test_float64_parameters_give_float64():
         assert empty.norms.dtype == empty.grads["w"].dtype == jnp.float64
 
 
-def test_max_memory_makes_chunks(problem):
+@pytest.mark.parametrize("method", METHODS)
+def test_max_memory_makes_chunks(problem, method):
     params, x, y = problem
-    one = 4 * (12 + 4 + 8)
-    options = {"max_grad_norm": 0.5}
+    call = build(loss_fn, params, (x, y), has_aux=False, key=None, trainable=None)
+    one = METHODS[method].footprint(call)
+    gradients, operands = 12 + 4 + 8, (3 + 4) + (4 + 2)
+    expected = {"vmap": gradients, "loop": gradients, "materialize": gradients + operands}
+    assert one == 4 * expected.get(method, operands + 4)  # the bias is kept
+    options = {"max_grad_norm": 0.5, "method": method}
     whole = dpj.clipped_grad_sum(loss_fn, params, x, y, **options)
     small = dpj.clipped_grad_sum(loss_fn, params, x, y, max_memory=2 * one, **options)
     assert_trees_close(whole.grads, small.grads)
-    with pytest.raises(ValueError, match="max_memory=8 bytes do not hold"):
+    with pytest.raises(ValueError, match="max_memory=8 bytes do not hold what one example needs"):
         dpj.clipped_grad_sum(loss_fn, params, x, y, max_memory=8, **options)
 
 

@@ -224,3 +224,38 @@ def test_parameters_in_two_precisions():
         found = dpt.clipped_grad_sum(loss_fn, model, data(N, 6), max_grad_norm=0.5, method=method)
         assert found.norms.dtype == torch.float64
         assert {g.dtype for g in found.grads.values()} == {torch.float32, torch.float64}
+
+
+def test_tied_tables_form_no_table_per_example():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words, self.body = nn.Embedding(97, 5), nn.Linear(5, 5)
+
+        def forward(self, x):
+            return F.linear(self.body(self.words(x)).tanh(), self.words.weight)
+
+    model, x = randomise(Tied()), ids(97, N, 8)
+    assert_exact(model, x)
+    with Shapes() as shapes:
+        dpt.clipped_grad_sum(reference.loss_fn, model, x, max_grad_norm=1.0)
+    assert not {(N, 97, 5), (N * 97, 5)} & shapes.seen
+
+
+def test_many_uses_of_one_weight_are_one_product():
+    class Unrolled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cell = nn.GRUCell(61, 67)
+
+        def forward(self, x):
+            state = None
+            for t in range(x.shape[1]):
+                state = self.cell(x[:, t], state)
+            return state
+
+    model, x = randomise(Unrolled()), data(N, 3, 61)
+    dpt.per_sample_norms(reference.loss_fn, model, x, method="book_keeping")
+    with Shapes() as shapes:
+        dpt.per_sample_norms(reference.loss_fn, model, x, method="book_keeping")
+    assert not {(N, 201, 61), (N, 201, 67), (201, 61), (201, 67)} & shapes.seen

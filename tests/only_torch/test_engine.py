@@ -475,3 +475,43 @@ def test_two_runs_never_share_their_noise():
         train(model, optimizer, loader)
         means.append(engine.stages().noisy_mean["0.weight"].flatten())
     assert not torch.allclose(means[0], means[1])
+
+
+@pytest.mark.parametrize("call", [torch.Tensor.backward, torch.autograd.backward])
+@pytest.mark.parametrize("mode", ["auto", "functorch"])
+@pytest.mark.parametrize(("declared", "used"), [("mean", "sum"), ("sum", "mean")])
+def test_a_loss_that_is_not_what_was_declared_is_refused(declared, used, mode, call):
+    _, model, _, loader = start(plan=plan(), loss_reduction=declared, grad_sample_mode=mode)
+    _, x, y = first_batch(loader)
+    loss = F.cross_entropy(model(x), y, reduction=used)
+    with pytest.raises(ValueError, match=f"'{declared}', but the loss is a {used}"):
+        call(loss)
+
+
+def test_a_copy_of_the_model_is_not_recorded():
+    _, model, optimizer, loader = start(plan=plan())
+    twin = copy.deepcopy(model)
+    for x, y, _ in loader:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        twin(x)
+        loss.backward()
+        optimizer.step()
+    F.cross_entropy(twin(x), y).backward()
+    assert twin[0].weight.grad is not None
+    assert pickle.loads(pickle.dumps(model))[0].weight.shape == (5, 6)
+
+
+def test_workers_and_collate_functions_are_kept():
+    model, optimizer, _ = build()
+    loader = DataLoader(
+        dataset(),
+        batch_size=12,
+        num_workers=1,
+        collate_fn=lambda rows: {"x": torch.stack([r[0] for r in rows]), "note": "kept"},
+    )
+    _, model, optimizer, loader = start((model, optimizer, loader), plan=plan(num_steps=2))
+    for batch in loader:
+        assert batch["note"] == "kept"
+        model(batch["x"]).square().mean().backward()
+        optimizer.step()

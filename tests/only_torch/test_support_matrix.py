@@ -7,6 +7,7 @@
 import functools
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -18,7 +19,8 @@ from torch.utils.checkpoint import checkpoint
 import dualdp_torch as dpt
 from dualdp import UnsupportedLayerError
 from tests import reference
-from tests.only_torch.checks import METHODS, Ways, assert_exact, data, ids, randomise
+from tests.closeness import assert_grads_close, whole_norms
+from tests.only_torch.checks import METHODS, Ways, assert_exact, data, ids, randomise, truth_of
 
 N = 4
 #: For models that torch.func.vmap itself can't run.
@@ -118,12 +120,29 @@ def conv2d_non_contiguous():
     return Apply(lambda m, x: m.conv(x.transpose(2, 3)).transpose(1, 2), conv=nn.Conv2d(3, 4, 3))
 
 
-@case(data(N, 5, 3, 6, 6), way="by_vmap")
+@case(data(N, 5, 3, 6, 6))
 def conv2d_over_frames():
     def forward(m, x):
         return m.conv(x.flatten(0, 1)).view(len(x), 5, -1).mean(1)
 
     return Apply(forward, conv=nn.Conv2d(3, 4, 3))
+
+
+@case(data(N, 5, 3, 7))
+def conv1d_over_inner_frames():
+    def forward(m, x):
+        return m.conv(x.transpose(0, 1).flatten(0, 1)).view(5, len(x), -1).mean(0)
+
+    return Apply(forward, conv=nn.Conv1d(3, 4, 3, groups=1))
+
+
+@case(data(N, 2, 3, 5))
+def two_views_of_an_example():
+    def forward(m, x):
+        views = m.conv(torch.cat([x[:, 0], x[:, 1]])).tanh().flatten(1)
+        return views[: len(x)] * views[len(x) :]
+
+    return Apply(forward, conv=nn.ConvTranspose1d(3, 4, 3, stride=2))
 
 
 # ---------------------------------------------------------------------- norms
@@ -626,6 +645,18 @@ def test_auto_takes_the_fast_way(name, monkeypatch):
     ways = Ways(monkeypatch)
     dpt.per_sample_norms(losses, model, *batch, method="auto")
     assert ways.taken == [way]
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "checkpoint"])
+def test_a_recorded_forward_gives_the_same(name):
+    build, batch, _, _ = CASES[name]
+    model = randomise(build())
+    truth = truth_of(model, losses, *batch)
+    with dpt.record_per_sample(model, loss_reduction="mean") as record:
+        losses(model, *batch).mean().backward()
+    found = {name: grad.numpy() for name, grad in record.grads().items()}
+    assert_grads_close(found, truth, "float32")
+    np.testing.assert_allclose(record.norms().numpy(), whole_norms(truth), rtol=2e-5)
 
 
 def losses(model, *batch):

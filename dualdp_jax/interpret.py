@@ -1,0 +1,311 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a jaxpr on data and on values derived from parameters, and takes down where they meet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from dualdp_jax import compat
+from dualdp_jax.derived import (
+    Derived,
+    Operation,
+    constant,
+    derive,
+    evaluate,
+    parameter,
+    pull_back,
+)
+from dualdp_jax.rules import RULES, Rule, Spec
+
+Pull = Callable[[Sequence[Any], Any], dict[int, Any]]
+
+
+@dataclass(frozen=True)
+class Use:
+    """One place where a weight meets data.
+
+    Attributes:
+        rule: what is known about the primitive.
+        spec: the primitive's parameters, and the operand that the weight is.
+        sources: indices of the parameters that the weight is made of.
+        is_rearrangement: the weight holds the numbers of one parameter, in another order.
+        pull: (parameters, gradient of the operand) to gradients of the parameters.
+    """
+
+    rule: Rule
+    spec: Spec
+    sources: frozenset[int]
+    is_rearrangement: bool
+    pull: Pull
+
+
+@dataclass
+class Scope:
+    """The run of one jaxpr (and what is inlined into it): the whole loss, or the body of a loop.
+
+    Attributes:
+        values: the parameters of this scope.
+        probed: the same plus their probes.
+        probes: zeros to be added at the uses, in order; None while shapes are found out.
+        uses: what was found, in order.
+        operands: the data operands kept at each use.
+        shapes: shape of the result at each use.
+        wanted: parameters that are used outside the rules.
+        blocked: parameters that reach a place where no gradient passes.
+        plans: what a first run over the body of a loop has found, by equation.
+    """
+
+    values: list[Any]
+    probed: list[Any]
+    probes: list[Any] | None = None
+    uses: list[Use] = field(default_factory=list)
+    operands: list[tuple[Any, ...]] = field(default_factory=list)
+    shapes: list[Any] = field(default_factory=list)
+    wanted: set[int] = field(default_factory=set)
+    blocked: set[int] = field(default_factory=set)
+    plans: dict[Any, Scope] = field(default_factory=dict)
+    memo: dict[Operation, list[Any]] = field(default_factory=dict)
+
+    def enter(self, item: Any) -> Any:
+        """A value for ordinary computation: parameters carry their own probe from here on."""
+        if isinstance(item, Derived):
+            self.wanted |= item.sources
+            return evaluate(item, self.probed, self.memo)
+        return item
+
+    def take_probes(self, count: int) -> list[Any] | None:
+        """The probes of the next uses."""
+        if self.probes is None:
+            return None
+        taken, self.probes = self.probes[:count], self.probes[count:]
+        return taken
+
+
+# ---------------------------------------------------------------------- running a jaxpr
+
+
+def run(scope: Scope, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    """Run a jaxpr on data and `Derived` values; the results are of these kinds too."""
+    env: dict[Any, Any] = {}
+    env |= zip(jaxpr.constvars, map(constant, consts), strict=True)
+    env |= zip(jaxpr.invars, args, strict=True)
+    read = lambda v: constant(v.val) if isinstance(v, compat.Literal) else env[v]  # noqa: E731
+    for eqn in jaxpr.eqns:
+        results = _step(scope, eqn, [read(v) for v in eqn.invars])
+        env |= zip(eqn.outvars, results, strict=True)
+    return [read(v) for v in jaxpr.outvars]
+
+
+def _is_weight(item: Any) -> bool:
+    return isinstance(item, Derived) and bool(item.sources)
+
+
+def _step(scope: Scope, eqn: Any, inputs: list[Any]) -> list[Any]:
+    """The results of one equation."""
+    name = eqn.primitive.name
+    holds_weight = any(map(_is_weight, inputs))
+    if holds_weight and name in compat.WRAPPERS:
+        jaxpr, consts = compat.open_jaxpr(eqn.params[compat.WRAPPERS[name]])
+        return run(scope, jaxpr, consts, inputs)
+    if all(isinstance(item, Derived) for item in inputs):
+        return _derived(scope, eqn, inputs)
+    if holds_weight and name == "scan":
+        return _scan(scope, eqn, inputs)
+    position = _rule_position(eqn, inputs) if holds_weight else None
+    if position is not None:
+        return [_use(scope, eqn, inputs, position)]
+    return compat.bind(eqn, *(scope.enter(item) for item in inputs))
+
+
+def _derived(scope: Scope, eqn: Any, inputs: list[Derived]) -> list[Any]:
+    """Results that depend on parameters and constants; plain values where no gradient passes."""
+    results: list[Any] = derive(eqn, inputs)
+    for position, result in enumerate(results):
+        passes = jnp.issubdtype(result.value.dtype, jnp.floating)
+        if result.sources and not (passes and eqn.primitive.name != "stop_gradient"):
+            scope.blocked |= result.sources
+            results[position] = result.value
+    return results
+
+
+def _rule_position(eqn: Any, inputs: list[Any]) -> int | None:
+    """Which operand is the weight of a rule that accepts this equation, else None."""
+    rule = RULES.get(eqn.primitive.name)
+    weights = [i for i, item in enumerate(inputs) if _is_weight(item)]
+    if rule is None or len(weights) != 1 or len(eqn.outvars) != 1:
+        return None
+    is_float = jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.floating)
+    shapes = [var.aval for var in eqn.invars]
+    return weights[0] if is_float and rule.accepts(eqn.params, weights[0], shapes) else None
+
+
+def _use(scope: Scope, eqn: Any, inputs: list[Any], position: int) -> Any:
+    """Run an equation that has a rule; record the use and add its probe."""
+    weight: Derived = inputs[position]
+    others = tuple(scope.enter(item) for i, item in enumerate(inputs) if i != position)
+    values = [weight.value if i == position else scope.enter(x) for i, x in enumerate(inputs)]
+    (result,) = compat.bind(eqn, *values)
+    scope.uses.append(
+        Use(
+            rule=RULES[eqn.primitive.name],
+            spec=Spec(eqn.params, position, weight.value.shape, weight.value.dtype),
+            sources=weight.sources,
+            is_rearrangement=weight.undo is not None,
+            pull=lambda values, cotangent: pull_back(weight, values, cotangent),
+        )
+    )
+    scope.operands.append(others)
+    scope.shapes.append(jax.ShapeDtypeStruct(result.shape, result.dtype))
+    probe = scope.take_probes(1)
+    return result if probe is None else result + probe[0]
+
+
+# ---------------------------------------------------------------------- loops
+
+
+class Loop(NamedTuple):
+    """A scan, its inputs sorted.
+
+    Attributes:
+        eqn: the equation.
+        kinds: of each input, whether it is a weight; with the equation, the name of its plan.
+        weights: parameters among its constants and scanned inputs.
+        is_stacked: of each weight, whether it is scanned, one slice per step.
+        body: (inner scope, carry, slices) to (carry, outputs).
+        carry: where it starts.
+        scanned: the other scanned inputs.
+    """
+
+    eqn: Any
+    kinds: tuple[bool, ...]
+    weights: list[Derived]
+    is_stacked: list[bool]
+    body: Callable[[Scope, Any, Any], tuple[list[Any], list[Any]]]
+    carry: list[Any]
+    scanned: list[Any]
+
+
+def _loop(scope: Scope, eqn: Any, inputs: list[Any]) -> Loop:
+    """Sort the inputs of a scan."""
+    num_consts, num_carry = eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, xs = inputs[:num_consts], inputs[num_consts + num_carry :]
+    carry = [scope.enter(item) for item in inputs[num_consts : num_consts + num_carry]]
+    weights = [item for item in (*consts, *xs) if _is_weight(item)]
+    is_stacked = [False] * sum(map(_is_weight, consts))
+    is_stacked += [True] * (len(weights) - len(is_stacked))
+    jaxpr, closed = compat.open_jaxpr(eqn.params["jaxpr"])
+
+    def body(inner: Scope, carry: Any, slices: Any) -> tuple[list[Any], list[Any]]:
+        slots = iter(parameter(i, value) for i, value in enumerate(inner.values))
+        items = iter(slices)
+        args = [next(slots) if _is_weight(item) else item for item in consts]
+        args += carry
+        args += [next(slots) if _is_weight(item) else next(items) for item in xs]
+        results = [inner.enter(item) for item in run(inner, jaxpr, closed, args)]
+        return results[:num_carry], results[num_carry:]
+
+    scanned = [scope.enter(item) for item in xs if not _is_weight(item)]
+    return Loop(eqn, tuple(map(_is_weight, inputs)), weights, is_stacked, body, carry, scanned)
+
+
+def _plan(scope: Scope, loop: Loop) -> Scope:
+    """What one step of the body holds, found from shapes alone."""
+    key = (id(loop.eqn), loop.kinds)
+    if key not in scope.plans:
+        values = [weight.value for weight in loop.weights]
+        found: list[Scope] = []
+
+        def one(values: Any, carry: Any, slices: Any) -> Any:
+            inner = Scope(list(values), list(values), plans=scope.plans)
+            found.append(inner)
+            return loop.body(inner, carry, slices)
+
+        cut = lambda stacked, value: _slice_shape(value) if stacked else _shape(value)  # noqa: E731
+        jax.eval_shape(
+            one,
+            [cut(s, v) for s, v in zip(loop.is_stacked, values, strict=True)],
+            [_shape(value) for value in loop.carry],
+            [_slice_shape(value) for value in loop.scanned],
+        )
+        scope.plans[key] = found[-1]
+    return scope.plans[key]
+
+
+def _shape(value: Any) -> Any:
+    return jax.ShapeDtypeStruct(jnp.shape(value), jnp.result_type(value))
+
+
+def _slice_shape(value: Any) -> Any:
+    return jax.ShapeDtypeStruct(value.shape[1:], value.dtype)
+
+
+def _scan(scope: Scope, eqn: Any, inputs: list[Any]) -> list[Any]:
+    """Run a scan that holds parameters: its uses come out stacked over the steps."""
+    loop, length = _loop(scope, eqn, inputs), eqn.params["length"]
+    plan = _plan(scope, loop)
+    raw = [weight.value for weight in loop.weights]
+    probed = [
+        scope.enter(weight) if index in plan.wanted else weight.value
+        for index, weight in enumerate(loop.weights)
+    ]
+    scope.blocked |= {i for j in plan.blocked for i in loop.weights[j].sources}
+    probes = scope.take_probes(len(plan.uses))
+    pick = lambda values, flag: [  # noqa: E731
+        v for v, stacked in zip(values, loop.is_stacked, strict=True) if stacked == flag
+    ]
+
+    def merge(slices: Any, whole: list[Any]) -> list[Any]:
+        stacked, fixed = iter(slices), iter(pick(whole, False))
+        return [next(stacked) if flag else next(fixed) for flag in loop.is_stacked]
+
+    def step(carry: Any, slices: Any) -> Any:
+        items, raw_slices, probed_slices, zeros = slices
+        inner = Scope(
+            merge(raw_slices, raw), merge(probed_slices, probed), zeros, plans=scope.plans
+        )
+        carry, outputs = loop.body(inner, carry, items)
+        return carry, (outputs, inner.operands)
+
+    xs = (loop.scanned, pick(raw, True), pick(probed, True), probes)
+    options = {name: eqn.params[name] for name in ("reverse", "unroll") if name in eqn.params}
+    carry, (outputs, operands) = jax.lax.scan(step, loop.carry, xs, length=length, **options)
+    scope.uses += [_lifted(use, loop) for use in plan.uses]
+    scope.operands += operands
+    scope.shapes += [
+        jax.ShapeDtypeStruct((length, *shape.shape), shape.dtype) for shape in plan.shapes
+    ]
+    return [*carry, *outputs]
+
+
+def _lifted(use: Use, loop: Loop) -> Use:
+    """The use as seen from outside the loop, with the steps as a leading axis."""
+    is_stacked = any(loop.is_stacked[index] for index in use.sources)
+    axes = [0 if stacked else None for stacked in loop.is_stacked]
+
+    def pull(values: Sequence[Any], cotangent: Any) -> dict[int, Any]:
+        memo: dict[Operation, list[Any]] = {}
+        inner = [evaluate(weight, values, memo) for weight in loop.weights]
+        if is_stacked:
+            parts = jax.vmap(use.pull, in_axes=(axes, 0))(inner, cotangent)
+            parts = {j: p if loop.is_stacked[j] else p.sum(0) for j, p in parts.items()}
+        else:
+            parts = use.pull(inner, cotangent)
+        total: dict[int, Any] = {}
+        for j, part in parts.items():
+            for i, grad in pull_back(loop.weights[j], values, part).items():
+                total[i] = total[i] + grad if i in total else grad
+        return total
+
+    outer = [loop.weights[index] for index in sorted(use.sources)]
+    return replace(
+        use,
+        spec=use.spec._replace(loops=(is_stacked, *use.spec.loops)),
+        sources=frozenset().union(*(weight.sources for weight in outer)),
+        is_rearrangement=use.is_rearrangement and all(w.undo is not None for w in outer),
+        pull=pull,
+    )

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calibration: never over the target, close to it, for every quantity; and the two commands."""
+
+import json
+import math
+import time
+
+import pytest
+from typer.testing import CliRunner
+
+import dualdp
+from dualdp import AccountingError
+from dualdp.accountants import calibrate
+from dualdp.cli import app
+from tests.cases import accounting as cases
+
+TARGETS = [
+    {"target_epsilon": 1.0, "target_delta": 1e-5, "sample_rate": 0.01, "num_steps": 1000},
+    {"target_epsilon": 8.0, "target_delta": 1e-5, "sample_rate": 0.04, "num_steps": 2250},
+    {"target_epsilon": 1.0, "target_delta": 1e-6, "sample_rate": 1e-3, "num_steps": 10_000},
+    {"target_epsilon": 0.1, "target_delta": 1e-5, "sample_rate": 0.01, "num_steps": 1000},
+    {"target_epsilon": 50.0, "target_delta": 1e-5, "sample_rate": 0.01, "num_steps": 1000},
+    {"target_epsilon": 1000.0, "target_delta": 1e-5, "sample_rate": 0.1, "num_steps": 1000},
+    {"target_epsilon": 3.0, "target_delta": 1e-5, "sample_rate": 1.0, "num_steps": 7},
+]
+
+
+def spent(target, **run):
+    names = ("sample_rate", "num_steps", "noise_multiplier")
+    known = {k: v for k, v in (target | run).items() if k in names}
+    return dualdp.get_epsilon(**known, delta=target["target_delta"])
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_calibrated_noise_meets_the_target(target):
+    start = time.perf_counter()
+    sigma = dualdp.get_noise_multiplier(**target)
+    assert time.perf_counter() - start < 3  # 0.3 s on a quiet core
+    epsilon = spent(target, noise_multiplier=sigma)
+    assert 0.998 * target["target_epsilon"] <= epsilon <= target["target_epsilon"]
+
+
+def test_known_calibrations():
+    _, row = cases.PUBLISHED["gaussian"]
+    sigma = dualdp.get_noise_multiplier(
+        target_epsilon=1, target_delta=1e-5, sample_rate=1.0, num_steps=1
+    )
+    assert sigma == pytest.approx(row["noise_multiplier"], rel=1e-9)
+    assert sigma >= row["noise_multiplier"] * (1 - 1e-11)
+
+
+@pytest.mark.parametrize("target", TARGETS[:4])
+def test_steps_and_rate_for_a_budget(target):
+    sigma = dualdp.get_noise_multiplier(**target)
+    rest = {k: v for k, v in target.items() if k not in ("num_steps", "sample_rate")}
+    steps = dualdp.get_num_steps(**rest, noise_multiplier=sigma, sample_rate=target["sample_rate"])
+    assert spent(target, noise_multiplier=sigma, num_steps=steps) <= target["target_epsilon"]
+    assert steps == pytest.approx(target["num_steps"], rel=2e-3)
+    rate = dualdp.get_sample_rate(**rest, noise_multiplier=sigma, num_steps=target["num_steps"])
+    assert spent(target, noise_multiplier=sigma, sample_rate=rate) <= target["target_epsilon"]
+    assert rate == pytest.approx(target["sample_rate"], rel=2e-3)
+
+
+def test_steps_and_rate_at_the_ends():
+    target = {"target_epsilon": 1.0, "target_delta": 1e-5}
+    assert dualdp.get_num_steps(**target, noise_multiplier=0.3, sample_rate=1.0) == 0
+    assert dualdp.get_sample_rate(**target, noise_multiplier=100.0, num_steps=1) == 1.0
+    with pytest.raises(AccountingError, match="not even a billion steps"):
+        dualdp.get_num_steps(**target, noise_multiplier=1.0, sample_rate=0.0)
+    with pytest.raises(AccountingError, match="no sampling rate above 1e-9"):
+        dualdp.get_sample_rate(**target, noise_multiplier=0.0, num_steps=1)
+    bins = dualdp.get_sample_rate(
+        **target, noise_multiplier=2.0, num_steps=500, sampler="balls_in_bins"
+    )
+    assert abs(1 / bins - round(1 / bins)) < 1e-9
+
+
+def test_a_whole_schedule_is_scaled():
+    steps = [(2.0 * 0.9**i, 0.01, 50) for i in range(8)]
+    scale = calibrate.get_schedule_scale(target_epsilon=2.0, target_delta=1e-5, steps=steps)
+    made = dualdp.accountants.create("pld")
+    for sigma, rate, count in steps:
+        made.step(noise_multiplier=sigma * scale, sample_rate=rate, num_steps=count)
+    assert 1.99 < made.get_epsilon(delta=1e-5) <= 2.0
+
+
+def test_nothing_released_needs_no_noise():
+    target = {"target_epsilon": 1.0, "target_delta": 1e-5}
+    assert dualdp.get_noise_multiplier(**target, sample_rate=0.1, num_steps=0) == 0
+    assert dualdp.get_noise_multiplier(**target, sample_rate=0.0, num_steps=5) == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"target_epsilon": 0.0}, "target_epsilon=0.0 is out of range"),
+        ({"target_epsilon": math.inf}, "target_epsilon=inf is out of range"),
+        ({"target_epsilon": math.nan}, "target_epsilon=nan is not a number"),
+        ({"target_delta": 0.0}, "strictly between 0 and 1"),
+        ({"target_delta": 1.0}, "strictly between 0 and 1"),
+        ({"sample_rate": 1.2}, "sample_rate=1.2 is not a probability"),
+        ({"accountant": "prd"}, "Expected one of gdp, pld, prv, rdp"),
+        ({"neighboring_relation": "swap"}, "Expected one of add_or_remove"),
+        ({"sampler": "uniform"}, "sampler='uniform' is unknown"),
+        ({"accountant": "gdp"}, "Pass approximate=True"),
+        ({"sampler": "balls_in_bins", "sample_rate": 0.3}, "Use 1/3 or 1/4"),
+    ],
+)
+def test_bad_targets(change, text):
+    with pytest.raises(ValueError, match=text):
+        dualdp.get_noise_multiplier(**(TARGETS[0] | change))
+
+
+def test_a_misspelt_word_is_refused():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'smapler'"):
+        dualdp.get_epsilon(
+            noise_multiplier=1.0, sample_rate=0.1, num_steps=1, delta=1e-5, smapler="poisson"
+        )
+
+
+RUN = ["--num-examples", "60000", "--batch-size", "256", "--epochs", "2", "--delta", "1e-5"]
+
+
+def command(*words):
+    return CliRunner().invoke(app, list(words))
+
+
+def test_the_command_epsilon(tmp_path):
+    picture = tmp_path / "epsilon.png"
+    result = command("epsilon", "--noise-multiplier", "1.1", *RUN, "--json", "--plot", str(picture))
+    assert result.exit_code == 0, result.output
+    record = json.loads(result.stdout)
+    assert record["num_steps"] == 470
+    assert record["epsilon"] == dualdp.get_epsilon(
+        noise_multiplier=1.1, sample_rate=256 / 60000, num_steps=470, delta=1e-5
+    )
+    assert 0 < record["lower_bound"] <= record["epsilon"]
+    assert picture.stat().st_size > 5_000
+    table = command(
+        "epsilon", "--noise-multiplier", "1.1", "--sample-rate", "0.01", "--steps", "10",
+        "--delta", "1e-5", "--accountant", "rdp",
+    )  # fmt: skip
+    assert table.exit_code == 0
+    assert "epsilon" in table.output
+
+
+def test_the_command_calibrate():
+    result = command("calibrate", "--epsilon", "3", *RUN, "--json")
+    record = json.loads(result.stdout)
+    assert 2.99 < record["epsilon"] <= 3
+    known = ["--noise-multiplier", "1.5", "--delta", "1e-5", "--epsilon", "3", "--json"]
+    steps = json.loads(command("calibrate", *known, "--sample-rate", "0.01").stdout)
+    assert 2.9 < steps["epsilon"] <= 3
+    rate = json.loads(command("calibrate", *known, "--steps", "1000").stdout)
+    assert 2.9 < rate["epsilon"] <= 3
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["epsilon", "--noise-multiplier", "1", "--delta", "1e-5", "--steps", "3"], "rate is missing"),
+        (
+            ["epsilon", "--noise-multiplier", "1", "--delta", "1e-5", "--sample-rate", "0.1"],
+            "Give one of --steps and --epochs",
+        ),
+        (
+            ["epsilon", "--noise-multiplier", "-1", "--delta", "1e-5", "--sample-rate", "0.1",
+             "--steps", "3"],
+            "noise_multiplier=-1.0 is out of range",
+        ),
+        (
+            ["epsilon", "--noise-multiplier", "1", "--delta", "1e-5", "--sample-rate", "0.1",
+             "--epochs", "3"],
+            "--epochs needs --num-examples",
+        ),
+        (
+            ["epsilon", "--noise-multiplier", "1", "--delta", "1e-5", "--sample-rate", "0.1",
+             "--batch-size", "3", "--steps", "2"],
+            "both say the rate",
+        ),
+        (
+            ["calibrate", "--epsilon", "3", "--noise-multiplier", "1", *RUN],
+            "Nothing is left to look for",
+        ),
+        (
+            ["epsilon", "--noise-multiplier", "1", *RUN, "--plot", "/nowhere/x.png"],
+            "lies in no existing folder",
+        ),
+    ],
+)  # fmt: skip
+def test_commands_refuse_in_one_line(words, text):
+    result = command(*words)
+    assert result.exit_code == 2
+    assert text in result.output
+    assert "Traceback" not in result.output

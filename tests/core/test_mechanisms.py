@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Events: which one a sampler is, what they refuse, and that they travel as plain data."""
+
+import json
+
+import pytest
+
+from dualdp import AccountingError, mechanisms
+from dualdp.mechanisms import event, num_steps_of
+
+ALL = [
+    mechanisms.Gaussian(1.0),
+    mechanisms.PoissonSubsampledGaussian(1.0, 0.1),
+    mechanisms.TruncatedPoissonSubsampledGaussian(1.0, 0.1, 100, 20),
+    mechanisms.FixedSizeSubsampledGaussian(1.0, 0.1),
+    mechanisms.BallsInBinsGaussian(1.0, 10, 2),
+    mechanisms.ShuffledGaussian(1.0, 10),
+    mechanisms.Laplace(2.0),
+    mechanisms.DiscreteGaussian(2.0),
+    mechanisms.RandomizedResponse(0.3, 4),
+    mechanisms.ApproximateDP(1.0, 1e-6),
+    mechanisms.MassTable((0.5, 0.5), (0.25, 0.75)),
+    mechanisms.Composition(((mechanisms.Gaussian(1.0), 2), mechanisms.Laplace(1.0))),
+]
+
+
+@pytest.mark.parametrize("one", ALL, ids=lambda one: type(one).__name__)
+def test_events_travel_as_json(one):
+    again = mechanisms.from_dict(json.loads(json.dumps(mechanisms.to_dict(one))))
+    assert again == one
+    assert hash(again) == hash(one)
+
+
+def test_every_sampler_is_its_own_event():
+    run = {"noise_multiplier": 1.5, "sample_rate": 0.02}
+    sizes = {"num_examples": 1000, "max_batch_size": 40}
+    made = {sampler: event(sampler=sampler, **run, **sizes) for sampler in mechanisms.SAMPLERS}
+    assert len({type(one) for one in made.values()}) == len(made) == 5
+    assert made["balls_in_bins"] == mechanisms.BallsInBinsGaussian(1.5, 50)
+    assert made["shuffle"].releases == 50
+    assert made["poisson"].releases == 1
+    # fewer batches in a pass are more participations: rounded down
+    assert event(sampler="shuffle", noise_multiplier=1, sample_rate=0.3).num_batches == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"sampler": "weighted"}, ValueError, "Expected one of balls_in_bins, fixed_size"),
+        ({"sampler": "truncated_poisson"}, AccountingError, "needs num_examples and max_batch"),
+        ({"sampler": "balls_in_bins", "sample_rate": 0.03}, AccountingError, "Use 1/33 or 1/34"),
+        ({"sampler": "balls_in_bins", "sample_rate": 0.0}, AccountingError, "is not 1 /"),
+        ({"sampler": "shuffle", "sample_rate": 0.0}, AccountingError, "the length of an epoch"),
+        ({"sample_rate": -0.1}, ValueError, "sample_rate=-0.1 is not a probability"),
+        ({"noise_multiplier": float("inf")}, ValueError, "noise_multiplier=inf is out of range"),
+        ({"noise_multiplier": True}, TypeError, "noise_multiplier=True is a bool"),
+    ],
+)
+def test_events_refuse(arguments, error, text):
+    with pytest.raises(error, match=text):
+        event(**({"noise_multiplier": 1.0, "sample_rate": 0.1} | arguments))
+
+
+def test_tables_and_records_refuse():
+    with pytest.raises(ValueError, match="p has 2 outcomes but q has 1"):
+        mechanisms.MassTable((0.5, 0.5), (1.0,))
+    with pytest.raises(ValueError, match="q sums to 0.9"):
+        mechanisms.MassTable((0.5, 0.5), (0.4, 0.5))
+    with pytest.raises(ValueError, match="is not a probability"):
+        mechanisms.MassTable((1.5, -0.5), (0.5, 0.5))
+    with pytest.raises(ValueError, match="noise_parameter=2 is not a probability"):
+        mechanisms.RandomizedResponse(2)
+    with pytest.raises(ValueError, match="num_bins=0 is out of range"):
+        mechanisms.BallsInBinsGaussian(1.0, 0)
+    with pytest.raises(ValueError, match="count=-1 is out of range"):
+        mechanisms.Composition(((mechanisms.Laplace(1.0), -1),))
+    with pytest.raises(ValueError, match="mechanism='Cauchy' is unknown"):
+        mechanisms.from_dict({"mechanism": "Cauchy"})
+    with pytest.raises(ValueError, match="written by another version"):
+        mechanisms.from_dict({"mechanism": "Gaussian", "sigma": 1.0})
+
+
+def test_epochs_become_steps_in_one_place():
+    assert num_steps_of(epochs=1, num_examples=93 * 32, batch_size=32) == 93
+    assert num_steps_of(epochs=1, num_examples=93 * 32 - 5, batch_size=32) == 93
+    assert num_steps_of(epochs=2.5, num_examples=100, batch_size=10) == 25
+    assert num_steps_of(epochs=0, num_examples=100, batch_size=10) == 0
+    with pytest.raises(ValueError, match="batch_size=11 is larger than num_examples=10"):
+        num_steps_of(epochs=1, num_examples=10, batch_size=11)
