@@ -98,3 +98,15 @@ def keeps_convolution(*, t: int) -> bool:
     (True, False)
     """
     return 2.0 * t > KEEP_CONVOLUTION
+
+
+def convolution_prefers_crb(*, channels: int) -> bool:
+    """Whether a convolution of one axis more is the fastest form: where it has few channels.
+
+    Args:
+        channels: of the input, per group.
+
+    >>> convolution_prefers_crb(channels=3), convolution_prefers_crb(channels=64)
+    (True, False)
+    """
+    return channels <= 4

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from dualdp_jax import compat
 from dualdp_jax.call import Call, Row
-from dualdp_jax.derived import parameter
+from dualdp_jax.derived import Derived, parameter
 from dualdp_jax.interpret import Scope, Use, run
 
 
@@ -67,7 +67,8 @@ def capture(call: Call, rows: Row) -> Capture:
     def forward(scope: Scope, row: Row) -> tuple[Any, Any]:
         slots = [parameter(index, value) for index, value in enumerate(scope.values)]
         results = run(scope, jaxpr, consts, [*slots, *jax.tree.leaves(row)])
-        return jax.tree.unflatten(structure, [scope.enter(item) for item in results])
+        plain = [item.value if isinstance(item, Derived) else item for item in results]
+        return jax.tree.unflatten(structure, [scope.enter(results[0]), *plain[1:]])
 
     plan = Scope(trained, trained)
     jax.eval_shape(lambda row: forward(plan, row), shapes)

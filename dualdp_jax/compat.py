@@ -83,6 +83,14 @@ def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
     return (jaxpr.jaxpr, jaxpr.consts) if hasattr(jaxpr, "consts") else (jaxpr, ())
 
 
+def scan_sizes(eqn: Any) -> tuple[int, int]:
+    """Number of constants and of carried values among the inputs of a scan."""
+    if "num_consts" in eqn.params:  # until jax 0.11
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carry, _ = eqn.params["ft_in"].update(list(eqn.invars)).unpack()
+    return len(list(consts)), len(list(carry))
+
+
 def bind(eqn: Any, *values: Any) -> list[Any]:
     """Run one equation on other values."""
     bound = eqn.primitive.get_bind_params(eqn.params)

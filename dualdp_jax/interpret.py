@@ -126,7 +126,7 @@ def _derived(scope: Scope, eqn: Any, inputs: list[Derived]) -> list[Any]:
     """Results that depend on parameters and constants; plain values where no gradient passes."""
     results: list[Any] = derive(eqn, inputs)
     for position, result in enumerate(results):
-        passes = jnp.issubdtype(result.value.dtype, jnp.floating)
+        passes = jnp.issubdtype(result.value.dtype, jnp.inexact)
         if result.sources and not (passes and eqn.primitive.name != "stop_gradient"):
             scope.blocked |= result.sources
             results[position] = result.value
@@ -192,7 +192,7 @@ class Loop(NamedTuple):
 
 def _loop(scope: Scope, eqn: Any, inputs: list[Any]) -> Loop:
     """Sort the inputs of a scan."""
-    num_consts, num_carry = eqn.params["num_consts"], eqn.params["num_carry"]
+    num_consts, num_carry = compat.scan_sizes(eqn)
     consts, xs = inputs[:num_consts], inputs[num_consts + num_carry :]
     carry = [scope.enter(item) for item in inputs[num_consts : num_consts + num_carry]]
     weights = [item for item in (*consts, *xs) if _is_weight(item)]

@@ -3,7 +3,6 @@
 
 from . import weights as weights
 from .call import METHODS as METHODS
-from .capture import ChangedInPlaceError as ChangedInPlaceError
 from .data import PlannedLoader as PlannedLoader
 from .engine import PrivacyEngine as PrivacyEngine
 from .noise import noisy_mean as noisy_mean
@@ -16,5 +15,6 @@ from .record import record_per_sample as record_per_sample
 from .rules import RULES as RULES
 from .rules import Rule as Rule
 from .rules import register_rule as register_rule
+from .uses import ChangedInPlaceError as ChangedInPlaceError
 from .validate import Finding as Finding
 from .validate import validate as validate

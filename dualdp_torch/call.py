@@ -13,11 +13,12 @@ from torch import nn
 from dualdp import _validate
 
 from .batch import Batch, check_losses
-from .capture import Capture, ChangedInPlaceError, eagerly, trainable_parameters
+from .capture import Capture
 from .fallback import by_loop, by_vmap
 from .gradients import Captured, Gradients
-from .proof import Proof, known, prove
+from .proof import Proof, known, prove, untouched_generators
 from .rules.base import Tensor
+from .uses import ChangedInPlaceError, eagerly, trainable_parameters
 from .validate import refuse_mixing_modules
 
 #: Every method, and which per-sample gradients it keeps.
@@ -105,7 +106,7 @@ class Call:
         few = self.batch.rows(slice(0, 2))
         own = {p.untyped_storage().data_ptr() for p in self.model.parameters()}
         with (
-            torch.random.fork_rng([]),
+            untouched_generators(few.tensors()[0].device),
             torch.autograd.graph.saved_tensors_hooks(
                 lambda t: t if t.untyped_storage().data_ptr() in own else pack(t), lambda t: t
             ),
@@ -185,7 +186,9 @@ class Call:
         total = losses if self.mask is None else losses.masked_fill(~self.mask, 0)
         signatures = tuple(use.signature for use in capture.uses)
         proof = proofs.get(signatures) or fresh or self._prove(proofs)
-        if proof is None or proof.problem or proof.signatures != signatures:
+        if proof is None:  # one example, or none, with a finite loss: too few to be told apart
+            return by_loop(*self._arguments)
+        if proof.problem or proof.signatures != signatures:
             raise _NoCapture("the uses of parameters differ from those that were examined")
         leftover = capture.backward(total.sum(), self.parameters)
         if leftover:

@@ -11,15 +11,11 @@ more uses.
 
 from __future__ import annotations
 
-import contextlib
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -27,116 +23,7 @@ from dualdp import UnsupportedLayerError
 
 from .rules import REWRITES, RULES
 from .rules.base import Rule, Tensor
-
-
-@contextlib.contextmanager
-def eagerly() -> Iterator[None]:
-    """Compiled models run as they were written: a compiled graph hides its parameters."""
-    if "torch._dynamo" not in sys.modules:
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"):
-        yield
-
-
-class ChangedInPlaceError(UnsupportedLayerError):
-    """An input that a parameter's gradient needs was overwritten after it was used."""
-
-
-@dataclass(eq=False)
-class Use:
-    """One call of a function with a rule, on at least one trainable parameter.
-
-    Attributes:
-        function: what was called.
-        rule: its rule.
-        held: parameter argument -> parameter name.
-        shapes: parameter argument -> parameter shape.
-        acts: saved input(s), batch-first once `Layout` has seen them; None when not needed.
-        options: the call's other arguments.
-        edge: where the output's gradient arrives.
-        out_shape: shape of the output.
-        position: among all calls that rules cover.
-        can_skip: the call can be run without being captured.
-        grads_out: gradient of the output, or None as long as none has arrived.
-    """
-
-    function: Callable[..., Any]
-    rule: Rule
-    held: dict[str, str]
-    shapes: dict[str, torch.Size]
-    acts: Any
-    options: dict[str, Any]
-    edge: GradientEdge
-    out_shape: torch.Size
-    position: int
-    can_skip: bool = True
-    versions: list[tuple[Tensor, int]] = field(default_factory=list)
-    grads_out: Tensor | None = None
-
-    @property
-    def signature(self) -> tuple[Any, ...]:
-        """What this use has in common with the same use on other data."""
-        return self.function, tuple(self.held.items()), len(self.out_shape), self.position
-
-    @property
-    def batch_axes(self) -> Sequence[int]:
-        """Axes of the output that may be the batch."""
-        return self.rule.batch_axes(self.out_shape, list(self.shapes.values()))
-
-    def __str__(self) -> str:
-        names = ", ".join(map(repr, self.held.values()))
-        return f"{name_of(self.function)} with {names}"
-
-    def check_unchanged(self) -> None:
-        """Refuse a saved input that was changed in place."""
-        if any(tensor._version != version for tensor, version in self.versions):
-            raise ChangedInPlaceError(
-                f"The input of {self} was changed in place after it was used, so the gradient of "
-                'the parameter is lost. Use the out-of-place operation, or method="vmap".'
-            )
-
-
-@dataclass(frozen=True, eq=False)
-class Derived:
-    """A tensor that was computed from parameters alone, and used like one.
-
-    Attributes:
-        value: with the graph that leads to the parameters.
-        version: when it was used.
-    """
-
-    value: Tensor
-    version: int
-
-    def pull_back(
-        self, grads: Tensor, parameters: Mapping[str, Tensor], *, per_sample: bool
-    ) -> dict[str, Tensor]:
-        """Gradients of the value, (n, *shape) or (*shape), as gradients of the parameters."""
-        if self.value._version != self.version:
-            raise ChangedInPlaceError(
-                "A tensor computed from parameters was changed in place after it was used. Use the "
-                'out-of-place operation, or method="vmap".'
-            )
-        found = torch.autograd.grad(
-            self.value,
-            list(parameters.values()),
-            grads.to(self.value.dtype),
-            is_grads_batched=per_sample,
-            retain_graph=True,
-            allow_unused=True,
-        )
-        return {n: g for n, g in zip(parameters, found, strict=True) if g is not None}
-
-
-def name_of(function: Callable[..., Any]) -> str:
-    """The name of a function as torch's documentation has it."""
-    return getattr(function, "__name__", str(function))
-
-
-def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """{name: parameter} of what is trained; a tied weight under its first name."""
-    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+from .uses import Derived, Use, name_of
 
 
 class _Attach(torch.autograd.Function):
@@ -199,7 +86,7 @@ class Capture(TorchFunctionMode):
         self.uses: list[Use] = []
         self.derived: dict[str, Derived] = {}
         self._names = dict(names)
-        self._orders: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self._orders: dict[int, tuple[Any, int | None, Tensor | None]] = {}
         self._from_parameters: dict[int, Tensor] = {}  # by id, kept alive so that ids stay true
         self._on_use, self._skip, self._seen = on_use, skip, 0
         self._skipped: set[tuple[Any, ...]] = set()
@@ -285,13 +172,20 @@ class Capture(TorchFunctionMode):
         return out
 
     def _note_order(self, func: Any, args: tuple[Any, ...], out: Any) -> None:
-        """Remember in which order sequences were packed: the only permutation that is followed."""
-        data, order = (out[0], self.order_of(args[0])) if type(out) is tuple else (out, args[2])
-        self._orders[id(data)] = (data, order)
+        """Remember in which order sequences were packed: the only permutation that is followed.
+
+        `pack_padded_sequence` sorts along the batch and packs; both calls have plain arguments.
+        """
+        if func is torch._pack_padded_sequence and len(args) == 3:
+            sorted_along, order = self._orders.get(id(args[0]), (None, None, None))[1:]
+            if sorted_along == (0 if args[2] else 1):
+                self._orders[id(out[0])] = (out[0], None, order)
+        elif len(args) == 3 and type(args[1]) is int:
+            self._orders[id(out)] = (out, args[1], args[2])
 
     def order_of(self, data: Tensor) -> Tensor | None:
-        """The examples in the order in which a tensor holds them, if they were permuted."""
-        return self._orders.get(id(data), (None, None))[1]
+        """The examples in the order in which packed data hold them, if they were sorted."""
+        return self._orders.get(id(data), (None, None, None))[2]
 
     def _use(
         self,

@@ -43,6 +43,19 @@ def clipping_bounds(
     return group_bounds(groups, bound) if clipping == "per_layer" else {"": bound}
 
 
+def refuse_two_pass(method: str, clipping: str) -> None:
+    """Refuse a method that can't clip by layers.
+
+    Raises:
+        ValueError: method="two_pass" with clipping="per_layer".
+    """
+    if clipping == "per_layer" and method == "two_pass":
+        raise ValueError(
+            'method="two_pass" reweights whole losses, so it can\'t clip per_layer. Expected '
+            'clipping="flat" or "automatic", or another method.'
+        )
+
+
 def whole_norms(squares: Mapping[str, Tensor], n: int) -> Tensor:
     """(n,) norms of whole gradients, from the squared norms of their parameters."""
     if not squares:

@@ -14,9 +14,10 @@ from dualdp.ledger import Ledger
 from dualdp.plan import PrivacyPlan
 
 from .call import METHODS
+from .clip import refuse_two_pass
 from .data import PlannedLoader, check_loader
 from .optimizer import PrivateStep, Stages, check_holds
-from .record import RECORDED, Recorder
+from .recorder import RECORDED, Recorder
 from .reduction import REDUCTIONS, check_reduction
 from .validate import refuse_mixing_modules
 
@@ -28,6 +29,7 @@ GRAD_SAMPLE_MODES = {
     "hooks": "materialize",
     "ew": "materialize",
     "functorch": "vmap",
+    "ghost": "two_pass",
 }
 _DELTA = 1e-5  # of a plan built without a target; `get_epsilon` asks for its own
 
@@ -205,6 +207,7 @@ class PrivacyEngine:
         refuse_mixing_modules(module)
         check_holds(optimizer, {n: p for n, p in module.named_parameters() if p.requires_grad})
         check_loader(loader)
+        refuse_two_pass(GRAD_SAMPLE_MODES[grad_sample_mode], plan.clipping)
         per_pass = len(loader)
 
         def span() -> tuple[int, int]:

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,8 +16,42 @@ from torch.utils import _pytree as pytree
 from dualdp import UnsupportedLayerError
 
 from .batch import Batch, check_losses, join_aux
-from .gradients import Formed
+from .gradients import Formed, wide
 from .rules.base import Tensor
+
+Generators = tuple[Tensor, Tensor | None]
+
+
+def generator_state(device: torch.device) -> Generators:
+    """The states of the host's generator and of the device's, if it has one."""
+    on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    return torch.get_rng_state(), on_device
+
+
+@contextlib.contextmanager
+def replayed(state: Generators, device: torch.device) -> Iterator[None]:
+    """The same random numbers again, after which the generators go on where they were."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.set_rng_state(state[0])
+        if state[1] is not None:
+            torch.cuda.set_rng_state(state[1], device)
+        yield
+
+
+def reweighted(
+    losses: Callable[[], Tensor], parameters: Mapping[str, Tensor], factors: Tensor
+) -> dict[str, Tensor]:
+    """Name -> gradient of the sum of factor times loss: the second pass (Lee & Kifer 2021)."""
+    with torch.enable_grad():
+        each = losses()
+        total = (each * factors.to(each.dtype)).sum()
+    found: tuple[Tensor | None, ...] = (None,) * len(parameters)
+    if total.requires_grad:
+        found = torch.autograd.grad(total, [*parameters.values()], allow_unused=True)
+    return {
+        name: torch.zeros_like(p, dtype=wide(p.dtype)) if g is None else g.to(wide(p.dtype))
+        for (name, p), g in zip(parameters.items(), found, strict=True)
+    }
 
 
 class _Call(nn.Module):

@@ -12,10 +12,10 @@ from typing import Any, Protocol
 
 import torch
 
-from .capture import Derived, Use
 from .layout import Layout
 from .rules import embedding, linear
 from .rules.base import Tensor, sq_norms
+from .uses import Derived, Use
 
 #: The Gram form is recomputed where its error may exceed this share of max(C, norm)^2.
 GRAM_TOLERANCE = 1e-4
@@ -207,6 +207,8 @@ class Captured:
             for slot, name in use.held.items():
                 light = slot in use.rule.light
                 self._parts[name].append(Part(use, slot, None if light else acts, grads_out))
+            use.acts = use.grads_out = None  # from here on only the parts hold them
+            use.versions.clear()
         self._parts = {name: _joined(parts) for name, parts in self._parts.items()}
 
     def _prepare(self, tensor: Any, layout: Layout) -> Any:
@@ -248,7 +250,10 @@ class Captured:
     def grads(self) -> dict[str, Tensor]:
         """Name -> (n, *shape)."""
         pulled_back = self._pulled_back()
-        return {name: self._formed(name, pulled_back) for name in self._parameters}
+        return {
+            name: self._kept[name] if name in self._kept else self._formed(name, pulled_back)
+            for name in self._parameters
+        }
 
     def _keeps(self, parts: list[Part]) -> bool:
         """Whether one parameter's per-sample gradients stay until the sum."""
@@ -271,6 +276,9 @@ class Captured:
         pulled_back = self._pulled_back()
         for name in self._parameters:
             parts = self._parts[name]
+            if name in self._kept:  # asked before
+                found[name] = sq_norms(self._kept[name])
+                continue
             if not parts and name not in pulled_back:
                 found[name] = self._zeros(name).new_zeros(self._n)
                 continue
@@ -284,6 +292,7 @@ class Captured:
                 found[name] = sq_norms(formed)
                 if self._keeps(parts):
                     self._kept[name] = formed
+                    parts.clear()  # frees what it was formed from, before the next is formed
         if bounds:
             self._recompute(found, bounds, max_grad_norm or 0.0)
         return found

@@ -15,7 +15,7 @@ from dualdp.ledger import Ledger
 from .clip import clip_and_sum, clipping_bounds
 from .data import Draw
 from .noise import noisy_mean
-from .record import Recorder
+from .recorder import Recorder
 from .rules.base import Tensor
 
 
@@ -148,7 +148,12 @@ class PrivateStep:
         bounds = clipping_bounds(recorder.parameters, self._plan.clipping, bound)
         with torch.no_grad():
             sums, norms = clip_and_sum(
-                gradients, len(draw.mask), bounds, self._plan.clipping, draw.mask
+                gradients,
+                len(draw.mask),
+                bounds,
+                self._plan.clipping,
+                draw.mask,
+                recorder.second_pass(scale),
             )
             for name, total in (self._sums or {}).items():
                 sums[name] = sums[name] + total

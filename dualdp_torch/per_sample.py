@@ -12,7 +12,8 @@ from torch import nn
 
 from .batch import join_aux
 from .call import Call
-from .clip import clip_and_sum, clipping_bounds, whole_norms
+from .clip import clip_and_sum, clipping_bounds, refuse_two_pass, whole_norms
+from .fallback import Generators, generator_state, replayed, reweighted
 from .gradients import wide
 from .rules.base import Tensor
 
@@ -174,11 +175,7 @@ def clipped_grad_sum(
         loss_fn, model, batch, method, has_aux, physical_batch_size, max_memory, mask
     )
     bounds = clipping_bounds(call.parameters, clipping, max_grad_norm)
-    if clipping == "per_layer" and method == "two_pass":
-        raise ValueError(
-            'method="two_pass" reweights whole losses, so it can\'t clip per_layer. Expected '
-            'clipping="flat" or "automatic", or another method.'
-        )
+    refuse_two_pass(method, clipping)
     grads: dict[str, Tensor] = {}
     norms, losses, auxes, sizes = [], [], [], []
     for _, piece in call.pieces():
@@ -205,7 +202,7 @@ def _clipped_piece(piece: Call, bounds: Mapping[str, Any], clipping: str) -> Cli
     device = piece.batch.tensors()[0].device
     second_pass = None
     if piece.method == "two_pass" and piece.parameters:
-        second_pass = partial(_reweighted, piece, _generator_state(device), device)
+        second_pass = partial(_second_pass, piece, generator_state(device), device)
     gradients, losses, aux = piece.gradients()
     grads, norms = clip_and_sum(
         gradients,
@@ -220,27 +217,14 @@ def _clipped_piece(piece: Call, bounds: Mapping[str, Any], clipping: str) -> Cli
     return ClippedSum(grads, norms, losses, aux)
 
 
-def _generator_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """The generators' states, on the host and on the device."""
-    on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    return torch.get_rng_state(), on_device
-
-
-def _reweighted(
-    piece: Call, state: tuple[Tensor, Tensor | None], device: torch.device, factors: Tensor
+def _second_pass(
+    piece: Call, state: Generators, device: torch.device, factors: Tensor
 ) -> dict[str, Tensor]:
-    """Gradient of the sum of factor times loss: the second pass (Lee & Kifer 2021)."""
-    torch.set_rng_state(state[0])
-    if state[1] is not None:
-        torch.cuda.set_rng_state(state[1], device)
-    with torch.enable_grad():
+    """The clipped sum by a backward of the reweighted losses, under the same random numbers."""
+
+    def losses() -> Tensor:
         out = piece.loss_fn(piece.model, *piece.batch.arguments())
-        losses = out[0] if piece.has_aux else out
-    total = (losses * factors.to(losses.dtype)).sum()
-    found: tuple[Tensor | None, ...] = (None,) * len(piece.parameters)
-    if total.requires_grad:
-        found = torch.autograd.grad(total, [*piece.parameters.values()], allow_unused=True)
-    return {
-        name: torch.zeros_like(p, dtype=wide(p.dtype)) if g is None else g.to(wide(p.dtype))
-        for (name, p), g in zip(piece.parameters.items(), found, strict=True)
-    }
+        return out[0] if piece.has_aux else out
+
+    with replayed(state, device):
+        return reweighted(losses, piece.parameters, factors)

@@ -10,9 +10,11 @@ model through `vmap`; a model that fails (b) or (c) has no per-sample gradient a
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,9 +26,10 @@ from torch.overrides import TorchFunctionMode
 from dualdp import UnsupportedLayerError
 
 from .batch import Batch, check_losses
-from .capture import Capture, Use, eagerly
+from .capture import Capture
 from .layout import Layout, belongs_to, candidates
 from .rules.base import Tensor
+from .uses import Use, eagerly
 from .validate import refuse_mixing_modules
 
 #: Examples that the proof looks at.
@@ -95,8 +98,8 @@ _RANDOM = {
 
 
 @contextlib.contextmanager
-def _untouched_generators(device: torch.device) -> Iterator[None]:
-    """The proof draws nothing from the user's random numbers."""
+def untouched_generators(device: torch.device) -> Iterator[None]:
+    """Draws nothing from the user's random numbers."""
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices):
         yield
@@ -123,13 +126,22 @@ def known(model: nn.Module, loss_fn: Callable[..., Any], batch: Batch) -> dict[A
     return _proofs[key][1]
 
 
-def _loss_token(loss_fn: Callable[..., Any]) -> Any:
-    """Equal for a function that is defined anew at every step over the same things."""
+def _loss_token(loss_fn: Any) -> Any:
+    """Equal for a function that is made anew at every step over the same things."""
+    if isinstance(loss_fn, types.MethodType):
+        return id(loss_fn.__self__), _loss_token(loss_fn.__func__)
+    if isinstance(loss_fn, functools.partial):
+        given = (*loss_fn.args, *loss_fn.keywords.values())
+        return _loss_token(loss_fn.func), tuple(loss_fn.keywords), _tokens(given)
     if not isinstance(loss_fn, types.FunctionType):
         return id(loss_fn)
     cells = [cell.cell_contents for cell in loss_fn.__closure__ or ()]
-    tokens = [(c.shape, c.dtype) if torch.is_tensor(c) else id(c) for c in cells]
-    return loss_fn.__code__, tuple(tokens), id(loss_fn.__defaults__)
+    return loss_fn.__code__, _tokens(cells), _tokens(loss_fn.__defaults__ or ())
+
+
+def _tokens(values: Iterable[Any]) -> tuple[Any, ...]:
+    """Tensors by shape, since they are data; everything else by identity."""
+    return tuple((v.shape, v.dtype) if torch.is_tensor(v) else id(v) for v in values)
 
 
 def prove(
@@ -164,20 +176,11 @@ def prove(
 
     tolerance = _tolerance(model, batch)
     device = batch.tensors()[0].device
-    buffers = {name: (b, b._version, id(b)) for name, b in model.named_buffers()}
-    with eagerly(), _untouched_generators(device), _NoRandomness():
+    buffers = _versions(model)
+    with eagerly(), untouched_generators(device), _NoRandomness():
         with torch.no_grad():
             whole = losses_of(batch)
-        changed = [
-            name
-            for name, b in model.named_buffers()
-            if name not in buffers or (b._version, id(b)) != buffers[name][1:]
-        ]
-        if changed:
-            raise UnsupportedLayerError(
-                f"The buffer {changed[0]!r} changes in forward: it carries the examples of one "
-                "batch into the next without noise. Freeze it, or call the module's eval()."
-            )
+        _check_buffers(model, buffers)
         good = whole.isfinite()
         if mask is not None:
             good = good & mask.to(good.device)
@@ -188,11 +191,10 @@ def prove(
         names = {id(p): name for name, p in parameters.items()}
         with Capture(names) as capture:
             losses = losses_of(few)
-        _compare(losses.detach(), whole[chosen], tolerance, "in a smaller batch")
-        for position in (0, len(chosen) - 1):
-            with torch.no_grad():
-                alone = losses_of(few.rows(slice(position, position + 1)))
-            _compare(alone, whole[chosen[position : position + 1]], tolerance, "alone")
+        problem = _apart(losses.detach(), whole[chosen], tolerance, "in a smaller batch")
+        problem = problem or _differs_alone(losses_of, few, losses.detach(), tolerance)
+        if problem and not _agrees_in_double(model, loss_fn, few, has_aux):
+            raise UnsupportedLayerError(problem)
         skip: frozenset[int] = frozenset()
         while True:
             found = _locate(capture, losses, parameters, skip)
@@ -203,6 +205,21 @@ def prove(
             skip |= {found.position}
             with Capture(names, skip=skip) as capture:
                 losses = losses_of(few)
+
+
+def _versions(model: nn.Module) -> dict[str, tuple[Tensor, int]]:
+    """Name -> buffer and its version."""
+    return {name: (buffer, buffer._version) for name, buffer in model.named_buffers()}
+
+
+def _check_buffers(model: nn.Module, before: dict[str, tuple[Tensor, int]]) -> None:
+    """Refuse a model whose forward has changed or replaced a buffer."""
+    for name, (buffer, version) in _versions(model).items():
+        if name not in before or buffer is not before[name][0] or version != before[name][1]:
+            raise UnsupportedLayerError(
+                f"The buffer {name!r} changes in forward: it carries the examples of one batch "
+                "into the next without noise. Freeze it, or call the module's eval()."
+            )
 
 
 def _spread(indices: Tensor, count: int) -> Tensor:
@@ -224,18 +241,52 @@ def _tolerance(model: nn.Module, batch: Batch) -> float:
     return largest * (_ON_CUDA if device == "cuda" else 1.0)
 
 
-def _compare(got: Tensor, expected: Tensor, tolerance: float, how: str) -> None:
-    """Refuse losses that depend on who else is in the batch."""
+def _apart(got: Tensor, expected: Tensor, tolerance: float, how: str) -> str | None:
+    """How losses depend on who else is in the batch, or None."""
     scale = torch.maximum(expected.abs(), expected.abs().mean()).clamp(min=1e-6)
     apart = (got - expected).abs() > tolerance * scale
-    if bool(apart.any()) or not bool(got.isfinite().all()):
-        worst = int((got - expected).abs().argmax())
-        raise UnsupportedLayerError(
-            f"The loss of an example is {float(expected[worst]):.6g} in the batch and "
-            f"{float(got[worst]):.6g} {how}: the losses depend on other examples, so no per-sample "
-            "gradient exists. Remove what mixes examples (batch statistics, a mean over the batch, "
-            "attention over examples)."
-        )
+    if not bool(apart.any()) and bool(got.isfinite().all()):
+        return None
+    worst = int((got - expected).abs().argmax())
+    return (
+        f"The loss of an example is {float(expected[worst]):.6g} in the batch and "
+        f"{float(got[worst]):.6g} {how}: the losses depend on other examples, so no per-sample "
+        "gradient exists. Remove what mixes examples (batch statistics, a mean over the batch, "
+        "attention over examples)."
+    )
+
+
+def _differs_alone(
+    losses_of: Callable[[Batch], Tensor], few: Batch, together: Tensor, tolerance: float
+) -> str | None:
+    """How the loss of the first or last example differs alone, or None."""
+    for position in (0, few.n - 1):
+        with torch.no_grad():
+            alone = losses_of(few.rows(slice(position, position + 1)))
+        problem = _apart(alone, together[position : position + 1], tolerance, "alone")
+        if problem:
+            return problem
+    return None
+
+
+def _agrees_in_double(
+    model: nn.Module, loss_fn: Callable[..., Any], few: Batch, has_aux: bool
+) -> bool:
+    """Whether what looked like mixing was rounding: losses that cancel agree in float64."""
+    tensors = [t.double() if t.is_floating_point() else t for t in few.tensors()]
+    exact, batch = copy.deepcopy(model).double(), Batch(few.with_tensors(tensors))
+
+    def losses_of(part: Batch) -> Tensor:
+        out = loss_fn(exact, *part.arguments())
+        return check_losses(out[0] if has_aux else out, part.n)
+
+    try:
+        with torch.no_grad():
+            together = losses_of(batch)
+        precise = together.dtype == torch.float64
+        return precise and not _differs_alone(losses_of, batch, together, TOLERANCE[torch.float64])
+    except (RuntimeError, TypeError, ValueError):  # the model can't be run in float64
+        return False
 
 
 def _locate(

@@ -23,8 +23,9 @@ import numpy.typing as npt
 from scipy import fft
 from scipy.special import ndtr
 
-from dualdp.accountants.cells import NDTR_ERROR, Atoms, U, quantile
+from dualdp.accountants.cells import NDTR_ERROR, U, quantile
 from dualdp.accountants.compose import fft_error
+from dualdp.accountants.families import Atoms
 
 Array = npt.NDArray[Any]
 

@@ -26,6 +26,8 @@ from dualdp.accountants.lattice import Grid, Part, Pmf, discretise
 Array = npt.NDArray[Any]
 
 _MAX_WINDOW = 1 << 17  # points; the last resort is a coarser lattice
+_LARGEST_WINDOW = 1 << 21  # points for a lower bound of few different mechanisms
+_BUDGET = 8e6  # points for all refinements of a lower bound: a few seconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +50,7 @@ class Accuracy:
             rtol=self.rtol * factor * factor,
             dense=min(4096, int(self.dense / max(factor, 0.4))),
             ratio=max(0.004, self.ratio * max(factor, 0.5)),
-            max_window=min(1 << 18, self.max_window * 2),
+            max_window=max(self.max_window, _MAX_WINDOW),
         )
 
 
@@ -84,7 +86,9 @@ class Direction:
         self.extra = extra or Extra()
         self.steps = max(1.0, float(sum(part.counts.sum() for part in parts)))
         variance = sum(float(part.counts @ part.family.variance()) for part in parts)
-        self.variance = max(variance, 1e-280)
+        self.variance = max(variance, 1e-20)
+        self.rows = sum(part.family.rows for part in parts)
+        self.work = 0
         self._moments: dict[int, Moments] = {}
 
     def base_spacing(self, rtol: float) -> float:
@@ -158,6 +162,7 @@ class Direction:
         spacing = self.spacing(accuracy, plan, scale)
         size = 1 << max(6, math.ceil(math.log2(length / spacing + 4)))
         window = Window(tilt, math.floor(start / spacing), size, chernoff)
+        self.work += size
         grid = Grid(spacing, accuracy.dense, self._ratio(accuracy, tilt * start))
         pmfs = discretise(self.parts, grid, self.tail(accuracy, delta), below=below)
         return compose(pmfs, window, spacing)
@@ -167,7 +172,7 @@ class Direction:
 
         With many different mechanisms no single one does, and cells are what costs.
         """
-        if sum(part.family.rows for part in self.parts) > 64:
+        if self.rows > 64:
             return accuracy.ratio
         return min(accuracy.ratio, max(0.01, 1 / max(exponent, 1.0)))
 
@@ -266,34 +271,41 @@ def _window(
 
 
 def two_sided(
-    directions: Sequence[Direction],
+    below: Sequence[Direction],
+    above: Sequence[Direction],
     delta: float,
     rtol: float,
     upper: float,
-    improve: bool,
 ) -> tuple[float, float]:
     """(lower, upper) within rtol of each other if a few refinements get there.
 
     Args:
-        directions: all directions; the worst one decides.
+        below: directions of which the worst gives the lower bound; none gives 0.
+        above: directions of which the worst refines the upper bound; none leaves it.
         delta: in (0, 1).
         rtol: wanted (upper - lower) / upper.
         upper: a certified upper bound already known.
-        improve: whether the upper bound may be refined too.
     """
-    accuracy = Accuracy(rtol=min(rtol, 1e-2))
-    under = Accuracy(rtol=accuracy.rtol, dense=256, ratio=0.03, max_window=1 << 18)
-    contenders = _contenders(directions, accuracy, delta)
+    if not below:
+        return 0.0, upper
+    accuracy = Accuracy()
+    contenders = _contenders(below, accuracy, delta)
+    window = _LARGEST_WINDOW if max(d.rows for d in contenders) <= 8 else _MAX_WINDOW
+    under = Accuracy(rtol=accuracy.rtol, dense=256, ratio=0.03, max_window=window)
     scale = min(0.6, min(d.resolution(accuracy.rtol) for d in contenders))
-    lower = 0.0
+    lower, top = 0.0, upper
+    if max(direction.estimate(accuracy, delta) for direction in contenders) < 0.8 * upper:
+        # other pairs decide the upper bound: look where these ones are
+        top = min(upper, worst(below, accuracy, delta))
     for _ in range(5):
         for direction in contenders:
-            lower = max(lower, direction.lower(under, delta, upper, scale=scale))
-        if improve:
-            upper = min(upper, worst(directions, accuracy, delta, 0.6))
-        if upper - lower <= max(rtol * upper, 1e-6):
+            lower = max(lower, direction.lower(under, delta, top, scale=scale))
+        if above:
+            upper = min(upper, worst(above, accuracy, delta, 0.6))
+            top = min(top, upper)
+        if top - lower <= max(rtol * top, 1e-6) or sum(d.work for d in contenders) > _BUDGET:
             break
-        wanted = max(rtol * upper, 1e-6) / max(upper - lower, 1e-300)
+        wanted = max(rtol * top, 1e-6) / max(top - lower, 1e-300)
         factor = 0.4 if lower == 0 else min(0.7, max(0.25, 0.8 * math.sqrt(wanted)))
         accuracy, under = accuracy.finer(factor), under.finer(factor)
     return min(lower, upper), upper
@@ -329,12 +341,12 @@ def worst(
 
 
 def upper_delta(direction: Direction, epsilon: float) -> float:
-    """Certified upper bound on delta at epsilon >= 0, by bisection-free inversion of the guide."""
+    """Certified upper bound on delta at epsilon >= 0, at a window that the guide places."""
     accuracy = Accuracy()
     guess = 0.5
     for _ in range(60):  # the delta whose epsilon is the wanted one, to a factor of 4
         if direction.estimate(accuracy, guess) >= epsilon or guess < 1e-140:
             break
         guess *= 0.25
-    composed = direction.composed(accuracy, guess, max(0.0, epsilon * (1 - 1e-9) - 1e-12))
+    composed = direction.composed(accuracy, guess, max(0.0, epsilon * (1 - 1e-3) - 1e-9))
     return bounds.upper_delta(composed, epsilon, direction.extra)

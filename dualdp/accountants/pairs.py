@@ -22,17 +22,8 @@ import numpy as np
 import numpy.typing as npt
 from scipy.special import ndtr
 
-from dualdp.accountants.cells import (
-    NDTR_ERROR,
-    Atoms,
-    Cells,
-    Index,
-    Monotone,
-    Subsampled,
-    U,
-    flip,
-    quantile,
-)
+from dualdp.accountants.cells import NDTR_ERROR, Cells, Index, Subsampled, U, flip, quantile
+from dualdp.accountants.families import Atoms, Monotone
 
 Array = npt.NDArray[Any]
 

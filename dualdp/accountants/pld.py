@@ -8,12 +8,10 @@ from collections.abc import Iterable
 from typing import ClassVar
 
 import numpy as np
-from scipy.special import bdtrc
 
 from dualdp import _validate, mechanisms
 from dualdp._validate import AccountingError
-from dualdp.accountants import allocation, bracket, gaussian, pairs
-from dualdp.accountants.bounds import Extra
+from dualdp.accountants import allocation, bracket, gaussian, pairs, special
 from dualdp.accountants.cells import Family, Subsampled
 from dualdp.accountants.history import Accountant, as_gaussian, units
 from dualdp.accountants.lattice import Part
@@ -39,7 +37,7 @@ class PLDAccountant(Accountant):
         group_size: examples of one user, by mixtures, not by the group lemma.
 
     Guarantees:
-        lower <= epsilon of the composed dominating pairs <= upper, in floating point.
+        lower <= epsilon <= upper, floating point included.
             [test_upper_is_above_every_lower_bound]
     """
 
@@ -65,7 +63,11 @@ class PLDAccountant(Accountant):
         if upper < _NOTHING:
             return 0.0, upper, upper
         lower, upper = bracket.two_sided(
-            self._directions(target), target, rtol or 1e-2, upper, improve=rtol is not None
+            self._directions(target, below=True),
+            self._directions(target) if rtol is not None else [],
+            target,
+            rtol or 1e-2,
+            upper,
         )
         middle = 0.5 * (lower + upper) if upper < math.inf else lower
         return lower, middle, upper
@@ -82,12 +84,12 @@ class PLDAccountant(Accountant):
         units_ = self._units()
         if not units_:
             return 0.0
-        if any(_noiseless(event) for event, _ in units_):
+        if any(special.noiseless(event) for event, _ in units_):
             return 1.0
         mu = self._mu(units_)
         if mu is not None:
             return min(1.0, math.exp(gaussian.gaussian_log_delta(mu, target)) * (1 + 1e-11))
-        pure = _pure(units_, self._factor())
+        pure = special.pure(units_, self._factor())
         if pure is not None and target >= pure:
             return 0.0
         step = self._only_step(units_)
@@ -154,11 +156,11 @@ class PLDAccountant(Accountant):
         events = self._units()
         if not events or delta == 1:
             return 0.0, 0.0, 0.0
-        if any(_noiseless(event) for event, _ in events):
-            certain = delta < _surely_revealed(events)
+        if any(special.noiseless(event) for event, _ in events):
+            certain = delta < special.surely_revealed(events)
             return (math.inf if certain else 0.0), math.inf, math.inf
         if delta == 0:
-            pure = _pure(events, self._factor())
+            pure = special.pure(events, self._factor())
             if pure is None:
                 return math.inf, math.inf, math.inf
             return 0.0, pure, pure
@@ -168,7 +170,7 @@ class PLDAccountant(Accountant):
             return max(0.0, value * (1 - 1e-10)), value, value * (1 + gaussian.MARGIN)
         step = self._only_step(events)
         if step is not None:
-            value = _single_step(step.noise_multiplier, step.sample_rate, delta)
+            value = special.single_step(step.noise_multiplier, step.sample_rate, delta)
             return max(0.0, value * (1 - 1e-10)), value, value * (1 + gaussian.MARGIN)
         if delta < MIN_DELTA:
             raise AccountingError(
@@ -181,7 +183,7 @@ class PLDAccountant(Accountant):
         """Certified upper bound, by the lattice and by the bounds that need none."""
         events = self._units()
         best = bracket.worst(self._directions(delta), bracket.Accuracy(), delta)
-        pure = _pure(events, self._factor())
+        pure = special.pure(events, self._factor())
         if pure is not None:
             best = min(best, pure)
         mu = self._mu_without_sampling(events)
@@ -190,15 +192,23 @@ class PLDAccountant(Accountant):
             best = min(best, plain)
         return best
 
-    def _directions(self, delta: float) -> list[bracket.Direction]:
-        """The composed pairs of which the worst decides."""
+    def _directions(self, delta: float, *, below: bool = False) -> list[bracket.Direction]:
+        """The composed pairs of which the worst decides.
+
+        For a lower bound (`below`) only pairs that some data sets attain: balls-in-bins and
+        sampling without replacement are left out, and `replace` is its exact pair alone.
+        """
         events = self._units()
-        extra = _truncation(events)
+        if below:
+            events = [pair for pair in events if not isinstance(pair[0], _NOT_ATTAINED)]
+            if not events:
+                return []
+        extra = special.truncation(events, self._group_size)
         tail = 1e-4 * delta / sum(number for _, number in events)
         tail = 10.0 ** math.floor(math.log10(tail))
         views = [("add_or_remove", False), ("add_or_remove", True)]
         if self._relation == "replace":
-            views.append(("substitution", False))
+            views = [*([] if below else views), ("substitution", False)]
         return [
             bracket.Direction(self._parts(events, view, flipped, tail), extra)
             for view, flipped in views
@@ -302,6 +312,7 @@ _GAUSSIANS = (
     mechanisms.ShuffledGaussian,
     mechanisms.BallsInBinsGaussian,
 )
+_NOT_ATTAINED = (mechanisms.BallsInBinsGaussian, mechanisms.FixedSizeSubsampledGaussian)
 _GROUPS = (
     mechanisms.Gaussian,
     mechanisms.PoissonSubsampledGaussian,
@@ -310,72 +321,3 @@ _GROUPS = (
     mechanisms.Laplace,
     mechanisms.DiscreteGaussian,
 )
-
-
-def _noiseless(event: Mechanism) -> bool:
-    """Whether one release may reveal an example entirely because no noise was added."""
-    if isinstance(event, mechanisms.RandomizedResponse):
-        return event.noise_parameter == 0
-    return getattr(event, "noise_multiplier", 1.0) == 0
-
-
-def _surely_revealed(events: list[tuple[Mechanism, int]]) -> float:
-    """Probability that a noiseless release touched the example: epsilon is inf below it."""
-    hidden = 1.0
-    for event, number in events:
-        truncated = isinstance(event, mechanisms.TruncatedPoissonSubsampledGaussian)
-        if _noiseless(event) and not truncated:
-            hidden *= (1 - getattr(event, "sample_rate", 1.0)) ** number
-    return 1 - hidden
-
-
-def _pure(events: list[tuple[Mechanism, int]], factor: float) -> float | None:
-    """Sum of pure epsilons, if every event has one (rounded up)."""
-    total = 0.0
-    for event, number in events:
-        match event:
-            case mechanisms.Laplace(scale):
-                one = factor / scale
-            case mechanisms.RandomizedResponse(noise, buckets):
-                one = math.log1p((1 - noise) / (noise / buckets))
-            case mechanisms.ApproximateDP(epsilon, delta) if delta == 0:
-                one = epsilon
-            case mechanisms.MassTable(p, q):
-                one = max(_gap(a, b) for a, b in zip(p, q, strict=True))
-            case _:
-                return None
-        total += number * one
-    return total * (1 + 1e-12)
-
-
-def _gap(a: float, b: float) -> float:
-    """|log(a/b)|, inf where only one is 0."""
-    if a == b:
-        return 0.0
-    return abs(math.log(a / b)) if a > 0 and b > 0 else math.inf
-
-
-def _single_step(sigma: float, rate: float, delta: float) -> float:
-    """Epsilon of one subsampled step, the worse direction."""
-    return gaussian.smallest_epsilon(
-        lambda epsilon: max(gaussian.single_step_log_delta(sigma, rate, epsilon)), math.log(delta)
-    )
-
-
-def _truncation(events: list[tuple[Mechanism, int]]) -> Extra:
-    """(1 + e^epsilon) sum of P(a Poisson batch is cut).
-
-    Cutting changes each output distribution by at most tau = P(Binomial(n + 1, q) > max) in total
-    variation, on both data sets: delta_cut(e) <= delta(e) + (1 + e^e) T tau. Each n + 1 covers the
-    neighbour that has one example more.
-
-    Source: Chua et al. 2024 (arXiv 2411.04205), Theorem 3.3 in the same spirit.
-    """
-    total = 0.0
-    for event, number in events:
-        if isinstance(event, mechanisms.TruncatedPoissonSubsampledGaussian):
-            cut = min(event.max_batch_size, event.num_examples + 1)
-            if cut <= event.num_examples:
-                tau = float(bdtrc(cut, event.num_examples + 1, event.sample_rate))
-                total += number * tau * (1 + 1e-6)
-    return Extra(total, total)

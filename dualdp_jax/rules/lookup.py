@@ -74,41 +74,42 @@ def weight_grads(spec: Spec, others: tuple[Any, ...], grads_out: Any) -> Any:
 
 
 def weight_sq_norms(spec: Spec, others: tuple[Any, ...], grads_out: Any) -> Any:
-    """Squared norms, (n,): gradients of the same row are added up first, (n, t, d)."""
+    """Squared norms, (n,): gradients of the same row are added up first, (t, d)."""
     numbers, rows, total = _rows(spec, others, grads_out)
-    n, t, width = rows.shape
-    inside = numbers < total
-    rows = jnp.where(inside[..., None], widen(rows), 0)
-    leaders = jax.lax.platform_dependent(
-        numbers, cpu=partial(_leaders_by_table, total=total), default=_leaders_by_sort
-    )
-    slots = leaders + t * jnp.arange(n)[:, None]
-    sums = jnp.zeros((n * t, width), rows.dtype).at[slots.reshape(-1)].add(rows.reshape(-1, width))
-    return jnp.square(sums).reshape(n, -1).sum(1)
+    rows = jnp.where((numbers < total)[..., None], widen(rows), 0)
+    by_table = partial(_sq_norms_by_table, total=total)
+    return jax.lax.platform_dependent(numbers, rows, cpu=by_table, default=_sq_norms_by_sort)
 
 
-def _leaders_by_table(numbers: Any, *, total: int) -> Any:
-    """(n, t) to the position of one row with the same number, the same for all of them.
+def _sq_norm(leaders: Any, rows: Any) -> Any:
+    """Squared norm of one example, whose rows (t, d) are added up at their leaders' positions."""
+    return jnp.square(jnp.zeros_like(rows).at[leaders].add(rows)).sum()
 
-    Each example writes its positions into one table and reads them back: what it reads, it wrote.
+
+def _sq_norms_by_table(numbers: Any, rows: Any, *, total: int) -> Any:
+    """One example after the other, with one small table that says where a number was seen.
+
+    Each example writes its positions into the table and reads them back: it reads what it wrote.
     """
     positions = jnp.arange(numbers.shape[1])
 
     def step(table: Any, example: Any) -> tuple[Any, Any]:
-        table = table.at[example].set(positions)
-        return table, table[example]
+        number, row = example
+        table = table.at[number].set(positions)
+        return table, _sq_norm(table[number], row)
 
-    return jax.lax.scan(step, jnp.zeros(total + 1, positions.dtype), numbers)[1]
+    return jax.lax.scan(step, jnp.zeros(total + 1, positions.dtype), (numbers, rows))[1]
 
 
-def _leaders_by_sort(numbers: Any) -> Any:
-    """The same by a sort, for devices on which steps in sequence are slow."""
+def _sq_norms_by_sort(numbers: Any, rows: Any) -> Any:
+    """All examples at once by a sort, for devices on which steps in sequence are slow."""
     positions = jnp.broadcast_to(jnp.arange(numbers.shape[1]), numbers.shape)
     numbers, order = jax.lax.sort((numbers, positions), num_keys=1)
     is_new = numbers[:, 1:] != numbers[:, :-1]
     starts = jax.lax.cummax(jnp.pad(jnp.where(is_new, positions[:, 1:], 0), ((0, 0), (1, 0))), 1)
     leaders = jnp.take_along_axis(order, starts, 1)
-    return jax.vmap(lambda o, leader: jnp.zeros_like(o).at[o].set(leader))(order, leaders)
+    leaders = jax.vmap(lambda o, leader: jnp.zeros_like(o).at[o].set(leader))(order, leaders)
+    return jax.vmap(_sq_norm)(leaders, rows)
 
 
 def weighted_sum(spec: Spec, others: tuple[Any, ...], grads_out: Any, weights: Any) -> Any:

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Convolutions of one to three axes, plain and transposed, with every option of torch.
 
-The per-sample gradient is ONE backward of a convolution whose groups are the examples: the batch is
-folded into the channels, (1, n c, ...) with n g groups (Rochette et al. 2019 reach the same with a
-convolution of one axis more).
+Per-sample gradients come from one of the `conv_forms`, their norms also from products of patches.
 """
 
 from __future__ import annotations
@@ -19,98 +17,27 @@ from torch.nn import functional as F
 
 from dualdp import costs
 
-from . import linear
+from . import conv_forms, linear
 from .base import Rule, Tensor, sq_norms
-
-Sizes = int | Sequence[int]
-#: Bytes that are folded at once on a CPU: more of them fall out of its caches (measured: 2 to 5
-#: times slower for 128 examples), fewer cost calls.
-FOLDED = 3 << 19
-
-
-def _per_axis(value: Sizes, axes: int) -> list[int]:
-    """One number per axis."""
-    return (
-        [value] * axes
-        if isinstance(value, int)
-        else [int(v) for v in value] * (axes if len(value) == 1 else 1)
-    )
-
-
-def _padded(acts: Tensor, padding: Any, dilation: list[int], kernel: Sequence[int]) -> Any:
-    """The input and the number of zeros on both sides; uneven "same" padding is written out."""
-    axes = len(kernel)
-    if padding == "valid":
-        return acts, [0] * axes
-    if padding != "same":
-        return acts, _per_axis(padding, axes)
-    total = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
-    if all(t % 2 == 0 for t in total):
-        return acts, [t // 2 for t in total]
-    sides = [side for t in reversed(total) for side in (t // 2, t - t // 2)]
-    return F.pad(acts, sides), [0] * axes
-
-
-def _weight_backward(
-    acts: Tensor, grads_out: Tensor, shape: Sequence[int], repeat: int, transposed: bool, **o: Any
-) -> Tensor:
-    """Summed over axis 0: the gradient of a weight and groups of `repeat` times the call's."""
-    axes = len(shape) - 2
-    stride, dilation = (_per_axis(o.get(k, 1), axes) for k in ("stride", "dilation"))
-    acts, padding = _padded(acts, o.get("padding", 0), dilation, shape[2:])
-    _, weight, _ = torch.ops.aten.convolution_backward(
-        grads_out,
-        acts,
-        acts.new_empty(shape[0] * repeat, *shape[1:]),  # only its shape is read
-        None,
-        stride,
-        padding,
-        dilation,
-        transposed,
-        _per_axis(o.get("output_padding", 0), axes),
-        o.get("groups", 1) * repeat,
-        [False, True, False],
-    )
-    return torch.as_tensor(weight)
-
-
-def _folded_at_once(acts: Tensor, grads_out: Tensor, shape: Sequence[int]) -> int:
-    """Examples whose inputs, output gradients and weight gradients fit together in a cache."""
-    if acts.device.type != "cpu":
-        return max(len(acts), 1)
-    numbers = math.prod(acts.shape[1:]) + math.prod(grads_out.shape[1:]) + math.prod(shape)
-    return min(max(FOLDED // (numbers * acts.element_size()), 4), 64)
-
-
-def _frames(x: Tensor, axes: int) -> Tensor:
-    """(n, c, ...) or (n, f, c, ...) -> (n, f, c, ...); several frames of one example add up."""
-    return x.unsqueeze(1) if x.dim() == axes + 2 else x
+from .conv_forms import frames, padded, per_axis, weight_backward
 
 
 def weight_grads(
     acts: Tensor, grads_out: Tensor, *, shape: torch.Size, transposed: bool = False, **options: Any
 ) -> Tensor:
-    """(n, [f,] c, ...), (n, [f,] o, ...) -> (n, *shape)."""
-    n, axes = acts.shape[0], len(shape) - 2
-    a, g = _frames(acts, axes), _frames(grads_out, axes)
-    size = _folded_at_once(a, g, shape)
-    found = acts.new_empty(n, *shape)
-    for start in range(0, n, size):
-        rows = slice(start, min(start + size, n))
-        folded_a, folded_g = (x[rows].transpose(0, 1).flatten(1, 2) for x in (a, g))  # (f, n c, ..)
-        folded = _weight_backward(
-            folded_a, folded_g, shape, rows.stop - start, transposed, **options
-        )
-        found[rows] = folded.view(-1, *shape)
-    return found
+    """(n, [f,] c, ...), (n, [f,] o, ...) -> (n, *shape), in the form that suits the sizes."""
+    plain = not transposed and acts.dim() == len(shape) <= 4
+    if plain and costs.convolution_prefers_crb(channels=shape[1]):
+        return conv_forms.by_crb(acts, grads_out, shape=shape, **options)
+    return conv_forms.by_folding(acts, grads_out, shape=shape, transposed=transposed, **options)
 
 
 def weight_sum(
     acts: Tensor, grads_out: Tensor, *, shape: torch.Size, transposed: bool = False, **options: Any
 ) -> Tensor:
     """(n, [f,] c, ...), (n, [f,] o, ...) -> shape: the plain gradient of the scaled outputs."""
-    a, g = (_frames(x, len(shape) - 2).flatten(0, 1) for x in (acts, grads_out))
-    return _weight_backward(a, g, shape, 1, transposed, **options)
+    a, g = (frames(x, len(shape) - 2).flatten(0, 1) for x in (acts, grads_out))
+    return weight_backward(a, g, shape, 1, transposed, **options)
 
 
 def _patch_gram(acts: Tensor, grads_out: Tensor, shape: Sequence[int], **o: Any) -> Tensor:
@@ -121,8 +48,8 @@ def _patch_gram(acts: Tensor, grads_out: Tensor, shape: Sequence[int], **o: Any)
     """
     kernel, groups, n = shape[2:], o.get("groups", 1), len(acts)
     axes = len(kernel)
-    stride, dilation = (_per_axis(o.get(k, 1), axes) for k in ("stride", "dilation"))
-    acts, padding = _padded(acts, o.get("padding", 0), dilation, kernel)
+    stride, dilation = (per_axis(o.get(k, 1), axes) for k in ("stride", "dilation"))
+    acts, padding = padded(acts, o.get("padding", 0), dilation, kernel)
     acts = F.pad(acts, [side for p in reversed(padding) for side in (p, p)])
     pixels = acts.reshape(n, groups, -1, math.prod(acts.shape[2:]))  # (n, g, c / g, s)
     products = pixels.mT @ pixels
@@ -189,12 +116,12 @@ def cancels(acts: Tensor, grads_out: Tensor, *, shape: torch.Size, **options: An
 
 def bias_grads(_: None, grads_out: Tensor, *, axes: int, **__: Any) -> Tensor:
     """(n, [f,] o, ...) -> (n, o)."""
-    return _frames(grads_out, axes).flatten(3).sum((1, 3))
+    return frames(grads_out, axes).flatten(3).sum((1, 3))
 
 
 def bias_sum(_: None, grads_out: Tensor, *, axes: int, **__: Any) -> Tensor:
     """(n, [f,] o, ...) -> (o,)."""
-    return _frames(grads_out, axes).flatten(3).sum((0, 1, 3))
+    return frames(grads_out, axes).flatten(3).sum((0, 1, 3))
 
 
 def keeps(acts: Tensor, grads_out: Tensor, shape: torch.Size) -> bool:

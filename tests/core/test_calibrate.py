@@ -158,7 +158,10 @@ def test_the_command_calibrate():
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["epsilon", "--noise-multiplier", "1", "--delta", "1e-5", "--steps", "3"], "rate is missing"),
+        (
+            ["epsilon", "--noise-multiplier", "1", "--delta", "1e-5", "--steps", "3"],
+            "rate is missing",
+        ),
         (
             ["epsilon", "--noise-multiplier", "1", "--delta", "1e-5", "--sample-rate", "0.1"],
             "Give one of --steps and --epochs",

@@ -98,6 +98,17 @@ def test_balls_in_bins(row):
 SAMPLER = "balls_in_bins"  # an unfinished epoch counts whole
 
 
+def test_lower_bounds_count_only_what_is_attained():
+    bins = account((1.0, 0.1, 10), sampler="balls_in_bins")
+    assert bins.epsilon_bounds(delta=1e-5)[0] == 0
+    bins.step(noise_multiplier=1.0, sample_rate=0.1, num_steps=10)
+    alone = account((1.0, 0.1, 10)).epsilon_bounds(delta=1e-5)
+    assert 0.98 * alone[2] < bins.epsilon_bounds(delta=1e-5)[0] <= alone[2]
+    replaced = account((1.0, 0.01, 1000), relation="replace").epsilon_bounds(delta=1e-6)
+    assert 3.1 < replaced[0] < 3.3  # the exact pair of one example replaced
+    assert replaced[2] > 15
+
+
 def test_a_kept_assignment_is_one_epoch_with_less_noise():
     kept = accountants.create("pld")
     kept.compose(mechanisms.BallsInBinsGaussian(2.0, 50, epochs_per_assignment=4), 200)
@@ -371,7 +382,7 @@ def test_bounds_and_monotonicity_in_many_settings():
 
 @pytest.mark.slow
 def test_bounds_in_extreme_corners():
-    """In the corners (delta to 1e-30) the upper bound may be loose, and is monotone to its width."""
+    """In the corners (delta to 1e-30) the upper bound may be loose; it is monotone to its width."""
     for run in cases.settings(300, seed=4, extreme=True):
         check_bounds(run)
     for run in cases.settings(500, seed=5, extreme=True):

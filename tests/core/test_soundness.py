@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from scipy.special import ndtr
 
+from dualdp import accountants
 from dualdp.accountants import allocation, bounds, cells, compose, lattice, pairs
 from dualdp.accountants.bounds import Extra
 from dualdp.accountants.cells import Subsampled
@@ -329,3 +330,47 @@ def test_a_coarser_epoch_only_costs_more(monkeypatch):
     coarse = _family_delta(allocation.one_epoch(1.0, 50, 1e-9), 0.5, False)
     allocation.one_epoch.cache_clear()
     assert fine < coarse
+
+
+def _loss_sums(rng, samples, steps):
+    """Sampled privacy losses of heterogeneous Poisson steps, under P and (negated) under Q."""
+    under_p, under_q = np.zeros(samples), np.zeros(samples)
+    for sigma, rate, count in steps:
+        for total, joined in ((under_p, rate), (under_q, 0.0)):
+            for _ in range(count):
+                x = rng.standard_normal(samples) * sigma + (rng.random(samples) < joined)
+                total += np.log1p(rate * np.expm1((2 * x - 1) / (2 * sigma**2)))
+    return under_p, -under_q
+
+
+def _epoch_losses(rng, samples, sigma, bins, epochs):
+    """Sampled privacy losses of epochs of balls-in-bins, under P and (negated) under Q."""
+    totals = []
+    for joined in (1.0, 0.0):
+        total = np.zeros(samples)
+        for _ in range(epochs):
+            x = rng.standard_normal((samples, bins)) * sigma
+            x[np.arange(samples), rng.integers(0, bins, samples)] += joined
+            total += np.log(np.mean(np.exp((2 * x - 1) / (2 * sigma**2)), axis=1))
+        totals.append(total)
+    return totals[0], -totals[1]
+
+
+@pytest.mark.parametrize("sampler", ["poisson", "balls_in_bins"])
+def test_many_steps_agree_with_monte_carlo(sampler):
+    rng, samples = np.random.default_rng(1), 100_000
+    made = accountants.create("pld")
+    if sampler == "poisson":
+        steps = [(1.0, 0.1, 12), (0.7, 0.05, 12)]
+        losses = _loss_sums(rng, samples, steps)
+    else:
+        steps = [(1.0, 1 / 16, 48)]
+        losses = _epoch_losses(rng, samples, 1.0, 16, 3)
+    for sigma, rate, count in steps:
+        made.step(noise_multiplier=sigma, sample_rate=rate, num_steps=count, sampler=sampler)
+    for epsilon in (0.3, 1.0):
+        ours = made.get_delta(epsilon=epsilon)
+        estimates = [np.maximum(0, 1 - np.exp(epsilon - loss)) for loss in losses]
+        worst = max(estimates, key=np.mean)
+        error = worst.std() / math.sqrt(samples)
+        assert worst.mean() - 4 * error < ours < 1.03 * worst.mean() + 4 * error

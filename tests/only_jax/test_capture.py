@@ -11,6 +11,7 @@ import pytest
 from jax import lax
 
 import dualdp_jax as dpj
+from dualdp_jax import interpret
 from dualdp_jax.call import build
 from dualdp_jax.capture import capture
 from dualdp_jax.rules import lookup
@@ -346,6 +347,12 @@ CASES = {
     "sorted_and_selected": Case(
         lambda p, x: squares(jnp.sort(x @ p["w"])[:2] * jnp.max(p["b"])), {**W, "b": (4,)}, (3,), 1
     ),
+    "through_complex_numbers": Case(
+        lambda p, x: squares(x @ jnp.fft.ifft(jnp.fft.fft(p["w"]) * 1j).imag), W, (2, 3), 1
+    ),
+    "complex_product": Case(
+        lambda p, x: squares(jnp.abs(jnp.fft.fft(x) @ jnp.fft.fft(p["w"]))), W, (2, 3), 0
+    ),
     "scalar_parameter": Case(lambda p, x: squares(x * p["s"] + p["s"]), {"s": ()}, (3,), 0),
 }  # fmt: skip
 
@@ -369,29 +376,30 @@ def norms_and_sums(case, params, x, method):
     return norms, dpj.clipped_grad_sum(case.loss, params, x, max_grad_norm=1.5, method=method)
 
 
-@functools.cache
-def truth(name):
-    case = CASES[name]
-    with jax.enable_x64(True):
-        both = lambda p, x: [f(case, p, x, "vmap") for f in (grads, norms_and_sums)]  # noqa: E731
-        return jax.jit(both)(*make(case))
-
-
 #: Structures on which the choices of the other methods differ.
 SOME = ("rnn", "layer_stack", "stacked_convolutions", "joined_weights", "conv_pixel", "take")
-RUNS = [("materialize", grads, 0, CASES), ("book_keeping", norms_and_sums, 1, CASES)]
-RUNS += [(method, norms_and_sums, 1, SOME) for method in ("two_pass", "auto", "materialize")]
+RUNS = [("materialize", grads, name) for name in CASES]
+RUNS += [("book_keeping", norms_and_sums, name) for name in CASES]
+RUNS += [(m, norms_and_sums, name) for m in ("two_pass", "auto", "materialize") for name in SOME]
+
+
+@functools.cache
+def results(name):
+    """All runs of a case and their truth: (method, function) to results, compiled as one."""
+    runs = [(method, function) for method, function, case in RUNS if case == name]
+    wanted = [("vmap", grads), ("vmap", norms_and_sums), *runs]
+    with jax.enable_x64(True):
+        compute = lambda p, x: [f(CASES[name], p, x, method) for method, f in wanted]  # noqa: E731
+        return dict(zip(wanted, jax.jit(compute)(*make(CASES[name])), strict=True))
 
 
 @pytest.mark.parametrize(
-    ("method", "compute", "part", "name"),
-    [(*run, name) for *run, names in RUNS for name in names],
+    ("method", "function", "name"),
+    RUNS,
     ids=lambda value: value.__name__ if callable(value) else str(value),
 )
-def test_every_structure_matches_vmap(method, compute, part, name):
-    case, expected = CASES[name], truth(name)[part]
-    with jax.enable_x64(True):
-        found = jax.jit(lambda p, x: compute(case, p, x, method))(*make(case))
+def test_every_structure_matches_vmap(method, function, name):
+    expected, found = results(name)["vmap", function], results(name)[method, function]
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert ours.dtype == theirs.dtype
@@ -410,11 +418,30 @@ def test_uses_are_found_where_a_rule_holds(name):
 
 
 def test_both_ways_to_repeated_rows_agree():
-    numbers = jnp.asarray(np.random.default_rng(0).integers(0, 5, (4, 9)))
-    by_sort = lookup._leaders_by_sort(numbers)
-    by_table = lookup._leaders_by_table(numbers, total=5)
-    for leaders in (by_sort, by_table):
-        groups = jnp.take_along_axis(numbers, leaders, 1)
-        np.testing.assert_array_equal(groups, numbers)
-        for row, ids in zip(np.asarray(leaders), np.asarray(numbers), strict=True):
-            assert len(np.unique(row)) == len(np.unique(ids))
+    rng = np.random.default_rng(0)
+    numbers, rows = rng.integers(0, 5, (4, 9)), rng.normal(size=(4, 9, 3)).astype(np.float32)
+    tables = np.zeros((4, 5, 3))
+    for example in range(4):
+        np.add.at(tables[example], numbers[example], rows[example])
+    arguments = jnp.asarray(numbers), jnp.asarray(rows)
+    by_table = lookup._sq_norms_by_table(*arguments, total=5)
+    for found in (by_table, lookup._sq_norms_by_sort(*arguments)):
+        np.testing.assert_allclose(found, np.square(tables).sum((1, 2)), rtol=1e-5)
+
+
+def test_parameters_in_aux_are_no_use():
+    params, x = {"w": jnp.ones((3, 2))}, jnp.ones((N, 3))
+    loss = lambda p, x: (squares(x @ p["w"]), {"w": p["w"] * 2, "x": x})  # noqa: E731
+    call = build(loss, params, (x,), has_aux=True, key=None, trainable=None)
+    found = capture(call, call.rows)
+    assert found.kept == {}
+    np.testing.assert_array_equal(found.aux["w"], jnp.full((N, 3, 2), 2.0))
+
+
+def test_a_parameter_that_was_overlooked_is_an_error(monkeypatch):
+    params, x = {"w": jnp.ones((3, 2)), "b": jnp.ones(2)}, jnp.ones((N, 3))
+    loss = lambda p, x: squares(x @ p["w"] + p["b"])  # noqa: E731
+    call = build(loss, params, (x,), has_aux=False, key=None, trainable=None)
+    monkeypatch.setattr(interpret.Scope, "enter", lambda self, item: getattr(item, "value", item))
+    with pytest.raises(RuntimeError, match=r"The parameters \['b'\] reach the loss by a way"):
+        capture(call, call.rows)

@@ -303,7 +303,7 @@ def models(draw):
 
 
 @hypothesis.given(models(), st.integers(0, 5))
-@hypothesis.settings(max_examples=12)
+@hypothesis.settings(max_examples=8)
 def test_random_jaxprs_match_the_loop(model, seed):
     _compare_with_the_loop(model, seed)
 

@@ -286,3 +286,37 @@ def test_tokens_with_a_mean_over_their_own_positions():
         return F.cross_entropy(out.transpose(1, 2), x[:, 1:], reduction="none").mean(1)
 
     assert_exact(tokens, x, loss_fn=loss)
+
+
+def test_a_model_is_examined_once():
+    """Also where the loss function is a new object at every step."""
+    seen = []
+
+    class Trainer:
+        def __init__(self):
+            self.weight = 2.0
+
+        def loss(self, model, x):
+            seen.append(len(x))
+            return loss_fn(model, x) * self.weight
+
+    import functools
+
+    trainer, criterion, x = Trainer(), nn.Identity(), data(N, 6)
+
+    def scaled(scale, model, x):
+        seen.append(len(x))
+        return loss_fn(model, x) * scale
+
+    for make in (
+        lambda: trainer.loss,
+        lambda: lambda m, x: seen.append(len(x)) or criterion(loss_fn(m, x)),
+        lambda: functools.partial(scaled, 2.0),
+    ):
+        counts = []
+        for _ in range(3):
+            seen.clear()
+            dpt.per_sample_norms(make(), model, x)
+            counts.append(len(seen))
+        assert counts[1:] == [1, 1]
+        assert counts[0] > 1

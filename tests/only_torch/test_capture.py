@@ -197,6 +197,33 @@ def test_gram_norms_do_not_cancel(method):
         assert float(size) <= 1 + 1e-4
 
 
+@pytest.mark.parametrize("method", ["auto", "book_keeping", "two_pass"])
+def test_gram_norms_of_convolutions_do_not_cancel(method):
+    class Map(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(64, 64, 3)
+            signs = torch.tensor([1.0, -1.0]).repeat(8).view(4, 4)
+            self.register_buffer("signs", signs * 1e3)
+
+        def forward(self, x):
+            return self.conv(x) * self.signs
+
+    def loss_fn(model, x):
+        return model(x).sum((1, 2, 3))
+
+    x = data(N, 64, 1, 1).expand(N, 64, 6, 6) + 1e-4 * data(N, 64, 6, 6, seed=2)
+    exact = dpt.per_sample_norms(loss_fn, randomise(Map()).double(), x.double(), method="loop")
+    model = randomise(Map())
+    norms = dpt.per_sample_norms(loss_fn, model, x, method=method)
+    torch.testing.assert_close(norms.double(), exact, rtol=2e-3, atol=0)
+    found = dpt.clipped_grad_sum(
+        loss_fn, model, x, max_grad_norm=1.0, mask=torch.arange(N) == 2, method=method
+    )
+    size = sum(g.double().square().sum() for g in found.grads.values()).sqrt()
+    assert 0 < float(size) <= 1 + 1e-4
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("method", dpt.METHODS)
 def test_low_precision_models_are_clipped_in_float32(dtype, method):

@@ -92,7 +92,7 @@ def by_hand(model, run, steps, lr=0.5):
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("mode", ["auto", "hooks", "ew", "functorch", "book_keeping"])
+@pytest.mark.parametrize("mode", ["auto", "hooks", "ew", "functorch", "ghost", "book_keeping"])
 @pytest.mark.parametrize("size", [None, 5])
 def test_the_users_loop_is_dp_sgd(reduction, mode, size):
     run = plan(physical_batch_size=size)
@@ -433,6 +433,11 @@ def test_other_loaders_are_refused(loader, error, match):
         ),
         ({"plan": plan(), "loss_reduction": "none"}, ValueError, "loss_reduction='none'"),
         ({"plan": plan(), "grad_sample_mode": "magic"}, ValueError, "grad_sample_mode='magic'"),
+        (
+            {"plan": plan(clipping="per_layer"), "grad_sample_mode": "ghost"},
+            ValueError,
+            "can't clip per_layer",
+        ),
         ({"plan": plan(), "poisson_sampling": False}, ValueError, "poisson_sampling=False is not"),
         ({"plan": plan(), "max_grad_nrom": 1.0}, TypeError, "no argument 'max_grad_nrom'"),
     ],

@@ -222,3 +222,31 @@ def test_gradients_that_vanish_at_first_prove_nothing():
     with torch.no_grad():
         model.gate.fill_(1.5)
     assert_exact(model, x)
+
+
+def test_too_few_finite_examples_are_taken_one_at_a_time(monkeypatch):
+    def build():
+        outputs = Apply(lambda y: y[0], _same)
+        return randomise(nn.Sequential(nn.GRU(6, 6, batch_first=True), outputs))
+
+    x = data(N, 5, 6)
+    expected = dpt.per_sample_norms(reference.loss_fn, build(), x, method="loop")
+    model = build()
+    x[1:] = float("nan")
+    ways = Ways(monkeypatch)
+    norms = dpt.per_sample_norms(reference.loss_fn, model, x)
+    assert ways.taken == ["by_loop"]
+    torch.testing.assert_close(norms[:1], expected[:1])
+    assert not norms[1:].isfinite().any()
+
+
+def _same(y, x):
+    return y
+
+
+def test_columns_picked_by_keyword_or_by_position_are_no_permutation():
+    def pick(x):
+        rows = x.index_select(dim=0, index=torch.arange(len(x)))
+        return rows.index_select(2, torch.tensor([5, 4, 3, 2, 1, 0]))
+
+    assert_exact(randomise(Apply(pick, _same)), data(N, 5, 6))

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random options and shapes of the layers whose rules have the most of them."""
 
+import itertools
+
 import hypothesis
 import torch
 from hypothesis import strategies as st
@@ -110,14 +112,22 @@ def test_every_gram_choice_gives_the_same_norms(monkeypatch):
         "linear": (nn.Linear(6, 5), data(3, 4, 6)),
         "conv": (nn.Conv2d(4, 6, 3, groups=2, stride=2, dilation=2, padding=2), data(3, 4, 9, 8)),
         "same": (nn.Conv1d(3, 4, 4, padding="same"), data(3, 3, 9)),
+        "channels_last": (
+            nn.Conv2d(6, 4, 3).to(memory_format=torch.channels_last),
+            data(3, 6, 7, 6).to(memory_format=torch.channels_last),
+        ),
     }
     for layer, x in models.values():
         model = randomise(nn.Sequential(layer, nn.Tanh()))
-        for choice in (True, False):
-            for name in ("prefers_gram", "convolution_prefers_gram"):
+        for gram, crb in itertools.product((True, False), repeat=2):
+            forced = {
+                "prefers_gram": gram,
+                "convolution_prefers_gram": gram,
+                "keeps_gradient": not gram,
+                "convolution_prefers_crb": crb,
+            }
+            for name, choice in forced.items():
                 monkeypatch.setattr(costs, name, lambda choice=choice, **_: choice)
-            for name in ("keeps_gradient",):
-                monkeypatch.setattr(costs, name, lambda choice=choice, **_: not choice)
             assert_exact(model, x, methods=FAST)
 
 
@@ -155,3 +165,23 @@ def test_compiled_models_run_as_they_were_written():
     with dpt.record_per_sample(compiled, loss_reduction="sum") as record:
         compiled(x).square().sum().backward()
     torch.testing.assert_close(record.norms(), expected)
+
+
+@few
+@hypothesis.given(convolutions(), st.integers(1, 5))
+def test_every_form_of_a_convolutions_gradient_is_the_same(case, n):
+    from dualdp_torch.rules.conv_forms import FORMS
+
+    layer, shape = case
+    axes = len(shape) - 1
+    x = data(n, *shape)
+    options = {name: getattr(layer, name) for name in ("stride", "padding", "dilation", "groups")}
+    g = torch.randn_like(
+        (nn.functional.conv1d, nn.functional.conv2d, nn.functional.conv3d)[axes - 1](
+            x, layer.weight, **options
+        )
+    )
+    expected = FORMS["folded"](x, g, shape=layer.weight.shape, **options)
+    for name in ("unfold", "crb") if axes < 3 else ():
+        found = FORMS[name](x, g, shape=layer.weight.shape, **options)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import dualdp_torch as dpt
 from dualdp import UnsupportedLayerError
-from dualdp_torch.record import RECORDED
+from dualdp_torch.recorder import RECORDED
 from tests.only_torch.checks import data, ids, randomise
 
 N = 5
@@ -142,8 +142,8 @@ def test_words_are_checked():
     ):
         pass
     with (
-        pytest.raises(ValueError, match="method='two_pass' is unknown"),
-        dpt.record_per_sample(model, loss_reduction="sum", method="two_pass"),
+        pytest.raises(ValueError, match="method='loop' is unknown"),
+        dpt.record_per_sample(model, loss_reduction="sum", method="loop"),
     ):
         pass
 
@@ -214,17 +214,20 @@ def test_outputs_without_the_batch_in_front_are_refused():
         model(data(N, 4, 6))
 
 
-def test_dropout_is_that_of_the_forward():
+@pytest.mark.parametrize("method", [m for m in RECORDED if m != "vmap"])
+def test_dropout_is_that_of_the_forward(method):
     model, x, y = classify()
     model = nn.Sequential(nn.Dropout(0.5), model)
     torch.manual_seed(2)
     F.cross_entropy(model(x), y, reduction="sum").backward()
     for _ in range(2):
         torch.manual_seed(2)
-        with dpt.record_per_sample(model, loss_reduction="sum") as record:
+        with dpt.record_per_sample(model, loss_reduction="sum", method=method) as record:
             F.cross_entropy(model(x), y, reduction="sum").backward()
+        plain = record.clipped_sum(max_grad_norm=1e9)
         for name, p in model.named_parameters():
             torch.testing.assert_close(record.grads()[name].sum(0), p.grad)
+            torch.testing.assert_close(plain[name], p.grad)
 
 
 def test_keyword_inputs_and_time_first_models():
@@ -249,3 +252,35 @@ def test_keyword_inputs_and_time_first_models():
     )
     for name, grad in record.grads().items():
         np.testing.assert_allclose(grad, expected[name], rtol=1e-4, atol=1e-5)
+
+
+def test_a_forward_that_failed_can_be_tried_again():
+    model, x, y = classify()
+    with dpt.record_per_sample(model, loss_reduction="mean") as record:
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            model(data(N, 7))
+        F.cross_entropy(model(x), y).backward()
+    assert record.norms().shape == (N,)
+    assert torch.is_grad_enabled()
+
+
+def test_layers_behind_a_closed_gate_are_examined_when_it_opens():
+    class Gated(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
+            self.gate = nn.Parameter(torch.zeros(6))
+
+        def forward(self, x):
+            hidden = self.layer(x.transpose(0, 1)).transpose(0, 1)
+            return self.head(x + self.gate * hidden).sum(1)
+
+    model, x, y = randomise(Gated()), data(N, N, 6), ids(3, N)
+    for gate in (0.0, 1.5):
+        with torch.no_grad():
+            model.gate.fill_(gate)
+        expected = truth(model, x, y)
+        with dpt.record_per_sample(model, loss_reduction="mean") as record:
+            F.cross_entropy(model(x), y).backward()
+        for name, grad in record.grads().items():
+            torch.testing.assert_close(grad, expected[name], rtol=1e-4, atol=1e-5)

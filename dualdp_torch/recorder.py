@@ -1,0 +1,359 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Listens to one model in a loop that the user owns: `model(x)`, then `loss.backward()`.
+
+Module hooks only tell that the model is entered and left; in between, the same capture as in
+`clipped_grad_sum` is active. Gradients arrive through hooks on the outputs of the captured calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+from torch.utils import _pytree as pytree
+
+from dualdp import UnsupportedLayerError
+
+from .batch import Batch
+from .capture import Capture
+from .fallback import by_vmap, generator_state, replayed, reweighted
+from .gradients import Captured, Gradients
+from .layout import Layout, of_single
+from .proof import Proof, known, prove
+from .reduction import current_loss
+from .rules.base import Tensor
+from .uses import Derived, Use, eagerly, trainable_parameters
+from .validate import refuse_mixing_modules
+
+#: Methods that need the recorded forward and backward only.
+RECORDED = ("auto", "book_keeping", "two_pass", "materialize", "vmap")
+
+
+def _projected(model: nn.Module, args: Any, kwargs: Any, cotangents: Any = None) -> Tensor:
+    """(n,) one number per example from the model's outputs: their product with `cotangents`."""
+    leaves = _float_leaves(model(*args, **kwargs))
+    n = len(leaves[0]) if leaves and leaves[0].dim() else 0
+    total = None
+    for position, leaf in enumerate(leaves):
+        if leaf.dim() == 0 or len(leaf) != n:
+            raise UnsupportedLayerError(
+                f"The model returned a tensor of shape {tuple(leaf.shape)}. Expected the examples "
+                "on axis 0 of every output; use clipped_grad_sum, which sees the losses."
+            )
+        if cotangents is None:
+            weight = torch.arange(leaf[0].numel(), device=leaf.device).cos().view(leaf[0].shape)
+            part = (leaf * weight.to(leaf.dtype)).flatten(1) if leaf.dim() > 1 else leaf[:, None]
+        else:
+            part = (leaf * cotangents[position]).reshape(n, -1)
+        total = part.sum(1) if total is None else total + part.sum(1)
+    if total is None:
+        raise UnsupportedLayerError("The model returned no tensor. Expected its outputs.")
+    return total
+
+
+def _float_leaves(outputs: Any) -> list[Tensor]:
+    """The floating-point tensors of the outputs."""
+    return [
+        leaf
+        for leaf in pytree.tree_leaves(outputs)
+        if torch.is_tensor(leaf) and leaf.is_floating_point()
+    ]
+
+
+def _on_grad(tensor: Any, function: Callable[[Tensor], None]) -> Any:
+    """Call a function with the tensor's gradient when it arrives."""
+    return tensor.register_hook(function)
+
+
+class _Silent:
+    """What a copy of a recorded model has in the recorder's place: it is not recorded.
+
+    A deep copy binds the recorder's own functions to it, a pickle its methods of the same names.
+    """
+
+    _paused, _mode = True, None
+
+    def _enter(self, *_: Any) -> None:
+        """The copy is entered."""
+
+    def _leave(self, *_: Any) -> None:
+        """The copy is left."""
+
+
+class Recorder:
+    """Listens to one model: one forward, one backward, then the gradients.
+
+    Args:
+        model: the module, which is left as it is; `detach` removes every hook.
+        method: one of `RECORDED`.
+        when: () -> whether a forward that begins now is to be recorded.
+        check: called with the loss when its backward reaches the model, where it can be seen.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        method: str,
+        when: Callable[[], bool],
+        check: Callable[[Tensor], None],
+    ) -> None:
+        refuse_mixing_modules(model)
+        self.model, self.method, self._when, self._check = model, method, when, check
+        self.parameters = trainable_parameters(model)
+        self._names = {id(p): name for name, p in self.parameters.items()}
+        # Run when a gradient is accumulated, not when one is asked for as `pull_back` does.
+        nodes = {n: get_gradient_edge(p).node for n, p in self.parameters.items()}
+        self._accumulators = nodes  # their hooks live as long as they do
+        self._mode: Any = None
+        self._paused = False
+        self.clear()
+        self._handles: list[Any] = [
+            model.register_forward_pre_hook(self._enter, with_kwargs=True),
+            model.register_forward_hook(self._leave, with_kwargs=True, always_call=True),
+            *(node.register_prehook(partial(self._escaped, name)) for name, node in nodes.items()),
+        ]
+
+    def __reduce__(self) -> Any:
+        return _Silent, ()
+
+    def clear(self) -> None:
+        """Forget the forward that was recorded."""
+        self.n: int | None = None
+        self.has_gradients = False
+        self._uses: list[Use] = []
+        self._derived: dict[str, Derived] = {}
+        self._layouts: tuple[Layout | None, ...] = ()
+        self._outputs: list[Tensor] = []
+        self._by_vmap = False
+        self._generators: Any = None
+        self._cotangents: dict[int, Tensor] = {}
+        self._without_graph = False
+
+    def detach(self) -> None:
+        """Remove every hook."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    @contextlib.contextmanager
+    def _pause(self) -> Iterator[None]:
+        """The model may be called without being recorded."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+
+    # ------------------------------------------------------------------ forward
+
+    def _enter(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        """The model is entered."""
+        if self._paused or not torch.is_grad_enabled() or not self._when():
+            return
+        if self._mode is not None or self.n is not None:
+            raise RuntimeError(
+                "The model was called twice for one batch. Expected one recorded forward per "
+                "backward; put further calls under torch.no_grad()."
+            )
+        current = trainable_parameters(model)
+        if {id(p) for p in current.values()} != set(self._names):
+            changed = sorted(set(current) ^ set(self.parameters)) or sorted(current)
+            raise RuntimeError(
+                f"The parameters {changed} were frozen, unfrozen or replaced after set-up. Set "
+                "up again, so that what is clipped is what is trained."
+            )
+        self._batch = Batch((args, kwargs))
+        self._generators = generator_state(self._batch.tensors()[0].device)
+        if self.method == "vmap" or self._problem():
+            self._without_graph = self._by_vmap = True
+            torch.set_grad_enabled(False)
+        proofs = known(self.model, _projected, self._batch).values()
+        skip = next((proof.skip for proof in proofs), frozenset())
+        self._mode = Capture(self._names, self._listen, skip)
+        self._eager = eagerly()
+        self._eager.__enter__()
+        self._mode.__enter__()
+        self.n = self._batch.n
+
+    def _problem(self) -> str | None:
+        """Why captured uses cannot be trusted, examining the model on its first call."""
+        proofs = known(self.model, _projected, self._batch)
+        if not proofs:
+            self._prove(proofs)
+        return proofs["problem"].problem if "problem" in proofs else None
+
+    def _prove(self, proofs: dict[Any, Proof]) -> None:
+        """Examine the model on this batch and remember the result if it is complete."""
+        if self._batch.n == 1:
+            return
+        with self._pause(), torch.enable_grad():
+            proof = prove(self.model, _projected, self._batch, self.parameters)
+        if proof is not None and (proof.complete or proof.signatures):
+            proofs["problem" if proof.problem else proof.signatures] = proof
+
+    def _find_layouts(self) -> tuple[Layout | None, ...]:
+        """Where the examples lie in the uses of this forward."""
+        if self.n == 1:
+            return tuple(
+                of_single(use.out_shape, use.batch_axes, use.rule.rows_are_free)
+                for use in self._uses
+            )
+        proofs = known(self.model, _projected, self._batch)
+        signatures = tuple(use.signature for use in self._uses)
+        if signatures not in proofs or not proofs[signatures].complete:
+            self._prove(proofs)
+        if signatures not in proofs:
+            raise UnsupportedLayerError(
+                "The model could not be examined on this batch: fewer than two of its outputs are "
+                "finite, or a few of the examples take another way through it than all of them. "
+                'Use clipped_grad_sum, or method="vmap".'
+            )
+        return proofs[signatures].layouts
+
+    def _leave(self, model: nn.Module, args: Any, kwargs: Any, outputs: Any) -> Any:
+        """The model is left, by return or by exception."""
+        if self._mode is None or self._paused:
+            return None
+        mode, self._mode = self._mode, None
+        mode.__exit__(None, None, None)
+        self._eager.__exit__(None, None, None)
+        if self._without_graph:
+            self._without_graph = False
+            torch.set_grad_enabled(True)
+        if outputs is None:  # an exception
+            self.clear()
+            return None
+        if self._by_vmap:
+            return self._listen_to_outputs(outputs)
+        if mode.checkpointed:
+            raise UnsupportedLayerError(
+                "The model checkpoints activations, which runs parts of it again in a backward "
+                "that is not ours. Use clipped_grad_sum, or train without checkpointing."
+            )
+        self._uses, self._derived = mode.uses, mode.derived
+        self._layouts = self._find_layouts()
+        return self._listen_to_outputs(outputs) if self.method == "two_pass" else None
+
+    def _listen(self, use: Use, out: Tensor) -> None:
+        """Keep the gradient of one captured call's output."""
+
+        def arrived(grad: Tensor) -> None:
+            if self._paused or use not in self._uses:
+                return
+            self._check_first(use.grads_out)
+            use.grads_out = grad.detach()
+
+        _on_grad(out, arrived)
+
+    def _check_first(self, before: Tensor | None) -> None:
+        """Refuse a second backward."""
+        if before is not None:
+            raise RuntimeError(
+                "backward ran twice over one recorded forward. Expected one backward per step; "
+                "add the losses before calling backward."
+            )
+        if not self.has_gradients:
+            self.has_gradients = True
+            loss = current_loss()
+            if loss is not None:
+                self._check(loss)
+
+    def _listen_to_outputs(self, outputs: Any) -> Any:
+        """The outputs, made to hear the gradients of the loss."""
+        leaves, spec = pytree.tree_flatten(outputs)
+        for i, leaf in enumerate(leaves):
+            if torch.is_tensor(leaf) and leaf.is_floating_point():
+                if not leaf.requires_grad:  # computed without a graph
+                    leaves[i] = leaf.detach().requires_grad_() * 1  # no leaf: in-place is legal
+                _on_grad(leaves[i], partial(self._hear, len(self._outputs)))
+                self._outputs.append(leaf.detach())
+        return pytree.tree_unflatten(leaves, spec)
+
+    def _hear(self, position: int, grad: Tensor) -> None:
+        """The gradient of one output arrived."""
+        self._check_first(self._cotangents.get(position))
+        self._cotangents[position] = grad.detach()
+
+    def _escaped(self, name: str, grads: Any) -> None:
+        """A gradient reached a parameter without passing through a captured call."""
+        if self._paused:
+            return
+        raise UnsupportedLayerError(
+            f"Parameter {name!r} reached the loss outside the recorded forward of the model, where "
+            "its gradient can't be clipped per example. Use it inside the model's forward, or call "
+            "clipped_grad_sum with a loss function that does all of it."
+        )
+
+    # ------------------------------------------------------------------ gradients
+
+    def gradients(self, scale: float, keep: str) -> Gradients:
+        """The gradients of each example's own loss.
+
+        Args:
+            scale: what undoes the loss's reduction: n for a mean, 1 for a sum.
+            keep: as in `Captured`.
+
+        Raises:
+            RuntimeError: no forward or no backward was recorded.
+        """
+        if self.n is None:
+            raise RuntimeError(
+                "No forward was recorded. Call the model inside, with gradients on, before this."
+            )
+        if not self.has_gradients:
+            raise RuntimeError(
+                "No backward was recorded. Call loss.backward() before reading gradients."
+            )
+        if self._by_vmap:
+            return self._vmapped(scale)
+        for use, layout in zip(self._uses, self._layouts, strict=True):
+            if use.grads_out is None:
+                continue
+            use.check_unchanged()
+            if layout is None and bool(use.grads_out.any()):
+                raise UnsupportedLayerError(
+                    f"Where the examples lie in {use} could not be seen when the model was "
+                    'examined, since gradients vanished there. Use method="vmap".'
+                )
+            if scale != 1:
+                use.grads_out = use.grads_out * scale
+        return Captured(
+            self._uses, self._layouts, self.parameters, self._derived, n=self.n, keep=keep
+        )
+
+    def _scaled_cotangents(self, scale: float) -> list[Tensor]:
+        """The gradient of each output, zeros where none arrived."""
+        return [
+            self._cotangents[i] * scale if i in self._cotangents else torch.zeros_like(out)
+            for i, out in enumerate(self._outputs)
+        ]
+
+    def second_pass(self, scale: float) -> Callable[[Tensor], dict[str, Tensor]] | None:
+        """Factors (n,) -> clipped sum by a second forward and backward, for method="two_pass"."""
+        if self.method != "two_pass" or self._by_vmap:
+            return None
+        (args, kwargs), cotangents = self._batch.arguments(), self._scaled_cotangents(scale)
+
+        def losses() -> Tensor:
+            return _projected(self.model, args, kwargs, cotangents)
+
+        def run(factors: Tensor) -> dict[str, Tensor]:
+            with self._pause(), replayed(self._generators, factors.device):
+                return reweighted(losses, self.parameters, factors)
+
+        return run
+
+    def _vmapped(self, scale: float) -> Gradients:
+        """The gradients through `vmap` over the model, from the gradients of its outputs."""
+        batch = Batch((*self._batch.arguments(), self._scaled_cotangents(scale)))
+        with self._pause():
+            found, _, _ = by_vmap(
+                self.model, _projected, batch, self.parameters, False, randomness="error"
+            )
+        return found

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cost model: sizes in, the cheaper of exact ways out."""
+
+import doctest
+
+import pytest
+
+from dualdp import costs
+
+
+def test_examples_in_the_docstrings():
+    assert doctest.testmod(costs).failed == 0
+
+
+@pytest.mark.parametrize("width", [64, 256, 768])
+def test_the_gram_form_is_for_few_positions(width):
+    choices = [costs.prefers_gram(t=t, d_in=width, d_out=width) for t in range(1, 2000, 7)]
+    assert choices[0]
+    assert not choices[-1]
+    assert sorted(choices, reverse=True) == choices
+
+
+@pytest.mark.parametrize("width", [64, 256, 768])
+def test_gradients_are_kept_for_many_positions(width):
+    kept = [costs.keeps_gradient(n=8, t=t, d_in=width, d_out=width) for t in range(1, 2000, 7)]
+    assert not kept[0]
+    assert kept[-1]
+    assert sorted(kept) == kept
+
+
+def test_large_tables_of_one_position_are_never_kept():
+    assert not costs.keeps_gradient(n=256, t=1, d_in=4096, d_out=4096)
+
+
+@pytest.mark.parametrize(("pixels", "t"), [(9, 1), (16, 4), (36, 16), (100, 64)])
+def test_deep_convolutions_on_small_maps_use_products_of_patches(pixels, t):
+    sizes = {"kernel": 9, "channels": 256, "d_out": 256, "weights": 9 * 256 * 256}
+    assert costs.convolution_prefers_gram(t=t, pixels=pixels, **sizes)
+    assert not costs.convolution_prefers_gram(t=64 * 64, pixels=66 * 66, **sizes)
