@@ -23,7 +23,7 @@ from dualdp import UnsupportedLayerError
 
 from .rules import REWRITES, RULES
 from .rules.base import Rule, Tensor
-from .uses import Derived, Use, name_of
+from .uses import REENTRANT, Derived, Use, name_of, refuse_reentrant_checkpoints
 
 
 class _Attach(torch.autograd.Function):
@@ -308,6 +308,9 @@ class Capture(TorchFunctionMode):
         """
         for use in self.uses:
             use.grads_out = None
+        held = {name for use in self.uses for name in use.held.values()}
+        if retain or not held >= parameters.keys():
+            refuse_reentrant_checkpoints(total)
         if not total.requires_grad:
             return []
         targets: list[Any] = [*(use.edge for use in self.uses), *parameters.values()]
@@ -319,10 +322,7 @@ class Capture(TorchFunctionMode):
         except RuntimeError as error:
             if "use_reentrant=True" not in str(error):
                 raise
-            raise UnsupportedLayerError(
-                "A part of the model is checkpointed with use_reentrant=True, which hides its "
-                "gradients. Use checkpoint(..., use_reentrant=False)."
-            ) from error
+            raise UnsupportedLayerError(REENTRANT) from error
         for use, grad in zip(self.uses, found, strict=False):
             use.grads_out = grad
         leftover = found[len(self.uses) :]

@@ -18,6 +18,7 @@ from dualdp import UnsupportedLayerError
 from .batch import Batch, check_losses, join_aux
 from .gradients import Formed, wide
 from .rules.base import Tensor
+from .uses import refuse_reentrant_checkpoints
 
 Generators = tuple[Tensor, Tensor | None]
 
@@ -127,6 +128,8 @@ def by_loop(
         found: tuple[Tensor | None, ...] = (None,) * len(parameters)
         if loss.requires_grad:
             found = torch.autograd.grad(loss.sum(), [*parameters.values()], allow_unused=True)
+        if k == 0 or any(g is None for g in found):
+            refuse_reentrant_checkpoints(loss)
         for (name, p), g in zip(parameters.items(), found, strict=True):
             formed[name].append(torch.zeros_like(p) if g is None else g.to_dense())
         losses.append(loss.detach())

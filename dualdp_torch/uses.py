@@ -118,6 +118,30 @@ class Derived:
         return {n: g for n, g in zip(parameters, found, strict=True) if g is not None}
 
 
+def refuse_reentrant_checkpoints(total: Tensor) -> None:
+    """Refuse a graph that holds a reentrant checkpoint, whose parameters autograd can't see.
+
+    `torch.autograd.grad` runs only the nodes between the total and what it was asked for: where a
+    checkpoint alone holds a parameter, it would report no gradient, without an error.
+    """
+    seen: set[Any] = set()
+    stack = [total.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name() == "CheckpointFunctionBackward":
+            raise UnsupportedLayerError(REENTRANT)
+        stack += [child for child, _ in node.next_functions]
+
+
+REENTRANT = (
+    "A part of the model is checkpointed with use_reentrant=True, which hides its gradients. Use "
+    "checkpoint(..., use_reentrant=False)."
+)
+
+
 def name_of(function: Callable[..., Any]) -> str:
     """The name of a function as torch's documentation has it."""
     return getattr(function, "__name__", str(function))

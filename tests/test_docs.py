@@ -74,3 +74,22 @@ def test_every_promise_names_a_test_that_exists(package):
         named |= set(re.findall(r"\[(test_\w+)\]|`(test_\w+)`", path.read_text()))
     missing = {name for pair in named for name in pair if name} - existing_tests()
     assert not missing
+
+
+def supported_layers():
+    """README's list, generated from the tables of rules."""
+    from dualdp_jax.rules import RULES as PRIMITIVES
+    from dualdp_torch.rules import REWRITES, RULES
+
+    names = sorted({function.__name__ for function in (*RULES, *REWRITES)})
+    torch_list = ", ".join(f"`{name}`" for name in names)
+    jax_list = ", ".join(f"`{name}`" for name in sorted(PRIMITIVES))
+    return (
+        f"- **PyTorch**, any module that calls: {torch_list}.\n"
+        f"- **JAX**, any function; without forming per-sample gradients: {jax_list}.\n"
+    )
+
+
+def test_readmes_list_of_layers_is_the_tables_of_rules():
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert " ".join(supported_layers().split()) in readme, supported_layers()

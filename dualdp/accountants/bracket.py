@@ -20,7 +20,7 @@ from scipy.special import erfcx
 from dualdp.accountants import bounds
 from dualdp.accountants.bounds import Extra
 from dualdp.accountants.cells import Subsampled
-from dualdp.accountants.compose import Composed, Window, compose
+from dualdp.accountants.compose import Composed, TiltError, Window, compose
 from dualdp.accountants.lattice import Grid, Part, Pmf, discretise
 
 Array = npt.NDArray[Any]
@@ -178,6 +178,12 @@ class Direction:
 
     def upper(self, accuracy: Accuracy, delta: float, *, scale: float = 1.0) -> float:
         """Certified upper bound on epsilon >= 0; the window moves down until it holds epsilon."""
+        try:
+            return self._upper(accuracy, delta, scale)
+        except TiltError:
+            return math.inf
+
+    def _upper(self, accuracy: Accuracy, delta: float, scale: float) -> float:
         guess = self.estimate(accuracy, delta)
         margin = 0.04 * guess + 2 * self.base_spacing(accuracy.rtol)
         best = math.inf
@@ -203,9 +209,12 @@ class Direction:
         best, caution = 0.0, 0.2
         for _ in range(3):
             start = max(upper - margin, 0.0)
-            composed = self.composed(
-                accuracy, delta, start, below=True, scale=scale, caution=caution
-            )
+            try:
+                composed = self.composed(
+                    accuracy, delta, start, below=True, scale=scale, caution=caution
+                )
+            except TiltError:
+                break
             found = bounds.lower_epsilon(composed, delta, self.extra)
             best = max(best, found)
             if found > -math.inf or start == 0:
@@ -288,6 +297,8 @@ def two_sided(
     """
     if not below:
         return 0.0, upper
+    if upper == math.inf:
+        return max(direction.lower(Accuracy(), delta, 1.0) for direction in below), upper
     accuracy = Accuracy()
     contenders = _contenders(below, accuracy, delta)
     window = _LARGEST_WINDOW if max(d.rows for d in contenders) <= 8 else _MAX_WINDOW
@@ -348,5 +359,11 @@ def upper_delta(direction: Direction, epsilon: float) -> float:
         if direction.estimate(accuracy, guess) >= epsilon or guess < 1e-140:
             break
         guess *= 0.25
-    composed = direction.composed(accuracy, guess, max(0.0, epsilon * (1 - 1e-3) - 1e-9))
+    try:
+        composed = direction.composed(accuracy, guess, max(0.0, epsilon * (1 - 1e-3) - 1e-9))
+    except TiltError:  # losses far below epsilon: any window from there will do
+        grid = Grid(0.01)
+        plain = Window(1.0, math.floor(epsilon / 0.02), 1 << 14, 2.0)
+        pmfs = discretise(direction.parts, grid, direction.tail(accuracy, guess))
+        composed = compose(pmfs, plain, grid.spacing)
     return bounds.upper_delta(composed, epsilon, direction.extra)

@@ -39,6 +39,10 @@ CUT = 1e-19  # frequencies where the product is proved smaller than this are dro
 _BUFFER = 1 << 21  # numbers in one block of transforms
 
 
+class TiltError(ArithmeticError):
+    """The tilt overflows; caught by whoever chose it."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Window:
     """Tilt t, first point x_0 = start * h, `size` points; `chernoff` is c > t."""
@@ -176,7 +180,10 @@ def compose(pmfs: Iterable[Pmf], window: Window, spacing: float) -> Composed:
         spacing: h.
 
     Returns:
-        The tilted pmf with its error bounds. Exactly 0 mass where nothing was composed.
+        The tilted pmf with its error bounds.
+
+    Raises:
+        TiltError: e^{tilt x} overflows.
     """
     product = _Product(window.size)
     log_mgf = log_mgf_chernoff = log_finite = slack = relative = 0.0
@@ -184,6 +191,8 @@ def compose(pmfs: Iterable[Pmf], window: Window, spacing: float) -> Composed:
         x = pmf.index * spacing
         counts = pmf.counts
         reach = float(np.abs(x).max())
+        if window.tilt * float(x[-1]) > 700:
+            raise TiltError
         weights = pmf.mass * np.exp(window.tilt * x)
         total = np.maximum(weights.sum(axis=1), 1e-300)
         log_mgf_chernoff += _log_mgf(pmf.mass, window.chernoff * x, counts)

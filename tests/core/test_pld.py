@@ -234,6 +234,27 @@ def test_pure_bounds_at_delta_zero():
     assert table.get_epsilon(delta=0) == math.inf
 
 
+DEGENERATE = [
+    (mechanisms.RandomizedResponse(1.0), (0, 0)),
+    (mechanisms.ApproximateDP(0.0, 1e-3), (math.inf, 1 - 0.999**3)),
+    (mechanisms.ApproximateDP(0.0, 1e-7), (0, 3e-7)),
+    (mechanisms.MassTable((1.0, 0.0), (0.5, 0.5)), (math.inf, 1 - 0.5**3)),
+    (mechanisms.MassTable((0.5, 0.5), (0.5, 0.5)), (0, 0)),
+    (mechanisms.Laplace(1e9), (0, 0)),
+    (mechanisms.PoissonSubsampledGaussian(1.0, 1e-300), (0, 0)),
+]
+
+
+@pytest.mark.parametrize(("event", "truth"), DEGENERATE)
+def test_degenerate_mechanisms(event, truth):
+    made = accountants.create("pld")
+    made.compose(event, 3)
+    lower, _, upper = made.epsilon_bounds(delta=1e-5)
+    assert lower <= truth[0] <= upper
+    assert upper == pytest.approx(truth[0], abs=1e-8)
+    assert truth[1] <= made.get_delta(epsilon=1.0) <= truth[1] * 1.001 + 1e-9
+
+
 def test_limits():
     assert account().epsilon_bounds(delta=1e-5) == (0, 0, 0)
     assert account().get_delta(epsilon=1.0) == 0

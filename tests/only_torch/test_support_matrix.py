@@ -678,6 +678,19 @@ def test_reentrant_checkpoints_are_refused():
             dpt.per_sample_grads(reference.loss_fn, model, data(N, 6), method=method)
 
 
+@pytest.mark.parametrize("method", ["auto", "book_keeping", "two_pass", "loop"])
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_reentrant_checkpoint_around_everything_is_refused(method, n):
+    """Autograd would report no gradient for any parameter, without an error."""
+    model = nn.Sequential(nn.Linear(6, 4), nn.Tanh())
+
+    def losses_of(model, x):
+        return checkpoint(model, x.requires_grad_(), use_reentrant=True).square().sum(1)
+
+    with pytest.raises(UnsupportedLayerError, match="use_reentrant=True, which hides"):
+        dpt.per_sample_norms(losses_of, model, torch.randn(n, 6), method=method)
+
+
 def test_checkpoints_in_a_recorded_forward_are_refused():
     model = four_layers(checkpointed)
     with (
