@@ -9,16 +9,21 @@ except ModuleNotFoundError as error:
         f"dualdp.jax needs {error.name}, which is not installed. Run: pip install 'dualdp[jax]'"
     ) from error
 
+from dualdp_jax import METHODS as METHODS
+from dualdp_jax import RULES as RULES
 from dualdp_jax import AddNoiseState as AddNoiseState
 from dualdp_jax import Chunk as Chunk
 from dualdp_jax import ClippedGradSum as ClippedGradSum
 from dualdp_jax import Loader as Loader
 from dualdp_jax import LogicalBatch as LogicalBatch
 from dualdp_jax import PrivacyEngine as PrivacyEngine
+from dualdp_jax import Rule as Rule
+from dualdp_jax import Spec as Spec
 from dualdp_jax import TrainState as TrainState
 from dualdp_jax import add_noise as add_noise
 from dualdp_jax import clipped_grad_sum as clipped_grad_sum
 from dualdp_jax import noisy_mean as noisy_mean
 from dualdp_jax import per_sample_grads as per_sample_grads
 from dualdp_jax import per_sample_norms as per_sample_norms
+from dualdp_jax import register_rule as register_rule
 from dualdp_jax import weights as weights

@@ -39,6 +39,11 @@ class _Curve:
     constant: float
     slope: float
 
+    @property
+    def is_resolved(self) -> bool:
+        """Whether e^scale and its inverse are far from overflow: else nothing is claimed."""
+        return abs(self.scale) < 600
+
     def at_points(self) -> Array:
         """(points,) delta at the lattice points, divided by e^scale."""
         more = self.constant + self.slope * np.exp(np.minimum(self.points, 700.0))
@@ -155,7 +160,7 @@ def upper_epsilon(composed: Composed, delta: float, extra: Extra) -> tuple[float
     """
     curve = upper_curve(composed, extra)
     good = np.flatnonzero(curve.at_points() <= delta * _exp(-curve.scale))
-    if good.size == 0:
+    if good.size == 0 or not curve.is_resolved or curve.constant > delta:
         return math.inf, False
     m = int(good[0])
     if m == 0:
@@ -176,6 +181,8 @@ def lower_epsilon(composed: Composed, delta: float, extra: Extra) -> float:
     curve = lower_curve(composed, extra)
     if curve.constant > delta:
         return math.inf
+    if not curve.is_resolved:
+        return -math.inf
     good = np.flatnonzero(curve.at_points() <= delta * _exp(-curve.scale))
     if good.size == 0 or good[0] == 0:
         return -math.inf
@@ -184,9 +191,15 @@ def lower_epsilon(composed: Composed, delta: float, extra: Extra) -> float:
 
 def upper_delta(composed: Composed, epsilon: float, extra: Extra) -> float:
     """Upper bound on delta at an epsilon that is at least the window's start."""
-    return min(1.0, max(0.0, upper_curve(composed, extra).at(epsilon - composed.slack)))
+    curve = upper_curve(composed, extra)
+    if not curve.is_resolved:
+        return 1.0
+    return min(1.0, max(0.0, curve.at(epsilon - composed.slack)))
 
 
 def lower_delta(composed: Composed, epsilon: float, extra: Extra = Extra()) -> float:
     """Lower bound on delta at an epsilon in the window."""
-    return min(1.0, max(0.0, lower_curve(composed, extra).at(epsilon + composed.slack)))
+    curve = lower_curve(composed, extra)
+    if not curve.is_resolved:
+        return 0.0
+    return min(1.0, max(0.0, curve.at(epsilon + composed.slack)))

@@ -361,9 +361,17 @@ def upper_delta(direction: Direction, epsilon: float) -> float:
         guess *= 0.25
     try:
         composed = direction.composed(accuracy, guess, max(0.0, epsilon * (1 - 1e-3) - 1e-9))
-    except TiltError:  # losses far below epsilon: any window from there will do
-        grid = Grid(0.01)
-        plain = Window(1.0, math.floor(epsilon / 0.02), 1 << 14, 2.0)
-        pmfs = discretise(direction.parts, grid, direction.tail(accuracy, guess))
+        best = bounds.upper_delta(composed, epsilon, direction.extra)
+    except TiltError:
+        best = 1.0
+    if best < 1:
+        return best
+    # losses far below epsilon, or infinite: any window from there will do
+    grid = Grid(0.01)
+    plain = Window(1.0, math.floor(epsilon / 0.02), 1 << 14, 2.0)
+    pmfs = discretise(direction.parts, grid, direction.tail(accuracy, guess))
+    try:
         composed = compose(pmfs, plain, grid.spacing)
+    except TiltError:
+        return 1.0
     return bounds.upper_delta(composed, epsilon, direction.extra)

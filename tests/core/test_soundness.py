@@ -227,6 +227,17 @@ def test_the_closed_form_of_one_step_is_exact():
                 assert abs(ours - float(exact.mp.log(truth))) < 1e-9
 
 
+@pytest.mark.parametrize("scale", [-1e4, 1e4, math.inf])
+def test_nothing_is_claimed_where_numbers_overflow(scale):
+    good = composed(1.0, 0.05, grid=Grid(0.01), tail=1e-12, window=Window(4.0, 0, 4096, 9.0))
+    broken = dataclasses.replace(good, log_mgf=scale)
+    assert bounds.upper_epsilon(good, 1e-5, Extra())[0] < 2
+    assert bounds.upper_epsilon(broken, 1e-5, Extra())[0] == math.inf
+    assert bounds.lower_epsilon(broken, 1e-5, Extra()) == -math.inf
+    assert bounds.upper_delta(broken, 0.1, Extra()) == 1
+    assert bounds.lower_delta(broken, 0.1) == 0
+
+
 def test_flip_twice_is_the_identity():
     table = Subsampled(np.array([1.0]), np.array([0.1])).cells(
         np.array([0]), np.arange(-20, 30), 0.05
