@@ -61,7 +61,7 @@ class Settings:
     dtype: str = "float32"
     device: str = "cpu"
     seed: int = 0
-    accountant: str = "rdp"
+    accountant: str = "pld"
     max_grad_norm: float = 0.25
     learning_rate: float = 1.0
     momentum: float = 0.9

@@ -507,6 +507,8 @@ def test_a_copy_of_the_model_is_not_recorded():
     assert pickle.loads(pickle.dumps(model))[0].weight.shape == (5, 6)
 
 
+# JAX, which other tests bring into this process, warns of every fork.
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
 def test_workers_and_collate_functions_are_kept():
     model, optimizer, _ = build()
     loader = DataLoader(
