@@ -99,34 +99,24 @@ class Linear:
 
     def at(self, steps: Any) -> Values:
         """Values at the given steps, shape of `steps`."""
-        share = np.minimum(np.asarray(steps) / self.over, 1.0)
+        share = self._share(np.minimum(np.asarray(steps) / self.over, 1.0))
         return np.asarray(self.initial + share * (self.final - self.initial))
+
+    def _share(self, time: Values) -> Values:
+        """Share of the change that is made at a time in [0, 1]."""
+        return time
 
 
 @dataclass(frozen=True)
-class Cosine:
+class Cosine(Linear):
     """From `initial` to `final` along half a cosine over `over` steps, then `final`.
-
-    Args:
-        initial: value at step 0.
-        final: value from step `over` on.
-        over: steps of the change, >= 1.
 
     Source: Loshchilov & Hutter 2017, eq. 5, without restarts.
     """
 
-    initial: float
-    final: float
-    over: int
-
-    def __post_init__(self) -> None:
-        _validate.integer("over", self.over, minimum=1)
-
-    def at(self, steps: Any) -> Values:
-        """Values at the given steps, shape of `steps`."""
-        share = np.minimum(np.asarray(steps) / self.over, 1.0)
-        weight = (1 + np.cos(np.pi * share)) / 2
-        return np.asarray(self.final + weight * (self.initial - self.final))
+    def _share(self, time: Values) -> Values:
+        """Share of the change that is made at a time in [0, 1]."""
+        return np.asarray((1 - np.cos(np.pi * time)) / 2)
 
 
 @dataclass(frozen=True)
