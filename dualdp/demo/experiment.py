@@ -225,7 +225,7 @@ class Experiment:
         scores = {run.name: run.evaluate() for run in runs}
         return Point(
             step,
-            {run.name: run.ledger.get_epsilon() for run in runs if run.ledger},
+            {run.name: run.ledger.get_epsilon() for run in runs},
             {name: loss for name, (loss, _) in scores.items()},
             {name: accuracy for name, (_, accuracy) in scores.items()},
             differences[worst],

@@ -79,6 +79,8 @@ class TorchRun:
     """
 
     name = "torch"
+    ledger: Ledger
+    layout: Sequence[Leaf]
 
     def __init__(self, settings: Settings, train: digits.Split, held_out: digits.Split) -> None:
         self.device, self.dtype = settings.device, getattr(torch, settings.dtype)
@@ -90,8 +92,6 @@ class TorchRun:
             self.model.parameters(), lr=settings.learning_rate, momentum=settings.momentum
         )
         self.train, self.held_out = self._put(train), self._put(held_out)
-        self.layout: Sequence[Leaf] | None = None
-        self.ledger: Ledger | None = None
 
     def _put(self, split: digits.Split) -> tuple[torch.Tensor, torch.Tensor]:
         """Images and labels as tensors on the device."""
@@ -104,7 +104,6 @@ class TorchRun:
 
     def private_step(self, step: int) -> None:
         """One step of DP-SGD (Abadi et al. 2016, Algorithm 1)."""
-        assert self.ledger is not None  # noqa: S101
         self.ledger.record(step)
         rows = torch.as_tensor(self.plan.batch_indices(step), device=self.device)
         total = dpt.clipped_grad_sum(
