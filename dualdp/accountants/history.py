@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Self
 
 from dualdp import _validate, mechanisms
 from dualdp._validate import AccountingError
@@ -200,14 +200,6 @@ class Accountant:
         return json.dumps(self.state_dict()) == json.dumps(other.state_dict())
 
     __hash__ = None  # type: ignore[assignment]  # mutable
-
-
-class AccountantClass(Protocol):
-    """What `register` expects: a class of accountants."""
-
-    def __call__(self, *, neighboring_relation: str = ..., group_size: int = ...) -> Accountant:
-        """A fresh accountant with an empty history."""
-        ...
 
 
 def flatten(event: Mechanism, count: int) -> Iterator[tuple[Mechanism, int]]:

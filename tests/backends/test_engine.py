@@ -102,7 +102,8 @@ def by_hand(plan):
         norms = np.linalg.norm(grads, axis=1, keepdims=True)
         total = (grads * np.minimum(1, plan.max_grad_norm_at(step) / norms)).sum(0)
         noise = normal(fold_in(plan.step_key("noise", step), 0), 5)
-        mean = (total + plan.noise_stddev(step) * noise) / plan.expected_batch_size_at(step)
+        stddev = plan.noise_multiplier_at(step) * plan.max_grad_norm_at(step)
+        mean = (total + stddev * noise) / plan.expected_batch_size_at(step)
         w = w - RATE * mean
         path.append(w)
     return np.array(path)
