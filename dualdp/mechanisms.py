@@ -13,12 +13,28 @@ sensitivity); the neighbouring relation belongs to the accountant, never to the 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from dualdp import _validate
 from dualdp._validate import AccountingError
+
+_count = functools.partial(_validate.integer, minimum=1)
+_CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
+    "noise_multiplier": _validate.non_negative,
+    "sample_rate": lambda name, value: _validate.sample_rate(value),
+    "num_examples": _count,
+    "max_batch_size": _count,
+    "num_bins": _count,
+    "epochs_per_assignment": _count,
+    "num_batches": _count,
+    "noise_parameter": _validate.probability,
+    "num_buckets": functools.partial(_validate.integer, minimum=2),
+    "epsilon": _validate.non_negative,
+    "delta": _validate.probability,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +45,11 @@ class Mechanism:
     def releases(self) -> int:
         """How many releases form one unit that the accountant composes; 1 unless said otherwise."""
         return 1
+
+    def __post_init__(self) -> None:
+        """Check every field by its name: a name means the same in all mechanisms."""
+        checks = {f.name: _CHECKS[f.name] for f in dataclasses.fields(self) if f.name in _CHECKS}
+        self._set(**{name: check(name, getattr(self, name)) for name, check in checks.items()})
 
     def _set(self, **values: Any) -> None:
         """Store checked values; the dataclass is frozen for everybody else."""
@@ -42,11 +63,6 @@ class Gaussian(Mechanism):
 
     noise_multiplier: float
 
-    def __post_init__(self) -> None:
-        self._set(
-            noise_multiplier=_validate.non_negative("noise_multiplier", self.noise_multiplier)
-        )
-
 
 @dataclasses.dataclass(frozen=True)
 class PoissonSubsampledGaussian(Mechanism):
@@ -57,12 +73,6 @@ class PoissonSubsampledGaussian(Mechanism):
 
     noise_multiplier: float
     sample_rate: float
-
-    def __post_init__(self) -> None:
-        self._set(
-            noise_multiplier=_validate.non_negative("noise_multiplier", self.noise_multiplier),
-            sample_rate=_validate.sample_rate(self.sample_rate),
-        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,14 +87,6 @@ class TruncatedPoissonSubsampledGaussian(Mechanism):
     num_examples: int
     max_batch_size: int
 
-    def __post_init__(self) -> None:
-        self._set(
-            noise_multiplier=_validate.non_negative("noise_multiplier", self.noise_multiplier),
-            sample_rate=_validate.sample_rate(self.sample_rate),
-            num_examples=_validate.integer("num_examples", self.num_examples, minimum=1),
-            max_batch_size=_validate.integer("max_batch_size", self.max_batch_size, minimum=1),
-        )
-
 
 @dataclasses.dataclass(frozen=True)
 class FixedSizeSubsampledGaussian(Mechanism):
@@ -95,12 +97,6 @@ class FixedSizeSubsampledGaussian(Mechanism):
 
     noise_multiplier: float
     sample_rate: float
-
-    def __post_init__(self) -> None:
-        self._set(
-            noise_multiplier=_validate.non_negative("noise_multiplier", self.noise_multiplier),
-            sample_rate=_validate.sample_rate(self.sample_rate),
-        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,15 +112,6 @@ class BallsInBinsGaussian(Mechanism):
     noise_multiplier: float
     num_bins: int
     epochs_per_assignment: int = 1
-
-    def __post_init__(self) -> None:
-        self._set(
-            noise_multiplier=_validate.non_negative("noise_multiplier", self.noise_multiplier),
-            num_bins=_validate.integer("num_bins", self.num_bins, minimum=1),
-            epochs_per_assignment=_validate.integer(
-                "epochs_per_assignment", self.epochs_per_assignment, minimum=1
-            ),
-        )
 
     @property
     def releases(self) -> int:
@@ -143,12 +130,6 @@ class ShuffledGaussian(Mechanism):
     noise_multiplier: float
     num_batches: int
 
-    def __post_init__(self) -> None:
-        self._set(
-            noise_multiplier=_validate.non_negative("noise_multiplier", self.noise_multiplier),
-            num_batches=_validate.integer("num_batches", self.num_batches, minimum=1),
-        )
-
     @property
     def releases(self) -> int:
         """An unfinished epoch counts whole."""
@@ -161,11 +142,6 @@ class Laplace(Mechanism):
 
     noise_multiplier: float
 
-    def __post_init__(self) -> None:
-        self._set(
-            noise_multiplier=_validate.non_negative("noise_multiplier", self.noise_multiplier)
-        )
-
 
 @dataclasses.dataclass(frozen=True)
 class DiscreteGaussian(Mechanism):
@@ -176,11 +152,6 @@ class DiscreteGaussian(Mechanism):
 
     noise_multiplier: float
 
-    def __post_init__(self) -> None:
-        self._set(
-            noise_multiplier=_validate.non_negative("noise_multiplier", self.noise_multiplier)
-        )
-
 
 @dataclasses.dataclass(frozen=True)
 class RandomizedResponse(Mechanism):
@@ -189,12 +160,6 @@ class RandomizedResponse(Mechanism):
     noise_parameter: float
     num_buckets: int = 2
 
-    def __post_init__(self) -> None:
-        self._set(
-            noise_parameter=_validate.probability("noise_parameter", self.noise_parameter),
-            num_buckets=_validate.integer("num_buckets", self.num_buckets, minimum=2),
-        )
-
 
 @dataclasses.dataclass(frozen=True)
 class ApproximateDP(Mechanism):
@@ -202,12 +167,6 @@ class ApproximateDP(Mechanism):
 
     epsilon: float
     delta: float = 0.0
-
-    def __post_init__(self) -> None:
-        self._set(
-            epsilon=_validate.non_negative("epsilon", self.epsilon),
-            delta=_validate.probability("delta", self.delta),
-        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,23 +210,7 @@ class Composition(Mechanism):
         self._set(events=tuple(checked))
 
 
-_TYPES: dict[str, type[Mechanism]] = {
-    cls.__name__: cls
-    for cls in (
-        Gaussian,
-        PoissonSubsampledGaussian,
-        TruncatedPoissonSubsampledGaussian,
-        FixedSizeSubsampledGaussian,
-        BallsInBinsGaussian,
-        ShuffledGaussian,
-        Laplace,
-        DiscreteGaussian,
-        RandomizedResponse,
-        ApproximateDP,
-        MassTable,
-        Composition,
-    )
-}
+_TYPES: dict[str, type[Mechanism]] = {cls.__name__: cls for cls in Mechanism.__subclasses__()}
 
 
 def require(event: Any) -> Mechanism:
@@ -280,26 +223,18 @@ def require(event: Any) -> Mechanism:
     return event
 
 
-def _poisson(noise_multiplier: float, sample_rate: float, sizes: Sizes) -> Mechanism:
-    return PoissonSubsampledGaussian(noise_multiplier, sample_rate)
-
-
-def _truncated(noise_multiplier: float, sample_rate: float, sizes: Sizes) -> Mechanism:
-    if sizes.num_examples is None or sizes.max_batch_size is None:
+def _truncated(
+    noise: float, rate: float, num_examples: int | None, max_batch_size: int | None
+) -> Mechanism:
+    if num_examples is None or max_batch_size is None:
         raise AccountingError(
             "sampler='truncated_poisson' needs num_examples and max_batch_size: its epsilon "
             "depends on how often a batch is cut. Give both, or use sampler='poisson'."
         )
-    return TruncatedPoissonSubsampledGaussian(
-        noise_multiplier, sample_rate, sizes.num_examples, sizes.max_batch_size
-    )
+    return TruncatedPoissonSubsampledGaussian(noise, rate, num_examples, max_batch_size)
 
 
-def _fixed_size(noise_multiplier: float, sample_rate: float, sizes: Sizes) -> Mechanism:
-    return FixedSizeSubsampledGaussian(noise_multiplier, sample_rate)
-
-
-def _balls_in_bins(noise_multiplier: float, sample_rate: float, sizes: Sizes) -> Mechanism:
+def _balls_in_bins(noise_multiplier: float, sample_rate: float, *sizes: int | None) -> Mechanism:
     bins = 0 if sample_rate == 0 else round(1 / sample_rate)
     if bins < 1 or abs(bins * sample_rate - 1) > 1e-9:
         near = max(1, bins)
@@ -310,7 +245,7 @@ def _balls_in_bins(noise_multiplier: float, sample_rate: float, sizes: Sizes) ->
     return BallsInBinsGaussian(noise_multiplier, bins)
 
 
-def _shuffle(noise_multiplier: float, sample_rate: float, sizes: Sizes) -> Mechanism:
+def _shuffle(noise_multiplier: float, sample_rate: float, *sizes: int | None) -> Mechanism:
     if sample_rate == 0:
         raise AccountingError(
             "sample_rate=0.0 with sampler='shuffle' says nothing about the length of an epoch. "
@@ -320,18 +255,10 @@ def _shuffle(noise_multiplier: float, sample_rate: float, sizes: Sizes) -> Mecha
     return ShuffledGaussian(noise_multiplier, max(1, math.floor(1 / sample_rate + 1e-9)))
 
 
-@dataclasses.dataclass(frozen=True)
-class Sizes:
-    """Public sizes that only some samplers need."""
-
-    num_examples: int | None = None
-    max_batch_size: int | None = None
-
-
-SAMPLERS: Mapping[str, Callable[[float, float, Sizes], Mechanism]] = {
-    "poisson": _poisson,
+SAMPLERS: Mapping[str, Callable[[float, float, int | None, int | None], Mechanism]] = {
+    "poisson": lambda noise, rate, *sizes: PoissonSubsampledGaussian(noise, rate),
     "truncated_poisson": _truncated,
-    "fixed_size": _fixed_size,
+    "fixed_size": lambda noise, rate, *sizes: FixedSizeSubsampledGaussian(noise, rate),
     "balls_in_bins": _balls_in_bins,
     "shuffle": _shuffle,
 }
@@ -368,7 +295,7 @@ def event(
     name = _validate.choice("sampler", sampler, SAMPLERS)
     noise = _validate.non_negative("noise_multiplier", noise_multiplier)
     rate = _validate.sample_rate(sample_rate)
-    return SAMPLERS[name](noise, rate, Sizes(num_examples, max_batch_size))
+    return SAMPLERS[name](noise, rate, num_examples, max_batch_size)
 
 
 def num_steps_of(*, epochs: float, num_examples: int, batch_size: int) -> int:
@@ -406,6 +333,8 @@ def from_dict(record: Mapping[str, Any]) -> Mechanism:
     fields = dict(record)
     name = _validate.choice("mechanism", fields.pop("mechanism", None), _TYPES)
     if name == "Composition":
+        if "events" not in fields:
+            raise ValueError("A stored Composition has no events. Expected what to_dict wrote.")
         return Composition(tuple((from_dict(part), count) for part, count in fields["events"]))
     known = {field.name for field in dataclasses.fields(_TYPES[name])}
     if set(fields) - known:

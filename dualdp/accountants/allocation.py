@@ -101,7 +101,13 @@ def _coordinate(sigma: float, step: float, top: float) -> tuple[Array, Array, Ar
 
 
 def _reach(values: Array, single: Array, tilted: Array, bins: int, leak: float) -> float:
-    """Z with P(sum >= z) <= e^-leak under both measures, by Chernoff's bound."""
+    """Z with P(sum >= z) <= e^-leak under both measures, by Chernoff's bound.
+
+    Blocks of 64 values count as their largest: 64 times fewer exponentials, and still a bound.
+    """
+    starts = np.arange(0, values.size, 64)
+    values = values[np.minimum(starts + 63, values.size - 1)]
+    single, tilted = np.add.reduceat(single, starts), np.add.reduceat(tilted, starts)
     best = math.inf
     for theta in np.geomspace(0.1, 60.0, 24) / values[-1]:
         weights = np.exp(theta * values)

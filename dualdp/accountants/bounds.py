@@ -27,6 +27,10 @@ class Extra:
     constant: float = 0.0
     slope: float = 0.0
 
+    def at(self, epsilon: float) -> float:
+        """The term at an epsilon."""
+        return self.constant + self.slope * _exp(epsilon)
+
 
 @dataclasses.dataclass(frozen=True)
 class _Curve:
@@ -168,12 +172,17 @@ def upper_epsilon(composed: Composed, delta: float, extra: Extra) -> tuple[float
     return curve.root(m, delta) + composed.slack, False
 
 
-def rounding_share(composed: Composed, epsilon: float, extra: Extra) -> float:
-    """The part of the upper delta at epsilon that only stands for rounding."""
-    curve = upper_curve(composed, extra)
-    ideal = upper_curve(dataclasses.replace(composed, rounding=0.0), extra)
-    whole = curve.at(epsilon)
-    return 1 - ideal.at(epsilon) / whole if whole > 0 else 0.0
+def rounding_share(composed: Composed, epsilon: float, delta: float) -> float:
+    """About the part of the upper delta at epsilon that only stands for rounding; a guide.
+
+    The sum over x_j >= epsilon of rounding e^{-t (x_j - x_0)} (1 - e^{epsilon - x_j}), as an
+    integral.
+    """
+    tilt, h = composed.window.tilt, composed.spacing
+    if composed.rounding <= 0 or epsilon == math.inf:
+        return 0.0
+    exponent = composed.log_mgf - tilt * epsilon + math.log(composed.rounding / delta)
+    return _exp(exponent) / (tilt * (tilt + 1) * h)
 
 
 def lower_epsilon(composed: Composed, delta: float, extra: Extra) -> float:

@@ -8,76 +8,13 @@ that end: rounding can only cost utility. The target is compared with the same u
 
 from __future__ import annotations
 
-import dataclasses
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from dualdp import _validate, accountants, mechanisms
+from dualdp import _validate
 from dualdp._validate import AccountingError
-from dualdp.accountants import gdp
-
-
-@dataclasses.dataclass(frozen=True)
-class _Question:
-    """Everything but the quantity that is asked for."""
-
-    sampler: str
-    accountant: str
-    neighboring_relation: str
-    group_size: int
-    approximate: bool
-    num_examples: int | None
-    max_batch_size: int | None
-
-    def account(self, steps: Sequence[tuple[float, float, int]]) -> Any:
-        """An accountant that has seen (noise_multiplier, sample_rate, num_steps)."""
-        account = accountants.create(
-            self.accountant,
-            neighboring_relation=self.neighboring_relation,
-            group_size=self.group_size,
-        )
-        for noise_multiplier, sample_rate, num_steps in steps:
-            account.step(
-                noise_multiplier=noise_multiplier,
-                sample_rate=sample_rate,
-                num_steps=num_steps,
-                sampler=self.sampler,
-                num_examples=self.num_examples,
-                max_batch_size=self.max_batch_size,
-            )
-        return account
-
-    def epsilon(self, steps: Sequence[tuple[float, float, int]], delta: float) -> float:
-        """Upper bound (or, if asked for, approximation) of the epsilon of these steps."""
-        more = {"approximate": True} if self.approximate else {}
-        return float(self.account(steps).get_epsilon(delta=delta, **more))
-
-
-def _question(
-    *,
-    sampler: str,
-    accountant: str,
-    neighboring_relation: str,
-    group_size: int = 1,
-    approximate: bool = False,
-    num_examples: int | None = None,
-    max_batch_size: int | None = None,
-) -> _Question:
-    _validate.choice("sampler", sampler, mechanisms.SAMPLERS)
-    _validate.choice("accountant", accountant, accountants.names())
-    _validate.choice("neighboring_relation", neighboring_relation, mechanisms.RELATIONS)
-    if accountant == "gdp" and not approximate:
-        raise AccountingError(gdp.REFUSAL)
-    return _Question(
-        sampler,
-        accountant,
-        neighboring_relation,
-        _validate.integer("group_size", group_size, minimum=1),
-        approximate and accountant == "gdp",
-        num_examples,
-        max_batch_size,
-    )
+from dualdp.accountants.question import question as ask
+from dualdp.accountants.question import search, target, unreachable
 
 
 def get_epsilon(
@@ -113,7 +50,7 @@ def get_epsilon(
     >>> get_epsilon(noise_multiplier=1.0, sample_rate=0.01, num_steps=1000, delta=1e-5) < 1.84
     True
     """
-    question = _question(
+    question = ask(
         sampler=sampler,
         accountant=accountant,
         neighboring_relation=neighboring_relation,
@@ -149,7 +86,7 @@ def get_delta(
     Returns:
         delta in [0, 1].
     """
-    question = _question(
+    question = ask(
         sampler=sampler,
         accountant=accountant,
         neighboring_relation=neighboring_relation,
@@ -231,13 +168,13 @@ def get_schedule_scale(
     Returns:
         Factor >= 0: with every noise multiplier times it, epsilon is within the target.
     """
-    question = _question(
+    question = ask(
         sampler=sampler,
         accountant=accountant,
         neighboring_relation=neighboring_relation,
         **options,
     )
-    epsilon, delta = _target(target_epsilon, target_delta)
+    epsilon, delta = target(target_epsilon, target_delta)
 
     def spent(factor: float) -> float:
         return question.epsilon([(s * factor, q, n) for s, q, n in steps], delta)
@@ -248,12 +185,12 @@ def get_schedule_scale(
     while spent(good) > epsilon:
         bad, good = good, good * 2
         if good > 1e9:
-            raise AccountingError(_unreachable(epsilon, delta, "no noise multiplier up to 1e9"))
+            raise AccountingError(unreachable(epsilon, delta, "no noise multiplier up to 1e9"))
     while bad == good or spent(bad) <= epsilon:
         good, bad = bad, bad / 2
         if bad < 1e-9:
             return good
-    return _search(good, bad, spent, epsilon)
+    return search(good, bad, spent, epsilon)
 
 
 def get_num_steps(
@@ -285,13 +222,13 @@ def get_num_steps(
     Raises:
         AccountingError: a billion steps stay within the target.
     """
-    question = _question(
+    question = ask(
         sampler=sampler,
         accountant=accountant,
         neighboring_relation=neighboring_relation,
         **options,
     )
-    epsilon, delta = _target(target_epsilon, target_delta)
+    epsilon, delta = target(target_epsilon, target_delta)
 
     def spent(count: float) -> float:
         return question.epsilon([(noise_multiplier, sample_rate, int(count))], delta)
@@ -300,8 +237,8 @@ def get_num_steps(
     while spent(bad) <= epsilon:
         good, bad = bad, bad * 4
         if bad > 10**9:
-            raise AccountingError(_unreachable(epsilon, delta, "not even a billion steps"))
-    return int(_search(float(good), float(bad), spent, epsilon, whole=True))
+            raise AccountingError(unreachable(epsilon, delta, "not even a billion steps"))
+    return int(search(float(good), float(bad), spent, epsilon, whole=True))
 
 
 def get_sample_rate(
@@ -333,13 +270,13 @@ def get_sample_rate(
     Raises:
         AccountingError: not even a rate of 1e-9 stays within the target.
     """
-    question = _question(
+    question = ask(
         sampler=sampler,
         accountant=accountant,
         neighboring_relation=neighboring_relation,
         **options,
     )
-    epsilon, delta = _target(target_epsilon, target_delta)
+    epsilon, delta = target(target_epsilon, target_delta)
     whole = sampler in ("balls_in_bins", "shuffle")
 
     def spent(period: float) -> float:
@@ -351,78 +288,5 @@ def get_sample_rate(
     while spent(good) > epsilon:
         bad, good = good, good * 4
         if good > 1e9:
-            raise AccountingError(_unreachable(epsilon, delta, "no sampling rate above 1e-9"))
-    return 1 / _search(good, bad, spent, epsilon, whole=whole)
-
-
-def _target(target_epsilon: float, target_delta: float) -> tuple[float, float]:
-    """The checked target; delta = 0 has no answer for Gaussian noise."""
-    epsilon = _validate.positive("target_epsilon", target_epsilon)
-    delta = _validate.probability("target_delta", target_delta)
-    if not 0 < delta < 1:
-        raise ValueError(
-            f"target_delta={target_delta!r} has no calibrated answer. Expected a number strictly "
-            "between 0 and 1, such as 1e-5."
-        )
-    return epsilon, delta
-
-
-def _unreachable(epsilon: float, delta: float, what: str) -> str:
-    return (
-        f"target_epsilon={epsilon} at target_delta={delta} is out of reach: {what} decides it. "
-        "Change the target or the other settings."
-    )
-
-
-def _search(
-    good: float,
-    bad: float,
-    spent: Callable[[float], float],
-    target: float,
-    *,
-    whole: bool = False,
-) -> float:
-    """The last value found within the target, between one that is (`good`) and one that is not.
-
-    Illinois' regula falsi on log epsilon against log value (nearly a straight line), with
-    bisection as its floor; stops at relative width 1e-11, or 1e-6 after a dozen evaluations.
-    """
-    at_good, at_bad = _height(spent(good) if good else 0.0, target), _height(spent(bad), target)
-    side = 0
-    for count in range(80):
-        if whole and abs(good - bad) <= 1:
-            break
-        if not whole and abs(good - bad) <= (1e-11 if count < 12 else 1e-6) * abs(good):
-            break
-        middle = _between(good, bad, at_good, at_bad, bisect=count > 24 or not good)
-        if whole:
-            middle = min(max(round(middle), min(good, bad) + 1), max(good, bad) - 1)
-        height = _height(spent(middle), target)
-        if height <= 0:
-            good, at_good = middle, height
-            at_bad = at_bad / 2 if side == 1 else at_bad
-            side = 1
-        else:
-            bad, at_bad = middle, height
-            at_good = at_good / 2 if side == -1 else at_good
-            side = -1
-    return good
-
-
-def _height(epsilon: float, target: float) -> float:
-    """log(epsilon / target), kept finite so that a secant can use it."""
-    if epsilon <= 0:
-        return -50.0
-    return min(50.0, max(-50.0, math.log(epsilon / target)))
-
-
-def _between(good: float, bad: float, at_good: float, at_bad: float, *, bisect: bool) -> float:
-    """Where the chord through both ends meets zero, kept inside the bracket."""
-    if bisect:
-        return 0.5 * (good + bad)
-    share = at_bad / (at_bad - at_good) if at_bad > at_good else 0.5
-    share = min(max(share, 1e-3), 1 - 1e-3)
-    low, high = math.log(bad), math.log(good)
-    middle = math.exp(low + share * (high - low))
-    inside = min(good, bad) < middle < max(good, bad)
-    return middle if inside else 0.5 * (good + bad)
+            raise AccountingError(unreachable(epsilon, delta, "no sampling rate above 1e-9"))
+    return 1 / search(good, bad, spent, epsilon, whole=whole)

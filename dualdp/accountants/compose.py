@@ -171,6 +171,60 @@ class _Product:
         return np.asarray(fft.irfft(full, n=self.size)), error
 
 
+class Sum:
+    """The sum of losses so far, for one tilt, size and spacing; more can be added at any time.
+
+    Args:
+        window: where the sum is wanted; its start may change later.
+        spacing: h.
+    """
+
+    def __init__(self, window: Window, spacing: float) -> None:
+        self.window, self.spacing = window, spacing
+        self._product = _Product(window.size)
+        self._log_mgf = self._log_mgf_chernoff = self._log_finite = 0.0
+        self._slack = self._relative = 0.0
+
+    def add(self, pmfs: Iterable[Pmf]) -> None:
+        """Compose chunks of pmfs on the lattice, with counts.
+
+        Raises:
+            TiltError: e^{tilt x} overflows.
+        """
+        window = self.window
+        for pmf in pmfs:
+            x, counts = pmf.index * self.spacing, pmf.counts
+            if window.tilt * float(x[-1]) > 700:
+                raise TiltError
+            weights = pmf.mass * np.exp(window.tilt * x)
+            total = np.maximum(weights.sum(axis=1), 1e-300)
+            self._log_mgf_chernoff += _log_mgf(pmf.mass, window.chernoff * x, counts)
+            self._log_mgf += float(counts @ np.log(total))
+            self._log_finite += float(counts @ np.log1p(-np.minimum(pmf.infinite, 1 - 1e-16)))
+            self._slack += float(counts @ pmf.slack)
+            terms = 200 + 4 * x.size + 8 * window.chernoff * float(np.abs(x).max())
+            self._relative += float(counts.sum()) * U * terms
+            self._product.multiply(weights / total[:, None], pmf.index, counts)
+
+    def composed(self, start: int) -> Composed:
+        """The tilted pmf from lattice point `start`, with its error bounds."""
+        window = dataclasses.replace(self.window, start=start)
+        mass, rounding = self._product.invert()
+        relative = self._relative + 16 * U * (abs(self._log_mgf) + abs(self._log_mgf_chernoff))
+        relative += 16 * U * window.chernoff * self.spacing * (abs(start) + window.size)
+        return Composed(
+            np.roll(mass, -(start % window.size)),
+            window,
+            self.spacing,
+            self._log_mgf,
+            self._log_mgf_chernoff,
+            self._log_finite,
+            self._slack,
+            rounding,
+            relative,
+        )
+
+
 def compose(pmfs: Iterable[Pmf], window: Window, spacing: float) -> Composed:
     """The sum of all losses, in the window.
 
@@ -185,38 +239,9 @@ def compose(pmfs: Iterable[Pmf], window: Window, spacing: float) -> Composed:
     Raises:
         TiltError: e^{tilt x} overflows.
     """
-    product = _Product(window.size)
-    log_mgf = log_mgf_chernoff = log_finite = slack = relative = 0.0
-    for pmf in pmfs:
-        x = pmf.index * spacing
-        counts = pmf.counts
-        reach = float(np.abs(x).max())
-        if window.tilt * float(x[-1]) > 700:
-            raise TiltError
-        weights = pmf.mass * np.exp(window.tilt * x)
-        total = np.maximum(weights.sum(axis=1), 1e-300)
-        log_mgf_chernoff += _log_mgf(pmf.mass, window.chernoff * x, counts)
-        log_mgf += float(counts @ np.log(total))
-        log_finite += float(counts @ np.log1p(-np.minimum(pmf.infinite, 1 - 1e-16)))
-        number = float(counts.sum())
-        slack += float(counts @ pmf.slack)
-        relative += number * U * (200 + 4 * x.size + 8 * window.chernoff * reach)
-        product.multiply(weights / total[:, None], pmf.index, counts)
-    mass, rounding = product.invert()
-    mass = np.roll(mass, -(window.start % window.size))
-    relative += 16 * U * (abs(log_mgf) + abs(log_mgf_chernoff))
-    relative += 16 * U * window.chernoff * spacing * (abs(window.start) + window.size)
-    return Composed(
-        mass,
-        window,
-        spacing,
-        log_mgf,
-        log_mgf_chernoff,
-        log_finite,
-        slack,
-        rounding,
-        relative,
-    )
+    total = Sum(window, spacing)
+    total.add(pmfs)
+    return total.composed(window.start)
 
 
 def _log_mgf(mass: Array, exponent: Array, counts: Array) -> float:

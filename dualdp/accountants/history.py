@@ -140,6 +140,8 @@ class Accountant:
 
     def _check_epochs(self, events: list[Mechanism]) -> None:
         """One epoch of balls-in-bins has one noise multiplier: the draw is made once for it."""
+        if not any(isinstance(event, BallsInBinsGaussian) for event in events):
+            return
         unfinished = [
             event
             for event, count in self._counts.items()

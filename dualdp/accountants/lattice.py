@@ -32,11 +32,15 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """Spacing h of the lattice; every multiple is an edge up to `dense`, then cells widen."""
+    """Spacing h of the lattice, and how many cells there are from x to 2x where cells are wider.
+
+    The cell at n h is max(1, 2^floor(log2 n) / octave) h wide. So with h a power of 2 the edges of
+    a coarser grid (larger h, smaller `octave`, a power of 2 too) are edges of every finer one, and
+    an upper bound on the finer grid is never the larger one.
+    """
 
     spacing: float
-    dense: int = 96
-    ratio: float = 0.06
+    octave: int = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,17 +59,19 @@ class Pmf:
 
 
 def edges(low: int, high: int, grid: Grid) -> Index:
-    """Lattice indices from low <= 0 to high >= 0 at least; widths grow with the distance from 0."""
+    """Lattice indices from low <= 0 to high >= 0 at least; see `Grid`."""
 
-    def side(end: int) -> list[int]:
-        points = list(range(1, min(end, grid.dense) + 1))
-        while points and points[-1] < end:
-            width = max(1, int(grid.ratio * (points[-1] - grid.dense) + 1))
-            points.append(points[-1] + width)
-        return points
+    def side(end: int) -> Index:
+        start, parts = 1, []
+        while start <= end:  # [start, 2 start): cells of one width
+            width = max(1, start // grid.octave)
+            parts.append(np.arange(start, min(2 * start, end + width), width, dtype=np.int64))
+            start *= 2
+        if parts and parts[-1][-1] < end:
+            parts.append(np.array([start], dtype=np.int64))
+        return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
 
-    negative = [-point for point in reversed(side(-low))]
-    return np.array([*negative, 0, *side(high)], dtype=np.int64)
+    return np.concatenate([-side(-low)[::-1], np.zeros(1, dtype=np.int64), side(high)])
 
 
 def upper(cells: Cells) -> Pmf:

@@ -5,20 +5,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
 from dualdp import _validate, mechanisms
 from dualdp._validate import AccountingError
-from dualdp.accountants import allocation, bracket, gaussian, pairs, special
+from dualdp.accountants import allocation, bracket, gaussian, pairs, scope, special
 from dualdp.accountants.cells import Family, Subsampled
 from dualdp.accountants.history import Accountant, as_gaussian, units
 from dualdp.accountants.lattice import Part
+from dualdp.accountants.memory import Memory, Rows
+from dualdp.accountants.rdp import RDPAccountant
 from dualdp.mechanisms import Mechanism
 
 MIN_DELTA = 1e-150
+_LARGE = 2e3  # above this, or where the lattice gives up, the Renyi bound may be smaller
+_MANY = 64  # different mechanisms
 _NOTHING = 1e-9  # below this an epsilon is rounding, and is not refined
+_MAX_NOISE, _MIN_RATE = 1e100, 1e-47
 _SAMPLED = (
     mechanisms.PoissonSubsampledGaussian,
     mechanisms.TruncatedPoissonSubsampledGaussian,
@@ -42,6 +47,10 @@ class PLDAccountant(Accountant):
     """
 
     name: ClassVar[str] = "pld"
+
+    def __init__(self, *, neighboring_relation: str = "add_or_remove", group_size: int = 1) -> None:
+        super().__init__(neighboring_relation=neighboring_relation, group_size=group_size)
+        self._rows, self._memory = Rows(), (Memory(), Memory())
 
     def epsilon_bounds(
         self, *, delta: float, rtol: float | None = None
@@ -75,6 +84,9 @@ class PLDAccountant(Accountant):
     def get_epsilon(self, *, delta: float) -> float:
         """Certified upper bound on epsilon at `delta`."""
         target = _validate.probability("delta", delta)
+        rows = self._rows.of(self._counts) if self._grows() else None
+        if rows is not None and MIN_DELTA <= target < 1:
+            return self._upper_of_rows(rows, target)
         exact = self._exact(target)
         return self._upper(target) if exact is None else exact[2]
 
@@ -84,7 +96,7 @@ class PLDAccountant(Accountant):
         units_ = self._units()
         if not units_:
             return 0.0
-        if any(special.noiseless(event) for event, _ in units_):
+        if any(special.noiseless(event) or special.hopeless(event) for event, _ in units_):
             return 1.0
         mu = self._mu(units_)
         if mu is not None:
@@ -94,7 +106,7 @@ class PLDAccountant(Accountant):
             return 0.0
         step = self._only_step(units_)
         if step is not None:
-            logs = gaussian.single_step_log_delta(step.noise_multiplier, step.sample_rate, target)
+            logs = gaussian.single_step_log_delta(_noise(step), step.sample_rate, target)
             return min(1.0, math.exp(max(logs)) * (1 + 1e-9))
         best = self._mu_without_sampling(units_)
         cap = 1.0 if best is None else math.exp(gaussian.gaussian_log_delta(best, target))
@@ -141,7 +153,7 @@ class PLDAccountant(Accountant):
     def _mu_without_sampling(self, events: Iterable[tuple[Mechanism, int]]) -> float | None:
         """Mu of the Gaussians without amplification (joint convexity): a bound that always ends."""
         rows = list(events)
-        if not all(isinstance(event, _GAUSSIANS) for event, _ in rows):
+        if not all(isinstance(event, scope.GAUSSIANS) for event, _ in rows):
             return None
         sigmas = [
             getattr(event, "noise_multiplier", 0.0)
@@ -159,6 +171,8 @@ class PLDAccountant(Accountant):
         if any(special.noiseless(event) for event, _ in events):
             certain = delta < special.surely_revealed(events)
             return (math.inf if certain else 0.0), math.inf, math.inf
+        if any(special.hopeless(event) for event, _ in events):
+            return 0.0, math.inf, math.inf
         if delta == 0:
             pure = special.pure(events, self._factor())
             if pure is None:
@@ -170,7 +184,7 @@ class PLDAccountant(Accountant):
             return max(0.0, value * (1 - 1e-10)), value, value * (1 + gaussian.MARGIN)
         step = self._only_step(events)
         if step is not None:
-            value = special.single_step(step.noise_multiplier, step.sample_rate, delta)
+            value = special.single_step(_noise(step), step.sample_rate, delta)
             return max(0.0, value * (1 - 1e-10)), value, value * (1 + gaussian.MARGIN)
         if delta < MIN_DELTA:
             raise AccountingError(
@@ -180,9 +194,14 @@ class PLDAccountant(Accountant):
         return None
 
     def _upper(self, delta: float) -> float:
-        """Certified upper bound, by the lattice and by the bounds that need none."""
+        """Certified upper bound, by the lattice and by the bounds that need none.
+
+        Each of them grows with every step and every worse setting, hence so does the least.
+        """
         events = self._units()
         best = bracket.worst(self._directions(delta), bracket.Accuracy(), delta)
+        if best > _LARGE:
+            best = min(best, self._renyi(delta))
         pure = special.pure(events, self._factor())
         if pure is not None:
             best = min(best, pure)
@@ -192,6 +211,32 @@ class PLDAccountant(Accountant):
             best = min(best, plain)
         return best
 
+    def _grows(self) -> bool:
+        """Whether this may be a run with a schedule, asked again and again as it grows."""
+        return len(self._counts) > _MANY and self._group_size == 1 and self._relation != "replace"
+
+    def _upper_of_rows(self, rows: Rows, delta: float) -> float:
+        """As `_upper`, of Poisson-subsampled Gaussians alone; what was composed before is kept."""
+        part = [Part(Subsampled(rows.sigma, rows.rate), rows.counts, way) for way in (False, True)]
+        directions = [
+            bracket.Direction([one], memory=memory)
+            for one, memory in zip(part, self._memory, strict=True)
+        ]
+        best = bracket.worst(directions, bracket.Accuracy(), delta)
+        if best > _LARGE:
+            best = min(best, self._renyi(delta))
+        mu = gaussian.gaussian_mu(rows.sigma, rows.counts)
+        return min(best, gaussian.gaussian_epsilon(mu, delta) * (1 + gaussian.MARGIN))
+
+    def _renyi(self, delta: float) -> float:
+        """Upper bound by the Renyi accountant, inf where it has none: nearly tight when huge."""
+        other = RDPAccountant(neighboring_relation=self._relation, group_size=self._group_size)
+        try:
+            other.merge(self)
+        except AccountingError:
+            return math.inf
+        return other.get_epsilon(delta=delta)
+
     def _directions(self, delta: float, *, below: bool = False) -> list[bracket.Direction]:
         """The composed pairs of which the worst decides.
 
@@ -200,7 +245,8 @@ class PLDAccountant(Accountant):
         """
         events = self._units()
         if below:
-            events = [pair for pair in events if not isinstance(pair[0], _NOT_ATTAINED)]
+            events = [(e, n) for e, n in events if not isinstance(e, scope.NOT_ATTAINED)]
+            events = [(e, n) for e, n in events if getattr(e, "sample_rate", 1.0) >= _MIN_RATE]
             if not events:
                 return []
         extra = special.truncation(events, self._group_size)
@@ -224,13 +270,11 @@ class PLDAccountant(Accountant):
         for event, number in events:
             sigma = as_gaussian(event)
             if sigma is not None:
-                rows["poisson"].append((sigma / factor, 1.0, number))
+                rows["poisson"].append((min(sigma, _MAX_NOISE) / factor, 1.0, number))
             elif isinstance(event, _SAMPLED) and self._group_size == 1 and view != "substitution":
-                rows["poisson"].append((event.noise_multiplier / factor, event.sample_rate, number))
+                rows["poisson"].append((_noise(event) / factor, _rate(event), number))
             elif isinstance(event, mechanisms.FixedSizeSubsampledGaussian):
-                rows["fixed_size"].append(
-                    (event.noise_multiplier / factor, event.sample_rate, number)
-                )
+                rows["fixed_size"].append((_noise(event) / factor, _rate(event), number))
             else:
                 family = self._family(event, view, tail)
                 parts.append(Part(family, np.array([float(number)]), flipped))
@@ -260,64 +304,20 @@ class PLDAccountant(Accountant):
                 mechanisms.TruncatedPoissonSubsampledGaussian()
             ):
                 if view == "substitution":
-                    return pairs.substitution(event.noise_multiplier, event.sample_rate)
-                return pairs.mixture(event.noise_multiplier, event.sample_rate, self._group_size)
+                    return pairs.substitution(_noise(event), _rate(event))
+                return pairs.mixture(_noise(event), _rate(event), self._group_size)
         raise AccountingError(f"{type(event).__name__} has no dominating pair here.")
 
     def _check(self, event: Mechanism) -> None:
         """Refuse what has no true statement under this relation and group size."""
-        name, relation, group = type(event).__name__, self._relation, self._group_size
-        if type(event) not in _KNOWN:
-            raise AccountingError(
-                f"{name} has no dominating pair here. Describe it as a MassTable or ApproximateDP."
-            )
-        if isinstance(event, mechanisms.FixedSizeSubsampledGaussian) and relation != "replace":
-            raise AccountingError(
-                f"sampler='fixed_size' has no amplified bound under neighboring_relation="
-                f"{relation!r}: batches of fixed size change by a replacement. "
-                "Use neighboring_relation='replace', or sampler='poisson'."
-            )
-        if isinstance(event, mechanisms.BallsInBinsGaussian):
-            if (relation == "replace" or group > 1) and event.num_bins > 1:
-                raise AccountingError(
-                    "sampler='balls_in_bins' has a bound for one example added, removed or zeroed "
-                    f"only, not for neighboring_relation={relation!r} with group_size={group}. "
-                    "Use 'add_or_remove' and group_size=1, or sampler='poisson'."
-                )
-        if group > 1 and type(event) not in _GROUPS:
-            raise AccountingError(
-                f"group_size={group} for {name} has no proved bound here. Use group_size=1."
-            )
-        if group > 1000:
-            raise AccountingError(f"group_size={group} is not resolved. Expected at most 1000.")
+        scope.refuse(event, self._relation, self._group_size)
 
 
-_KNOWN = (
-    mechanisms.Gaussian,
-    mechanisms.PoissonSubsampledGaussian,
-    mechanisms.TruncatedPoissonSubsampledGaussian,
-    mechanisms.FixedSizeSubsampledGaussian,
-    mechanisms.BallsInBinsGaussian,
-    mechanisms.ShuffledGaussian,
-    mechanisms.Laplace,
-    mechanisms.DiscreteGaussian,
-    mechanisms.RandomizedResponse,
-    mechanisms.ApproximateDP,
-    mechanisms.MassTable,
-)
-_GAUSSIANS = (
-    mechanisms.Gaussian,
-    mechanisms.PoissonSubsampledGaussian,
-    mechanisms.FixedSizeSubsampledGaussian,
-    mechanisms.ShuffledGaussian,
-    mechanisms.BallsInBinsGaussian,
-)
-_NOT_ATTAINED = (mechanisms.BallsInBinsGaussian, mechanisms.FixedSizeSubsampledGaussian)
-_GROUPS = (
-    mechanisms.Gaussian,
-    mechanisms.PoissonSubsampledGaussian,
-    mechanisms.TruncatedPoissonSubsampledGaussian,
-    mechanisms.ShuffledGaussian,
-    mechanisms.Laplace,
-    mechanisms.DiscreteGaussian,
-)
+def _noise(event: Any) -> float:
+    """The noise multiplier, but not so large that its square overflows: less noise is safe."""
+    return min(float(event.noise_multiplier), _MAX_NOISE)
+
+
+def _rate(event: Any) -> float:
+    """The sampling rate, but not so small that e^loss / rate overflows: a larger one is safe."""
+    return max(float(event.sample_rate), _MIN_RATE)

