@@ -12,6 +12,8 @@ import operator
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+LARGEST_INTEGER = (1 << 53) - 1  # that every JSON reader and float64 keeps exactly
+
 
 class UnsupportedLayerError(ValueError):
     """A model or layer has no per-sample gradient, or none that this library can prove right."""
@@ -27,6 +29,8 @@ def real(name: str, value: Any) -> float:
         raise TypeError(f"{name}={value!r} is a {type(value).__name__}. Expected a number.")
     try:
         number = float(value)
+    except OverflowError as error:
+        raise ValueError(f"{name} is out of range. Expected a number below 1e308.") from error
     except (TypeError, ValueError) as error:
         raise TypeError(
             f"{name}={value!r} is a {type(value).__name__}. Expected a number."
@@ -76,7 +80,7 @@ def sample_rate(value: Any) -> float:
     return probability("sample_rate", value, hint="use expected_batch_size / num_examples")
 
 
-def integer(name: str, value: Any, *, minimum: int = 0) -> int:
+def integer(name: str, value: Any, *, minimum: int = 0, maximum: int = LARGEST_INTEGER) -> int:
     """An integer >= minimum (NumPy integers and integral floats such as 1e4 are welcome)."""
     if isinstance(value, bool | str | bytes) or value is None:
         raise TypeError(f"{name}={value!r} is a {type(value).__name__}. Expected an integer.")
@@ -90,6 +94,8 @@ def integer(name: str, value: Any, *, minimum: int = 0) -> int:
         ) from error
     if number < minimum:
         raise ValueError(f"{name}={value!r} is out of range. Expected an integer >= {minimum}.")
+    if number > maximum:
+        raise ValueError(f"{name} is out of range. Expected an integer of at most {maximum:.4g}.")
     return number
 
 

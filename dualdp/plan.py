@@ -13,17 +13,18 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from dualdp import _validate, accountants, mechanisms, schedules
+from dualdp import _validate, accountants, mechanisms, schedules, spending
 from dualdp._validate import AccountingError
-from dualdp.accountants.calibrate import get_noise_multiplier
 from dualdp.clipping import CLIPPING
-from dualdp.randomness import LockedKey, RootKey, root_key, unlock
+from dualdp.randomness import LockedKey, RootKey, bits, fold_in, root_key, secure, unlock
 from dualdp.samplers import SAMPLERS, WHOLE_PASS, Draw
 
-NOISE = ("fast", "portable")
+NOISE = ("fast", "portable", "secure")
+ON_BUDGET = ("raise", "stop")
 Scheduled = float | schedules.Schedule | Callable[[int], float]
 _SCHEDULED = ("noise_multiplier", "max_grad_norm", "expected_batch_size")
 _FORMAT = "dualdp_plan"
+_MOST_STEPS = 10**7
 _claimed: set[str] = set()
 
 
@@ -42,17 +43,21 @@ class PrivacyPlan:
         sampler: one of `dualdp.samplers.SAMPLERS`.
         neighboring_relation: one of `dualdp.mechanisms.RELATIONS`.
         clipping: one of `dualdp.clipping.CLIPPING`.
-        noise: "fast" (each framework's generator, keyed by us) or "portable" (the same normals on
-            both stacks).
+        noise: "fast" (each framework's generator, keyed by us), "portable" (the same normals on
+            both stacks) or "secure" (a cryptographic generator and a public grid).
         accountant: name of the accountant.
         physical_batch_size: examples worked on at once; None for all that were drawn.
         max_batch_size: where `sampler="truncated_poisson"` cuts a batch.
+        target_epsilon: what the run may spend at `delta`; the step that would exceed it is refused.
+        on_budget: what ends a run that has spent its target: "raise" an error that says what was
+            spent, or "stop" the loader.
         seed: an integer makes the run reproducible without its key file, for tests and
             comparisons only; None draws the key from the operating system.
         key: the root key itself, or its file, for a hand-over.
 
-    The first three numbers that may change over the run (noise_multiplier, max_grad_norm,
-    expected_batch_size) take a number, a schedule of `dualdp.schedules` or a callable of the step.
+    The three numbers that may change over the run (noise_multiplier, max_grad_norm,
+    expected_batch_size) take a number, a schedule of `dualdp.schedules` or a callable of the step;
+    max_grad_norm also `AdaptiveNorm`, whose later values only the ledger knows.
 
     Guarantees:
         Batches, schedules, keys and epsilon are pure functions of (plan, key, step).
@@ -75,6 +80,8 @@ class PrivacyPlan:
     accountant: str = "pld"
     physical_batch_size: int | None = None
     max_batch_size: int | None = None
+    target_epsilon: float | None = None
+    on_budget: str = "raise"
     seed: int | None = None
     key: InitVar[RootKey | LockedKey | str | os.PathLike[str] | None] = None
     root: RootKey | LockedKey = field(init=False)
@@ -83,24 +90,41 @@ class PrivacyPlan:
         put = partial(object.__setattr__, self)
         put("num_examples", _validate.integer("num_examples", self.num_examples, minimum=1))
         if self.num_steps is not None:
-            put("num_steps", _validate.integer("num_steps", self.num_steps))
+            most = _MOST_STEPS  # every step's numbers are looked at
+            put("num_steps", _validate.integer("num_steps", self.num_steps, maximum=most))
         for name in ("physical_batch_size", "max_batch_size"):
             if getattr(self, name) is not None:
                 put(name, _validate.integer(name, getattr(self, name), minimum=1))
         for name in _SCHEDULED:
             put(name, self._checked_schedule(name, getattr(self, name)))
         put("delta", _validate.open_probability("delta", self.delta))
+        if self.target_epsilon is not None:
+            put("target_epsilon", _validate.positive("target_epsilon", self.target_epsilon))
         for name, table in _CHOICES.items():
             _validate.choice(name, getattr(self, name), table)
         _validate.choice("accountant", self.accountant, accountants.names())
         self._check_sampler()
-        put("root", root_key(key, self.seed))
-        put("seed", self.root.seed)
+        root = root_key(key, self.seed)
+        if self.noise == "secure" and root.seed is not None:
+            raise ValueError(
+                f"seed={root.seed} with noise='secure'. Expected no seed: a key that anyone can "
+                "guess takes the noise away."
+            )
+        put("root", root)
+        put("seed", root.seed)
 
     def _checked_schedule(self, name: str, value: Scheduled) -> schedules.Schedule:
         """The schedule of one number, each of its planned values checked."""
         schedule = schedules.as_schedule(name, value, self.num_steps)
-        planned = schedules.values(schedule, 1 if self.num_steps is None else self.num_steps)
+        adaptive = isinstance(schedule, schedules.AdaptiveNorm)
+        if adaptive and name != "max_grad_norm":
+            raise ValueError(
+                f"{name} is an AdaptiveNorm. Expected a number or another schedule; only "
+                "max_grad_norm follows a quantile of the norms."
+            )
+        constant = isinstance(schedule, schedules.Constant)
+        first_only = adaptive or constant or self.num_steps is None
+        planned = schedules.values(schedule, 1 if first_only else self.num_steps or 0)
         lowest = _validate.non_negative if name == "noise_multiplier" else _validate.positive
         for extreme in (planned.min(), planned.max()) if planned.size else ():
             lowest(name, float(extreme))
@@ -133,7 +157,7 @@ class PrivacyPlan:
             raise ValueError(
                 f"expected_batch_size={size} with sampler='fixed_size'. Expected one integer."
             )
-        self._account([(self.noise_multiplier_at(0), size, 1)])
+        spending.account(self, [(self.noise_multiplier_at(0), size, 1)])
 
     # ------------------------------------------------------------------ values of a step
 
@@ -158,6 +182,11 @@ class PrivacyPlan:
         return self.noise_multiplier_at(step) * self.max_grad_norm_at(step)
 
     @property
+    def is_adaptive(self) -> bool:
+        """Whether max_grad_norm is learned during the run."""
+        return isinstance(self.max_grad_norm, schedules.AdaptiveNorm)
+
+    @property
     def sample_rate(self) -> float:
         """The sample rate of a run whose batch size is constant.
 
@@ -177,20 +206,28 @@ class PrivacyPlan:
 
     # ------------------------------------------------------------------ randomness
 
-    def step_key(self, purpose: str, step: int) -> NDArray[np.uint32]:
-        """(2,) uint32 key of a step for "sampling", "noise" or "dropout" (see `RootKey`)."""
-        return self.root.require_secret().step_key(purpose, step)
+    def step_key(self, purpose: str, step: int, branch: int = 0) -> NDArray[np.uint32]:
+        """(2,) uint32 key of a step for "sampling", "noise", "dropout" or "count" (`RootKey`)."""
+        return self.root.require_secret().step_key(purpose, step, branch)
 
     def batch_indices(self, step: int) -> NDArray[np.int64]:
         """Examples of the logical batch of a step: (k,) increasing int64."""
         draw = Draw(
-            key_at=partial(self.step_key, "sampling"),
+            words_at=self._sampling_words,
             step=step,
             num_examples=self.num_examples,
             expected_batch_size=self.expected_batch_size_at(step),
             max_batch_size=self.max_batch_size,
         )
         return SAMPLERS[self.sampler](draw)
+
+    def _sampling_words(self, step: int, stream: int) -> NDArray[np.uint64]:
+        """(num_examples,) uniform 64-bit integers that decide who joins a batch."""
+        if self.noise == "secure":
+            key = secure.stream_key(self, "sampling", step)
+            return secure.words(key, self.num_examples, stream=stream)
+        words = self.step_key("sampling", step)
+        return bits(fold_in(words, stream) if stream else words, self.num_examples, width=64)
 
     def save_key(self, path: str | os.PathLike[str]) -> None:
         """Write the secret key to a new file, mode 0600; a resume or hand-over needs it."""
@@ -230,25 +267,8 @@ class PrivacyPlan:
         step = _validate.integer("step", step)
         if self.num_steps is not None and step > self.num_steps:
             raise ValueError(f"step={step} is past the plan's num_steps={self.num_steps}.")
-        return float(self._account(self._distinct_steps(step)).get_epsilon(delta=self.delta))
-
-    def _account(self, steps: list[tuple[float, float, int]]) -> Any:
-        """An accountant that has seen (noise_multiplier, expected_batch_size, count)."""
-        accountant = accountants.create(
-            self.accountant, neighboring_relation=self.neighboring_relation
-        )
-        for noise, size, count in steps:
-            accountant.step(num_steps=count, **self.release(noise, size))
-        return accountant
-
-    def release(self, noise_multiplier: float, expected_batch_size: float) -> dict[str, Any]:
-        """What `accountant.step` is told of one release with these numbers."""
-        return {
-            "noise_multiplier": noise_multiplier,
-            "sample_rate": expected_batch_size / self.num_examples,
-            "sampler": self.sampler,
-            **self.sizes,
-        }
+        spent = spending.account(self, spending.stretches(self, 0, step))
+        return float(spent.get_epsilon(delta=self.delta))
 
     @property
     def sizes(self) -> dict[str, int | None]:
@@ -256,15 +276,6 @@ class PrivacyPlan:
         if self.sampler != "truncated_poisson":
             return {}
         return {"num_examples": self.num_examples, "max_batch_size": self.max_batch_size}
-
-    def _distinct_steps(self, step: int) -> list[tuple[float, float, int]]:
-        """Distinct (noise_multiplier, expected_batch_size) of the first steps, and counts."""
-        noise, size = (
-            schedules.values(getattr(self, name), step)
-            for name in ("noise_multiplier", "expected_batch_size")
-        )
-        pairs, counts = np.unique(np.stack([noise, size], axis=1), axis=0, return_counts=True)
-        return [(float(n), float(s), int(c)) for (n, s), c in zip(pairs, counts, strict=True)]
 
     @classmethod
     def calibrate(cls, *, target_epsilon: float, **arguments: Any) -> Self:
@@ -282,20 +293,13 @@ class PrivacyPlan:
                 "noise_multiplier and target_epsilon came together. Expected one of the two; "
                 "calibrate finds the noise multiplier."
             )
-        draft = cls(noise_multiplier=1.0, **arguments)
-        if draft.num_steps is None:
-            raise ValueError("num_steps is None. Expected a number of steps to calibrate for.")
-        noise_multiplier = get_noise_multiplier(
+        draft = cls(noise_multiplier=1.0, target_epsilon=target_epsilon, **arguments)
+        noise_multiplier = spending.calibrated_noise(draft, target_epsilon)
+        return cls(
+            noise_multiplier=noise_multiplier,
             target_epsilon=target_epsilon,
-            target_delta=draft.delta,
-            sample_rate=draft.sample_rate,
-            num_steps=draft.num_steps,
-            sampler=draft.sampler,
-            accountant=draft.accountant,
-            neighboring_relation=draft.neighboring_relation,
-            **draft.sizes,
+            **{**arguments, "key": draft.root},
         )
-        return cls(noise_multiplier=noise_multiplier, **{**arguments, "key": draft.root})
 
     # ------------------------------------------------------------------ text
 
@@ -330,7 +334,7 @@ class PrivacyPlan:
             unknown = set(data) - set(_FIELDS)
             if unknown:
                 raise ValueError(f"unknown fields {sorted(unknown)}")
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
             raise ValueError(
                 f"The text is not a plan ({error}). Expected what PrivacyPlan.to_json wrote."
             ) from error
@@ -338,7 +342,12 @@ class PrivacyPlan:
             root = LockedKey(sha256) if seed is None else unlock(sha256, RootKey.from_seed(seed))
         else:
             root = unlock(sha256, key)
-        return cls(**data, key=root)
+        try:
+            return cls(**data, key=root)
+        except (ArithmeticError, LookupError) as error:  # of a schedule, at some step
+            raise ValueError(
+                f"The text is not a plan ({error}). Expected what PrivacyPlan.to_json wrote."
+            ) from error
 
 
 _CHOICES = {
@@ -346,5 +355,6 @@ _CHOICES = {
     "neighboring_relation": mechanisms.RELATIONS,
     "clipping": CLIPPING,
     "noise": NOISE,
+    "on_budget": ON_BUDGET,
 }
 _FIELDS = [item.name for item in fields(PrivacyPlan) if item.init]

@@ -14,12 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dualdp import _validate
-from dualdp.randomness import bits, fold_in
 
 Indices = NDArray[np.int64]
-StepKey = Callable[[int], NDArray[np.uint32]]
+#: (step, stream) -> (num_examples,) uniform 64-bit integers of the run.
+Words = Callable[[int, int], NDArray[np.uint64]]
 _RESOLUTION = 53  # bits of a float64's significand: every sample rate is compared exactly
-_CUT = 1  # the key that decides which examples a truncated batch keeps
+_CUT = 1  # the stream that decides which examples a truncated batch keeps
 
 
 @dataclass(frozen=True)
@@ -27,24 +27,22 @@ class Draw:
     """What a sampler is asked for.
 
     Args:
-        key_at: step -> (2,) uint32 sampling key of that step.
+        words_at: the randomness of the run: (step, stream) -> 64-bit integers, one an example.
         step: of the run.
         num_examples: size of the data set.
         expected_batch_size: sample rate times num_examples.
         max_batch_size: where `truncated_poisson` cuts.
     """
 
-    key_at: StepKey
+    words_at: Words
     step: int
     num_examples: int
     expected_batch_size: float
     max_batch_size: int | None = None
 
-    def words(self, step: int, stream: int | None = None) -> NDArray[np.uint64]:
+    def words(self, step: int, stream: int = 0) -> NDArray[np.uint64]:
         """(num_examples,) uniform 53-bit integers of a step, or of a further stream of it."""
-        key = self.key_at(step)
-        key = key if stream is None else fold_in(key, stream)
-        return bits(key, self.num_examples, width=64) >> np.uint64(64 - _RESOLUTION)
+        return self.words_at(step, stream) >> np.uint64(64 - _RESOLUTION)
 
     @property
     def num_batches(self) -> int:

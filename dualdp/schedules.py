@@ -6,14 +6,16 @@ One value per step is read by clipper, noiser and ledger alike, so they cannot d
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dualdp import _validate
+from dualdp._validate import AccountingError
 
 Values = NDArray[np.float64]
 
@@ -141,6 +143,81 @@ class Table:
         return taken
 
 
+@dataclass(frozen=True)
+class Warmup:
+    """From 0 in a straight line to the value of another schedule over `over` steps, then that one.
+
+    Args:
+        then: a number or another schedule; its step 0 is step 0 of the run.
+        over: steps of the warm-up, >= 1; step k has the share (k + 1) / over, so none is 0.
+    """
+
+    then: Any
+    over: int
+
+    def __post_init__(self) -> None:
+        _validate.integer("over", self.over, minimum=1)
+        object.__setattr__(self, "then", as_schedule("then", self.then, None))
+
+    def at(self, steps: Any) -> Values:
+        """Values at the given steps, shape of `steps`."""
+        share = np.minimum((np.asarray(steps) + 1) / self.over, 1.0)
+        return np.asarray(share * self.then.at(steps))
+
+
+@dataclass(frozen=True)
+class AdaptiveNorm:
+    """A clipping bound that follows a quantile of the gradient norms, learned privately.
+
+    Each step releases, beside the gradient, how many examples lie below the bound, with noise; the
+    bound moves by `exp(-learning_rate * (noisy fraction - quantile))`. The release is accounted.
+
+    Args:
+        initial: C of step 0, > 0.
+        quantile: share of the examples that should lie below the bound, in (0, 1).
+        learning_rate: > 0.
+        count_noise_multiplier: standard deviation of the noise in the count, examples; None for a
+            twentieth of the expected batch size.
+
+    Source: Andrew et al. 2021 ("Differentially private learning with adaptive clipping"),
+    Algorithm 1 and section 3.1; we keep the gradient's noise at noise_multiplier * C and account
+    the count beside it.
+    """
+
+    initial: float
+    quantile: float = 0.5
+    learning_rate: float = 0.2
+    count_noise_multiplier: float | None = None
+
+    def __post_init__(self) -> None:
+        _validate.positive("initial", self.initial)
+        _validate.open_probability("quantile", self.quantile)
+        _validate.positive("learning_rate", self.learning_rate)
+        if self.count_noise_multiplier is not None:
+            _validate.positive("count_noise_multiplier", self.count_noise_multiplier)
+
+    def at(self, steps: Any) -> Values:
+        """The bound of step 0; later ones depend on what was released.
+
+        Raises:
+            AccountingError: a later step.
+        """
+        if np.any(np.asarray(steps) > 0):
+            raise AccountingError(
+                "max_grad_norm adapts to the run, so it is not known ahead. Use the ledger's "
+                "max_grad_norm, or pass max_grad_norm= of the step."
+            )
+        return np.full(np.shape(steps), self.initial, dtype=np.float64)
+
+    def count_stddev(self, expected_batch_size: float) -> float:
+        """Standard deviation of the noise in the count, examples."""
+        return self.count_noise_multiplier or expected_batch_size / 20
+
+    def following(self, bound: float, noisy_fraction: float) -> float:
+        """The bound after a step whose noisy fraction below the bound was released."""
+        return bound * math.exp(-self.learning_rate * (noisy_fraction - self.quantile))
+
+
 SCHEDULES: dict[str, type[Any]] = {
     "constant": Constant,
     "step": Step,
@@ -148,6 +225,8 @@ SCHEDULES: dict[str, type[Any]] = {
     "linear": Linear,
     "cosine": Cosine,
     "table": Table,
+    "warmup": Warmup,
+    "adaptive": AdaptiveNorm,
 }
 _NAMES = {kind: name for name, kind in SCHEDULES.items()}
 
@@ -186,7 +265,10 @@ def to_json(schedule: Schedule) -> float | dict[str, Any]:
     """Plain data: a number for a constant, else `{"schedule": name, ...}`."""
     if isinstance(schedule, Constant):
         return schedule.value
-    return {"schedule": _NAMES[type(schedule)], **asdict(schedule)}  # type: ignore[call-overload]
+    named = {item.name: getattr(schedule, item.name) for item in fields(schedule)}  # type: ignore[arg-type]
+    if isinstance(schedule, Warmup):
+        named["then"] = to_json(schedule.then)
+    return {"schedule": _NAMES[type(schedule)], **named}
 
 
 def from_json(name: str, data: float | Mapping[str, Any]) -> float | Schedule:
@@ -198,11 +280,13 @@ def from_json(name: str, data: float | Mapping[str, Any]) -> float | Schedule:
     if not isinstance(data, Mapping):
         return data
     try:
-        fields = dict(data)
-        kind = SCHEDULES[_validate.choice(name, fields.pop("schedule"), SCHEDULES)]
+        given = dict(data)
+        kind = SCHEDULES[_validate.choice(name, given.pop("schedule"), SCHEDULES)]
         if kind is Table:
-            fields["values"] = tuple(fields["values"])
-        schedule: Schedule = kind(**fields)
+            given["values"] = tuple(given["values"])
+        if kind is Warmup:
+            given["then"] = from_json("then", given["then"])
+        schedule: Schedule = kind(**given)
     except (KeyError, TypeError) as error:
         raise ValueError(
             f"{name}={dict(data)!r} is not a schedule. Expected a number or one of "

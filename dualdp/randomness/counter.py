@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dualdp import _validate
+from dualdp.randomness.blocks import Blocks
 
 UInt32 = NDArray[np.uint32]
 
@@ -94,12 +95,14 @@ def fold_in(key: UInt32, data: int) -> UInt32:
     return np.concatenate([x, y])
 
 
-def _fill(out: NDArray[Any], words: Callable[[int, int], NDArray[Any]]) -> NDArray[Any]:
-    """Fill a flat array chunk by chunk with words(start, stop)."""
-    for start in range(0, out.size, _CHUNK):
-        stop = min(start + _CHUNK, out.size)
+def _fill(out: NDArray[Any], words: Callable[[int, int], NDArray[Any]]) -> None:
+    """Fill a flat array with words(start, stop), chunk by chunk on all processors."""
+
+    def fill(chunk: int) -> None:
+        start, stop = chunk * _CHUNK, min((chunk + 1) * _CHUNK, out.size)
         out[start:stop] = words(start, stop)
-    return out
+
+    Blocks(fill, -(-out.size // _CHUNK)).finish()
 
 
 def _pairs(key: UInt32, start: int, stop: int) -> tuple[UInt32, UInt32]:

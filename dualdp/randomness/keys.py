@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import secrets
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 from dualdp import _validate
 
 KEY_BYTES = 16
-PURPOSES = ("sampling", "noise", "dropout")
+PURPOSES = ("sampling", "noise", "dropout", "count")
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class RootKey:
     @classmethod
     def from_seed(cls, seed: int) -> RootKey:
         """A reproducible key, for tests and comparisons: the seed is all its secret."""
-        seed = _validate.integer("seed", seed)
+        seed = _validate.integer("seed", seed, maximum=1 << 4096)
         if seed >= 1 << 128:
             raise ValueError(f"seed={seed} is out of range. Expected an integer below 2**128.")
         digest = hashlib.blake2b(
@@ -64,27 +65,45 @@ class RootKey:
         """What may be published of the key."""
         return hashlib.sha256(self.secret).hexdigest()
 
-    def step_key(self, purpose: str, step: int) -> NDArray[np.uint32]:
+    def step_key(self, purpose: str, step: int, branch: int = 0) -> NDArray[np.uint32]:
         """The key of one step for one purpose.
 
         Args:
             purpose: one of `PURPOSES`; each opens an independent stream.
             step: 0 <= step < 2^64.
+            branch: 0, or that of a step which was run again with something changed.
 
         Returns:
-            (2,) uint32: the first 64 bits of BLAKE2b(root, purpose, step), big-endian words, which
-            `jax.random.wrap_key_data` takes as they are.
+            (2,) uint32: the first 64 bits of BLAKE2b(root, purpose, step, branch), big-endian
+            words, which `jax.random.wrap_key_data` takes as they are.
 
         Guarantees:
-            No two (purpose, step) share a key, but for a 64-bit collision.
+            No two (purpose, step, branch) share a key, but for a 64-bit collision.
                 [test_step_keys_are_distinct]
 
         Source: Aumasson et al. 2013 (BLAKE2), keyed mode; RFC 7693.
         """
         _validate.choice("purpose", purpose, PURPOSES)
-        message = purpose.encode() + b"\0" + _validate.integer("step", step).to_bytes(8, "little")
-        digest = hashlib.blake2b(message, key=self.secret).digest()
+        digest = self.step_secret(purpose, step, branch)
         return np.frombuffer(digest[:8], dtype=">u4").astype(np.uint32)
+
+    def step_secret(self, purpose: str, step: int, branch: int = 0) -> bytes:
+        """The 64 bytes whose first 8 are `step_key`, for generators with a longer key."""
+        _validate.choice("purpose", purpose, PURPOSES)
+        message = purpose.encode() + b"\0" + _validate.integer("step", step).to_bytes(8, "little")
+        if _validate.integer("branch", branch):
+            message += branch.to_bytes(8, "little")
+        return hashlib.blake2b(message, key=self.secret).digest()
+
+    def digest(self, parts: Iterable[bytes | memoryview]) -> str:
+        """Keyed digest of private numbers: equal only for equal ones, and telling nothing of them.
+
+        Source: Aumasson et al. 2013 (BLAKE2), keyed mode.
+        """
+        state = hashlib.blake2b(key=self.secret, person=b"dualdp seal", digest_size=16)
+        for part in parts:
+            state.update(part)
+        return state.hexdigest()
 
     def require_secret(self) -> RootKey:
         """The key itself; a `LockedKey` raises here instead."""
@@ -118,7 +137,7 @@ class RootKey:
             if content["dualdp_key"] != 1:
                 raise ValueError("unknown version")
             return cls(bytes.fromhex(content["secret"]), content["seed"])
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, RecursionError, TypeError, ValueError) as error:
             raise ValueError(
                 f"{os.fspath(path)} is not a key file. Expected a file written by plan.save_key."
             ) from error

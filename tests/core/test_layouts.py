@@ -4,7 +4,7 @@
 import numpy as np
 import pytest
 
-from dualdp import layouts
+from dualdp import layouts, matching
 
 SHAPES = {
     "conv.weight": (8, 3, 5, 4),
@@ -27,7 +27,7 @@ LEAVES = [
 
 
 def test_match_pairs_by_name_and_kind():
-    leaves = {leaf.torch_name: leaf for leaf in layouts.match(SHAPES, KINDS, LEAVES)}
+    leaves = {leaf.torch_name: leaf for leaf in matching.match(SHAPES, KINDS, LEAVES)}
     assert {name: leaf.jax_index for name, leaf in leaves.items()} == {
         "conv.weight": 1,
         "conv.bias": 0,
@@ -38,14 +38,14 @@ def test_match_pairs_by_name_and_kind():
     ported = leaves["conv.weight"].to_jax(weight)
     assert ported.shape == leaves["conv.weight"].jax_shape == (5, 4, 3, 8)
     assert ported[1, 2, 0, 7] == weight[7, 0, 1, 2]
-    assert leaves["fc.weight"].axes == (1, 0)
-    assert leaves["emb.weight"].axes == (0, 1)
+    assert leaves["fc.weight"].jax_shape == (6, 10)
+    assert leaves["emb.weight"].jax_shape == (7, 2)
 
 
 @pytest.mark.parametrize("batch_axes", [0, 1])
 def test_round_trip(batch_axes):
     rng = np.random.default_rng(1)
-    for leaf in layouts.match(SHAPES, KINDS, LEAVES):
+    for leaf in matching.match(SHAPES, KINDS, LEAVES):
         array = rng.normal(size=(*(3,) * batch_axes, *leaf.torch_shape))
         there = leaf.to_jax(array, batch_axes=batch_axes)
         np.testing.assert_array_equal(leaf.to_torch(there, batch_axes=batch_axes), array)
@@ -54,29 +54,43 @@ def test_round_trip(batch_axes):
 def test_mapping_pairs_names_that_differ():
     shapes, kinds = {"head.weight": (10, 6)}, {"head.weight": "linear"}
     leaves = [(("out", "kernel"), (6, 10))]
-    (leaf,) = layouts.match(shapes, kinds, leaves, mapping={"head.weight": "out/kernel"})
-    assert leaf.jax_path == ("out", "kernel")
-    assert leaf.axes == (1, 0)
+    (leaf,) = matching.match(shapes, kinds, leaves, mapping={"head.weight": "out/kernel"})
+    assert leaf.jax_path == "out/kernel"
+    assert leaf.jax_shape == (6, 10)
 
 
 def test_nothing_is_left_over_silently():
     with pytest.raises(ValueError, match=r"\['fc.weight \(10, 6\)'\] and the JAX leaves \[\]"):
-        layouts.match(SHAPES, KINDS, LEAVES[:3])
+        matching.match(SHAPES, KINDS, LEAVES[:3])
     extra = [*LEAVES, (("params", "z", "bias"), (1,))]
     with pytest.raises(ValueError, match=r"\[\] and the JAX leaves \['params/z/bias \(1,\)'\]"):
-        layouts.match(SHAPES, KINDS, extra)
+        matching.match(SHAPES, KINDS, extra)
     with pytest.raises(ValueError, match=r"mapping names \['nobody'\], which neither model has"):
-        layouts.match(SHAPES, KINDS, LEAVES, mapping={"nobody": "params/fc/kernel"})
+        matching.match(SHAPES, KINDS, LEAVES, mapping={"nobody": "params/fc/kernel"})
 
 
 def test_one_leaf_serves_one_parameter():
     shapes = {"a.weight": (2, 3), "b.weight": (2, 3)}
     leaves = [(("a", "kernel"), (3, 2))]
     with pytest.raises(ValueError, match="Two torch parameters share a JAX leaf"):
-        layouts.match(shapes, dict.fromkeys(shapes, "linear"), leaves, {"b.weight": "a/kernel"})
+        matching.match(shapes, dict.fromkeys(shapes, "linear"), leaves, {"b": "a"})
 
 
 def test_shapes_that_disagree_are_named_on_both_sides():
     wrong = [*LEAVES[:3], (("params", "fc", "kernel"), (10, 6))]
     with pytest.raises(ValueError, match=r"fc.weight \(10, 6\) in torch would be \(6, 10\) in JAX"):
-        layouts.match(SHAPES, KINDS, wrong)
+        matching.match(SHAPES, KINDS, wrong)
+
+
+def test_a_parameter_of_several_leaves_is_no_single_one():
+    shapes, kinds = {"in_proj_weight": (12, 4)}, {"in_proj_weight": "attention h=2"}
+    leaves = [((word, "kernel"), (4, 2, 2)) for word in ("key", "query", "value")]
+    (leaf,) = matching.match(shapes, kinds, leaves)
+    assert [place.path for place in leaf.places] == ["query/kernel", "key/kernel", "value/kernel"]
+    with pytest.raises(ValueError, match=r"in_proj_weight is held by 3 JAX leaves \(query/kernel"):
+        leaf.to_torch(np.zeros((4, 2, 2)))
+
+
+def test_a_line_that_is_none_is_refused():
+    with pytest.raises(ValueError, match=r"'weight\[1of4\]' is no line of LAYOUTS"):
+        layouts.Term.parse("weight[1of4]")

@@ -194,3 +194,38 @@ def test_bad_arguments_are_one_sentence(changes, message):
     with pytest.raises((ValueError, TypeError)) as caught:
         make(**changes)
     assert message in str(caught.value)
+
+
+def test_secure_plans_have_no_seed_and_account_their_grid():
+    with pytest.raises(ValueError, match="seed=3 with noise='secure'. Expected no seed"):
+        make(noise="secure", seed=3)
+    plan = make(noise="secure", accountant="pld")
+    assert plan.epsilon() > make(accountant="pld").epsilon()
+    base = {name: value for name, value in BASE.items() if name != "noise_multiplier"}
+    for adaptive in (1.0, schedules.AdaptiveNorm(1.0, count_noise_multiplier=10.0)):
+        changes = {"accountant": "pld", "noise": "secure", "max_grad_norm": adaptive}
+        found = dualdp.PrivacyPlan.calibrate(target_epsilon=2.0, **{**base, **changes})
+        assert 1.99 < found.epsilon() <= 2.0
+
+
+def test_secure_batches_come_from_the_cipher():
+    plan = make(noise="secure")
+    again = dualdp.PrivacyPlan.from_json(plan.to_json(), key=plan.root)
+    np.testing.assert_array_equal(plan.batch_indices(3), again.batch_indices(3))
+    fast = make(key=plan.root)
+    assert plan.batch_indices(3).tolist() != fast.batch_indices(3).tolist()
+    sizes = [len(plan.batch_indices(step)) for step in range(400)]
+    assert np.mean(sizes) == pytest.approx(50, abs=4 * (50 * 0.95 / 400) ** 0.5)
+
+
+def test_a_target_and_what_ends_the_run_are_checked():
+    with pytest.raises(ValueError, match="target_epsilon=-1.0 is out of range"):
+        make(target_epsilon=-1.0)
+    with pytest.raises(ValueError, match="on_budget='warn' is unknown. Expected one of raise"):
+        make(on_budget="warn")
+
+
+@pytest.mark.parametrize("noise", ["correlated", "banded", "none", ""])
+def test_only_known_noise_is_planned(noise):
+    with pytest.raises(ValueError, match=f"noise='{noise}' is unknown. Expected one of fast"):
+        make(noise=noise)

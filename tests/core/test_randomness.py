@@ -63,8 +63,13 @@ def test_bad_widths_and_dtypes_are_refused():
 
 def test_step_keys_are_distinct():
     root = RootKey.from_seed(0)
-    keys = {tuple(root.step_key(purpose, step)) for purpose in PURPOSES for step in range(2000)}
-    assert len(keys) == 2000 * len(PURPOSES)
+    keys = {
+        tuple(root.step_key(purpose, step, branch))
+        for purpose in PURPOSES
+        for step in range(1000)
+        for branch in (0, 1, 2)
+    }
+    assert len(keys) == 3000 * len(PURPOSES)
     assert tuple(RootKey.from_seed(1).step_key("noise", 0)) not in keys
 
 
@@ -128,5 +133,5 @@ def test_seeds_out_of_range_are_refused(seed):
 def test_bad_roots_and_purposes_are_refused():
     with pytest.raises(ValueError, match="Expected 16 bytes"):
         RootKey(b"short")
-    with pytest.raises(ValueError, match="purpose='other' is unknown. Expected one of dropout"):
+    with pytest.raises(ValueError, match="purpose='other' is unknown. Expected one of count"):
         RootKey.from_seed(0).step_key("other", 0)

@@ -6,14 +6,19 @@ import pytest
 from scipy import stats
 
 from dualdp import mechanisms, samplers
-from dualdp.randomness import RootKey
+from dualdp.randomness import RootKey, bits, fold_in
 
 ROOT = RootKey.from_seed(5)
 
 
+def words(step, stream, size):
+    key = ROOT.step_key("sampling", step)
+    return bits(fold_in(key, stream) if stream else key, size, width=64)
+
+
 def draw(step, sampler="poisson", *, num_examples=1000, sample_rate=0.1, max_batch_size=None):
     request = samplers.Draw(
-        key_at=lambda step: ROOT.step_key("sampling", step),
+        words_at=lambda step, stream: words(step, stream, num_examples),
         step=step,
         num_examples=num_examples,
         expected_batch_size=sample_rate * num_examples,

@@ -15,6 +15,8 @@ EXAMPLES = [
     (schedules.Linear(1.0, 2.0, 2), [1.0, 1.5, 2.0, 2.0]),
     (schedules.Cosine(3.0, 1.0, 2), [3.0, 2.0, 1.0, 1.0]),
     (schedules.Table((3.0, 1.0, 4.0, 1.0)), [3.0, 1.0, 4.0, 1.0]),
+    (schedules.Warmup(6.0, 3), [2.0, 4.0, 6.0, 6.0]),
+    (schedules.Warmup(schedules.Exponential(8.0, 0.5), 2), [4.0, 4.0, 2.0, 1.0]),
 ]
 
 
@@ -58,7 +60,9 @@ def test_errors_say_what_to_do():
             kind(1.0, 0.5, 0)
     with pytest.raises(ValueError, match="every=0 is out of range"):
         schedules.Step(1.0, 0.5, 0)
-    with pytest.raises(ValueError, match="x='cosinus' is unknown. Expected one of constant"):
+    with pytest.raises(
+        ValueError, match="x='cosinus' is unknown. Expected one of adaptive, constant"
+    ):
         schedules.from_json("x", {"schedule": "cosinus"})
     with pytest.raises(ValueError, match="is not a schedule. Expected a number or one of"):
         schedules.from_json("x", {"schedule": "step", "initial": 1.0})

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One file for a run that stands still: arrays, plan, position and ledger; the key lies apart.
+
+The file is safetensors, with a JSON document among its metadata, so that any reader of that format
+finds the arrays, and nothing in it is code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dualdp.ledger import Ledger
+from dualdp.plan import PrivacyPlan
+from dualdp.randomness import RootKey
+
+if TYPE_CHECKING:
+    Arrays = Mapping[str, NDArray[Any]]
+
+_FORMAT = "dualdp_checkpoint"
+_VERSION = 1
+Path_ = str | os.PathLike[str]
+
+
+def _digest(arrays: Arrays, text: str) -> str:
+    """SHA-256 of the document and of every array with its name, dtype and shape."""
+    state = hashlib.sha256(text.encode())
+    for name in sorted(arrays):
+        array = np.asarray(arrays[name], order="C")
+        state.update(repr((name, array.dtype.str, array.shape)).encode())
+        state.update(array.reshape(-1).view(np.uint8).data if array.size else b"")
+    return state.hexdigest()
+
+
+def write(path: Path_, arrays: Arrays, document: Mapping[str, Any]) -> None:
+    """Write a checkpoint in one go: the old file stays until the new one is whole on the disk.
+
+    Args:
+        path: of the file; an existing one is replaced.
+        arrays: name -> array. NumPy has no bfloat16: such an array comes as uint16, and
+            `document["bfloat16"]` lists its name.
+        document: plain JSON data.
+
+    Guarantees:
+        A process that is killed, or a disk that is full, leaves the old file as it was.
+            [test_a_failed_save_leaves_the_old_checkpoint]
+    """
+    from safetensors.numpy import save
+
+    text = json.dumps({_FORMAT: _VERSION, **document}, allow_nan=False)
+    packed = {name: np.asarray(array, order="C") for name, array in arrays.items()}
+    data = save(packed, metadata={"document": text, "sha256": _digest(packed, text)})
+    target = Path(path)
+    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    _sync_folder(target.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Bring a rename to the disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def read(path: Path_) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
+    """Arrays and document of a checkpoint, proved to be as they were written.
+
+    Raises:
+        FileNotFoundError: there is no file.
+        ValueError: the file is foreign, truncated or edited; the text says which.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    name = os.fspath(path)
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"{name} does not exist. Expected a file of save_checkpoint.")
+    try:
+        with safe_open(name, framework="numpy") as file:
+            metadata = file.metadata() or {}
+            arrays = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise ValueError(
+            f"{name} is truncated or no safetensors file ({error}). Expected a file of "
+            "save_checkpoint; take an older one."
+        ) from error
+    if set(metadata) != {"document", "sha256"}:
+        raise ValueError(
+            f"{name} is a safetensors file of something else: it has the metadata "
+            f"{sorted(metadata)}. Expected a file of save_checkpoint."
+        )
+    if _digest(arrays, metadata["document"]) != metadata["sha256"]:
+        raise ValueError(
+            f"{name} was changed after it was written: its SHA-256 differs. Take an older one."
+        )
+    document = json.loads(metadata["document"])
+    version = document.pop(_FORMAT, None)
+    if version != _VERSION:
+        raise ValueError(
+            f"{name} has version {version!r} of the checkpoint's format. Expected {_VERSION}; "
+            "load it with the version of dualdp that wrote it."
+        )
+    return arrays, document
+
+
+def key_path(path: Path_) -> Path:
+    """Where the key of a checkpoint lies unless the user says otherwise."""
+    return Path(f"{os.fspath(path)}.key")
+
+
+def pack_run(ledger: Ledger, path: Path_) -> dict[str, Any]:
+    """What a checkpoint at `path` says of its run, with ledger and key safe on the disk.
+
+    A ledger in memory goes to `<path>.ledger` from here on, so that what is released after the
+    checkpoint is on record too. The key goes to `<path>.key`, mode 0600, unless the plan has a
+    seed; whoever has both files can take the noise away, so publish neither with the model.
+
+    Args:
+        ledger: of the engine, between two steps.
+        path: of the checkpoint.
+
+    Raises:
+        AccountingError: a step is recorded but not released.
+        ValueError: `<path>.key` holds another run's key.
+    """
+    root = ledger.plan.root.require_secret()
+    beside = key_path(path)
+    if root.seed is None and beside.exists() and RootKey.load(beside) != root:
+        raise ValueError(
+            f"{beside} holds the key of another run. Expected another path for this run's "
+            "checkpoints, or that file moved away."
+        )
+    state = ledger.state()
+    if ledger.path is None:
+        ledger.write_to(f"{os.fspath(path)}.ledger")
+    if root.seed is None and not beside.exists():
+        ledger.plan.save_key(beside)
+    ledger.sync()
+    folder = Path(path).resolve().parent
+    return {
+        "plan": json.loads(ledger.plan.to_json()),
+        "ledger": state,
+        "ledger_file": os.path.relpath(Path(str(ledger.path)).resolve(), folder),
+    }
+
+
+def unpack_run(
+    document: Mapping[str, Any],
+    path: Path_,
+    key: RootKey | Path_ | None = None,
+    ledger: Path_ | None = None,
+) -> Ledger:
+    """The ledger (and its plan) of a checkpoint, ready for the step after it.
+
+    Args:
+        document: of `read`.
+        path: of the checkpoint; key and ledger are looked for from there.
+        key: the key or its file; None for `<path>.key`.
+        ledger: the run's ledger file; None for the one that the checkpoint names.
+
+    Raises:
+        FileNotFoundError: key or ledger file is missing.
+        ValueError: the document, the key or the ledger is broken or of another run.
+    """
+    try:
+        text, state = json.dumps(document["plan"]), document["ledger"]
+        named = Path(path).resolve().parent / document["ledger_file"]
+        has_seed = document["plan"]["seed"] is not None
+    except (KeyError, TypeError) as error:
+        raise ValueError(
+            f"{os.fspath(path)} says nothing of its run ({error}). Expected a file of "
+            "save_checkpoint."
+        ) from error
+    if key is None and not has_seed:
+        key = key_path(path)
+        if not key.exists():
+            raise FileNotFoundError(
+                f"{key} does not exist. Expected the key file of the run; pass key= if it lies "
+                "elsewhere."
+            )
+    plan = PrivacyPlan.from_json(text, key=key)
+    file = Path(ledger) if ledger is not None else named
+    if not file.exists():
+        raise FileNotFoundError(
+            f"{file} does not exist. Expected the ledger that the run went on writing after this "
+            "checkpoint; pass ledger= if it lies elsewhere."
+        )
+    return Ledger.resume(plan, state, file)
