@@ -8,6 +8,9 @@ weight gradient, 2 t d_in d_out, is paid by every training step; what privacy ad
 * keep: the plain product is done per example and its result read twice, 3 d_in d_out numbers;
 * discard: the product is done twice.
 
+`move` is how many multiplications cost as much as moving one number, which depends on the machine
+and on the library that multiplies.
+
 Source: Li et al. 2022, eq. 3 (Gram form); Bu et al. 2023, table 2 (the choice per layer, by memory;
 here by time).
 """
@@ -18,32 +21,33 @@ from __future__ import annotations
 MOVE = 24.0
 
 
-def gram_cost(*, t: int, d_in: int, d_out: int) -> float:
+def gram_cost(*, t: int, d_in: int, d_out: int, move: float = MOVE) -> float:
     """What the Gram form adds to a plain step, multiplications per example."""
-    return 2.0 * t * t * (d_in + d_out) + 2.0 * MOVE * t * t
+    return 2.0 * t * t * (d_in + d_out) + 2.0 * move * t * t
 
 
-def keep_cost(*, t: int, d_in: int, d_out: int) -> float:
+def keep_cost(*, t: int, d_in: int, d_out: int, move: float = MOVE) -> float:
     """What keeping the per-sample gradient adds, multiplications per example."""
     del t
-    return 3.0 * MOVE * d_in * d_out
+    return 3.0 * move * d_in * d_out
 
 
-def discard_cost(*, t: int, d_in: int, d_out: int) -> float:
+def discard_cost(*, t: int, d_in: int, d_out: int, move: float = MOVE) -> float:
     """What forming the gradient for its norm alone adds, multiplications per example."""
-    return 2.0 * t * d_in * d_out + 2.0 * MOVE * d_in * d_out
+    return 2.0 * t * d_in * d_out + 2.0 * move * d_in * d_out
 
 
-def prefers_gram(*, t: int, d_in: int, d_out: int) -> bool:
+def prefers_gram(*, t: int, d_in: int, d_out: int, move: float = MOVE) -> bool:
     """Whether the Gram form of a norm is cheaper than forming the gradient.
 
     >>> prefers_gram(t=4, d_in=512, d_out=512), prefers_gram(t=400, d_in=8, d_out=8)
     (True, False)
     """
-    return gram_cost(t=t, d_in=d_in, d_out=d_out) < discard_cost(t=t, d_in=d_in, d_out=d_out)
+    sizes = {"t": t, "d_in": d_in, "d_out": d_out}
+    return gram_cost(**sizes, move=move) < discard_cost(**sizes, move=move)
 
 
-def keeps_gradient(*, n: int, t: int, d_in: int, d_out: int) -> bool:
+def keeps_gradient(*, n: int, t: int, d_in: int, d_out: int, move: float = MOVE) -> bool:
     """Whether keeping n per-sample gradients is cheaper than every way that forgets them.
 
     >>> keeps_gradient(n=8, t=1, d_in=512, d_out=512), keeps_gradient(n=8, t=400, d_in=8, d_out=8)
@@ -51,17 +55,33 @@ def keeps_gradient(*, n: int, t: int, d_in: int, d_out: int) -> bool:
     """
     del n
     sizes = {"t": t, "d_in": d_in, "d_out": d_out}
-    return keep_cost(**sizes) < min(gram_cost(**sizes), discard_cost(**sizes)) and t > 1
+    others = min(gram_cost(**sizes, move=move), discard_cost(**sizes, move=move))
+    return keep_cost(**sizes, move=move) < others and t > 1
 
 
 #: Multiplications that cost as much as forming one weight of one example's convolution (one CPU
-#: thread, 3 x 3 kernels of 64 to 256 channels), and as adding one number of a strided window.
-FORM = 40.0
+#: thread, 3 x 3 kernels of 64 to 256 channels), the same where all of them together overflow the
+#: caches, and as adding one number of a strided window.
+FORM, FORM_FAR = 40.0, 150.0
 WINDOW = 25.0
+CACHED = 6_000_000  # numbers
+
+
+def patch_gram_cost(
+    *, t: int, pixels: int, kernel: int, channels: int, d_out: int, weights: int, n: int = 1
+) -> float:
+    """What the products of patches take, multiplications per example."""
+    del weights, n
+    return 2.0 * pixels**2 * channels + WINDOW * kernel * t * t + 2.0 * t * t * d_out
+
+
+def form_cost(*, weights: int, n: int = 1, **_: int) -> float:
+    """What forming and keeping one example's gradient of a convolution adds."""
+    return (FORM if n * weights <= CACHED else FORM_FAR) * weights
 
 
 def convolution_prefers_gram(
-    *, t: int, pixels: int, kernel: int, channels: int, d_out: int, weights: int
+    *, t: int, pixels: int, kernel: int, channels: int, d_out: int, weights: int, n: int = 1
 ) -> bool:
     """Whether products of patches are cheaper than one example's gradient of a convolution.
 
@@ -72,6 +92,7 @@ def convolution_prefers_gram(
         channels: of the input.
         d_out: channels of the output.
         weights: numbers in the weight.
+        n: examples whose gradients are formed at once.
 
     >>> small = {"pixels": 100, "kernel": 9, "channels": 128, "d_out": 128, "weights": 147_456}
     >>> convolution_prefers_gram(t=64, **small)
@@ -79,8 +100,8 @@ def convolution_prefers_gram(
     >>> convolution_prefers_gram(t=1024, **{**small, "pixels": 1156})
     False
     """
-    gram = 2.0 * pixels**2 * channels + WINDOW * kernel * t * t + 2.0 * t * t * d_out
-    return gram < FORM * weights
+    sizes = {"pixels": pixels, "kernel": kernel, "channels": channels, "d_out": d_out}
+    return patch_gram_cost(t=t, weights=weights, **sizes) < form_cost(weights=weights, n=n)
 
 
 #: Multiplications that cost as much as writing one number of a kept convolution gradient and

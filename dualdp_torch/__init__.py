@@ -3,9 +3,15 @@
 
 from . import weights as weights
 from .call import METHODS as METHODS
+from .checkpoint import load_checkpoint as load_checkpoint
+from .checkpoint import save_checkpoint as save_checkpoint
+from .data import BatchMemoryManager as BatchMemoryManager
 from .data import PlannedLoader as PlannedLoader
 from .engine import PrivacyEngine as PrivacyEngine
+from .fix import ModuleValidator as ModuleValidator
+from .fix import fix as fix
 from .noise import noisy_mean as noisy_mean
+from .optimizer import Stages as Stages
 from .per_sample import ClippedSum as ClippedSum
 from .per_sample import clipped_grad_sum as clipped_grad_sum
 from .per_sample import per_sample_grads as per_sample_grads

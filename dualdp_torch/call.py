@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +18,8 @@ from .batch import Batch, check_losses
 from .capture import Capture
 from .fallback import by_loop, by_vmap
 from .gradients import Captured, Gradients
-from .proof import Proof, known, prove, untouched_generators
+from .proof import Proof, prove, untouched_generators
+from .remembered import Remembered, known
 from .rules.base import Tensor
 from .uses import ChangedInPlaceError, eagerly, trainable_parameters
 from .validate import refuse_mixing_modules
@@ -31,6 +34,22 @@ METHODS = {
     "loop": None,
 }
 LossFn = Callable[..., Any]
+
+
+#: Bytes that no device is asked about, and the part of its free memory that a call may keep.
+SURELY_FREE = 1 << 26
+PART = 0.5
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that can still be taken on a device."""
+    if device.type == "cuda":
+        reusable = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + reusable
+    with contextlib.suppress(OSError), open("/proc/meminfo") as lines:
+        sizes = dict(line.split(":", 1) for line in lines)
+        return 1024 * int(sizes["MemAvailable"].split()[0])
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
 class _NoCapture(Exception):
@@ -49,6 +68,8 @@ class Call:
     has_aux: bool
     chunk: int | None
     mask: Tensor | None = None
+    max_memory: int | None = None
+    found: Remembered | None = None
 
     @classmethod
     def checked(
@@ -83,19 +104,35 @@ class Call:
         parameters = trainable_parameters(model)
         call = cls(loss_fn, model, taken, parameters, method, has_aux, physical_batch_size, mask)
         if max_memory is not None:
-            call._fit(_validate.integer("max_memory", max_memory, minimum=1))
+            call.max_memory = _validate.integer("max_memory", max_memory, minimum=1)
         return call
 
-    def _fit(self, max_memory: int) -> None:
-        """Choose pieces of the batch so that what a piece keeps stays within `max_memory` bytes."""
+    def _fit(self) -> None:
+        """Choose pieces of the batch so that what a piece keeps stays within `max_memory` bytes.
+
+        Without a number it may keep a part of what the device has free. A model is examined once.
+        """
         if self.batch.n < 2 or not self.parameters:
             return
-        each = self._bytes_per_example()
-        size = max(1, max_memory // max(each, 1))
+        found = self._found()
+        if not found:
+            self._prove(found)
+        keep = "all" if "problem" in found else METHODS[self.method] or "all"
+        if keep not in found.bytes_each:
+            found.bytes_each[keep] = max(self._bytes_per_example(keep), 1)
+        each, most = found.bytes_each[keep], self.max_memory
+        if most is None:
+            if each * self.batch.n < SURELY_FREE:
+                return
+            most = int(PART * free_memory(self.batch.tensors()[0].device))
+        size = max(1, most // each)
         self.chunk = size if self.chunk is None else min(size, self.chunk)
 
-    def _bytes_per_example(self) -> int:
-        """Bytes that one example makes the call keep: activations, output gradients, gradients."""
+    def _bytes_per_example(self, keep: str) -> int:
+        """Bytes that one example makes the call keep: activations, output gradients, gradients.
+
+        Of the gradients that the cost model keeps, those of convolutions are the large ones.
+        """
         kept: int = 0
 
         def pack(tensor: Tensor) -> Tensor:
@@ -106,20 +143,22 @@ class Call:
         few = self.batch.rows(slice(0, 2))
         own = {p.untyped_storage().data_ptr() for p in self.model.parameters()}
         with (
+            eagerly(),
             untouched_generators(few.tensors()[0].device),
             torch.autograd.graph.saved_tensors_hooks(
                 lambda t: t if t.untyped_storage().data_ptr() in own else pack(t), lambda t: t
             ),
-            Capture({id(p): name for name, p in self.parameters.items()}) as capture,
+            Capture(self._names, model=self.model) as capture,
         ):
             self.loss_fn(self.model, *few.arguments())
         outputs = 4 * sum(use.out_shape.numel() for use in capture.uses)
-        formed = self.method in ("materialize", "vmap", "loop")
-        weights = sum(p.numel() * p.element_size() for p in self.parameters.values())
-        return int(kept + outputs) // 2 + (weights if formed else 0)
+        least = {"all": 0, "cheap": 3, "small": 99}[keep]  # axes of the weights that are formed
+        formed = [p for p in self.parameters.values() if p.dim() >= least]
+        return int(kept + outputs) // 2 + sum(p.numel() * p.element_size() for p in formed)
 
     def pieces(self) -> Iterator[tuple[slice, Call]]:
         """(rows, call) for every piece of the batch that is worked on at once."""
+        self._fit()
         for rows, batch in self.batch.chunks(self.chunk):
             yield (
                 rows,
@@ -132,6 +171,7 @@ class Call:
                     self.has_aux,
                     None,
                     None if self.mask is None else self.mask[rows],
+                    found=self.found,
                 ),
             )
 
@@ -149,6 +189,16 @@ class Call:
             except (_NoCapture, ChangedInPlaceError):
                 return by_vmap(*self._arguments)
 
+    def _found(self) -> Remembered:
+        """What is known from earlier calls; looked up once, for all pieces of a batch."""
+        if self.found is None:
+            self.found = known(self.model, self.loss_fn, self.batch)
+        return self.found
+
+    @property
+    def _names(self) -> dict[int, str]:
+        return {id(p): name for name, p in self.parameters.items()}
+
     @property
     def _arguments(self) -> tuple[Any, ...]:
         return self.model, self.loss_fn, self.batch, self.parameters, self.has_aux
@@ -158,7 +208,7 @@ class Call:
         if self.batch.n == 1:
             refuse_mixing_modules(self.model)
             return
-        proofs = known(self.model, self.loss_fn, self.batch)
+        proofs = self._found()
         if not proofs:
             self._prove(proofs)
 
@@ -173,13 +223,12 @@ class Call:
 
     def _captured(self) -> tuple[Gradients, Tensor, Any]:
         """Gradients from captured uses, as far as they are proved."""
-        proofs = known(self.model, self.loss_fn, self.batch)
+        proofs = self._found()
         fresh = None if proofs else self._prove(proofs)
         if "problem" in proofs:
             raise _NoCapture(proofs["problem"].problem)
-        names = {id(p): name for name, p in self.parameters.items()}
         skip = next((p.skip for p in (*proofs.values(), fresh) if p), frozenset())
-        with torch.enable_grad(), Capture(names, skip=skip) as capture:
+        with torch.enable_grad(), Capture(self._names, skip=skip, model=self.model) as capture:
             out = self.loss_fn(self.model, *self.batch.arguments())
             losses, aux = out if self.has_aux else (out, None)
         losses = check_losses(losses, self.batch.n)
@@ -203,7 +252,7 @@ class Call:
         found = Captured(
             capture.uses,
             proof.layouts,
-            self.parameters,
+            self.parameters | capture.stand_ins,
             capture.derived,
             n=self.batch.n,
             keep=str(keep),

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -23,29 +24,7 @@ from dualdp import UnsupportedLayerError
 
 from .rules import REWRITES, RULES
 from .rules.base import Rule, Tensor
-from .uses import REENTRANT, Derived, Use, name_of, refuse_reentrant_checkpoints
-
-
-class _Attach(torch.autograd.Function):
-    """Gives a graph node to an output that would need no gradient, as the first layer's.
-
-    The output itself is marked as changed rather than viewed, so that a later in-place operation on
-    it stays legal.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, out: Tensor, leaf: Tensor) -> Tensor:
-        """The same tensor, now part of the graph."""
-        ctx.mark_dirty(out)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """Nothing to do below."""
-        return grad, None
-
-
-_attach: Callable[[Tensor, Tensor], Tensor] = _Attach.apply
+from .uses import REENTRANT, Derived, Use, attach, name_of, refuse_reentrant_checkpoints
 
 
 def _refuse_batch_statistics(arguments: Mapping[str, Any]) -> None:
@@ -74,6 +53,8 @@ class Capture(TorchFunctionMode):
         on_use: called with each `Use` and its output.
         skip: positions of uses that hold no examples, as a table of positions: their outputs count
             as computed from parameters alone.
+        model: where other tensors may stand in for the parameters while it runs, as sharding
+            wrappers have it; they are recognised by module and attribute.
     """
 
     def __init__(
@@ -81,11 +62,14 @@ class Capture(TorchFunctionMode):
         names: Mapping[int, str],
         on_use: Callable[[Use, Tensor], None] | None = None,
         skip: frozenset[int] = frozenset(),
+        model: nn.Module | None = None,
     ) -> None:
         super().__init__()
         self.uses: list[Use] = []
         self.derived: dict[str, Derived] = {}
         self._names = dict(names)
+        self._model, self.stand_ins = model, dict[str, Tensor]()
+        self._strangers: dict[int, Tensor] = {}
         self._orders: dict[int, tuple[Any, int | None, Tensor | None]] = {}
         self._from_parameters: dict[int, Tensor] = {}  # by id, kept alive so that ids stay true
         self._on_use, self._skip, self._seen = on_use, skip, 0
@@ -146,7 +130,24 @@ class Capture(TorchFunctionMode):
 
     def _is_parameter(self, value: Any) -> bool:
         """Whether a value is a trainable parameter, or computed from such alone."""
-        return id(value) in self._names or id(value) in self._from_parameters
+        known = id(value) in self._names or id(value) in self._from_parameters
+        return known or self._stands_in(value)
+
+    def _stands_in(self, value: Any) -> bool:
+        """Whether a leaf lies where a parameter has its place; its name is remembered."""
+        if self._model is None or not torch.is_tensor(value) or id(value) in self._strangers:
+            return False
+        if not (value.requires_grad and value.is_leaf):
+            return False
+        expected = set(self._names.values())
+        for path, module in self._model.named_modules():
+            for attribute, parameter in module._parameters.items():
+                name = f"{path}.{attribute}" if path else attribute
+                if parameter is value and name in expected:
+                    self._names[id(value)], self.stand_ins[name] = name, value
+                    return True
+        self._strangers[id(value)] = value  # kept alive, so that the id stays its own
+        return False
 
     def _name(self, value: Tensor) -> str:
         """The name of a parameter, or of what is computed from some."""
@@ -210,7 +211,7 @@ class Capture(TorchFunctionMode):
         if not out.requires_grad:
             if out._is_view():
                 out = out.clone()
-            out = _attach(out, self._leaf)
+            out = attach(out, self._leaf)
         parameters = {slot: call[slot] for slot in names}
         options = {k: v for k, v in call.items() if k not in held and not torch.is_tensor(v)}
         self._remember(func, rule, parameters, acts, options, out)
@@ -313,7 +314,8 @@ class Capture(TorchFunctionMode):
             refuse_reentrant_checkpoints(total)
         if not total.requires_grad:
             return []
-        targets: list[Any] = [*(use.edge for use in self.uses), *parameters.values()]
+        leaves = [*parameters.items(), *self.stand_ins.items()]
+        targets: list[Any] = [*(use.edge for use in self.uses), *(leaf for _, leaf in leaves)]
         try:
             if self.checkpointed:
                 found = self._recompute(total, targets, retain)
@@ -326,4 +328,4 @@ class Capture(TorchFunctionMode):
         for use, grad in zip(self.uses, found, strict=False):
             use.grads_out = grad
         leftover = found[len(self.uses) :]
-        return [name for name, g in zip(parameters, leftover, strict=True) if g is not None]
+        return [name for (name, _), g in zip(leaves, leftover, strict=True) if g is not None]

@@ -3,11 +3,15 @@
 
 from __future__ import annotations
 
+import copy
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     Dataset,
     IterableDataset,
@@ -16,14 +20,15 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from dualdp import AccountingError
+from dualdp import AccountingError, _validate
 from dualdp.batches import num_physical_batches, physical_batches
 
+from .noise import keyed_generator
 from .rules.base import Tensor
 
 _KEPT = (
     *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn"),
-    *("multiprocessing_context", "prefetch_factor", "pin_memory_device"),
+    *("multiprocessing_context", "prefetch_factor", "persistent_workers", "pin_memory_device"),
 )
 
 
@@ -34,23 +39,41 @@ class Draw(NamedTuple):
         step: the logical batch it is part of.
         indices: row of the data set for each row of the batch.
         mask: (rows,) bool, False for padding.
-        is_first: it begins the logical batch.
         is_last: it completes the logical batch.
     """
 
     step: int
     indices: list[int]
     mask: Tensor
-    is_first: bool
     is_last: bool
 
 
-def draws(plan: Any, start: int, stop: int) -> Iterator[Draw]:
+def draws(plan: Any, start: int, stop: int, size: int | None) -> Iterator[Draw]:
     """The physical batches of the steps start..stop-1; an empty draw is one masked row."""
     for step in range(start, stop):
-        parts = list(physical_batches(plan.batch_indices(step), plan.physical_batch_size))
+        parts = list(physical_batches(plan.batch_indices(step), size))
         for k, (indices, mask) in enumerate(parts, 1):
-            yield Draw(step, indices.tolist(), torch.from_numpy(mask), k == 1, k == len(parts))
+            rows = mask if mask.any() else np.arange(len(mask)) == 0  # no static shape is needed
+            yield Draw(step, indices[rows].tolist(), torch.from_numpy(mask[rows]), k == len(parts))
+
+
+class _Batches:
+    """The row numbers of one pass, for a `DataLoader`; it may run ahead of the loop."""
+
+    def __init__(self, draws_of: Callable[[int, int], Iterator[Draw]]) -> None:
+        self._draws_of = draws_of
+        self.begin(0, 0)
+
+    def begin(self, start: int, stop: int) -> deque[Draw]:
+        """The next iteration yields these steps; returns where their draws will stand."""
+        self._span, self._handed_out = (start, stop), deque[Draw]()
+        return self._handed_out
+
+    def __iter__(self) -> Iterator[list[int]]:
+        queue = self._handed_out
+        for draw in self._draws_of(*self._span):
+            queue.append(draw)
+            yield draw.indices
 
 
 def as_dataset(data: Any) -> Dataset[Any]:
@@ -81,11 +104,13 @@ class PlannedLoader:
         plan: `PrivacyPlan`.
         span: () -> steps (start, stop) of the coming pass.
         begin: called when a pass begins.
-        announce: called with each `Draw` before its batch is handed out.
+        announce: called with each `Draw` and its batch, before it is handed out.
 
     Guarantees:
-        `len` is the number of batches of the coming pass.
-            [test_length_is_true_and_batches_are_the_plans]
+        `len` is the number of batches of the pass that runs, else of the coming one; of the last
+            one when no further is left.  [test_length_is_true_and_batches_are_the_plans]
+        A pass draws nothing from torch's global generator.
+            [test_a_pass_leaves_the_users_random_numbers_alone]
     """
 
     def __init__(
@@ -94,7 +119,7 @@ class PlannedLoader:
         plan: Any,
         span: Callable[[], tuple[int, int]],
         begin: Callable[[], None],
-        announce: Callable[[Draw], None],
+        announce: Callable[[Draw, Any], None],
     ) -> None:
         check_loader(loader)
         self.dataset = as_dataset(loader.dataset)
@@ -107,30 +132,99 @@ class PlannedLoader:
         if not loader.pin_memory_device:
             self._options.pop("pin_memory_device", None)
         self._plan, self._span, self._begin, self._announce = plan, span, begin, announce
+        self._use_size(plan.physical_batch_size)
 
-    def __len__(self) -> int:
-        start, stop = self._span()
-        size = self._plan.physical_batch_size
-        if size is None:
+    def _use_size(self, size: int | None) -> None:
+        """Cut logical batches at so many rows from now on."""
+        self._size = size
+        self._running: tuple[int, int] | None = None
+        self._last: tuple[int, int] | None = None
+        self._batches = _Batches(lambda start, stop: draws(self._plan, start, stop, self._size))
+        self._loader: DataLoader[Any] | None = None
+
+    def limited(self, max_physical_batch_size: int) -> PlannedLoader:
+        """The same loader with physical batches of at most so many rows."""
+        size = _validate.integer("max_physical_batch_size", max_physical_batch_size, minimum=1)
+        other = copy.copy(self)
+        other._use_size(size)
+        return other
+
+    def _length(self, start: int, stop: int) -> int:
+        """Physical batches of some steps."""
+        if self._size is None:
             return stop - start
         return sum(
-            num_physical_batches(len(self._plan.batch_indices(step)), size)
+            num_physical_batches(len(self._plan.batch_indices(step)), self._size)
             for step in range(start, stop)
         )
 
+    def __len__(self) -> int:
+        span = self._running or self._span()
+        if span[0] >= span[1] and self._last is not None:
+            span = self._last
+        return self._length(*span)
+
     def __iter__(self) -> Iterator[Any]:
         start, stop = self._span()
-        if start == stop:
+        if start >= stop:
+            if self._plan.on_budget == "stop":
+                return
             raise AccountingError(
                 f"All {stop} planned steps are taken. Plan more steps or epochs; each release "
                 "spends privacy."
             )
         self._begin()
-        sampler = [draw.indices for draw in draws(self._plan, start, stop)]
-        batches = DataLoader(self.dataset, batch_sampler=sampler, **self._options)
-        for draw, batch in zip(draws(self._plan, start, stop), batches, strict=True):
-            self._announce(draw)
-            yield batch
+        if self._loader is None:
+            key = self._plan.step_key("dropout", start)
+            self._loader = DataLoader(
+                self.dataset,
+                batch_sampler=self._batches,  # type: ignore[arg-type]
+                generator=keyed_generator(key, torch.device("cpu")),
+                **self._options,
+            )
+        queue = self._batches.begin(start, stop)
+        self._running = self._last = (start, stop)
+        try:
+            for batch in self._loader:
+                self._announce(queue.popleft(), batch)
+                yield batch
+        finally:
+            self._running = None
+
+
+class BatchMemoryManager:
+    """Opacus' name for a loader of physical batches: `with BatchMemoryManager(...) as loader`.
+
+    The loop stays as it is: `optimizer.step()` after each physical batch, of which only the last of
+    a logical batch changes the parameters.
+
+    Args:
+        data_loader: what `make_private` returned.
+        max_physical_batch_size: examples that are worked on at once.
+        optimizer: what `make_private` returned.
+
+    Raises:
+        TypeError: a loader that is not private.
+        ValueError: no positive integer.
+    """
+
+    def __init__(
+        self, *, data_loader: Any, max_physical_batch_size: int, optimizer: torch.optim.Optimizer
+    ) -> None:
+        if not isinstance(data_loader, PlannedLoader):
+            raise TypeError(
+                f"data_loader is a {type(data_loader).__name__}. Expected the loader that "
+                "make_private returned."
+            )
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"optimizer is a {type(optimizer).__name__}. Expected a torch one.")
+        self._loader = data_loader.limited(max_physical_batch_size)
+
+    def __enter__(self) -> PlannedLoader:
+        return self._loader
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing is left behind: an unfinished logical batch begins anew with the next pass."""
 
 
 def check_loader(loader: Any) -> None:
@@ -146,15 +240,17 @@ def check_loader(loader: Any) -> None:
             "map-style data set."
         )
     as_dataset(loader.dataset)
-    sampler = loader.sampler
+    batches = loader.batch_sampler
+    sampler = batches.sampler if type(batches) is BatchSampler else (batches or loader.sampler)
     plain = type(sampler) is SequentialSampler or (
         type(sampler) is RandomSampler
         and not sampler.replacement
         and sampler.num_samples == len(loader.dataset)  # type: ignore[arg-type]
     )
-    if not plain or type(loader.batch_sampler).__name__ != "BatchSampler":
+    if not plain or batches is None:
         raise ValueError(
-            f"data_loader draws by {type(sampler).__name__}, which the plan's sampler would "
+            f"data_loader draws by {type(sampler).__name__}"
+            f"{'' if batches else ' with batch_size=None'}, which the plan's sampler would "
             "replace. Expected a plain DataLoader(dataset, batch_size=..., shuffle=...); select "
             "examples in the data set instead."
         )

@@ -3,43 +3,41 @@
 
 from __future__ import annotations
 
-from typing import Any
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from dualdp import _validate
+from dualdp import AccountingError
+from dualdp.leaves import Leaf
 from dualdp.ledger import Ledger
 from dualdp.plan import PrivacyPlan
 
+from .arguments import GRAD_SAMPLE_MODES, Settings, check, only_plan, plan_of, steps_of
 from .call import METHODS
-from .clip import refuse_two_pass
 from .data import PlannedLoader, check_loader
-from .optimizer import PrivateStep, Stages, check_holds
-from .recorder import RECORDED, Recorder
-from .reduction import REDUCTIONS, check_reduction
-from .validate import refuse_mixing_modules
+from .optimizer import PrivateStep, Stages
+from .recorder import Recorder
+from .run import Run
 
 Parts = tuple[nn.Module, torch.optim.Optimizer, PlannedLoader]
 
-#: Opacus' words for ways to per-sample gradients, and ours.
-GRAD_SAMPLE_MODES = {
-    **{method: method for method in RECORDED},
-    "hooks": "materialize",
-    "ew": "materialize",
-    "functorch": "vmap",
-    "ghost": "two_pass",
-}
-_DELTA = 1e-5  # of a plan built without a target; `get_epsilon` asks for its own
 
-
-class PrivacyEngine:
+class PrivacyEngine(Run):
     """Trains privately what it is given, without wrapping it.
 
     Args:
         accountant: "pld", "rdp" or "gdp".
         secure_mode: noise from a cryptographic generator.
+
+    Attributes:
+        keep_per_sample: whether `stages` holds the per-sample gradients of steps from now on,
+            which takes the memory of n models.
+        noise_layout: `dualdp.port.match(model, params)` lets portable noise be what that JAX model
+            draws, for a run that changes stacks; a checkpoint of JAX's brings it along.
 
     Guarantees:
         Every release is recorded before the parameters change.  [test_ledger_comes_first]
@@ -50,14 +48,13 @@ class PrivacyEngine:
     """
 
     def __init__(self, accountant: str = "pld", secure_mode: bool = False) -> None:
-        self._accountant, self._secure = accountant, secure_mode
-        self._plan: PrivacyPlan | None = None
+        self._of_plans = {"accountant": accountant, "noise": "secure" if secure_mode else "fast"}
+        self.keep_per_sample = False
+        self.noise_layout: Sequence[Leaf] | None = None
+        super().__init__()
+        self._saved: tuple[nn.Module, torch.optim.Optimizer, Callable[[], None]] | None = None
         self._step: PrivateStep | None = None
         self._recorder: Recorder | None = None
-        self._ledger: Ledger | None = None
-        self._has_target = False
-
-    # ------------------------------------------------------------------ set-up
 
     def make_private(
         self,
@@ -65,12 +62,18 @@ class PrivacyEngine:
         module: nn.Module,
         optimizer: torch.optim.Optimizer,
         data_loader: DataLoader[Any],
-        noise_multiplier: float | None = None,
-        max_grad_norm: float | None = None,
+        noise_multiplier: Any = None,
+        max_grad_norm: Any = None,
         loss_reduction: str = "mean",
         plan: PrivacyPlan | None = None,
         clipping: str | None = None,
+        target_epsilon: float | None = None,
+        target_delta: float | None = None,
+        on_budget: str | None = None,
+        max_physical_batch_size: int | None = None,
+        poisson_sampling: bool | None = None,
         grad_sample_mode: str = "auto",
+        ledger: str | os.PathLike[str] | None = None,
         **others: Any,
     ) -> Parts:
         """Set up DP-SGD; the loop stays the user's.
@@ -79,12 +82,20 @@ class PrivacyEngine:
             module: the model, returned as it is.
             optimizer: holds every trainable parameter; returned as it is.
             data_loader: a `DataLoader`; its batch size becomes the expected batch size.
-            noise_multiplier: noise standard deviation / max_grad_norm.
-            max_grad_norm: C, the bound on one example's gradient.
+            noise_multiplier: noise standard deviation / max_grad_norm; a number or a schedule.
+            max_grad_norm: C, the bound on one example's gradient; a number, a schedule, or
+                `dualdp.schedules.AdaptiveNorm`.
             loss_reduction: "mean" or "sum": what the criterion does over the batch.
             plan: the run, written down; then none of the arguments it holds may be given.
             clipping: "flat", "per_layer" or "automatic".
+            target_epsilon: what the run may spend; the step that would exceed it is refused.
+            target_delta: at this delta.
+            on_budget: what ends such a run: "raise" an error, or "stop" the loader.
+            max_physical_batch_size: examples that are worked on at once; `optimizer.step()` then
+                comes after each physical batch, see `BatchMemoryManager`.
+            poisson_sampling: False for shuffled batches, accounted without amplification.
             grad_sample_mode: "auto" or one of `GRAD_SAMPLE_MODES`.
+            ledger: a new file for the record of releases; None keeps it in memory.
             **others: arguments of Opacus' method, as far as they have a meaning here.
 
         Returns:
@@ -95,35 +106,24 @@ class PrivacyEngine:
             TypeError, ValueError: a wrong or missing argument.
             UnsupportedLayerError: the model mixes examples.
         """
-        _refuse_others(others)
-        if plan is None:
-            _require("noise_multiplier", noise_multiplier)
-            _require("max_grad_norm", max_grad_norm)
-            check_loader(data_loader)
-            plan = PrivacyPlan(
-                noise_multiplier=noise_multiplier,  # type: ignore[arg-type]
-                num_steps=None,
-                delta=_DELTA,
-                **self._common(data_loader, max_grad_norm, clipping),
-            )
-            return self._start(
-                module, optimizer, data_loader, plan, loss_reduction, grad_sample_mode
-            )
         given = {
             "noise_multiplier": noise_multiplier,
             "max_grad_norm": max_grad_norm,
             "clipping": clipping,
+            "target_epsilon": target_epsilon,
+            "target_delta": target_delta,
+            "on_budget": on_budget,
+            "max_physical_batch_size": max_physical_batch_size,
+            "poisson_sampling": poisson_sampling,
+            **others,
         }
-        twice = [name for name, value in given.items() if value is not None]
-        if twice:
-            raise ValueError(
-                f"{', '.join(twice)} came together with plan=, which holds them. Expected one of "
-                "the two."
-            )
-        self._has_target = True
-        return self._start(
-            module, optimizer, data_loader, plan, loss_reduction, grad_sample_mode, whole=True
-        )
+        settings = Settings(loss_reduction, grad_sample_mode)
+        settings.whole, settings.has_target = plan is not None, bool(plan or target_delta)
+        if plan is None:
+            plan = plan_of(data_loader, given, **self._of_plans)
+        else:
+            only_plan(plan, given, self._of_plans["noise"])
+        return self._start(module, optimizer, data_loader, plan, settings, ledger)
 
     def make_private_with_epsilon(
         self,
@@ -133,14 +133,14 @@ class PrivacyEngine:
         data_loader: DataLoader[Any],
         target_epsilon: float,
         target_delta: float,
-        epochs: int,
-        max_grad_norm: float,
+        epochs: int | None = None,
+        num_steps: int | None = None,
         loss_reduction: str = "mean",
-        clipping: str | None = None,
         grad_sample_mode: str = "auto",
+        ledger: str | os.PathLike[str] | None = None,
         **others: Any,
     ) -> Parts:
-        """`make_private` with the noise that spends `target_epsilon` in so many epochs.
+        """`make_private` with the noise that spends `target_epsilon` in so many epochs or steps.
 
         Args:
             module: as in `make_private`.
@@ -149,11 +149,11 @@ class PrivacyEngine:
             target_epsilon: what the whole run may spend.
             target_delta: at this delta.
             epochs: passes over the loader; a further one is refused.
-            max_grad_norm: as there.
+            num_steps: or the number of steps.
             loss_reduction: as there.
-            clipping: as there.
             grad_sample_mode: as there.
-            **others: as there.
+            ledger: as there.
+            **others: further arguments of `make_private`, max_grad_norm among them.
 
         Returns:
             `(module, optimizer, loader)`.
@@ -161,29 +161,11 @@ class PrivacyEngine:
         Raises:
             TypeError, ValueError: a wrong argument.
         """
-        _refuse_others(others)
-        check_loader(data_loader)
-        plan = PrivacyPlan.calibrate(
-            target_epsilon=target_epsilon,
-            delta=target_delta,
-            num_steps=_validate.integer("epochs", epochs, minimum=1) * len(data_loader),
-            **self._common(data_loader, max_grad_norm, clipping),
-        )
-        self._has_target = True
-        return self._start(module, optimizer, data_loader, plan, loss_reduction, grad_sample_mode)
-
-    def _common(
-        self, loader: DataLoader[Any], max_grad_norm: Any, clipping: str | None
-    ) -> dict[str, Any]:
-        """What every plan made from a loader holds."""
-        return {
-            "num_examples": len(loader.dataset),  # type: ignore[arg-type]
-            "expected_batch_size": min(loader.batch_size or 1, len(loader.dataset)),  # type: ignore[arg-type]
-            "max_grad_norm": max_grad_norm,
-            "clipping": clipping or "flat",
-            "noise": "secure" if self._secure else "fast",
-            "accountant": self._accountant,
-        }
+        given = {"target_epsilon": target_epsilon, "target_delta": target_delta, **others}
+        steps = steps_of(data_loader, epochs, num_steps)
+        plan = plan_of(data_loader, given, **self._of_plans, **steps)
+        settings = Settings(loss_reduction, grad_sample_mode, has_target=True)
+        return self._start(module, optimizer, data_loader, plan, settings, ledger)
 
     def _start(
         self,
@@ -191,51 +173,143 @@ class PrivacyEngine:
         optimizer: torch.optim.Optimizer,
         loader: DataLoader[Any],
         plan: PrivacyPlan,
-        loss_reduction: str,
-        grad_sample_mode: str,
-        whole: bool = False,
+        settings: Settings,
+        ledger: str | os.PathLike[str] | None,
     ) -> Parts:
-        """Check everything, then attach."""
-        if self._step is not None:
-            raise RuntimeError("This engine is in use. Call detach(), or make another engine.")
-        _validate.choice("loss_reduction", loss_reduction, REDUCTIONS)
-        _validate.choice("grad_sample_mode", grad_sample_mode, GRAD_SAMPLE_MODES)
-        if not isinstance(module, nn.Module):
-            raise TypeError(f"module is a {type(module).__name__}. Expected a torch.nn.Module.")
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(f"optimizer is a {type(optimizer).__name__}. Expected a torch one.")
-        refuse_mixing_modules(module)
-        check_holds(optimizer, {n: p for n, p in module.named_parameters() if p.requires_grad})
+        """Check everything, then open the ledger and attach."""
+        if self._step is not None or self._saved is not None:
+            raise RuntimeError(
+                "This engine is in use. Call detach(), or make another engine; one that was loaded "
+                "goes on by resume(data_loader=)."
+            )
+        check(module, optimizer, plan, settings)
+        planned = self._planned(loader, plan)
+        plan.claim()
+        self._ledger, self._settings = Ledger(plan, path=ledger), settings
+        return self._attach(module, optimizer, planned)
+
+    @classmethod
+    def loaded(
+        cls,
+        ledger: Ledger,
+        settings: Settings,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        at_resume: Callable[[], None],
+    ) -> Self:
+        """The engine of a run that goes on; `resume` brings the data.
+
+        Args:
+            ledger: of the run.
+            settings: as it was saved.
+            module: the model with its parameters of then.
+            optimizer: with its state of then.
+            at_resume: called last, when the loop is about to go on.
+
+        Raises:
+            TypeError, ValueError: as `make_private`.
+        """
+        check(module, optimizer, ledger.plan, settings)
+        engine = cls()
+        engine._ledger, engine._settings = ledger, settings
+        engine._saved = module, optimizer, at_resume
+        return engine
+
+    def resume(self, *, data_loader: DataLoader[Any]) -> Parts:
+        """Go on with a run that `load_checkpoint` brought back.
+
+        Args:
+            data_loader: over the same data as before.
+
+        Returns:
+            `(module, optimizer, loader)`, the first two being those that were loaded into.
+
+        Raises:
+            RuntimeError: the engine was not loaded, or goes on already.
+            ValueError: the loader has other data.
+        """
+        if self._saved is None:
+            raise RuntimeError(
+                "There is no loaded run to go on with. Expected load_checkpoint's engine, once."
+            )
+        planned = self._planned(data_loader, self.plan, self._settings.pass_end)
+        (module, optimizer, at_resume), self._saved = self._saved, None
+        parts = self._attach(module, optimizer, planned)
+        at_resume()
+        return parts
+
+    def _planned(self, loader: DataLoader[Any], plan: PrivacyPlan, until: int = 0) -> PlannedLoader:
+        """The loader of the plan's batches; `until` ends a pass that a checkpoint interrupted."""
         check_loader(loader)
-        refuse_two_pass(GRAD_SAMPLE_MODES[grad_sample_mode], plan.clipping)
         per_pass = len(loader)
 
         def span() -> tuple[int, int]:
-            done, end = len(self.ledger), plan.num_steps
-            stop = done + per_pass if end is None or not whole else end
-            return done, stop if end is None else min(stop, end)
+            start = self.ledger.position
+            stop = until if until > start else start + per_pass
+            if plan.num_steps is not None and self._settings.whole:
+                stop = plan.num_steps
+            ends = [plan.num_steps, self.ledger.end if plan.on_budget == "stop" else None]
+            return start, min([stop, *(end for end in ends if end is not None)])
 
-        planned = PlannedLoader(
-            loader,
-            plan,
-            span,
-            lambda: self._require_step().begin(),
-            lambda draw: self._require_step().announce(draw),
+        def begin() -> None:
+            self._require_step().begin()
+            self._settings.pass_end = span()[1]
+
+        return PlannedLoader(
+            loader, plan, span, begin, lambda *drawn: self._require_step().announce(*drawn)
         )
-        method = GRAD_SAMPLE_MODES[grad_sample_mode]
-        plan.claim()
-        self._ledger = Ledger(plan)
+
+    def _attach(
+        self, module: nn.Module, optimizer: torch.optim.Optimizer, planned: PlannedLoader
+    ) -> Parts:
+        """Put the hooks on module and optimizer."""
+        method = GRAD_SAMPLE_MODES[self._settings.grad_sample_mode]
         self._recorder = Recorder(
             module,
             method=method,
             when=lambda: self._step is not None and self._step.is_waiting(),
-            check=lambda loss: check_reduction(loss, loss_reduction),
+            check=lambda loss: self._require_step().check_loss(loss),
         )
-        self._plan = plan
         self._step = PrivateStep(
-            self._recorder, optimizer, plan, self._ledger, loss_reduction, METHODS[method] or "all"
+            self._recorder,
+            optimizer,
+            self.ledger,
+            loss_reduction=self._settings.loss_reduction,
+            keep=METHODS[method] or "all",
+            keep_per_sample=lambda: self.keep_per_sample,
+            choices=self._settings.choices,
+            noise_layout=lambda: self.noise_layout,
         )
         return module, optimizer, planned
+
+    def standing(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> Settings:
+        """The settings of a run that stands between two steps, for a checkpoint.
+
+        Raises:
+            RuntimeError: not attached, or in the middle of a logical batch.
+            ValueError: another model or optimizer than the run's.
+        """
+        step = self._require_step()
+        if self._recorder is None or self._recorder.model is not module:
+            raise ValueError("model is not the one that this engine trains. Expected that one.")
+        if step.optimizer is not optimizer:
+            raise ValueError("optimizer is not the one that this engine uses. Expected that one.")
+        if not step.is_between_steps():
+            raise RuntimeError(
+                "A logical batch is half done. Save after its last optimizer.step(), when "
+                "engine.is_between_steps."
+            )
+        return self._settings
+
+    @property
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        """The trained parameters by name."""
+        return {} if self._recorder is None else self._recorder.parameters
+
+    @property
+    def is_between_steps(self) -> bool:
+        """Whether no part of a logical batch is under way, so that the run can be saved."""
+        return self._step is not None and self._step.is_between_steps()
 
     def _require_step(self) -> PrivateStep:
         """The attached step.
@@ -253,86 +327,25 @@ class PrivacyEngine:
     def detach(self) -> None:
         """Take every hook off module and optimizer; plan, ledger and epsilon stay readable."""
         self._require_step().detach()
+        self.ledger.close()
         if self._recorder is not None:
             self._recorder.detach()
         self._step = self._recorder = None
 
-    # ------------------------------------------------------------------ reading
-
-    @property
-    def plan(self) -> PrivacyPlan:
-        """The run, written down.
-
-        Raises:
-            RuntimeError: nothing was set up.
-        """
-        if self._plan is None:
-            raise RuntimeError("There is no plan yet. Call make_private first.")
-        return self._plan
-
-    @property
-    def ledger(self) -> Ledger:
-        """Every release so far.
-
-        Raises:
-            RuntimeError: nothing was set up.
-        """
-        if self._ledger is None:
-            raise RuntimeError("There is no ledger yet. Call make_private first.")
-        return self._ledger
-
-    @property
-    def accountant(self) -> Any:
-        """The accountant of what was released so far."""
-        return self.ledger.accountant
-
-    def get_epsilon(self, delta: float | None = None) -> float:
-        """Epsilon spent so far.
-
-        Args:
-            delta: in (0, 1); may be left out when a plan or target named it.
-
-        Raises:
-            ValueError: no delta.
-        """
-        if delta is None and not self._has_target:
-            raise ValueError("delta is missing. Expected a number in (0, 1), e.g. delta=1e-5.")
-        return self.ledger.get_epsilon(self.plan.delta if delta is None else delta)
-
     def stages(self) -> Stages:
-        """Per-sample norms, clipped sum and noisy mean of the last step, for inspection only.
+        """Per-sample gradients (see `keep_per_sample`), clipped sum, noisy mean of the last step.
 
         Raises:
+            AccountingError: the noise is secure, which shows nothing else.
             RuntimeError: no step was taken.
         """
-        stages = self._require_step().stages
+        step = self._require_step()
+        if self.plan.noise == "secure":
+            raise AccountingError(
+                "The stages of a gradient are not private, and noise='secure' keeps them closed. "
+                "Expected another noise for inspection."
+            )
+        stages = step.stages
         if stages is None:
             raise RuntimeError("No step was taken yet. Call optimizer.step() first.")
         return stages
-
-
-def _require(name: str, value: Any) -> None:
-    """Refuse a missing argument of a run without a plan."""
-    if value is None:
-        raise ValueError(f"{name} is missing. Expected a number, or plan=.")
-
-
-#: Arguments of Opacus' make_private: the value that means nothing here, and what to do else.
-_OPACUS = {
-    "poisson_sampling": (True, "Poisson sampling is what is accounted; pass plan= for another"),
-    "batch_first": (True, "where the examples lie inside the model is found by itself"),
-    "criterion": (None, "the criterion stays in your loop"),
-    "noise_generator": (None, "noise has its own key; pass plan= with seed= for a fixed one"),
-}
-
-
-def _refuse_others(others: dict[str, Any]) -> None:
-    """Accept what means nothing, refuse the rest by one sentence each."""
-    for name, value in others.items():
-        if name not in _OPACUS:
-            raise TypeError(
-                f"make_private has no argument {name!r}. Known from Opacus: {sorted(_OPACUS)}."
-            )
-        neutral, why = _OPACUS[name]
-        if value != neutral:
-            raise ValueError(f"{name}={value!r} is not supported: {why}.")

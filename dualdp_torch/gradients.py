@@ -12,9 +12,10 @@ from typing import Any, Protocol
 
 import torch
 
+from . import choices
 from .layout import Layout
 from .rules import embedding, linear
-from .rules.base import Tensor, sq_norms
+from .rules.base import Tensor, sq_norms, weighted_sum
 from .uses import Derived, Use
 
 #: The Gram form is recomputed where its error may exceed this share of max(C, norm)^2.
@@ -24,14 +25,6 @@ GRAM_TOLERANCE = 1e-4
 def wide(dtype: torch.dtype) -> torch.dtype:
     """Norms, factors and sums are float32, or float64 for float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def weighted_sum(factors: Tensor, grads: Tensor) -> Tensor:
-    """(n,), (n, *shape) -> shape."""
-    factors = factors.to(grads.dtype)
-    return (
-        (factors @ grads.flatten(1)).view(grads.shape[1:]) if grads.dim() > 1 else factors @ grads
-    )
 
 
 def _added(terms: list[Tensor]) -> Tensor:
@@ -134,8 +127,8 @@ class Part:
 
     def prefers_keeping(self) -> bool:
         """Whether the rule keeps the gradient rather than forming it twice."""
-        keeps = self.use.rule.keeps
-        return keeps is None or keeps(self.acts, self.grads_out, self.use.shapes[self.slot])
+        keeps = None if self.slot in self.use.rule.light else self.use.rule.keeps
+        return keeps is None or bool(self._call(keeps, self.acts, self.grads_out))
 
 
 def _joined(parts: list[Part]) -> list[Part]:
@@ -257,7 +250,8 @@ class Captured:
 
     def _keeps(self, parts: list[Part]) -> bool:
         """Whether one parameter's per-sample gradients stay until the sum."""
-        if self._keep == "all" or all(part.is_small() for part in parts):
+        compared = self._keep == "cheap" and choices.is_forced()
+        if self._keep == "all" or (not compared and all(part.is_small() for part in parts)):
             return True
         return self._keep == "cheap" and all(part.prefers_keeping() for part in parts)
 

@@ -3,44 +3,95 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import hashlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from dualdp import AccountingError, _validate
-from dualdp.randomness import counter
+from dualdp.randomness import counter, secure
+from dualdp.randomness.blocks import Blocks
 
 from .gradients import wide
 from .rules.base import Tensor
 
 _STATE_WORDS = 624  # of the Mersenne twister behind torch's CPU generator
 _STATE_OFFSET = 24  # bytes of bookkeeping before them in its saved state
+_BLOCK = 1 << 16  # numbers that one keyed generator draws on the CPU
+
+
+@dataclass(frozen=True)
+class Release:
+    """The numbers of one release.
+
+    Attributes:
+        plan: `PrivacyPlan`.
+        step: index of the release.
+        branch: of the ledger.
+        max_grad_norm: C of this step, gradient units.
+        names: of the parameters, in order.
+    """
+
+    plan: Any
+    step: int
+    branch: int
+    max_grad_norm: float
+    names: list[str]
+
+    @property
+    def stddev(self) -> float:
+        """Standard deviation of the noise in the sum, gradient units."""
+        return float(self.plan.noise_multiplier_at(self.step) * self.max_grad_norm)
+
+    @property
+    def key(self) -> Any:
+        """(2,) uint32, secret."""
+        return self.plan.step_key("noise", self.step, self.branch)
 
 
 def noisy_mean(
-    grads: Mapping[str, Tensor], plan: Any, step: int, *, layout: Sequence[Any] | None = None
+    grads: Mapping[str, Tensor],
+    plan: Any,
+    step: int,
+    *,
+    branch: int = 0,
+    max_grad_norm: float | None = None,
+    layout: Sequence[Any] | None = None,
 ) -> dict[str, Tensor]:
     """Add the noise of a step to a clipped sum and divide by the expected batch size.
+
+    `plan.noise` says which normals. "fast": torch's own generator, keyed by us, in parallel over
+    `torch.get_num_threads()` cores. "portable": those of JAX. Both are statistical generators and
+    floating-point numbers: whoever sees an exact released number may be able to rule a data set out
+    by it. "secure" is meant for that adversary (see `dualdp.randomness.secure`).
 
     Args:
         grads: name -> SUM of clipped gradients of one logical batch, for every trainable parameter.
         plan: `PrivacyPlan`.
         step: index of the release; never use one twice with other gradients.
+        branch: the ledger's, for a step that is released again with other gradients.
+        max_grad_norm: C of this step where the ledger learns it; None for the plan's.
         layout: `dualdp.port.match(...)` draws portable noise in the JAX model's shapes and order.
 
     Returns:
-        Name -> (sum + noise) / expected_batch_size, float32 or wider.
+        Name -> (sum + noise) / expected_batch_size, float32 or wider; the parameters of one dtype
+        may be views of one array.
 
     Raises:
         AccountingError: the step is past the plan.
         ValueError: `layout` lacks a parameter.
 
     Guarantees:
-        Noise of standard deviation `plan.noise_stddev(step)`, independent over parameters and
-            steps.  [test_noise_has_the_planned_stddev]
+        Noise of standard deviation noise_multiplier times max_grad_norm, independent over
+            parameters, steps and branches.
+            [test_noise_has_the_declared_scale, test_noise_never_repeats]
         All 64 bits of the step's key count.  [test_noise_depends_on_the_whole_key]
+        The same numbers on any number of threads.  [test_noise_does_not_depend_on_threads]
 
     Source: Abadi et al. 2016, Algorithm 1, "add noise".
     """
@@ -51,73 +102,142 @@ def noisy_mean(
             "num_steps=None for an open-ended run."
         )
     _validate.choice("noise", plan.noise, _SOURCES)
-    draw = _SOURCES[plan.noise](plan.step_key("noise", step), grads, layout)
-    stddev, size = plan.noise_stddev(step), plan.expected_batch_size_at(step)
-    noised = {}
-    for index, (name, total) in enumerate(grads.items()):
-        total = total.to(wide(total.dtype))
-        noised[name] = draw(index, name, total).mul_(stddev).add_(total).div_(size)
-    return noised
+    bound = plan.max_grad_norm_at(step) if max_grad_norm is None else max_grad_norm
+    bound = _validate.positive("max_grad_norm", bound)
+    release = Release(plan, step, branch, bound, list(grads))
+    totals = {name: total.detach().to(wide(total.dtype)) for name, total in grads.items()}
+    groups = _groups(totals)
+    mean: dict[str, Tensor] = {}
+    for group, flat in zip(groups, _SOURCES[plan.noise](release, groups, layout), strict=True):
+        flat.div_(plan.expected_batch_size_at(step))
+        parts = _unflatten_dense_tensors(flat, list(group.values()))
+        mean.update(zip(group, parts, strict=True))
+    return {name: mean[name] for name in grads}
 
 
-Draw = Callable[[int, str, Tensor], Tensor]
+Group = dict[str, Tensor]
 
 
-def _fast(key: Any, grads: Mapping[str, Tensor], layout: Any) -> Draw:
-    """Normals of torch's own generator, keyed by us."""
-    generators: dict[torch.device, torch.Generator] = {}
-
-    def draw(index: int, name: str, like: Tensor) -> Tensor:
-        if like.device not in generators:
-            generators[like.device] = keyed_generator(key, like.device, len(generators))
-        source = generators[like.device]
-        return torch.empty_like(like, memory_format=torch.contiguous_format).normal_(
-            generator=source
-        )
-
-    return draw
+def _groups(totals: Mapping[str, Tensor]) -> list[Group]:
+    """The sums by device and dtype: each group becomes one flat array."""
+    groups: dict[Any, Group] = {}
+    for name, total in totals.items():
+        groups.setdefault((total.device, total.dtype), {})[name] = total
+    return list(groups.values())
 
 
-def keyed_generator(key: Any, device: torch.device, stream: int = 0) -> torch.Generator:
-    """A generator that depends on all 64 bits of the key.
+def _flat(group: Group) -> Tensor:
+    """The sums of a group in a row; may share their memory."""
+    flat: Tensor = _flatten_dense_tensors(list(group.values()))
+    return flat
 
-    Torch's CPU generator keeps 32 bits of its seed, so that keys of different steps would soon
-    collide; its state is filled with the key's own words instead.
+
+# ---------------------------------------------------------------------- fast
+
+
+def _fast(release: Release, groups: list[Group], layout: Any) -> Iterator[Tensor]:
+    """Normals of torch's own generator, in one flat array per device and dtype."""
+    for index, group in enumerate(groups):
+        key = counter.fold_in(release.key, index)
+        yield add_normal(_flat(group), key, release.stddev)
+
+
+def add_normal(sums: Tensor, key: Any, stddev: float) -> Tensor:
+    """A flat array plus normals that depend on all 64 bits of the key.
+
+    On the CPU, where torch draws on one core, each fixed block has a generator of its own, so that
+    the blocks are drawn in parallel and no number depends on how many cores there are.
     """
-    key = counter.fold_in(key, stream)
+    out = torch.empty_like(sums)
+    if sums.device.type != "cpu":
+        return out.normal_(0.0, stddev, generator=keyed_generator(key, sums.device)).add_(sums)
+    noisy, total = out.numpy(), sums.numpy()
+
+    def fill(block: int) -> None:
+        part = slice(block * _BLOCK, (block + 1) * _BLOCK)
+        out[part].normal_(0.0, stddev, generator=_twister(key, block))
+        # By NumPy: torch's own addition would open a team of threads inside this thread.
+        np.add(noisy[part], total[part], out=noisy[part])
+
+    Blocks(fill, math.ceil(sums.numel() / _BLOCK)).finish(torch.get_num_threads())
+    return out
+
+
+def keyed_generator(key: Any, device: torch.device) -> torch.Generator:
+    """A generator that depends on all 64 bits of the key."""
+    if device.type == "cpu":
+        return _twister(key, 0)
     generator = torch.Generator(device)
     generator.manual_seed((int(key[0]) << 32) | int(key[1]))
-    if device.type == "cpu":
-        state = generator.get_state().numpy()
-        words = state[_STATE_OFFSET : _STATE_OFFSET + 8 * _STATE_WORDS].view(np.uint64)
-        words[:] = counter.bits(key, (_STATE_WORDS,))
-        generator.set_state(torch.from_numpy(state))
     return generator
 
 
-def _portable(key: Any, grads: Mapping[str, Tensor], layout: Any) -> Draw:
+def _twister(key: Any, block: int) -> torch.Generator:
+    """A CPU generator whose whole state comes from (key, block).
+
+    Torch's own seeding keeps 32 bits of a seed, so that keys of different steps would soon collide.
+    """
+    secret = np.array([*key, block], "<u8").tobytes()
+    words = np.frombuffer(hashlib.shake_128(secret).digest(4 * _STATE_WORDS), "<u4")
+    generator = torch.Generator()
+    state = generator.get_state().numpy()
+    state[_STATE_OFFSET : _STATE_OFFSET + 8 * _STATE_WORDS].view(np.uint64)[:] = words
+    generator.set_state(torch.from_numpy(state))
+    return generator
+
+
+# ---------------------------------------------------------------------- portable
+
+
+def _portable(release: Release, groups: list[Group], layout: Any) -> Iterator[Tensor]:
     """The normals that JAX draws: leaf i from `fold_in(key, i)`."""
     leaves = {leaf.torch_name: leaf for leaf in layout or ()}
-    missing = sorted(set(grads) - set(leaves)) if layout is not None else []
+    missing = sorted(set().union(*groups) - set(leaves)) if layout is not None else []
     if missing:
         raise ValueError(
             f"layout lacks the parameters {missing}. Expected dualdp.port.match(model, params) of "
             "this model."
         )
+    key = release.key
 
-    def draw(index: int, name: str, like: Tensor) -> Tensor:
+    def normals(name: str, like: Tensor) -> Tensor:
         dtype = np.float64 if like.dtype == torch.float64 else np.float32
-        leaf = leaves.get(name)
-        if leaf is None:
-            normals = counter.normal(counter.fold_in(key, index), tuple(like.shape), dtype=dtype)
+
+        # A tensor may be several JAX leaves: port's leaf asks for the normals of each.
+        def draw(number: int, shape: tuple[int, ...]) -> Any:
+            return counter.normal(counter.fold_in(key, number), shape, dtype=dtype)
+
+        if name in leaves:
+            drawn = leaves[name].normals(draw)
         else:
-            drawn = counter.normal(
-                counter.fold_in(key, leaf.jax_index), leaf.jax_shape, dtype=dtype
-            )
-            normals = leaf.to_torch(drawn)
-        return torch.from_numpy(np.ascontiguousarray(normals)).to(like.device)
+            drawn = draw(release.names.index(name), tuple(like.shape))
+        return torch.from_numpy(np.ascontiguousarray(drawn)).to(like.device)
 
-    return draw
+    for group in groups:
+        noise = _flatten_dense_tensors([normals(name, like) for name, like in group.items()])
+        yield noise.mul_(release.stddev).add_(_flat(group))
 
 
-_SOURCES: dict[str, Callable[..., Draw]] = {"fast": _fast, "portable": _portable}
+# ---------------------------------------------------------------------- secure
+
+
+def _secure(release: Release, groups: list[Group], layout: Any) -> Iterator[Tensor]:
+    """Sum and noise on the public grid, added on the host in float64."""
+    flats = [_flat(group) for group in groups]
+    size, threads = sum(flat.numel() for flat in flats), torch.get_num_threads()
+    pitch = secure.pitch(release.max_grad_norm, size)
+    noise = secure.grid_noise(
+        release.plan,
+        release.step,
+        branch=release.branch,
+        cells=release.stddev / pitch,
+        size=size,
+        threads=threads,
+    )
+    for flat in flats:
+        part, noise = np.split(noise, [flat.numel()])
+        noisy = secure.noisy_sum(flat.cpu().numpy(), part, pitch, threads=threads)
+        yield torch.from_numpy(noisy).to(flat.device)
+
+
+_SOURCES = {"fast": _fast, "portable": _portable, "secure": _secure}

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,11 +12,16 @@ from torch import nn
 
 from dualdp.ledger import Ledger
 
+from .choices import recorded
 from .clip import clip_and_sum, clipping_bounds
 from .data import Draw
 from .noise import noisy_mean
 from .recorder import Recorder
+from .reduction import check_reduction
 from .rules.base import Tensor
+
+_STACK = f"torch {torch.__version__}"  # whose generator the noise comes from
+_AMP = "_step_supports_amp_scaling"  # makes GradScaler.step call `step` and leave the rest to it
 
 
 @dataclass
@@ -27,11 +32,14 @@ class Stages:
         unprotected_norms: (n,) norms of the examples' gradients, not private.
         unprotected_sum: name -> clipped sum, not private.
         noisy_mean: name -> what the optimizer got.
+        unprotected_grads: name -> (n, *shape), not private; None unless
+            `engine.keep_per_sample` was set before the step.
     """
 
     unprotected_norms: Tensor
     unprotected_sum: dict[str, Tensor]
     noisy_mean: dict[str, Tensor]
+    unprotected_grads: dict[str, Tensor] | None = None
 
 
 def check_holds(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -41,19 +49,35 @@ def check_holds(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Pa
         ValueError: a trainable parameter it lacks, or one that is no trainable one of the model.
     """
     held = [p for group in optimizer.param_groups for p in group["params"]]
-    known = {id(p) for p in parameters.values()}
-    missing = [n for n, p in parameters.items() if all(p is not h for h in held)]
+    ours, theirs = {id(p) for p in parameters.values()}, {id(p) for p in held}
+    missing = [n for n, p in parameters.items() if id(p) not in theirs]
     if missing:
         raise ValueError(
             f"The optimizer does not hold the trainable parameters {missing}. Freeze them "
             "(requires_grad_(False)) or give the optimizer all of model.parameters()."
         )
-    strange = [tuple(p.shape) for p in held if id(p) not in known and p.requires_grad]
+    strange = [tuple(p.shape) for p in held if id(p) not in ours and p.requires_grad]
     if strange:
         raise ValueError(
             f"The optimizer holds parameters of shapes {strange} that are not trainable parameters "
             "of the model. Give them an optimizer of their own."
         )
+
+
+class _Once:
+    """A closure that was evaluated already."""
+
+    def __init__(self, loss: Any) -> None:
+        self._loss, self._asked = loss, False
+
+    def __call__(self) -> Any:
+        if self._asked:
+            raise RuntimeError(
+                "The optimizer evaluates its closure more than once a step, but one release gives "
+                "one gradient. Expected an optimizer that needs one, such as SGD or Adam."
+            )
+        self._asked = True
+        return self._loss
 
 
 class PrivateStep:
@@ -62,44 +86,68 @@ class PrivateStep:
     Args:
         recorder: listens to the model.
         optimizer: the user's.
-        plan: `PrivacyPlan`.
-        ledger: records each release before the update.
+        ledger: records each release of its plan before the update.
         loss_reduction: "mean" or "sum".
         keep: as in `Captured`.
+        keep_per_sample: () -> whether `stages` is to hold the per-sample gradients.
+        choices: table of `choices.recorded`, filled as the layers are met.
+        noise_layout: () -> as `layout` of `noisy_mean`.
     """
 
     def __init__(
         self,
         recorder: Recorder,
         optimizer: torch.optim.Optimizer,
-        plan: Any,
         ledger: Ledger,
+        *,
         loss_reduction: str,
         keep: str,
+        keep_per_sample: Callable[[], bool],
+        choices: dict[str, str],
+        noise_layout: Callable[[], Any] = lambda: None,
     ) -> None:
-        self._recorder, self._optimizer = recorder, optimizer
-        self._plan, self.ledger = plan, ledger
+        self._recorder, self.optimizer, self._ledger = recorder, optimizer, ledger
         self._reduction, self._keep = loss_reduction, keep
+        self._keep_per_sample, self._noise_layout = keep_per_sample, noise_layout
+        self._choices = choices
         self._draw: Draw | None = None
-        self._sums: dict[str, Tensor] | None = None
-        self._norms: list[Tensor] = []
+        self._batch: Any = None
+        self._forget()
         self.stages: Stages | None = None
+        self._scaled_itself = vars(optimizer).get(_AMP)
+        setattr(optimizer, _AMP, True)
         self._handle = optimizer.register_step_pre_hook(self._before_step)
 
     def detach(self) -> None:
         """Leave the optimizer as it was."""
         self._handle.remove()
+        delattr(self.optimizer, _AMP)
+        if self._scaled_itself is not None:
+            setattr(self.optimizer, _AMP, self._scaled_itself)
+
+    def _forget(self) -> None:
+        """No part of a logical batch was added up."""
+        self._sums: dict[str, Tensor] = {}
+        self._norms: list[Tensor] = []
+        self._grads: list[dict[str, Tensor]] = []
+
+    # ------------------------------------------------------------------ the loader's side
 
     def is_waiting(self) -> bool:
         """Whether a batch was handed out and not stepped on."""
         return self._draw is not None
 
+    def is_between_steps(self) -> bool:
+        """Whether no part of a logical batch was handed out."""
+        return self._draw is None and not self._norms
+
     def begin(self) -> None:
         """A pass over the loader begins: what an abandoned pass left behind is dropped."""
-        self._draw, self._sums, self._norms = None, None, []
+        self._draw = self._batch = None
+        self._forget()
         self._recorder.clear()
 
-    def announce(self, draw: Draw) -> None:
+    def announce(self, draw: Draw, batch: Any) -> None:
         """The loader hands out a batch.
 
         Raises:
@@ -110,67 +158,129 @@ class PrivateStep:
                 f"The batch of step {self._draw.step} got no optimizer.step(). Expected one for "
                 "every batch of the loader: which batches count must not depend on the data."
             )
-        self._draw = draw
+        self._draw, self._batch = draw, batch
 
-    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def check_loss(self, loss: Tensor) -> None:
+        """Refuse a loss that is not what was declared."""
+        recorder = self._recorder
+        check_reduction(
+            loss,
+            self._reduction,
+            n=recorder.n,
+            after=recorder.left_at,
+            labels=_integers(self._batch),
+        )
+
+    # ------------------------------------------------------------------ the optimizer's side
+
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         """Replace the gradients by the noisy mean, or by nothing inside a logical batch."""
-        if any(arg is not None for arg in (*args[1:], *kwargs.values())):
-            raise RuntimeError(
-                "optimizer.step(closure) would evaluate the loss several times for one release. "
-                "Call backward yourself and optimizer.step() without a closure."
-            )
-        draw = self._draw
-        if draw is None:
+        _refuse_scaler(optimizer)
+        if self._draw is None:
             raise RuntimeError(
                 "optimizer.step() came without a batch of the loader that make_private returned. "
                 "Train on its batches only, one step for each."
             )
-        check_holds(self._optimizer, self._recorder.parameters)
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is not None:
+            with torch.enable_grad():
+                once = _Once(closure())
+            args, kwargs = (args[0],), {**kwargs, "closure": once}
+        draw = self._draw
+        check_holds(optimizer, self._recorder.parameters)
         self._add(draw)
         self._recorder.clear()
-        self._draw = None
+        self._draw = self._batch = None
         if draw.is_last:
             self._release(draw.step)
         else:
             self._set_gradients({})
+        return args, kwargs
 
     def _add(self, draw: Draw) -> None:
         """Add the clipped gradients of one physical batch to the logical batch's sum."""
-        recorder = self._recorder
-        if recorder.n is not None and recorder.n != len(draw.mask):
+        recorder, clipping = self._recorder, self._ledger.plan.clipping
+        n, mask = len(draw.mask), None if bool(draw.mask.all()) else draw.mask
+        if recorder.n is not None and recorder.n != n:
             raise RuntimeError(
-                f"The model saw {recorder.n} examples but the loader gave {len(draw.mask)}. "
-                "Expected the whole batch, once."
+                f"The model saw {recorder.n} examples but the loader gave {n}. Expected the whole "
+                "batch, once."
             )
-        scale = float(len(draw.mask)) if self._reduction == "mean" else 1.0
+        scale = float(n) if self._reduction == "mean" else 1.0
         gradients = recorder.gradients(scale, self._keep)
-        bound = self._plan.max_grad_norm_at(draw.step)
-        bounds = clipping_bounds(recorder.parameters, self._plan.clipping, bound)
-        with torch.no_grad():
-            sums, norms = clip_and_sum(
-                gradients,
-                len(draw.mask),
-                bounds,
-                self._plan.clipping,
-                draw.mask,
-                recorder.second_pass(scale),
-            )
-            for name, total in (self._sums or {}).items():
-                sums[name] = sums[name] + total
+        bounds = clipping_bounds(recorder.parameters, clipping, self._ledger.max_grad_norm)
+        second_pass = recorder.second_pass(scale)
+        # Timing would let a resume or another rank choose otherwise, so the cost model decides.
+        with torch.no_grad(), recorded(self._choices, measure=False):
+            if self._keep_per_sample():
+                grads = gradients.grads()
+                self._grads.append({name: g[draw.mask.to(g.device)] for name, g in grads.items()})
+            sums, norms = clip_and_sum(gradients, n, bounds, clipping, mask, second_pass)
+            if self._sums:  # the noise may be drawn in place, so the sums are ours alone
+                sums = {name: self._sums[name] + total for name, total in sums.items()}
         self._sums = sums
-        self._norms.append(norms[draw.mask.to(norms.device)])
+        self._norms.append(norms if mask is None else norms[mask.to(norms.device)])
 
     def _release(self, step: int) -> None:
         """Record the step, then hand the optimizer the noisy mean."""
-        sums, self._sums = self._sums or {}, None
-        norms, self._norms = torch.cat(self._norms), []
-        self.ledger.record(step)
+        ledger, sums, norms = self._ledger, self._sums, torch.cat(self._norms)
+        grads = {
+            name: torch.cat([part[name] for part in self._grads])
+            for name in (self._grads[0] if self._grads else ())
+        }
+        self._forget()
+        counts = {}
+        if ledger.plan.is_adaptive:
+            below = int((norms <= ledger.max_grad_norm).sum())
+            counts = {"num_below": below, "num_rows": len(norms)}
+        ledger.record(step)
+        seal = ledger.seal(step, lambda: _arrays(sums.values()), stack=_STACK, **counts)
         with torch.no_grad():
-            mean = noisy_mean(sums, self._plan, step)
-        self.stages = Stages(norms, sums, mean)
+            mean = noisy_mean(
+                sums,
+                ledger.plan,
+                step,
+                branch=seal.branch,
+                max_grad_norm=seal.max_grad_norm,
+                layout=self._noise_layout(),
+            )
+        if ledger.plan.noise != "secure":
+            self.stages = Stages(norms, sums, mean, grads or None)
         self._set_gradients(mean)
 
     def _set_gradients(self, mean: Mapping[str, Tensor]) -> None:
         """What the optimizer will see; None makes it skip a parameter."""
         for name, p in self._recorder.parameters.items():
             p.grad = mean[name].to(p.dtype).view_as(p) if name in mean else None
+
+
+def _refuse_scaler(optimizer: Any) -> None:
+    """Refuse a step that a `GradScaler` makes.
+
+    Raises:
+        RuntimeError: it does.
+    """
+    if "found_inf" not in vars(optimizer):
+        return
+    for name in ("grad_scale", "found_inf"):
+        vars(optimizer).pop(name, None)
+    raise RuntimeError(
+        "A GradScaler scaled the loss: every gradient would be clipped at the scaled bound. Train "
+        "in bfloat16 or float32, which need no scaler, and call loss.backward() and "
+        "optimizer.step()."
+    )
+
+
+def _integers(batch: Any) -> list[Tensor]:
+    """The tensors of a batch that may hold class labels; mappings of any class are opened."""
+    if torch.is_tensor(batch):
+        return [batch] if batch.dtype in (torch.int64, torch.int32) else []
+    if isinstance(batch, Mapping):
+        batch = list(batch.values())
+    parts = batch if isinstance(batch, list | tuple) else ()
+    return [tensor for part in parts for tensor in _integers(part)]
+
+
+def _arrays(tensors: Iterable[Tensor]) -> Iterable[Any]:
+    """The tensors as NumPy arrays."""
+    return (tensor.detach().cpu().contiguous().numpy() for tensor in tensors)

@@ -54,7 +54,7 @@ def per_sample_grads(
             else, which is handed on unchanged.
         method: one of `METHODS`; all are exact.
         physical_batch_size: work on this many examples at once.
-        max_memory: bytes that one piece of the batch may keep.
+        max_memory: bytes that one piece of the batch may keep; None: half of what is free.
         has_aux: `loss_fn` returns `(losses, aux)`.
 
     Returns:

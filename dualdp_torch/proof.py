@@ -11,10 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
-import types
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +25,7 @@ from dualdp import UnsupportedLayerError
 from .batch import Batch, check_losses
 from .capture import Capture
 from .layout import Layout, belongs_to, candidates
+from .remembered import known as known
 from .rules.base import Tensor
 from .uses import Use, eagerly
 from .validate import refuse_mixing_modules
@@ -105,45 +103,6 @@ def untouched_generators(device: torch.device) -> Iterator[None]:
         yield
 
 
-_proofs: OrderedDict[Any, tuple[Any, dict[Any, Proof]]] = OrderedDict()
-_REMEMBERED = 64
-
-
-def known(model: nn.Module, loss_fn: Callable[..., Any], batch: Batch) -> dict[Any, Proof]:
-    """The proofs made for this model, loss and shapes, by signatures of the uses."""
-    key = (
-        id(model),
-        _loss_token(loss_fn),
-        batch.signature(),
-        tuple(module.training for module in model.modules()),
-        tuple((id(p), p.requires_grad) for p in model.parameters()),
-    )
-    if key not in _proofs:
-        _proofs[key] = ((model, loss_fn), {})  # kept alive, so that no id is used again
-        if len(_proofs) > _REMEMBERED:
-            _proofs.popitem(last=False)
-    _proofs.move_to_end(key)
-    return _proofs[key][1]
-
-
-def _loss_token(loss_fn: Any) -> Any:
-    """Equal for a function that is made anew at every step over the same things."""
-    if isinstance(loss_fn, types.MethodType):
-        return id(loss_fn.__self__), _loss_token(loss_fn.__func__)
-    if isinstance(loss_fn, functools.partial):
-        given = (*loss_fn.args, *loss_fn.keywords.values())
-        return _loss_token(loss_fn.func), tuple(loss_fn.keywords), _tokens(given)
-    if not isinstance(loss_fn, types.FunctionType):
-        return id(loss_fn)
-    cells = [cell.cell_contents for cell in loss_fn.__closure__ or ()]
-    return loss_fn.__code__, _tokens(cells), _tokens(loss_fn.__defaults__ or ())
-
-
-def _tokens(values: Iterable[Any]) -> tuple[Any, ...]:
-    """Tensors by shape, since they are data; everything else by identity."""
-    return tuple((v.shape, v.dtype) if torch.is_tensor(v) else id(v) for v in values)
-
-
 def prove(
     model: nn.Module,
     loss_fn: Callable[..., Any],
@@ -189,7 +148,7 @@ def prove(
             return None
         few = batch.rows(chosen)
         names = {id(p): name for name, p in parameters.items()}
-        with Capture(names) as capture:
+        with Capture(names, model=model) as capture:
             losses = losses_of(few)
         problem = _apart(losses.detach(), whole[chosen], tolerance, "in a smaller batch")
         problem = problem or _differs_alone(losses_of, few, losses.detach(), tolerance)
@@ -203,7 +162,7 @@ def prove(
             if len(skip) == _MOST_SKIPPED or not found.can_skip:
                 return Proof((), (), f"{found} does not keep the examples apart on one axis")
             skip |= {found.position}
-            with Capture(names, skip=skip) as capture:
+            with Capture(names, skip=skip, model=model) as capture:
                 losses = losses_of(few)
 
 

@@ -8,6 +8,7 @@ Module hooks only tell that the model is entered and left; in between, the same 
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -24,65 +25,15 @@ from .capture import Capture
 from .fallback import by_vmap, generator_state, replayed, reweighted
 from .gradients import Captured, Gradients
 from .layout import Layout, of_single
+from .outputs import Silent, float_leaves, projected
 from .proof import Proof, known, prove
-from .reduction import current_loss
+from .reduction import current_loss, last_node
 from .rules.base import Tensor
 from .uses import Derived, Use, eagerly, trainable_parameters
 from .validate import refuse_mixing_modules
 
 #: Methods that need the recorded forward and backward only.
 RECORDED = ("auto", "book_keeping", "two_pass", "materialize", "vmap")
-
-
-def _projected(model: nn.Module, args: Any, kwargs: Any, cotangents: Any = None) -> Tensor:
-    """(n,) one number per example from the model's outputs: their product with `cotangents`."""
-    leaves = _float_leaves(model(*args, **kwargs))
-    n = len(leaves[0]) if leaves and leaves[0].dim() else 0
-    total = None
-    for position, leaf in enumerate(leaves):
-        if leaf.dim() == 0 or len(leaf) != n:
-            raise UnsupportedLayerError(
-                f"The model returned a tensor of shape {tuple(leaf.shape)}. Expected the examples "
-                "on axis 0 of every output; use clipped_grad_sum, which sees the losses."
-            )
-        if cotangents is None:
-            weight = torch.arange(leaf[0].numel(), device=leaf.device).cos().view(leaf[0].shape)
-            part = (leaf * weight.to(leaf.dtype)).flatten(1) if leaf.dim() > 1 else leaf[:, None]
-        else:
-            part = (leaf * cotangents[position]).reshape(n, -1)
-        total = part.sum(1) if total is None else total + part.sum(1)
-    if total is None:
-        raise UnsupportedLayerError("The model returned no tensor. Expected its outputs.")
-    return total
-
-
-def _float_leaves(outputs: Any) -> list[Tensor]:
-    """The floating-point tensors of the outputs."""
-    return [
-        leaf
-        for leaf in pytree.tree_leaves(outputs)
-        if torch.is_tensor(leaf) and leaf.is_floating_point()
-    ]
-
-
-def _on_grad(tensor: Any, function: Callable[[Tensor], None]) -> Any:
-    """Call a function with the tensor's gradient when it arrives."""
-    return tensor.register_hook(function)
-
-
-class _Silent:
-    """What a copy of a recorded model has in the recorder's place: it is not recorded.
-
-    A deep copy binds the recorder's own functions to it, a pickle its methods of the same names.
-    """
-
-    _paused, _mode = True, None
-
-    def _enter(self, *_: Any) -> None:
-        """The copy is entered."""
-
-    def _leave(self, *_: Any) -> None:
-        """The copy is left."""
 
 
 class Recorder:
@@ -111,7 +62,9 @@ class Recorder:
         nodes = {n: get_gradient_edge(p).node for n, p in self.parameters.items()}
         self._accumulators = nodes  # their hooks live as long as they do
         self._mode: Any = None
-        self._paused = False
+        self._capture: Any = None
+        self._proofs: dict[Any, Proof] = {}
+        self._paused, self._thread = False, threading.get_ident()
         self.clear()
         self._handles: list[Any] = [
             model.register_forward_pre_hook(self._enter, with_kwargs=True),
@@ -120,7 +73,7 @@ class Recorder:
         ]
 
     def __reduce__(self) -> Any:
-        return _Silent, ()
+        return Silent, ()
 
     def clear(self) -> None:
         """Forget the forward that was recorded."""
@@ -134,6 +87,7 @@ class Recorder:
         self._generators: Any = None
         self._cotangents: dict[int, Tensor] = {}
         self._without_graph = False
+        self.left_at: int | None = None
 
     def detach(self) -> None:
         """Remove every hook."""
@@ -170,32 +124,31 @@ class Recorder:
             )
         self._batch = Batch((args, kwargs))
         self._generators = generator_state(self._batch.tensors()[0].device)
+        self._proofs = known(model, projected, self._batch)
         if self.method == "vmap" or self._problem():
             self._without_graph = self._by_vmap = True
             torch.set_grad_enabled(False)
-        proofs = known(self.model, _projected, self._batch).values()
-        skip = next((proof.skip for proof in proofs), frozenset())
-        self._mode = Capture(self._names, self._listen, skip)
+        skip = next((proof.skip for proof in self._proofs.values()), frozenset())
+        self._mode = self._capture = Capture(self._names, self._listen, skip, self.model)
         self._eager = eagerly()
         self._eager.__enter__()
         self._mode.__enter__()
-        self.n = self._batch.n
+        self.n, self._thread = self._batch.n, threading.get_ident()
 
     def _problem(self) -> str | None:
         """Why captured uses cannot be trusted, examining the model on its first call."""
-        proofs = known(self.model, _projected, self._batch)
-        if not proofs:
-            self._prove(proofs)
-        return proofs["problem"].problem if "problem" in proofs else None
+        if not self._proofs:
+            self._prove()
+        return self._proofs["problem"].problem if "problem" in self._proofs else None
 
-    def _prove(self, proofs: dict[Any, Proof]) -> None:
+    def _prove(self) -> None:
         """Examine the model on this batch and remember the result if it is complete."""
         if self._batch.n == 1:
             return
         with self._pause(), torch.enable_grad():
-            proof = prove(self.model, _projected, self._batch, self.parameters)
+            proof = prove(self.model, projected, self._batch, self.parameters)
         if proof is not None and (proof.complete or proof.signatures):
-            proofs["problem" if proof.problem else proof.signatures] = proof
+            self._proofs["problem" if proof.problem else proof.signatures] = proof
 
     def _find_layouts(self) -> tuple[Layout | None, ...]:
         """Where the examples lie in the uses of this forward."""
@@ -204,10 +157,9 @@ class Recorder:
                 of_single(use.out_shape, use.batch_axes, use.rule.rows_are_free)
                 for use in self._uses
             )
-        proofs = known(self.model, _projected, self._batch)
-        signatures = tuple(use.signature for use in self._uses)
+        proofs, signatures = self._proofs, tuple(use.signature for use in self._uses)
         if signatures not in proofs or not proofs[signatures].complete:
-            self._prove(proofs)
+            self._prove()
         if signatures not in proofs:
             raise UnsupportedLayerError(
                 "The model could not be examined on this batch: fewer than two of its outputs are "
@@ -229,16 +181,18 @@ class Recorder:
         if outputs is None:  # an exception
             self.clear()
             return None
-        if self._by_vmap:
-            return self._listen_to_outputs(outputs)
-        if mode.checkpointed:
-            raise UnsupportedLayerError(
-                "The model checkpoints activations, which runs parts of it again in a backward "
-                "that is not ours. Use clipped_grad_sum, or train without checkpointing."
-            )
-        self._uses, self._derived = mode.uses, mode.derived
-        self._layouts = self._find_layouts()
-        return self._listen_to_outputs(outputs) if self.method == "two_pass" else None
+        if not self._by_vmap:
+            if mode.checkpointed:
+                raise UnsupportedLayerError(
+                    "The model checkpoints activations, which runs parts of it again in a backward "
+                    "that is not ours. Use clipped_grad_sum, or train without checkpointing."
+                )
+            self._uses, self._derived = mode.uses, mode.derived
+            self._layouts = self._find_layouts()
+        if self._by_vmap or self.method == "two_pass":
+            outputs = self._listen_to_outputs(outputs)
+        self.left_at = last_node(float_leaves(outputs))
+        return outputs
 
     def _listen(self, use: Use, out: Tensor) -> None:
         """Keep the gradient of one captured call's output."""
@@ -249,7 +203,7 @@ class Recorder:
             self._check_first(use.grads_out)
             use.grads_out = grad.detach()
 
-        _on_grad(out, arrived)
+        out.register_hook(arrived)
 
     def _check_first(self, before: Tensor | None) -> None:
         """Refuse a second backward."""
@@ -260,7 +214,7 @@ class Recorder:
             )
         if not self.has_gradients:
             self.has_gradients = True
-            loss = current_loss()
+            loss = current_loss(self._thread)
             if loss is not None:
                 self._check(loss)
 
@@ -271,7 +225,7 @@ class Recorder:
             if torch.is_tensor(leaf) and leaf.is_floating_point():
                 if not leaf.requires_grad:  # computed without a graph
                     leaves[i] = leaf.detach().requires_grad_() * 1  # no leaf: in-place is legal
-                _on_grad(leaves[i], partial(self._hear, len(self._outputs)))
+                leaves[i].register_hook(partial(self._hear, len(self._outputs)))
                 self._outputs.append(leaf.detach())
         return pytree.tree_unflatten(leaves, spec)
 
@@ -284,6 +238,11 @@ class Recorder:
         """A gradient reached a parameter without passing through a captured call."""
         if self._paused:
             return
+        if not self._when():
+            raise RuntimeError(
+                "A backward ran without a batch of the loader that make_private returned. Train on "
+                "the batches of that loader only."
+            )
         raise UnsupportedLayerError(
             f"Parameter {name!r} reached the loss outside the recorded forward of the model, where "
             "its gradient can't be clipped per example. Use it inside the model's forward, or call "
@@ -323,9 +282,8 @@ class Recorder:
                 )
             if scale != 1:
                 use.grads_out = use.grads_out * scale
-        return Captured(
-            self._uses, self._layouts, self.parameters, self._derived, n=self.n, keep=keep
-        )
+        parameters = self.parameters | self._capture.stand_ins
+        return Captured(self._uses, self._layouts, parameters, self._derived, n=self.n, keep=keep)
 
     def _scaled_cotangents(self, scale: float) -> list[Tensor]:
         """The gradient of each output, zeros where none arrived."""
@@ -341,7 +299,7 @@ class Recorder:
         (args, kwargs), cotangents = self._batch.arguments(), self._scaled_cotangents(scale)
 
         def losses() -> Tensor:
-            return _projected(self.model, args, kwargs, cotangents)
+            return projected(self.model, args, kwargs, cotangents)
 
         def run(factors: Tensor) -> dict[str, Tensor]:
             with self._pause(), replayed(self._generators, factors.device):
@@ -352,8 +310,17 @@ class Recorder:
     def _vmapped(self, scale: float) -> Gradients:
         """The gradients through `vmap` over the model, from the gradients of its outputs."""
         batch = Batch((*self._batch.arguments(), self._scaled_cotangents(scale)))
-        with self._pause():
-            found, _, _ = by_vmap(
-                self.model, _projected, batch, self.parameters, False, randomness="error"
-            )
+        try:
+            with self._pause():
+                found, _, _ = by_vmap(
+                    self.model, projected, batch, self.parameters, False, randomness="error"
+                )
+        except UnsupportedLayerError as error:
+            if "random" not in str(error):
+                raise
+            raise UnsupportedLayerError(
+                "The model draws its randomness (dropout) itself and goes through vmap, which "
+                "can't draw those of the recorded forward again. Use a grad_sample_mode without "
+                "vmap if that was asked for, else clipped_grad_sum."
+            ) from error
         return found

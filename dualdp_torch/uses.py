@@ -28,6 +28,28 @@ def eagerly() -> Iterator[None]:
         yield
 
 
+class _Attach(torch.autograd.Function):
+    """Gives a graph node to an output that would need no gradient, as the first layer's.
+
+    The output itself is marked as changed rather than viewed, so that a later in-place operation on
+    it stays legal.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, leaf: Tensor) -> Tensor:
+        """The same tensor, now part of the graph."""
+        ctx.mark_dirty(out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """Nothing to do below."""
+        return grad, None
+
+
+attach: Callable[[Tensor, Tensor], Tensor] = _Attach.apply
+
+
 class ChangedInPlaceError(UnsupportedLayerError):
     """An input that a parameter's gradient needs was overwritten after it was used."""
 

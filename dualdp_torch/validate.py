@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which modules of a model can't be trained privately, where they are, and what to use instead."""
+"""What of a model can't be trained privately, where it is, and what to use instead."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -14,10 +16,10 @@ from dualdp import UnsupportedLayerError
 
 @dataclass(frozen=True)
 class Finding:
-    """One module that mixes examples.
+    """One module that mixes examples, or one parameter that no example reaches.
 
     Attributes:
-        path: where it is in the model.
+        path: where it is in the model; empty for the model itself.
         kind: its class.
         reason: what is wrong.
         fix: what to do.
@@ -29,6 +31,8 @@ class Finding:
     fix: str
 
     def __str__(self) -> str:
+        if self.kind == "Parameter":
+            return f"Parameter {self.path!r}: {self.reason}. {self.fix}"
         return f"No rule for {self.kind} (layer {self.path!r}): {self.reason}. {self.fix}"
 
 
@@ -40,7 +44,7 @@ def _examine(path: str, module: nn.Module) -> Finding | None:
             path,
             kind,
             "it mixes examples, so no per-sample gradient exists",
-            "Replace it by GroupNorm.",
+            "Replace it by GroupNorm; fix(model) does.",
         )
     if isinstance(module, _InstanceNorm) and module.track_running_stats:
         return Finding(
@@ -59,17 +63,33 @@ def _examine(path: str, module: nn.Module) -> Finding | None:
     return None
 
 
-def validate(model: nn.Module) -> list[Finding]:
-    """Modules of a model that have no per-sample gradient.
+def validate(
+    model: nn.Module, *, loss_fn: Callable[..., Any] | None = None, batch: tuple[Any, ...] = ()
+) -> list[Finding]:
+    """What of a model can't be trained privately.
+
+    Without `loss_fn` only the modules are looked at. With it the model is run on the batch, left as
+    it was, and three more things are found, which no list of modules can know: losses that depend
+    on other examples, buffers that change, and parameters that get no gradient.
 
     Args:
         model: the model.
+        loss_fn: `loss_fn(model, *batch)` -> (n,) losses, one per example.
+        batch: its further arguments, at least two examples.
 
     Returns:
-        One finding per such module, with its path and what to do; empty when there is none.
+        One finding each, with its path and what to do; empty when there is none.
+
+    Raises:
+        ValueError: a batch without two examples whose losses are finite.
     """
     found = [_examine(path, module) for path, module in model.named_modules()]
-    return [finding for finding in found if finding]
+    findings = [finding for finding in found if finding]
+    if loss_fn is None or findings:
+        return findings
+    from .dry_run import dry_run  # which stands on what refuses the modules above
+
+    return dry_run(model, loss_fn, batch)
 
 
 def refuse_mixing_modules(model: nn.Module) -> None:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -11,33 +11,77 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.conv import _ConvNd
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+
+from .optimizer_state import named_state, restorer
 
 _KINDS: dict[str, tuple[type[nn.Module], ...]] = {
     "linear": (nn.Linear,),
+    "transposed conv": (_ConvTransposeNd,),
     "conv": (_ConvNd,),
-    "embedding": (nn.Embedding,),
+    "embedding": (nn.Embedding, nn.EmbeddingBag),
     "norm": (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase),
+    "lstm": (nn.LSTM, nn.LSTMCell),
+    "gru": (nn.GRU, nn.GRUCell),
+    "rnn": (nn.RNN, nn.RNNCell),
 }
+_STATISTICS = ("running_mean", "running_var")
 
 
 def to_numpy(model: nn.Module) -> dict[str, NDArray[Any]]:
-    """Name -> array of every parameter, frozen ones too; a tied weight under its first name."""
-    return {name: p.detach().cpu().numpy().copy() for name, p in model.named_parameters()}
+    """Name -> array of every parameter, frozen ones too, and of running statistics.
+
+    A tied weight comes under its first name; bfloat16, which NumPy does not have, as float32.
+    """
+    return {name: as_numpy(value) for name, value in _values(model)}
+
+
+def _values(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters, then running statistics."""
+    yield from model.named_parameters()
+    yield from (pair for pair in model.named_buffers() if _is_statistic(pair[0]))
+
+
+def _is_statistic(name: str) -> bool:
+    """Whether a buffer is one that JAX has too."""
+    return name.rpartition(".")[2] in _STATISTICS
+
+
+def layout(model: nn.Module) -> dict[str, Any]:
+    """Kinds and other names of a module's parameters, plain data for `dualdp.matching.match`."""
+    names: dict[int, list[str]] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(p), []).append(name)
+    tied = {aliases[0]: aliases for aliases in names.values() if len(aliases) > 1}
+    return {"kinds": parameter_kinds(model), "tied": tied}
+
+
+def description(model: nn.Module) -> dict[str, Any]:
+    """What `dualdp.matching.match` asks about a torch module."""
+    values, said = dict(_values(model)), layout(model)
+    return {
+        "torch_shapes": {name: tuple(value.shape) for name, value in values.items()},
+        "torch_kinds": said["kinds"],
+        "tied": said["tied"],
+        "frozen": frozenset(name for name, value in values.items() if not value.requires_grad),
+    }
 
 
 def parameter_kinds(model: nn.Module) -> dict[str, str]:
-    """Name -> "linear", "conv", "embedding", "norm", or "raw" for a parameter of another module."""
-    return {name: _kind(_owner(model, name)) for name, _ in model.named_parameters()}
+    """Name, tied ones too -> kind of `dualdp.layouts.LAYOUTS`, or "raw" for any other module's."""
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    names += [name for name, _ in model.named_buffers() if _is_statistic(name)]
+    return {name: _kind(model, name.rpartition(".")[0]) for name in names}
 
 
-def _owner(model: nn.Module, name: str) -> nn.Module:
-    """The module that holds a parameter."""
-    return model.get_submodule(name.rpartition(".")[0])
-
-
-def _kind(module: nn.Module) -> str:
-    """The kind of one module."""
+def _kind(model: nn.Module, path: str) -> str:
+    """The kind of one module; attention's output projection belongs to the attention."""
+    module, parent = (model.get_submodule(p) for p in (path, path.rpartition(".")[0]))
+    for owner in (module, parent):
+        if isinstance(owner, nn.MultiheadAttention):
+            return f"attention h={owner.num_heads}"
+    if type(module).__name__ == "Conv1D" and type(module).__module__.startswith("transformers."):
+        return "conv1d of transformers"
     return next((kind for kind, classes in _KINDS.items() if isinstance(module, classes)), "raw")
 
 
@@ -46,7 +90,7 @@ def state_dict(model: nn.Module, arrays: Mapping[str, NDArray[Any]]) -> dict[str
 
     Args:
         model: the module, which is left as it was.
-        arrays: name -> array, for every name of `named_parameters()`.
+        arrays: name -> array, for every name of `to_numpy(model)`.
 
     Returns:
         What `load_state_dict` takes: tied names and buffers included.
@@ -54,14 +98,14 @@ def state_dict(model: nn.Module, arrays: Mapping[str, NDArray[Any]]) -> dict[str
     Raises:
         ValueError: a name or shape that the module does not have, or a name missing.
     """
-    parameters = dict(model.named_parameters())
-    missing, unknown = sorted(parameters.keys() - arrays.keys()), sorted(arrays.keys() - parameters)
+    values = dict(_values(model))
+    missing, unknown = sorted(values.keys() - arrays.keys()), sorted(arrays.keys() - values)
     if missing or unknown:
         raise ValueError(
             f"The arrays lack {missing} and name {unknown}. Expected one array for each parameter "
-            f"of the module: {sorted(parameters)}."
+            f"of the module: {sorted(values)}."
         )
-    first_names = {id(p): name for name, p in parameters.items()}
+    first_names = {id(value): name for name, value in values.items()}
     found = {}
     for name, value in model.state_dict(keep_vars=True).items():
         array = arrays.get(first_names.get(id(value), ""))
@@ -75,3 +119,60 @@ def state_dict(model: nn.Module, arrays: Mapping[str, NDArray[Any]]) -> dict[str
         tensor = torch.from_numpy(np.array(array))
         found[name] = tensor.to(dtype=value.dtype, device=value.device)
     return found
+
+
+def optimizer_state(
+    optimizer: torch.optim.Optimizer, model: nn.Module
+) -> tuple[dict[str, NDArray[Any]], dict[str, Any], list[str]]:
+    """What `dualdp.optimizers.TorchState.of` takes: arrays, description, trained parameters."""
+    tensors, described = named_state(optimizer, model)
+    arrays = {name: as_numpy(tensor) for name, tensor in tensors.items()}
+    return arrays, described, [n for n, p in model.named_parameters() if p.requires_grad]
+
+
+def load_optimizer(
+    optimizer: torch.optim.Optimizer, model: nn.Module, arrays: Mapping[str, NDArray[Any]]
+) -> None:
+    """Put a state ("slot/parameter" -> array) into an optimizer, whose settings stay."""
+    _, described = named_state(optimizer, model)
+    tensors = {name: torch.from_numpy(np.array(array)) for name, array in arrays.items()}
+    restorer(optimizer, model, tensors, {**described, "plain": {}})()
+
+
+def as_numpy(tensor: torch.Tensor) -> NDArray[Any]:
+    """A copy on the host; bfloat16, which NumPy does not have, as float32."""
+    tensor = tensor.detach().cpu()
+    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy().copy()
+
+
+def from_foreign(array: Any, as_numpy: Callable[[], NDArray[Any]]) -> torch.Tensor:
+    """An array of another library by DLPack, through NumPy where that fails."""
+    try:
+        return torch.from_dlpack(array)
+    except (BufferError, RuntimeError):
+        return torch.from_numpy(as_numpy())
+
+
+def fold_biases(model: nn.Module) -> nn.Module:
+    """Make every LSTM and RNN of a module have one bias, as in JAX: the other is zero and frozen.
+
+    Torch adds two biases, which both get the gradient, so their sum moves twice as fast as JAX's
+    one bias and counts twice in an example's norm. After this call both stacks train alike. A GRU
+    keeps its hidden bias, which JAX has only in part; its outputs port, its training differs.
+
+    Args:
+        model: changed in place; its outputs stay the same.
+
+    Returns:
+        The module.
+    """
+    for module in model.modules():
+        if not isinstance(module, (*_KINDS["lstm"], *_KINDS["rnn"])):
+            continue
+        for name, second in module.named_parameters(recurse=False):
+            if name.startswith("bias_hh"):
+                with torch.no_grad():
+                    getattr(module, name.replace("_hh", "_ih")).add_(second)
+                    second.zero_()
+                second.requires_grad_(False)
+    return model

@@ -30,6 +30,7 @@ _BLOCK = 1024  # numbers that float32 adds up without losing digits
 
 def sq_norms(grads: Tensor) -> Tensor:
     """(n, ...) -> (n,), by norms of blocks: `square().sum()` would write everything out again."""
+    grads = grads.mT if grads.dim() == 3 and grads.mT.is_contiguous() else grads
     flat = grads.reshape(len(grads), math.prod(grads.shape[1:]))
     whole = flat.shape[1] // _BLOCK * _BLOCK
     rest: Tensor = torch.linalg.vector_norm(flat[:, whole:], dim=1).square()
@@ -38,6 +39,16 @@ def sq_norms(grads: Tensor) -> Tensor:
     blocks = flat[:, :whole].view(len(flat), -1, _BLOCK)
     rest += torch.linalg.vector_norm(blocks, dim=2).square().sum(1)
     return rest
+
+
+def weighted_sum(factors: Tensor, grads: Tensor) -> Tensor:
+    """(n,), (n, *shape) -> shape."""
+    factors = factors.to(grads.dtype)
+    if grads.dim() == 1:
+        return factors @ grads
+    if grads.dim() == 3 and not grads.is_contiguous() and grads.mT.is_contiguous():
+        return weighted_sum(factors, grads.mT).T.contiguous()
+    return (factors @ grads.flatten(1)).view(grads.shape[1:])
 
 
 @dataclass(frozen=True)
@@ -59,7 +70,7 @@ class Rule:
         light: parameter arguments whose functions need no `acts` (they get None).
         batch_axes: shapes of output and parameters -> axes of the output that may be the batch.
         rows_are_free: any number of position axes may follow the batch axis.
-        keeps: (acts, grads_out, shape) -> True where keeping per-sample gradients is cheapest.
+        keeps: as the functions above -> True where keeping per-sample gradients is cheapest.
         cancels: as the functions above -> (n,) bound on the error of `sq_norms`, or None.
         join: several (acts, grads_out) of one parameter -> one, its positions those of all.
         refuse: arguments -> why this call has no per-sample gradient, or None.

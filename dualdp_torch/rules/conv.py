@@ -16,26 +16,84 @@ import torch
 from torch.nn import functional as F
 
 from dualdp import costs
+from dualdp_torch import choices
 
 from . import conv_forms, linear
-from .base import Rule, Tensor, sq_norms
-from .conv_forms import frames, padded, per_axis, weight_backward
+from .base import Rule, Tensor, sq_norms, weighted_sum
+from .conv_forms import frames, padded, patches, per_axis, weight_backward
+from .products import product
+
+#: Positions of a whole batch below which one product of patches beats the convolution's backward.
+FEW = 256
 
 
 def weight_grads(
     acts: Tensor, grads_out: Tensor, *, shape: torch.Size, transposed: bool = False, **options: Any
 ) -> Tensor:
     """(n, [f,] c, ...), (n, [f,] o, ...) -> (n, *shape), in the form that suits the sizes."""
-    plain = not transposed and acts.dim() == len(shape) <= 4
-    if plain and costs.convolution_prefers_crb(channels=shape[1]):
-        return conv_forms.by_crb(acts, grads_out, shape=shape, **options)
-    return conv_forms.by_folding(acts, grads_out, shape=shape, transposed=transposed, **options)
+    if transposed or not _is_plain(acts, shape):
+        return conv_forms.by_folding(acts, grads_out, shape=shape, transposed=transposed, **options)
+    way = _way(acts, grads_out, shape, **options)
+    way = _usual_form(shape) if way == "gram" else way
+    return conv_forms.FORMS[way](acts, grads_out, shape=shape, **options)
+
+
+def _is_plain(acts: Tensor, shape: Sequence[int]) -> bool:
+    """Whether it is one frame per example, over one or two axes: all forms can do it."""
+    return acts.dim() == len(shape) <= 4
+
+
+def _usual_form(shape: Sequence[int]) -> str:
+    """What the cost model takes."""
+    return "crb" if costs.convolution_prefers_crb(channels=shape[1]) else "folded"
+
+
+def _way(acts: Tensor, grads_out: Tensor, shape: Sequence[int], **o: Any) -> str:
+    """Either "gram" or the form of a plain convolution's kept gradient."""
+    if not _is_plain(acts, shape):
+        return "gram" if _prefers_gram(acts, grads_out, shape) else "folded"
+    usual = "gram" if _prefers_gram(acts, grads_out, shape) else _usual_form(shape)
+    if choices.cost_model_decides():
+        return usual
+
+    def kept(form: str) -> tuple[Tensor, Tensor]:
+        grads = conv_forms.FORMS[form](acts, grads_out, shape=shape, **o)
+        norms = sq_norms(grads)
+        return norms, weighted_sum(norms, grads)
+
+    def gram() -> tuple[Tensor, Tensor, Tensor]:
+        error = _gram_error(acts, grads_out, shape, **o)
+        return (
+            _gram_sq_norms(acts, grads_out, shape, **o),
+            error,
+            weight_sum(acts, grads_out, shape=torch.Size(shape), **o),
+        )
+
+    sizes = {"input": _by(acts.shape[1:]), "weight": _by(shape), "output": _by(grads_out.shape[2:])}
+    options = ("stride", "padding", "dilation", "groups")
+    sizes |= {name: _by(o[name]) for name in options if name in o}
+    ways: choices.Ways = {"gram": gram, **{form: partial(kept, form) for form in conv_forms.FORMS}}
+    numbers = _sizes(acts, grads_out, shape)
+    of_form = dict.fromkeys(conv_forms.FORMS, costs.form_cost(**numbers))
+    at = {"gram": costs.patch_gram_cost(**numbers), **of_form}
+    return choices.choose("convolution", usual, sizes, acts, ways, at)
+
+
+def _by(value: Any) -> str:
+    """Sizes as one word."""
+    return str(value) if isinstance(value, int | str) else "x".join(map(str, value))
 
 
 def weight_sum(
     acts: Tensor, grads_out: Tensor, *, shape: torch.Size, transposed: bool = False, **options: Any
 ) -> Tensor:
     """(n, [f,] c, ...), (n, [f,] o, ...) -> shape: the plain gradient of the scaled outputs."""
+    plain = not transposed and acts.dim() == len(shape) <= 4 and options.get("groups", 1) == 1
+    rows = len(acts) * math.prod(grads_out.shape[2:])
+    if plain and rows <= FEW:
+        under = patches(acts, shape=shape, **options).transpose(1, 2).reshape(rows, -1)
+        g = grads_out.flatten(2).transpose(1, 2).reshape(rows, shape[0])
+        return product(g.T, under.T).view(shape)
     a, g = (frames(x, len(shape) - 2).flatten(0, 1) for x in (acts, grads_out))
     return weight_backward(a, g, shape, 1, transposed, **options)
 
@@ -67,15 +125,19 @@ def _patch_gram(acts: Tensor, grads_out: Tensor, shape: Sequence[int], **o: Any)
     return torch.as_tensor(total).reshape(n, groups, t, t)
 
 
+def _gram_sq_norms(acts: Tensor, grads_out: Tensor, shape: Sequence[int], **o: Any) -> Tensor:
+    """(n,) without the gradient."""
+    g = _grouped(grads_out, o)
+    return _patch_gram(acts, grads_out, shape, **o).mul_(g.mT @ g).sum((1, 2, 3)).clamp(min=0)
+
+
 def weight_sq_norms(
     acts: Tensor, grads_out: Tensor, *, shape: torch.Size, transposed: bool = False, **options: Any
 ) -> Tensor:
     """(n,); the cheaper of Gram form and forming the gradient (Bu et al. 2022, section 4)."""
-    if not _prefers_gram(acts, grads_out, shape):
-        return sq_norms(weight_grads(acts, grads_out, shape=shape, **options))
-    g = _grouped(grads_out, options)
-    products = _patch_gram(acts, grads_out, shape, **options) * (g.mT @ g)
-    return products.sum((1, 2, 3)).clamp(min=0)
+    if _way(acts, grads_out, shape, **options) == "gram":
+        return _gram_sq_norms(acts, grads_out, shape, **options)
+    return sq_norms(weight_grads(acts, grads_out, shape=shape, **options))
 
 
 def _grouped(grads_out: Tensor, options: Mapping[str, Any]) -> Tensor:
@@ -85,33 +147,42 @@ def _grouped(grads_out: Tensor, options: Mapping[str, Any]) -> Tensor:
     )
 
 
+def _sizes(acts: Tensor, grads_out: Tensor, shape: Sequence[int]) -> dict[str, int]:
+    """What the cost model asks for."""
+    return {
+        "t": math.prod(grads_out.shape[2:]),
+        "pixels": math.prod(p + k - 1 for p, k in zip(acts.shape[2:], shape[2:], strict=True)),
+        "kernel": math.prod(shape[2:]),
+        "channels": acts.shape[1],
+        "d_out": grads_out.shape[1],
+        "weights": math.prod(shape),
+        "n": len(acts),
+    }
+
+
 def _prefers_gram(acts: Tensor, grads_out: Tensor, shape: Sequence[int]) -> bool:
     """Whether the products of patches are cheaper than the gradient."""
     if acts.dim() != len(shape):  # several frames per example
         return False
-    return costs.convolution_prefers_gram(
-        t=math.prod(grads_out.shape[2:]),
-        pixels=math.prod(p + k - 1 for p, k in zip(acts.shape[2:], shape[2:], strict=True)),
-        kernel=math.prod(shape[2:]),
-        channels=acts.shape[1],
-        d_out=grads_out.shape[1],
-        weights=math.prod(shape),
-    )
+    return costs.convolution_prefers_gram(**_sizes(acts, grads_out, shape))
 
 
-def cancels(acts: Tensor, grads_out: Tensor, *, shape: torch.Size, **options: Any) -> Tensor | None:
-    """Bound on the error of `weight_sq_norms`, (n,); None where it does not use the Gram form."""
-    if not _prefers_gram(acts, grads_out, shape):
-        return None
+def _gram_error(acts: Tensor, grads_out: Tensor, shape: Sequence[int], **options: Any) -> Tensor:
+    """(n,) bound on the error of the Gram form."""
     windows = torch.ones(1, 1, *shape[2:], dtype=acts.dtype, device=acts.device)
     squares = acts.square().sum(1, keepdim=True)  # |patch|^2 sums the pixels under the kernel
     padding = "same" if options.get("padding") == "same" else options.get("padding", 0)
     rest = {k: options.get(k, 1) for k in ("stride", "dilation")}
     convolve = (F.conv1d, F.conv2d, F.conv3d)[len(shape) - 3]
     patches = convolve(squares, windows, padding=padding, **rest).clamp(min=0).sqrt().flatten(1)
-    lengths = patches * torch.linalg.vector_norm(grads_out.flatten(2), dim=1)
-    bound: Tensor = lengths.sum(1).square() * (linear.GRAM_ERROR * torch.finfo(acts.dtype).eps)
-    return bound
+    return linear.gram_error(patches * torch.linalg.vector_norm(grads_out.flatten(2), dim=1))
+
+
+def cancels(acts: Tensor, grads_out: Tensor, *, shape: torch.Size, **options: Any) -> Tensor | None:
+    """Bound on the error of `weight_sq_norms`, (n,); None where it does not use the Gram form."""
+    if _way(acts, grads_out, shape, **options) != "gram":
+        return None
+    return _gram_error(acts, grads_out, shape, **options)
 
 
 def bias_grads(_: None, grads_out: Tensor, *, axes: int, **__: Any) -> Tensor:
@@ -124,12 +195,12 @@ def bias_sum(_: None, grads_out: Tensor, *, axes: int, **__: Any) -> Tensor:
     return frames(grads_out, axes).flatten(3).sum((0, 1, 3))
 
 
-def keeps(acts: Tensor, grads_out: Tensor, shape: torch.Size) -> bool:
+def keeps(acts: Tensor, grads_out: Tensor, *, shape: torch.Size, **options: Any) -> bool:
     """Kept, unless the Gram form is cheaper: forming it costs little more than the plain sum."""
-    return not _prefers_gram(acts, grads_out, shape)
+    return _way(acts, grads_out, shape, **options) != "gram"
 
 
-def _kept(acts: Tensor, grads_out: Tensor, shape: torch.Size) -> bool:
+def _kept(acts: Tensor, grads_out: Tensor, **_: Any) -> bool:
     """Transposed convolutions have no other way."""
     return True
 

@@ -12,8 +12,8 @@ import torch
 from . import linear
 from .base import Rule, Tensor, all_but_last, sq_norms
 
-#: Entries of the table by which equal ids are found (8 bytes each, mostly untouched).
-TABLE = 1 << 22
+#: Entries of the table by which equal ids are found (4 bytes each, mostly untouched).
+TABLE = 1 << 20
 
 
 def _flat(
@@ -46,13 +46,14 @@ def _slots(ids: Tensor, rows: int) -> Tensor:
     """
     n, t = ids.shape
     at_once = max(TABLE // rows, 1)
-    table = torch.empty(min(at_once, n) * rows, dtype=torch.int64, device=ids.device)
+    kind = torch.int32 if n * t < 2**31 else torch.int64
+    table = torch.empty(min(at_once, n) * rows, dtype=kind, device=ids.device)
     slots = torch.empty(n * t, dtype=torch.int64, device=ids.device)
     for start in range(0, n, at_once):
         part = ids[start : start + at_once]
         places = part + rows * torch.arange(len(part), device=ids.device).unsqueeze(1)
         places = places.reshape(-1)
-        here = torch.arange(start * t, start * t + len(places), device=ids.device)
+        here = torch.arange(start * t, start * t + len(places), dtype=kind, device=ids.device)
         table.scatter_(0, places, here)
         slots[start * t : start * t + len(places)] = table[places]
     return slots
@@ -119,7 +120,7 @@ def _refuse(options: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _keeps(acts: Tensor, grads_out: Tensor, shape: torch.Size) -> bool:
+def _keeps(acts: Tensor, grads_out: Tensor, **_: Any) -> bool:
     """Never kept: it would be n tables."""
     return False
 

@@ -8,14 +8,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import einsum
 
 from dualdp import costs
+from dualdp_torch import choices
 
-from .base import Rule, Tensor, all_but_last, sq_norms
+from .base import Rule, Tensor, all_but_last, sq_norms, weighted_sum
+from .products import product, products
 
-#: The Gram form's rounding error is below GRAM_ERROR * eps * (sum_t |a_t| |g_t|)^2.
-GRAM_ERROR = 2.0
+#: The Gram form's rounding error is below eps (GRAM_ERROR (sum_t l_t)^2 + GRAM_SPREAD sum_t l_t^2),
+#: l_t = |a_t| |g_t|: single products err by up to 8 eps (measured, 512 inputs), but not together.
+GRAM_ERROR, GRAM_SPREAD = 2.0, 12.0
+#: Multiplications that cost as much as moving one number, by the libraries of `products`.
+MOVE = 64.0
 
 
 def flatten_positions(x: Tensor) -> Tensor:
@@ -26,7 +30,56 @@ def flatten_positions(x: Tensor) -> Tensor:
 def weight_grads(acts: Tensor, grads_out: Tensor, **_: Any) -> Tensor:
     """(n, ..., i), (n, ..., o) -> (n, o, i)."""
     a, g = flatten_positions(acts), flatten_positions(grads_out)
-    return einsum("nti,nto->noi", a, g)
+    return products(g.mT, a.mT)
+
+
+def _gram_sq_norms(a: Tensor, g: Tensor) -> Tensor:
+    """(n, t, i), (n, t, o) -> (n,), without the gradient."""
+    if a.shape[1] == 1:
+        return sq_norms(a) * sq_norms(g)
+    return products(a, a).mul_(products(g, g)).sum((1, 2)).clamp(min=0)
+
+
+def _way(a: Tensor, g: Tensor) -> str:
+    """One of "gram", "keep", "discard" for (n, t, i), (n, t, o)."""
+    t, d_in, d_out = a.shape[1], a.shape[2], g.shape[2]
+    if t == 1 and choices.cost_model_decides():
+        return "gram"
+    sizes: dict[str, Any] = {"t": t, "d_in": d_in, "d_out": d_out}
+    usual = "gram" if t == 1 or costs.prefers_gram(**sizes, move=MOVE) else "discard"
+    if costs.keeps_gradient(n=a.shape[0], **sizes, move=MOVE):
+        usual = "keep"
+    if choices.cost_model_decides():
+        return usual
+
+    def formed() -> Tensor:
+        return sq_norms(weight_grads(a, g))
+
+    def kept() -> tuple[Tensor, Tensor]:
+        grads = weight_grads(a, g)
+        norms = sq_norms(grads)
+        return norms, weighted_sum(norms, grads)
+
+    ways = {
+        "gram": lambda: (_gram_sq_norms(a, g), _gram_error(a, g), weight_sum(a, g)),
+        "keep": kept,
+        "discard": lambda: (formed(), weight_sum(a, g)),
+    }
+    at = {
+        "gram": costs.gram_cost(**sizes, move=MOVE),
+        "keep": costs.keep_cost(**sizes, move=MOVE),
+        "discard": costs.discard_cost(**sizes, move=MOVE),
+    }
+    return choices.choose("linear", usual, sizes, a, ways, at)
+
+
+def _uses_gram(a: Tensor, g: Tensor) -> bool:
+    """Whether norms without a kept gradient take the Gram form."""
+    way = _way(a, g)
+    if way == "keep":  # the caller could not
+        sizes = {"t": a.shape[1], "d_in": a.shape[2], "d_out": g.shape[2]}
+        return a.shape[1] == 1 or costs.prefers_gram(**sizes, move=MOVE)
+    return way == "gram"
 
 
 def weight_sq_norms(acts: Tensor, grads_out: Tensor, **_: Any) -> Tensor:
@@ -36,28 +89,32 @@ def weight_sq_norms(acts: Tensor, grads_out: Tensor, **_: Any) -> Tensor:
     gradient of the examples where the bound is too large.
     """
     a, g = flatten_positions(acts), flatten_positions(grads_out)
-    if a.shape[1] == 1:
-        return sq_norms(a) * sq_norms(g)
-    if costs.prefers_gram(t=a.shape[1], d_in=a.shape[2], d_out=g.shape[2]):
-        products = einsum("nti,nsi->nts", a, a) * einsum("nto,nso->nts", g, g)
-        return products.sum((1, 2)).clamp(min=0)
-    return sq_norms(weight_grads(a, g))
+    return _gram_sq_norms(a, g) if _uses_gram(a, g) else sq_norms(weight_grads(a, g))
+
+
+def gram_error(lengths: Tensor) -> Tensor:
+    """(n, t) products of lengths -> (n,) bound on the error of the Gram form."""
+    eps = torch.finfo(lengths.dtype).eps
+    whole, spread = lengths.sum(1).square(), lengths.square().sum(1)
+    bound: Tensor = whole * (GRAM_ERROR * eps) + spread * (GRAM_SPREAD * eps)
+    return bound
+
+
+def _gram_error(a: Tensor, g: Tensor) -> Tensor:
+    """(n, t, i), (n, t, o) -> (n,)."""
+    return gram_error(torch.linalg.vector_norm(a, dim=2) * torch.linalg.vector_norm(g, dim=2))
 
 
 def cancels(acts: Tensor, grads_out: Tensor, **_: Any) -> Tensor | None:
     """Bound on the error of `weight_sq_norms`, (n,); None where it does not use the Gram form."""
     a, g = flatten_positions(acts), flatten_positions(grads_out)
-    t, d_in, d_out = a.shape[1], a.shape[2], g.shape[2]
-    if t == 1 or not costs.prefers_gram(t=t, d_in=d_in, d_out=d_out):
-        return None
-    lengths = (torch.linalg.vector_norm(a, dim=2) * torch.linalg.vector_norm(g, dim=2)).sum(1)
-    bound: Tensor = lengths.square() * (GRAM_ERROR * torch.finfo(a.dtype).eps)
-    return bound
+    return _gram_error(a, g) if a.shape[1] > 1 and _uses_gram(a, g) else None
 
 
 def weight_sum(acts: Tensor, grads_out: Tensor, **_: Any) -> Tensor:
     """(n, ..., i), (n, ..., o) -> (o, i): one product for the whole batch."""
-    return grads_out.reshape(-1, grads_out.shape[-1]).T @ acts.reshape(-1, acts.shape[-1])
+    g, a = grads_out.reshape(-1, grads_out.shape[-1]), acts.reshape(-1, acts.shape[-1])
+    return product(g.T, a.T)
 
 
 def bias_grads(_: None, grads_out: Tensor, **__: Any) -> Tensor:
@@ -77,10 +134,9 @@ def join(uses: Sequence[tuple[Tensor | None, Tensor]]) -> tuple[Tensor | None, T
     return torch.cat(acts, 1) if acts else None, grads_out
 
 
-def keeps(acts: Tensor, grads_out: Tensor, shape: torch.Size) -> bool:
+def keeps(acts: Tensor, grads_out: Tensor, **_: Any) -> bool:
     """Whether the per-sample gradients are kept rather than formed twice."""
-    t = math.prod(acts.shape[1:-1])
-    return costs.keeps_gradient(n=acts.shape[0], t=t, d_in=acts.shape[-1], d_out=shape[0])
+    return _way(flatten_positions(acts), flatten_positions(grads_out)) == "keep"
 
 
 def _right_grads(acts: Tensor, grads_out: Tensor, **_: Any) -> Tensor:
@@ -93,9 +149,9 @@ def _right_sum(acts: Tensor, grads_out: Tensor, **_: Any) -> Tensor:
     return weight_sum(grads_out, acts)
 
 
-def _right_keeps(acts: Tensor, grads_out: Tensor, shape: torch.Size) -> bool:
+def _right_keeps(acts: Tensor, grads_out: Tensor, **_: Any) -> bool:
     """As `keeps`, for y = x W."""
-    return keeps(grads_out, acts, shape)
+    return keeps(grads_out, acts)
 
 
 def _is_plain_product(call: Mapping[str, Any]) -> bool:

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replaces what mixes examples by what does not, and Opacus' names for that."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from dualdp import UnsupportedLayerError, _validate
+
+from .validate import Finding, refuse_mixing_modules, validate
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_CHANNELS_OF_VECTORS = 8  # that share a group, at least
+_INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+
+
+def fix(model: nn.Module, *, num_groups: int = 32) -> nn.Module:
+    """A copy of the model that can be trained privately.
+
+    Batch norm becomes group norm over the same channels, with its scale and shift and without its
+    running statistics; instance norm loses its running statistics; embeddings lose
+    `scale_grad_by_freq` and `max_norm`. Outputs change where they depended on the batch.
+
+    Args:
+        model: left as it was.
+        num_groups: of each group norm, lowered to the largest divisor of its channels.
+
+    Returns:
+        A new model with the same weights.
+
+    Raises:
+        UnsupportedLayerError: a module that can't be replaced, by its path.
+        TypeError, ValueError: a wrong argument.
+    """
+    _validate.integer("num_groups", num_groups, minimum=1)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}. Expected a torch.nn.Module.")
+    fixed = copy.deepcopy(model)
+    for finding in validate(fixed):
+        replaced = _replacement(finding, fixed.get_submodule(finding.path), num_groups)
+        fixed = _put(fixed, finding.path, replaced)
+    return fixed
+
+
+def _replacement(finding: Finding, module: Any, num_groups: int) -> Any:
+    """What stands in the place of one module."""
+    if type(module) in _BATCH_NORMS:
+        return _group_norm(module, num_groups)
+    if type(module) in _INSTANCE_NORMS:
+        module.track_running_stats = False
+        module.running_mean = module.running_var = module.num_batches_tracked = None
+        return module
+    if type(module) in (nn.Embedding, nn.EmbeddingBag):
+        module.scale_grad_by_freq, module.max_norm = False, None
+        return module
+    raise UnsupportedLayerError(f"{finding} This class can't be replaced by itself: do it by hand.")
+
+
+def _group_norm(module: Any, num_groups: int) -> nn.GroupNorm:
+    """The group norm that takes a batch norm's place."""
+    channels = module.num_features
+    # Vectors have one number a channel, so that small groups would normalise it away.
+    most = max(1, channels // _CHANNELS_OF_VECTORS) if type(module) is nn.BatchNorm1d else channels
+    groups = max(k for k in range(1, min(num_groups, most) + 1) if channels % k == 0)
+    reference = next((t for t in (module.weight, module.running_mean) if t is not None), None)
+    norm = nn.GroupNorm(groups, channels, module.eps, module.affine)
+    norm = norm.to(reference) if reference is not None else norm
+    norm.train(module.training)
+    if module.affine:
+        with torch.no_grad():
+            norm.weight.copy_(module.weight)
+            norm.bias.copy_(module.bias)
+        norm.weight.requires_grad_(module.weight.requires_grad)
+        norm.bias.requires_grad_(module.bias.requires_grad)
+    return norm
+
+
+def _put(model: nn.Module, path: str, module: nn.Module) -> nn.Module:
+    """The model with a module in the place of every module that stood at the path."""
+    if not path:
+        return module
+    old = model.get_submodule(path)
+    for parent in model.modules():
+        for name, child in list(parent._modules.items()):  # each name of a shared module
+            if child is old:
+                parent._modules[name] = module
+    return model
+
+
+class ModuleValidator:
+    """Opacus' names for `validate` and `fix`."""
+
+    @staticmethod
+    def validate(module: nn.Module, *, strict: bool = False) -> list[UnsupportedLayerError]:
+        """What is wrong with a module, as errors; with `strict` the first one is raised."""
+        found = [UnsupportedLayerError(str(finding)) for finding in validate(module)]
+        if strict and found:
+            raise found[0]
+        return found
+
+    @staticmethod
+    def is_valid(module: nn.Module) -> bool:
+        """Whether nothing is wrong."""
+        return not validate(module)
+
+    @staticmethod
+    def fix(module: nn.Module, **options: Any) -> nn.Module:
+        """See `dualdp_torch.fix`."""
+        return fix(module, **options)
+
+    @staticmethod
+    def fix_and_validate(module: nn.Module, **options: Any) -> nn.Module:
+        """`fix`, and the proof that nothing is left."""
+        fixed = fix(module, **options)
+        refuse_mixing_modules(fixed)
+        return fixed

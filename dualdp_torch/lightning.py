@@ -1,0 +1,330 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lightning: a `LightningModule` trains privately when this callback is added to its `Trainer`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from dualdp import UnsupportedLayerError
+
+try:
+    from lightning.pytorch import Callback, LightningModule
+except ModuleNotFoundError:  # the same code under its older name
+    from pytorch_lightning import Callback, LightningModule  # type: ignore[assignment]
+
+from .arguments import GRAD_SAMPLE_MODES
+from .engine import PrivacyEngine
+from .hosted import Hosted, HostedLoader, Lent, wider
+from .outputs import float_leaves
+from .rules.base import Tensor
+
+
+class PrivacyCallback(Callback):
+    """Makes `Trainer.fit` private: `Trainer(callbacks=[PrivacyCallback(...)])`.
+
+    The module keeps its `training_step`, the trainer its loop, logs and checkpoints. Batches are
+    drawn by the plan; `accumulate_grad_batches=k` becomes a logical batch of k times the loader's
+    size, worked on in physical batches of that size. `epsilon` is logged beside what the module
+    logs. A checkpoint of Lightning's holds the ledger so far; key and live ledger lie in `folder`,
+    where `fit(ckpt_path=...)` finds them.
+
+    The loss is a mean over the batch unless `loss_reduction` says otherwise. What `training_step`
+    does beside calling modules and computing its loss happens a few times more than usual, since
+    the model is examined on a few examples first; its logging does not.
+
+    Args:
+        folder: of key and ledger; None for the trainer's `default_root_dir`.
+        **arguments: of `PrivacyEngine` and of its `make_private`: max_grad_norm, noise_multiplier
+            or target_epsilon with target_delta, clipping, plan, ...; also `key=`, the key file of
+            a run that goes on.
+
+    Attributes:
+        engine: for `engine.get_epsilon(delta)` and `engine.ledger`.
+
+    Guarantees:
+        What this can't make private is refused before the first step.
+            [test_what_lightning_would_do_to_gradients_is_refused]
+        A resumed run is bitwise the one that was not interrupted.  [test_lightning_resumes]
+    """
+
+    def __init__(self, folder: Any = None, **arguments: Any) -> None:
+        self._run = Hosted(folder=folder, **arguments)
+        self._saved: dict[str, Any] | None = None
+        self._final: dict[str, Any] = {}
+        self._loader: HostedLoader | None = None
+        self._lent = Lent()
+
+    @property
+    def engine(self) -> PrivacyEngine:
+        """The engine of the run."""
+        return self._run.engine
+
+    # ------------------------------------------------------------------ Lightning's calls
+
+    def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        """The optimizer is there, the data is not yet asked for.
+
+        Raises:
+            ValueError: passes would end inside a logical batch.
+        """
+        refuse(trainer, pl_module)
+        source, times = trainer.fit_loop._data_source, trainer.accumulate_grad_batches
+        loader = wider(source.dataloader(), times)
+        module, step = self._recorded(pl_module)
+        epochs = trainer.max_epochs if trainer.max_epochs not in (None, -1) else None
+        steps = [] if epochs is None else [epochs * len(loader)]
+        self._loader = self._run.start(
+            module,
+            trainer.optimizers[0],
+            loader,
+            folder=trainer.default_root_dir,
+            num_steps=min(steps + [trainer.max_steps] * (trainer.max_steps != -1), default=None),
+            physical=loader.batch_sampler.batch_size // times if times > 1 else None,  # type: ignore[union-attr]
+            saved=None if self._saved is None else self._saved["run"],
+        )
+        physical = self.engine.plan.physical_batch_size
+        if physical is not None and trainer.limit_train_batches != 1.0:
+            raise ValueError(
+                f"limit_train_batches={trainer.limit_train_batches} would cut a logical batch in "
+                f"physical ones of {physical}. Leave it out, or train without physical batches."
+            )
+        self._lent.set(trainer.fit_loop._data_source, instance=self._loader)
+        # Only the last physical batch of a logical one is a step of Lightning's. It divides losses
+        # by accumulate_grad_batches, so that number can't say it.
+        self._lent.set(trainer, accumulate_grad_batches=1)
+        steps_now = partial(getattr, self._loader, "is_last")
+        self._lent.set(trainer.fit_loop.epoch_loop, _accumulated_batches_reached=steps_now)
+        if physical is not None:  # each pass has its own length
+            self._lent.set(trainer, reload_dataloaders_every_n_epochs=1)
+        if step is not None:
+            self._lent.set(pl_module, training_step=step)
+
+    def _recorded(self, pl_module: LightningModule) -> tuple[nn.Module, Any]:
+        """The module that the engine listens to, and what stands in for `training_step`.
+
+        Raises:
+            ValueError: the `grad_sample_mode` needs one module.
+        """
+        trained = [m for m in pl_module.children() if _is_trained(m)]
+        inside = {id(p) for m in trained[:1] for p in m.parameters()}
+        if all(id(p) in inside for p in pl_module.parameters() if p.requires_grad):
+            return trained[0], None
+        mode = str(self._run.arguments.get("grad_sample_mode", "auto"))
+        if GRAD_SAMPLE_MODES.get(mode) in ("vmap", "two_pass"):
+            raise ValueError(
+                f"grad_sample_mode={mode!r} with a training_step that calls several modules. "
+                "Expected 'auto', or one module that it calls once."
+            )
+        whole = _WholeStep(pl_module)
+        return whole, lambda *args, **kwargs: whole.run(*args, **kwargs)
+
+    def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Everything is loaded: dropout goes on where it stood."""
+        if self._saved is not None:
+            torch.set_rng_state(self._saved["generator"])
+            self._saved = None
+
+    def on_after_backward(self, trainer: Any, pl_module: LightningModule) -> None:
+        """A physical batch that Lightning does not step on is added up."""
+        if not self._require_loader().is_last:
+            trainer.optimizers[0].step()
+
+    def on_train_batch_end(
+        self,
+        trainer: Any,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        """Log epsilon, as often as Lightning writes logs."""
+        position = self.engine.ledger.position
+        if self._require_loader().is_last and (
+            position % trainer.log_every_n_steps == 0 or position == self._run.pass_end
+        ):
+            delta = self.engine.plan.delta
+            pl_module.log("epsilon", self.engine.get_epsilon(delta), prog_bar=True, batch_size=1)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: LightningModule) -> None:
+        """A budget that is spent ends the training."""
+        self._require_loader().end_pass()
+        ledger = self.engine.ledger
+        if ledger.end is not None and ledger.position >= ledger.end:
+            trainer.should_stop = True
+
+    def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
+        """The ledger notes which other numbers were logged."""
+        names = sorted(set(trainer.logged_metrics) - {"epsilon"})
+        if names:
+            self.engine.ledger.note(unprotected=names)
+        self._final = self.state_dict()
+
+    def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
+        """Leave module, optimizer and trainer as they were."""
+        self._finish()
+
+    def on_exception(
+        self, trainer: Any, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """As at the end."""
+        self._finish()
+
+    def _finish(self) -> None:
+        self._lent.give_back()
+        self._run.finish()
+        self._loader = self._saved = None
+
+    def _require_loader(self) -> HostedLoader:
+        """The loader of this `fit`.
+
+        Raises:
+            RuntimeError: there is none.
+        """
+        if self._loader is None:
+            raise RuntimeError("PrivacyCallback was added during training. Expected it before fit.")
+        return self._loader
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """What Lightning's checkpoint says of the run."""
+        if not self._run.is_running:  # trainer.save_checkpoint after fit
+            return self._final
+        return {"run": self._run.state(), "generator": torch.get_rng_state()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Remembered until the optimizer is there."""
+        self._saved = state_dict
+
+    def on_load_checkpoint(
+        self, trainer: Any, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Refuse to go on from a run that was not private.
+
+        Raises:
+            ValueError: it was not.
+        """
+        fits = trainer.state.fn == "fit"
+        if fits and self.state_key not in checkpoint.get("callbacks", {}):
+            raise ValueError(
+                "The checkpoint was saved without a PrivacyCallback, so what it spent is unknown. "
+                "Expected one of a private run; load weights alone with load_state_dict."
+            )
+
+
+def _is_trained(module: nn.Module) -> bool:
+    return any(p.requires_grad for p in module.parameters())
+
+
+def refuse(trainer: Any, pl_module: LightningModule) -> None:
+    """Refuse what can't be made private.
+
+    Raises:
+        ValueError: it was asked for.
+    """
+    optimizers, precision = trainer.optimizers, str(trainer.precision)
+    findings = {
+        f"gradient_clip_val={trainer.gradient_clip_val} clips whole batches. Leave it out; "
+        "max_grad_norm of the callback bounds each example": trainer.gradient_clip_val,
+        f"precision={precision!r} scales the loss, and with it the norms that are clipped. Use "
+        "'32-true' or 'bf16-mixed'": precision.startswith("16"),
+        f"configure_optimizers returned {len(optimizers)} optimizers. Expected one; one release "
+        "gives one gradient": len(optimizers) != 1,
+        "automatic_optimization is False. Expected True, or dualdp.torch.PrivacyEngine in a loop "
+        "of your own": not pl_module.automatic_optimization,
+        f"the trainer has {trainer.world_size} processes. Expected one": trainer.world_size > 1,
+        f"overfit_batches={trainer.overfit_batches} trains on a few batches again and again. Leave "
+        "it out": trainer.overfit_batches,
+    }
+    for text, applies in findings.items():
+        if applies:
+            raise ValueError(f"This can't be made private: {text}.")
+
+
+class _WholeStep(nn.Module):
+    """A `training_step` that calls several modules, as one module with their outputs."""
+
+    def __init__(self, pl_module: LightningModule) -> None:
+        super().__init__()
+        self.inner, self._step = pl_module, pl_module.training_step
+        self._depth, self._is_live = 0, False
+        self.result: Any = None
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Stands in for `training_step` while it is recorded."""
+        self._is_live = True
+        try:
+            self(*args, **kwargs)
+            return self.result
+        finally:
+            self._is_live, self.result = False, None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._depth += 1
+        try:
+            return super().__call__(*args, **kwargs)
+        finally:
+            self._depth -= 1
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        """The outputs of the modules that `training_step` calls, examples on axis 0.
+
+        Raises:
+            UnsupportedLayerError: such a module would have to go through `vmap`.
+        """
+        is_real = self._is_live and self._depth == 1
+        if is_real and not torch.is_grad_enabled():
+            raise UnsupportedLayerError(
+                "The modules that training_step calls have no rules for some of their parameters. "
+                "Put them into one module (self.model) that training_step calls once."
+            )
+        with self._listening() as outputs, _silent(self.inner, not is_real):
+            result = self._step(*args, **kwargs)
+        if is_real:
+            self.result = result
+        return tuple(outputs)
+
+    @contextmanager
+    def _listening(self) -> Iterator[list[Tensor]]:
+        """Collects the floating outputs of the outermost calls of trained modules."""
+        outputs: list[Tensor] = []
+        inside = []
+
+        def enter(module: nn.Module, args: Any) -> None:
+            inside.append(module)
+
+        def leave(module: nn.Module, args: Any, out: Any) -> None:
+            inside.pop()
+            if not inside:
+                outputs.extend(float_leaves(out))
+
+        trained = [m for m in self.inner.modules() if _is_trained(m)]
+        handles = [m.register_forward_pre_hook(enter) for m in trained]
+        handles += [m.register_forward_hook(leave) for m in trained]
+        try:
+            yield outputs
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+@contextmanager
+def _silent(pl_module: LightningModule, silent: bool) -> Iterator[None]:
+    """Nothing is logged inside, while the model is only examined."""
+    lent = Lent()
+    if silent:
+        lent.set(pl_module, log=_nothing, log_dict=_nothing)
+    try:
+        yield
+    finally:
+        lent.give_back()
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """Log nowhere."""

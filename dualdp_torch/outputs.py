@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a recorded model returns, as one number per example."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from dualdp import UnsupportedLayerError
+
+from .rules.base import Tensor
+
+
+def projected(model: nn.Module, args: Any, kwargs: Any, cotangents: Any = None) -> Tensor:
+    """(n,) one number per example from the model's outputs: their product with `cotangents`."""
+    leaves = float_leaves(model(*args, **kwargs))
+    n = len(leaves[0]) if leaves and leaves[0].dim() else 0
+    total = None
+    for position, leaf in enumerate(leaves):
+        if leaf.dim() == 0 or len(leaf) != n:
+            raise UnsupportedLayerError(
+                f"The model returned a tensor of shape {tuple(leaf.shape)}. Expected the examples "
+                "on axis 0 of every output; use clipped_grad_sum, which sees the losses."
+            )
+        if cotangents is None:
+            weight = torch.arange(leaf[0].numel(), device=leaf.device).cos().view(leaf[0].shape)
+            part = (leaf * weight.to(leaf.dtype)).flatten(1) if leaf.dim() > 1 else leaf[:, None]
+        else:
+            part = (leaf * cotangents[position]).reshape(n, -1)
+        total = part.sum(1) if total is None else total + part.sum(1)
+    if total is None:
+        raise UnsupportedLayerError("The model returned no tensor. Expected its outputs.")
+    return total
+
+
+def float_leaves(outputs: Any) -> list[Tensor]:
+    """The floating-point tensors of the outputs."""
+    return [
+        leaf
+        for leaf in pytree.tree_leaves(outputs)
+        if torch.is_tensor(leaf) and leaf.is_floating_point()
+    ]
+
+
+class Silent:
+    """What a copy of a recorded model has in the recorder's place: it is not recorded.
+
+    A deep copy binds the recorder's own functions to it, a pickle its methods of the same names.
+    """
+
+    _paused, _mode = True, None
+
+    def _enter(self, *_: Any) -> None:
+        """The copy is entered."""
+
+    def _leave(self, *_: Any) -> None:
+        """The copy is left."""

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Puts `PrivacyEngine` on a model of yours to the test of `dualdp.testing`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from dualdp.plan import PrivacyPlan
+from dualdp.testing import plans
+from dualdp.testing.step import CANARY_FACTOR, LOSS_FACTOR, Event, Release, events_of
+
+from .engine import PrivacyEngine
+from .rules.base import Tensor
+
+
+class WithCanaries(nn.Module):
+    """A model and a canary vector; its outputs are the losses of the examples.
+
+    Args:
+        model: the user's.
+        loss_fn: (model, *batch) to the (n,) losses.
+        num_canaries: length of the vector.
+        scale: slope of an example's loss along its canary, gradient units.
+    """
+
+    def __init__(
+        self, model: nn.Module, loss_fn: Callable[..., Tensor], num_canaries: int, scale: float
+    ) -> None:
+        super().__init__()
+        self.model, self._loss_fn, self._scale = model, loss_fn, scale
+        self.canaries = nn.Parameter(torch.zeros(num_canaries, 1))
+
+    def forward(self, *batch: Tensor) -> Tensor:
+        """(*batch, row) to (n,) losses."""
+        own = self._loss_fn(self.model, *batch[:-1])
+        moved = nn.functional.embedding(batch[-1], self.canaries)[:, 0]
+        return LOSS_FACTOR * own + self._scale * moved.to(own.dtype)
+
+
+class WithFactors(nn.Module):
+    """A model whose examples' losses are multiplied by factors that come with the batch."""
+
+    def __init__(self, model: nn.Module, loss_fn: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.model, self._loss_fn = model, loss_fn
+
+    def forward(self, *batch: Tensor) -> Tensor:
+        """(*batch, factor) to (n,) losses."""
+        return self._loss_fn(self.model, *batch[:-1]) * batch[-1]
+
+
+class EngineStep:
+    """A `dualdp.testing.PrivateStep`: the engine, on a model and data of yours.
+
+    Args:
+        model: copied for every run.
+        loss_fn: (model, *batch) to the (n,) losses.
+        data: tensors, examples on axis 0.
+        plan: of which noise_multiplier, max_grad_norm, sampler, clipping (flat or automatic),
+            noise and physical_batch_size are tested, at the values of step 0.
+        grad_sample_mode: as in `make_private`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: Callable[..., Tensor],
+        data: Sequence[Tensor],
+        plan: PrivacyPlan,
+        *,
+        grad_sample_mode: str = "auto",
+    ) -> None:
+        self.model, self.loss_fn, self.data, self.plan = model, loss_fn, tuple(data), plan
+        self.claims = plans.claims_of(plan)
+        self.num_examples = len(self.data[0])
+        self._mode = grad_sample_mode
+        self._engine: PrivacyEngine | None = None
+
+    def plan_of(self, make: Callable[..., PrivacyPlan] = plans.of_run, **sizes: Any) -> PrivacyPlan:
+        """The plan of one test run."""
+        return make(self.plan, **sizes)
+
+    def clipped_sum(self, rows: Sequence[int], factors: Sequence[float]) -> Any:
+        """See `PrivateStep`: one step of a run without noise, in which everybody takes part."""
+        module = WithFactors(copy.deepcopy(self.model), self.loss_fn)
+        index = torch.tensor(list(rows))
+        scale = torch.tensor(list(factors), dtype=next(module.parameters()).dtype)
+        plan = self.plan_of(plans.of_sum, num_rows=len(rows), num_steps=1)
+        data = [part[index] for part in self.data]
+        for _ in self._run(module, [*data, scale], plan):
+            pass
+        parameters = [p for p in module.model.parameters() if p.requires_grad]
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        return torch.cat([g.flatten().double() for g in grads]).numpy() * len(rows)
+
+    def releases(
+        self,
+        num_steps: int,
+        *,
+        rows: Any,
+        num_canaries: int,
+        expected_batch_size: float,
+        seed: int | None,
+    ) -> Iterator[Release]:
+        """See `PrivateStep`."""
+        scale = CANARY_FACTOR * self.claims.max_grad_norm
+        module = WithCanaries(copy.deepcopy(self.model), self.loss_fn, num_canaries, scale)
+        index = torch.arange(len(rows)) % self.num_examples
+        data = [*(part[index] for part in self.data), torch.as_tensor(np.asarray(rows))]
+        plan = self.plan_of(
+            num_examples=len(rows),
+            expected_batch_size=expected_batch_size,
+            num_steps=num_steps,
+            seed=seed,
+        )
+        leaves = [p for p in module.model.parameters() if p.requires_grad]
+        for step in self._run(module, data, plan):
+            noisy = [
+                torch.zeros_like(p) if p.grad is None else p.grad * expected_batch_size
+                for p in (module.canaries, *leaves)
+            ]
+            sums = [value.detach().cpu().numpy() for value in noisy]
+            yield Release(sums[0], sums[1:], plan.batch_indices(step))
+
+    def events(self) -> list[Event]:
+        """See `PrivateStep`."""
+        return events_of(self._engine.accountant.history if self._engine else ())
+
+    def _run(self, module: nn.Module, data: Sequence[Tensor], plan: PrivacyPlan) -> Iterator[int]:
+        """Train with learning rate 0; after each release its number, the gradients in place."""
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+        self._engine = engine = PrivacyEngine()
+        _, _, loader = engine.make_private(
+            module=module,
+            optimizer=optimizer,
+            data_loader=DataLoader(TensorDataset(*data), batch_size=1),
+            loss_reduction="sum",
+            plan=plan,
+            grad_sample_mode=self._mode,
+        )
+        for batch in loader:
+            released = len(engine.accountant)
+            optimizer.zero_grad()
+            module(*batch).sum().backward()
+            optimizer.step()
+            if len(engine.accountant) > released:
+                yield released
+        engine.detach()
+
+
+def small_step(plan: PrivacyPlan) -> EngineStep:
+    """A small classifier on random data, for `dualdp audit`."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(256, 16, generator=generator)
+    y = torch.randint(0, 4, (256,), generator=generator)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
+
+    def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(model(x), y, reduction="none")
+
+    return EngineStep(model, loss_fn, (x, y), plan)
