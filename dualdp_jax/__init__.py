@@ -2,6 +2,9 @@
 """The JAX backend of dualdp; its public face is `dualdp.jax`."""
 
 from dualdp_jax import weights as weights
+from dualdp_jax.checkpoint import load_checkpoint as load_checkpoint
+from dualdp_jax.checkpoint import save_checkpoint as save_checkpoint
+from dualdp_jax.choices import explain as explain
 from dualdp_jax.data import Chunk as Chunk
 from dualdp_jax.data import Loader as Loader
 from dualdp_jax.data import LogicalBatch as LogicalBatch
@@ -16,6 +19,9 @@ from dualdp_jax.rules import RULES as RULES
 from dualdp_jax.rules import Rule as Rule
 from dualdp_jax.rules import Spec as Spec
 from dualdp_jax.rules import register_rule as register_rule
+from dualdp_jax.training import Stages as Stages
 from dualdp_jax.training import TrainState as TrainState
 from dualdp_jax.transform import AddNoiseState as AddNoiseState
 from dualdp_jax.transform import add_noise as add_noise
+from dualdp_jax.validate import Finding as Finding
+from dualdp_jax.validate import validate as validate

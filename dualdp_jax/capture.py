@@ -34,6 +34,7 @@ class Capture(NamedTuple):
         operands: their data operands, leading axes (n, *loops).
         cotangents: gradients of their results, leading axes (n, *loops).
         kept: parameter index to per-sample gradient, (n, *shape), of all its other uses.
+        convolves: whether, beside the uses, examples have a convolution kernel of their own.
     """
 
     losses: Any
@@ -42,6 +43,7 @@ class Capture(NamedTuple):
     operands: list[tuple[Any, ...]]
     cotangents: list[Any]
     kept: dict[int, Any]
+    convolves: bool
 
 
 def _one(rows: Any) -> Any:
@@ -67,8 +69,8 @@ def capture(call: Call, rows: Row) -> Capture:
     def forward(scope: Scope, row: Row) -> tuple[Any, Any]:
         slots = [parameter(index, value) for index, value in enumerate(scope.values)]
         results = run(scope, jaxpr, consts, [*slots, *jax.tree.leaves(row)])
-        plain = [item.value if isinstance(item, Derived) else item for item in results]
-        return jax.tree.unflatten(structure, [scope.enter(results[0]), *plain[1:]])
+        plain = [x.value if isinstance(x, Derived) else scope.enter(x) for x in results[1:]]
+        return jax.tree.unflatten(structure, [scope.enter(results[0]), *plain])
 
     plan = Scope(trained, trained)
     jax.eval_shape(lambda row: forward(plan, row), shapes)
@@ -89,7 +91,7 @@ def capture(call: Call, rows: Row) -> Capture:
         return loss, aux, operands, cotangents, kept
 
     losses, aux, operands, cotangents, kept = jax.vmap(one)(rows)
-    return Capture(losses, aux, plan.uses, operands, cotangents, kept)
+    return Capture(losses, aux, plan.uses, operands, cotangents, kept, plan.convolves)
 
 
 def _check_all_seen(call: Call, jaxpr: Any, plan: Scope) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -117,3 +118,33 @@ def low_precision_dtypes(jaxpr: Any) -> set[Any]:
     dtypes: set[Any] = {getattr(var.aval, "dtype", None) for var in variables} - {None}
     found = {d for d in dtypes if jax.numpy.issubdtype(d, jax.numpy.floating) and d.itemsize < 4}
     return found.union(*(low_precision_dtypes(inner) for inner in _extend.subjaxprs(jaxpr)))
+
+
+def primitives_of(eqn: Any) -> set[str]:
+    """Names of the primitives of an equation, those of nested jaxprs included."""
+    inner = (e for value in eqn.params.values() for e in _equations(value))
+    return {eqn.primitive.name}.union(*(primitives_of(e) for e in inner))
+
+
+def _equations(value: Any) -> list[Any]:
+    """The equations of a parameter that is a jaxpr, or several."""
+    if isinstance(value, tuple | list):
+        return [eqn for part in value for eqn in _equations(part)]
+    jaxpr = open_jaxpr(value)[0] if hasattr(value, "jaxpr") else value
+    return list(getattr(jaxpr, "eqns", ()))
+
+
+def _shardings(values: Any) -> list[Any]:
+    """What jax knows of where arrays lie; inside `jit` not what comes by `in_shardings`."""
+    leaves = [leaf for leaf in jax.tree.leaves(values) if isinstance(leaf, jax.Array)]
+    return [jax.typeof(leaf).sharding for leaf in leaves]
+
+
+def spans_devices(values: Any) -> bool:
+    """Whether an array is known to lie on a mesh of several devices, also inside `jit`."""
+    return any(math.prod(sharding.mesh.shape.values()) > 1 for sharding in _shardings(values))
+
+
+def is_sharded_in_type(values: Any) -> bool:
+    """Whether the type of an array says how it is spread, as on meshes with explicit axes."""
+    return any(any(sharding.spec) for sharding in _shardings(values))

@@ -8,10 +8,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from dualdp.batches import physical_batches
 from dualdp_jax.call import split_batch
+
+Span = tuple[int, int | None]
+_ARRAYS = (jax.Array, np.ndarray, np.generic)
+_HANDED_ON = (bool, int, float, complex, str, bytes)  # leaves that every example gets unchanged
 
 
 class Chunk(NamedTuple):
@@ -52,32 +57,34 @@ class Loader:
     Args:
         data: tuple of arrays or pytrees of arrays, examples on axis 0.
         plan: `PrivacyPlan`.
-        next_step: function to the number of steps released so far.
+        span: () to (next step, first step that must not be drawn or None).
 
     Guarantees:
         Every drawn example is in exactly one chunk, unmasked.  [test_loader_cuts_no_draw]
+        `len` is the number of batches of the coming pass.  [test_length_is_true]
     """
 
-    def __init__(self, data: tuple[Any, ...], plan: Any, next_step: Callable[[], int]) -> None:
+    def __init__(self, data: tuple[Any, ...], plan: Any, span: Callable[[], Span]) -> None:
         arrays, num_examples, self.rebuild = split_batch(data)
         if num_examples != plan.num_examples:
             raise ValueError(
                 f"The data has {num_examples} examples but the plan has num_examples="
                 f"{plan.num_examples}. Both must be the same."
             )
-        self._arrays, self._plan, self._next_step = arrays, plan, next_step
+        self._arrays, self._plan, self._span = arrays, plan, span
         self.physical_batch_size = plan.physical_batch_size or default_rows(plan)
 
     def __len__(self) -> int:
         """Batches of the pass that would begin now."""
+        start, end = self._span()
         if self._plan.num_steps is None:
-            size = self._plan.expected_batch_size_at(0)
-            return math.ceil(self._plan.num_examples / size)
-        return max(self._plan.num_steps - self._next_step(), 0)
+            epoch = math.ceil(self._plan.num_examples / self._plan.expected_batch_size_at(0))
+            end = start + epoch if end is None else min(end, start + epoch)
+        return max((end or 0) - start, 0)
 
     def __iter__(self) -> Iterator[LogicalBatch]:
-        start = self._next_step()
-        for step in range(start, start + len(self)):
+        start, count = self._span()[0], len(self)
+        for step in range(start, start + count):
             yield self.batch(step)
 
     def batch(self, step: int) -> LogicalBatch:
@@ -92,16 +99,36 @@ class Loader:
 
 
 def default_rows(plan: Any) -> int:
-    """Rows of a chunk when the plan leaves them open: nearly every Poisson draw fits in one.
+    """Rows of a chunk when the plan leaves them open.
 
-    Three standard deviations above the mean draw, so that about one draw in a thousand takes a
-    second chunk and one compilation serves all.
+    Draws of one size fill one chunk. Others get one of their mean and three standard deviations, so
+    that one draw in a thousand takes a second. The padding of small draws would cost more than it
+    saves on a CPU, whose time goes by the rows: there it is chunks of a quarter of the mean
+    wherever the half chunk that they waste is less than the three standard deviations.
     """
     steps = np.arange(max(plan.num_steps or 1, 1))
     expected = float(np.max(plan.expected_batch_size.at(steps)))
-    return max(1, min(plan.num_examples, math.ceil(expected + 3 * math.sqrt(expected))))
+    spread = 3 * math.sqrt(expected * (1 - expected / plan.num_examples))
+    if plan.sampler in ("fixed_size", "shuffle"):
+        spread = 0.0
+    rows = expected + spread
+    if jax.default_backend() == "cpu" and spread > expected / 8:
+        rows = expected / 4
+    most = min(plan.num_examples, plan.max_batch_size or plan.num_examples)
+    return max(1, min(most, math.ceil(rows)))
 
 
 def examples_of(data: Any) -> tuple[Any, ...]:
-    """The data as arguments of the loss: a tuple is several, anything else is one."""
+    """The data as arguments of the loss: a tuple is several, anything else is one.
+
+    Raises:
+        TypeError: data that can't be drawn from by index.
+    """
+    for leaf in jax.tree.leaves(data, is_leaf=lambda node: isinstance(node, Iterator)):
+        if not isinstance(leaf, _ARRAYS + _HANDED_ON):
+            raise TypeError(
+                f"data holds a {type(leaf).__module__}.{type(leaf).__name__}, which can't be drawn "
+                "from by index as the sampler does. Expected NumPy or JAX arrays with the examples "
+                "on axis 0, such as data=(np.asarray(x), np.asarray(y))."
+            )
     return data if isinstance(data, tuple) and not hasattr(data, "_fields") else (data,)

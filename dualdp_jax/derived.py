@@ -19,6 +19,7 @@ import numpy as np
 from dualdp_jax import compat
 
 Undo = Callable[[Any], Any]
+CASTS = ("convert_element_type", "copy", "copy_p")
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,12 +40,15 @@ class Derived:
         origin: (operation, which of its results), or None for a parameter or a given constant.
         undo: for a rearrangement of ONE parameter, the way from a gradient of the value to one of
             the parameter, a linear map that keeps the norm; else None.
+        order: for a parameter of which only axes were exchanged (and dtypes cast), which axis of
+            the parameter each axis is; else None.
     """
 
     value: Any
     sources: frozenset[int]
     origin: tuple[Operation, int] | None = None
     undo: Undo | None = None
+    order: tuple[int, ...] | None = None
 
 
 def constant(value: Any) -> Derived:
@@ -54,7 +58,8 @@ def constant(value: Any) -> Derived:
 
 def parameter(index: int, value: Any) -> Derived:
     """The parameter of a scope itself."""
-    return Derived(value, frozenset([index]), None, lambda cotangent: cotangent)
+    order = tuple(range(jnp.ndim(value)))
+    return Derived(value, frozenset([index]), None, lambda cotangent: cotangent, order)
 
 
 def derive(eqn: Any, inputs: Sequence[Derived]) -> list[Derived]:
@@ -62,9 +67,9 @@ def derive(eqn: Any, inputs: Sequence[Derived]) -> list[Derived]:
     operation = Operation(lambda *values: compat.bind(eqn, *values), tuple(inputs))
     results = operation.function(*(item.value for item in inputs))
     sources = frozenset().union(*(item.sources for item in inputs))
-    undo = _undo(eqn, inputs)
+    undo, order = _undo(eqn, inputs), _order(eqn, inputs)
     return [
-        Derived(value, sources, (operation, position), undo)
+        Derived(value, sources, (operation, position), undo, order)
         for position, value in enumerate(results)
     ]
 
@@ -109,6 +114,15 @@ def _undo(eqn: Any, inputs: Sequence[Derived]) -> Undo | None:
     return lambda cotangent: before(inverse(cotangent))
 
 
+def _order(eqn: Any, inputs: Sequence[Derived]) -> tuple[int, ...] | None:
+    """Which axis of the parameter each axis of the result is, where it is nothing else."""
+    before = inputs[0].order if len(inputs) == 1 else None
+    if before is None or eqn.primitive.name not in ("transpose", *CASTS):
+        return None
+    axes = eqn.params.get("permutation", range(len(before)))
+    return tuple(before[axis] for axis in axes)
+
+
 def _inverse(eqn: Any, shape: tuple[int, ...]) -> Undo | None:
     """The inverse of one equation that only moves numbers about; casts are left out on purpose.
 
@@ -120,8 +134,7 @@ def _inverse(eqn: Any, shape: tuple[int, ...]) -> Undo | None:
         return lambda cotangent: cotangent.transpose(order)
     if name == "rev":
         return lambda cotangent: jax.lax.rev(cotangent, eqn.params["dimensions"])
-    is_cast = name == "convert_element_type" and jnp.issubdtype(out.dtype, jnp.floating)
-    if is_cast or name in ("copy", "copy_p"):
+    if name in CASTS and jnp.issubdtype(out.dtype, jnp.floating):
         return lambda cotangent: cotangent
     keeps_order = name in ("reshape", "squeeze", "expand_dims", "broadcast_in_dim")
     if keeps_order and out.size == math.prod(shape):

@@ -3,33 +3,24 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
+import numpy as np
 import optax
 
 from dualdp import AccountingError, _validate
 from dualdp.ledger import Ledger
-from dualdp.mechanisms import num_steps_of
 from dualdp.plan import PrivacyPlan
-from dualdp_jax import compat
-from dualdp_jax.call import split_batch
+from dualdp_jax.arguments import plan_of
 from dualdp_jax.data import Loader, LogicalBatch, examples_of
 from dualdp_jax.parameters import split
-from dualdp_jax.training import Run, TrainState
+from dualdp_jax.training import Run, Stages, TrainState, check_step, continued, first_state
 
 Step = Callable[[TrainState, LogicalBatch], tuple[TrainState, dict[str, Any]]]
-_RUN_ARGUMENTS = (
-    "loss_fn",
-    "params",
-    "optimizer",
-    "data",
-    "needs_key",
-    "has_aux",
-    "trainable",
-    "method",
-)
+_STACK = f"jax {jax.__version__}"  # the generators of "fast" noise change between releases
 
 
 class PrivacyEngine:
@@ -39,6 +30,10 @@ class PrivacyEngine:
         accountant: "pld", "rdp" or "gdp"; None for the plan's, or "pld" without a plan.
         secure_mode: asks for noise="secure".
 
+    Attributes:
+        keep_per_sample: whether `stages` forms the per-sample gradients too, which takes the memory
+            of n models.
+
     Guarantees:
         A release is recorded before it is computed, once per step, in order.
             [test_step_records_before_it_dispatches]
@@ -46,7 +41,20 @@ class PrivacyEngine:
 
     def __init__(self, accountant: str | None = None, secure_mode: bool = False) -> None:
         self._accountant, self._secure_mode = accountant, bool(secure_mode)
+        self.keep_per_sample = False
         self._ledger: Ledger | None = None
+        self._has_begun = self._is_detached = False
+        self._run: Run | None = None
+        self._recorded: int | None = None  # step that is recorded and perhaps not sealed
+        self._loaded: TrainState | None = None  # what a checkpoint held
+        self._last: tuple[Any, LogicalBatch, Any] | None = None  # params, batch, seal
+
+    @classmethod
+    def loaded(cls, ledger: Ledger, state: TrainState) -> PrivacyEngine:
+        """The engine of a run that a checkpoint holds; `resume` goes on with it."""
+        engine = cls()
+        engine._ledger, engine._loaded = ledger, state
+        return engine
 
     # ------------------------------------------------------------------ set-up
 
@@ -62,6 +70,7 @@ class PrivacyEngine:
         has_aux: bool = False,
         trainable: Any = None,
         method: str = "auto",
+        ledger: str | os.PathLike[str] | None = None,
         **plan_arguments: Any,
     ) -> tuple[Step, TrainState, Loader]:
         """Step, first state and loader of a private run.
@@ -77,22 +86,23 @@ class PrivacyEngine:
             has_aux: whether `loss_fn` returns (loss, aux).
             trainable: pytree of bools like `params`, False freezes.
             method: see `clipped_grad_sum`.
+            ledger: a new file for the record of releases; None keeps it in memory, until the first
+                checkpoint.
             **plan_arguments: without a plan, those of `PrivacyPlan` (expected_batch_size,
-                noise_multiplier, max_grad_norm, ...), or epochs= instead of num_steps=.
+                noise_multiplier, max_grad_norm, target_epsilon, on_budget, ...), or epochs=
+                instead of num_steps=, target_delta= instead of delta=, and
+                max_physical_batch_size= (examples worked on at once).
 
         Returns:
             `(step, state, loader)`; `state, metrics = step(state, batch)` for each batch of the
-            loader. The metrics called `unprotected_*` are not private.
+            loader. The metrics called `unprotected_*` are not private; noise="secure" leaves
+            them out.
 
         Raises:
             AccountingError: the engine has a run already.
             TypeError: arguments that the plan holds, or that nobody knows.
         """
-        if self._ledger is not None:
-            raise AccountingError(
-                "This engine has a run already, and a second one would not be in its account. "
-                "Make a new PrivacyEngine."
-            )
+        self._refuse_a_second_run()
         if not hasattr(optimizer, "init") or not hasattr(optimizer, "update"):
             raise TypeError(
                 f"optimizer is a {type(optimizer).__name__}. Expected an optax transformation, "
@@ -102,8 +112,7 @@ class PrivacyEngine:
         parameters = split(params, trainable)
         if not parameters.trained:
             raise ValueError("No leaf of params is trained. Expected at least one; see trainable=.")
-        ledger = Ledger(plan, self._accountant)
-        loader = Loader(examples_of(data), plan, lambda: len(ledger))
+        loader = Loader(examples_of(data), plan, self._span)
         run = Run(
             plan=plan,
             parameters=parameters,
@@ -114,94 +123,164 @@ class PrivacyEngine:
             method=method,
             rebuild=loader.rebuild,
         )
-        state = run.first_state()
-        plan.claim()
-        self._ledger = ledger
-
-        def step(state: TrainState, batch: LogicalBatch) -> tuple[TrainState, dict[str, Any]]:
-            _check_step(plan, state, batch)
-            ledger.record(batch.step)
-            return run.step(state, batch)
-
-        return step, state, loader
+        state = first_state(parameters, optimizer)
+        if self._loaded is not None:
+            state = continued(self._loaded, state)
+        self._begin(plan, ledger)
+        self._run = run
+        return self._step, state, loader
 
     def make_private_with_epsilon(
-        self,
-        *,
-        target_epsilon: float,
-        target_delta: float,
-        num_steps: int | None = None,
-        epochs: float | None = None,
-        **arguments: Any,
+        self, *, target_epsilon: float, target_delta: float, **arguments: Any
     ) -> tuple[Step, TrainState, Loader]:
         """`make_private` with the noise multiplier that spends at most `target_epsilon`.
 
         Args:
             target_epsilon: at the end of the run.
             target_delta: its delta.
-            num_steps: length of the run; or
-            epochs: the same in passes over the data.
-            **arguments: of `make_private`, without noise_multiplier and plan.
+            **arguments: of `make_private`, without noise_multiplier and plan; among them num_steps
+                or epochs.
 
         Raises:
             TypeError: an argument that contradicts these came too.
-            ValueError: noise_multiplier came too, or neither num_steps nor epochs.
+            ValueError: neither num_steps nor epochs.
         """
-        run = {name: arguments.pop(name) for name in _RUN_ARGUMENTS if name in arguments}
-        if "delta" in arguments:
-            raise TypeError("delta came together with target_delta. Expected the latter alone.")
-        if "plan" in arguments:
+        twice = sorted({"plan", "noise_multiplier"} & arguments.keys())
+        if twice:
             raise TypeError(
-                "plan came together with target_epsilon. Expected make_private(plan=...), or "
-                "PrivacyPlan.calibrate."
+                f"{', '.join(twice)} came together with target_epsilon. Expected one of the two: "
+                "this method finds the noise multiplier and makes the plan."
             )
-        settings = arguments | {"num_steps": num_steps, "epochs": epochs, "delta": target_delta}
-        required = ("expected_batch_size", "max_grad_norm")
-        plan = PrivacyPlan.calibrate(
-            target_epsilon=target_epsilon, **self._settings(run.get("data"), settings, required)
-        )
-        return self.make_private(plan=plan, **run)
+        arguments |= {"target_epsilon": target_epsilon, "target_delta": target_delta}
+        return self.make_private(noise_multiplier=None, **arguments)
+
+    def resume(self, **arguments: Any) -> tuple[Step, TrainState, Loader]:
+        """Go on with a run that `load_checkpoint` brought back.
+
+        Args:
+            **arguments: those of `make_private` that describe the run and not its plan: loss_fn,
+                params (for their structure; the numbers are the loaded ones), optimizer, data, ...
+
+        Returns:
+            `(step, state, loader)`, the state being the loaded one.
+
+        Raises:
+            AccountingError: the engine was not loaded.
+        """
+        if self._loaded is None:
+            raise AccountingError(
+                "There is no loaded run to go on with. Expected the engine of load_checkpoint."
+            )
+        return self.make_private(**arguments)
+
+    def make_loader(
+        self,
+        *,
+        data: Any,
+        plan: PrivacyPlan | None = None,
+        ledger: str | os.PathLike[str] | None = None,
+        **plan_arguments: Any,
+    ) -> Loader:
+        """The account and the batches of a run whose step is the user's own.
+
+        Call `record()` before each release, and `noisy_mean` or `add_noise(plan)` for its noise.
+
+        Args:
+            data: as in `make_private`.
+            plan: as there.
+            ledger: as there.
+            **plan_arguments: as there.
+
+        Returns:
+            The loader.
+        """
+        self._refuse_a_second_run()
+        plan = self._plan_of(plan, data, plan_arguments)
+        loader = Loader(examples_of(data), plan, self._span)
+        self._begin(plan, ledger)
+        return loader
 
     def _plan_of(
         self, plan: PrivacyPlan | None, data: Any, given: Mapping[str, Any]
     ) -> PrivacyPlan:
-        """The plan, or one made of the arguments."""
-        if plan is None:
-            required = ("expected_batch_size", "noise_multiplier", "max_grad_norm")
-            return PrivacyPlan(**self._settings(data, given, required))
-        if given:
+        """The plan, or one made of the arguments, or that of the loaded run."""
+        if self._loaded is None:
+            return plan_of(plan, data, given, self._accountant, self._secure_mode)
+        if plan is not None or given:
             raise TypeError(
-                f"{sorted(given)} came together with plan=, which holds them. Expected them in the "
-                "plan alone."
+                f"{sorted(given) or 'plan'} came for a run that was loaded from a checkpoint, "
+                "which holds its plan. Expected none of it."
             )
-        if self._secure_mode and plan.noise != "secure":
-            raise ValueError(
-                f"secure_mode=True with a plan whose noise={plan.noise!r}. Expected noise='secure' "
-                "in the plan."
-            )
-        return plan
+        return self.plan
 
-    def _settings(
-        self, data: Any, given: Mapping[str, Any], required: Sequence[str]
-    ) -> dict[str, Any]:
-        """Arguments of `PrivacyPlan`, from those of the engine."""
-        known = {field.name for field in dataclasses.fields(PrivacyPlan)} - {"num_examples"}
-        unknown = sorted(set(given) - known - {"epochs"})
-        missing = [name for name in required if name not in given]
-        if unknown or missing:
-            raise TypeError(
-                f"make_private got unknown arguments {unknown} and misses {missing}. Expected "
-                f"plan=, or {', '.join(required)} and any of {sorted(known - set(required))}."
+    def _refuse_a_second_run(self) -> None:
+        if self._has_begun:
+            raise AccountingError(
+                "This engine has a run already, and a second one would not be in its account. "
+                "Make a new PrivacyEngine."
             )
-        num_examples = split_batch(examples_of(data))[1]
-        settings = {"accountant": self._accountant or "pld", "delta": 1 / (num_examples + 1)}
-        if self._secure_mode:
-            settings["noise"] = "secure"
-        settings |= {"num_steps": None, "num_examples": num_examples, **given}
-        epochs = settings.pop("epochs", None)
-        if epochs is not None:
-            settings["num_steps"] = _steps_of(epochs, settings)
-        return settings
+
+    def _begin(self, plan: PrivacyPlan, path: str | os.PathLike[str] | None) -> None:
+        """Take the plan's key and open its ledger, unless that was loaded."""
+        if self._loaded is None:
+            plan.claim()
+            self._ledger = Ledger(plan, self._accountant, path)
+        self._has_begun = True
+
+    # ------------------------------------------------------------------ a step
+
+    def _span(self) -> tuple[int, int | None]:
+        """Next step, and the first one that the loader must not draw."""
+        ledger = self._running()
+        end = ledger.end if ledger.plan.on_budget == "stop" else ledger.plan.num_steps
+        return ledger.position, end
+
+    def _step(self, state: TrainState, batch: LogicalBatch) -> tuple[TrainState, dict[str, Any]]:
+        """One release: record, add up, seal, add noise, update."""
+        run, ledger = self._attached(), self._running()
+        check_step(ledger.plan, state, batch)
+        if self._recorded != batch.step:  # else an error stopped it before anything was released
+            ledger.record(batch.step)
+            self._recorded = batch.step
+        totals, each = run.totals(state.params, batch, ledger.max_grad_norm)
+        counts = {}
+        if ledger.plan.is_adaptive:
+            counts = {"num_below": int(totals.num_below), "num_rows": int(totals.num_rows)}
+        seal = ledger.seal(
+            batch.step, lambda: [np.asarray(s) for s in totals.sums], stack=_STACK, **counts
+        )
+        self._recorded = None
+        self._last = (state.params, batch, seal)
+        state, metrics = run.release(state, totals, batch.step, seal)
+        if run.has_aux:
+            metrics["unprotected_aux"] = [aux for _, aux in each]
+        if ledger.plan.noise == "secure":
+            metrics = {}
+        return state, {"step": batch.step, **metrics}
+
+    def detach(self) -> None:
+        """End the run: step and loader refuse, the ledger's file is free; the record stays."""
+        self._running().close()
+        self._is_detached, self._run, self._last = True, None, None
+
+    def stages(self) -> Stages:
+        """The gradients of the last step on their way to the optimizer, for inspection only.
+
+        They are computed once more from the step's parameters and batch, of which the engine keeps
+        the last; with `keep_per_sample` also the per-sample gradients.
+
+        Raises:
+            AccountingError: no step was taken, or the noise is secure, which shows nothing else.
+        """
+        run = self._attached()
+        if self._last is None:
+            raise AccountingError("No step was taken yet. Call step first.")
+        if run.plan.noise == "secure":
+            raise AccountingError(
+                "The stages of a gradient are not private, and noise='secure' keeps them closed. "
+                "Expected another noise for inspection."
+            )
+        return run.stages(*self._last, per_sample=self.keep_per_sample)
 
     # ------------------------------------------------------------------ account
 
@@ -216,64 +295,69 @@ class PrivacyEngine:
         """
         num_steps = _validate.integer("num_steps", num_steps)
         ledger = self._running()
-        first = len(ledger)
-        end = ledger.plan.num_steps
+        first, end = ledger.position, ledger.end
         if end is not None and first + num_steps > end:
             raise AccountingError(
-                f"num_steps={num_steps} after {first} recorded releases is past the plan's "
-                f"num_steps={end}. Plan more steps, or num_steps=None for an open-ended run."
+                f"num_steps={num_steps} after {first} recorded releases is past step {end}, where "
+                "the plan or its target epsilon ends. Plan more steps, or num_steps=None for an "
+                "open-ended run."
             )
-        steps = range(first, first + num_steps)
-        for step in steps:
+        if any(entry["step"] >= first for entry in ledger.entries):
+            raise AccountingError(
+                f"Step {first} was released before, after the checkpoint was written, and a loop "
+                "of your own does not show whether it would be the same release again. Expected "
+                "the last checkpoint of the run, or make_private, whose step tells."
+            )
+        for step in range(first, first + num_steps):
             ledger.record(step)
-        return steps
+            # Nobody shows us the sums of such a loop, so no step of it is ever a known replay.
+            ledger.seal(step, [np.frombuffer(os.urandom(16), np.uint8)], stack=_STACK)
+        return range(first, first + num_steps)
 
     def get_epsilon(self, delta: float) -> float:
         """Epsilon spent so far, an upper bound at `delta`."""
-        return self._running().get_epsilon(delta=delta)
+        return self.ledger.get_epsilon(delta=delta)
 
     @property
     def plan(self) -> PrivacyPlan:
         """The plan of the run."""
-        return self._running().plan
+        return self.ledger.plan
 
     @property
     def accountant(self) -> Any:
         """The accountant of the run."""
-        return self._running().accountant
+        return self.ledger.accountant
 
     @property
     def ledger(self) -> Ledger:
-        """The record of the run."""
-        return self._running()
+        """The record of the run.
 
-    def _running(self) -> Ledger:
+        Raises:
+            AccountingError: there is none.
+        """
         if self._ledger is None:
             raise AccountingError("The engine has no run yet. Call make_private first.")
         return self._ledger
 
+    def _running(self) -> Ledger:
+        """The record of a run that may go on.
 
-def _steps_of(epochs: Any, settings: Mapping[str, Any]) -> int:
-    """Length of a run that was given in epochs."""
-    if settings["num_steps"] is not None:
-        raise TypeError("num_steps and epochs came together. Expected one of the two.")
-    return num_steps_of(
-        epochs=epochs,
-        num_examples=settings["num_examples"],
-        batch_size=settings["expected_batch_size"],
-    )
+        Raises:
+            AccountingError: there is none, or it was detached.
+        """
+        if self._is_detached:
+            raise AccountingError(
+                "The engine is detached, so its step and loader have ended. Make a new engine, or "
+                "load a checkpoint."
+            )
+        return self.ledger
 
-
-def _check_step(plan: PrivacyPlan, state: TrainState, batch: LogicalBatch) -> None:
-    """Refuse what the ledger could not account."""
-    if compat.is_traced(state) or compat.in_trace():
-        raise TypeError(
-            "step was called inside jit, scan or grad, where it would be recorded once for many "
-            "releases. Call it from Python; for a jitted loop use clipped_grad_sum, "
-            "add_noise(plan) and engine.record(num_steps=k)."
-        )
-    if not isinstance(batch, LogicalBatch) or batch.plan is not plan:
-        raise TypeError(
-            f"batch is a {type(batch).__name__} that this engine's loader did not draw. Expected "
-            "one of its batches: only they are what the accountant assumes."
-        )
+    def _attached(self) -> Run:
+        """The run whose step is ours."""
+        self._running()
+        if self._run is None:
+            raise AccountingError(
+                "The step of this run is the user's own. Expected make_private instead of "
+                "make_loader."
+            )
+        return self._run

@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dualdp_jax import compat
+from dualdp_jax import compat, tied
 from dualdp_jax.bounds import Clip
 from dualdp_jax.call import Call, Row
 from dualdp_jax.capture import Capture, capture
 from dualdp_jax.interpret import Use
+from dualdp_jax.rules import Choice
 from dualdp_jax.rules.product import sq_norm, weighted_sum, widen
 
 Keeps = Callable[[Use, Any, Any], bool]
@@ -25,12 +26,12 @@ class Found(NamedTuple):
 
     Attributes:
         capture: what the pass left behind.
-        ghosts: parameter index to the number of its one use, whose gradient is never formed.
+        ghosts: parameter index to the numbers of its uses, whose gradients are never formed.
         kept: parameter index to per-sample gradients, (n, *shape).
     """
 
     capture: Capture
-    ghosts: dict[int, int]
+    ghosts: dict[int, list[int]]
     kept: dict[int, Any]
 
 
@@ -38,34 +39,51 @@ def find(call: Call, rows: Row, keeps: Keeps) -> Found:
     """Capture a batch, and form the per-sample gradients that have to be formed.
 
     These are: of parameters with several uses (their gradients add up before the norm is taken),
-    of weights that are computed from parameters by more than a rearrangement, and of uses that
-    `keeps` names.
+    unless pairs of positions are cheaper; of weights that are computed from parameters by more than
+    a rearrangement, and of uses that `keeps` names.
     """
     taken = capture(call, rows)
-    users: dict[int, list[int]] = {}
-    for number, use in enumerate(taken.uses):
-        for index in use.sources:
-            users.setdefault(index, []).append(number)
-    ghosts: dict[int, int] = {}
+    ghosts = {
+        index: numbers
+        for index, numbers in users(taken).items()
+        if not any(keeps(*part) for part in _parts(taken, numbers))
+    }
+    spared = {number for numbers in ghosts.values() for number in numbers}
+    formed = [number for number in range(len(taken.uses)) if number not in spared]
     kept = {index: widen(grads) for index, grads in taken.kept.items()}
-    for number, use in enumerate(taken.uses):
-        arguments = (taken.operands[number], taken.cotangents[number])
-        is_alone = all(users[i] == [number] and i not in taken.kept for i in use.sources)
-        if is_alone and use.is_rearrangement and not keeps(use, *arguments):
-            (index,) = use.sources
-            ghosts[index] = number
-            continue
-        grads = use.rule.grads(use.spec, *arguments)
-        for index, part in jax.vmap(partial(use.pull, call.parameters.trained))(grads).items():
-            kept[index] = kept[index] + widen(part) if index in kept else widen(part)
+    for index, part in _formed(call, _parts(taken, formed)).items():
+        kept[index] = kept[index] + part if index in kept else part
     return Found(taken, ghosts, kept)
 
 
-def _use(found: Found, index: int) -> tuple[Use, Any, Any]:
-    """The one use of a parameter, its operands and cotangents."""
-    number = found.ghosts[index]
-    taken = found.capture
-    return taken.uses[number], taken.operands[number], taken.cotangents[number]
+def users(taken: Capture) -> dict[int, list[int]]:
+    """Parameter index to its uses, where its gradient need not be formed for a norm and a sum."""
+    numbers: dict[int, list[int]] = {}
+    for number, use in enumerate(taken.uses):
+        for index in use.sources:
+            numbers.setdefault(index, []).append(number)
+    return {
+        index: found
+        for index, found in numbers.items()
+        if index not in taken.kept
+        and all(taken.uses[number].is_rearrangement for number in found)
+        and (len(found) == 1 or tied.prefers_pairs(_parts(taken, found)))
+    }
+
+
+def _parts(taken: Capture, numbers: list[int]) -> list[tied.Part]:
+    """Some uses, with their operands and cotangents."""
+    return [(taken.uses[i], taken.operands[i], taken.cotangents[i]) for i in numbers]
+
+
+def _formed(call: Call, parts: list[tied.Part]) -> dict[int, Any]:
+    """Per-sample gradients of the parameters behind some uses, summed over the uses, wide."""
+    total: dict[int, Any] = {}
+    for use, operands, cotangents in parts:
+        grads = use.rule.grads(use.spec, operands, cotangents)
+        for index, part in jax.vmap(partial(use.pull, call.parameters.trained))(grads).items():
+            total[index] = total[index] + widen(part) if index in total else widen(part)
+    return total
 
 
 def _sq_norms_of(call: Call, found: Found) -> list[Any]:
@@ -77,7 +95,12 @@ def _sq_norms_of(call: Call, found: Found) -> list[Any]:
             return sq_norm(found.kept[index])
         if index not in found.ghosts:
             return zeros
-        use, operands, cotangents = _use(found, index)
+        parts = _parts(found.capture, found.ghosts[index])
+        uses = [use for use, *_ in parts]
+        if len(parts) > 1:
+            again = lambda arrays: [(u, *a) for u, a in zip(uses, arrays, strict=True)]  # noqa: E731
+            return tied.sq_norms(parts, lambda arrays: _formed(call, again(arrays))[index])
+        ((use, operands, cotangents),) = parts
         if use.rule.sq_norms is None:
             return sq_norm(use.rule.grads(use.spec, operands, cotangents))
         return use.rule.sq_norms(use.spec, operands, cotangents)
@@ -90,14 +113,14 @@ def _sum_of(call: Call, found: Found, index: int, factors: Any) -> Any:
     like = call.parameters.trained[index]
     if index in found.kept:
         return weighted_sum(factors, found.kept[index])
-    if index not in found.ghosts:
-        return jnp.zeros(like.shape, widen(like).dtype)
-    use, operands, cotangents = _use(found, index)
-    if use.rule.weighted_sum is None:
-        total = weighted_sum(factors, use.rule.grads(use.spec, operands, cotangents))
-    else:
-        total = use.rule.weighted_sum(use.spec, operands, cotangents, factors)
-    return use.pull(call.parameters.trained, total)[index]
+    total: Any = 0.0
+    for use, operands, cotangents in _parts(found.capture, found.ghosts.get(index, [])):
+        if use.rule.weighted_sum is None:
+            part = weighted_sum(factors, use.rule.grads(use.spec, operands, cotangents))
+        else:
+            part = use.rule.weighted_sum(use.spec, operands, cotangents, factors)
+        total = total + use.pull(call.parameters.trained, part)[index]
+    return total if index in found.ghosts else jnp.zeros(like.shape, widen(like).dtype)
 
 
 def grads(call: Call, rows: Row) -> Any:
@@ -200,7 +223,14 @@ def num_bytes(tree: Any) -> int:
 
 def keeps_by_cost(use: Use, operands: Any, cotangents: Any) -> bool:
     """Whether to keep the per-sample gradients of a use, by the cost model."""
-    return use.rule.keeps is not None and use.rule.keeps(use.spec, operands, cotangents)
+    return choice(use, operands, cotangents).keeps
+
+
+def choice(use: Use, operands: Any, cotangents: Any) -> Choice:
+    """What the cost model says about a use."""
+    if use.rule.choice is None:
+        return Choice()
+    return use.rule.choice(use.spec, operands, cotangents)
 
 
 def never(use: Use, operands: Any, cotangents: Any) -> bool:

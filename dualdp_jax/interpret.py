@@ -22,6 +22,7 @@ from dualdp_jax.derived import (
 )
 from dualdp_jax.rules import RULES, Rule, Spec
 
+CONVOLUTION = "conv_general_dilated"
 Pull = Callable[[Sequence[Any], Any], dict[int, Any]]
 
 
@@ -30,18 +31,38 @@ class Use:
     """One place where a weight meets data.
 
     Attributes:
+        primitive: its name.
         rule: what is known about the primitive.
         spec: the primitive's parameters, and the operand that the weight is.
         sources: indices of the parameters that the weight is made of.
         is_rearrangement: the weight holds the numbers of one parameter, in another order.
         pull: (parameters, gradient of the operand) to gradients of the parameters.
+        order: see `Derived`.
     """
 
+    primitive: str
     rule: Rule
     spec: Spec
     sources: frozenset[int]
     is_rearrangement: bool
     pull: Pull
+    order: tuple[int, ...] | None = None
+
+
+class Waiting(NamedTuple):
+    """A weight that meets data, not run until something reads the result.
+
+    Attributes:
+        eqn: the equation.
+        inputs: its operands.
+        position: which of them is the weight.
+        summed: axes of the result that are summed away at once, for rules that gain by it.
+    """
+
+    eqn: Any
+    inputs: list[Any]
+    position: int
+    summed: tuple[int, ...] = ()
 
 
 @dataclass
@@ -57,6 +78,7 @@ class Scope:
         shapes: shape of the result at each use.
         wanted: parameters that are used outside the rules.
         blocked: parameters that reach a place where no gradient passes.
+        convolves: whether, beside the uses, examples have a convolution kernel of their own.
         plans: what a first run over the body of a loop has found, by equation.
     """
 
@@ -68,11 +90,14 @@ class Scope:
     shapes: list[Any] = field(default_factory=list)
     wanted: set[int] = field(default_factory=set)
     blocked: set[int] = field(default_factory=set)
+    convolves: bool = False
     plans: dict[Any, Scope] = field(default_factory=dict)
     memo: dict[Operation, list[Any]] = field(default_factory=dict)
 
     def enter(self, item: Any) -> Any:
         """A value for ordinary computation: parameters carry their own probe from here on."""
+        if isinstance(item, Waiting):
+            return _use(self, item)
         if isinstance(item, Derived):
             self.wanted |= item.sources
             return evaluate(item, self.probed, self.memo)
@@ -86,9 +111,6 @@ class Scope:
         return taken
 
 
-# ---------------------------------------------------------------------- running a jaxpr
-
-
 def run(scope: Scope, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
     """Run a jaxpr on data and `Derived` values; the results are of these kinds too."""
     env: dict[Any, Any] = {}
@@ -98,7 +120,16 @@ def run(scope: Scope, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) ->
     for eqn in jaxpr.eqns:
         results = _step(scope, eqn, [read(v) for v in eqn.invars])
         env |= zip(eqn.outvars, results, strict=True)
+        for var, item in zip(eqn.outvars, results, strict=True):
+            if isinstance(item, Waiting) and _num_readers(jaxpr, var) > 1:
+                env[var] = scope.enter(item)
     return [read(v) for v in jaxpr.outvars]
+
+
+def _num_readers(jaxpr: Any, var: Any) -> int:
+    """How often a variable is an operand or a result."""
+    operands = [v for eqn in jaxpr.eqns for v in eqn.invars]
+    return sum(v is var for v in [*operands, *jaxpr.outvars])
 
 
 def _is_weight(item: Any) -> bool:
@@ -109,16 +140,22 @@ def _step(scope: Scope, eqn: Any, inputs: list[Any]) -> list[Any]:
     """The results of one equation."""
     name = eqn.primitive.name
     holds_weight = any(map(_is_weight, inputs))
-    if holds_weight and name in compat.WRAPPERS:
+    is_waiting = any(isinstance(item, Waiting) for item in inputs)
+    if (holds_weight or is_waiting) and name in compat.WRAPPERS:
         jaxpr, consts = compat.open_jaxpr(eqn.params[compat.WRAPPERS[name]])
         return run(scope, jaxpr, consts, inputs)
     if all(isinstance(item, Derived) for item in inputs):
         return _derived(scope, eqn, inputs)
     if holds_weight and name == "scan":
         return _scan(scope, eqn, inputs)
+    if is_waiting and name == "reduce_sum" and not inputs[0].summed:
+        return [_use(scope, inputs[0]._replace(summed=tuple(eqn.params["axes"])))]
     position = _rule_position(eqn, inputs) if holds_weight else None
     if position is not None:
-        return [_use(scope, eqn, inputs, position)]
+        found = Waiting(eqn, inputs, position)
+        return [found if RULES[name].takes_sums else _use(scope, found)]
+    if holds_weight or (name == CONVOLUTION and not isinstance(inputs[1], Derived)):
+        scope.convolves |= CONVOLUTION in compat.primitives_of(eqn)
     return compat.bind(eqn, *(scope.enter(item) for item in inputs))
 
 
@@ -144,28 +181,29 @@ def _rule_position(eqn: Any, inputs: list[Any]) -> int | None:
     return weights[0] if is_float and rule.accepts(eqn.params, weights[0], shapes) else None
 
 
-def _use(scope: Scope, eqn: Any, inputs: list[Any], position: int) -> Any:
+def _use(scope: Scope, found: Waiting) -> Any:
     """Run an equation that has a rule; record the use and add its probe."""
+    eqn, inputs, position, summed = found
     weight: Derived = inputs[position]
     others = tuple(scope.enter(item) for i, item in enumerate(inputs) if i != position)
-    values = [weight.value if i == position else scope.enter(x) for i, x in enumerate(inputs)]
+    values = [*others[:position], weight.value, *others[position:]]
     (result,) = compat.bind(eqn, *values)
+    result = result.sum(summed) if summed else result
     scope.uses.append(
         Use(
+            primitive=eqn.primitive.name,
             rule=RULES[eqn.primitive.name],
-            spec=Spec(eqn.params, position, weight.value.shape, weight.value.dtype),
+            spec=Spec(eqn.params, position, weight.value.shape, weight.value.dtype, (), summed),
             sources=weight.sources,
             is_rearrangement=weight.undo is not None,
             pull=lambda values, cotangent: pull_back(weight, values, cotangent),
+            order=weight.order,
         )
     )
     scope.operands.append(others)
     scope.shapes.append(jax.ShapeDtypeStruct(result.shape, result.dtype))
     probe = scope.take_probes(1)
     return result if probe is None else result + probe[0]
-
-
-# ---------------------------------------------------------------------- loops
 
 
 class Loop(NamedTuple):
@@ -254,6 +292,7 @@ def _scan(scope: Scope, eqn: Any, inputs: list[Any]) -> list[Any]:
         for index, weight in enumerate(loop.weights)
     ]
     scope.blocked |= {i for j in plan.blocked for i in loop.weights[j].sources}
+    scope.convolves |= plan.convolves
     probes = scope.take_probes(len(plan.uses))
     pick = lambda values, flag: [  # noqa: E731
         v for v, stacked in zip(values, loop.is_stacked, strict=True) if stacked == flag

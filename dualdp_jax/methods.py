@@ -13,6 +13,7 @@ from dualdp import _validate
 from dualdp_jax import ghost
 from dualdp_jax.bounds import Clip
 from dualdp_jax.call import Call, Row
+from dualdp_jax.choices import is_small
 from dualdp_jax.rules.product import sq_norm, weighted_sum
 
 Map = Callable[..., Any]
@@ -86,7 +87,20 @@ METHODS: dict[str, Method] = {
     "vmap": _differentiated(jax.vmap),
     "loop": _differentiated(_one_by_one),
 }
-AUTO = _captured(ghost.keeps_by_cost)
+
+
+def _cheapest(name: str) -> Callable[..., Any]:
+    """One of the functions of "auto": that of "vmap" for a small model, else a use at a time."""
+
+    def function(call: Call, rows: Row, *rest: Any) -> Any:
+        chosen = METHODS["vmap"] if is_small(call, rows) else _BY_COST
+        return getattr(chosen, name)(call, rows, *rest)
+
+    return function
+
+
+_BY_COST = _captured(ghost.keeps_by_cost)
+AUTO = Method(_cheapest("grads"), _cheapest("sq_norms"), _cheapest("clipped"), _BY_COST.footprint)
 
 
 def choose(method: str) -> Method:

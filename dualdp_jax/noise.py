@@ -3,35 +3,66 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from dualdp import AccountingError
+from dualdp import AccountingError, _validate
+from dualdp.randomness import secure
 from dualdp_jax import compat
 from dualdp_jax.rules.product import widen
+
+_LOW = 2.0**24  # the lower word of a number of grid cells is below; float32 holds both exactly
+_MOST = 2.0**53  # cells; a sum beyond is held there, which moves no two sums apart
+
+
+class GridNoise(NamedTuple):
+    """Noise made on the host, in cells of the public grid: high * 2^24 + low.
+
+    Attributes:
+        high: like the sums, int32.
+        low: like the sums, int32, in [0, 2^24).
+        pitch: of the grid, a power of two, gradient units.
+        per_unit: 1 / pitch.
+    """
+
+    high: Any
+    low: Any
+    pitch: Any
+    per_unit: Any
 
 
 class Release(NamedTuple):
     """The numbers of one release, as data for a jitted function.
 
     Attributes:
-        key: (2,) uint32, secret.
+        source: secret; a key, (2,) uint32, or `GridNoise`.
         noise_stddev: of the noise in the sum, gradient units.
         expected_batch_size: what the noisy sum is divided by.
     """
 
-    key: Any
+    source: Any
     noise_stddev: Any
     expected_batch_size: Any
 
 
-def release_at(plan: Any, step: int) -> Release:
+def release_at(
+    plan: Any, step: int, *, branch: int = 0, max_grad_norm: float | None = None, like: Any
+) -> Release:
     """The numbers of the release of a step, computed on the host.
 
     The key is a keyed hash of the step, which no traced program should hold: it would end in
     compilation caches. So it is computed here and handed over as data.
+
+    Args:
+        plan: `PrivacyPlan`.
+        step: index of the release, a Python integer.
+        branch: the ledger's, for a step that is released again with other gradients.
+        max_grad_norm: C of this step where the ledger learns it; None for the plan's.
+        like: pytree, the sums or their shapes and dtypes.
 
     Raises:
         TypeError: the step is traced.
@@ -48,45 +79,125 @@ def release_at(plan: Any, step: int) -> Release:
             f"step={step} is past the plan's num_steps={plan.num_steps}. Plan more steps, or "
             "num_steps=None for an open-ended run."
         )
-    compat.check_counter_layout()
-    return Release(
-        plan.step_key("noise", step),
-        np.float64(plan.noise_stddev(step)),
-        np.float64(plan.expected_batch_size_at(step)),
-    )
+    bound = plan.max_grad_norm_at(step) if max_grad_norm is None else max_grad_norm
+    bound = _validate.positive("max_grad_norm", bound)
+    stddev = plan.noise_multiplier_at(step) * bound
+    source: Any
+    if plan.noise == "secure":
+        source = _grid_noise(plan, step, branch, bound, stddev, like)
+    else:
+        compat.check_counter_layout()
+        source = plan.step_key("noise", step, branch)
+    numbers = (stddev, plan.expected_batch_size_at(step))
+    return Release(source, *(np.asarray(number, _scalar_dtype(like)) for number in numbers))
 
 
-def noisy_mean(grads: Any, plan: Any, step: int) -> Any:
+def release_shapes(plan: Any, like: Any) -> Release:
+    """Shapes and dtypes of `release_at(plan, step, like=like)`."""
+    scalar = jax.ShapeDtypeStruct((), _scalar_dtype(like))
+    source: Any
+    if plan.noise == "secure":
+        whole = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, np.int32), like)
+        source = GridNoise(whole, whole, scalar, scalar)
+    else:
+        source = jax.ShapeDtypeStruct((2,), np.uint32)
+    return Release(source, scalar, scalar)
+
+
+def _scalar_dtype(like: Any) -> Any:
+    """The dtype in which the numbers of a release reach the sums."""
+    return jnp.result_type(jnp.float32, *jax.tree.leaves(like))
+
+
+def noisy_mean(
+    grads: Any, plan: Any, step: int, *, branch: int = 0, max_grad_norm: float | None = None
+) -> Any:
     """Add the noise of a step to a clipped sum and divide by the expected batch size.
+
+    `plan.noise` says which normals. "fast" and "portable" are both JAX's own, keyed by us: a
+    statistical generator, and a float32 normal of 2^23 values, so that whoever sees one exact
+    released number can rule a data set out by it nine times in ten. "secure" is meant for that
+    adversary: its noise is drawn on the host (see `dualdp.randomness.secure`).
 
     Args:
         grads: pytree, the SUM of clipped gradients of one logical batch.
         plan: `PrivacyPlan`.
         step: index of the release, a Python integer; never use one twice with other gradients.
+        branch: the ledger's, for a step that is released again with other gradients.
+        max_grad_norm: C of this step where the ledger learns it; None for the plan's.
 
     Returns:
         Pytree like `grads`, float32 or wider: (sum + noise) / expected_batch_size.
 
     Guarantees:
-        Noise of standard deviation `plan.noise_stddev(step)`, independent over leaves and steps.
-            [test_noise_has_the_planned_stddev]
+        Noise of standard deviation noise_multiplier times max_grad_norm, independent over leaves,
+            steps and branches.
+            [test_noise_has_the_declared_scale, test_noise_never_repeats]
         With noise="portable" the same normals as torch's: leaf i of `jax.tree.leaves(grads)` gets
             `fold_in(plan.step_key("noise", step), i)`.  [test_noise_is_the_counter_generator]
 
     Source: Abadi et al. 2016, Algorithm 1, "add noise".
     """
-    return noised_mean(grads, release_at(plan, step))
+    release = release_at(plan, step, branch=branch, max_grad_norm=max_grad_norm, like=grads)
+    return noised_mean(grads, release)
 
 
 def noised_mean(grads: Any, release: Release) -> Any:
     """`noisy_mean` as a pure function that may be traced."""
-    key = compat.wrap_key(release.key)
     leaves, treedef = jax.tree.flatten(grads)
+    leaves = [widen(leaf) for leaf in leaves]
+    if isinstance(release.source, GridNoise):
+        high, low, *scales = release.source
+        parts = zip(leaves, jax.tree.leaves(high), jax.tree.leaves(low), strict=True)
+        noisy = [_on_grid(*part, *(s.astype(part[0].dtype) for s in scales)) for part in parts]
+    else:
+        key = compat.wrap_key(release.source)
+        noisy = [
+            leaf
+            + release.noise_stddev.astype(leaf.dtype)
+            * jax.random.normal(jax.random.fold_in(key, index), leaf.shape, leaf.dtype)
+            for index, leaf in enumerate(leaves)
+        ]
+    sizes = [release.expected_batch_size.astype(leaf.dtype) for leaf in leaves]
+    means = [leaf / size for leaf, size in zip(noisy, sizes, strict=True)]
+    return jax.tree.unflatten(treedef, means)
 
-    def noised(index: int, leaf: Any) -> Any:
-        leaf = widen(leaf)
-        normal = jax.random.normal(jax.random.fold_in(key, index), leaf.shape, leaf.dtype)
-        stddev, size = (value.astype(leaf.dtype) for value in release[1:])
-        return (leaf + stddev * normal) / size
 
-    return jax.tree.unflatten(treedef, [noised(i, leaf) for i, leaf in enumerate(leaves)])
+# ---------------------------------------------------------------------- secure
+
+
+def _grid_noise(
+    plan: Any, step: int, branch: int, bound: float, stddev: float, like: Any
+) -> GridNoise:
+    """The noise of a step on the public grid, in the shapes of the sums."""
+    leaves, treedef = jax.tree.flatten(like)
+    sizes = [math.prod(leaf.shape) for leaf in leaves]
+    pitch = secure.pitch(bound, sum(sizes))
+    cells = secure.grid_noise(plan, step, branch=branch, cells=stddev / pitch, size=sum(sizes))
+    high = np.floor(cells * (1 / _LOW))
+    cells -= high * _LOW
+
+    def like_the_sums(flat: Any) -> Any:
+        flat, ends = flat.astype(np.int32), np.cumsum(sizes)
+        parts = [flat[end - n : end] for end, n in zip(ends, sizes, strict=True)]
+        shapes = [leaf.shape for leaf in leaves]
+        shaped = [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
+        return jax.tree.unflatten(treedef, shaped)
+
+    scales = [np.asarray(scale, _scalar_dtype(like)) for scale in (pitch, 1 / pitch)]
+    return GridNoise(like_the_sums(high), like_the_sums(cells), *scales)
+
+
+def _on_grid(total: Any, high: Any, low: Any, pitch: Any, per_unit: Any) -> Any:
+    """The sum, rounded to the grid, plus the noise: exact in pairs of 32-bit integers.
+
+    float64 is off in JAX by default. Every step here is exact: scaling by a power of two, rounding
+    to an integer, splitting it, adding integers. Only the return to floating point rounds, and what
+    it rounds is the noisy sum.
+    """
+    cells = jnp.clip(jnp.rint(total * per_unit), -_MOST, _MOST)
+    upper = jnp.floor(cells * (1 / _LOW))
+    lower = (cells - upper * _LOW).astype(jnp.int32) + low
+    upper = upper.astype(jnp.int32) + high + (lower >> 24)
+    lower &= (1 << 24) - 1
+    return upper.astype(total.dtype) * (_LOW * pitch) + lower.astype(total.dtype) * pitch

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from dualdp import _validate
 from dualdp_jax import bounds
 from dualdp_jax.call import Call, Row, build
+from dualdp_jax.choices import check_devices
 from dualdp_jax.methods import Method, choose
 from dualdp_jax.rules.product import widen
 
@@ -66,6 +67,7 @@ def per_sample_grads(
     """
     call = build(loss_fn, what, batch, has_aux=has_aux, key=key, trainable=trainable)
     chosen = choose(method)
+    check_devices(call, method)
 
     def work(rows: Row, mask: Any) -> tuple[Any, Any]:
         grads, _, aux = chosen.grads(call, rows)
@@ -113,6 +115,7 @@ def per_sample_norms(
     """
     call = build(loss_fn, what, batch, has_aux=has_aux, key=key, trainable=trainable)
     chosen = choose(method)
+    check_devices(call, method)
 
     def work(rows: Row, mask: Any) -> tuple[Any, Any]:
         sq_norms, _, aux = chosen.sq_norms(call, rows)
@@ -197,6 +200,7 @@ def clipped_call(
 ) -> ClippedGradSum:
     """`clipped_grad_sum` of a call in normal form."""
     chosen = choose(method)
+    check_devices(call, method)
     size = _chunk_size(call, chosen, physical_batch_size, max_memory)
     full_mask = bounds.checked_mask(mask, call.num_examples)
 

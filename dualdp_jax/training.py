@@ -13,12 +13,13 @@ import numpy as np
 import optax
 
 from dualdp_jax import bounds, compat
-from dualdp_jax.call import build, split_batch
+from dualdp_jax.call import Call, build, split_batch
 from dualdp_jax.data import LogicalBatch
 from dualdp_jax.methods import choose
 from dualdp_jax.noise import Release, noised_mean, release_at
-from dualdp_jax.parameters import Parameters
+from dualdp_jax.parameters import Parameters, split
 from dualdp_jax.per_sample import clipped_call
+from dualdp_jax.rules.product import widen
 
 
 class TrainState(NamedTuple):
@@ -34,6 +35,19 @@ class TrainState(NamedTuple):
     opt_state: Any
     step: int
 
+    @classmethod
+    def create(
+        cls, params: Any, optimizer: optax.GradientTransformation, trainable: Any = None
+    ) -> TrainState:
+        """The state before step 0, such as `load_checkpoint(path, like=...)` takes.
+
+        Args:
+            params: pytree of parameters, or an `nnx.Module`.
+            optimizer: of optax.
+            trainable: pytree of bools like `params`, False freezes.
+        """
+        return first_state(split(params, trainable), optimizer)
+
 
 class Totals(NamedTuple):
     """What the chunks of a logical batch add up to.
@@ -41,19 +55,39 @@ class Totals(NamedTuple):
     Attributes:
         sums: clipped gradients, per trained leaf.
         loss: sum of the losses.
-        num_examples: unmasked examples.
-        num_clipped: of them, how many had a norm above the bound, or none that is finite.
+        num_rows: unmasked examples.
+        num_below: of them, how many had a norm of at most the bound.
     """
 
     sums: list[Any]
     loss: Any
-    num_examples: Any
-    num_clipped: Any
+    num_rows: Any
+    num_below: Any
+
+
+class Stages(NamedTuple):
+    """The gradients of one step on their way to the optimizer, for inspection only.
+
+    Attributes:
+        unprotected_norms: (n,) norms of the examples' gradients, not private.
+        unprotected_sum: pytree, the clipped sum, not private.
+        noisy_mean: pytree, what the optimizer got.
+        unprotected_grads: pytree, leaves (n, *shape), not private; None unless
+            `engine.keep_per_sample` was set.
+    """
+
+    unprotected_norms: Any
+    unprotected_sum: Any
+    noisy_mean: Any
+    unprotected_grads: Any = None
 
 
 @dataclass(frozen=True)
 class Run:
-    """A plan, a loss and an optimizer, and the two compiled functions of a step."""
+    """A plan, a loss and an optimizer, and the two compiled functions of a step.
+
+    A third one forms the per-sample gradients of a chunk, and is compiled if they are asked for.
+    """
 
     plan: Any
     parameters: Parameters
@@ -63,59 +97,86 @@ class Run:
     has_aux: bool
     method: str
     rebuild: Callable[[list[Any]], tuple[Any, ...]]
-    _jitted: tuple[Callable[..., Any], Callable[..., Any]] = field(init=False)
+    _jitted: tuple[Callable[..., Any], ...] = field(init=False)
+    _nothing: Totals = field(init=False)
 
     def __post_init__(self) -> None:
         choose(self.method)
-        object.__setattr__(self, "_jitted", (jax.jit(self._add_chunk), jax.jit(self._update)))
+        functions = (self._add_chunk, self._update, self._grads)
+        object.__setattr__(self, "_jitted", tuple(jax.jit(function) for function in functions))
+        # Once per run and on the device: made anew in each step it would be a transfer of the
+        # size of the parameters.
+        zeros = [jnp.zeros_like(widen(p)) for p in self.parameters.trained]
+        count = jnp.zeros((), jnp.int32)
+        object.__setattr__(
+            self, "_nothing", Totals(zeros, jnp.zeros((), self.parameters.dtype), count, count)
+        )
 
-    def first_state(self) -> TrainState:
-        """The state before step 0; dtypes are made strong, so that no later step recompiles."""
-        strong = [jax.lax.convert_element_type(p, p.dtype) for p in self.parameters.trained]
-        opt_state = self.optimizer.init(self.parameters.like(strong))
-        return TrainState(self.parameters.whole(strong, self.parameters.others), opt_state, 0)
+    def totals(self, params: Any, batch: LogicalBatch, bound: float) -> tuple[Totals, list[Any]]:
+        """What the logical batch adds up to, and per chunk (norms, aux)."""
+        totals, each = self._nothing, []
+        inputs, dropout = self._inputs(params, batch)
+        limit = np.asarray(bound, self.parameters.dtype)
+        for arrays, rows in inputs:
+            totals, part = self._jitted[0](*arrays, totals, rows, dropout, limit)
+            each.append(part)
+        return totals, each
 
-    def step(self, state: TrainState, batch: LogicalBatch) -> tuple[TrainState, dict[str, Any]]:
-        """The state after the release of this batch, which the caller has recorded."""
-        add_chunk, update = self._jitted
+    def release(
+        self, state: TrainState, totals: Totals, step: int, seal: Any
+    ) -> tuple[TrainState, dict[str, Any]]:
+        """The state after the release of these totals, which the caller has recorded and sealed."""
         trained, others = self.parameters.arrays(state.params)
-        dropout = self.plan.step_key("dropout", batch.step)
-        bound = np.asarray(self.plan.max_grad_norm_at(batch.step), self.parameters.dtype)
-        totals, aux = self._nothing(), []
-        for chunk in batch.chunks:
-            arrays, _, _ = split_batch(chunk.args)
-            rows = (arrays, chunk.mask, chunk.indices)
-            totals, part = add_chunk(trained, others, totals, rows, dropout, bound)
-            aux.append(part)
-        release = self._release(batch.step)
-        trained, opt_state, metrics = update(trained, state.opt_state, totals, release)
-        params = self.parameters.whole(trained, others)
-        if self.has_aux:
-            metrics["unprotected_aux"] = aux
-        return TrainState(params, opt_state, state.step + 1), {"step": batch.step, **metrics}
+        release = self._numbers(step, seal, totals.sums)
+        trained, opt_state, metrics = self._jitted[1](trained, state.opt_state, totals, release)
+        state = TrainState(self.parameters.whole(trained, others), opt_state, state.step + 1)
+        return state, metrics
 
-    def _nothing(self) -> Totals:
-        """Totals before the first chunk, on the host."""
-        trained = self.parameters.trained
-        zeros = [np.zeros(p.shape, jnp.result_type(jnp.float32, p)) for p in trained]
-        count = np.zeros((), np.int32)
-        return Totals(zeros, np.zeros((), self.parameters.dtype), count, count)
+    def stages(self, params: Any, batch: LogicalBatch, seal: Any, per_sample: bool) -> Stages:
+        """The stages of a step that was released, computed once more from its inputs."""
+        totals, each = self.totals(params, batch, seal.max_grad_norm)
+        like = self.parameters.like
+        kept = lambda parts: np.concatenate(  # noqa: E731
+            [np.asarray(p)[c.mask] for p, c in zip(parts, batch.chunks, strict=True)]
+        )
+        grads = None
+        if per_sample:
+            inputs, dropout = self._inputs(params, batch)
+            chunks = [self._jitted[2](*arrays, rows, dropout) for arrays, rows in inputs]
+            grads = like([kept(leaf) for leaf in zip(*chunks, strict=True)])
+        return Stages(
+            kept([norms for norms, _ in each]),
+            like(totals.sums),
+            jax.jit(noised_mean)(like(totals.sums), self._numbers(batch.step, seal, totals.sums)),
+            grads,
+        )
 
-    def _release(self, step: int) -> Release:
-        """The numbers of a release, in the precision of the sums."""
-        key, stddev, size = release_at(self.plan, step)
-        return Release(key, *(np.asarray(v, self.parameters.dtype) for v in (stddev, size)))
+    # ------------------------------------------------------------------ what is compiled
 
-    def _add_chunk(
-        self, trained: Any, others: Any, totals: Totals, rows: Any, dropout: Any, bound: Any
-    ) -> tuple[Totals, Any]:
-        """Totals with one more chunk, and the aux of its examples."""
-        arrays, mask, indices = rows
+    def _inputs(self, params: Any, batch: LogicalBatch) -> tuple[list[Any], Any]:
+        """Per chunk (arrays of the model, arrays of its rows), and the key of the dropout masks."""
+        arrays = self.parameters.arrays(params)
+        rows = [(split_batch(chunk.args)[0], chunk.mask, chunk.indices) for chunk in batch.chunks]
+        return [(arrays, row) for row in rows], self.plan.step_key("dropout", batch.step)
+
+    def _numbers(self, step: int, seal: Any, sums: list[Any]) -> Release:
+        """The numbers of a sealed release."""
+        return release_at(
+            self.plan,
+            step,
+            branch=seal.branch,
+            max_grad_norm=seal.max_grad_norm,
+            like=self.parameters.like(sums),
+        )
+
+    def _call(self, trained: Any, others: Any, rows: Any, dropout: Any) -> Call:
+        """The rows of a chunk in normal form, with the dropout keys of (plan, step, example)."""
+        arrays, _, indices = rows
         key = compat.wrap_key(dropout)
         parameters = replace(
             self.parameters, trained=trained, others=self.parameters.keyed(others, key)
         )
-        call = build(
+        return build(
             self.loss_fn,
             parameters,
             self.rebuild(arrays),
@@ -124,16 +185,21 @@ class Run:
             trainable=None,
             positions=indices.astype(jnp.uint32),
         )
-        clip = bounds.clipper(parameters, self.plan.clipping, bound)
+
+    def _add_chunk(
+        self, trained: Any, others: Any, totals: Totals, rows: Any, dropout: Any, bound: Any
+    ) -> tuple[Totals, Any]:
+        """Totals with one more chunk, and the norms and aux of its examples."""
+        call, mask = self._call(trained, others, rows, dropout), rows[1]
+        clip = bounds.clipper(call.parameters, self.plan.clipping, bound)
         result = clipped_call(call, clip=clip, mask=mask, method=self.method)
-        over = mask & ~(result.norms <= bound)
         added = Totals(
             jax.tree.leaves(result.grads),
             result.losses.sum().astype(totals.loss.dtype),
             mask.sum(dtype=jnp.int32),
-            over.sum(dtype=jnp.int32),
+            (mask & (result.norms <= bound)).sum(dtype=jnp.int32),
         )
-        return jax.tree.map(jnp.add, totals, added), result.aux
+        return jax.tree.map(jnp.add, totals, added), (result.norms, result.aux)
 
     def _update(
         self, trained: Any, opt_state: Any, totals: Totals, release: Release
@@ -144,9 +210,58 @@ class Run:
             noised_mean(like(totals.sums), release), opt_state, like(trained)
         )
         moved = jax.tree.leaves(optax.apply_updates(like(trained), updates))
-        count = jnp.maximum(totals.num_examples, 1)
+        count = jnp.maximum(totals.num_rows, 1)
         metrics = {
             "unprotected_loss": totals.loss / count,
-            "unprotected_clipped_fraction": totals.num_clipped / count,
+            "unprotected_clipped_fraction": (totals.num_rows - totals.num_below) / count,
         }
         return moved, opt_state, metrics
+
+    def _grads(self, trained: Any, others: Any, rows: Any, dropout: Any) -> list[Any]:
+        """Per-sample gradients of a chunk, (rows, *shape) per trained leaf."""
+        call = self._call(trained, others, rows, dropout)
+        return list(choose(self.method).grads(call, call.rows)[0])
+
+
+def first_state(parameters: Parameters, optimizer: optax.GradientTransformation) -> TrainState:
+    """The state before step 0.
+
+    Dtypes are made strong, and the optimizer starts from parameters as wide as the noisy mean that
+    it will see, so that no later step recompiles.
+    """
+    strong = [jax.lax.convert_element_type(p, p.dtype) for p in parameters.trained]
+    opt_state = optimizer.init(parameters.like([widen(p) for p in strong]))
+    return TrainState(parameters.whole(strong, parameters.others), opt_state, 0)
+
+
+def continued(loaded: TrainState, fresh: TrainState) -> TrainState:
+    """The loaded state, once it is that of the model and optimizer at hand.
+
+    Raises:
+        ValueError: they have other leaves.
+    """
+    for name in ("params", "opt_state"):
+        flat = [jax.tree_util.tree_flatten_with_path(getattr(s, name))[0] for s in (fresh, loaded)]
+        ours, theirs = ({jax.tree_util.keystr(path) for path, _ in leaves} for leaves in flat)
+        if ours != theirs:
+            raise ValueError(
+                f"{name} has the leaves {sorted(ours - theirs)}, which the loaded state lacks, and "
+                f"lacks {sorted(theirs - ours)}. Expected the model and the optimizer that "
+                "load_checkpoint was given in like=."
+            )
+    return loaded
+
+
+def check_step(plan: Any, state: TrainState, batch: LogicalBatch) -> None:
+    """Refuse what the ledger could not account."""
+    if compat.is_traced(state) or compat.in_trace():
+        raise TypeError(
+            "step was called inside jit, scan or grad, where it would be recorded once for many "
+            "releases. Call it from Python; for a jitted loop use clipped_grad_sum, "
+            "add_noise(plan) and engine.record(num_steps=k)."
+        )
+    if not isinstance(batch, LogicalBatch) or batch.plan is not plan:
+        raise TypeError(
+            f"batch is a {type(batch).__name__} that this engine's loader did not draw. Expected "
+            "one of its batches: only they are what the accountant assumes."
+        )

@@ -7,10 +7,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
-from dualdp_jax.noise import Release, noised_mean, release_at
+from dualdp_jax.noise import Release, noised_mean, release_at, release_shapes
 
 
 class AddNoiseState(NamedTuple):
@@ -25,7 +24,8 @@ def add_noise(plan: Any) -> optax.GradientTransformation:
     The key of a step is a keyed hash, so a compiled program asks the host for it by a callback, a
     pure function of the step. A table of keys would need no callback, but it would put the secret
     into the optimizer's state (and so into checkpoints) or into the compiled program (and so into
-    compilation caches). The callback costs tens of microseconds a step.
+    compilation caches). The callback costs tens of microseconds a step; secure noise comes through
+    it as a whole.
 
     The transformation does no accounting: call `engine.record(num_steps=k)` before the steps run.
 
@@ -35,26 +35,30 @@ def add_noise(plan: Any) -> optax.GradientTransformation:
     Returns:
         `optax.GradientTransformation` whose state is the step.
 
+    Raises:
+        ValueError: the plan's max_grad_norm is learned, which only the engine's ledger knows.
+
     Guarantees:
         The same noise as `noisy_mean(sums, plan, step)`.  [test_add_noise_is_noisy_mean]
         The state holds no key.  [test_add_noise_keeps_the_key_on_the_host]
     """
+    if plan.is_adaptive:
+        raise ValueError(
+            "The plan's max_grad_norm is adaptive: its next value is known once a step is sealed. "
+            "Use PrivacyEngine.make_private, or noisy_mean(..., max_grad_norm=)."
+        )
 
     def init(params: Any) -> AddNoiseState:
         return AddNoiseState(jnp.zeros((), jnp.int32))
 
     def update(sums: Any, state: AddNoiseState, params: Any = None) -> tuple[Any, AddNoiseState]:
         del params
-        dtype = jnp.result_type(jnp.float32, *jax.tree.leaves(sums))
+        like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), sums)
 
         def ask_host(step: Any) -> Release:
-            key, *scalars = release_at(plan, int(step))
-            return Release(key, *(np.asarray(value, dtype) for value in scalars))
+            return release_at(plan, int(step), like=like)
 
-        shapes = Release(
-            jax.ShapeDtypeStruct((2,), np.uint32), *[jax.ShapeDtypeStruct((), dtype)] * 2
-        )
-        release = jax.pure_callback(ask_host, shapes, state.step)
+        release = jax.pure_callback(ask_host, release_shapes(plan, like), state.step)
         return noised_mean(sums, release), AddNoiseState(state.step + 1)
 
     return optax.GradientTransformation(init, update)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dualdp_jax import compat
+from dualdp_jax import optimizer_state as optimizer_state
 
 Path = tuple[str, ...]
 
@@ -19,7 +20,8 @@ def leaves(params: Any) -> list[tuple[Path, tuple[int, ...]]]:
     """Path and shape of every parameter, in the order of `jax.tree.leaves`.
 
     Args:
-        params: linen or nested dict, `nnx.Module` (its `nnx.Param`s) or `nnx.State`, any pytree.
+        params: linen or nested dict, `nnx.Module` (its `nnx.Param`s, and `nnx.BatchStat`s where it
+            has any) or `nnx.State`, any pytree.
 
     Raises:
         TypeError: a leaf is no array.
@@ -28,8 +30,19 @@ def leaves(params: Any) -> list[tuple[Path, tuple[int, ...]]]:
 
 
 def to_numpy(params: Any) -> list[np.ndarray]:
-    """The parameters as NumPy arrays, in the order of `leaves`."""
-    return [np.asarray(leaf) for _, leaf in _flat(params)]
+    """The parameters as NumPy arrays, in the order of `leaves`; bfloat16 comes as float32."""
+    return [as_numpy(leaf) for _, leaf in _flat(params)]
+
+
+def to_named(params: Any) -> dict[str, np.ndarray]:
+    """Path joined by "/" -> array, as in `to_numpy`."""
+    paths = ["/".join(path) for path, _ in leaves(params)]
+    return dict(zip(paths, to_numpy(params), strict=True))
+
+
+def from_named(like: Any, arrays: Mapping[str, np.ndarray]) -> Any:
+    """`from_numpy`, by path joined by "/"."""
+    return from_numpy(like, [arrays["/".join(path)] for path, _ in leaves(like)])
 
 
 def from_numpy(like: Any, arrays: Sequence[np.ndarray]) -> Any:
@@ -59,10 +72,23 @@ def from_numpy(like: Any, arrays: Sequence[np.ndarray]) -> Any:
     return jax.tree.unflatten(jax.tree.structure(_tree(like)), new)
 
 
+def as_numpy(array: Any) -> np.ndarray:
+    """A copy on the host; bfloat16, which torch does not take from NumPy, as float32."""
+    return np.array(array, np.float32 if array.dtype == jnp.bfloat16 else None)
+
+
+def from_foreign(array: Any, as_numpy: Callable[[], np.ndarray]) -> jax.Array:
+    """An array of another library by DLPack, through NumPy where that fails."""
+    try:
+        return jnp.from_dlpack(array)
+    except (BufferError, RuntimeError):
+        return jnp.asarray(as_numpy())
+
+
 def _tree(params: Any) -> Any:
-    """The pytree that holds the parameters: the `nnx.Param`s of a module, else itself."""
+    """The pytree that holds the parameters: the variables of a module, else itself."""
     nnx = compat.flax_module(params)
-    return params if nnx is None else nnx.state(params, nnx.Param)
+    return params if nnx is None else nnx.state(params, nnx.Any(nnx.Param, nnx.BatchStat))
 
 
 def _flat(params: Any) -> list[tuple[Path, Any]]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from dualdp_jax.rules import conv, dot, lookup
+from dualdp_jax.rules.kinds import Choice as Choice
 from dualdp_jax.rules.kinds import Rule as Rule
 from dualdp_jax.rules.kinds import Spec as Spec
 

@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from dualdp import costs
-from dualdp_jax.rules.kinds import Rule, Spec
+from dualdp_jax.rules import small
+from dualdp_jax.rules.kinds import Choice, Rule, Spec
 from dualdp_jax.rules.product import HIGHEST, drop, gram_is_safe, scaled, sq_norm, widen
 
 
@@ -84,13 +85,29 @@ def _offset_grads(spec: Spec, x: Any, grads_out: Any) -> Iterator[Any]:
 def _all_grads(spec: Spec, x: Any, grads_out: Any) -> Any:
     """Per-sample gradients of all kernel offsets, (n, k, g, i, o).
 
-    With one input per group a product per offset is too thin: all offsets go into one.
+    With few inputs per group a product per offset is too thin: patches are written for one. With
+    one input they are written offset by offset, which is the faster copy.
     """
-    if spec.shape[spec.params["dimension_numbers"][1][1]] > 1:
+    if not _prefers_patches(spec, grads_out):
         return jnp.stack(list(_offset_grads(spec, x, grads_out)), 1)
     grads, spatial = _grouped(spec, widen(grads_out))
-    views = jnp.stack([_flat(spec, view) for view in _views(spec, widen(x), spatial)], 1)
-    return jnp.einsum("nktgi,ntgo->nkgio", views, grads, precision=HIGHEST)
+    views = [_flat(spec, view) for view in _views(spec, widen(x), spatial)]
+    if views[0].shape[3] == 1:
+        return jnp.einsum("nktgi,ntgo->nkgio", jnp.stack(views, 1), grads, precision=HIGHEST)
+    patches = jnp.stack(views, 3)  # (n, t, g, k, i)
+    n, t, g, k, i = patches.shape
+    patches = patches.reshape(n, t, g, k * i)
+    found = jnp.einsum("ntgj,ntgo->ngjo", patches, grads, precision=HIGHEST)
+    return found.reshape(n, g, k, i, -1).swapaxes(1, 2)
+
+
+def _prefers_patches(spec: Spec, grads_out: Any) -> bool:
+    """By the inputs per group, and the numbers in all patches."""
+    rhs, out = (spec.params["dimension_numbers"][i] for i in (1, 2))
+    positions = grads_out.size // grads_out.shape[1 + out[1]]
+    channels = spec.shape[rhs[1]]
+    inputs = channels * spec.params["feature_group_count"]
+    return small.prefers_patches(channels, positions * inputs * _num_offsets(spec))
 
 
 def _by_loop(function: Callable[..., Any], combine: Callable[[Any], Any]) -> Callable[..., Any]:
@@ -124,7 +141,9 @@ def _merge(array: Any, rows: int) -> Any:
 
 
 def weight_grads(spec: Spec, others: tuple[Any, ...], grads_out: Any) -> Any:
-    """Per-sample gradients, (n, *shape)."""
+    """Per-sample gradients, (n, *shape); of one example by the plain gradient."""
+    if grads_out.shape[0] == 1:
+        return weighted_sum(spec, others, grads_out, jnp.ones(1))[None]
     return _to_weight(spec, _all_grads(spec, others[0], grads_out))
 
 
@@ -141,7 +160,7 @@ def weight_sq_norms(spec: Spec, others: tuple[Any, ...], grads_out: Any) -> Any:
 
 def _formed(spec: Spec, x: Any, grads_out: Any) -> Any:
     """Squared norms through the gradients, (n,), one kernel offset after the other."""
-    if spec.shape[spec.params["dimension_numbers"][1][1]] == 1:
+    if _prefers_patches(spec, grads_out):
         return sq_norm(_all_grads(spec, x, grads_out))
     parts = [sq_norm(grads) for grads in _offset_grads(spec, x, grads_out)]
     return sum(parts[1:], parts[0])
@@ -205,12 +224,18 @@ def _sizes(spec: Spec, x: Any, grads_out: Any) -> dict[str, int]:
     }
 
 
-def keeps(spec: Spec, others: tuple[Any, ...], grads_out: Any) -> bool:
-    """Whether forming the gradients once is cheaper than a norm and a sum (outside loops)."""
+def choice(spec: Spec, others: tuple[Any, ...], grads_out: Any) -> Choice:
+    """Which norm is the cheapest, and whether the gradients are worth keeping (outside loops).
+
+    Never small: XLA's partitioner gives wrong numbers for `vmap(grad)` of convolutions.
+    """
     if spec.loops:
-        return False
+        return Choice()
     sizes = _sizes(spec, others[0], grads_out)
-    return not costs.convolution_prefers_gram(**sizes) and costs.keeps_convolution(t=sizes["t"])
+    if costs.convolution_prefers_gram(**sizes):
+        return Choice("gram")
+    fits = grads_out.shape[0] * math.prod(spec.shape) <= small.CACHED
+    return Choice("gradients", fits or costs.keeps_convolution(t=sizes["t"]))
 
 
 RULE = Rule(
@@ -218,5 +243,5 @@ RULE = Rule(
     _by_loop(weight_grads, lambda steps: jnp.moveaxis(steps, 0, 1)),
     _by_loop(weight_sq_norms, lambda steps: steps.sum(0)),
     _by_loop(weighted_sum, lambda steps: steps),
-    keeps,
+    choice,
 )

@@ -12,7 +12,8 @@ import jax
 import numpy as np
 
 from dualdp import costs
-from dualdp_jax.rules.kinds import Rule, Spec
+from dualdp_jax.rules import small
+from dualdp_jax.rules.kinds import Choice, Rule, Spec
 from dualdp_jax.rules.product import outer, sq_norms, weighted_outer
 
 
@@ -88,15 +89,31 @@ def weighted_sum(spec: Spec, others: tuple[Any, ...], grads_out: Any, weights: A
     return _to_weight(spec, total, _own(spec, grads_out))
 
 
-def keeps(spec: Spec, others: tuple[Any, ...], grads_out: Any) -> bool:
-    """Whether forming the gradients once is cheaper than a norm and a product."""
+def choice(spec: Spec, others: tuple[Any, ...], grads_out: Any) -> Choice:
+    """Which norm is the cheapest, and whether the gradients are worth keeping."""
     acts, grads = jax.eval_shape(partial(factors, spec), others, grads_out)
     n, _, t, d_in = acts.shape
-    return costs.keeps_gradient(n=n, t=t, d_in=d_in, d_out=grads.shape[3])
+    sizes = {"t": t, "d_in": d_in, "d_out": grads.shape[3]}
+    is_kept = costs.keeps_gradient(n=n, **sizes)
+    steps = math.prod(grads_out.shape[1 : 1 + len(spec.loops)])
+    is_small = small.is_small(
+        "product" if t == 1 else "products", n * steps * math.prod(spec.shape)
+    )
+    form = "gram" if costs.prefers_gram(**sizes) else "gradients"
+    return Choice("lengths" if t == 1 else form, is_kept, is_small or (is_kept and not spec.loops))
+
+
+def outer_products(spec: Spec, others: tuple[Any, ...], grads_out: Any) -> Any:
+    """Left and right factors of a matrix, (n, t, rows) and (n, t, columns)."""
+    axes = _axes(spec.params, spec.position, len(spec.shape))
+    if len(axes.contract) != 1 or len(axes.free) != 1 or axes.batch:
+        return None
+    acts, grads = (array[:, 0] for array in factors(spec, others, grads_out))
+    return (acts, grads) if axes.contract == (0,) else (grads, acts)
 
 
 def _accepts(params: Mapping[str, Any], position: int, shapes: Sequence[Any]) -> bool:
     return True
 
 
-RULE = Rule(_accepts, weight_grads, weight_sq_norms, weighted_sum, keeps)
+RULE = Rule(_accepts, weight_grads, weight_sq_norms, weighted_sum, choice, outer_products)

@@ -20,6 +20,7 @@ class Spec(NamedTuple):
         dtype: of the weight.
         loops: of each loop around the use, outermost first: whether it has a weight of its own at
             every step (True), or the same weight at all steps (False).
+        summed: axes of the equation's result that are summed away; its gradient lacks them.
     """
 
     params: Mapping[str, Any]
@@ -27,6 +28,22 @@ class Spec(NamedTuple):
     shape: tuple[int, ...]
     dtype: Any
     loops: tuple[bool, ...] = ()
+    summed: tuple[int, ...] = ()
+
+
+class Choice(NamedTuple):
+    """What the cost model says about one use, from shapes alone.
+
+    Attributes:
+        form: how its norm is found, in a word.
+        keeps: whether "auto" keeps the per-sample gradients.
+        is_small: whether `vmap(grad)` is as good here; "auto" takes it for a model all of whose
+            uses are small.
+    """
+
+    form: str = "gradients"
+    keeps: bool = False
+    is_small: bool = False
 
 
 class Rule(NamedTuple):
@@ -40,12 +57,18 @@ class Rule(NamedTuple):
         weighted_sum: (spec, other operands, grads_out, factors (n,)) to the sum over the examples
             of factor times gradient, (*own, *shape), float32 or wider; an example of factor 0 is
             dropped, whatever its numbers are. None: from `grads`.
-        keeps: the same to whether "auto" keeps the per-sample gradients, by `dualdp.costs`; None:
-            never.
+        choice: (spec, shapes of the other operands, shape of grads_out) to what the cost model
+            says; None: the gradients are formed for their norm, and once more for the sum.
+        factors: (spec, other operands, grads_out) to the outer products that a matrix's gradient
+            is the sum of: (n, t, rows), or row numbers (n, t); and (n, t, columns), zero where
+            there is no such row. None where the use has another form.
+        takes_sums: whether the functions take a `spec` with `summed`.
     """
 
     accepts: Callable[[Mapping[str, Any], int, Sequence[Any]], bool]
     grads: Callable[..., Any]
     sq_norms: Callable[..., Any] | None = None
     weighted_sum: Callable[..., Any] | None = None
-    keeps: Callable[..., bool] | None = None
+    choice: Callable[..., Choice] | None = None
+    factors: Callable[..., Any] | None = None
+    takes_sums: bool = False

@@ -11,8 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dualdp_jax.rules.kinds import Rule, Spec
-from dualdp_jax.rules.product import scaled, widen
+from dualdp_jax.rules import small
+from dualdp_jax.rules.kinds import Choice, Rule, Spec
+from dualdp_jax.rules.product import scaled, sq_norm, widen
 
 
 def _accepts(params: Mapping[str, Any], position: int, shapes: Sequence[Any]) -> bool:
@@ -46,12 +47,31 @@ def _rows(spec: Spec, others: tuple[Any, ...], grads_out: Any) -> tuple[Any, Any
             step = jax.lax.broadcasted_iota(numbers.dtype, numbers.shape, 1 + axis)
             numbers, total = numbers + step * total, total * numbers.shape[1 + axis]
     numbers = jnp.where(inside, numbers, total)
+    grads_out = _spread(spec, indices, grads_out)
     offsets = [lead + axis for axis in spec.params["dimension_numbers"].offset_dims]
     others_first = [axis for axis in range(grads_out.ndim) if axis not in offsets]
     rows = grads_out.transpose(*others_first, *offsets)
     width = math.prod(spec.shape[1:])
     n = grads_out.shape[0]
     return numbers.reshape(n, -1), rows.reshape(n, -1, width), total
+
+
+def _spread(spec: Spec, indices: Any, grads_out: Any) -> Any:
+    """The gradient of the rows looked up, where that of their sum is given."""
+    offsets, lead = spec.params["dimension_numbers"].offset_dims, 1 + len(spec.loops)
+    sizes = dict(zip(offsets, spec.shape[1:], strict=True))
+    sizes |= zip(_index_axes(spec, indices), indices.shape[lead:-1], strict=True)
+    for axis in sorted(spec.summed):
+        grads_out = jnp.expand_dims(grads_out, lead + axis)
+    shape = (*grads_out.shape[:lead], *(sizes[axis] for axis in range(len(sizes))))
+    return jnp.broadcast_to(grads_out, shape) if spec.summed else grads_out
+
+
+def _index_axes(spec: Spec, indices: Any) -> tuple[int, ...]:
+    """Axes of the result, in one example and step, that tell the lookups apart."""
+    offsets = spec.params["dimension_numbers"].offset_dims
+    rank = indices.ndim - 2 - len(spec.loops) + len(offsets)
+    return tuple(axis for axis in range(rank) if axis not in offsets)
 
 
 def _to_table(spec: Spec, grads_out: Any, table: Any) -> Any:
@@ -74,42 +94,79 @@ def weight_grads(spec: Spec, others: tuple[Any, ...], grads_out: Any) -> Any:
 
 
 def weight_sq_norms(spec: Spec, others: tuple[Any, ...], grads_out: Any) -> Any:
-    """Squared norms, (n,): gradients of the same row are added up first, (t, d)."""
+    """Squared norms, (n,): gradients of the same row are added up first, (t, d).
+
+    Where only the sum of all rows is used, their gradients are equal, and what counts is how often
+    each row was looked up.
+    """
     numbers, rows, total = _rows(spec, others, grads_out)
-    rows = jnp.where((numbers < total)[..., None], widen(rows), 0)
+    if not _adds_all_rows(spec, others[0]):
+        return _sq_norms(numbers, widen(rows), total)
+    tiny = rows.shape[2] * jnp.finfo(jnp.float32).tiny
+    ones = jnp.ones((*numbers.shape, 1), widen(rows).dtype)
+    return _sq_norms(numbers, ones, total) * (sq_norm(grads_out) + tiny)
+
+
+def _adds_all_rows(spec: Spec, indices: Any) -> bool:
+    """Whether an example uses the sum of all its rows and nothing else."""
+    axes = _index_axes(spec, indices)
+    sizes = zip(axes, indices.shape[1 + len(spec.loops) : -1], strict=True)
+    is_all = all(axis in spec.summed or size == 1 for axis, size in sizes)
+    return is_all and bool(spec.summed) and not spec.loops and set(spec.summed) <= set(axes)
+
+
+def _sq_norms(numbers: Any, rows: Any, total: int) -> Any:
+    """Squared norms of rows (n, t, d) that are added up where their numbers (n, t) are equal."""
     by_table = partial(_sq_norms_by_table, total=total)
-    return jax.lax.platform_dependent(numbers, rows, cpu=by_table, default=_sq_norms_by_sort)
-
-
-def _sq_norm(leaders: Any, rows: Any) -> Any:
-    """Squared norm of one example, whose rows (t, d) are added up at their leaders' positions."""
-    return jnp.square(jnp.zeros_like(rows).at[leaders].add(rows)).sum()
+    by_sort = partial(_sq_norms_by_sort, total=total)
+    return jax.lax.platform_dependent(numbers, rows, cpu=by_table, default=by_sort)
 
 
 def _sq_norms_by_table(numbers: Any, rows: Any, *, total: int) -> Any:
-    """One example after the other, with one small table that says where a number was seen.
+    """A few examples after the other, with small tables that say where a number was seen."""
+    n, t, width = rows.shape
+    few = _at_once(n, total)
 
-    Each example writes its positions into the table and reads them back: it reads what it wrote.
+    def step(table: Any, examples: Any) -> tuple[Any, Any]:
+        number, row = examples
+        table, leaders = _leaders(table, number, total)
+        added = jnp.zeros_like(row).at[leaders].add(row, mode="drop")
+        return table, jnp.square(added).reshape(few, -1).sum(1)
+
+    cut = (numbers.reshape(-1, few, t), rows.reshape(-1, few * t, width))
+    return jax.lax.scan(step, jnp.zeros(few * (total + 1), jnp.int32), cut)[1].reshape(n)
+
+
+def _at_once(n: int, total: int) -> int:
+    """How many examples share a step: some, where their tables stay in the processor's cache."""
+    return next(few for few in (8, 4, 2, 1) if n % few == 0 and few * total < max(2**18, total + 1))
+
+
+def _leaders(table: Any, numbers: Any, total: int) -> tuple[Any, Any]:
+    """The table of some examples (few, t), and of each position the one that stands for its number.
+
+    Each example writes its positions into its table and reads them back: it reads what it wrote.
+    Positions (few * t,) of numbers outside the table get few * t, which is no position.
     """
-    positions = jnp.arange(numbers.shape[1])
-
-    def step(table: Any, example: Any) -> tuple[Any, Any]:
-        number, row = example
-        table = table.at[number].set(positions)
-        return table, _sq_norm(table[number], row)
-
-    return jax.lax.scan(step, jnp.zeros(total + 1, positions.dtype), (numbers, rows))[1]
+    few, t = numbers.shape
+    positions = jnp.arange(few * t, dtype=table.dtype)
+    where = (numbers + (total + 1) * jnp.arange(few)[:, None].astype(numbers.dtype)).reshape(-1)
+    table = table.at[where].set(positions, mode="promise_in_bounds")
+    leaders = table.at[where].get(mode="promise_in_bounds")
+    return table, jnp.where(numbers.reshape(-1) < total, leaders, few * t)
 
 
-def _sq_norms_by_sort(numbers: Any, rows: Any) -> Any:
+def _sq_norms_by_sort(numbers: Any, rows: Any, *, total: int) -> Any:
     """All examples at once by a sort, for devices on which steps in sequence are slow."""
+    rows = jnp.where((numbers < total)[..., None], rows, 0)
     positions = jnp.broadcast_to(jnp.arange(numbers.shape[1]), numbers.shape)
     numbers, order = jax.lax.sort((numbers, positions), num_keys=1)
     is_new = numbers[:, 1:] != numbers[:, :-1]
     starts = jax.lax.cummax(jnp.pad(jnp.where(is_new, positions[:, 1:], 0), ((0, 0), (1, 0))), 1)
     leaders = jnp.take_along_axis(order, starts, 1)
     leaders = jax.vmap(lambda o, leader: jnp.zeros_like(o).at[o].set(leader))(order, leaders)
-    return jax.vmap(_sq_norm)(leaders, rows)
+    added = jax.vmap(lambda leader, row: jnp.zeros_like(row).at[leader].add(row))(leaders, rows)
+    return sq_norm(added)
 
 
 def weighted_sum(spec: Spec, others: tuple[Any, ...], grads_out: Any, weights: Any) -> Any:
@@ -121,4 +178,19 @@ def weighted_sum(spec: Spec, others: tuple[Any, ...], grads_out: Any, weights: A
     return _to_table(spec, grads_out, table)
 
 
-RULE = Rule(_accepts, weight_grads, weight_sq_norms, weighted_sum)
+def choice(spec: Spec, others: tuple[Any, ...], grads_out: Any) -> Choice:
+    """How the norm is found, and whether a table for every example and step is small."""
+    copies = math.prod(grads_out.shape[: 1 + len(spec.loops)])
+    form = "counts" if _adds_all_rows(spec, others[0]) else "rows"
+    return Choice(form, False, small.is_small("lookup", copies * math.prod(spec.shape)))
+
+
+def outer_products(spec: Spec, others: tuple[Any, ...], grads_out: Any) -> Any:
+    """Row numbers (n, t) and their gradients (n, t, columns), zero where there is no such row."""
+    numbers, rows, total = _rows(spec, others, grads_out)
+    return numbers, jnp.where((numbers < total)[..., None], rows, 0)
+
+
+RULE = Rule(
+    _accepts, weight_grads, weight_sq_norms, weighted_sum, choice, outer_products, takes_sums=True
+)

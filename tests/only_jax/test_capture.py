@@ -167,6 +167,12 @@ def gather_with(mode):
     return lambda p, ids: squares(jnp.tanh(p["w"].at[ids - 2].get(mode=mode, fill_value=0)))
 
 
+def bag_and_rows(p, ids):
+    """The rows are read twice, once by a sum: one use."""
+    rows = p["w"][ids]
+    return squares(rows.sum(0) * rows)
+
+
 W = {"w": (3, 4)}
 CASES = {
     "rnn": Case(rnn, RNN, (5, 3), 3),
@@ -317,6 +323,32 @@ CASES = {
     ),
     "gather_fill": Case(gather_with("fill"), {"w": (6, 3)}, (7,), 1, True),
     "gather_clip": Case(gather_with("clip"), {"w": (6, 3, 2)}, (7, 2), 1, True),
+    "bag": Case(lambda p, i: squares(jnp.tanh(p["w"][i].mean(0))), {"w": (6, 3)}, (9,), 1, True),
+    "bag_with_fill": Case(
+        lambda p, i: squares(p["w"].at[i - 2].get(mode="fill", fill_value=0)[None].sum((0, 1))),
+        {"w": (6, 3, 2)},
+        (9,),
+        1,
+        True,
+    ),
+    "bag_per_row": Case(
+        lambda p, i: squares(jnp.tanh(jnp.take(p["w"], i, axis=0).sum(1))),
+        {"w": (6, 3)},
+        (2, 5),
+        1,
+        True,
+    ),
+    "bag_of_row_sums": Case(
+        lambda p, i: squares(p["w"][i].sum((0, 1))), {"w": (6, 3, 2)}, (9,), 1, True
+    ),
+    "bags_in_a_loop": Case(
+        lambda p, i: squares(lax.map(lambda row: p["w"][row].sum(0), i)),
+        {"w": (6, 3)},
+        (4, 5),
+        1,
+        True,
+    ),
+    "bag_and_rows": Case(bag_and_rows, {"w": (6, 3)}, (9,), 1, True),
     "take": Case(lambda p, i: squares(jnp.take(p["w"], i, axis=0)), {"w": (6, 3)}, (7,), 1, True),
     "take_columns": Case(lambda p, i: squares(p["w"][:, i]), {"w": (3, 6)}, (7,), 0, True),
     "dynamic_slice": Case(
@@ -425,7 +457,7 @@ def test_both_ways_to_repeated_rows_agree():
         np.add.at(tables[example], numbers[example], rows[example])
     arguments = jnp.asarray(numbers), jnp.asarray(rows)
     by_table = lookup._sq_norms_by_table(*arguments, total=5)
-    for found in (by_table, lookup._sq_norms_by_sort(*arguments)):
+    for found in (by_table, lookup._sq_norms_by_sort(*arguments, total=5)):
         np.testing.assert_allclose(found, np.square(tables).sum((1, 2)), rtol=1e-5)
 
 

@@ -1,16 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine on JAX: plan, loader, ledger, step."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import torch
 from flax import nnx
 
 import dualdp_jax as dpj
 from dualdp import AccountingError
 from dualdp.plan import PrivacyPlan
+from dualdp.schedules import AdaptiveNorm, Cosine, Exponential, Linear, Step, Warmup
+from dualdp_jax.data import default_rows
 
 N = 60
 RNG = np.random.default_rng(2)
@@ -68,9 +73,19 @@ def test_training_is_the_textbook_loop():
     assert engine.plan is plan
 
 
-@pytest.mark.parametrize("sampler", ["poisson"])
+SAMPLERS = {
+    "poisson": {},
+    "truncated_poisson": {"max_batch_size": 3},
+    "fixed_size": {"expected_batch_size": 1, "neighboring_relation": "replace"},
+    "balls_in_bins": {},
+    "shuffle": {"expected_batch_size": 7},
+}
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
 def test_loader_cuts_no_draw(sampler):
-    plan = make_plan(sampler=sampler, physical_batch_size=4, expected_batch_size=1, num_steps=40)
+    changes = {"physical_batch_size": 4, "expected_batch_size": 1, "num_steps": 40}
+    plan = make_plan(sampler=sampler, accountant="pld", **{**changes, **SAMPLERS[sampler]})
     _, _, _, loader = private(plan=plan)
     sizes = set()
     for t in range(40):
@@ -81,13 +96,100 @@ def test_loader_cuts_no_draw(sampler):
             assert [arg.shape[0] for arg in chunk.args] == [4, 4]
             np.testing.assert_array_equal(chunk.args[0], X[chunk.indices])
         sizes.add(len(indices))
-    assert {0, 1} <= sizes
+    if "oisson" in sampler:
+        assert {0, 1} <= sizes
 
 
-def test_two_compilations_serve_every_draw():
+@pytest.mark.parametrize(
+    ("changes", "rows"),
+    [
+        ({"sampler": "shuffle"}, 12),
+        ({"sampler": "fixed_size", "neighboring_relation": "replace"}, 12),
+        ({"expected_batch_size": N}, N),
+        ({"expected_batch_size": 12}, 3),
+        ({"num_examples": 10**5, "expected_batch_size": 1e4}, 10285),
+        ({"sampler": "truncated_poisson", "max_batch_size": 2}, 2),
+    ],
+)
+def test_chunks_waste_little(changes, rows):
+    assert default_rows(make_plan(accountant="pld", **changes)) == rows
+
+
+class Batch(NamedTuple):
+    x: np.ndarray
+    y: np.ndarray
+    unit: str
+
+
+@pytest.mark.parametrize(
+    ("data", "read"),
+    [
+        ({"x": X, "y": Y, "unit": "m"}, lambda b: (b["x"], b["y"])),
+        (Batch(X, Y, "m"), lambda b: (b.x, b.y)),
+        ([X, {"y": Y, "none": None}], lambda b: (b[0], b[1]["y"])),
+        (jnp.concatenate([X, Y[:, None]], 1), lambda b: (b[:3], b[3])),
+    ],
+    ids=["dict", "namedtuple", "list", "jax array"],
+)
+def test_data_of_any_structure_is_one_argument(data, read):
+    """known_failures 48."""
+    _, step, state, loader = private(
+        loss_fn=lambda p, batch: loss_fn(p, *read(batch)), data=data, plan=make_plan()
+    )
+    _, tuple_step, expected, tuple_loader = private(plan=make_plan())
+    for batch, other in zip(loader, tuple_loader, strict=True):
+        state, _ = step(state, batch)
+        expected, _ = tuple_step(expected, other)
+    np.testing.assert_allclose(state.params["w"], expected.params["w"], rtol=1e-6)
+
+
+def test_what_has_no_rows_is_refused():
+    """known_failures 13: a loader's own sampler would be replaced, or its batches miscounted."""
+    torch_data = torch.utils.data.TensorDataset(torch.tensor(X), torch.tensor(Y))
+    for data in (
+        torch.utils.data.DataLoader(torch_data, batch_size=4),
+        torch_data,
+        (torch.tensor(X), torch.tensor(Y)),
+        ((x, y) for x, y in zip(X, Y, strict=True)),
+    ):
+        with pytest.raises(TypeError, match="which can't be drawn from by index as the sampler"):
+            private(data=data, plan=make_plan())
+    with pytest.raises(ValueError, match="The batch holds no array"):
+        private(data=(1.0, "text"), plan=make_plan())
+
+
+def test_length_is_true():
+    """known_failures 46: chunks do not count, and a pass that was left goes on."""
+    _, step, state, loader = private(plan=make_plan(physical_batch_size=2))
+    assert len(loader) == len(list(loader)) == 6
+    for batch in loader:
+        state, _ = step(state, batch)
+        if batch.step == 1:
+            break
+    assert len(loader) == len(list(loader)) == 4
+    assert next(iter(loader)).step == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "dtype"),
+    [
+        ({}, jnp.float32),
+        ({}, jnp.bfloat16),
+        ({"max_grad_norm": AdaptiveNorm(0.5)}, jnp.float32),
+        (
+            {"max_grad_norm": lambda step: 1 + step, "expected_batch_size": lambda k: 3 + k / 9},
+            None,
+        ),
+    ],
+    ids=["plain", "bfloat16", "adaptive", "schedules"],
+)
+def test_two_compilations_serve_every_draw(changes, dtype):
     events = []
-    plan = make_plan(expected_batch_size=3, physical_batch_size=2, num_steps=12)
-    _, step, state, loader = private(plan=plan, optimizer=optax.adam(0.1))
+    plan = make_plan(
+        **{"expected_batch_size": 3, "physical_batch_size": 2, "num_steps": 12} | changes
+    )
+    start = jax.tree.map(lambda leaf: leaf.astype(dtype or leaf.dtype), params())
+    _, step, state, loader = private(plan=plan, params=start, optimizer=optax.adam(0.1))
     assert len({len(batch.chunks) for batch in loader}) > 2
     jax.monitoring.register_event_duration_secs_listener(
         lambda name, seconds, **kwargs: events.append(name)
@@ -201,6 +303,25 @@ def test_frozen_parameters_stay():
     assert (state.params["w"] != 0).all()
 
 
+def test_an_adapter_costs_and_releases_nothing_for_what_is_frozen():
+    """LoRA: a frozen weight and two trained factors, whose product starts at zero."""
+    tree = {"base": jnp.ones(3), "a": jnp.ones((3, 2)), "b": jnp.zeros(2)}
+    engine, step, state, loader = private(
+        loss_fn=lambda p, x, y: (x @ (p["base"] + p["a"] @ p["b"]) - y) ** 2,
+        params=tree,
+        plan=make_plan(),
+        optimizer=optax.adam(0.1),
+        trainable={"base": False, "a": True, "b": True},
+    )
+    state, _ = step(state, next(iter(loader)))
+    stages = engine.stages()
+    assert stages.unprotected_sum["base"] is None
+    assert stages.noisy_mean["base"] is None
+    assert {leaf.shape for leaf in jax.tree.leaves(state.opt_state)} == {(), (3, 2), (2,)}
+    np.testing.assert_array_equal(state.params["base"], tree["base"])
+    assert (state.params["b"] != 0).all()
+
+
 def test_aux_comes_back_per_chunk():
     with_aux = lambda p, x, y: (loss_fn(p, x, y), y)  # noqa: E731
     _, step, state, loader = private(
@@ -310,14 +431,274 @@ def test_a_key_runs_once():
 
 
 @pytest.mark.parametrize(
-    ("changes", "text"),
+    ("changes", "error", "text"),
     [
-        ({"delta": 1e-5}, "delta came together with target_delta"),
-        ({"plan": None}, "plan came together with target_epsilon"),
+        ({"delta": 1e-5}, TypeError, "target_delta and delta came together"),
+        ({"plan": None}, TypeError, "plan came together with target_epsilon"),
+        ({"noise_multiplier": 1.0}, TypeError, "noise_multiplier came together with target_eps"),
+        ({"num_steps": None}, ValueError, "num_steps is None. Expected a number of steps"),
     ],
 )
-def test_make_private_with_epsilon_refuses_contradictions(changes, text):
-    with pytest.raises(TypeError, match=text):
+def test_make_private_with_epsilon_refuses_contradictions(changes, error, text):
+    arguments = {"loss_fn": loss_fn, "params": params(), "optimizer": optax.sgd(0.1)}
+    arguments |= {"num_steps": 3, "expected_batch_size": 12, "max_grad_norm": 1.0}
+    with pytest.raises(error, match=text):
         dpj.PrivacyEngine().make_private_with_epsilon(
-            target_epsilon=1.0, target_delta=1e-5, num_steps=3, data=(X, Y), **changes
+            target_epsilon=1.0, target_delta=1e-5, data=(X, Y), **{**arguments, **changes}
         )
+
+
+# ---------------------------------------------------------------------- budget
+
+
+def budgeted(on_budget, num_steps=None):
+    """A run whose target is spent after four of its steps."""
+    target = make_plan().epsilon(4)
+    return private(
+        dpj.PrivacyEngine(accountant="rdp"),
+        expected_batch_size=12,
+        num_steps=num_steps,
+        noise_multiplier=0.8,
+        max_grad_norm=0.5,
+        target_epsilon=target * (1 + 1e-9),
+        target_delta=1e-3,
+        on_budget=on_budget,
+    )
+
+
+@pytest.mark.parametrize("num_steps", [None, 6])
+def test_a_spent_budget_stops_the_loader(num_steps):
+    engine, step, state, loader = budgeted("stop", num_steps)
+    assert len(loader) == len(list(loader)) == 4
+    for batch in loader:
+        state, _ = step(state, batch)
+    assert list(loader) == []
+    assert engine.get_epsilon(delta=1e-3) <= engine.plan.target_epsilon
+    with pytest.raises(AccountingError, match="would exceed target_epsilon"):
+        step(state, loader.batch(4))
+    assert state.step == 4
+
+
+def test_a_spent_budget_raises_and_says_what_was_spent():
+    engine, step, state, loader = budgeted("raise", 6)
+    assert len(loader) == 6
+    done = 0
+    with pytest.raises(AccountingError, match="4 releases have spent .* at delta=0.001"):  # noqa: PT012
+        for batch in loader:
+            state, _ = step(state, batch)
+            done += 1
+    assert done == len(engine.ledger) == 4
+    with pytest.raises(AccountingError, match="is past step 4, where the plan or its target"):
+        engine.record()
+
+
+# ---------------------------------------------------------------------- schedules and bounds
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        Step(1.0, 0.5, 2),
+        Exponential(1.0, 0.8),
+        Linear(0.5, 2.0, 4),
+        Cosine(2.0, 0.5, 5),
+        Warmup(1.0, 3),
+        lambda step: 1 + step**2,
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_one_value_is_read_by_clipper_noiser_and_ledger(schedule):
+    """known_failures 5."""
+    plan = make_plan(max_grad_norm=schedule, noise_multiplier=schedule)
+    engine, step, state, loader = private(plan=plan, loss_fn=lambda p, x, y: 1e3 * loss_fn(p, x, y))
+    for t, batch in enumerate(loader):
+        before, (state, _) = state, step(state, batch)
+        bound, stages = plan.max_grad_norm_at(t), engine.stages()
+        rows = plan.batch_indices(t)
+        total = dpj.clipped_grad_sum(
+            lambda p, x, y: 1e3 * loss_fn(p, x, y),
+            before.params,
+            X[rows],
+            Y[rows],
+            max_grad_norm=bound,
+        )
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
+            stages.unprotected_sum,
+            total.grads,
+        )
+        expected = dpj.noisy_mean(total.grads, plan, t)["w"]
+        np.testing.assert_allclose(stages.noisy_mean["w"], expected, rtol=1e-4, atol=1e-5)
+        moved = before.params["w"] - 0.1 * expected
+        np.testing.assert_allclose(state.params["w"], moved, rtol=1e-4, atol=1e-5)
+        assert engine.ledger.entries[t]["max_grad_norm"] == bound
+        assert engine.ledger.entries[t]["noise_multiplier"] == plan.noise_multiplier_at(t)
+
+
+def test_the_adaptive_bound_finds_its_quantile():
+    """Andrew et al. 2021: without noise in the count the bound is the quantile of the norms."""
+    bound = AdaptiveNorm(10.0, quantile=0.25, learning_rate=0.3, count_noise_multiplier=1e-6)
+    plan = make_plan(expected_batch_size=N, num_steps=80, max_grad_norm=bound, noise_multiplier=0.0)
+    engine, step, state, loader = private(plan=plan, optimizer=optax.sgd(0.0))
+    bounds = []
+    for batch in loader:
+        bounds.append(engine.ledger.max_grad_norm)
+        state, _ = step(state, batch)
+        sums = engine.stages()
+        assert engine.ledger.entries[-1]["max_grad_norm"] == bounds[-1]
+    norms = np.sort(dpj.per_sample_norms(loss_fn, params(), X, Y))
+    assert bounds[0] == 10.0
+    assert norms[13] < bounds[-1] < norms[16]  # a quarter of 60 lies below
+    mean = dpj.clipped_grad_sum(loss_fn, params(), X, Y, max_grad_norm=bounds[-1]).grads
+    np.testing.assert_allclose(sums.unprotected_sum["w"], mean["w"], rtol=1e-5)
+    assert engine.get_epsilon(delta=1e-3) == np.inf
+
+
+def test_the_adaptive_bound_is_paid_for_and_reaches_the_noise():
+    """known_failures 20: the count is noisy, divided by the declared size, and accounted."""
+    plain = make_plan(noise_multiplier=1.0)
+    adaptive = make_plan(noise_multiplier=1.0, max_grad_norm=AdaptiveNorm(0.01, learning_rate=1.0))
+    assert adaptive.epsilon() > plain.epsilon()
+    engine, step, state, loader = private(plan=adaptive)
+    for t, batch in enumerate(loader):
+        bound = engine.ledger.max_grad_norm
+        before, (state, _) = state, step(state, batch)
+        total = engine.stages().unprotected_sum
+        noisy = dpj.noisy_mean(total, adaptive, t, max_grad_norm=bound)["w"]
+        moved = before.params["w"] - 0.1 * noisy
+        np.testing.assert_allclose(state.params["w"], moved, rtol=1e-5, atol=1e-6)
+    assert engine.ledger.max_grad_norm > 0.05  # all norms are above the first bound
+    assert engine.get_epsilon(delta=1e-3) == pytest.approx(adaptive.epsilon())
+
+
+def test_per_layer_and_automatic_clipping_follow_the_plan():
+    for clipping in ("per_layer", "automatic"):
+        plan = make_plan(clipping=clipping, num_steps=2)
+        engine, step, state, loader = private(plan=plan)
+        step(state, next(iter(loader)))
+        rows = plan.batch_indices(0)
+        expected = dpj.clipped_grad_sum(
+            loss_fn, params(), X[rows], Y[rows], max_grad_norm=0.5, clipping=clipping
+        )
+        found = engine.stages()
+        np.testing.assert_allclose(found.unprotected_sum["w"], expected.grads["w"], rtol=1e-5)
+        np.testing.assert_allclose(found.unprotected_norms, expected.norms, rtol=1e-5)
+
+
+# ---------------------------------------------------------------------- stages, detach, record
+
+
+def test_stages_show_the_way_of_the_last_step_on_jax():
+    plan = make_plan(physical_batch_size=5)
+    engine, step, state, loader = private(loss_fn=drops, plan=plan, needs_key=True)
+    with pytest.raises(AccountingError, match="No step was taken yet"):
+        engine.stages()
+    before = state
+    for batch in loader:
+        before, (state, _) = state, step(state, batch)
+    assert engine.stages().unprotected_grads is None
+    engine.keep_per_sample = True
+    stages, rows = engine.stages(), plan.batch_indices(5)
+    assert stages.unprotected_grads["w"].shape == (len(rows), 3)
+    norms = np.sqrt(
+        (stages.unprotected_grads["w"] ** 2).sum(1) + stages.unprotected_grads["b"] ** 2
+    )
+    np.testing.assert_allclose(stages.unprotected_norms, norms, rtol=1e-5)
+    total = (np.minimum(1, 0.5 / norms)[:, None] * stages.unprotected_grads["w"]).sum(0)
+    np.testing.assert_allclose(stages.unprotected_sum["w"], total, rtol=1e-4, atol=1e-5)
+    moved = before.params["w"] - 0.1 * stages.noisy_mean["w"]
+    np.testing.assert_allclose(state.params["w"], moved, rtol=1e-6)
+
+
+def test_secure_noise_shows_nothing_else():
+    """known_failures 55: unprotected numbers are named so, and are off under secure noise."""
+    _, step, state, loader = private(plan=make_plan())
+    metrics = step(state, next(iter(loader)))[1]
+    assert set(metrics) == {"step", "unprotected_loss", "unprotected_clipped_fraction"}
+    engine, step, state, loader = private(plan=make_plan(noise="secure", seed=None), has_aux=False)
+    moved, metrics = step(state, next(iter(loader)))
+    assert set(metrics) == {"step"}
+    assert (moved.params["w"] != state.params["w"]).all()
+    with pytest.raises(AccountingError, match="noise='secure' keeps them closed"):
+        engine.stages()
+
+
+def test_detach_ends_the_run_and_keeps_the_account(tmp_path):
+    path = tmp_path / "run.ledger"
+    engine, step, state, loader = private(plan=make_plan(), ledger=path)
+    batch = next(iter(loader))
+    step(state, batch)
+    spent = engine.get_epsilon(delta=1e-3)
+    engine.detach()
+    for use in (lambda: step(state, batch), lambda: len(loader), engine.record, engine.stages):
+        with pytest.raises(AccountingError, match="The engine is detached"):
+            use()
+    assert engine.get_epsilon(delta=1e-3) == spent
+    assert len(engine.ledger) == 1
+    assert path.read_text().count("\n") == 3  # header, release, seal
+
+
+def test_your_own_loop_has_account_and_batches():
+    plan = make_plan()
+    engine = dpj.PrivacyEngine()
+    loader = engine.make_loader(data=(X, Y), plan=plan)
+    with pytest.raises(AccountingError, match="This engine has a run already"):
+        engine.make_loader(data=(X, Y), plan=plan)
+    with pytest.raises(AccountingError, match="The step of this run is the user's own"):
+        engine.stages()
+    for t, batch in enumerate(loader):
+        assert engine.record() == range(t, t + 1)
+        assert batch.step == t
+    assert engine.get_epsilon(delta=1e-3) == pytest.approx(plan.epsilon())
+
+
+def test_words_of_both_stacks():
+    engine, _, _, loader = private(
+        dpj.PrivacyEngine(accountant="rdp"),
+        expected_batch_size=12,
+        noise_multiplier=1.0,
+        max_grad_norm=0.5,
+        max_physical_batch_size=4,
+        target_delta=1e-3,
+    )
+    assert loader.physical_batch_size == engine.plan.physical_batch_size == 4
+    assert engine.plan.delta == 1e-3
+
+
+# ---------------------------------------------------------------------- interruptions
+
+
+def test_an_interrupted_step_leaves_no_half_sum():
+    """known_failures 9: an error inside a logical batch, caught by a loop that goes on."""
+    plan = make_plan(physical_batch_size=4)
+    engine, step, state, loader = private(plan=plan)
+    run, batch = engine._run, next(iter(loader))
+    whole = run._jitted
+
+    def interrupted(*arguments):
+        if calls.append(1) or len(calls) == 2:
+            raise KeyboardInterrupt
+        return whole[0](*arguments)
+
+    calls = []
+    object.__setattr__(run, "_jitted", (interrupted, whole[1]))
+    with pytest.raises(KeyboardInterrupt):
+        step(state, batch)
+    object.__setattr__(run, "_jitted", whole)
+    state, _ = step(state, batch)
+    rows = plan.batch_indices(0)
+    expected = dpj.clipped_grad_sum(loss_fn, params(), X[rows], Y[rows], max_grad_norm=0.5)
+    moved = -0.1 * dpj.noisy_mean(expected.grads, plan, 0)["w"]
+    np.testing.assert_allclose(state.params["w"], moved, rtol=1e-5)
+    assert len(engine.ledger) == 1
+
+
+def test_a_users_seed_does_not_fix_the_noise():
+    """known_failures 16."""
+    means = []
+    for _ in range(2):
+        np.random.seed(0)  # noqa: NPY002
+        engine, step, state, loader = private(plan=make_plan(seed=None, expected_batch_size=N))
+        step(state, next(iter(loader)))
+        means.append(engine.stages().noisy_mean["w"])
+    assert not np.allclose(*means, atol=1e-3)

@@ -9,8 +9,10 @@ import pytest
 
 import dualdp_jax as dpj
 from dualdp import AccountingError
-from dualdp.plan import PrivacyPlan
+from dualdp.plan import NOISE, PrivacyPlan
 from dualdp.randomness import counter
+from dualdp.schedules import AdaptiveNorm
+from dualdp_jax.noise import noised_mean, release_at
 
 
 def make_plan(**changes):
@@ -44,25 +46,6 @@ def test_noise_is_the_counter_generator(noise, dtype):
     assert noisy["a"] is None
 
 
-def test_noise_has_the_planned_stddev():
-    plan = make_plan()
-    zeros = {"a": jnp.zeros(40_000), "b": jnp.zeros((200, 200))}
-    first, second = (dpj.noisy_mean(zeros, plan, step) for step in (0, 1))
-    columns = [np.ravel(tree[name]) for tree in (first, second) for name in "ab"]
-    for column in columns:
-        assert abs(column.std() / (1.5 * 2.0 / 20) - 1) < 0.02
-        assert abs(column.mean()) < 0.15 / 40
-    correlation = np.corrcoef(columns) - np.eye(4)
-    assert np.abs(correlation).max() < 0.03
-
-
-def test_noise_follows_the_schedule():
-    plan = make_plan(noise_multiplier=lambda step: float(step), max_grad_norm=lambda t: 1.0 + t)
-    ones = {"a": jnp.ones(30_000)}
-    np.testing.assert_allclose(dpj.noisy_mean(ones, plan, 0)["a"], 1 / 20)
-    assert abs(dpj.noisy_mean(ones, plan, 2)["a"].std() / (2 * 3 / 20) - 1) < 0.02
-
-
 def test_noise_is_wide_for_low_precision_sums():
     noisy = dpj.noisy_mean({"a": jnp.zeros(1000, jnp.bfloat16)}, make_plan(), 0)["a"]
     assert noisy.dtype == jnp.float32
@@ -70,8 +53,9 @@ def test_noise_is_wide_for_low_precision_sums():
 
 
 @pytest.mark.parametrize("jit", [False, True])
-def test_add_noise_is_noisy_mean(jit):
-    plan = make_plan()
+@pytest.mark.parametrize("noise", NOISE)
+def test_add_noise_is_noisy_mean(noise, jit):
+    plan = make_plan(noise=noise, seed=None)
     tx = optax.chain(dpj.add_noise(plan), optax.sgd(1.0))
     sums = {"a": jnp.arange(4.0), "b": jnp.ones((2, 3))}
     update = jax.jit(tx.update) if jit else tx.update
@@ -79,7 +63,10 @@ def test_add_noise_is_noisy_mean(jit):
     for step in range(3):
         updates, state = update(sums, state)
         expected = jax.tree.map(jnp.negative, dpj.noisy_mean(sums, plan, step))
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), updates, expected)
+        # Compiled apart, the two may round a sum that nearly cancels in another order.
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), updates, expected
+        )
 
 
 def test_add_noise_runs_in_a_scan_and_stops_at_the_end_of_the_plan():
@@ -118,6 +105,27 @@ def test_noisy_mean_refuses_a_traced_step_and_steps_past_the_plan():
     for step in (3, -1):
         with pytest.raises(AccountingError, match=f"step={step} is past the plan's num_steps=3"):
             dpj.noisy_mean(grads, plan, step)
+
+
+def test_add_noise_refuses_a_bound_that_it_cannot_know():
+    with pytest.raises(ValueError, match=r"max_grad_norm is adaptive.*noisy_mean"):
+        dpj.add_noise(make_plan(max_grad_norm=AdaptiveNorm(1.0)))
+
+
+def test_secure_noise_compiles_once_and_keeps_its_structure():
+    """Noise comes in as data, like the key of the other modes; the shapes may be abstract."""
+    plan = make_plan(noise="secure", seed=None)
+    sums = {"b": jnp.ones((3, 2), jnp.bfloat16), "a": None, "c": jnp.zeros(()), "e": jnp.zeros(0)}
+    like = jax.eval_shape(lambda: sums)
+    update = jax.jit(lambda sums, release: noised_mean(sums, release))
+    for step in range(3):
+        mean = update(sums, release_at(plan, step, like=like))
+        expected = dpj.noisy_mean(sums, plan, step)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), mean, expected)
+    assert update._cache_size() == 1
+    assert mean["b"].dtype == jnp.float32
+    assert mean["e"].shape == (0,)
+    assert dpj.noisy_mean({}, plan, 0) == {}
 
 
 def test_the_old_counter_layout_is_refused():

@@ -15,7 +15,7 @@ from jax.interpreters import ad, batching, mlir
 
 import dualdp_jax as dpj
 from dualdp_jax import rules
-from dualdp_jax.rules import Rule, product
+from dualdp_jax.rules import Rule, product, small
 
 CAPTURED = ("book_keeping", "two_pass", "materialize", "auto")
 
@@ -169,17 +169,53 @@ def test_a_rule_of_the_users_is_used(cubic_product):
     assert [spec.shape for spec in called] == [(3, 2)] * len(called)
 
 
-def test_a_planted_wrong_rule_is_seen(monkeypatch):
-    """The comparison with the loop, which the grid makes for every case, fails for it."""
-    right = rules.RULES["dot_general"]
-    wrong = right._replace(sq_norms=lambda *args: 1.001 * right.sq_norms(*args))
-    loss = lambda p, x: jnp.sum(jnp.tanh(x @ p["w"]))  # noqa: E731
-    params, x = {"w": jnp.ones((3, 2))}, jnp.arange(12.0).reshape(4, 3) / 10
-    exact = norms_of(loss, params, x, "loop")
-    np.testing.assert_allclose(norms_of(loss, params, x, "book_keeping"), exact, rtol=1e-5)
-    monkeypatch.setitem(rules.RULES, "dot_general", wrong)
+PLANTED = {
+    "dot_general": (lambda p, x: jnp.sum(jnp.tanh(x @ p["w"])), (3, 2)),
+    "conv_general_dilated": (
+        lambda p, x: jnp.sum(jnp.tanh(lax.conv(x[None, None], p["w"], (1,), "SAME"))),
+        (2, 1, 3),
+    ),
+    "gather": (lambda p, x: jnp.sum(jnp.tanh(p["w"][jnp.int32(x[:, 0] * 3) % 4])), (4, 2)),
+}
+
+
+@pytest.mark.parametrize("field", ["grads", "sq_norms", "weighted_sum"])
+@pytest.mark.parametrize("primitive", PLANTED)
+def test_a_planted_wrong_rule_is_seen(monkeypatch, primitive, field):
+    """The comparison that random jaxprs go through fails for it."""
+    loss, shape = PLANTED[primitive]
+    if primitive == "conv_general_dilated":
+        model = lambda p, x: loss(p, x[:, 0])  # noqa: E731
+    else:
+        model = loss
+    right = rules.RULES[primitive]
+    wrong = lambda *args: 1.001 * getattr(right, field)(*args)  # noqa: E731
+    _compare_with_the_loop((model, {"w": shape}, 4), 0)
+    monkeypatch.setitem(rules.RULES, primitive, right._replace(**{field: wrong}))
     with pytest.raises(AssertionError):
-        np.testing.assert_allclose(norms_of(loss, params, x, "book_keeping"), exact, rtol=1e-5)
+        _compare_with_the_loop((model, {"w": shape}, 4), 0)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("patches", [False, True])
+def test_both_forms_of_a_convolutions_gradients_agree(monkeypatch, patches, n):
+    """By kernel offset as wide convolutions are done, by patches as thin ones; plain for one."""
+    monkeypatch.setattr(small, "prefers_patches", lambda channels, numbers: patches)
+    options = {"padding": [(2, 1), (0, 1)], "rhs_dilation": (1, 2), "feature_group_count": 2}
+    rng = np.random.default_rng(0)
+    with jax.enable_x64(True):
+        params = {"w": jnp.asarray(rng.normal(size=(4, 3, 2, 2)))}
+        x = jnp.asarray(rng.normal(size=(n, 1, 6, 5, 6)))
+        loss = lambda p, x: jnp.sum(  # noqa: E731
+            jnp.sin(lax.conv_general_dilated(x, p["w"], (2, 1), **options))
+        )
+        for method in ("materialize", "book_keeping"):
+            truth, found = (
+                dpj.clipped_grad_sum(loss, params, x, max_grad_norm=1.0, method=m)
+                for m in ("vmap", method)
+            )
+            np.testing.assert_allclose(found.norms, truth.norms, rtol=1e-10)
+            np.testing.assert_allclose(found.grads["w"], truth.grads["w"], rtol=1e-9, atol=1e-12)
 
 
 def test_register_rule_checks_its_arguments():
@@ -281,8 +317,92 @@ def _wrapped(draw, p, name):
     return lambda q, x: wrap(lambda q, x: jnp.tanh(inner(q, x)))(q, x)
 
 
+def _heads(draw, p, name):
+    """One product per head, the weight on either side, its axes in any order."""
+    order = draw(st.permutations([0, 1, 2]))
+    p[name] = (WIDTH,) * 3
+    where = {axis: position for position, axis in enumerate(order)}  # of head, inputs, outputs
+    weight_first = draw(st.booleans())
+
+    def apply(q, x):
+        z = x[:, :, None] * jnp.cos(x[:, None, :])  # (t, head, input)
+        contract, batch = ((2,), (where[1],)), ((1,), (where[0],))
+        if weight_first:
+            y = lax.dot_general(q[name], z, (contract[::-1], batch[::-1])).swapaxes(1, 2)
+        else:
+            y = lax.dot_general(z, q[name], (contract, batch))
+        return y.sum(0)  # (t, output)
+
+    return apply
+
+
+def _image(draw, p, name):
+    """A convolution with everything a convolution can have."""
+    groups = draw(st.sampled_from([1, WIDTH]))
+    sizes = {"O": WIDTH, "I": WIDTH // groups, "H": draw(st.integers(1, 3)), "W": 2}
+    layout = "".join(draw(st.permutations("OIHW")))
+    data, out = ("".join(draw(st.permutations("NCHW"))) for _ in range(2))
+    pads = [tuple(draw(st.integers(-1, 2)) for _ in range(2)), (1, draw(st.integers(1, 2)))]
+    options = {n: tuple(draw(st.integers(1, 2)) for _ in range(2)) for n in STEPS}
+    p[name] = tuple(sizes[axis] for axis in layout)
+
+    def apply(q, x):
+        image = jnp.stack([jnp.tile(x.T, 3), jnp.cos(jnp.tile(x.T, 3)), jnp.tile(x.T, 3) ** 2])
+        image = image[None, :, :, :5]  # N C H W
+        image = image.transpose([("NCHW").index(axis) for axis in data])
+        y = lax.conv_general_dilated(
+            image,
+            q[name],
+            padding=pads,
+            dimension_numbers=(data, layout, out),
+            feature_group_count=groups,
+            **options,
+        )
+        y = y.transpose([out.index(axis) for axis in "NCHW"])[0].reshape(WIDTH, -1)
+        return x + jnp.tanh(y @ jnp.cos(jnp.arange(y.shape[1])))
+
+    return apply
+
+
+STEPS = ("window_strides", "lhs_dilation", "rhs_dilation")
+
+
+def _bag(draw, p, name):
+    p[name], axis = (4, WIDTH), draw(st.integers(0, 1))
+    return lambda q, x: x + q[name][jnp.int32(jnp.abs(x) * 3) % 4].sum(axis).mean(0)
+
+
+def _columns(draw, p, name):
+    p[name] = (WIDTH, 4)
+    return lambda q, x: x + q[name][:, jnp.int32(jnp.abs(x[:, 0]) * 3) % 4].T
+
+
+def _switch(draw, p, name):
+    p[name] = (WIDTH, WIDTH)
+    ways = [lambda w, x: x @ w, lambda w, x: x * w[0], lambda w, x: jnp.sin(x)]
+    return lambda q, x: lax.switch(jnp.int32(jnp.abs(x[0, 0]) * 7) % 3, ways, q[name], x)
+
+
+def _while(draw, p, name):
+    """A loop that jax can't differentiate, on the value of a parameter that is also used."""
+    p[name] = (WIDTH,)
+    halve = lambda v: lax.while_loop(lambda v: jnp.abs(v).max() > 1, lambda v: v / 2, v)  # noqa: E731
+    return lambda q, x: x * q[name] + lax.stop_gradient(halve(x[0] + lax.stop_gradient(q[name])))
+
+
+def _scalar(draw, p, name):
+    p[name] = ()
+    return lambda q, x: x + jnp.broadcast_to(q[name], x.shape) * jnp.cos(x)
+
+
+def _cast(draw, p, name):
+    p[name] = (WIDTH, WIDTH)
+    return lambda q, x: x @ q[name].astype(jnp.float32).T.astype(x.dtype)
+
+
 LAYERS = [_dense, _bias, _scale, _convolution, _lookup, _recurrence, _stack, _branch]
-LAYERS += [_shared, _prepend, _select, _wrapped]
+LAYERS += [_shared, _prepend, _select, _wrapped, _heads, _image, _bag, _columns, _switch]
+LAYERS += [_while, _scalar, _cast]
 
 
 @st.composite
@@ -303,7 +423,7 @@ def models(draw):
 
 
 @hypothesis.given(models(), st.integers(0, 5))
-@hypothesis.settings(max_examples=8)
+@hypothesis.settings(max_examples=6)
 def test_random_jaxprs_match_the_loop(model, seed):
     _compare_with_the_loop(model, seed)
 
@@ -329,9 +449,11 @@ def _compare_with_the_loop(model, seed):
             return run("loop"), run("book_keeping"), run("materialize")
 
         truth, *found = jax.jit(both)(params, x)
+        # jax rounds a gradient to float32 on its way through a cast, ours is not rounded
+        bound = 1e-6 if "float32" in str(jax.make_jaxpr(loss)(params, x[0])) else 1e-9
         for ours in found:
-            np.testing.assert_allclose(ours.norms, truth.norms, rtol=1e-9)
+            np.testing.assert_allclose(ours.norms, truth.norms, rtol=bound)
             for name in shapes:
                 scale = float(jnp.abs(truth.grads[name]).max())
                 error = float(jnp.abs(ours.grads[name] - truth.grads[name]).max())
-                assert error <= 1e-9 * scale + 1e-12
+                assert error <= bound * scale + 1e-12

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Puts `PrivacyEngine` on a loss of yours to the test of `dualdp.testing`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from dualdp.batches import physical_batches
+from dualdp.plan import PrivacyPlan
+from dualdp.testing import plans
+from dualdp.testing.step import (
+    CANARY_FACTOR,
+    LOSS_FACTOR,
+    Event,
+    Release,
+    events_of,
+)
+from dualdp_jax.data import Chunk, LogicalBatch
+from dualdp_jax.engine import PrivacyEngine
+
+_ROWS = 8  # of a chunk in `clipped_sum`
+
+
+class EngineStep:
+    """A `dualdp.testing.PrivateStep`: the engine, on a loss and data of yours.
+
+    Args:
+        params: pytree of trained parameters.
+        loss_fn: (params, *example) to the scalar loss of one example.
+        data: arrays, examples on axis 0.
+        plan: of which noise_multiplier, max_grad_norm, sampler, clipping (flat or automatic),
+            noise and physical_batch_size are tested, at the values of step 0.
+        method: as in `make_private`.
+        needs_key: as in `make_private`.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        loss_fn: Callable[..., Any],
+        data: Sequence[Any],
+        plan: PrivacyPlan,
+        *,
+        method: str = "auto",
+        needs_key: bool = False,
+    ) -> None:
+        self.params, self.loss_fn, self.plan = params, loss_fn, plan
+        self.data = tuple(np.asarray(part) for part in data)
+        self.claims = plans.claims_of(plan)
+        self.num_examples = len(self.data[0])
+        self._options: dict[str, Any] = {"method": method, "needs_key": needs_key}
+        self._engine: PrivacyEngine | None = None
+
+    def plan_of(self, make: Callable[..., PrivacyPlan] = plans.of_run, **sizes: Any) -> PrivacyPlan:
+        """The plan of one test run."""
+        return make(self.plan, **sizes)
+
+    def clipped_sum(self, rows: Sequence[int], factors: Sequence[float]) -> Any:
+        """See `PrivateStep`: one step of a run without noise, in chunks of eight examples."""
+        step, state, plan = self._exact
+        indices, position = np.array(list(rows)), int(state.step)
+        factor = np.array(list(factors), np.float32)
+        chunks = tuple(
+            Chunk((*(part[indices[k]] for part in self.data), factor[k]), mask, k)
+            for k, mask in physical_batches(np.arange(len(indices)), _ROWS)
+        )
+        state, _ = step(state, LogicalBatch(plan, position, chunks))
+        self._exact = (step, state, plan)
+        leaves = [np.ravel(leaf).astype(np.float64) for leaf in jax.tree.leaves(state.opt_state)]
+        return np.concatenate(leaves) * _ROWS
+
+    @cached_property
+    def _exact(self) -> tuple[Any, Any, Any]:
+        """Step, state and plan of an open-ended run without noise, compiled once."""
+        plan = self.plan_of(plans.of_sum, num_rows=_ROWS, num_steps=None, physical_batch_size=_ROWS)
+        index = np.zeros(_ROWS, np.int64)
+        data = (*(part[index] for part in self.data), np.ones(_ROWS, np.float32))
+
+        def loss_fn(params: Any, *example: Any, **key: Any) -> Any:
+            return self.loss_fn(params, *example[:-1], **key) * example[-1]
+
+        step, state, _ = self._private(loss_fn, self.params, data, plan)
+        return step, state, plan
+
+    def releases(
+        self,
+        num_steps: int,
+        *,
+        rows: Any,
+        num_canaries: int,
+        expected_batch_size: float,
+        seed: int | None,
+    ) -> Iterator[Release]:
+        """See `PrivateStep`."""
+        scale = CANARY_FACTOR * self.claims.max_grad_norm
+        index = np.arange(len(rows)) % self.num_examples
+        plan = self.plan_of(
+            num_examples=len(rows),
+            expected_batch_size=expected_batch_size,
+            num_steps=num_steps,
+            seed=seed,
+        )
+        data = (*(part[index] for part in self.data), np.asarray(rows, np.int32))
+        params = {"model": self.params, "canaries": jnp.zeros(num_canaries)}
+
+        def loss_fn(params: Any, *example: Any, **key: Any) -> Any:
+            own = self.loss_fn(params["model"], *example[:-1], **key)
+            return LOSS_FACTOR * own + scale * params["canaries"][example[-1]]
+
+        for step, mean in enumerate(self._run(loss_fn, params, data, plan)):
+            sums = jax.tree.map(lambda leaf: np.asarray(leaf) * expected_batch_size, mean)
+            leaves = jax.tree.leaves(sums["model"])
+            yield Release(sums["canaries"], leaves, plan.batch_indices(step))
+
+    def events(self) -> list[Event]:
+        """See `PrivateStep`."""
+        return events_of(self._engine.accountant.history if self._engine else ())
+
+    def _run(
+        self, loss_fn: Callable[..., Any], params: Any, data: tuple[Any, ...], plan: PrivacyPlan
+    ) -> Iterator[Any]:
+        """The noisy means of a run whose optimizer keeps them and moves nothing."""
+        step, state, loader = self._private(loss_fn, params, data, plan)
+        for batch in loader:
+            state, _ = step(state, batch)
+            yield state.opt_state
+
+    def _private(
+        self, loss_fn: Callable[..., Any], params: Any, data: tuple[Any, ...], plan: PrivacyPlan
+    ) -> Any:
+        """What `make_private` returns, with an optimizer that keeps the mean and moves nothing."""
+        keeper = optax.GradientTransformation(
+            lambda params: jax.tree.map(jnp.zeros_like, params),
+            lambda updates, state, params=None: (jax.tree.map(jnp.zeros_like, updates), updates),
+        )
+        self._engine = PrivacyEngine()
+        return self._engine.make_private(
+            loss_fn=loss_fn, params=params, optimizer=keeper, data=data, plan=plan, **self._options
+        )
+
+
+def small_step(plan: PrivacyPlan) -> EngineStep:
+    """A small classifier on random data, for `dualdp audit`."""
+    rng = np.random.default_rng(0)
+    params = {
+        "first": rng.normal(size=(16, 32)).astype(np.float32) / 4,
+        "second": rng.normal(size=(32, 4)).astype(np.float32) / 6,
+    }
+    data = rng.normal(size=(256, 16)).astype(np.float32), rng.integers(0, 4, 256)
+
+    def loss_fn(params: Any, x: Any, y: Any) -> Any:
+        return -jax.nn.log_softmax(jax.nn.relu(x @ params["first"]) @ params["second"])[y]
+
+    return EngineStep(params, loss_fn, data, plan)

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What stands in the way of training a model privately: where it is, and what to do instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dualdp import UnsupportedLayerError
+from dualdp_jax import compat
+from dualdp_jax.call import Call, build
+from dualdp_jax.parameters import path_name, split
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One obstacle.
+
+    Attributes:
+        path: where it is in the model, or "loss_fn".
+        kind: dtype of the parameter, or the class of the error.
+        reason: what is wrong.
+        fix: what to do.
+    """
+
+    path: str
+    kind: str
+    reason: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"{self.kind} ({self.path!r}): {self.reason}. {self.fix}"
+
+
+def validate(
+    loss_fn: Callable[..., Any],
+    what: Any,
+    *batch: Any,
+    has_aux: bool = False,
+    key: Any = None,
+    trainable: Any = None,
+) -> list[Finding]:
+    """Dry run of a loss on a batch: nothing is released, nothing is compiled.
+
+    Args:
+        loss_fn: as for `per_sample_grads`.
+        what: pytree of parameters, or an `nnx.Module`.
+        *batch: as for `per_sample_grads`; one example is enough.
+        has_aux: whether `loss_fn` returns (loss, aux).
+        key: random key, if `loss_fn` takes one.
+        trainable: pytree of bools like `what`; False freezes.
+
+    Returns:
+        One finding for each leaf that can't be trained, each variable that one example would
+        change for the next, each trained parameter that gets no gradient, and a loss that is no
+        scalar of one example; empty when there is none.
+    """
+    try:
+        parameters = split(what, trainable)
+    except (TypeError, UnsupportedLayerError) as error:
+        return _untrainable(what, trainable) or [_of_error(error)]
+    call = build(loss_fn, parameters, batch, has_aux=has_aux, key=key, trainable=None)
+    try:
+        constant = _constant_gradients(call)
+    except (TypeError, ValueError, UnsupportedLayerError) as error:
+        return [_of_error(error)]
+    return [
+        Finding(
+            name,
+            str(leaf.dtype),
+            "it gets no gradient, so training would only add noise to it",
+            "Freeze it by trainable=, take it out, or let loss_fn use it.",
+        )
+        for name, leaf, is_zero in zip(parameters.names, parameters.trained, constant, strict=True)
+        if is_zero
+    ]
+
+
+def _untrainable(what: Any, trainable: Any) -> list[Finding]:
+    """The leaves of a pytree that are no real floating arrays and that nobody froze."""
+    flags = jax.tree.map(
+        lambda flag, part: jax.tree.map(lambda _: flag, part),
+        True if trainable is None else trainable,
+        what,
+    )
+    found = []
+    leaves = jax.tree_util.tree_flatten_with_path(what)[0]
+    for (path, leaf), flag in zip(leaves, jax.tree.leaves(flags), strict=True):
+        is_array = isinstance(leaf, jax.Array | np.ndarray | np.generic | int | complex)
+        if flag and is_array and not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+            reason = "only real floating numbers have gradients"
+            fix = "Freeze it by trainable= (a pytree of bools), or take it out of the parameters."
+            found.append(Finding(path_name(path), str(jnp.result_type(leaf)), reason, fix))
+    return found
+
+
+def _of_error(error: Exception) -> Finding:
+    """An error of the calls themselves, as a finding."""
+    reason, _, fix = str(error).partition(". ")
+    return Finding("loss_fn", type(error).__name__, reason, fix)
+
+
+def _constant_gradients(call: Call) -> list[bool]:
+    """Per trained leaf: whether its gradient is zero whatever the numbers are.
+
+    Judged on the program, not on its values: a gradient that is zero at the start, as that of one
+    factor of a product whose other factor is zero, depends on them and counts.
+    """
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), call.rows)
+
+    def grads(trained: list[Any], row: Any) -> list[Any]:
+        return list(jax.grad(lambda p: call.loss(p, row)[0])(trained))
+
+    closed, _ = compat.trace(grads, call.parameters.trained, shapes)
+    count = len(closed.jaxpr.outvars)
+    connected = [
+        any(compat.inputs_in_use(closed.jaxpr, [i == k for i in range(count)]))
+        for k in range(count)
+    ]
+    if all(connected):
+        return [False] * count
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+    values = grads(call.parameters.trained, zeros)
+    return [
+        not free and not np.any(np.asarray(value))
+        for free, value in zip(connected, values, strict=True)
+    ]

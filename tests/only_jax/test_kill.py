@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Killed at any instant, a JAX run says no less than it released, and goes on bitwise."""
+
+import pytest
+
+from tests.kill.driver import Trials
+
+# Other tests have started JAX's threads in this process, of which the fork server is not one.
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")]
+
+
+def test_five_kills_at_random_instants_on_jax(tmp_path):
+    report = Trials("jax", tmp_path, num_steps=40, seed=1).run(5)
+    assert report.failures == []
+    assert report.kills == 5
+    assert report.finished >= 1
+    assert len(report.resumes) >= 5
+
+
+def test_kills_at_every_place_of_a_step_on_jax(tmp_path):
+    """Around the record of a release and its seal, and around the file of a checkpoint."""
+    places = ["record", "recorded", "seal", "sealed", "write", "written"]
+    report = Trials("jax", tmp_path, num_steps=12, seed=1).run_places(
+        [(place, count) for place, count in zip(places, (4, 4, 5, 5, 2, 2), strict=True)]
+    )
+    assert report.failures == []
+    assert report.finished == len(places)
+    assert all(said >= truth > 0 for said, truth in report.resumes)
+    assert report.replayed > 0
