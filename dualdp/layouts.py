@@ -1,156 +1,146 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the two stacks store the same parameter, as data.
+"""How the two stacks store and name the same parameter, as data.
 
-One line per kind of parameter: which names it has on either side, and the axes of torch's array in
-the order in which JAX (Flax) stores them.
+Layouts are written as in mathematics: torch's axes on the left, JAX's on the right. `o` out, `i`
+in, `h` heads, `d` of one head, `v` vocabulary, `c` channels, `...` the kernel's or any axes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
+_QKV = ("query", "key", "value")
 
-# (kind of the torch parameter, its last name in torch, its last name in Flax) -> axes, for an array
-# of so many axes: "same" keeps them, "reversed" is (out, in, *kernel) -> (*kernel, in, out).
-LAYOUTS: Mapping[tuple[str, str, str], str] = {
-    ("linear", "weight", "kernel"): "reversed",
-    ("linear", "bias", "bias"): "same",
-    ("conv", "weight", "kernel"): "reversed",
-    ("conv", "bias", "bias"): "same",
-    ("embedding", "weight", "embedding"): "same",
-    ("norm", "weight", "scale"): "same",
-    ("norm", "bias", "bias"): "same",
-}
+# kind of torch module | its parameters; [1/4] is the second quarter of axis 0, + a sum, [2/3 = 0] a
+# part without partner | path below the Flax module | layout.
+LAYOUTS: tuple[tuple[str, str, str, str], ...] = (
+    ("linear", "weight", "kernel", "o i -> i o"),
+    ("linear", "bias", "bias", "o -> o"),
+    ("conv1d of transformers", "weight", "kernel", "i o -> i o"),
+    ("conv1d of transformers", "bias", "bias", "o -> o"),
+    ("conv", "weight", "kernel", "o i ... -> ... i o"),
+    ("conv", "bias", "bias", "o -> o"),
+    ("transposed conv", "weight", "kernel", "i o ... -> ... o i"),  # transpose_kernel=True
+    ("transposed conv", "bias", "bias", "o -> o"),
+    ("embedding", "weight", "embedding", "v d -> v d"),
+    ("norm", "weight", "scale", "... -> ..."),
+    ("norm", "bias", "bias", "... -> ..."),
+    ("norm", "running_mean", "mean", "c -> c"),
+    ("norm", "running_var", "var", "c -> c"),
+    *(("attention", f"in_proj_weight[{n}/3]", f"{w}/kernel", "(h d) i -> i h d") for n, w in
+      enumerate(_QKV)),
+    *(("attention", f"in_proj_bias[{n}/3]", f"{w}/bias", "(h d) -> h d") for n, w in
+      enumerate(_QKV)),
+    *(("attention", f"{w[0]}_proj_weight", f"{w}/kernel", "(h d) i -> i h d") for w in _QKV),
+    ("attention", "out_proj.weight", "out/kernel", "o (h d) -> h d o"),
+    ("attention", "out_proj.bias", "out/bias", "o -> o"),
+    *(("lstm", f"weight_ih[{n}/4]", f"i{g}/kernel", "o i -> i o") for n, g in enumerate("ifgo")),
+    ("lstm", "weight_ih[1/4]", "if_/kernel", "o i -> i o"),  # nnx, where `if` is no attribute
+    *(("lstm", f"weight_hh[{n}/4]", f"h{g}/kernel", "o i -> i o") for n, g in enumerate("ifgo")),
+    *(("lstm", f"bias_ih[{n}/4] + bias_hh[{n}/4]", f"h{g}/bias", "o -> o") for n, g in
+      enumerate("ifgo")),
+    ("lstm", "weight_ih", "dense_i/kernel", "o i -> i o"),
+    ("lstm", "weight_hh", "dense_h/kernel", "o i -> i o"),
+    ("lstm", "bias_ih + bias_hh", "dense_h/bias", "o -> o"),
+    *(("gru", f"weight_ih[{n}/3]", f"i{g}/kernel", "o i -> i o") for n, g in enumerate("rzn")),
+    *(("gru", f"weight_hh[{n}/3]", f"h{g}/kernel", "o i -> i o") for n, g in enumerate("rzn")),
+    *(("gru", f"bias_ih[{n}/3] + bias_hh[{n}/3]", f"i{g}/bias", "o -> o") for n, g in
+      enumerate("rz")),
+    ("gru", "bias_ih[2/3]", "in/bias", "o -> o"),
+    ("gru", "bias_hh[2/3]", "hn/bias", "o -> o"),
+    ("gru", "weight_ih", "dense_i/kernel", "o i -> i o"),
+    ("gru", "weight_hh", "dense_h/kernel", "o i -> i o"),
+    ("gru", "bias_ih + bias_hh[2/3 = 0]", "dense_i/bias", "o -> o"),
+    ("rnn", "weight_ih", "i/kernel", "o i -> i o"),
+    ("rnn", "weight_hh", "h/kernel", "o i -> i o"),
+    ("rnn", "bias_ih + bias_hh", "i/bias", "o -> o"),
+    ("rnn", "weight_ih", "dense_i/kernel", "o i -> i o"),
+    ("rnn", "weight_hh", "dense_h/kernel", "o i -> i o"),
+    ("rnn", "bias_ih + bias_hh", "dense_i/bias", "o -> o"),
+)  # fmt: skip
+
+# Where a word of a torch name may be found in a JAX path, relative to what comes before it.
+_NUMBERED = ("/{0}", "_{0}", "/layers/{0}", "/layers_{0}")  # of a ModuleList or Sequential
+_LAYER = re.compile(r"(weight|bias)_(ih|hh|hr)_(l\d+(?:_reverse)?)")
+ROOTS = ("", "params/", "batch_stats/")
+RECURRENT = ("lstm", "gru", "rnn")
 
 
-def axes_for(layout: str, ndim: int) -> tuple[int, ...]:
-    """Torch's axes in JAX's order: `jax_array = torch_array.transpose(axes)`."""
-    if layout == "same":
-        return tuple(range(ndim))
-    return (*range(2, ndim), 1, 0)  # (o, i, *k) -> (*k, i, o)
+def _cells(word: str) -> list[str]:
+    """Where the cell of one layer and direction of an RNN may be: "l1_reverse" -> "_l1_reverse"."""
+    layer, _, backward = word.partition("_")
+    plain = [f"_{word}", f"/{word}", *([""] if word == "l0" else [])]
+    two_ways = [f"_{layer}", f"/{layer}", *([""] if layer == "l0" else [])]
+    direction = "backward_rnn" if backward else "forward_rnn"
+    return [
+        *(f"{place}{cell}" for place in plain for cell in ("", "/cell")),
+        *(f"{place}/{direction}/cell" for place in two_ways),
+    ]
 
 
 @dataclass(frozen=True)
-class Leaf:
-    """One parameter as both stacks have it.
+class Term:
+    """One parameter of a line: which part of its rows, which of them must be zero."""
 
-    Args:
-        torch_name: in `named_parameters()`.
-        jax_path: keys from the root of the parameter tree.
-        jax_index: position in `jax.tree.leaves`, which numbers its noise key.
-        torch_shape: of torch's array.
-        axes: torch's axes in JAX's order.
-    """
+    local: str
+    part: tuple[int, int] | None
+    zero: tuple[int, int] | None
 
-    torch_name: str
-    jax_path: tuple[str, ...]
-    jax_index: int
-    torch_shape: tuple[int, ...]
-    axes: tuple[int, ...]
-
-    @property
-    def jax_shape(self) -> tuple[int, ...]:
-        """Shape of JAX's array."""
-        return tuple(self.torch_shape[axis] for axis in self.axes)
-
-    def to_jax(self, array: NDArray[Any], *, batch_axes: int = 0) -> NDArray[Any]:
-        """Torch's array in JAX's layout; leading batch axes stay where they are."""
-        return array.transpose(self._with_batch(self.axes, batch_axes))
-
-    def to_torch(self, array: NDArray[Any], *, batch_axes: int = 0) -> NDArray[Any]:
-        """JAX's array in torch's layout; leading batch axes stay where they are."""
-        inverse = tuple(int(axis) for axis in np.argsort(self.axes))
-        return array.transpose(self._with_batch(inverse, batch_axes))
-
-    @staticmethod
-    def _with_batch(axes: Sequence[int], batch_axes: int) -> tuple[int, ...]:
-        """Axes behind `batch_axes` leading ones."""
-        return (*range(batch_axes), *(batch_axes + axis for axis in axes))
+    @classmethod
+    def parse(cls, text: str) -> list[Term]:
+        """The terms of such as "bias_ih + bias_hh[2/3 = 0]"."""
+        terms = []
+        for word in text.split(" + "):
+            found = re.fullmatch(r"([\w.]+)(?:\[(\d)/(\d)( = 0)?\])?", word)
+            if found is None:
+                raise ValueError(f"{text!r} is no line of LAYOUTS. Expected 'name[k/n] + name'.")
+            part = (int(found[2]), int(found[3])) if found[2] else None
+            terms.append(cls(found[1], None if found[4] else part, part if found[4] else None))
+        return terms
 
 
-def match(
-    torch_shapes: Mapping[str, tuple[int, ...]],
-    torch_kinds: Mapping[str, str],
-    jax_leaves: Sequence[tuple[tuple[str, ...], tuple[int, ...]]],
-    mapping: Mapping[str, str] | None = None,
-) -> tuple[Leaf, ...]:
-    """Pair every torch parameter with the JAX leaf of the same name; nothing is left over.
-
-    Args:
-        torch_shapes: name -> shape.
-        torch_kinds: name -> kind, the first word of a line of `LAYOUTS`; "raw" keeps its layout.
-        jax_leaves: (path, shape) in the order of `jax.tree.leaves`.
-        mapping: torch name -> JAX path joined by "/", for names that differ.
-
-    Returns:
-        Leaves in torch's order.
-
-    Raises:
-        ValueError: a parameter without partner, or partners whose shapes do not agree.
-    """
-    mapping = dict(mapping or {})
-    by_path = {"/".join(path): index for index, (path, _) in enumerate(jax_leaves)}
-    unknown = sorted(set(mapping) - set(torch_shapes)) + sorted(
-        set(mapping.values()) - set(by_path)
-    )
-    if unknown:
-        raise ValueError(
-            f"mapping names {unknown}, which neither model has. Expected torch names "
-            f"{sorted(torch_shapes)} and JAX paths {sorted(by_path)}."
-        )
-    found = {
-        name: mapping.get(name) or _partner(name, torch_kinds[name], by_path)
-        for name in torch_shapes
-    }
-    lonely = [f"{name} {torch_shapes[name]}" for name, path in found.items() if path is None]
-    spare = [
-        f"{path} {jax_leaves[index][1]}"
-        for path, index in by_path.items()
-        if path not in found.values()
-    ]
-    if lonely or spare:
-        raise ValueError(
-            f"No partner for the torch parameters {lonely} and the JAX leaves {spare}. Expected "
-            "the same names on both sides; pass mapping={torch name: 'jax/path'}."
-        )
-    if len(set(found.values())) < len(found):
-        raise ValueError(
-            f"Two torch parameters share a JAX leaf: {found}. Expected one partner each; pass "
-            "mapping={torch name: 'jax/path'}."
-        )
-    return tuple(
-        _leaf(name, torch_shapes[name], torch_kinds[name], jax_leaves, by_path[str(path)])
-        for name, path in found.items()
-    )
+Line = tuple[str, list[Term], str, str]
+_LINES: tuple[Line, ...] = tuple(
+    (kind, Term.parse(torch), jax, layout) for kind, torch, jax, layout in LAYOUTS
+)
 
 
-def _partner(name: str, kind: str, by_path: Mapping[str, int]) -> str | None:
-    """The one JAX path whose names are the torch name's, Flax's word for the last; else None."""
-    *modules, last = name.split(".")
-    words = [flax for (k, torch_last, flax) in LAYOUTS if (k, torch_last) == (kind, last)] or [last]
-    wanted = {("/".join([*root, *modules, word])) for word in words for root in ((), ("params",))}
-    candidates = [path for path in by_path if path in wanted]
-    return candidates[0] if len(candidates) == 1 else None
+def base(kind: str) -> str:
+    """A kind without its sizes: "attention h=4" -> "attention"."""
+    return kind.split(" h=")[0]
 
 
-def _leaf(
-    name: str,
-    shape: tuple[int, ...],
-    kind: str,
-    jax_leaves: Sequence[tuple[tuple[str, ...], tuple[int, ...]]],
-    index: int,
-) -> Leaf:
-    """The pair, once its shapes agree."""
-    path, jax_shape = jax_leaves[index]
-    layout = LAYOUTS.get((kind, name.split(".")[-1], path[-1]), "same")
-    leaf = Leaf(name, path, index, shape, axes_for(layout, len(shape)))
-    if leaf.jax_shape != jax_shape:
-        raise ValueError(
-            f"{name} {shape} in torch would be {leaf.jax_shape} in JAX, but {'/'.join(path)} is "
-            f"{jax_shape}. Expected the same sizes on both sides."
-        )
-    return leaf
+def split(name: str, kind: str) -> tuple[str, str]:
+    """Module and local name: "a.lstm.weight_ih_l1" -> ("a.lstm.l1", "weight_ih")."""
+    *words, last = name.split(".")
+    layer = _LAYER.fullmatch(last) if kind in RECURRENT else None
+    if layer:
+        return ".".join([*words, layer[3]]), f"{layer[1]}_{layer[2]}"
+    if base(kind) == "attention" and words and words[-1] == "out_proj":
+        return ".".join(words[:-1]), f"out_proj.{last}"
+    return ".".join(words), last
+
+
+def joined(name: str) -> str:
+    """The way back: "a.lstm.l1.weight_ih" -> "a.lstm.weight_ih_l1"."""
+    return re.sub(r"(^|\.)(l\d+(?:_reverse)?)\.((?:weight|bias)_(?:ih|hh))$", r"\1\3_\2", name)
+
+
+def lines_for(kind: str, locals_: Mapping[str, str]) -> list[Line]:
+    """Lines whose parameters a module has; a parameter that no line knows keeps its name."""
+    lines = [line for line in _LINES if line[0] == base(kind)]
+    known = {term.local for line in lines for term in line[1]}
+    fit = [line for line in lines if all(term.local in locals_ for term in line[1])]
+    raw = [local for local in locals_ if local not in known]
+    return [*fit, *(("raw", Term.parse(local), local, "... -> ...") for local in raw)]
+
+
+def places_of(word: str, kind: str) -> list[str]:
+    """Where a word of a torch name may be found in a JAX path."""
+    if word.isdigit():
+        return [pattern.format(word) for pattern in _NUMBERED]
+    if kind in RECURRENT and re.fullmatch(r"l\d+(_reverse)?", word):
+        return _cells(word)
+    return [f"/{word}"]

@@ -5,9 +5,13 @@ from __future__ import annotations
 
 import typer
 
+from dualdp.cli.audit import audit
 from dualdp.cli.calibrate import calibrate
 from dualdp.cli.compare import compare
 from dualdp.cli.epsilon import epsilon
+from dualdp.cli.plot import plot
+from dualdp.cli.port import port
+from dualdp.cli.verify import verify
 
 app = typer.Typer(
     name="dualdp",
@@ -15,7 +19,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-for command in (compare, epsilon, calibrate):
+for command in (compare, epsilon, calibrate, audit, verify, plot, port):
     app.command()(command)
 
 

@@ -29,6 +29,9 @@ def compare(
     dtype: Annotated[str, typer.Option(help="float32 or float64.")] = "float32",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     seed: Annotated[int, typer.Option(help="Of the plan and of the initial weights.")] = 0,
+    switch_at: Annotated[
+        int | None, typer.Option(help="A third run goes from PyTorch to JAX after so many steps.")
+    ] = None,
 ) -> None:
     """Train one network on handwritten digits under DP-SGD, on both stacks, from one plan.
 
@@ -48,6 +51,7 @@ def compare(
         dtype=dtype,
         device=device,
         seed=seed,
+        switch_at=switch_at,
     )
     folder = report.writable_folder(out)
     with console.status("Loading PyTorch, JAX and the digits ..."):
@@ -104,6 +108,8 @@ def _train(console: Console, experiment: Experiment) -> list[Point]:
     for name in ("step", "epsilon", "loss torch", "loss jax", "acc. torch", "acc. jax"):
         table.add_column(name, justify="right")
     table.add_column("parameters differ by", justify="right")
+    if experiment.settings.switch_at is not None:
+        table.add_column("switched", justify="right")
     progress = Progress(
         TextColumn("training on both stacks"),
         BarColumn(),
@@ -131,6 +137,7 @@ def _cells(point: Point) -> list[str]:
         *(f"{point.loss[stack]:.4f}" for stack in stacks),
         *(f"{point.accuracy[stack]:.1%}" for stack in stacks),
         f"{point.difference:.1e}",
+        *([] if point.switched is None else [f"{point.switched:.1e}"]),
     ]
 
 
@@ -169,6 +176,12 @@ def _disagreements(
         f"{point.parameter}; tolerated is {tolerance:.0e}."
         for point in experiment.judged_points(points)
         if not point.difference <= tolerance
+    ][:1]
+    faults += [
+        f"after step {point.step} the run that changed stacks differs by {point.switched:.1e} from "
+        f"the one on JAX; tolerated is {tolerance:.0e}."
+        for point in experiment.judged_points(points)
+        if point.switched is not None and not point.switched <= tolerance
     ][:1]
     faults += [
         f"after step {point.step} epsilon is {point.epsilon}."

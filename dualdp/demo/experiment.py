@@ -51,6 +51,7 @@ class Settings:
         max_grad_norm: C, gradient units.
         learning_rate: of SGD.
         momentum: of SGD.
+        switch_at: steps after which a third run goes from PyTorch to JAX; None for no such run.
     """
 
     steps: int = 400
@@ -65,6 +66,7 @@ class Settings:
     max_grad_norm: float = 0.25
     learning_rate: float = 1.0
     momentum: float = 0.9
+    switch_at: int | None = None
 
     def __post_init__(self) -> None:
         _validate.integer("steps", self.steps, minimum=1)
@@ -74,6 +76,10 @@ class Settings:
             _validate.positive(name, getattr(self, name))
         for name, table in _TABLES.items():
             _validate.choice(name, getattr(self, name), table)
+        if self.switch_at is not None and not 1 <= self.switch_at < self.steps:
+            raise ValueError(
+                f"switch_at={self.switch_at} is not within the run. Expected 1 to {self.steps - 1}."
+            )
 
 
 _TABLES = {"model": MODELS, "activation": ACTIVATIONS, "dtype": DTYPES, "device": DEVICES}
@@ -111,6 +117,8 @@ class Point:
         accuracy: held-out accuracy on each stack.
         difference: largest over the parameters of |torch - jax| / |jax|, L2 norms.
         parameter: the parameter where that is.
+        switched: the same difference of the run that changed stacks, to the one on JAX; None
+            before the change. Its epsilon, loss and accuracy are under "switched".
     """
 
     step: int
@@ -119,6 +127,7 @@ class Point:
     accuracy: dict[str, float]
     difference: float
     parameter: str
+    switched: float | None = None
 
 
 @dataclass(frozen=True)
@@ -158,6 +167,7 @@ class Experiment:
         self.jax = JaxRun(settings, train, held_out)
         self.jax.start(port.to_jax(self.torch.model, like=self.jax.params))
         self.layout = port.match(self.torch.model, self.jax.params)
+        self.switched: JaxRun | None = None
         self.plan = self._calibrated()
 
     def _calibrated(self) -> PrivacyPlan:
@@ -193,7 +203,7 @@ class Experiment:
             table.append(
                 GradientRow(
                     leaf.torch_name,
-                    "/".join(leaf.jax_path),
+                    leaf.jax_path,
                     leaf.torch_shape,
                     float(np.abs(a - b).max()),
                     float((difference / size).max()),
@@ -206,22 +216,44 @@ class Experiment:
         """Run the plan on both stacks; after each step its number, and a point now and then."""
         self.torch.follow(self.plan, self.layout)
         self.jax.follow(self.plan)
-        shown = set(np.linspace(1, self.settings.steps, min(21, self.settings.steps), dtype=int))
-        for step in range(self.settings.steps):
+        switch, steps = self.settings.switch_at, self.settings.steps
+        shown = {*np.linspace(1, steps, min(21, steps), dtype=int), *([switch] if switch else ())}
+        for step in range(steps):
             self.torch.private_step(step)
             self.jax.private_step(step)
+            if self.switched is not None:
+                self.switched.private_step(step)
             done = step + 1
+            if done == switch:
+                self.switched = self._handed_over(done)
             yield done, self._point(done) if done in shown else None
 
+    def _handed_over(self, steps: int) -> JaxRun:
+        """A run on JAX that goes on where PyTorch's is."""
+        run = self.jax.twin()
+        run.name = "switched"
+        params = port.to_jax(self.torch.model, like=run.params)
+        state = port.optimizer_to_jax(
+            self.torch.optimizer, self.torch.model, like=run.optimizer_state, params=run.params
+        )
+        run.take_over(params, state, self.plan, steps)
+        return run
+
     def _point(self, step: int) -> Point:
-        """Where both runs are."""
+        """Where all runs are."""
         ours, theirs = self.torch.parameters(), self.jax.parameters()
         differences = {}
         for leaf in self.layout:
             a, b = ours[leaf.torch_name], leaf.to_torch(theirs[leaf.jax_index])
             differences[leaf.torch_name] = float(np.linalg.norm(a - b) / np.linalg.norm(b))
         worst = max(differences, key=lambda name: _nan_is_worst(differences[name]))
-        runs = (self.torch, self.jax)
+        runs: list[TorchRun | JaxRun] = [self.torch, self.jax]
+        switched = None
+        if self.switched is not None:
+            runs.append(self.switched)
+            pairs = zip(self.switched.parameters(), theirs, strict=True)
+            apart = [float(np.linalg.norm(a - b) / np.linalg.norm(b)) for a, b in pairs]
+            switched = max(apart, key=_nan_is_worst)
         scores = {run.name: run.evaluate() for run in runs}
         return Point(
             step,
@@ -230,6 +262,7 @@ class Experiment:
             {name: accuracy for name, (_, accuracy) in scores.items()},
             differences[worst],
             worst,
+            switched,
         )
 
     def time_steps(self, rounds: int = 11, steps: int = 4) -> list[Timing]:
@@ -241,7 +274,7 @@ class Experiment:
             rounds: how many.
             steps: of each kind in a round.
         """
-        plan = dataclasses.replace(self.plan, noise="fast", num_steps=None)
+        plan = dataclasses.replace(self.plan, noise="fast", num_steps=None, target_epsilon=None)
         self.torch.follow(plan, self.layout)
         self.jax.follow(plan)
         seconds: dict[tuple[str, str], list[float]] = {}

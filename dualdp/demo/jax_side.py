@@ -78,6 +78,7 @@ class JaxRun:
     name = "jax"
 
     def __init__(self, settings: Settings, train: digits.Split, held_out: digits.Split) -> None:
+        self.made_of = settings, train, held_out
         self.device = jax.devices(PLATFORMS[settings.device])[0]
         self.dtype = jnp.dtype(settings.dtype)
         model: Any = MODELS[settings.model](settings.activation)
@@ -117,6 +118,17 @@ class JaxRun:
             plan=plan,
         )
         self.ledger = self.engine.ledger
+
+    def twin(self) -> JaxRun:
+        """Another run of the same settings, at its beginning."""
+        return JaxRun(*self.made_of)
+
+    def take_over(self, params: Any, optimizer_state: Any, plan: PrivacyPlan, steps: int) -> None:
+        """Go on with a run of the other stack: its state, its plan, the releases it has made."""
+        self.start(params)
+        self.follow(plan)
+        self.engine.record(num_steps=steps)
+        self.state = self.state._replace(opt_state=optimizer_state, step=steps)
 
     def private_step(self, step: int) -> None:
         """One step of DP-SGD (Abadi et al. 2016, Algorithm 1)."""

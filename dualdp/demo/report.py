@@ -13,7 +13,11 @@ from typing import Any
 
 from dualdp.demo.experiment import TRAINING_TOLERANCE, Experiment, GradientRow, Point, Timing
 
-COLORS = {"torch": "#D55E00", "jax": "#0072B2"}  # Okabe & Ito: told apart by everyone
+COLORS = {
+    "torch": "#D55E00",
+    "jax": "#0072B2",
+    "switched": "#009E73",
+}  # Okabe & Ito: told apart by everyone
 FORMAT = "dualdp_compare"
 
 
@@ -109,17 +113,25 @@ def picture(experiment: Experiment, points: Sequence[Point]) -> Any:
     styles = {
         "torch": {"linewidth": 4.5, "alpha": 0.45, "label": "PyTorch"},
         "jax": {"linewidth": 1.5, "linestyle": "--", "label": "JAX"},
+        "switched": {"linewidth": 1.5, "linestyle": ":", "label": "PyTorch, then JAX"},
     }
     for stack, style in styles.items():
-        shown = {"color": COLORS[stack], **style}
-        accuracy.plot(steps, [100 * point.accuracy[stack] for point in points], **shown)
-        epsilon.plot(steps, [point.epsilon[stack] for point in points], **shown)
+        there = [point for point in points if stack in point.epsilon]
+        if not there:
+            continue
+        shown, where = {"color": COLORS[stack], **style}, [point.step for point in there]
+        accuracy.plot(where, [100 * point.accuracy[stack] for point in there], **shown)
+        epsilon.plot(where, [point.epsilon[stack] for point in there], **shown)
     accuracy.set(title="Held-out accuracy", xlabel="step", ylabel="%")
     accuracy.legend(frameon=False, loc="lower right")
     epsilon.set(title=f"Spent epsilon (delta = {experiment.plan.delta:g})", xlabel="step")
     # An exact zero has no place on a log axis; it is drawn at the smallest positive float.
     drawn = [max(point.difference, 1e-17) for point in points]
     difference.semilogy(steps, drawn, color="#000000", linewidth=1.5)
+    apart = {point.step: point.switched for point in points if point.switched is not None}
+    if apart:
+        values = [max(value, 1e-17) for value in apart.values()]
+        difference.semilogy(list(apart), values, color=COLORS["switched"], linestyle=":")
     tolerance = TRAINING_TOLERANCE[settings.dtype]
     difference.axhline(tolerance, color="#999999", linewidth=1, linestyle=":")
     difference.annotate(

@@ -14,7 +14,7 @@ from torch.nn import functional as F  # noqa: N812
 import dualdp.torch as dpt
 from dualdp import Ledger
 from dualdp.demo import digits
-from dualdp.layouts import Leaf
+from dualdp.leaves import Leaf
 
 if TYPE_CHECKING:
     from dualdp.demo.experiment import Settings
@@ -110,10 +110,11 @@ class TorchRun:
             loss_fn,
             self.model,
             *(array[rows] for array in self.train),
-            max_grad_norm=self.plan.max_grad_norm_at(step),
+            max_grad_norm=self.ledger.max_grad_norm,
             clipping=self.plan.clipping,
             physical_batch_size=self.plan.physical_batch_size,
         )
+        self.ledger.seal(step)
         grads = dpt.noisy_mean(total.grads, self.plan, step, layout=self.layout)
         for name, parameter in self.model.named_parameters():
             parameter.grad = grads[name]
