@@ -4,7 +4,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-slow check format bench clean
+.PHONY: demo test test-slow check format bench docs fuzz clean
 
 demo: $(VENV)/.demo
 	$(VENV)/bin/dualdp compare --out out/demo
@@ -33,8 +33,8 @@ $(VENV)/.demo: $(VENV)/.created pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/.test: $(VENV)/.created pyproject.toml constraints.txt
-	$(PIP) --editable '.[test,secure]'
-	touch $@ $(VENV)/.demo
+	$(PIP) --editable '.[test]'
+	touch $@ $(VENV)/.demo $(VENV)/.docs
 
 # Peers pin versions of their own, so they live in a second environment.
 BENCH := .venv-bench
@@ -48,6 +48,17 @@ $(BENCH)/.ready: pyproject.toml constraints.txt benchmarks/requirements-peers.tx
 	$(BENCH_PIP) --editable '.[bench]' --requirement benchmarks/requirements-peers.txt
 	$(BENCH_PIP) --no-deps --requirement benchmarks/requirements-backpack.txt
 	touch $@
+
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict
+
+$(VENV)/.docs: $(VENV)/.created pyproject.toml constraints.txt
+	$(PIP) --editable '.[docs]'
+	touch $@
+
+# Hostile plans, ledgers, checkpoints and command lines, 5,000 of each.
+fuzz: $(VENV)/.test
+	$(PY) -m tests.fuzz --examples 5000
 
 clean:
 	rm -rf $(VENV) .venv-bench out build dist *.egg-info

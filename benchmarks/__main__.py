@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import os
 import shlex
@@ -15,6 +16,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from benchmarks import profile as profiles
 from benchmarks import report as reports
 from benchmarks import results, suites, systems, workloads
 from benchmarks.measure import Protocol
@@ -24,6 +26,8 @@ from benchmarks.suites import Session
 QUICK = Protocol(rounds=5, warmup=1, patience=1.0)
 QUICK_FOLDER = Path("out/benchmarks")
 BACKENDS = ["torch", "jax"]
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+MODULES = {"accounting": "epsilon", "noise": "noise"}  # suites that need no workload: quantity
 
 app = typer.Typer(
     help="Measure speed, memory and accounting; every command writes and shows a results file.",
@@ -45,9 +49,22 @@ def limit_threads(threads: int) -> int:
         threads = len(allowed)
     os.environ["OMP_NUM_THREADS"] = str(threads)
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the memory profiler is chatty
+    keep_freed_memory()
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(threads)
     return threads
+
+
+def keep_freed_memory() -> None:
+    """Have the C library keep what is freed, for every system alike.
+
+    glibc hands large blocks back to the kernel at once; the next step then pays for getting them
+    again, page by page, at random up to half of its time.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
+    if mallopt is not None:
+        for option in (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD):
+            mallopt(option, 2**31 - 1)
 
 
 def follow(title: str, steps: Iterable[list[Row]]) -> list[Row]:
@@ -60,15 +77,15 @@ def follow(title: str, steps: Iterable[list[Row]]) -> list[Row]:
     return rows
 
 
-def accounting_rows(quick: bool) -> list[Row]:
-    """Rows of `benchmarks.accounting`; one row with the reason where that cannot be imported."""
+def module_rows(suite: str, quick: bool) -> list[Row]:
+    """Rows of the module of that name; one row with the reason where it cannot be imported."""
     try:
-        module = importlib.import_module("benchmarks.accounting")
+        module = importlib.import_module(f"benchmarks.{suite}")
     except ModuleNotFoundError as error:
-        row = Row(suite="accounting", stack="core", workload="accounting", system="dualdp",
-                  quantity="epsilon", error=systems.reason(error))  # fmt: skip
+        row = Row(suite=suite, stack="core", workload=suite, system="dualdp",
+                  quantity=MODULES[suite], error=systems.reason(error))  # fmt: skip
         return [row]
-    return follow("accounting", module.measure(quick=quick))
+    return follow(suite, module.measure(quick=quick))
 
 
 def finish(
@@ -112,8 +129,8 @@ def measuring(names: list[str], suffix: str) -> Callable[..., None]:
         }
         rows: list[Row] = []
         for suite in names:
-            if suite == "accounting":
-                rows += accounting_rows(quick)
+            if suite in MODULES:
+                rows += module_rows(suite, quick)
                 continue
             for name, session in sessions.items():
                 rows += follow(f"{suite} {name}", suites.SUITES[suite](session))
@@ -128,18 +145,22 @@ for _name, _suite in suites.SUITES.items():
 app.command("all", help="Every suite on both stacks.")(measuring(list(results.SUITES), ""))
 
 
-@app.command()
-def accounting(quick: Quick = False, threads: Threads = 2, out: Out = None) -> None:
-    """Time and tightness of the accountants."""
-    threads = limit_threads(threads)
-    finish(
-        accounting_rows(quick),
-        device=results.processor(),
-        threads=threads,
-        quick=quick,
-        out=out,
-        suffix="-accounting",
-    )
+def measuring_module(suite: str) -> Callable[..., None]:
+    """The command that runs the module of that name."""
+
+    def command(quick: Quick = False, threads: Threads = 2, out: Out = None) -> None:
+        threads = limit_threads(threads)
+        rows = module_rows(suite, quick)
+        device = results.processor()
+        finish(rows, device=device, threads=threads, quick=quick, out=out, suffix=f"-{suite}")
+
+    return command
+
+
+app.command("accounting", help="Time and tightness of the accountants.")(
+    measuring_module("accounting")
+)
+app.command("noise", help="Cost of each mode's noise.")(measuring_module("noise"))
 
 
 @app.command()
@@ -153,6 +174,24 @@ def report(
         table.show()
     for path in reports.write(found, out or file.with_suffix("")):
         typer.echo(path)
+
+
+@app.command("profile")
+def profile_workloads(
+    workload: Annotated[list[str], typer.Option(help="Which workloads.")],
+    backend: Annotated[str, typer.Option(help="torch.")] = "torch",
+    system: Annotated[str, typer.Option(help="Beside the non-private step.")] = "dualdp:auto",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    threads: Threads = 2,
+    out: Out = None,
+) -> None:
+    """Where the time of a private step goes, as a page for each workload."""
+    limit_threads(threads)
+    command = shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]])
+    for name in workload:
+        page = profiles.profile(systems.stack(backend), name, system, device, command)
+        typer.echo(page)
+        typer.echo(profiles.write(page, name, backend, out))
 
 
 @app.command("workloads")

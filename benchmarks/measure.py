@@ -3,7 +3,8 @@
 
 Every system of a point first proves itself on the very batch that is timed: its clipped sum and
 norms must be those of the naive loop. Then all of them take turns, one step each per round in an
-order that rotates, so that a machine that slows down slows everybody down.
+order that rotates, so that a machine that slows down slows everybody down. The process keeps the
+memory that is freed (`keep_freed_memory` of the command line), for all of them alike.
 """
 
 from __future__ import annotations

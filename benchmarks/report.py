@@ -105,6 +105,10 @@ def _seconds(row: Row) -> str:
     return time_text(row.seconds)
 
 
+def _noise(row: Row) -> str:
+    return f"{row.value:.2f} ({row.ratio:.2f})"
+
+
 _TIMES = "time over the non-private step's, ± its quartile range"
 _PEAKS = "peak memory over the non-private step's"
 # Suite -> what its tables show: (title, quantity, cell).
@@ -122,6 +126,7 @@ _SHOWN: dict[str, list[tuple[str, str, Cell]]] = {
         ("exponent of the cost along one axis", "slope", _value),
     ],
     "accounting": [("epsilon and the time it takes", "epsilon", _accounting)],
+    "noise": [("ns per number (over the generator of its precision)", "noise", _noise)],
 }
 
 

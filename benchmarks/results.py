@@ -23,7 +23,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 SCHEMA = 1
 FOLDER = Path(__file__).parent / "results"
-SUITES = ("run", "layers", "memory", "accounting", "end-to-end", "scale")
+SUITES = ("run", "layers", "memory", "accounting", "end-to-end", "scale", "noise")
 STACKS = ("torch", "jax", "core")
 PACKAGES = (
     "dualdp", "numpy", "scipy", "torch", "jax", "jaxlib", "flax", "optax", "opacus",

@@ -49,6 +49,17 @@ class Program:
         return analysis.temp_size_in_bytes + analysis.output_size_in_bytes
 
 
+class Step:
+    """A program on the parameters that a system starts from."""
+
+    def __init__(self, program: Program, params: Any) -> None:
+        self.program, self.params = program, params
+
+    def __call__(self, batch: Any) -> Any:
+        """The program's outputs for a batch, not awaited."""
+        return self.program(self.params, *batch)
+
+
 class Problem:
     """Parameters, loss and optimizer of one system."""
 
@@ -80,7 +91,7 @@ class Problem:
         start = (self.params, optimizer.init(self.params))
 
         return Prepared(
-            gradient=lambda batch: program(self.params, *batch),
+            gradient=Step(program, self.params),
             read=read if private else None,
             update=lambda batch: whole(*start, *batch),
             memory=lambda batch: program.memory(self.params, *batch),

@@ -22,6 +22,7 @@ from benchmarks import (
 from benchmarks import (
     layers,
     measure,
+    noise,
     report,
     results,
     specs,
@@ -34,6 +35,7 @@ from benchmarks import (
 from benchmarks.measure import Protocol, WrongSystem
 from benchmarks.results import Row
 from benchmarks.systems import NON_PRIVATE, Clipped, Setting
+from dualdp.plan import NOISE
 
 BACKENDS = ("torch", "jax")
 SMALL = {
@@ -349,6 +351,19 @@ def test_accounting_and_report_commands(invoke, monkeypatch, tmp_path):
     file = next(tmp_path.glob("*.json"))
     assert "report.md" in invoke("report", file, "--out", tmp_path / "again")[1]
     assert (tmp_path / "again" / "report.md").exists()
+
+
+@pytest.mark.parametrize("stack", noise.STACKS)
+def test_noise_is_timed_in_every_mode(stack, tmp_path):
+    rows = noise.point(stack, noise.STACKS[stack], 1000, FAST)
+    ours = [f"dualdp {mode}" for mode in NOISE]
+    assert [row.system for row in rows] == ["float32", "float64", *ours]
+    assert [row.ratio for row in rows[:2]] == [1.0, 1.0]
+    assert all(row.value > 0 and row.ratio > 0 for row in rows)
+    found = results.collect(rows, device="cpu", threads=1, command="")
+    assert results.read(results.write(found, tmp_path, "-noise")).rows == rows
+    (table,) = report.tables(found)
+    assert "ns per number" in table.markdown()
 
 
 def test_a_run_draws_its_figures(invoke):

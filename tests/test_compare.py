@@ -104,9 +104,37 @@ def test_a_perturbed_training_is_found_and_named(tmp_path, monkeypatch):
     assert "most at head.weight; tolerated is 1e-05" in words
 
 
+def test_a_run_that_changes_stacks_stays_with_both(tmp_path):
+    done = compare(tmp_path, *QUICK, "--steps", "6", "--switch-at", "2")
+    assert done.exit_code == 0, done.output
+    data = json.loads((tmp_path / "compare.json").read_text())
+    assert data["settings"]["switch_at"] == 2
+    before, after = data["training"][0], data["training"][2:]
+    assert before["switched"] is None
+    assert set(before["epsilon"]) == {"torch", "jax"}
+    for point in after:
+        assert 0 < point["switched"] < 1e-5
+        assert point["epsilon"]["switched"] == point["epsilon"]["torch"] == point["epsilon"]["jax"]
+        assert abs(point["accuracy"]["switched"] - point["accuracy"]["jax"]) < 0.01
+
+
+def test_a_broken_hand_over_is_found(tmp_path, monkeypatch):
+    """Without the optimizer's momentum the third run goes elsewhere."""
+    from dualdp import port
+
+    monkeypatch.setattr(port, "optimizer_to_jax", lambda *_, like, **__: like)
+    done = compare(tmp_path, *QUICK, "--steps", "4", "--switch-at", "2")
+    assert done.exit_code == 1
+    assert "after step 3 the run that changed stacks differs by" in " ".join(done.output.split())
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (
+            ["--switch-at", "3", "--steps", "3"],
+            "switch_at=3 is not within the run. Expected 1 to 2",
+        ),
         (["--steps", "0"], "steps=0 is out of range. Expected an integer >= 1"),
         (["--batch-size", "5000"], "expected_batch_size=5000.0 exceeds num_examples=1437"),
         (["--model", "vgg"], "model='vgg' is unknown. Expected one of cnn, mlp"),

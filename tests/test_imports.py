@@ -98,7 +98,7 @@ def test_core_files_look_outward_only_where_they_may(path):
     assert not outward(every), "the core imports no framework, not even lazily"
     assert not {n for n in top if n in {"dualdp.torch", "dualdp.jax"}}
     if not name.startswith(("dualdp/cli/", "dualdp/bench/", "dualdp/demo/")):
-        allowed = {"dualdp/port.py", "dualdp/testing.py"}
+        allowed = {"dualdp/port.py"}
         assert name in allowed or not {"dualdp.torch", "dualdp.jax"} & every
 
 

@@ -10,6 +10,7 @@ import torch
 import dualdp.jax as dpj
 import dualdp.torch as dpt
 from dualdp import AccountingError, PrivacyPlan
+from dualdp.schedules import AdaptiveNorm
 from tests.conftest import BACKENDS
 
 stacks = pytest.mark.parametrize("stack", BACKENDS)
@@ -196,8 +197,39 @@ def test_one_key_makes_one_run(stack):
 
 
 @stacks
-def test_secure_noise_is_refused_until_it_exists(stack):
-    with pytest.raises(ValueError, match="noise='secure' is unknown. Expected one of fast, portab"):
-        make_plan(noise="secure", seed=None)
-    with pytest.raises(ValueError, match="noise='secure'"):
-        make_private(stack, secure_mode=True, noise_multiplier=1.0, max_grad_norm=1.0)
+def test_secure_mode_trains_with_secure_noise(stack):
+    engine, train = make_private(stack, secure_mode=True, noise_multiplier=1.0, max_grad_norm=1.0)
+    assert engine.plan.noise == "secure"
+    assert not np.allclose(next(iter(train())), START, atol=1e-4)
+    with pytest.raises(ValueError, match="Expected no seed"):
+        make_plan(noise="secure")
+
+
+def test_the_adaptive_bound_is_the_same_on_both_stacks():
+    """One count, one key, one ledger: only rounding of the norms at the bound could differ."""
+    plan = make_plan(max_grad_norm=AdaptiveNorm(0.5, quantile=0.6), num_steps=8)
+    found = {}
+    for stack in BACKENDS:
+        engine, train = make_private(stack, plan=plan)
+        path = np.array(list(train()))
+        bounds = [entry["max_grad_norm"] for entry in engine.ledger.entries]
+        found[stack] = path, bounds, engine.get_epsilon(delta=1e-5)
+    assert found["torch"][1] == found["jax"][1]
+    assert len(set(found["jax"][1])) == 8
+    np.testing.assert_allclose(found["torch"][0], found["jax"][0], rtol=1e-5, atol=1e-6)
+    assert found["torch"][2] == found["jax"][2] == pytest.approx(plan.epsilon())
+
+
+@stacks
+@pytest.mark.parametrize("on_budget", ["stop", "raise"])
+def test_a_target_epsilon_holds(stack, on_budget):
+    target = make_plan().epsilon(5) * (1 + 1e-9)
+    plan = make_plan(target_epsilon=target, on_budget=on_budget)
+    engine, train = make_private(stack, plan=plan)
+    if on_budget == "stop":
+        assert len(list(train())) == 5
+    else:
+        with pytest.raises(AccountingError, match="5 releases have spent"):
+            list(train())
+    assert len(engine.accountant) == 5
+    assert engine.get_epsilon(delta=1e-5) <= target

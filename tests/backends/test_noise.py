@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Noise on both stacks: the declared scale, never repeated, portable mode the same numbers."""
+"""Noise on both stacks: the declared scale, never repeated, the same numbers where promised."""
 
 import jax
 import jax.numpy as jnp
@@ -10,13 +10,15 @@ from scipy import stats
 
 import dualdp.jax as dpj
 import dualdp.torch as dpt
-from dualdp import PrivacyPlan, layouts
-from dualdp.randomness import RootKey, normal
+from dualdp import PrivacyPlan, matching
+from dualdp.plan import NOISE
+from dualdp.randomness import RootKey, counter, normal, secure
 from tests.conftest import BACKENDS
 
 SHAPES = {"a.weight": (60, 50), "a.bias": (60,), "b.weight": (3, 4, 5, 5)}
 KINDS = {"a.weight": "linear", "a.bias": "linear", "b.weight": "conv"}
 stacks = pytest.mark.parametrize("stack", BACKENDS)
+modes = pytest.mark.parametrize("mode", NOISE)
 
 
 def plan(**changes):
@@ -29,19 +31,21 @@ def plan(**changes):
         "delta": 1e-5,
         "noise": "portable",
         "accountant": "rdp",
-        "seed": 3,
+        "seed": None if changes.get("noise") == "secure" else 3,
     }
     return PrivacyPlan(**{**arguments, **changes})
 
 
-def noisy_mean(stack, sums, plan, step):
+def noisy_mean(stack, sums, plan, step, *, x64=True, **more):
     """NumPy in, NumPy out."""
     if stack == "torch":
         tensors = {name: torch.as_tensor(total) for name, total in sums.items()}
-        return {name: t.numpy() for name, t in dpt.noisy_mean(tensors, plan, step).items()}
-    with jax.enable_x64(True):
+        means = dpt.noisy_mean(tensors, plan, step, **more)
+        return {name: mean.numpy() for name, mean in means.items()}
+    with jax.enable_x64(x64):
         arrays = {name: jnp.asarray(total) for name, total in sums.items()}
-        return {name: np.asarray(a) for name, a in dpj.noisy_mean(arrays, plan, step).items()}
+        means = dpj.noisy_mean(arrays, plan, step, **more)
+        return {name: np.asarray(mean) for name, mean in means.items()}
 
 
 def zeros(dtype="float32"):
@@ -87,7 +91,7 @@ def test_portable_noise_is_the_same_on_both_stacks(dtype):
     leaves = [(("b", "kernel"), (5, 5, 4, 3)), (("a", "bias"), (60,)), (("a", "kernel"), (50, 60))]
     # jax.tree sorts dictionary keys: a/bias, a/kernel, b/kernel.
     leaves = sorted(leaves)
-    pairs = layouts.match(SHAPES, KINDS, leaves)
+    pairs = matching.match(SHAPES, KINDS, leaves)
     run = plan()
     for step in (0, 17):
         tensors = {name: torch.as_tensor(total) for name, total in zeros(dtype).items()}
@@ -105,7 +109,7 @@ def test_portable_noise_is_the_same_on_both_stacks(dtype):
 
 
 @stacks
-@pytest.mark.parametrize("mode", ["fast", "portable"])
+@modes
 def test_noise_has_the_declared_scale(stack, mode):
     """Chi-square on the variance and KS on the shape; a twin two per cent off is rejected."""
     run = plan(noise=mode)
@@ -120,7 +124,7 @@ def test_noise_has_the_declared_scale(stack, mode):
 
 
 @stacks
-@pytest.mark.parametrize("mode", ["fast", "portable"])
+@modes
 def test_noise_never_repeats(stack, mode):
     """Not over steps, not over the parameters of a step, not over keys."""
     run = plan(noise=mode)
@@ -129,10 +133,13 @@ def test_noise_never_repeats(stack, mode):
     assert np.abs(correlations).max() < 0.1
     again = noise_in_sum(stack, run, 5)
     np.testing.assert_array_equal(again, draws[5])
-    other = noise_in_sum(stack, plan(noise=mode, seed=4), 5)
+    seed = {} if mode == "secure" else {"seed": 4}
+    other = noise_in_sum(stack, plan(noise=mode, **seed), 5)
     assert abs(np.corrcoef(other, draws[5])[0, 1]) < 0.1
     means = noisy_mean(stack, {"a": np.zeros(4000), "b": np.zeros(4000)}, run, 0)
-    assert abs(np.corrcoef(means["a"], means["b"])[0, 1]) < 0.1
+    branch = noisy_mean(stack, {"a": np.zeros(4000), "b": np.zeros(4000)}, run, 0, branch=1)
+    pairs = np.corrcoef([means["a"], means["b"], branch["a"], branch["b"]]) - np.eye(4)
+    assert np.abs(pairs).max() < 0.1
 
 
 @stacks
@@ -145,11 +152,17 @@ def test_the_mean_divides_by_the_expected_size_and_keeps_the_sum(stack):
 
 
 @stacks
-def test_noise_follows_the_schedules(stack):
-    """One value is read by clipper and noiser (known_failures 5)."""
-    run = plan(noise_multiplier=lambda step: 1.0 + step, max_grad_norm=lambda step: 2.0 + step)
-    means = noisy_mean(stack, {"w": np.zeros(100_000)}, run, 3)
-    assert np.std(means["w"]) == pytest.approx(4.0 * 5.0 / 50, rel=0.02)
+@modes
+def test_noise_follows_the_schedules(stack, mode):
+    """One value is read by clipper and noiser (known_failures 5), also where it is learned."""
+    scheduled = {"noise_multiplier": lambda t: 1.0 + t, "max_grad_norm": lambda t: 2.0 + t}
+    run, sums = plan(noise=mode, **scheduled), {"w": np.zeros(100_000)}
+    assert np.std(noisy_mean(stack, sums, run, 3)["w"]) == pytest.approx(4 * 5 / 50, rel=0.02)
+    learned = noisy_mean(stack, sums, run, 3, max_grad_norm=0.1)["w"]
+    assert np.std(learned) == pytest.approx(4 * 0.1 / 50, rel=0.02)
+    for bound in (0.0, float("nan")):
+        with pytest.raises(ValueError, match="max_grad_norm"):
+            noisy_mean(stack, sums, run, 3, max_grad_norm=bound)
 
 
 @stacks
@@ -167,3 +180,88 @@ def test_a_users_seed_does_not_reach_the_noise(stack):
 def test_a_step_past_the_plan_is_refused(stack):
     with pytest.raises(ValueError, match="step=40 is past the plan's num_steps=40"):
         noisy_mean(stack, zeros(), plan(), 40)
+
+
+# ---------------------------------------------------------------------- secure
+
+
+@stacks
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("x64", [False, True])
+def test_secure_sums_lie_on_the_grid(stack, dtype, x64):
+    """Whatever the sum was; and the other modes do not lie there."""
+    rng = np.random.default_rng(0)
+    sums = {"w": rng.normal(size=5000).astype(dtype), "b": np.full((3, 5), 1e-9, dtype)}
+    one = {"expected_batch_size": 1}  # so that the mean is the sum
+    pitch = secure.pitch(0.5, 5015)
+    for mode in NOISE:
+        means = noisy_mean(stack, sums, plan(noise=mode, **one), 0, x64=x64)
+        cells = np.concatenate([means[n].ravel().astype(np.float64) / pitch for n in sums])
+        assert (cells == np.rint(cells)).all() == (mode == "secure")
+
+
+def test_secure_noise_is_exact_and_the_same_on_both_stacks():
+    """Integers of 32 bits in JAX, float64 in torch: bit for bit, from nothing to 2^50 cells."""
+    rng = np.random.default_rng(1)
+    sizes = 10.0 ** rng.uniform(-12, 8, 20_000)
+    sums = {"w": (sizes * rng.choice([-1, 1], sizes.size)).astype(np.float32)}
+    sums["w"][:3] = 0, -0.0, 1e-40
+    for noise_multiplier in (0.0, 0.3, 200.0):
+        run = plan(noise="secure", noise_multiplier=noise_multiplier, expected_batch_size=1)
+        ours = noisy_mean("torch", sums, run, 0)["w"]
+        for x64 in (False, True):
+            theirs = noisy_mean("jax", sums, run, 0, x64=x64)["w"]
+            np.testing.assert_array_equal(ours, theirs)
+    pitch = secure.pitch(0.5, sizes.size)
+    noise = secure.grid_noise(run, 0, branch=0, cells=100 / pitch, size=sizes.size)
+    expected = (np.rint(sums["w"].astype(np.float64) / pitch) + noise) * pitch
+    np.testing.assert_array_equal(ours, expected.astype(np.float32))
+
+
+def normals_of_jax(stack):
+    """Every value that a float32 normal of JAX can take, as this stack computes it."""
+    words = np.arange(1 << 23, dtype=np.uint32) << np.uint32(9)
+    uniform = counter._symmetric_uniform(words)
+    if stack == "torch":
+        return np.unique(np.float32(np.sqrt(2)) * counter._erfinv32(uniform))
+    return np.unique(np.sqrt(2).astype(np.float32) * jax.jit(jax.lax.erf_inv)(uniform))
+
+
+def guesses(released, table, shift):
+    """For each coordinate: 0 or 1 where only that sum can have given the number, else nan."""
+    explained = []
+    for total in (0.0, shift):
+        reachable = np.unique(np.float32(total) + table)
+        place = np.searchsorted(reachable, released).clip(0, reachable.size - 1)
+        explained.append(reachable[place] == released)
+    guess = np.where(explained[0], 0.0, 1.0)
+    return np.where(explained[0] == explained[1], np.nan, guess)
+
+
+@pytest.mark.parametrize(
+    ("stack", "mode"),
+    [
+        ("torch", "portable"),  # torch's "fast" has 2^48 pairs of words, too many to list here
+        ("torch", "secure"),
+        ("jax", "fast"),
+        ("jax", "portable"),
+        ("jax", "secure"),
+    ],
+)
+def test_one_coordinate_betrays_ordinary_noise(stack, mode):
+    """The enumeration attack: is a sum 0 or a thousandth of its noise? No epsilon allows to tell.
+
+    The adversary sees one released number, and lists what the generator can return.
+    """
+    run = plan(noise=mode, noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=1)
+    table, shift, share = normals_of_jax(stack), 1e-3, []
+    for truth, total in enumerate((0.0, shift)):
+        sums = {"w": np.full(1 << 17, total, np.float32)}
+        guess = guesses(noisy_mean(stack, sums, run, truth, x64=False)["w"], table, shift)
+        share.append([np.mean(guess == truth), np.mean(guess == 1 - truth)])
+    right, wrong = np.mean(share, axis=0)
+    if mode == "secure":
+        assert abs(right - wrong) < 0.01
+    else:
+        assert right > 0.85
+        assert wrong == 0

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Puts the examples and the benchmark reports, which lie outside docs/, on the site."""
+
+import re
+from pathlib import Path
+
+from mkdocs.structure.files import File
+
+ROOT = Path(__file__).parent.parent
+TEST = re.compile(r"\[(test_\w+)\](?!\()")
+OUTSIDE = re.compile(r"\]\((?:\.\./)+(examples/[\w-]+)\.py\)")
+
+
+def examples():
+    """Every example."""
+    return sorted((ROOT / "examples").glob("*.py"))
+
+
+def reports():
+    """Every report of benchmarks."""
+    return sorted((ROOT / "benchmarks" / "results").glob("*/report.md"))
+
+
+def on_files(files, config):
+    """Add a page for each example, and each report with its pictures."""
+    for path in examples():
+        text = f"# {path.name}\n\n```py title='examples/{path.name}'\n{path.read_text()}```\n"
+        files.append(File.generated(config, f"examples/{path.stem}.md", content=text))
+    for path in reports():
+        folder = f"benchmarks/{path.parent.name}"
+        files.append(File.generated(config, f"{folder}.md", content=report(path)))
+        for picture in path.parent.glob("*.png"):
+            target = f"{folder}-{picture.name}"
+            files.append(File.generated(config, target, abs_src_path=str(picture)))
+    return files
+
+
+def report(path):
+    """A report, with its pictures beside it."""
+    return re.sub(r"\]\(([\w-]+\.png)\)", rf"]({path.parent.name}-\1)", path.read_text())
+
+
+def on_config(config):
+    """Add the generated pages to the navigation."""
+    pages = {"Examples": [f"examples/{path.stem}.md" for path in examples()]}
+    pages["Benchmarks"] = [f"benchmarks/{path.parent.name}.md" for path in reports()]
+    config.nav = [*config.nav, *({title: found} for title, found in pages.items())]
+    return config
+
+
+def on_page_markdown(markdown, page, config, files):
+    """Links to files of examples/ lead to their pages; names of tests are no links."""
+    return TEST.sub(r"(`\1`)", OUTSIDE.sub(r"](\1.md)", markdown))

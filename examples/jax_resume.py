@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run that is stopped and resumed is, bit for bit, the run that was never stopped.
+
+Beside the checkpoint lie the run's ledger, which knows of every release, and its secret key.
+"""
+
+import sys
+import tempfile
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import dualdp
+import dualdp.jax as dpj
+
+STEPS = 6 if "--toy" in sys.argv else 100
+DELTA = 1e-5
+
+
+def loss_fn(params, x, y):
+    """Squared error of ONE example."""
+    return (jnp.tanh(x @ params["hidden"]) @ params["out"] - y) ** 2
+
+
+def main():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(1000, 8)).astype(np.float32)
+    run = {"loss_fn": loss_fn, "optimizer": optax.adam(1e-2), "data": (x, np.sin(x.sum(1)))}
+    params = {
+        "hidden": jnp.asarray(rng.normal(size=(8, 16)), jnp.float32),
+        "out": jnp.asarray(rng.normal(size=16), jnp.float32),
+    }
+    plan = dualdp.PrivacyPlan(
+        num_examples=1000,
+        expected_batch_size=100,
+        num_steps=STEPS,
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        delta=DELTA,
+    )
+    path = Path(tempfile.mkdtemp()) / "digits.ckpt"
+
+    engine = dpj.PrivacyEngine()
+    step, state, loader = engine.make_private(params=params, plan=plan, **run)
+    for batch in loader:
+        state, _ = step(state, batch)
+        if batch.step == STEPS // 2:
+            dpj.save_checkpoint(path, state=state, engine=engine)
+    engine.detach()  # the second half is forgotten, as if the machine had gone down
+
+    like = dpj.TrainState.create(params, run["optimizer"])
+    resumed, engine = dpj.load_checkpoint(path, like=like)
+    step, resumed, loader = engine.resume(params=params, **run)
+    for batch in loader:
+        resumed, _ = step(resumed, batch)
+
+    same = jax.tree.map(lambda a, b: bool((a == b).all()), state.params, resumed.params)
+    print(f"{len(engine.ledger)} releases, epsilon {engine.get_epsilon(delta=DELTA):.2f}")
+    print(f"the same numbers: {all(jax.tree.leaves(same))}")
+
+
+if __name__ == "__main__":
+    main()
