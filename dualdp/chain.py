@@ -93,10 +93,10 @@ class Chain:
         """
         file = _locked(path, os.O_RDWR)
         try:
-            with os.fdopen(os.dup(file), "r", encoding="utf-8", errors="replace") as reader:
-                text = reader.read()
-            chain = cls(parse(text, os.fspath(path)))
-            os.ftruncate(file, len(chain.text().encode()))
+            with os.fdopen(os.dup(file), "rb") as reader:
+                data = reader.read()
+            chain = cls(parse(data.decode(errors="replace"), os.fspath(path)))
+            os.ftruncate(file, data.rfind(b"\n") + 1)
             os.lseek(file, 0, os.SEEK_END)
         except BaseException:
             os.close(file)
@@ -128,13 +128,21 @@ class Chain:
 
     def append(self, record: Record) -> None:
         """Add one record, in the file before in memory."""
-        chained = link(self._hash, record)
+        chained, before = link(self._hash, record), len(self.lines)
         line = json.dumps({**record, "hash": chained}, sort_keys=True, allow_nan=False)
-        if self._file is not None:
-            _write(self._file, f"{line}\n".encode())
-        self.records.append(record)
-        self.lines.append(line)
-        self._hash = chained
+        start = None if self._file is None else os.fstat(self._file).st_size
+        try:
+            if self._file is not None:
+                _write(self._file, f"{line}\n".encode())
+            self.records.append(record)
+            self.lines.append(line)
+            self._hash = chained
+        except BaseException:  # a full disk, or an interrupt at any of these lines
+            del self.records[before:], self.lines[before:]
+            if self._file is not None and start is not None:
+                os.ftruncate(self._file, start)
+                os.lseek(self._file, start, os.SEEK_SET)
+            raise
 
     def text(self) -> str:
         """Every line, each with its newline."""
@@ -175,13 +183,7 @@ def _locked(path: str | os.PathLike[str], flags: int) -> int:
 
 
 def _write(file: int, data: bytes) -> None:
-    """Write all of it, or leave the file as it was."""
-    start = os.fstat(file).st_size
+    """Write all of it."""
     done = 0
-    try:
-        while done < len(data):
-            done += os.write(file, data[done:])
-    except OSError:
-        os.ftruncate(file, start)
-        os.lseek(file, start, os.SEEK_SET)
-        raise
+    while done < len(data):
+        done += os.write(file, data[done:])

@@ -94,3 +94,42 @@ def group_bounds(groups: Sequence[str], max_grad_norm: Any) -> dict[str, Any]:
         group: _validate.positive(f"max_grad_norm[{group!r}]", max_grad_norm[group])
         for group in groups
     }
+
+
+def split_bounds(
+    max_grad_norm: Any, shares: Mapping[str, float] | None, clipping: str
+) -> tuple[Any, dict[str, float] | None]:
+    """Bounds of groups as one C and the share of each group in it.
+
+    Args:
+        max_grad_norm: C in any form, or a mapping group -> bound.
+        shares: group -> bound / C instead, scaled here so that their squares add up to 1.
+        clipping: must be "per_layer" if there are groups.
+
+    Returns:
+        `(C, shares)`; C as it came, or the root of the sum of the groups' squared bounds.
+
+    Raises:
+        TypeError, ValueError: bounds of groups that are not wanted, or given twice, or none.
+    """
+    if not isinstance(max_grad_norm, Mapping) and shares is None:
+        return max_grad_norm, None
+    if clipping != "per_layer":
+        raise ValueError(
+            f"Bounds of groups came with clipping={clipping!r}. Expected one max_grad_norm, or "
+            "clipping='per_layer'."
+        )
+    if isinstance(max_grad_norm, Mapping) and shares is not None:
+        raise ValueError(
+            "max_grad_norm is a mapping and group_shares came too. Expected one of the two."
+        )
+    name = "max_grad_norm" if shares is None else "group_shares"
+    given = max_grad_norm if shares is None else shares
+    if not isinstance(given, Mapping) or not given:
+        raise TypeError(f"{name}={given!r} holds no group. Expected a mapping group -> number.")
+    bounds = {str(g): _validate.positive(f"{name}[{g!r}]", given[g]) for g in given}
+    whole = math.hypot(*bounds.values())
+    if abs(whole - 1) < 1e-12:  # shares that were scaled before stay as they are
+        whole = 1.0
+    scaled = {group: bound / whole for group, bound in bounds.items()}
+    return (whole if shares is None else max_grad_norm), scaled

@@ -100,7 +100,8 @@ class Ledger:
         """Account one release and append it, before it is computed.
 
         Args:
-            step: must be `position`.
+            step: must be `position`; a step that was recorded and not sealed, since its
+                computation failed, may be asked for again.
 
         Returns:
             The entry: step, branch, max_grad_norm, and what the accountant was told.
@@ -108,11 +109,12 @@ class Ledger:
         Raises:
             AccountingError: the step is out of order, past the plan, or past its target epsilon.
         """
-        if step != self.position or self._open is not None:
+        if self._open is not None and self._open[0] == step:
+            return self._of_step[step][-1]
+        if step != self.position:
             raise AccountingError(
-                f"step={step} came after {self.position} recorded releases"
-                f"{'' if self._open is None else ', the last of them not yet sealed'}. Expected "
-                f"step={self.position}, once; a step is released once, in order."
+                f"step={step} came after {self.position} recorded releases. Expected "
+                f"step={self.position}; a step is released once, in order."
             )
         earlier = self._of_step.get(step)
         if not earlier:
@@ -162,7 +164,7 @@ class Ledger:
         self.accountant = spent
         self._remember(entry)
         if again:
-            self._end = spending.last_affordable(self.plan, spent, step + 1)
+            self._end = spending.last_affordable(self.plan, spent, len(self._of_step))
         return entry
 
     def _remember(self, entry: Record) -> None:
@@ -205,8 +207,9 @@ class Ledger:
         if self._chain.path is not None:
             facts = (step, stack, self.plan.noise, bound, counts)
             digest = sealing.digest(self.plan, facts, parts() if callable(parts) else parts)
-        found = None if self._open[1] else self._replayed(step, digest)
-        sealed = found or self._sealed(step, self._open[1], digest, *counts)
+        is_new = self._open[1] and (step, self._branch) not in self._seals
+        found = None if is_new else self._replayed(step, digest)
+        sealed = found or self._sealed(step, is_new, digest, *counts)
         stddev = self.plan.noise_multiplier_at(step) * bound
         size = self.plan.expected_batch_size_at(step)
         self._advance(sealed)
@@ -264,6 +267,12 @@ class Ledger:
                 return sealed
         return None
 
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "A ledger can't be copied: each copy would hand out the same noise. Use one for one "
+            "run, or its to_json()."
+        )
+
     # ------------------------------------------------------------------ reading and going on
 
     def get_epsilon(self, delta: float | None = None) -> float:
@@ -286,6 +295,13 @@ class Ledger:
     def sync(self) -> None:
         """Bring the record to the disk; a checkpoint does so before it is written."""
         self._chain.sync()
+
+    def discard(self) -> None:
+        """Take back a ledger in which nothing was recorded, with its file."""
+        path = self.path
+        self._chain.close()
+        if path is not None and not self.entries:
+            os.unlink(path)
 
     def close(self) -> None:
         """Give the file back, so that another run may go on with it."""

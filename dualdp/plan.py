@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import InitVar, dataclass, field, fields
 from functools import partial
 from typing import Any, Self
@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 
 from dualdp import _validate, accountants, mechanisms, schedules, spending
 from dualdp._validate import AccountingError
-from dualdp.clipping import CLIPPING
+from dualdp.clipping import CLIPPING, split_bounds
 from dualdp.randomness import LockedKey, RootKey, bits, fold_in, root_key, secure, unlock
+from dualdp.randomness.keys import is_used, mark_used
 from dualdp.samplers import SAMPLERS, WHOLE_PASS, Draw
 
 NOISE = ("fast", "portable", "secure")
@@ -25,7 +26,6 @@ Scheduled = float | schedules.Schedule | Callable[[int], float]
 _SCHEDULED = ("noise_multiplier", "max_grad_norm", "expected_batch_size")
 _FORMAT = "dualdp_plan"
 _MOST_STEPS = 10**7
-_claimed: set[str] = set()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,8 @@ class PrivacyPlan:
             the size that was drawn.
         num_steps: noise releases; None for an open-ended run.
         noise_multiplier: noise standard deviation / max_grad_norm, >= 0.
-        max_grad_norm: C > 0, the L2 bound on one example's gradient.
+        max_grad_norm: C > 0, the L2 bound on one example's gradient; for clipping="per_layer" also
+            a mapping group -> bound, whose C is the root of the sum of squares.
         delta: in (0, 1).
         sampler: one of `dualdp.samplers.SAMPLERS`.
         neighboring_relation: one of `dualdp.mechanisms.RELATIONS`.
@@ -48,6 +49,7 @@ class PrivacyPlan:
         accountant: name of the accountant.
         physical_batch_size: examples worked on at once; None for all that were drawn.
         max_batch_size: where `sampler="truncated_poisson"` cuts a batch.
+        group_shares: for clipping="per_layer": group -> its bound / C, where C follows a schedule.
         target_epsilon: what the run may spend at `delta`; the step that would exceed it is refused.
         on_budget: what ends a run that has spent its target: "raise" an error that says what was
             spent, or "stop" the loader.
@@ -71,7 +73,7 @@ class PrivacyPlan:
     expected_batch_size: Scheduled
     num_steps: int | None
     noise_multiplier: Scheduled
-    max_grad_norm: Scheduled
+    max_grad_norm: Scheduled | Mapping[str, float]
     delta: float
     sampler: str = "poisson"
     neighboring_relation: str = "add_or_remove"
@@ -80,6 +82,7 @@ class PrivacyPlan:
     accountant: str = "pld"
     physical_batch_size: int | None = None
     max_batch_size: int | None = None
+    group_shares: Mapping[str, float] | None = None
     target_epsilon: float | None = None
     on_budget: str = "raise"
     seed: int | None = None
@@ -95,6 +98,9 @@ class PrivacyPlan:
         for name in ("physical_batch_size", "max_batch_size"):
             if getattr(self, name) is not None:
                 put(name, _validate.integer(name, getattr(self, name), minimum=1))
+        norm, shares = split_bounds(self.max_grad_norm, self.group_shares, self.clipping)
+        put("max_grad_norm", norm)
+        put("group_shares", shares)
         for name in _SCHEDULED:
             put(name, self._checked_schedule(name, getattr(self, name)))
         put("delta", _validate.open_probability("delta", self.delta))
@@ -169,6 +175,12 @@ class PrivacyPlan:
         """C at a step, gradient units."""
         return self._at("max_grad_norm", step)
 
+    def clipping_bounds(self, max_grad_norm: float) -> float | dict[str, float]:
+        """What the clipper of a step with this C is told: C, or the bound of each group."""
+        if self.group_shares is None:
+            return max_grad_norm
+        return {group: share * max_grad_norm for group, share in self.group_shares.items()}
+
     def expected_batch_size_at(self, step: int) -> float:
         """What the sum of a step is divided by, examples."""
         return self._at("expected_batch_size", step)
@@ -233,21 +245,27 @@ class PrivacyPlan:
         """Write the secret key to a new file, mode 0600; a resume or hand-over needs it."""
         self.root.require_secret().save(path)
 
-    def claim(self) -> None:
+    def claim(self, *, resumed: bool = False) -> None:
         """Take the key for one run: a second run would repeat the noise of the first.
 
         Plans with a seed are for tests and comparisons, and may be run again.
 
+        Args:
+            resumed: this is that run, going on with its ledger.
+
         Raises:
-            AccountingError: a run of this process has the key already.
+            AccountingError: another run has the key, of this process, or of any that left a mark
+                beside the key file.
         """
         key = self.root.require_secret()
-        if key.seed is None and key.sha256 in _claimed:
+        user = None if resumed or key.seed is not None else is_used(key)
+        if user is not None:
             raise AccountingError(
-                "This plan's key was used by another run of this process; the difference of the "
-                "two models would show a gradient without noise. Make a new plan for a new run."
+                f"This plan's key was used by {user}; the difference of the two models would show "
+                "a gradient without noise. Make a new plan for a new run, or go on with that run "
+                "by load_checkpoint."
             )
-        _claimed.add(key.sha256)
+        mark_used(key)
 
     # ------------------------------------------------------------------ accounting
 

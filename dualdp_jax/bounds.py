@@ -19,13 +19,14 @@ from dualdp_jax.parameters import Parameters
 Clip = Callable[[Sequence[Any], Any], tuple[Any, list[Any]]]
 
 
-def clipper(parameters: Parameters, clipping: str, max_grad_norm: Any) -> Clip:
+def clipper(parameters: Parameters, clipping: str, max_grad_norm: Any, times: Any = 1.0) -> Clip:
     """The function from squared norms to norms and factors; its arguments are checked here.
 
     Args:
         parameters: leaves and their groups.
         clipping: one of `dualdp.clipping.CLIPPING`.
         max_grad_norm: C > 0, a number or a scalar array; for "per_layer" also group -> bound.
+        times: > 0, a factor of the bounds, which may be traced.
 
     Returns:
         Function of (squared norms, (n,) per leaf; mask (n,)) to (norms (n,), factors, (n,) per
@@ -62,7 +63,7 @@ def clipper(parameters: Parameters, clipping: str, max_grad_norm: Any) -> Clip:
         for name, indices in members.items():
             size = sum(math.prod(parameters.trained[i].shape) for i in indices)
             sq = _sum([sq_norms[i] for i in indices], mask)
-            factor = _factor(clipping, sq, size, jnp.asarray(limits[name], sq.dtype))
+            factor = _factor(clipping, sq, size, jnp.asarray(limits[name] * times, sq.dtype))
             factors[name] = jnp.where(valid, factor, 0)
         return jnp.where(mask, jnp.sqrt(total), 0), [factors[group] for group in groups]
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from dualdp import AccountingError, checkpoint, translate
+from dualdp import checkpoint, translate
 from dualdp.randomness import RootKey
 from dualdp_jax import compat
 from dualdp_jax.engine import PrivacyEngine
@@ -99,10 +99,7 @@ def load_checkpoint(
         )
     state = _state(arrays, document, like)
     resumed = checkpoint.unpack_run(document, path, key, ledger)
-    try:
-        resumed.plan.claim()
-    except AccountingError:  # the run that was saved was this process's own
-        pass
+    resumed.plan.claim(resumed=True)
     return state, PrivacyEngine.loaded(resumed, state)
 
 

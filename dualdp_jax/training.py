@@ -102,6 +102,7 @@ class Run:
 
     def __post_init__(self) -> None:
         choose(self.method)
+        self._clipper(self.parameters, 1.0)  # refuses shares of other groups
         functions = (self._add_chunk, self._update, self._grads)
         object.__setattr__(self, "_jitted", tuple(jax.jit(function) for function in functions))
         # Once per run and on the device: made anew in each step it would be a transfer of the
@@ -186,12 +187,19 @@ class Run:
             positions=indices.astype(jnp.uint32),
         )
 
+    def _clipper(self, parameters: Parameters, bound: Any) -> bounds.Clip:
+        """The clipper of a step with this C."""
+        shares, clipping = self.plan.group_shares, self.plan.clipping
+        if shares is None:
+            return bounds.clipper(parameters, clipping, bound)
+        return bounds.clipper(parameters, clipping, shares, times=bound)
+
     def _add_chunk(
         self, trained: Any, others: Any, totals: Totals, rows: Any, dropout: Any, bound: Any
     ) -> tuple[Totals, Any]:
         """Totals with one more chunk, and the norms and aux of its examples."""
         call, mask = self._call(trained, others, rows, dropout), rows[1]
-        clip = bounds.clipper(call.parameters, self.plan.clipping, bound)
+        clip = self._clipper(call.parameters, bound)
         result = clipped_call(call, clip=clip, mask=mask, method=self.method)
         added = Totals(
             jax.tree.leaves(result.grads),

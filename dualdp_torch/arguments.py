@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from dualdp import _validate
 from dualdp.plan import PrivacyPlan
 
-from .clip import refuse_two_pass
+from .clip import clipping_bounds, refuse_two_pass
 from .data import check_loader
 from .optimizer import check_holds
 from .recorder import RECORDED
@@ -78,7 +78,9 @@ def check(
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer is a {type(optimizer).__name__}. Expected a torch one.")
     refuse_mixing_modules(module)
-    check_holds(optimizer, {n: p for n, p in module.named_parameters() if p.requires_grad})
+    trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
+    check_holds(optimizer, trained)
+    clipping_bounds(trained, plan.clipping, plan.clipping_bounds(plan.max_grad_norm_at(0)))
     refuse_two_pass(GRAD_SAMPLE_MODES[settings.grad_sample_mode], plan.clipping)
 
 

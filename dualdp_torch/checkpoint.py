@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from dualdp import AccountingError, checkpoint, leaves, translate
+from dualdp import checkpoint, leaves, translate
 from dualdp.randomness import RootKey
 
 from . import weights
@@ -116,10 +116,7 @@ def load_checkpoint(
     except BaseException:
         resumed.close()
         raise
-    try:
-        resumed.plan.claim()
-    except AccountingError:  # the run that was saved was this process's own
-        pass
+    resumed.plan.claim(resumed=True)
     put_model()
     put_optimizer()
     engine.noise_layout = leaves.from_json(document["noise_layout"]) or None

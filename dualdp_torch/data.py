@@ -103,8 +103,9 @@ class PlannedLoader:
             memory are kept.
         plan: `PrivacyPlan`.
         span: () -> steps (start, stop) of the coming pass.
-        begin: called when a pass begins.
-        announce: called with each `Draw` and its batch, before it is handed out.
+        begin: called when a pass begins; returns its number.
+        announce: called with each `Draw`, its batch and the number of its pass, before it is handed
+            out.
 
     Guarantees:
         `len` is the number of batches of the pass that runs, else of the coming one; of the last
@@ -118,8 +119,8 @@ class PlannedLoader:
         loader: DataLoader[Any],
         plan: Any,
         span: Callable[[], tuple[int, int]],
-        begin: Callable[[], None],
-        announce: Callable[[Draw, Any], None],
+        begin: Callable[[], int],
+        announce: Callable[[Draw, Any, int], None],
     ) -> None:
         check_loader(loader)
         self.dataset = as_dataset(loader.dataset)
@@ -173,7 +174,7 @@ class PlannedLoader:
                 f"All {stop} planned steps are taken. Plan more steps or epochs; each release "
                 "spends privacy."
             )
-        self._begin()
+        number = self._begin()
         if self._loader is None:
             key = self._plan.step_key("dropout", start)
             self._loader = DataLoader(
@@ -186,7 +187,7 @@ class PlannedLoader:
         self._running = self._last = (start, stop)
         try:
             for batch in self._loader:
-                self._announce(queue.popleft(), batch)
+                self._announce(queue.popleft(), batch, number)
                 yield batch
         finally:
             self._running = None

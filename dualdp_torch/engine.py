@@ -182,10 +182,21 @@ class PrivacyEngine(Run):
                 "This engine is in use. Call detach(), or make another engine; one that was loaded "
                 "goes on by resume(data_loader=)."
             )
+        if self._ledger is not None and len(self._ledger):
+            raise AccountingError(
+                f"This engine has a run of {len(self._ledger)} releases already, and a second one "
+                "would not be in its account. Make another engine; a model that was trained twice "
+                "has spent both."
+            )
         check(module, optimizer, plan, settings)
         planned = self._planned(loader, plan)
-        plan.claim()
-        self._ledger, self._settings = Ledger(plan, path=ledger), settings
+        opened = Ledger(plan, path=ledger)
+        try:
+            plan.claim()
+        except BaseException:
+            opened.discard()
+            raise
+        self._ledger, self._settings = opened, settings
         return self._attach(module, optimizer, planned)
 
     @classmethod
@@ -251,9 +262,10 @@ class PrivacyEngine(Run):
             ends = [plan.num_steps, self.ledger.end if plan.on_budget == "stop" else None]
             return start, min([stop, *(end for end in ends if end is not None)])
 
-        def begin() -> None:
-            self._require_step().begin()
+        def begin() -> int:
+            number = self._require_step().begin()
             self._settings.pass_end = span()[1]
+            return number
 
         return PlannedLoader(
             loader, plan, span, begin, lambda *drawn: self._require_step().announce(*drawn)

@@ -130,6 +130,12 @@ class Hosted:
         physical: int | None,
     ) -> PlannedLoader:
         """A new run."""
+        if self._name and (releases := len(self.engine.ledger)):
+            raise AccountingError(
+                f"This callback has trained a run of {releases} releases already, and a new one "
+                "would not be in its account. Go on from the host's checkpoint, or make "
+                "another callback; a model that was trained twice has spent both."
+            )
         self.engine = PrivacyEngine(**self._engine_arguments)
         given: dict[str, Any] = {"module": module, "optimizer": optimizer, "data_loader": loader}
         given |= self.arguments
@@ -168,10 +174,7 @@ class Hosted:
         except BaseException:
             ledger.close()
             raise
-        try:
-            ledger.plan.claim()
-        except AccountingError:  # the run that was saved was this process's own
-            pass
+        ledger.plan.claim(resumed=True)
         return planned
 
     def state(self) -> dict[str, Any]:

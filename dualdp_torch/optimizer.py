@@ -109,7 +109,7 @@ class PrivateStep:
         self._recorder, self.optimizer, self._ledger = recorder, optimizer, ledger
         self._reduction, self._keep = loss_reduction, keep
         self._keep_per_sample, self._noise_layout = keep_per_sample, noise_layout
-        self._choices = choices
+        self._choices, self._pass = choices, 0
         self._draw: Draw | None = None
         self._batch: Any = None
         self._forget()
@@ -141,18 +141,25 @@ class PrivateStep:
         """Whether no part of a logical batch was handed out."""
         return self._draw is None and not self._norms
 
-    def begin(self) -> None:
-        """A pass over the loader begins: what an abandoned pass left behind is dropped."""
+    def begin(self) -> int:
+        """The number of the pass that begins; what an abandoned pass left behind is dropped."""
         self._draw = self._batch = None
         self._forget()
         self._recorder.clear()
+        self._pass += 1
+        return self._pass
 
-    def announce(self, draw: Draw, batch: Any) -> None:
+    def announce(self, draw: Draw, batch: Any, number: int) -> None:
         """The loader hands out a batch.
 
         Raises:
-            RuntimeError: the batch before was not stepped on.
+            RuntimeError: the batch before was not stepped on, or another pass has begun.
         """
+        if number != self._pass:
+            raise RuntimeError(
+                "Another pass over the loader has begun, so this one cannot go on: examples would "
+                "count twice. Expected one iterator at a time."
+            )
         if self._draw is not None:
             raise RuntimeError(
                 f"The batch of step {self._draw.step} got no optimizer.step(). Expected one for "
@@ -199,7 +206,7 @@ class PrivateStep:
 
     def _add(self, draw: Draw) -> None:
         """Add the clipped gradients of one physical batch to the logical batch's sum."""
-        recorder, clipping = self._recorder, self._ledger.plan.clipping
+        recorder, plan = self._recorder, self._ledger.plan
         n, mask = len(draw.mask), None if bool(draw.mask.all()) else draw.mask
         if recorder.n is not None and recorder.n != n:
             raise RuntimeError(
@@ -208,14 +215,15 @@ class PrivateStep:
             )
         scale = float(n) if self._reduction == "mean" else 1.0
         gradients = recorder.gradients(scale, self._keep)
-        bounds = clipping_bounds(recorder.parameters, clipping, self._ledger.max_grad_norm)
+        limits = plan.clipping_bounds(self._ledger.max_grad_norm)
+        bounds = clipping_bounds(recorder.parameters, plan.clipping, limits)
         second_pass = recorder.second_pass(scale)
         # Timing would let a resume or another rank choose otherwise, so the cost model decides.
         with torch.no_grad(), recorded(self._choices, measure=False):
             if self._keep_per_sample():
                 grads = gradients.grads()
                 self._grads.append({name: g[draw.mask.to(g.device)] for name, g in grads.items()})
-            sums, norms = clip_and_sum(gradients, n, bounds, clipping, mask, second_pass)
+            sums, norms = clip_and_sum(gradients, n, bounds, plan.clipping, mask, second_pass)
             if self._sums:  # the noise may be drawn in place, so the sums are ours alone
                 sums = {name: self._sums[name] + total for name, total in sums.items()}
         self._sums = sums
@@ -234,7 +242,11 @@ class PrivateStep:
             below = int((norms <= ledger.max_grad_norm).sum())
             counts = {"num_below": below, "num_rows": len(norms)}
         ledger.record(step)
-        seal = ledger.seal(step, lambda: _arrays(sums.values()), stack=_STACK, **counts)
+        layout = self._noise_layout()
+        # What decides the normals beside the key: a repeated release must repeat them too.
+        places = [(str(total.device), str(total.dtype)) for total in sums.values()]
+        stack = repr((_STACK, places, layout))
+        seal = ledger.seal(step, lambda: _arrays(sums.values()), stack=stack, **counts)
         with torch.no_grad():
             mean = noisy_mean(
                 sums,
@@ -242,7 +254,7 @@ class PrivateStep:
                 step,
                 branch=seal.branch,
                 max_grad_norm=seal.max_grad_norm,
-                layout=self._noise_layout(),
+                layout=layout,
             )
         if ledger.plan.noise != "secure":
             self.stages = Stages(norms, sums, mean, grads or None)
@@ -250,6 +262,9 @@ class PrivateStep:
 
     def _set_gradients(self, mean: Mapping[str, Tensor]) -> None:
         """What the optimizer will see; None makes it skip a parameter."""
+        for group in self.optimizer.param_groups:
+            for p in group["params"]:  # a frozen one may hold a gradient from before the run
+                p.grad = None
         for name, p in self._recorder.parameters.items():
             p.grad = mean[name].to(p.dtype).view_as(p) if name in mean else None
 

@@ -7,6 +7,7 @@ or a `repr`: those carry its SHA-256. It lives in a key file that only its owner
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -24,21 +25,26 @@ KEY_BYTES = 16
 PURPOSES = ("sampling", "noise", "dropout", "count")
 
 
-@dataclass(frozen=True)
 class RootKey:
-    """128 secret bits; `repr` and equality never show them.
+    """128 secret bits; `repr` never shows them, and no `dataclasses.asdict` of a plan does.
 
     Args:
         secret: the 16 bytes.
         seed: the integer that the bytes came from, or None if the operating system drew them.
     """
 
-    secret: bytes
-    seed: int | None = None
+    __slots__ = ("secret", "seed")
 
-    def __post_init__(self) -> None:
-        if not isinstance(self.secret, bytes) or len(self.secret) != KEY_BYTES:
+    def __init__(self, secret: bytes, seed: int | None = None) -> None:
+        if not isinstance(secret, bytes) or len(secret) != KEY_BYTES:
             raise ValueError(f"A root key of another form came. Expected {KEY_BYTES} bytes.")
+        self.secret, self.seed = secret, seed
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RootKey) and (self.secret, self.seed) == (other.secret, other.seed)
+
+    def __hash__(self) -> int:
+        return hash((self.secret, self.seed))
 
     def __repr__(self) -> str:
         origin = "operating system" if self.seed is None else f"seed={self.seed}"
@@ -124,6 +130,9 @@ class RootKey:
             ) from error
         with os.fdopen(descriptor, "w") as file:
             file.write(text)
+        _files.setdefault(self.sha256, set()).add(os.path.abspath(path))
+        if self.sha256 in _claimed:
+            mark_used(self)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> RootKey:
@@ -136,11 +145,33 @@ class RootKey:
             content = json.loads(Path(path).read_text())
             if content["dualdp_key"] != 1:
                 raise ValueError("unknown version")
-            return cls(bytes.fromhex(content["secret"]), content["seed"])
+            root = cls(bytes.fromhex(content["secret"]), content["seed"])
+            _files.setdefault(root.sha256, set()).add(os.path.abspath(path))
+            return root
         except (KeyError, RecursionError, TypeError, ValueError) as error:
             raise ValueError(
                 f"{os.fspath(path)} is not a key file. Expected a file written by plan.save_key."
             ) from error
+
+
+_claimed: set[str] = set()  # SHA-256 of the keys that a run of this process has
+_files: dict[str, set[str]] = {}  # SHA-256 -> key files that this process read or wrote
+
+
+def mark_used(root: RootKey) -> None:
+    """Note that a run has the key, in this process and beside each of its files."""
+    _claimed.add(root.sha256)
+    for path in _files.get(root.sha256, ()):
+        with contextlib.suppress(OSError):  # a folder that can't be written
+            Path(f"{path}.used").touch()
+
+
+def is_used(root: RootKey) -> str | None:
+    """Where a run has the key already: in this process, or says a mark beside its file."""
+    if root.sha256 in _claimed:
+        return "another run of this process"
+    marks = (f"{path}.used" for path in sorted(_files.get(root.sha256, ())))
+    return next((f"a run that left {mark}" for mark in marks if os.path.exists(mark)), None)
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,8 @@ def _windows(spec: Spec, spatial: tuple[int, ...]) -> Iterator[tuple[slice, ...]
     for offset in itertools.product(*map(range, kernel)):
         starts = (o * d for o, d in zip(offset, dilation, strict=True))
         steps = zip(starts, spatial, strides, strict=True)
-        yield tuple(slice(a, a + (size - 1) * step + 1, step) for a, size, step in steps)
+        # An output without pixels sees nothing.
+        yield tuple(slice(a, a + max(0, (size - 1) * step + 1), step) for a, size, step in steps)
 
 
 def _views(spec: Spec, x: Any, spatial: tuple[int, ...]) -> Iterator[Any]:
@@ -174,12 +175,12 @@ def _gram(spec: Spec, x: Any, grads_out: Any) -> tuple[Any, Any]:
     """
     grads, spatial = _grouped(spec, grads_out)  # (n, t, g, o)
     pixels = _padded(spec, x)
-    shape, groups = pixels.shape[1:-1], grads.shape[2]
-    pixels = pixels.reshape(pixels.shape[0], -1, groups, pixels.shape[-1] // groups)
+    n, shape, groups = len(pixels), pixels.shape[1:-1], grads.shape[2]
+    pixels = pixels.reshape(n, -1, groups, pixels.shape[-1] // groups)
     gram = lambda v: jnp.einsum("npgi,nqgi->ngpq", v, v, precision=HIGHEST)  # noqa: E731
-    of_pixels = gram(pixels).reshape(-1, groups, *shape, *shape)
-    of_grads = gram(grads).reshape(-1, groups, shape[0], *spatial, shape[0], *spatial)
-    lengths = jnp.square(pixels).sum(3).reshape(-1, *shape, groups)
+    of_pixels = gram(pixels).reshape(n, groups, *shape, *shape)
+    of_grads = gram(grads).reshape(n, groups, shape[0], *spatial, shape[0], *spatial)
+    lengths = jnp.square(pixels).sum(3).reshape(n, *shape, groups)
     norms: Any = 0.0
     patches: Any = 0.0
     for window in _windows(spec, spatial):

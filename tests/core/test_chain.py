@@ -110,3 +110,40 @@ os.kill(os.getpid(), signal.SIGKILL)
     done = subprocess.run([sys.executable, "-c", program], check=False)
     assert done.returncode == -signal.SIGKILL
     assert parse(path.read_text()) == [{"number": k} for k in range(100)]
+
+
+@pytest.mark.parametrize("place", ["write", "memory"])
+def test_an_interrupt_while_writing_leaves_file_and_memory_together(tmp_path, monkeypatch, place):
+    path = tmp_path / "chain"
+    made = Chain(RECORDS)
+    made.write_to(path)
+    if place == "write":
+        real = os.write
+
+        def interrupted(file, data):
+            real(file, data)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(chain.os, "write", interrupted)
+    else:
+
+        class Interrupted(list):
+            def append(self, item):
+                raise KeyboardInterrupt
+
+        made.lines = Interrupted(made.lines)
+    with pytest.raises(KeyboardInterrupt):
+        made.append({"number": 5})
+    monkeypatch.undo()
+    made.lines = list(made.lines)
+    made.append({"number": 6})
+    assert parse(path.read_text()) == made.records == [*RECORDS, {"number": 6}]
+
+
+def test_a_reformatted_chain_is_kept(tmp_path):
+    path = tmp_path / "chain"
+    path.write_text(written(path).replace('": ', '":   '))
+    opened = Chain.open(path)
+    opened.append({"number": 5})
+    opened.close()
+    assert parse(path.read_text()) == [*RECORDS, {"number": 5}]

@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plan: one value per step for everyone, a secret key, and errors before any harm."""
 
+import dataclasses
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -229,3 +232,57 @@ def test_a_target_and_what_ends_the_run_are_checked():
 def test_only_known_noise_is_planned(noise):
     with pytest.raises(ValueError, match=f"noise='{noise}' is unknown. Expected one of fast"):
         make(noise=noise)
+
+
+def test_bounds_of_groups_are_one_sensitivity():
+    plan = make(clipping="per_layer", max_grad_norm={"a": 3.0, "b": 4.0})
+    assert plan.max_grad_norm_at(7) == 5.0
+    assert plan.noise_stddev(7) == 5.5
+    assert plan.clipping_bounds(10.0) == {"a": 6.0, "b": 8.0}
+    assert make().clipping_bounds(10.0) == 10.0
+    again = dualdp.PrivacyPlan.from_json(plan.to_json(), key=plan.root)
+    assert again.to_json() == plan.to_json()
+    shared = make(clipping="per_layer", group_shares={"a": 3, "b": 4})
+    assert shared.clipping_bounds(5.0) == pytest.approx({"a": 3.0, "b": 4.0})
+    with pytest.raises(ValueError, match="Bounds of groups came with clipping='flat'"):
+        make(max_grad_norm={"a": 1.0})
+    with pytest.raises(ValueError, match="max_grad_norm is a mapping and group_shares came too"):
+        make(clipping="per_layer", max_grad_norm={"a": 1.0}, group_shares={"a": 1.0})
+    with pytest.raises(TypeError, match="group_shares={} holds no group"):
+        make(clipping="per_layer", group_shares={})
+    with pytest.raises(ValueError, match=r"max_grad_norm\['a'\]=0.0 is out of range"):
+        make(clipping="per_layer", max_grad_norm={"a": 0.0})
+
+
+def test_a_key_file_makes_one_run(tmp_path):
+    """Also in two processes, and whether the file was written before the run or after it."""
+    plan = make()
+    plan.save_key(tmp_path / "early")
+    plan.claim()
+    plan.save_key(tmp_path / "late")
+    program = f"""
+import dualdp
+plan = dualdp.PrivacyPlan.from_json({plan.to_json()!r}, key=KEY)
+plan.claim(resumed=True)
+try:
+    dualdp.PrivacyPlan.from_json({plan.to_json()!r}, key=KEY).claim()
+except dualdp.AccountingError as error:
+    print(error)
+"""
+    for name in ("early", "late"):
+        code = program.replace("KEY", repr(str(tmp_path / name)))
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        )
+        assert "was used by" in done.stdout
+        fresh = code.replace("plan.claim(resumed=True)\n", "")
+        done = subprocess.run(
+            [sys.executable, "-c", fresh], capture_output=True, text=True, check=True
+        )
+        assert f"was used by a run that left {tmp_path / name}.used" in done.stdout
+
+
+def test_a_plan_as_plain_data_holds_no_secret():
+    plan = make()
+    assert plan.root.secret.hex() not in str(dataclasses.asdict(plan))
+    assert str(plan.root.secret) not in str(dataclasses.asdict(plan))

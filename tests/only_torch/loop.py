@@ -72,7 +72,7 @@ def by_hand(model, run, steps, lr=0.5):
             model,
             x[rows],
             y[rows],
-            max_grad_norm=run.max_grad_norm_at(step),
+            max_grad_norm=run.clipping_bounds(run.max_grad_norm_at(step)),
             clipping=run.clipping,
         )
         mean = dpt.noisy_mean(found.grads, run, step)

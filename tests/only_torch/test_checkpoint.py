@@ -396,3 +396,18 @@ def test_the_ways_of_the_layers_are_recorded_and_kept(tmp_path):
     again = load(path, convolutional())
     go(*again, until=3)
     assert again[0].standing(again[1], again[2]).choices == changed
+
+
+def test_the_same_sum_under_other_normals_is_another_release(tmp_path):
+    """Two noises on one sum average out: what decides the normals is part of the digest."""
+    path = tmp_path / "run"
+    engine, model, optimizer, loader = begin(plan(noise="portable"))
+    dpt.save_checkpoint(path, model=model, optimizer=optimizer, engine=engine)
+    go(engine, model, optimizer, loader, until=1)
+    engine.detach()
+    engine.ledger.close()
+    again, model, optimizer, loader = load(path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dualdp_torch.optimizer._STACK", "torch of another version")
+        go(again, model, optimizer, loader, until=1)
+    assert [entry["branch"] for entry in again.ledger.entries] == [0, 1]

@@ -367,11 +367,26 @@ def test_an_old_pass_cannot_go_on_after_a_new_one_began():
     F.cross_entropy(model(x), y).backward()
     optimizer.step()
     new, x, y = first_batch(loader)
-    with pytest.raises(RuntimeError, match=r"step 1 got no optimizer.step"):
+    with pytest.raises(RuntimeError, match="Another pass over the loader has begun"):
         next(old)
     F.cross_entropy(model(x), y).backward()
     optimizer.step()
     new.close()
+
+
+def test_two_passes_cannot_share_a_logical_batch():
+    """With physical batches, an example of both would count twice in one release."""
+    engine, model, optimizer, loader = start(plan=plan(physical_batch_size=4))
+    one, x, y = first_batch(loader)
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    other, x, y = first_batch(loader)
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="examples would count twice"):
+        next(one)
+    other.close()
+    assert len(engine.ledger) == 0
 
 
 # ---------------------------------------------------------------------- the budget

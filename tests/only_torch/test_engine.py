@@ -419,3 +419,39 @@ def test_a_copy_of_the_model_is_not_recorded():
     F.cross_entropy(twin(x), y).backward()
     assert twin[0].weight.grad is not None
     assert pickle.loads(pickle.dumps(model))[0].weight.shape == (5, 6)
+
+
+def test_an_engine_makes_one_run():
+    """Its account would forget what the model learned before."""
+    engine, model, optimizer, loader = start(noise_multiplier=1.0, max_grad_norm=1.0)
+    train(model, optimizer, loader)
+    engine.detach()
+    with pytest.raises(AccountingError, match=r"run of 5 releases already.*Make another engine"):
+        engine.make_private(
+            module=model,
+            optimizer=optimizer,
+            data_loader=build()[2],
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+        )
+
+
+def test_a_refused_key_leaves_no_ledger(tmp_path):
+    run = plan(seed=None)
+    run.claim()
+    with pytest.raises(AccountingError, match="used by another run of this process"):
+        start(plan=run, ledger=tmp_path / "ledger")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_frozen_parameter_is_not_moved_by_an_old_gradient():
+    model, optimizer, loader = build()
+    x, y, _ = next(iter(loader))
+    F.cross_entropy(model(x), y).backward()
+    model[0].bias.requires_grad_(False)
+    before = model[0].bias.clone()
+    _, model, optimizer, loader = start((model, optimizer, loader), plan=plan())
+    _, x, y = first_batch(loader)
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    torch.testing.assert_close(model[0].bias, before, rtol=0, atol=0)

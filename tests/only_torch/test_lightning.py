@@ -156,6 +156,14 @@ def test_lightning_trains_as_the_engine_alone(kind, physical, tmp_path):
     assert fit.accumulate_grad_batches == 1
 
 
+def test_a_second_fit_is_not_forgotten(tmp_path):
+    callback = PrivacyCallback(noise_multiplier=1.0, max_grad_norm=1.0)
+    lit = LitClassifier()
+    trainer(tmp_path, callback).fit(lit, data())
+    with pytest.raises(dualdp.AccountingError, match="This callback has trained a run of .* already"):
+        trainer(tmp_path, callback).fit(lit, data())
+
+
 def test_lightning_accumulates_and_calibrates(tmp_path):
     callback = PrivacyCallback(max_grad_norm=1.0, target_epsilon=3.0, target_delta=1e-4)
     lengths = []

@@ -340,3 +340,39 @@ def test_a_loader_of_all_examples_has_rate_one():
     loader = DataLoader(dataset(), batch_size=100)
     engine, *_ = start((model, optimizer, loader), noise_multiplier=1.0, max_grad_norm=1.0)
     assert engine.plan.expected_batch_size_at(0) == NUM
+
+
+@pytest.mark.parametrize("norm", ["mapping", "schedule"])
+def test_groups_have_bounds_of_their_own(norm):
+    bounds = {"0": 0.1, "2": 0.4}
+    if norm == "mapping":
+        run = plan(clipping="per_layer", max_grad_norm=bounds)
+        assert run.max_grad_norm_at(3) == pytest.approx((0.1**2 + 0.4**2) ** 0.5)
+    else:
+        norms = schedules.Exponential(0.5, 0.9)
+        run = plan(clipping="per_layer", max_grad_norm=norms, group_shares=bounds)
+    engine, model, optimizer, loader = start(plan=run)
+    engine.keep_per_sample = True
+    expected, _, _ = build()
+    train(model, optimizer, loader)
+    by_hand(expected, run, 6)
+    for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    whole = run.max_grad_norm_at(5)
+    stages = engine.stages()
+    for group, bound in bounds.items():
+        grads = [
+            stages.unprotected_grads[f"{group}.{name}"].flatten(1) for name in ("weight", "bias")
+        ]
+        joint = torch.cat(grads, 1)
+        factors = (bound / 0.17**0.5 * whole / joint.norm(dim=1)).clip(max=1)
+        total = (joint * factors[:, None]).sum(0)
+        ours = torch.cat(
+            [stages.unprotected_sum[f"{group}.{n}"].flatten() for n in ("weight", "bias")]
+        )
+        torch.testing.assert_close(ours, total, rtol=1e-4, atol=1e-6)
+
+
+def test_bounds_of_other_groups_are_refused_at_set_up():
+    with pytest.raises(ValueError, match=r"lacks \['2'\] and names \['1'\]"):
+        start(plan=plan(clipping="per_layer", max_grad_norm={"0": 1.0, "1": 1.0}))
