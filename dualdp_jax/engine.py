@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -15,6 +17,7 @@ from dualdp import AccountingError, _validate
 from dualdp.ledger import Ledger
 from dualdp.plan import PrivacyPlan
 from dualdp_jax.arguments import plan_of
+from dualdp_jax.call import build, split_batch
 from dualdp_jax.data import Loader, LogicalBatch, examples_of
 from dualdp_jax.parameters import split
 from dualdp_jax.training import Run, Stages, TrainState, check_step, continued, first_state
@@ -100,7 +103,12 @@ class PrivacyEngine:
 
         Raises:
             AccountingError: the engine has a run already.
-            TypeError: arguments that the plan holds, or that nobody knows.
+            TypeError: arguments that the plan holds, or that nobody knows; `loss_fn` takes a key
+                and `needs_key` does not say so, or the other way round.
+
+        Guarantees:
+            `loss_fn` is traced with one example before the plan's key is taken and the ledger is
+                opened.  [test_a_loss_for_a_batch_is_told_so_before_anything_is_recorded]
         """
         self._refuse_a_second_run()
         if not hasattr(optimizer, "init") or not hasattr(optimizer, "update"):
@@ -112,7 +120,8 @@ class PrivacyEngine:
         parameters = split(params, trainable)
         if not parameters.trained:
             raise ValueError("No leaf of params is trained. Expected at least one; see trainable=.")
-        loader = Loader(examples_of(data), plan, self._span)
+        examples = examples_of(data)
+        loader = Loader(examples, plan, self._span)
         run = Run(
             plan=plan,
             parameters=parameters,
@@ -123,6 +132,7 @@ class PrivacyEngine:
             method=method,
             rebuild=loader.rebuild,
         )
+        _try_one_example(run, examples)
         state = first_state(parameters, optimizer)
         if self._loaded is not None:
             state = continued(self._loaded, state)
@@ -223,8 +233,13 @@ class PrivacyEngine:
     def _begin(self, plan: PrivacyPlan, path: str | os.PathLike[str] | None) -> None:
         """Take the plan's key and open its ledger, unless that was loaded."""
         if self._loaded is None:
-            plan.claim()
-            self._ledger = Ledger(plan, self._accountant, path)
+            opened = Ledger(plan, self._accountant, path)
+            try:
+                plan.claim()
+            except BaseException:
+                opened.discard()
+                raise
+            self._ledger = opened
         self._has_begun = True
 
     # ------------------------------------------------------------------ a step
@@ -361,3 +376,55 @@ class PrivacyEngine:
                 "make_loader."
             )
         return self._run
+
+
+def _try_one_example(run: Run, examples: tuple[Any, ...]) -> None:
+    """Trace the loss of one example, so that a loss of another form is refused before the run.
+
+    Raises:
+        TypeError: `loss_fn` takes a key and `needs_key` does not say so, or the other way round.
+    """
+    _check_key_argument(run.loss_fn, run.needs_key, examples)
+    leaves, _, rebuild = split_batch(examples)
+    kind = lambda dtype: jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)  # noqa: E731
+    shapes = [jax.ShapeDtypeStruct((1, *x.shape[1:]), kind(x.dtype)) for x in leaves]
+
+    def loss_fn(*arguments: Any, **kwargs: Any) -> Any:
+        try:
+            return run.loss_fn(*arguments, **kwargs)
+        except (TypeError, ValueError, IndexError) as error:
+            got = ", ".join(f"{s.dtype}{list(s.shape[1:])}" for s in shapes)
+            error.add_note(f"loss_fn gets ONE example, without a batch axis: here {got}.")
+            raise
+
+    def loss(trained: list[Any], others: list[Any], rows: list[Any], key: Any) -> Any:
+        parameters = replace(run.parameters, trained=trained, others=others)
+        key = key if run.needs_key else None
+        call = build(
+            loss_fn, parameters, rebuild(rows), has_aux=run.has_aux, key=key, trainable=None
+        )
+        return call.loss(trained, jax.tree.map(lambda leaf: leaf[0], call.rows))[0]
+
+    arrays = run.parameters.trained, run.parameters.others
+    jax.eval_shape(loss, *arrays, shapes, jax.random.key(0))
+
+
+def _check_key_argument(
+    loss_fn: Callable[..., Any], needs_key: bool, examples: tuple[Any, ...]
+) -> None:
+    """Refuse a `loss_fn` whose argument `key` and `needs_key` do not fit."""
+    try:
+        signature = inspect.signature(loss_fn)
+        given = signature.bind_partial(None, *examples).arguments
+    except (TypeError, ValueError):  # no signature, or another number of arguments
+        return
+    wanted = signature.parameters.get("key")
+    if wanted is None:
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+        if needs_key and not takes_any:
+            raise TypeError(
+                "needs_key=True, but loss_fn takes no key. Expected loss_fn(params, *example, key)."
+            )
+    elif not needs_key and wanted.default is wanted.empty and "key" not in given:
+        if wanted.kind in (wanted.POSITIONAL_OR_KEYWORD, wanted.KEYWORD_ONLY):
+            raise TypeError("loss_fn takes key, which nothing gives. Pass needs_key=True.")

@@ -12,7 +12,11 @@ from dualdp import _validate
 from dualdp.clipping import CLIPPING, factors_for, group_bounds
 
 from .gradients import Gradients
-from .rules.base import Tensor
+from .rules.base import Tensor, sq_norms
+
+#: Below such a bound it matters that squares underflow; above, all that are lost in 2^40 numbers
+#: change a norm by less than C * 1e-6.
+_LEAST_BOUND = 1e-10
 
 
 def group_of(name: str) -> str:
@@ -64,6 +68,18 @@ def whole_norms(squares: Mapping[str, Tensor], n: int) -> Tensor:
     return torch.stack([s.to(dtype) for s in squares.values()]).sum(0).sqrt()
 
 
+def _squares_of_minute_gradients(gradients: Gradients) -> dict[str, Tensor]:
+    """Name -> (n,) squared norms that are not too small, however small the gradients are.
+
+    Squares below the smallest normal number are lost, at most `tiny` for each of the numbers; they
+    are added back. Norms from products may lose more, so the gradients are formed.
+    """
+    return {
+        name: sq_norms(g) + g.shape[1:].numel() * torch.finfo(g.dtype).tiny
+        for name, g in gradients.grads().items()
+    }
+
+
 def _factors(
     squares: Mapping[str, Tensor], norms: Tensor, bounds: Mapping[str, Any], clipping: str
 ) -> dict[str, Tensor]:
@@ -96,8 +112,13 @@ def clip_and_sum(
         clipping: one of `dualdp.clipping.CLIPPING`.
         mask: (n,) bool, False for padding, or None.
         second_pass: factors (n,) -> the sum, by another way than the gradients' own.
+
+    Guarantees:
+        Contributions are bounded also where squares underflow.
+            [test_contributions_are_bounded_where_squares_underflow]
     """
-    squares = gradients.sq_norms(min(bounds.values()))
+    least = min(bounds.values())
+    squares = gradients.sq_norms(least)
     norms = whole_norms(squares, n)
     counted = norms.isfinite()
     if mask is not None:
@@ -105,7 +126,11 @@ def clip_and_sum(
         counted, norms = counted & mask, norms.where(mask, 0)
     # A factor 0 would not remove a nan, 0 * nan = nan: the rows themselves are left out.
     rows = None if bool(counted.all()) else counted.nonzero().flatten()
-    factors = _factors(squares, norms, bounds, clipping)
+    lengths = norms
+    if least < _LEAST_BOUND and squares:
+        squares = _squares_of_minute_gradients(gradients)
+        lengths = whole_norms(squares, n)
+    factors = _factors(squares, lengths, bounds, clipping)
     if second_pass is not None and rows is None:
         return second_pass(next(iter(factors.values()))), norms
     return gradients.sums(factors, rows), norms

@@ -27,7 +27,7 @@ from .gradients import Captured, Gradients
 from .layout import Layout, of_single
 from .outputs import Silent, float_leaves, projected
 from .proof import Proof, known, prove
-from .reduction import current_loss, last_node
+from .reduction import current_losses, last_node
 from .rules.base import Tensor
 from .uses import Derived, Use, eagerly, trainable_parameters
 from .validate import refuse_mixing_modules
@@ -206,17 +206,23 @@ class Recorder:
         out.register_hook(arrived)
 
     def _check_first(self, before: Tensor | None) -> None:
-        """Refuse a second backward."""
+        """Refuse a second backward, and losses that the check refuses or that can't be found."""
         if before is not None:
             raise RuntimeError(
                 "backward ran twice over one recorded forward. Expected one backward per step; "
                 "add the losses before calling backward."
             )
         if not self.has_gradients:
-            self.has_gradients = True
-            loss = current_loss(self._thread)
-            if loss is not None:
+            losses = current_losses(self._thread)
+            if not losses:
+                raise RuntimeError(
+                    "A backward ran whose loss could not be found, so it can't be checked. "
+                    "Expected loss.backward(), torch.autograd.backward or torch.autograd.grad, "
+                    "called from Python; call one of them."
+                )
+            for loss in losses:
                 self._check(loss)
+            self.has_gradients = True  # not before: who catches the error is checked again
 
     def _listen_to_outputs(self, outputs: Any) -> Any:
         """The outputs, made to hear the gradients of the loss."""

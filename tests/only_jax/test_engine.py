@@ -215,9 +215,13 @@ def test_an_empty_draw_releases_noise():
 
 def test_step_records_before_it_dispatches():
     def broken(params, x, y):
-        raise RuntimeError("no loss today")
+        if is_broken:
+            raise RuntimeError("no loss today")
+        return loss_fn(params, x, y)
 
+    is_broken = False
     engine, step, state, loader = private(loss_fn=broken, plan=make_plan())
+    is_broken = True
     with pytest.raises(RuntimeError, match="no loss today"):
         step(state, next(iter(loader)))
     assert len(engine.ledger) == 1
@@ -253,6 +257,62 @@ def test_foreign_batches_are_refused():
 
 def drops(params, x, y, key):
     return loss_fn(params, x * jax.random.bernoulli(key, 0.5, x.shape), y)
+
+
+@pytest.mark.parametrize(
+    ("loss", "needs_key", "text"),
+    [
+        (drops, False, "loss_fn takes key, which nothing gives. Pass needs_key=True"),
+        (loss_fn, True, "needs_key=True, but loss_fn takes no key"),
+        (lambda p, x, y, *, key: 0.0, False, "Pass needs_key=True"),
+    ],
+)
+def test_a_key_and_needs_key_go_together(loss, needs_key, text):
+    with pytest.raises(TypeError, match=text):
+        private(loss_fn=loss, plan=make_plan(), needs_key=needs_key)
+
+
+@pytest.mark.parametrize(
+    ("loss", "needs_key"),
+    [
+        (lambda p, key, value: loss_fn(p, key, value), False),
+        (lambda p, x, y, key=None: loss_fn(p, x, y), False),
+        (lambda p, x, y, **kwargs: drops(p, x, y, **kwargs), True),
+        (jax.jit(loss_fn), False),
+    ],
+    ids=["an example", "default", "any keyword", "jitted"],
+)
+def test_a_key_of_ones_own_is_left_alone(loss, needs_key):
+    _, step, state, loader = private(loss_fn=loss, plan=make_plan(), needs_key=needs_key)
+    state, _ = step(state, next(iter(loader)))
+    assert (state.params["w"] != 0).all()
+
+
+def batch_loss(params, x, y):
+    return jnp.square(jnp.einsum("ni,i->n", x, params["w"]) + params["b"] - y).mean()
+
+
+def batch_module_loss(model, x, y):
+    return jnp.square(jnp.einsum("ni,i->n", x, model.layer.kernel[:, 0]) - y).mean()
+
+
+@pytest.mark.parametrize("kind", ["pytree", "nnx"])
+def test_a_loss_for_a_batch_is_told_so_before_anything_is_recorded(kind, tmp_path):
+    plan, path = make_plan(seed=None), tmp_path / "run.ledger"
+    model, loss = params(), batch_loss
+    if kind == "nnx":
+        model, loss = Net(nnx.Rngs(0)), batch_module_loss
+    engine = dpj.PrivacyEngine()
+    with pytest.raises(ValueError, match="loss_fn gets ONE example") as caught:
+        private(engine, loss_fn=loss, params=model, plan=plan, ledger=path)
+    assert (
+        caught.value.__notes__[0]
+        == "loss_fn gets ONE example, without a batch axis: here float32[3], float32[]."
+    )
+    assert not path.exists()
+    with pytest.raises(ValueError, match=r"loss_fn returned float32\[3\] for one example"):
+        private(engine, loss_fn=lambda p, x, y: x * p["w"], plan=plan, ledger=path)
+    private(engine, plan=plan, ledger=path)  # neither the engine nor the key is used up
 
 
 def test_dropout_does_not_depend_on_the_chunks():
@@ -702,3 +762,31 @@ def test_a_users_seed_does_not_fix_the_noise():
         step(state, next(iter(loader)))
         means.append(engine.stages().noisy_mean["w"])
     assert not np.allclose(*means, atol=1e-3)
+
+
+def test_groups_have_bounds_of_their_own_on_jax():
+    start = {"a": {"w": jnp.zeros(3)}, "c": {"b": jnp.zeros(())}}
+
+    def nested(params, x, y):
+        return (x @ params["a"]["w"] + params["c"]["b"] - y) ** 2
+
+    limits = {"a": 0.1, "c": 0.4}
+    plan = make_plan(clipping="per_layer", max_grad_norm=limits, noise_multiplier=0.0)
+    _, step, state, loader = private(loss_fn=nested, params=start, plan=plan)
+    mine = start
+    for batch in loader:
+        state, _ = step(state, batch)
+        rows = plan.batch_indices(batch.step)
+        found = dpj.clipped_grad_sum(
+            nested, mine, X[rows], Y[rows], max_grad_norm=limits, clipping="per_layer"
+        )
+        mine = jax.tree.map(lambda p, g: p - 0.1 * g / 12, mine, found.grads)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), state.params, mine
+    )
+    with pytest.raises(ValueError, match=r"lacks \['c'\] and names \['d'\]"):
+        private(
+            loss_fn=nested,
+            params=start,
+            plan=make_plan(clipping="per_layer", max_grad_norm={"a": 1.0, "d": 1.0}),
+        )

@@ -88,6 +88,54 @@ def test_add_noise_runs_in_a_scan_and_stops_at_the_end_of_the_plan():
         jax.block_until_ready(run(4))
 
 
+def test_a_plan_gives_its_noise_to_one_add_noise():
+    """Two of them, as in optax.multi_transform, would draw the same numbers for their leaves."""
+    plan = make_plan(seed=None)
+    dpj.add_noise(plan)
+    with pytest.raises(AccountingError, match=r"add_noise\(plan\) came twice for one plan"):
+        dpj.add_noise(plan)
+    dpj.add_noise(make_plan(seed=None))
+    assert dpj.add_noise(make_plan()) != dpj.add_noise(make_plan())
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_add_noise_hands_out_a_step_once(jit):
+    tx = dpj.add_noise(make_plan(seed=None))
+    sums, update = {"a": jnp.ones(3)}, jax.jit(tx.update) if jit else tx.update
+    first = tx.init(sums)
+    _, second = update(sums, first)
+    for state in (first, tx.init(sums)):
+        with pytest.raises(Exception, match="The noise of step=0 was handed out before"):
+            jax.block_until_ready(update(sums, state))
+    jax.block_until_ready(update(sums, second))
+
+
+def test_add_noise_in_two_places_is_refused_when_it_runs():
+    tx = dpj.add_noise(make_plan(seed=None))
+    both = optax.multi_transform({"a": tx, "b": tx}, {"a": "a", "b": "b"})
+    sums = {"a": jnp.ones(3), "b": jnp.ones(3)}
+    with pytest.raises(Exception, match="The noise of step=0 was handed out before"):
+        jax.block_until_ready(jax.jit(both.update)(sums, both.init(sums), sums))
+
+
+def test_one_add_noise_serves_many_optimizers_in_a_scan():
+    plan = make_plan(seed=None, num_steps=50)
+    groups = optax.multi_transform(
+        {"a": optax.sgd(1.0), "b": optax.adam(0.1)}, {"x": "a", "y": "b"}
+    )
+    tx = optax.chain(dpj.add_noise(plan), groups)
+    params = {"x": jnp.zeros(3), "y": jnp.zeros(3)}
+
+    def body(carry, _):
+        updates, state = tx.update(jax.tree.map(jnp.ones_like, params), carry[1], carry[0])
+        return (optax.apply_updates(carry[0], updates), state), updates
+
+    run = jax.jit(lambda carry: jax.lax.scan(body, carry, length=50))
+    (moved, _), updates = run((params, tx.init(params)))
+    assert len(np.unique(updates["x"])) == 150
+    assert (moved["y"] != 0).all()
+
+
 def test_add_noise_keeps_the_key_on_the_host():
     plan = make_plan()
     tx = dpj.add_noise(plan)

@@ -206,6 +206,44 @@ def test_masked_and_nan_examples_contribute_nothing(method):
         assert not found.norms[[2, 4]].isfinite().any()
 
 
+@pytest.mark.parametrize("clipping", ["flat", "per_layer", "automatic"])
+@pytest.mark.parametrize("method", dpt.METHODS)
+def test_contributions_are_bounded_where_squares_underflow(method, clipping):
+    """known_failures A1: any bound, any input; 1e-24 squared is 0 in float32."""
+    if (method, clipping) == ("two_pass", "per_layer"):
+        pytest.skip("refused, see test_wrong_clipping_is_refused")
+    long = randomise(nn.Sequential(nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 30)))
+    # The norms of products lose more: squares of 1e-28 under inputs of 1e4.
+    for scale, size in ((1e-24, 1.0), (1e-28, 1e4)):
+        for bound in (1e-27, 1e-24, 1e-22, 1e-20):
+            for x in data(3, 1, 5, 6) * size:
+                found = dpt.clipped_grad_sum(
+                    lambda m, x: loss_fn(m, x) * scale,  # noqa: B023
+                    long,
+                    x,
+                    max_grad_norm=bound,
+                    clipping=clipping,
+                    method=method,
+                )
+                total = sum(float(g.double().square().sum()) for g in found.grads.values())
+                assert total**0.5 <= bound * (1 + 1e-4)
+
+
+@pytest.mark.parametrize("method", dpt.METHODS)
+def test_factors_below_the_bound_are_one(method):
+    """A minute bound of a group changes no other, and what is short stays as it is."""
+    x = data(N, 6)
+    grads = dpt.per_sample_grads(loss_fn, model, x, method="materialize")
+    sums = dpt.clipped_grad_sum(loss_fn, model, x, max_grad_norm=1e6, method=method).grads
+    for name, g in grads.items():
+        torch.testing.assert_close(sums[name], g.sum(0), rtol=1e-6, atol=1e-6)
+    found = dpt.clipped_grad_sum(
+        lambda m, x: loss_fn(m, x) * 1e-14, model, x, max_grad_norm=1e-11, method=method
+    ).grads
+    for name, g in grads.items():
+        torch.testing.assert_close(found[name] * 1e14, g.sum(0), rtol=1e-5, atol=1e-5)
+
+
 def test_max_memory_cuts_the_batch_into_pieces():
     sizes = []
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import dualdp_torch as dpt
-from dualdp_torch.reduction import current_loss
+from dualdp_torch.reduction import current_losses
 from tests.only_torch.checks import data, ids, randomise
 from tests.only_torch.loop import build, dataset, first_batch, plan, start
 
@@ -34,6 +34,49 @@ def of_each(out, y):
     return F.cross_entropy(out, y, reduction="none")
 
 
+def one_hot(y):
+    """(n, 3) targets."""
+    return F.one_hot(y, 3).float()
+
+
+def focal(out, y):
+    """Focal loss by hand."""
+    p, t = out.sigmoid(), one_hot(y)
+    each = F.binary_cross_entropy_with_logits(out, t, reduction="none")
+    return ((0.25 * t + 0.75 * (1 - t)) * (1 - (p * t + (1 - p) * (1 - t))) ** 2 * each).mean()
+
+
+def distilled(out, y):
+    """Divergence from a teacher, at a temperature."""
+    teacher = torch.linspace(0, 1, len(y) * 3).view(-1, 3)
+    return F.kl_div((out / 2).log_softmax(1), teacher.softmax(1), reduction="none").mean() * 4
+
+
+def tokens(out):
+    """(n, 2, 3) logits of two tokens from the (n, 3) outputs."""
+    return torch.stack([out, out * 2], 1)
+
+
+def of_tokens(out, y):
+    """Mean over each example's tokens, then over the examples."""
+    each = F.cross_entropy(tokens(out).view(-1, 3), y.repeat_interleave(2), reduction="none")
+    return each.view(len(y), 2).mean(1).mean()
+
+
+def connectionist(out, y):
+    """CTC, which takes time first."""
+    logs = tokens(out).log_softmax(-1).transpose(0, 1)
+    lengths = [torch.full((len(y),), k) for k in (2, 1)]
+    return F.ctc_loss(logs, torch.ones(len(y), 1, dtype=torch.long), *lengths)
+
+
+def penalised(out, y):
+    """In-place on what is no view, and a guard against nan."""
+    each = of_each(out, y)
+    each[y == 1] = 0.0
+    return torch.where(each.isfinite(), each, torch.zeros(())).clamp(max=9.0).mean()
+
+
 #: Losses that are what they say, by the usual ways to write them.
 RIGHT = {
     "mean": {
@@ -50,8 +93,45 @@ RIGHT = {
         "binary, with weights": lambda out, y: F.binary_cross_entropy_with_logits(
             out, torch.ones_like(out), weight=torch.arange(3.0)
         ),
+        "squared": lambda out, y: F.mse_loss(out, one_hot(y)),
+        "one output": lambda out, y: F.mse_loss(out[:, :1].squeeze(-1), y.float()),
+        "huber": lambda out, y: F.huber_loss(out, one_hot(y)),
+        "smooth l1": lambda out, y: F.smooth_l1_loss(out, one_hot(y)),
+        "absolute": lambda out, y: F.l1_loss(out, one_hot(y)),
+        "binary": lambda out, y: F.binary_cross_entropy(out.sigmoid(), one_hot(y)),
+        "log likelihood": lambda out, y: F.nll_loss(out.log_softmax(-1), y),
+        "gathered": lambda out, y: -out.log_softmax(1).gather(1, y[:, None]).squeeze(1).mean(),
+        "indexed": lambda out, y: -out.log_softmax(1)[torch.arange(len(y)), y].mean(),
+        "weights": lambda out, y: (of_each(out, y) * torch.linspace(0, 1, len(y))).mean(),
+        "focal": focal,
+        "distilled": distilled,
+        "tokens": of_tokens,
+        "tokens, classes second": lambda out, y: F.cross_entropy(
+            tokens(out).transpose(1, 2), y[:, None].expand(-1, 2)
+        ),
+        "tokens, smoothed": lambda out, y: F.cross_entropy(
+            tokens(out).view(-1, 3), y.repeat_interleave(2), label_smoothing=0.1
+        ),
+        "next token": lambda out, y: F.cross_entropy(
+            tokens(out)[:, :-1].reshape(-1, 3), y.repeat_interleave(1)
+        ),
+        "permuted": lambda out, y: tokens(out).permute(0, 2, 1).square().mean(),
+        "ctc": connectionist,
+        "in place": penalised,
+        "margin": lambda out, y: F.multi_margin_loss(out, y),
+        "poisson": lambda out, y: F.poisson_nll_loss(out, one_hot(y)),
+        "cosine": lambda out, y: (1 - F.cosine_similarity(out, one_hot(y) + 1)).mean(),
+        "triplet": lambda out, y: F.triplet_margin_loss(out, one_hot(y), one_hot(y).flip(1)),
+        "to prototypes": lambda out, y: F.cross_entropy(out @ torch.ones(3, 4), y),
+        "layer norm": lambda out, y: F.layer_norm(out, (3,)).square().mean(),
+        "largest": lambda out, y: (out - out.max(1, keepdim=True).values).square().mean(),
+        "entropy": lambda out, y: torch.einsum("nv,nv->n", out.softmax(1), out).mean(),
     },
     "sum": {
+        "list": lambda out, y: torch.stack([of_each(out, y).sum(), out.sum()]).sum(),
+        "chosen tokens": lambda out, y: F.cross_entropy(
+            tokens(out)[:, 0][y != 1], y[y != 1], reduction="sum"
+        ),
         "cross entropy": lambda out, y: F.cross_entropy(out, y, reduction="sum"),
         "by hand": lambda out, y: of_each(out, y).sum(),
         "weights": lambda out, y: F.cross_entropy(
@@ -89,6 +169,134 @@ def correlation(out, y):
     return 1 - (a * b).sum() / (a.norm() * b.norm())
 
 
+class Centre(torch.autograd.Function):
+    """Subtracts the mean over the batch, in code that the graph does not show."""
+
+    @staticmethod
+    def forward(ctx, z):
+        return z - z.mean(0)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad - grad.mean(0)
+
+
+class Total(torch.autograd.Function):
+    """A scalar of its own."""
+
+    @staticmethod
+    def forward(ctx, z):
+        ctx.save_for_backward(z)
+        return z.square().sum().sqrt()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.saved_tensors[0]
+
+
+def first_column_zero(out):
+    """Writes into a view."""
+    out = out * 1
+    out[:, 0] = 0.0
+    return out.square()
+
+
+def written(out):
+    """Writes some outputs over others."""
+    other = out * 1
+    other[torch.arange(len(out))] = out.exp()
+    return other.square()
+
+
+#: Criteria that pair, reorder or mix the examples (n, 3): name -> (criterion, its node).
+MIXING = {
+    "batch norm": (lambda z: F.batch_norm(z, None, None, training=True), "NativeBatchNorm"),
+    "distances": (lambda z: torch.cdist(z, z).mean(1), "Cdist"),
+    "condensed distances": (lambda z: F.pdist(z), "Pdist"),
+    "all pairs": (lambda z: ((z[:, None] - z[None]) ** 2).mean((1, 2)), "Unsqueeze"),
+    "pairs by broadcasting": (lambda z: (z[:, :1] - z[:, 0]).mean(1), "Sub"),
+    "pairs by expanding": (lambda z: z[:, 0].expand(len(z), -1).square().mean(1), "Expand"),
+    "outer": (lambda z: torch.outer(z[:, 0], z[:, 1]), "Mul"),
+    "products": (lambda z: torch.bmm(z[None], z.T[None]), "Bmm|Unsqueeze|Permute"),
+    "products, added": (lambda z: torch.addmm(torch.zeros(len(z), len(z)), z, z.t()), "Addmm"),
+    "batched, wrong axis": (lambda z: torch.bmm(z.t()[:, :, None], z.t()[:, None]), "Bmm|TBack"),
+    "flipped": (lambda z: z * z.flip(0), "Flip"),
+    "flipped, from the end": (lambda z: z * z.flip(-2), "Flip"),
+    "rolled": (lambda z: z * z.roll(1, 0), "Roll"),
+    "rolled as one": (lambda z: z * z.roll(3), "Roll"),
+    "maximum": (lambda z: z - z.max(0).values, "MaxBackward0"),
+    "minimum": (lambda z: z - z.min(0).values, "MinBackward0"),
+    "median": (lambda z: z - z.median(0).values, "Median"),
+    "sorted": (lambda z: z.sort(0).values * z, "Sort"),
+    "cumulated": (lambda z: z.cumsum(-2), "Cumsum"),
+    "selected": (lambda z: z * z.index_select(0, torch.arange(len(z)).flip(0)), "IndexSelect"),
+    "gathered": (lambda z: z * z.gather(0, torch.zeros(len(z), 3, dtype=torch.long)), "Gather"),
+    "scattered": (
+        lambda z: torch.zeros_like(z).scatter_add(0, torch.zeros(len(z), 3).long(), z).square(),
+        "ScatterAdd",
+    ),
+    "looked up": (lambda z: F.embedding(torch.arange(len(z)).flip(0), z) * z, "Embedding"),
+    "joined": (lambda z: torch.cat([z, z.exp()]), "Cat"),
+    "stacked": (lambda z: torch.stack([z, z.exp()]).square(), "Stack"),
+    "one example": (lambda z: z - z[0], "Select"),
+    "neighbours": (lambda z: z[1:] - z[:-1], "Slice"),
+    "split": (lambda z: z.split(1)[0] - z, "Split"),
+    "t()": (lambda z: z.t().square(), "TBackward0"),
+    "transposed": (lambda z: z.transpose(-1, 0).square(), "Transpose"),
+    "permuted": (lambda z: z.permute(-1, 0).square(), "Permute"),
+    "viewed": (lambda z: z.view(3, -1).log_softmax(1), "LogSoftmax|View"),
+    "in front": (lambda z: z.view(1, -1).log_softmax(1), "View"),
+    "softmax, from the end": (lambda z: z.softmax(-2).square(), "Softmax"),
+    "repeated": (lambda z: z.repeat(2, 1).square(), "Repeat"),
+    "normalised": (lambda z: F.layer_norm(z, z.shape), "NativeLayerNorm"),
+    "singular values": (lambda z: torch.linalg.svdvals(z), "LinalgSvd"),
+    "strided": (lambda z: z.as_strided((len(z), 3), (0, 1)).square(), "AsStrided"),
+    "frequencies": (lambda z: torch.fft.fft(z, dim=-2).abs(), "FftR2C"),
+    "as a kernel": (lambda z: F.conv1d(torch.ones(len(z), 3, 4), z.view(-1, 3, 1)), "Convol"),
+    "into a view": (first_column_zero, "CopySlices"),
+    "over others": (written, "IndexPut"),
+}
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize(
+    ("mix", "node"), [pytest.param(*case, id=name) for name, case in MIXING.items()]
+)
+def test_a_criterion_that_joins_or_moves_examples_is_refused(mix, node, reduction):
+    _, model, _, loader = start(plan=plan(), loss_reduction=reduction)
+    _, x, _ = first_batch(loader)
+    mixed = mix(model(x))
+    match = rf"joins or moves examples \(\S*({node})\S* below the"
+    if reduction == "mean":  # over a number of rows that is no multiple of the examples'
+        match += r"|a mean over \d+ numbers of 9 examples"
+    with pytest.raises(ValueError, match=match):
+        getattr(mixed, reduction)().backward()
+
+
+@pytest.mark.parametrize("loss_fn", [lambda z: Centre.apply(z).square().mean(), Total.apply])
+def test_functions_that_nobody_can_look_into_are_refused(loss_fn):
+    _, model, _, loader = start(plan=plan())
+    _, x, _ = first_batch(loader)
+    with pytest.raises(ValueError, match="autograd.Function .* use clipped_grad_sum"):
+        loss_fn(model(x)).backward()
+
+
+def test_a_loss_that_ends_in_an_unknown_function_is_refused():
+    _, model, _, loader = start(plan=plan())
+    _, x, y = first_batch(loader)
+    with pytest.raises(ValueError, match="ends in SoftplusBackward0, which is no mean and no sum"):
+        F.softplus(F.cross_entropy(model(x), y)).backward()
+
+
+def test_rows_of_different_counts_are_not_combined():
+    """One row that was chosen by an index is no part of every example's loss."""
+    _, model, _, loader = start(plan=plan())
+    _, x, _ = first_batch(loader)
+    out = model(x)
+    with pytest.raises(ValueError, match="SubBackward0 below the mean"):
+        (out - out[torch.tensor([0])]).square().mean().backward()
+
+
 #: Losses whose gradient for one example depends on the others, and what is said of them.
 WRONG = {
     "class weights": (
@@ -100,6 +308,10 @@ WRONG = {
     "a sum, divided": (lambda out, y: of_each(out, y).sum() / len(y), "a sum divided by"),
     "a token mean": (
         lambda out, y: (of_each(out, y) * (y != 1)).sum() / (y != 1).sum(),
+        "a sum divided by",
+    ),
+    "like smoothing": (
+        lambda out, y: F.nll_loss(lp := out.log_softmax(1), y) + (lp * 2).sum() / (y != 1).sum(),
         "a sum divided by",
     ),
     "root": (lambda out, y: F.mse_loss(out, torch.zeros_like(out)).sqrt(), "The loss is sqrt of"),
@@ -187,15 +399,15 @@ def test_the_loss_is_found_from_another_thread():
     y = x * 2
 
     def look(_):
-        other = threading.Thread(target=lambda: seen.append(current_loss(main)))
+        other = threading.Thread(target=lambda: seen.append(current_losses(main)))
         other.start()
         other.join()
 
     y.register_hook(look)
     loss = y.sum()
     loss.backward()
-    assert seen[0] is loss
-    assert current_loss() is None
+    assert seen[0] == (loss,)
+    assert current_losses() == ()
 
 
 def test_targets_of_a_recorded_loss_are_looked_at():
@@ -211,3 +423,86 @@ def test_targets_of_a_recorded_loss_are_looked_at():
     with dpt.record_per_sample(model, loss_reduction="mean") as record:
         F.cross_entropy(model(x), y, ignore_index=2 if 2 not in y else -5).backward()
     assert len(record.norms()) == 4
+
+
+@pytest.mark.parametrize("position", [0, 1])
+def test_every_loss_of_one_backward_is_looked_at(position):
+    _, model, _, loader = start(plan=plan())
+    _, x, y = first_batch(loader)
+    out = model(x)
+    losses = [F.cross_entropy(out, y), F.cross_entropy(out, y)]
+    losses[position] = out.std(0).mean()
+    with pytest.raises(ValueError, match="a mean over 3 numbers"):
+        torch.autograd.backward(losses)
+
+
+def test_two_losses_of_one_backward_are_their_sum():
+    _, model, optimizer, loader = start(plan=plan())
+    for x, y, _ in loader:
+        out = model(x)
+        torch.autograd.backward([F.cross_entropy(out, y), out.square().mean()])
+        optimizer.step()
+
+
+def test_the_loss_given_to_grad_is_looked_at():
+    _, model, _, loader = start(plan=plan())
+    _, x, y = first_batch(loader)
+    x.requires_grad_()
+    with pytest.raises(ValueError, match="'mean', but the loss is a sum"):
+        torch.autograd.grad(F.cross_entropy(model(x), y, reduction="sum"), x)
+
+
+def in_thread(call):
+    """What a call raises in a thread of its own."""
+    raised = []
+
+    def run():
+        try:
+            call()
+        except Exception as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return raised
+
+
+def test_a_backward_in_another_thread_is_looked_at():
+    _, model, _, loader = start(plan=plan())
+    _, x, y = first_batch(loader)
+    (error,) = in_thread(F.cross_entropy(model(x), y, reduction="sum").backward)
+    assert "'mean', but the loss is a sum" in str(error)
+
+
+def test_losses_are_found_in_threads_that_nobody_named():
+    """As on a GPU, where the hook's thread is neither the forward's nor the backward's."""
+    seen = []
+    y = torch.ones(2, requires_grad=True) * 2
+
+    def look(_):
+        in_thread(lambda: seen.append(current_losses()))
+
+    y.register_hook(look)
+    loss = y.sum()
+    loss.backward()
+    assert seen[0] == (loss,)
+
+
+def test_a_backward_whose_loss_cannot_be_found_is_refused():
+    _, model, _, loader = start(plan=plan())
+    _, x, y = first_batch(loader)
+    loss = F.cross_entropy(model(x), y)
+    with pytest.raises(RuntimeError, match="whose loss could not be found"):
+        torch.autograd.Variable._execution_engine.run_backward(
+            (loss,), (torch.ones(()),), False, False, (), True, True
+        )
+
+
+def test_a_loss_that_was_refused_is_refused_again():
+    _, model, _, loader = start(plan=plan())
+    _, x, y = first_batch(loader)
+    loss = F.cross_entropy(model(x), y, reduction="sum")
+    for _ in range(2):
+        with pytest.raises(ValueError, match="but the loss is a sum"):
+            loss.backward(retain_graph=True)
