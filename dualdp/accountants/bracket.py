@@ -16,12 +16,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+from scipy.special import ndtr
 
 from dualdp.accountants import bounds
 from dualdp.accountants.bounds import Extra
-from dualdp.accountants.cells import MAX_LOSS
+from dualdp.accountants.cells import MAX_LOSS, Subsampled, quantile
 from dualdp.accountants.compose import Composed, Sum, TiltError, Window, compose
 from dualdp.accountants.guide import LogMoments, Moments, plan_window, thinned, tilts
 from dualdp.accountants.lattice import Grid, Part, discretise
@@ -36,6 +38,8 @@ _POINTS = ((1 << 12, 1 << 13), (1 << 17, 1 << 16), (math.inf, 1 << 17))  # of th
 _COARSEST = 2.0**-4
 _USELESS = 16.0  # no edge may lie where e^loss overflows
 _ROUNDING = 1e-9  # share of delta
+_RARE = 1e-6  # share of delta that rounding may take before larger cuts are tried
+_CUTS = (1e-6, 1e-3, 1e-2)  # share of delta that then goes into cutting off the largest losses
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,9 +93,9 @@ class Direction:
         least = min(float(np.mean(np.abs(part.family.span(0.1)[0]))) for part in self.parts)
         return max(0.05 * least / self.base_spacing(rtol), 0.01)
 
-    def moments(self, leak: float, delta: float) -> Moments:
+    def moments(self, leak: float, delta: float, cut: float | None = None) -> Moments:
         """The guide, from a coarse lattice that reaches as far as the fine one; kept."""
-        tail = math.exp(4 * math.floor(math.log(self.tail(leak * delta)) / 4))
+        tail = cut or math.exp(4 * math.floor(math.log(self.tail(leak * delta)) / 4))
         spacing = 2.0 ** round(math.log2(3 * self.base_spacing(1e-2)))
         theta = tilts(delta, self.variance, self.reach(tail) + 2 * spacing)
         total = self.memory.total(
@@ -115,9 +119,22 @@ class Direction:
         rounded = 4.0 ** math.ceil(math.log(self.steps, 4))  # seldom another for a growing history
         return max(1e-290, leak / rounded)
 
-    def estimate(self, delta: float) -> float:
+    def cut(self, mass: float) -> float:
+        """The largest tail, of a ladder, by which all steps together lose at most `mass`.
+
+        Of a subsampled step the rate times the tail of N(1) is lost: a much larger tail will do.
+        """
+        power = math.floor(math.log(self.tail(mass)) / 4)
+        while power < -2:
+            tail = math.exp(4 * (power + 1))
+            if sum(_lost(part, tail) for part in self.parts) > mass:
+                break
+            power += 1
+        return math.exp(4 * power)
+
+    def estimate(self, delta: float, cut: float | None = None) -> float:
         """Saddle-point estimate of epsilon at delta."""
-        epsilon, log_delta = self.moments(_LEAK, delta).log_deltas()
+        epsilon, log_delta = self.moments(_LEAK, delta, cut).log_deltas()
         target = math.log(delta)
         if not epsilon.size or log_delta[0] <= target:
             return max(0.0, float(epsilon[0])) if epsilon.size else 0.0
@@ -128,7 +145,7 @@ class Direction:
         share = (log_delta[i - 1] - target) / max(log_delta[i - 1] - log_delta[i], 1e-300)
         return max(0.0, float(epsilon[i - 1] + share * (epsilon[i] - epsilon[i - 1])))
 
-    def lattice(self, leak: float, length: float) -> float:
+    def lattice(self, tail: float, length: float) -> float:
         """The spacing for upper bounds: a power of 2, and coarser only where a setting is worse.
 
         Of worse settings the variance is larger, the largest loss is farther away, and the window
@@ -137,7 +154,7 @@ class Direction:
         """
         share = 0.015 * self.variance / max(self.steps, _FEW)
         points = next(points for most, points in _POINTS if self.steps <= most)
-        wanted = max(math.sqrt(share), self.reach(self.tail(leak)) / points)
+        wanted = max(math.sqrt(share), self.reach(tail) / points)
         spacing = 2.0 ** math.floor(math.log2(min(_COARSEST, wanted)))
         while length > spacing * (_MAX_WINDOW - 8):
             spacing *= 2
@@ -166,21 +183,29 @@ class Direction:
         aim: float,
         *,
         below: bool = False,
+        share: float = _LEAK,
+        cut: float | None = None,
     ) -> Composed:
-        """The composed loss in a window from `start`, where epsilon may be `aim`."""
-        leak = (accuracy.leak if below else _LEAK) * delta
-        moments = self.moments(leak / delta, delta)
-        plan = plan_window(moments, leak, start, aim, self.steps, below=below)
+        """The composed loss in a window from `start`, where epsilon may be `aim`.
+
+        Each truncation of an upper bound may cost `share` of delta; with `cut`, which is then the
+        tail of one step, the window is kept short enough for the lattice.
+        """
+        leak = (accuracy.leak if below else share) * delta
+        tail = cut or self.tail(leak)
+        moments = self.moments(leak / delta, delta, cut)
+        most = self.lattice(tail, 0.0) * (_MAX_WINDOW - 8) if cut else math.inf
+        plan = plan_window(moments, leak, start, aim, self.steps, below=below, most=most)
         tilt, start, length, chernoff = plan
         if below:
             spacing = self.spacing(accuracy, plan)
         else:
-            spacing = self.lattice(leak, length) * accuracy.scale * math.sqrt(accuracy.rtol / 1e-2)
+            spacing = self.lattice(tail, length) * accuracy.scale * math.sqrt(accuracy.rtol / 1e-2)
         size = 1 << max(6, math.ceil(math.log2(length / spacing + 4)))
         window = Window(tilt, math.floor(start / spacing), size, chernoff)
         self.work += size
         octave = accuracy.octave if self.rows <= 64 else accuracy.octave // 2
-        grid, tail = Grid(spacing, octave), self.tail(leak)
+        grid = Grid(spacing, octave)
         total = self.memory.total(
             (below, tilt, chernoff, size, grid, tail),
             self.parts,
@@ -192,27 +217,60 @@ class Direction:
     def upper(self, accuracy: Accuracy, delta: float) -> float:
         """Certified upper bound on epsilon >= 0.
 
+        Where rounding decides it, the least of several: the largest losses, which keep the tilt
+        from lifting the others above rounding, are cut off at the cost of a share of delta.
+        """
+        best, rounding = self._search(accuracy, delta, self.estimate(delta))
+        if rounding > _RARE:
+            for share in _CUTS:
+                cut = self.cut(share * delta)
+                guess = self.estimate(delta, cut)
+                best = min(best, self._search(accuracy, delta, guess, share=share, cut=cut)[0])
+        pure = self.pure()
+        return max(0.0, min(best, pure))
+
+    def _search(
+        self, accuracy: Accuracy, delta: float, guess: float, **options: Any
+    ) -> tuple[float, float]:
+        """(upper bound, share of delta that rounding takes there), inf where none is found.
+
         The window moves down until it holds epsilon, then up where rounding shows: it is least for
         a window that starts at epsilon.
         """
-        guess = self.estimate(delta)
         margin = 0.04 * guess + 2 * self.base_spacing(accuracy.rtol)
-        best = math.inf
+        best, rounding = math.inf, 0.0
         for _ in range(12):
             start = max(guess - margin, 0.0)
             try:
-                composed = self.composed(accuracy, delta, start, guess)
+                composed = self.composed(accuracy, delta, start, guess, **options)
             except TiltError:
                 break
             found, hit = bounds.upper_epsilon(composed, delta, self.extra)
             best = min(best, found)
+            rounding = bounds.rounding_share(composed, best, delta)
             if hit and start > 0:
                 guess, margin = best, 3 * margin
-            elif start < 0.97 * best and bounds.rounding_share(composed, best, delta) > _ROUNDING:
+            elif start < 0.97 * best and rounding > _ROUNDING:
                 guess, margin = best, 0.02 * best
             else:
                 break
-        return max(0.0, best)
+        return best, rounding
+
+    def pure(self) -> float:
+        """Total of the largest losses where each is at most -log(1 - q): steps without an example.
+
+        Of the pair (Q, P) of Poisson sampling; inf for others.
+        """
+        if self.extra != Extra():
+            return math.inf
+        total = 0.0
+        for part in self.parts:
+            if not part.flipped or not isinstance(part.family, Subsampled):
+                return math.inf
+            rows = part.counts > 0
+            with np.errstate(divide="ignore"):
+                total -= float(part.counts[rows] @ np.log1p(-part.family.rate[rows]))
+        return total * (1 + 1e-10)
 
     def lower(self, accuracy: Accuracy, delta: float, upper: float) -> float:
         """Certified lower bound on epsilon, 0 where nothing can be said."""
@@ -230,6 +288,15 @@ class Direction:
                 break
             margin *= 3  # epsilon is below the window
         return best
+
+
+def _lost(part: Part, tail: float) -> float:
+    """Mass of P above the upper end of the span at `tail`, all steps together; a guide."""
+    family, z = part.family, quantile(tail)
+    if part.flipped or not isinstance(family, Subsampled):
+        return math.inf
+    above = (1 - family.rate) * ndtr(-z - 1 / family.sigma) + family.rate * ndtr(-z)
+    return float(part.counts @ above)
 
 
 def two_sided(

@@ -100,13 +100,21 @@ class LogMoments:
 
 
 def plan_window(
-    moments: Moments, leak: float, start: float, aim: float, steps: float, *, below: bool
+    moments: Moments,
+    leak: float,
+    start: float,
+    aim: float,
+    steps: float,
+    *,
+    below: bool,
+    most: float = math.inf,
 ) -> tuple[float, float, float, float]:
     """(tilt, start, length, chernoff) of a short window around `aim` that leaks at most `leak`.
 
     For each tilt t the length must cover the left wrap, the right wrap (best c > t) and the
     truncation (best c); see `compose`. Rounding, about 1e-14 of the tilted mass for each step, may
-    be as large as the leak; beyond that, the window may grow as much as it shrinks.
+    be as large as the leak; beyond that, the window may grow as much as it shrinks, but not beyond
+    `most` if that can be.
     """
     theta, value, log_leak = moments.theta, moments.value, math.log(leak)
     ends = (value - log_leak) / theta - start
@@ -120,6 +128,7 @@ def plan_window(
     length = np.maximum(length, ends[cut])
     rounding = value - theta * aim + math.log(1e-14 * steps)
     cost = np.log(length) + np.maximum(rounding - log_leak, 0.0)
+    cost += 100 * np.maximum(np.log(length / most), 0.0) if most < math.inf else 0.0
     best = int(np.argmin(cost[:-1])) if theta.size > 1 else 0
     chernoff = float(theta[partner[best]] if below else theta[cut])
     return float(theta[best]), start, float(length[best]), chernoff

@@ -110,6 +110,43 @@ def test_monotone_in_corners():
     check_many(20, 2, extreme=True)
 
 
+RARE = {
+    "noise_multiplier": 0.690496038701488,
+    "sample_rate": 8.743603263749174e-06,
+    "num_steps": 5002235,
+    "delta": 4.8135517946900376e-26,
+}
+CERTAIN = {
+    "noise_multiplier": 0.08523210626780636,
+    "sample_rate": 0.30501521208173554,
+    "num_steps": 843791,
+    "delta": 1.1729827073254217e-07,
+}
+
+
+@pytest.mark.parametrize(
+    ("run", "easier_one"),
+    [
+        (RARE, {"noise_multiplier": RARE["noise_multiplier"] * 1.001}),
+        (CERTAIN, {"sample_rate": 0.21319290169889882}),
+    ],
+)
+def test_monotone_where_a_window_fails(run, easier_one):
+    """Rounding above delta; a direction with no window, but with a largest loss."""
+    assert get_epsilon(**(run | easier_one)) <= get_epsilon(**run)
+
+
+def test_the_largest_losses_are_cut_off_where_rounding_decides():
+    """A bound of 0.03, not 0.44: above the lower bound, and no step of another kind lowers it."""
+    run = {"noise_multiplier": 0.8542574816215336, "sample_rate": 8.99521260045251e-08}
+    delta = 1.098510275e-27
+    account_ = account((*run.values(), 1601))
+    lower, _, upper = account_.epsilon_bounds(delta=delta)
+    assert 0 <= lower <= upper < 0.04
+    account_.step(noise_multiplier=5.175876836163716, sample_rate=0.02223640330579644, num_steps=2)
+    assert account_.get_epsilon(delta=delta) >= upper * (1 - CORNER)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(10, 16))
 def test_monotone_in_many_settings(seed):
