@@ -160,7 +160,9 @@ def test_a_second_fit_is_not_forgotten(tmp_path):
     callback = PrivacyCallback(noise_multiplier=1.0, max_grad_norm=1.0)
     lit = LitClassifier()
     trainer(tmp_path, callback).fit(lit, data())
-    with pytest.raises(dualdp.AccountingError, match="This callback has trained a run of .* already"):
+    with pytest.raises(
+        dualdp.AccountingError, match="This callback has trained a run of .* already"
+    ):
         trainer(tmp_path, callback).fit(lit, data())
 
 
