@@ -21,11 +21,19 @@ def reports():
     return sorted((ROOT / "benchmarks" / "results").glob("*/report.md"))
 
 
+def profiles():
+    """Every page on where the time of a step goes."""
+    return sorted((ROOT / "benchmarks" / "results" / "profiles").glob("*.md"))
+
+
 def on_files(files, config):
-    """Add a page for each example, and each report with its pictures."""
+    """Add a page for each example and profile, and each report with its pictures."""
     for path in examples():
         text = f"# {path.name}\n\n```py title='examples/{path.name}'\n{path.read_text()}```\n"
         files.append(File.generated(config, f"examples/{path.stem}.md", content=text))
+    for path in profiles():
+        target = f"benchmarks/profiles/{path.name}"
+        files.append(File.generated(config, target, content=path.read_text()))
     for path in reports():
         folder = f"benchmarks/{path.parent.name}"
         files.append(File.generated(config, f"{folder}.md", content=report(path)))
@@ -36,14 +44,17 @@ def on_files(files, config):
 
 
 def report(path):
-    """A report, with its pictures beside it."""
-    return re.sub(r"\]\(([\w-]+\.png)\)", rf"]({path.parent.name}-\1)", path.read_text())
+    """A report, with its pictures and the folder of profiles beside it."""
+    text = path.read_text().replace("](../profiles/", "](profiles/")
+    return re.sub(r"\]\(([\w-]+\.png)\)", rf"]({path.parent.name}-\1)", text)
 
 
 def on_config(config):
     """Add the generated pages to the navigation."""
     pages = {"Examples": [f"examples/{path.stem}.md" for path in examples()]}
+    explained = [f"benchmarks/profiles/{path.name}" for path in profiles()]
     pages["Benchmarks"] = [f"benchmarks/{path.parent.name}.md" for path in reports()]
+    pages["Benchmarks"] += [{"Where the time goes": explained}]
     config.nav = [*config.nav, *({title: found} for title, found in pages.items())]
     return config
 

@@ -7,7 +7,8 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable
 from typing import Any, Self
 
 _START = "0" * 64
@@ -159,8 +160,8 @@ class Chain:
             os.close(self._file)
         self._file = None
 
-    def __del__(self) -> None:
-        if getattr(self, "_file", None) is not None:
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_finalizing() and getattr(self, "_file", None) is not None:
             self.close()
 
 

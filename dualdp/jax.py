@@ -24,12 +24,15 @@ from dualdp_jax import Stages as Stages
 from dualdp_jax import TrainState as TrainState
 from dualdp_jax import add_noise as add_noise
 from dualdp_jax import clipped_grad_sum as clipped_grad_sum
+from dualdp_jax import consolidate_checkpoint as consolidate_checkpoint
 from dualdp_jax import explain as explain
 from dualdp_jax import load_checkpoint as load_checkpoint
+from dualdp_jax import load_sharded_checkpoint as load_sharded_checkpoint
 from dualdp_jax import noisy_mean as noisy_mean
 from dualdp_jax import per_sample_grads as per_sample_grads
 from dualdp_jax import per_sample_norms as per_sample_norms
 from dualdp_jax import register_rule as register_rule
 from dualdp_jax import save_checkpoint as save_checkpoint
+from dualdp_jax import save_sharded_checkpoint as save_sharded_checkpoint
 from dualdp_jax import validate as validate
 from dualdp_jax import weights as weights

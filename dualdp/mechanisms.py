@@ -330,6 +330,8 @@ def to_dict(event: Mechanism) -> dict[str, Any]:
 
 def from_dict(record: Mapping[str, Any]) -> Mechanism:
     """The event that `to_dict` described."""
+    if not isinstance(record, Mapping):
+        raise ValueError(f"record={record!r} is no event. Expected what to_dict wrote.")
     fields = dict(record)
     name = _validate.choice("mechanism", fields.pop("mechanism", None), _TYPES)
     if name == "Composition":
@@ -341,6 +343,12 @@ def from_dict(record: Mapping[str, Any]) -> Mechanism:
         raise ValueError(
             f"A stored {name} has the unknown fields {sorted(set(fields) - known)}. "
             f"Expected {sorted(known)}; it was written by another version."
+        )
+    needed = {f.name for f in dataclasses.fields(_TYPES[name]) if f.default is dataclasses.MISSING}
+    if needed - set(fields):
+        raise ValueError(
+            f"A stored {name} lacks the fields {sorted(needed - set(fields))}. "
+            "Expected what to_dict wrote."
         )
     values = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
     return _TYPES[name](**values)

@@ -21,13 +21,16 @@ from dualdp_torch import Record as Record
 from dualdp_torch import Rule as Rule
 from dualdp_torch import Stages as Stages
 from dualdp_torch import clipped_grad_sum as clipped_grad_sum
+from dualdp_torch import consolidate_checkpoint as consolidate_checkpoint
 from dualdp_torch import fix as fix
 from dualdp_torch import load_checkpoint as load_checkpoint
+from dualdp_torch import load_sharded_checkpoint as load_sharded_checkpoint
 from dualdp_torch import noisy_mean as noisy_mean
 from dualdp_torch import per_sample_grads as per_sample_grads
 from dualdp_torch import per_sample_norms as per_sample_norms
 from dualdp_torch import record_per_sample as record_per_sample
 from dualdp_torch import register_rule as register_rule
 from dualdp_torch import save_checkpoint as save_checkpoint
+from dualdp_torch import save_sharded_checkpoint as save_sharded_checkpoint
 from dualdp_torch import validate as validate
 from dualdp_torch import weights as weights

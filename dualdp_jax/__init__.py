@@ -19,6 +19,9 @@ from dualdp_jax.rules import RULES as RULES
 from dualdp_jax.rules import Rule as Rule
 from dualdp_jax.rules import Spec as Spec
 from dualdp_jax.rules import register_rule as register_rule
+from dualdp_jax.sharded_checkpoint import consolidate_checkpoint as consolidate_checkpoint
+from dualdp_jax.sharded_checkpoint import load_sharded_checkpoint as load_sharded_checkpoint
+from dualdp_jax.sharded_checkpoint import save_sharded_checkpoint as save_sharded_checkpoint
 from dualdp_jax.training import Stages as Stages
 from dualdp_jax.training import TrainState as TrainState
 from dualdp_jax.transform import AddNoiseState as AddNoiseState

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -13,9 +14,14 @@ import ml_dtypes
 import numpy as np
 
 from dualdp import checkpoint, translate
+from dualdp.ledger import Ledger
+from dualdp.plan import PrivacyPlan
 from dualdp.randomness import RootKey
 from dualdp_jax import compat
+from dualdp_jax.agreement import Account
+from dualdp_jax.distributed import Group
 from dualdp_jax.engine import PrivacyEngine
+from dualdp_jax.sharding import whole
 from dualdp_jax.training import TrainState
 
 PathLike = str | os.PathLike[str]
@@ -26,7 +32,8 @@ def save_checkpoint(path: PathLike, *, state: TrainState, engine: PrivacyEngine)
     """Write a run between two steps, in one go: the old file stays until the new one is whole.
 
     Beside it lie `<path>.key`, the secret key (mode 0600), and the ledger, which the run goes on
-    writing: `<path>.ledger` unless the engine was given a file.
+    writing: `<path>.ledger` unless the engine was given a file. On several processes all of them
+    call this, and the first one writes; `save_sharded_checkpoint` lets each write its own part.
 
     Args:
         path: of the file; an existing one is replaced.
@@ -43,20 +50,33 @@ def save_checkpoint(path: PathLike, *, state: TrainState, engine: PrivacyEngine)
         A step that is run again with anything changed has other noise, and both are accounted.
             [test_a_changed_replay_gets_new_noise_and_both_are_accounted]
     """
-    if not isinstance(state, TrainState):
-        raise TypeError(f"state is a {type(state).__name__}. Expected the TrainState of a step.")
-    arrays = {name: _to_numpy(name, leaf) for name, leaf in _named(state).items()}
-    document = {
+    leaves = {name: plain(name, leaf) for name, leaf in named(state).items()}
+
+    def on_host() -> Arrays:
+        return {name: whole(leaf) for name, leaf in leaves.items()}
+
+    def write(arrays: Arrays) -> None:
+        write_file(path, arrays, described(state, engine, path))
+
+    engine.written("the checkpoint", on_host, write)
+
+
+def write_file(path: PathLike, arrays: Arrays, document: Mapping[str, Any]) -> None:
+    """The file of a checkpoint; NumPy has no bfloat16, which goes as uint16."""
+    bfloat16 = [name for name, array in arrays.items() if array.dtype == ml_dtypes.bfloat16]
+    packed = {**arrays, **{name: arrays[name].view(np.uint16) for name in bfloat16}}
+    checkpoint.write(path, packed, {**document, "bfloat16": bfloat16})
+
+
+def described(state: TrainState, engine: PrivacyEngine, path: PathLike) -> dict[str, Any]:
+    """The document of a checkpoint, with ledger and key safe on the disk."""
+    return {
         "stack": "jax",
         "position": engine.ledger.position,
         "step": int(state.step),
         "leaves": [name for name, _ in _paths(state.params)],
-        "bfloat16": [name for name, a in arrays.items() if a.dtype == ml_dtypes.bfloat16],
         **checkpoint.pack_run(engine.ledger, path),
     }
-    for name in document["bfloat16"]:
-        arrays[name] = arrays[name].view(np.uint16)
-    checkpoint.write(path, arrays, document)
 
 
 def load_checkpoint(
@@ -85,10 +105,7 @@ def load_checkpoint(
         TypeError: `like` is no state.
         ValueError: the file is truncated, edited or foreign, or of another model or optimizer.
     """
-    if not isinstance(like, TrainState):
-        raise TypeError(
-            f"like is a {type(like).__name__}. Expected dpj.TrainState.create(params, optimizer)."
-        )
+    check_like(like)
     arrays, document = checkpoint.read(path)
     if document.get("stack") == "torch":
         arrays, document = crossed(arrays, document, like, mapping)
@@ -97,10 +114,39 @@ def load_checkpoint(
             f"{os.fspath(path)} was saved by {document.get('stack')!r}, mapping={mapping!r}. "
             "Expected a file of either backend, with a mapping only for one of torch's."
         )
-    state = _state(arrays, document, like)
-    resumed = checkpoint.unpack_run(document, path, key, ledger)
-    resumed.plan.claim(resumed=True)
-    return state, PrivacyEngine.loaded(resumed, state)
+    for name in document["bfloat16"]:
+        arrays[name] = arrays[name].view(ml_dtypes.bfloat16)
+    check_names(arrays, like)
+    leaves = {name: _from_numpy(name, arrays[name], leaf) for name, leaf in named(like).items()}
+    state = filled(leaves, document, like)
+    return state, resumed_engine(state, document, path, key, ledger)
+
+
+def resumed_engine(
+    state: TrainState,
+    document: Mapping[str, Any],
+    path: PathLike,
+    key: RootKey | PathLike | None,
+    ledger: PathLike | None,
+) -> PrivacyEngine:
+    """The engine of a checkpoint's run; of several processes, the first has its ledger."""
+
+    def open_ledger() -> Ledger:
+        resumed = checkpoint.unpack_run(document, path, key, ledger)
+        resumed.plan.claim(resumed=True)
+        return resumed
+
+    def followed(root: RootKey) -> PrivacyPlan:
+        plan = PrivacyPlan.from_json(json.dumps(document["plan"]), key=root)
+        plan.claim(resumed=True)
+        return plan
+
+    group = Group.current()
+    if group is None:
+        return PrivacyEngine.loaded(open_ledger(), state)
+    group.same("the checkpoint", document, "Give all of them the same file.")
+    account = Account(group)
+    return PrivacyEngine.loaded(account.resumed(open_ledger, followed), state, account)
 
 
 def crossed(
@@ -110,34 +156,47 @@ def crossed(
     mapping: Mapping[str, Any] | None,
 ) -> tuple[Arrays, dict[str, Any]]:
     """A checkpoint of the other stack as this one would have written it for this state."""
-    leaves = {name: _to_numpy(name, leaf) for name, leaf in _named(like).items()}
+    leaves = {name: _to_numpy(name, leaf) for name, leaf in named(like).items()}
     wanted = {name: (leaf.shape, str(leaf.dtype)) for name, leaf in leaves.items()}
     arrays, document = translate.to_jax(arrays, document, wanted, mapping)
     return arrays, {**document, "leaves": [name for name, _ in _paths(like.params)]}
 
 
-def _state(arrays: Arrays, document: Mapping[str, Any], like: TrainState) -> TrainState:
-    """The saved state, in the structure of `like`.
+def check_like(like: Any) -> None:
+    """Refuse what is no state.
 
     Raises:
-        ValueError: names, shapes or dtypes differ.
+        TypeError: it is none.
     """
-    for name in document["bfloat16"]:
-        arrays[name] = arrays[name].view(ml_dtypes.bfloat16)
-    wanted = _named(like)
-    missing, unknown = sorted(wanted.keys() - arrays.keys()), sorted(arrays.keys() - wanted.keys())
+    if not isinstance(like, TrainState):
+        raise TypeError(
+            f"like is a {type(like).__name__}. Expected dpj.TrainState.create(params, optimizer)."
+        )
+
+
+def check_names(found: Mapping[str, Any], like: TrainState) -> None:
+    """Refuse a checkpoint of other leaves.
+
+    Raises:
+        ValueError: names differ.
+    """
+    wanted = named(like)
+    missing, unknown = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
     if missing or unknown:
         raise ValueError(
             f"The checkpoint lacks {missing} and holds {unknown} beside what `like` has. Expected "
             "a state of the model and the optimizer that were saved."
         )
-    leaves = {name: _from_numpy(name, arrays[name], leaf) for name, leaf in wanted.items()}
 
-    def filled(prefix: str, tree: Any) -> Any:
-        new = [leaves.get(f"{prefix}/{name}", leaf) for name, leaf in _paths(tree)]
-        return jax.tree.unflatten(jax.tree.structure(tree), new)
 
-    params, opt_state = filled("params", like.params), filled("optimizer", like.opt_state)
+def filled(leaves: Mapping[str, Any], document: Mapping[str, Any], like: TrainState) -> TrainState:
+    """The saved state, in the structure of `like`."""
+
+    def tree(prefix: str, part: Any) -> Any:
+        new = [leaves.get(f"{prefix}/{name}", leaf) for name, leaf in _paths(part)]
+        return jax.tree.unflatten(jax.tree.structure(part), new)
+
+    params, opt_state = tree("params", like.params), tree("optimizer", like.opt_state)
     return TrainState(params, opt_state, document["step"])
 
 
@@ -151,12 +210,15 @@ def _paths(tree: Any) -> list[tuple[str, Any]]:
     return [(jax.tree_util.keystr(path, simple=True, separator="."), leaf) for path, leaf in paths]
 
 
-def _named(state: TrainState) -> dict[str, Any]:
+def named(state: TrainState) -> dict[str, Any]:
     """Name -> leaf of what is saved: "params/<path>" and "optimizer/<path>".
 
     Raises:
+        TypeError: it is no state.
         ValueError: two leaves have one name.
     """
+    if not isinstance(state, TrainState):
+        raise TypeError(f"state is a {type(state).__name__}. Expected the TrainState of a step.")
     found: dict[str, Any] = {}
     for prefix, tree in (("params", state.params), ("optimizer", state.opt_state)):
         for path, leaf in _paths(tree):
@@ -172,36 +234,62 @@ def _named(state: TrainState) -> dict[str, Any]:
     return found
 
 
-def _is_key(leaf: Any) -> bool:
+def is_key(leaf: Any) -> bool:
+    """Whether a leaf is a typed random key, which is saved as its words."""
     return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def _to_numpy(name: str, leaf: Any) -> np.ndarray:
-    """A leaf as an array; a random key as its words."""
-    if _is_key(leaf):
-        leaf = jax.random.key_data(leaf)
+def plain(name: str, leaf: Any) -> Any:
+    """A leaf as an array of numbers; a random key as its words.
+
+    Raises:
+        TypeError: it is no number.
+    """
+    if is_key(leaf):
+        return jax.random.key_data(leaf)
     if not isinstance(leaf, jax.Array | np.ndarray | np.generic | bool | int | float):
         raise TypeError(
             f"The leaf {name!r} is a {type(leaf).__name__}. Expected arrays and numbers; what "
             "is no number can't be in a checkpoint."
         )
-    return np.asarray(leaf)
+    return leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
 
 
-def _from_numpy(name: str, array: np.ndarray, like: Any) -> Any:
-    """The leaf that was saved, of the kind of `like`.
+def _to_numpy(name: str, leaf: Any) -> np.ndarray:
+    """A leaf as an array on the host, whole."""
+    return whole(plain(name, leaf))
+
+
+def check_kind(name: str, dtype: Any, shape: Any, like: Any) -> None:
+    """Refuse a leaf of another kind.
 
     Raises:
         ValueError: another shape or dtype.
     """
-    expected = _to_numpy(name, like)
-    if array.shape != expected.shape or array.dtype != expected.dtype:
+    expected = plain(name, like)
+    if tuple(shape) != expected.shape or dtype != expected.dtype:
         raise ValueError(
-            f"{name!r} is {array.dtype}{list(array.shape)} in the checkpoint but {expected.dtype}"
+            f"{name!r} is {dtype}{list(shape)} in the checkpoint but {expected.dtype}"
             f"{list(expected.shape)} in `like`. Expected the model and optimizer that were saved."
         )
-    if _is_key(like):
+
+
+def revived(array: Any, like: Any) -> Any:
+    """The leaf that was saved as `plain`, of the kind of `like`."""
+    if is_key(like):
         return jax.random.wrap_key_data(jnp.asarray(array), impl=jax.random.key_impl(like))
     if isinstance(like, bool | int | float) and not isinstance(like, np.generic):
         return array.item()
     return jnp.asarray(array)
+
+
+def _from_numpy(name: str, array: np.ndarray, like: Any) -> Any:
+    """The leaf that was saved, where `like` lies.
+
+    Raises:
+        ValueError: another shape or dtype.
+    """
+    check_kind(name, array.dtype, array.shape, like)
+    if compat.spans_devices(like) and not is_key(like):
+        return jax.make_array_from_callback(array.shape, like.sharding, lambda index: array[index])
+    return revived(array, like)

@@ -13,8 +13,7 @@ from dualdp_jax import compat, ghost
 from dualdp_jax.call import Call, Row, build
 from dualdp_jax.capture import Capture, capture
 from dualdp_jax.interpret import CONVOLUTION
-from dualdp_jax.rules import Choice
-from dualdp_jax.rules.small import SMALL_MODEL
+from dualdp_jax.rules import Choice, small
 
 
 def survey(call: Call, rows: Row) -> tuple[Capture, list[Choice]]:
@@ -33,8 +32,8 @@ def survey(call: Call, rows: Row) -> tuple[Capture, list[Choice]]:
 
 def is_small(call: Call, rows: Row) -> bool:
     """Whether "auto" leaves the whole model to `vmap(grad)`."""
-    num_rows = rows[1].shape[0]
-    if num_rows * sum(leaf.size for leaf in call.parameters.trained) > SMALL_MODEL:
+    parameters = sum(leaf.size for leaf in call.parameters.trained)
+    if not small.is_worth_a_look(rows[1].shape[0], parameters):
         return False
     return all(choice.is_small for choice in survey(call, rows)[1])
 

@@ -12,6 +12,7 @@ import jax
 from jax._src import core as _core
 from jax._src.interpreters import partial_eval as _partial_eval
 from jax.extend import core as _extend
+from jax.sharding import AxisType
 
 Literal = _extend.Literal
 
@@ -112,11 +113,40 @@ def inputs_in_use(jaxpr: Any, outputs: Sequence[bool]) -> list[bool]:
     return list(_partial_eval.dce_jaxpr(jaxpr, list(outputs))[1])
 
 
-def low_precision_dtypes(jaxpr: Any) -> set[Any]:
-    """Floating dtypes below float32 that a jaxpr computes in, nested jaxprs included."""
+def input_behind(jaxpr: Any, var: Any) -> int | None:
+    """Which input of an open jaxpr a variable provably is, handed on by calls and loops."""
+    if var in jaxpr.invars:
+        return int(jaxpr.invars.index(var))
+    for eqn in jaxpr.eqns:
+        name = "scan" if eqn.primitive.name == "scan" else WRAPPERS.get(eqn.primitive.name)
+        if name is None or var not in eqn.outvars:
+            continue
+        position = eqn.outvars.index(var)
+        inner, _ = open_jaxpr(eqn.params["jaxpr" if name == "scan" else name])
+        index = input_behind(inner, inner.outvars[position])
+        if index is None or (name == "scan" and not _is_slot(eqn, index, position)):
+            return None
+        return input_behind(jaxpr, eqn.invars[index])
+    return None
+
+
+def _is_slot(eqn: Any, index: int, position: int) -> bool:
+    """Whether a scan's result at the position is its input: the same carry, or stacked slices."""
+    num_consts, num_carry = scan_sizes(eqn)
+    if position < num_carry:
+        return index == num_consts + position
+    return index >= num_consts + num_carry
+
+
+def low_precision_dtypes(jaxpr: Any) -> set[str]:
+    """Floating formats below float32 that a jaxpr computes in, nested jaxprs included."""
     variables = [var for eqn in jaxpr.eqns for var in eqn.outvars] + list(jaxpr.invars)
     dtypes: set[Any] = {getattr(var.aval, "dtype", None) for var in variables} - {None}
-    found = {d for d in dtypes if jax.numpy.issubdtype(d, jax.numpy.floating) and d.itemsize < 4}
+    floating = {d for d in dtypes if jax.numpy.issubdtype(d, jax.numpy.floating)}
+    found = {d.name for d in floating if d.itemsize < 4}
+    rounding = [eqn.params for eqn in jaxpr.eqns if eqn.primitive.name == "reduce_precision"]
+    few = {params["mantissa_bits"] for params in rounding if params["mantissa_bits"] < 23}
+    found |= {f"{bits} bits of mantissa" for bits in few}
     return found.union(*(low_precision_dtypes(inner) for inner in _extend.subjaxprs(jaxpr)))
 
 
@@ -141,8 +171,17 @@ def _shardings(values: Any) -> list[Any]:
 
 
 def spans_devices(values: Any) -> bool:
-    """Whether an array is known to lie on a mesh of several devices, also inside `jit`."""
-    return any(math.prod(sharding.mesh.shape.values()) > 1 for sharding in _shardings(values))
+    """Whether an array is known to lie on a mesh of several devices, also inside `jit`.
+
+    Axes that a `shard_map` has taken over do not count: there the program is that of one device.
+    """
+    return any(_num_parts(sharding.mesh) > 1 for sharding in _shardings(values))
+
+
+def _num_parts(mesh: Any) -> int:
+    """Devices of a mesh that the partitioner spreads an array over."""
+    kinds = zip(mesh.shape.values(), mesh.axis_types, strict=True)
+    return math.prod(size for size, kind in kinds if kind is not AxisType.Manual)
 
 
 def is_sharded_in_type(values: Any) -> bool:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +14,7 @@ import numpy as np
 
 from dualdp.batches import physical_batches
 from dualdp_jax.call import split_batch
+from dualdp_jax.sharding import Layout
 
 Span = tuple[int, int | None]
 _ARRAYS = (jax.Array, np.ndarray, np.generic)
@@ -56,23 +58,36 @@ class Loader:
 
     Args:
         data: tuple of arrays or pytrees of arrays, examples on axis 0.
-        plan: `PrivacyPlan`.
+        plan: `PrivacyPlan`; its physical_batch_size is that of one shard.
         span: () to (next step, first step that must not be drawn or None).
+        layout: where the rows of a chunk go on a mesh, so that a process reads only those of its
+            devices; None for NumPy arrays.
+
+    Attributes:
+        physical_batch_size: rows of a chunk, those of all shards.
 
     Guarantees:
         Every drawn example is in exactly one chunk, unmasked.  [test_loader_cuts_no_draw]
         `len` is the number of batches of the coming pass.  [test_length_is_true]
     """
 
-    def __init__(self, data: tuple[Any, ...], plan: Any, span: Callable[[], Span]) -> None:
+    def __init__(
+        self,
+        data: tuple[Any, ...],
+        plan: Any,
+        span: Callable[[], Span],
+        layout: Layout | None = None,
+    ) -> None:
         arrays, num_examples, self.rebuild = split_batch(data)
         if num_examples != plan.num_examples:
             raise ValueError(
                 f"The data has {num_examples} examples but the plan has num_examples="
                 f"{plan.num_examples}. Both must be the same."
             )
-        self._arrays, self._plan, self._span = arrays, plan, span
-        self.physical_batch_size = plan.physical_batch_size or default_rows(plan)
+        self._arrays, self._plan, self._span, self._layout = arrays, plan, span, layout
+        shards = 1 if layout is None else layout.num_shards
+        own = plan.physical_batch_size or -(-default_rows(plan) // shards)
+        self.physical_batch_size = own * shards
 
     def __len__(self) -> int:
         """Batches of the pass that would begin now."""
@@ -95,7 +110,9 @@ class Loader:
 
     def _rows(self, indices: Any) -> tuple[Any, ...]:
         """The examples of some rows, as arguments of the loss."""
-        return self.rebuild([leaf[indices] for leaf in self._arrays])
+        layout = self._layout
+        read = (lambda leaf: leaf[indices]) if layout is None else partial(layout.rows, at=indices)
+        return self.rebuild([read(leaf) for leaf in self._arrays])
 
 
 def default_rows(plan: Any) -> int:

@@ -42,6 +42,8 @@ class Derived:
             the parameter, a linear map that keeps the norm; else None.
         order: for a parameter of which only axes were exchanged (and dtypes cast), which axis of
             the parameter each axis is; else None.
+        place: of a parameter, or of a constant that the scope is given: where it is among the
+            scope's values.
     """
 
     value: Any
@@ -49,17 +51,18 @@ class Derived:
     origin: tuple[Operation, int] | None = None
     undo: Undo | None = None
     order: tuple[int, ...] | None = None
+    place: int | None = None
 
 
-def constant(value: Any) -> Derived:
-    """A value that depends on neither parameters nor data."""
-    return Derived(value, frozenset())
+def constant(value: Any, place: int | None = None) -> Derived:
+    """A value that depends on neither parameters nor data; `place` as in `Derived`."""
+    return Derived(value, frozenset(), place=place)
 
 
 def parameter(index: int, value: Any) -> Derived:
     """The parameter of a scope itself."""
     order = tuple(range(jnp.ndim(value)))
-    return Derived(value, frozenset([index]), None, lambda cotangent: cotangent, order)
+    return Derived(value, frozenset([index]), None, lambda cotangent: cotangent, order, index)
 
 
 def derive(eqn: Any, inputs: Sequence[Derived]) -> list[Derived]:
@@ -75,12 +78,12 @@ def derive(eqn: Any, inputs: Sequence[Derived]) -> list[Derived]:
 
 
 def evaluate(item: Derived, values: Sequence[Any], memo: dict[Operation, list[Any]]) -> Any:
-    """The value that `item` has for other values of the scope's parameters.
+    """The value that `item` has for other values of the scope.
 
     Constants are computed anew as well: their `value` may belong to a trace that has ended.
     """
     if item.origin is None:
-        return values[next(iter(item.sources))] if item.sources else item.value
+        return item.value if item.place is None else values[item.place]
     operation, position = item.origin
     if operation not in memo:
         inputs = [evaluate(part, values, memo) for part in operation.inputs]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -16,10 +17,13 @@ import optax
 from dualdp import AccountingError, _validate
 from dualdp.ledger import Ledger
 from dualdp.plan import PrivacyPlan
+from dualdp.sealing import Seal
+from dualdp_jax.agreement import Account, begun, check_run, one_plan
 from dualdp_jax.arguments import plan_of
 from dualdp_jax.call import build, split_batch
 from dualdp_jax.data import Loader, LogicalBatch, examples_of
 from dualdp_jax.parameters import split
+from dualdp_jax.sharding import Layout, layout_of, pieces, shardings
 from dualdp_jax.training import Run, Stages, TrainState, check_step, continued, first_state
 
 Step = Callable[[TrainState, LogicalBatch], tuple[TrainState, dict[str, Any]]]
@@ -48,15 +52,18 @@ class PrivacyEngine:
         self._ledger: Ledger | None = None
         self._has_begun = self._is_detached = False
         self._run: Run | None = None
+        self._account: Account | None = None  # shared by several processes
         self._recorded: int | None = None  # step that is recorded and perhaps not sealed
         self._loaded: TrainState | None = None  # what a checkpoint held
         self._last: tuple[Any, LogicalBatch, Any] | None = None  # params, batch, seal
 
     @classmethod
-    def loaded(cls, ledger: Ledger, state: TrainState) -> PrivacyEngine:
+    def loaded(
+        cls, ledger: Ledger, state: TrainState, account: Account | None = None
+    ) -> PrivacyEngine:
         """The engine of a run that a checkpoint holds; `resume` goes on with it."""
         engine = cls()
-        engine._ledger, engine._loaded = ledger, state
+        engine._ledger, engine._loaded, engine._account = ledger, state, account
         return engine
 
     # ------------------------------------------------------------------ set-up
@@ -73,6 +80,7 @@ class PrivacyEngine:
         has_aux: bool = False,
         trainable: Any = None,
         method: str = "auto",
+        data_sharding: Any = None,
         ledger: str | os.PathLike[str] | None = None,
         **plan_arguments: Any,
     ) -> tuple[Step, TrainState, Loader]:
@@ -89,6 +97,10 @@ class PrivacyEngine:
             has_aux: whether `loss_fn` returns (loss, aux).
             trainable: pytree of bools like `params`, False freezes.
             method: see `clipped_grad_sum`.
+            data_sharding: on a mesh, where the examples of a batch go: `NamedSharding(mesh,
+                PartitionSpec("data"))`. Parameters stay where they were placed on the mesh, others
+                go to all its devices. The data are given whole on every process, which reads only
+                the rows of its devices.
             ledger: a new file for the record of releases; None keeps it in memory, until the first
                 checkpoint.
             **plan_arguments: without a plan, those of `PrivacyPlan` (expected_batch_size,
@@ -116,12 +128,19 @@ class PrivacyEngine:
                 f"optimizer is a {type(optimizer).__name__}. Expected an optax transformation, "
                 "such as optax.sgd(0.1)."
             )
-        plan = self._plan_of(plan, data, plan_arguments)
         parameters = split(params, trainable)
         if not parameters.trained:
             raise ValueError("No leaf of params is trained. Expected at least one; see trainable=.")
+        layout = layout_of(data_sharding, parameters)
+        plan = self._plan_of(plan, data, plan_arguments, layout)
+        parameters = parameters if layout is None else layout.model(parameters)
         examples = examples_of(data)
-        loader = Loader(examples, plan, self._span)
+        loader = Loader(examples, plan, self._span, layout)
+        state = first_state(parameters, optimizer)
+        if self._loaded is not None:
+            state = continued(self._loaded, state)
+        if layout is not None:
+            state = layout.state(state)
         run = Run(
             plan=plan,
             parameters=parameters,
@@ -131,12 +150,13 @@ class PrivacyEngine:
             has_aux=bool(has_aux),
             method=method,
             rebuild=loader.rebuild,
+            layout=layout,
+            opt_shardings=None if layout is None else shardings(state.opt_state),
         )
         _try_one_example(run, examples)
-        state = first_state(parameters, optimizer)
-        if self._loaded is not None:
-            state = continued(self._loaded, state)
-        self._begin(plan, ledger)
+        if layout is not None and layout.group is not None:
+            check_run(layout.group, run, state, examples)
+        self._begin(plan, ledger, layout)
         self._run = run
         return self._step, state, loader
 
@@ -188,6 +208,7 @@ class PrivacyEngine:
         *,
         data: Any,
         plan: PrivacyPlan | None = None,
+        data_sharding: Any = None,
         ledger: str | os.PathLike[str] | None = None,
         **plan_arguments: Any,
     ) -> Loader:
@@ -198,6 +219,7 @@ class PrivacyEngine:
         Args:
             data: as in `make_private`.
             plan: as there.
+            data_sharding: as there.
             ledger: as there.
             **plan_arguments: as there.
 
@@ -205,17 +227,23 @@ class PrivacyEngine:
             The loader.
         """
         self._refuse_a_second_run()
-        plan = self._plan_of(plan, data, plan_arguments)
-        loader = Loader(examples_of(data), plan, self._span)
-        self._begin(plan, ledger)
+        layout = layout_of(data_sharding)
+        plan = self._plan_of(plan, data, plan_arguments, layout)
+        loader = Loader(examples_of(data), plan, self._span, layout)
+        self._begin(plan, ledger, layout)
         return loader
 
     def _plan_of(
-        self, plan: PrivacyPlan | None, data: Any, given: Mapping[str, Any]
+        self,
+        plan: PrivacyPlan | None,
+        data: Any,
+        given: Mapping[str, Any],
+        layout: Layout | None,
     ) -> PrivacyPlan:
-        """The plan, or one made of the arguments, or that of the loaded run."""
+        """The plan, or one made of the arguments, or that of the loaded run; one for all."""
         if self._loaded is None:
-            return plan_of(plan, data, given, self._accountant, self._secure_mode)
+            plan = plan_of(plan, data, given, self._accountant, self._secure_mode)
+            return plan if layout is None or layout.group is None else one_plan(layout.group, plan)
         if plan is not None or given:
             raise TypeError(
                 f"{sorted(given) or 'plan'} came for a run that was loaded from a checkpoint, "
@@ -230,16 +258,16 @@ class PrivacyEngine:
                 "Make a new PrivacyEngine."
             )
 
-    def _begin(self, plan: PrivacyPlan, path: str | os.PathLike[str] | None) -> None:
+    def _begin(
+        self, plan: PrivacyPlan, path: str | os.PathLike[str] | None, layout: Layout | None
+    ) -> None:
         """Take the plan's key and open its ledger, unless that was loaded."""
         if self._loaded is None:
-            opened = Ledger(plan, self._accountant, path)
-            try:
-                plan.claim()
-            except BaseException:
-                opened.discard()
-                raise
-            self._ledger = opened
+            if layout is not None and layout.group is not None:
+                self._account = Account(layout.group)
+                self._ledger = self._account.opened(plan, self._accountant, path)
+            else:
+                self._ledger = begun(plan, self._accountant, path)
         self._has_begun = True
 
     # ------------------------------------------------------------------ a step
@@ -257,13 +285,13 @@ class PrivacyEngine:
         if self._recorded != batch.step:  # else an error stopped it before anything was released
             ledger.record(batch.step)
             self._recorded = batch.step
-        totals, each = run.totals(state.params, batch, ledger.max_grad_norm)
-        counts = {}
-        if ledger.plan.is_adaptive:
-            counts = {"num_below": int(totals.num_below), "num_rows": int(totals.num_rows)}
-        seal = ledger.seal(
-            batch.step, lambda: [np.asarray(s) for s in totals.sums], stack=_STACK, **counts
-        )
+        with nullcontext() if self._account is None else self._account.at(batch.step):
+            totals, each = run.totals(state.params, batch, ledger.max_grad_norm)
+            counts = {}
+            if ledger.plan.is_adaptive:
+                counts = {"num_below": int(totals.num_below), "num_rows": int(totals.num_rows)}
+            trained = run.parameters.arrays(state.params)[0]
+            seal = self._seal(batch.step, trained, totals.sums, **counts)
         self._recorded = None
         self._last = (state.params, batch, seal)
         state, metrics = run.release(state, totals, batch.step, seal)
@@ -272,6 +300,34 @@ class PrivacyEngine:
         if ledger.plan.noise == "secure":
             metrics = {}
         return state, {"step": batch.step, **metrics}
+
+    def _seal(
+        self, step: int, trained: list[Any] | None, sums: list[Any] | None, **counts: int
+    ) -> Seal:
+        """The seal of a recorded step, the same on all processes.
+
+        Sums that nobody shows us, in a loop of the user's own, are never a known replay.
+        """
+        facts: dict[str, Any] = {"stack": _STACK, **counts}
+        if self._account is not None:
+            return self._account.sealed(self._running(), step, trained, sums, facts)
+        if sums is None:
+            return self._running().seal(step, [np.frombuffer(os.urandom(16), np.uint8)], **facts)
+        parts = lambda: [piece for array in sums for piece in pieces(array)]  # noqa: E731
+        return self._running().seal(step, parts, **facts)
+
+    def written(self, place: str, whole: Callable[[], Any], write: Callable[[Any], Any]) -> Any:
+        """What comes of writing a checkpoint, which the first of several processes does for all.
+
+        Args:
+            place: where all processes stand.
+            whole: makes what is written, on every process.
+            write: writes it, on the first.
+        """
+        self._running()
+        if self._account is None:
+            return write(whole())
+        return self._account.written(place, whole, write)
 
     def detach(self) -> None:
         """End the run: step and loader refuse, the ledger's file is free; the record stays."""
@@ -325,8 +381,7 @@ class PrivacyEngine:
             )
         for step in range(first, first + num_steps):
             ledger.record(step)
-            # Nobody shows us the sums of such a loop, so no step of it is ever a known replay.
-            ledger.seal(step, [np.frombuffer(os.urandom(16), np.uint8)], stack=_STACK)
+            self._seal(step, None, None)
         return range(first, first + num_steps)
 
     def get_epsilon(self, delta: float) -> float:

@@ -175,7 +175,7 @@ def _check_precision(call: Call, rows: Row) -> None:
     low = compat.low_precision_dtypes(compat.open_jaxpr(closed)[0])
     if low:
         raise ValueError(
-            f"method='two_pass' would sum gradients in {', '.join(sorted(d.name for d in low))}, "
+            f"method='two_pass' would sum gradients in {', '.join(sorted(low))}, "
             "which the loss computes in, and exceed the bound by its rounding. Use "
             "method='book_keeping'."
         )

@@ -211,51 +211,62 @@ class Loop(NamedTuple):
 
     Attributes:
         eqn: the equation.
-        kinds: of each input, whether it is a weight; with the equation, the name of its plan.
-        weights: parameters among its constants and scanned inputs.
-        is_stacked: of each weight, whether it is scanned, one slice per step.
+        kinds: of each input, what it is; with the equation, the name of its plan.
+        given: values of the inner scope: its constants that are no data, and scanned weights.
+        is_stacked: of each of them, whether it is scanned, one slice per step.
         body: (inner scope, carry, slices) to (carry, outputs).
         carry: where it starts.
         scanned: the other scanned inputs.
     """
 
     eqn: Any
-    kinds: tuple[bool, ...]
-    weights: list[Derived]
+    kinds: tuple[str, ...]
+    given: list[Derived]
     is_stacked: list[bool]
     body: Callable[[Scope, Any, Any], tuple[list[Any], list[Any]]]
     carry: list[Any]
     scanned: list[Any]
 
 
+def _kind(item: Any) -> str:
+    """What an input of a loop is; a run over its body depends on nothing else."""
+    if _is_weight(item):
+        return "weight"
+    return "constant" if isinstance(item, Derived) else "data"
+
+
 def _loop(scope: Scope, eqn: Any, inputs: list[Any]) -> Loop:
     """Sort the inputs of a scan."""
     num_consts, num_carry = compat.scan_sizes(eqn)
+    inputs = [scope.enter(item) if isinstance(item, Waiting) else item for item in inputs]
     consts, xs = inputs[:num_consts], inputs[num_consts + num_carry :]
     carry = [scope.enter(item) for item in inputs[num_consts : num_consts + num_carry]]
-    weights = [item for item in (*consts, *xs) if _is_weight(item)]
-    is_stacked = [False] * sum(map(_is_weight, consts))
-    is_stacked += [True] * (len(weights) - len(is_stacked))
+    fixed = [item for item in consts if isinstance(item, Derived)]
+    stacked = [item for item in xs if _is_weight(item)]
     jaxpr, closed = compat.open_jaxpr(eqn.params["jaxpr"])
 
     def body(inner: Scope, carry: Any, slices: Any) -> tuple[list[Any], list[Any]]:
-        slots = iter(parameter(i, value) for i, value in enumerate(inner.values))
+        slots = (
+            parameter(i, value) if _is_weight(item) else constant(value, i)
+            for i, (item, value) in enumerate(zip(fixed + stacked, inner.values, strict=True))
+        )
         items = iter(slices)
-        args = [next(slots) if _is_weight(item) else item for item in consts]
+        args = [next(slots) if isinstance(item, Derived) else item for item in consts]
         args += carry
         args += [next(slots) if _is_weight(item) else next(items) for item in xs]
         results = [inner.enter(item) for item in run(inner, jaxpr, closed, args)]
         return results[:num_carry], results[num_carry:]
 
     scanned = [scope.enter(item) for item in xs if not _is_weight(item)]
-    return Loop(eqn, tuple(map(_is_weight, inputs)), weights, is_stacked, body, carry, scanned)
+    flags = [False] * len(fixed) + [True] * len(stacked)
+    return Loop(eqn, tuple(map(_kind, inputs)), fixed + stacked, flags, body, carry, scanned)
 
 
 def _plan(scope: Scope, loop: Loop) -> Scope:
     """What one step of the body holds, found from shapes alone."""
     key = (id(loop.eqn), loop.kinds)
     if key not in scope.plans:
-        values = [weight.value for weight in loop.weights]
+        values = [item.value for item in loop.given]
         found: list[Scope] = []
 
         def one(values: Any, carry: Any, slices: Any) -> Any:
@@ -286,12 +297,12 @@ def _scan(scope: Scope, eqn: Any, inputs: list[Any]) -> list[Any]:
     """Run a scan that holds parameters: its uses come out stacked over the steps."""
     loop, length = _loop(scope, eqn, inputs), eqn.params["length"]
     plan = _plan(scope, loop)
-    raw = [weight.value for weight in loop.weights]
+    raw = [item.value for item in loop.given]
     probed = [
-        scope.enter(weight) if index in plan.wanted else weight.value
-        for index, weight in enumerate(loop.weights)
+        scope.enter(item) if index in plan.wanted else item.value
+        for index, item in enumerate(loop.given)
     ]
-    scope.blocked |= {i for j in plan.blocked for i in loop.weights[j].sources}
+    scope.blocked |= {i for j in plan.blocked for i in loop.given[j].sources}
     scope.convolves |= plan.convolves
     probes = scope.take_probes(len(plan.uses))
     pick = lambda values, flag: [  # noqa: E731
@@ -328,7 +339,7 @@ def _lifted(use: Use, loop: Loop) -> Use:
 
     def pull(values: Sequence[Any], cotangent: Any) -> dict[int, Any]:
         memo: dict[Operation, list[Any]] = {}
-        inner = [evaluate(weight, values, memo) for weight in loop.weights]
+        inner = [evaluate(item, values, memo) for item in loop.given]
         if is_stacked:
             parts = jax.vmap(use.pull, in_axes=(axes, 0))(inner, cotangent)
             parts = {j: p if loop.is_stacked[j] else p.sum(0) for j, p in parts.items()}
@@ -336,11 +347,11 @@ def _lifted(use: Use, loop: Loop) -> Use:
             parts = use.pull(inner, cotangent)
         total: dict[int, Any] = {}
         for j, part in parts.items():
-            for i, grad in pull_back(loop.weights[j], values, part).items():
+            for i, grad in pull_back(loop.given[j], values, part).items():
                 total[i] = total[i] + grad if i in total else grad
         return total
 
-    outer = [loop.weights[index] for index in sorted(use.sources)]
+    outer = [loop.given[index] for index in sorted(use.sources)]
     return replace(
         use,
         spec=use.spec._replace(loops=(is_stacked, *use.spec.loops)),

@@ -12,7 +12,7 @@ import numpy as np
 
 from dualdp import AccountingError, _validate
 from dualdp.randomness import secure
-from dualdp_jax import compat
+from dualdp_jax import compat, normals
 from dualdp_jax.rules.product import widen
 
 _LOW = 2.0**24  # the lower word of a number of grid cells is below; float32 holds both exactly
@@ -139,7 +139,11 @@ def noisy_mean(
     Source: Abadi et al. 2016, Algorithm 1, "add noise".
     """
     release = release_at(plan, step, branch=branch, max_grad_norm=max_grad_norm, like=grads)
-    return noised_mean(grads, release)
+    if compat.is_traced(grads) or not compat.spans_devices(grads):
+        return noised_mean(grads, release)
+    # One program, so that no device draws the noise of another.
+    places = jax.tree.map(lambda leaf: leaf.sharding, grads)
+    return jax.jit(noised_mean, out_shardings=places)(grads, release)
 
 
 def noised_mean(grads: Any, release: Release) -> Any:
@@ -151,12 +155,9 @@ def noised_mean(grads: Any, release: Release) -> Any:
         parts = zip(leaves, jax.tree.leaves(high), jax.tree.leaves(low), strict=True)
         noisy = [_on_grid(*part, *(s.astype(part[0].dtype) for s in scales)) for part in parts]
     else:
-        key = compat.wrap_key(release.source)
         noisy = [
-            leaf
-            + release.noise_stddev.astype(leaf.dtype)
-            * jax.random.normal(jax.random.fold_in(key, index), leaf.shape, leaf.dtype)
-            for index, leaf in enumerate(leaves)
+            leaf + release.noise_stddev.astype(leaf.dtype) * normal
+            for leaf, normal in zip(leaves, normals.draw(release.source, leaves), strict=True)
         ]
     sizes = [release.expected_batch_size.astype(leaf.dtype) for leaf in leaves]
     means = [leaf / size for leaf, size in zip(noisy, sizes, strict=True)]
@@ -180,12 +181,19 @@ def _grid_noise(
     def like_the_sums(flat: Any) -> Any:
         flat, ends = flat.astype(np.int32), np.cumsum(sizes)
         parts = [flat[end - n : end] for end, n in zip(ends, sizes, strict=True)]
-        shapes = [leaf.shape for leaf in leaves]
-        shaped = [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
-        return jax.tree.unflatten(treedef, shaped)
+        placed = [_like(part, leaf) for part, leaf in zip(parts, leaves, strict=True)]
+        return jax.tree.unflatten(treedef, placed)
 
     scales = [np.asarray(scale, _scalar_dtype(like)) for scale in (pitch, 1 / pitch)]
     return GridNoise(like_the_sums(high), like_the_sums(cells), *scales)
+
+
+def _like(part: Any, leaf: Any) -> Any:
+    """Noise in the shape of a sum; where that is spread over devices, each gets its own part."""
+    part = part.reshape(leaf.shape)
+    if compat.is_traced(leaf) or not compat.spans_devices(leaf):
+        return part
+    return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: part[index])
 
 
 def _on_grid(total: Any, high: Any, low: Any, pitch: Any, per_unit: Any) -> Any:

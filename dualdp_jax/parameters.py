@@ -185,8 +185,7 @@ def _from_pytree(what: Any, trainable: Any) -> Parameters:
 
 def _from_module(nnx: Any, module: Any, trainable: Any) -> Parameters:
     """As `_from_pytree`: `nnx.Param` is trained, the rest is carried and guarded."""
-    filters = (nnx.Param, nnx.RngState, ...)
-    graphdef, *states = nnx.split(module, *filters)
+    graphdef, *states = nnx.split(module, nnx.Param, nnx.RngState, ...)
     flags = _flags(states[0], trainable)
 
     def is_trained(i: int, path: KeyPath, leaf: Any) -> bool:
@@ -203,11 +202,7 @@ def _from_module(nnx: Any, module: Any, trainable: Any) -> Parameters:
     def call(loss_fn: Any, trained: Any, others: Any, position: Any, args: Any, kwargs: Any) -> Any:
         others = rekey(others, lambda i, key: jax.random.fold_in(key, position))
         parts = slots.fill(trained, others, slots.fixed)
-        copy = nnx.merge(graphdef, *slots.fill(trained, others, slots.fixed))
-        result = loss_fn(copy, *args, **kwargs)
-        _, params, _, rest = nnx.split(copy, *filters)
-        _refuse_changes((parts[0], parts[2]), (params, rest))
-        return result
+        return _run_unchanged(nnx, graphdef, parts, lambda copy: loss_fn(copy, *args, **kwargs))
 
     paths = [compat.variable_path(path[1:]) for path in slots.paths]
     return Parameters(
@@ -228,14 +223,49 @@ def variable_name(path: KeyPath) -> str:
     return path_name(compat.variable_path(path))
 
 
-def _refuse_changes(before: Any, after: Any) -> None:
-    """Refuse a loss_fn that wrote a variable: the next example would see it."""
+def _run_unchanged(nnx: Any, graphdef: Any, parts: Any, function: Callable[[Any], Any]) -> Any:
+    """The function's result for the module of these parts, which it must leave as it was."""
+    leaves, treedef = jax.tree.flatten(parts)
+
+    def run(leaves: list[Any]) -> tuple[Any, Any]:
+        copy = nnx.merge(graphdef, *jax.tree.unflatten(treedef, leaves))
+        result = function(copy)
+        _, params, _, rest = nnx.split(copy, nnx.Param, nnx.RngState, ...)
+        return result, (params, rest)
+
+    def guarded(leaves: Sequence[Any]) -> tuple[Any, Any]:
+        params, _, rest = jax.tree.unflatten(treedef, leaves)
+        return params, rest
+
+    def handed_on() -> list[bool]:
+        places = jax.tree.leaves(guarded(range(len(leaves))))
+        if not all(map(_is_array, leaves)):
+            return [False] * len(places)
+        jaxpr, _ = compat.open_jaxpr(compat.trace(lambda leaves: run(leaves)[1], leaves)[0])
+        pairs = zip(jaxpr.outvars, places, strict=True)
+        return [compat.input_behind(jaxpr, var) == place for var, place in pairs]
+
+    result, after = run(leaves)
+    _refuse_changes(guarded(leaves), after, handed_on)
+    return result
+
+
+def _refuse_changes(before: Any, after: Any, handed_on: Callable[[], list[bool]]) -> None:
+    """Refuse a loss_fn that wrote a variable: the next example would see it.
+
+    Transformations of nnx hand variables back as new arrays; where there is one, `handed_on` is
+    asked which leaves of `after` provably hold the array that came in.
+    """
     old, new = (dict(jax.tree_util.tree_flatten_with_path(state)[0]) for state in (before, after))
-    for path in [*old, *(path for path in new if path not in old)]:
-        if old.get(path) is not new.get(path):
-            raise UnsupportedLayerError(
-                f"loss_fn changed the variable {variable_name(path[1:])!r} of the "
-                "module, so one example would act on another. Expected a pure function of the "
-                "parameters; use GroupNorm or LayerNorm for BatchNorm, or its running average "
-                "(module.eval())."
-            )
+    wrong = [path for path in [*old, *new] if path not in old or path not in new]
+    moved = [path for path in new if not wrong and old[path] is not new[path]]
+    if moved:
+        is_same = dict(zip(new, handed_on(), strict=True))
+        wrong = [path for path in moved if not is_same[path]]
+    if wrong:
+        raise UnsupportedLayerError(
+            f"loss_fn changed the variable {variable_name(wrong[0][1:])!r} of the "
+            "module, so one example would act on another. Expected a pure function of the "
+            "parameters; use GroupNorm or LayerNorm for BatchNorm, or its running average "
+            "(module.eval())."
+        )

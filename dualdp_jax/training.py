@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One private step: a jitted function per chunk, then one jitted update. Two compilations."""
+"""One private step: a jitted function per chunk, then one jitted update. Two compilations.
+
+On a mesh a third one stands between them: it adds up what the shards have.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,7 @@ from dualdp_jax.noise import Release, noised_mean, release_at
 from dualdp_jax.parameters import Parameters, split
 from dualdp_jax.per_sample import clipped_call
 from dualdp_jax.rules.product import widen
+from dualdp_jax.sharding import Layout, shardings, whole
 
 
 class TrainState(NamedTuple):
@@ -84,9 +88,11 @@ class Stages(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """A plan, a loss and an optimizer, and the two compiled functions of a step.
+    """A plan, a loss and an optimizer, and the compiled functions of a step.
 
-    A third one forms the per-sample gradients of a chunk, and is compiled if they are asked for.
+    Attributes:
+        layout: where the rows of a chunk go; None for one device.
+        opt_shardings: on a mesh, where the leaves of the optimizer's state lie.
     """
 
     plan: Any
@@ -97,21 +103,46 @@ class Run:
     has_aux: bool
     method: str
     rebuild: Callable[[list[Any]], tuple[Any, ...]]
-    _jitted: tuple[Callable[..., Any], ...] = field(init=False)
+    layout: Layout | None = None
+    opt_shardings: Any = None
+    _jitted: dict[str, Callable[..., Any]] = field(init=False)
     _nothing: Totals = field(init=False)
 
     def __post_init__(self) -> None:
         choose(self.method)
         self._clipper(self.parameters, 1.0)  # refuses shares of other groups
-        functions = (self._add_chunk, self._update, self._grads)
-        object.__setattr__(self, "_jitted", tuple(jax.jit(function) for function in functions))
+        object.__setattr__(self, "_jitted", self._compiled())
         # Once per run and on the device: made anew in each step it would be a transfer of the
         # size of the parameters.
-        zeros = [jnp.zeros_like(widen(p)) for p in self.parameters.trained]
-        count = jnp.zeros((), jnp.int32)
-        object.__setattr__(
-            self, "_nothing", Totals(zeros, jnp.zeros((), self.parameters.dtype), count, count)
-        )
+        trained, count = self.parameters.trained, jnp.zeros((), jnp.int32)
+        numbers = jnp.zeros((), self.parameters.dtype), count, count
+        if self.layout is None:
+            zeros = [jnp.zeros_like(widen(p)) for p in trained]
+        else:
+            zeros, numbers = self.layout.zeros(trained, numbers)
+        object.__setattr__(self, "_nothing", Totals(zeros, *numbers))
+
+    def _compiled(self) -> dict[str, Callable[..., Any]]:
+        """The functions of a step; "grads" is compiled if someone asks for it."""
+        plain: dict[str, Callable[..., Any]] = {
+            "add": self._add_chunk,
+            "update": self._update,
+            "grads": self._grads,
+        }
+        if self.layout is None:
+            return {name: jax.jit(function) for name, function in plain.items()}
+        trained, parts = self.parameters.trained, self.layout.parts(self.parameters.trained)
+        sums, number = shardings(trained), self.layout.sharding()
+        pieces = Totals(parts[0], *[parts[1]] * 3)
+        return {
+            "add": jax.jit(self._add_chunk, out_shardings=(pieces, parts[1])),
+            "collect": jax.jit(
+                lambda totals: jax.tree.map(lambda x: x.sum(0), totals),
+                out_shardings=Totals(sums, number, number, number),
+            ),
+            "update": jax.jit(self._update, out_shardings=(sums, self.opt_shardings, number)),
+            "grads": jax.jit(self.layout.each(self._grads, trained)),
+        }
 
     def totals(self, params: Any, batch: LogicalBatch, bound: float) -> tuple[Totals, list[Any]]:
         """What the logical batch adds up to, and per chunk (norms, aux)."""
@@ -119,9 +150,9 @@ class Run:
         inputs, dropout = self._inputs(params, batch)
         limit = np.asarray(bound, self.parameters.dtype)
         for arrays, rows in inputs:
-            totals, part = self._jitted[0](*arrays, totals, rows, dropout, limit)
+            totals, part = self._jitted["add"](*arrays, totals, rows, dropout, limit)
             each.append(part)
-        return totals, each
+        return totals if self.layout is None else self._jitted["collect"](totals), each
 
     def release(
         self, state: TrainState, totals: Totals, step: int, seal: Any
@@ -129,7 +160,9 @@ class Run:
         """The state after the release of these totals, which the caller has recorded and sealed."""
         trained, others = self.parameters.arrays(state.params)
         release = self._numbers(step, seal, totals.sums)
-        trained, opt_state, metrics = self._jitted[1](trained, state.opt_state, totals, release)
+        trained, opt_state, metrics = self._jitted["update"](
+            trained, state.opt_state, totals, release
+        )
         state = TrainState(self.parameters.whole(trained, others), opt_state, state.step + 1)
         return state, metrics
 
@@ -138,12 +171,12 @@ class Run:
         totals, each = self.totals(params, batch, seal.max_grad_norm)
         like = self.parameters.like
         kept = lambda parts: np.concatenate(  # noqa: E731
-            [np.asarray(p)[c.mask] for p, c in zip(parts, batch.chunks, strict=True)]
+            [whole(p)[c.mask] for p, c in zip(parts, batch.chunks, strict=True)]
         )
         grads = None
         if per_sample:
             inputs, dropout = self._inputs(params, batch)
-            chunks = [self._jitted[2](*arrays, rows, dropout) for arrays, rows in inputs]
+            chunks = [self._jitted["grads"](*arrays, rows, dropout) for arrays, rows in inputs]
             grads = like([kept(leaf) for leaf in zip(*chunks, strict=True)])
         return Stages(
             kept([norms for norms, _ in each]),
@@ -157,7 +190,8 @@ class Run:
     def _inputs(self, params: Any, batch: LogicalBatch) -> tuple[list[Any], Any]:
         """Per chunk (arrays of the model, arrays of its rows), and the key of the dropout masks."""
         arrays = self.parameters.arrays(params)
-        rows = [(split_batch(chunk.args)[0], chunk.mask, chunk.indices) for chunk in batch.chunks]
+        put = (lambda rows: rows) if self.layout is None else self.layout.rows
+        rows = [(split_batch(c.args)[0], put(c.mask), put(c.indices)) for c in batch.chunks]
         return [(arrays, row) for row in rows], self.plan.step_key("dropout", batch.step)
 
     def _numbers(self, step: int, seal: Any, sums: list[Any]) -> Release:
@@ -198,16 +232,23 @@ class Run:
         self, trained: Any, others: Any, totals: Totals, rows: Any, dropout: Any, bound: Any
     ) -> tuple[Totals, Any]:
         """Totals with one more chunk, and the norms and aux of its examples."""
+        work = self._chunk
+        if self.layout is not None:
+            work = self.layout.spread(work, self.parameters.trained)
+        sums, numbers, each = work(trained, others, rows, dropout, bound)
+        return jax.tree.map(jnp.add, totals, Totals(sums, *numbers)), each
+
+    def _chunk(self, trained: Any, others: Any, rows: Any, dropout: Any, bound: Any) -> Any:
+        """Sums, numbers (see `Totals`) and (norms, aux) of some rows."""
         call, mask = self._call(trained, others, rows, dropout), rows[1]
         clip = self._clipper(call.parameters, bound)
         result = clipped_call(call, clip=clip, mask=mask, method=self.method)
-        added = Totals(
-            jax.tree.leaves(result.grads),
-            result.losses.sum().astype(totals.loss.dtype),
+        numbers = (
+            result.losses.sum().astype(self.parameters.dtype),
             mask.sum(dtype=jnp.int32),
             (mask & (result.norms <= bound)).sum(dtype=jnp.int32),
         )
-        return jax.tree.map(jnp.add, totals, added), (result.norms, result.aux)
+        return jax.tree.leaves(result.grads), numbers, (result.norms, result.aux)
 
     def _update(
         self, trained: Any, opt_state: Any, totals: Totals, release: Release

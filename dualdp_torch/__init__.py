@@ -21,6 +21,9 @@ from .record import record_per_sample as record_per_sample
 from .rules import RULES as RULES
 from .rules import Rule as Rule
 from .rules import register_rule as register_rule
+from .sharded_checkpoint import consolidate_checkpoint as consolidate_checkpoint
+from .sharded_checkpoint import load_sharded_checkpoint as load_sharded_checkpoint
+from .sharded_checkpoint import save_sharded_checkpoint as save_sharded_checkpoint
 from .uses import ChangedInPlaceError as ChangedInPlaceError
 from .validate import Finding as Finding
 from .validate import validate as validate

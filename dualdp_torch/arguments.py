@@ -15,10 +15,11 @@ from dualdp import _validate
 from dualdp.plan import PrivacyPlan
 
 from .clip import clipping_bounds, refuse_two_pass
-from .data import check_loader
+from .data import check_loader, expected_batch_size
 from .optimizer import check_holds
 from .recorder import RECORDED
 from .reduction import REDUCTIONS
+from .sharded import check_sharded
 from .validate import refuse_mixing_modules
 
 #: Opacus' words for ways to per-sample gradients, and ours.
@@ -80,6 +81,7 @@ def check(
     refuse_mixing_modules(module)
     trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
     check_holds(optimizer, trained)
+    check_sharded(module, GRAD_SAMPLE_MODES[settings.grad_sample_mode])
     clipping_bounds(trained, plan.clipping, plan.clipping_bounds(plan.max_grad_norm_at(0)))
     refuse_two_pass(GRAD_SAMPLE_MODES[settings.grad_sample_mode], plan.clipping)
 
@@ -146,7 +148,7 @@ def plan_of(loader: DataLoader[Any], given: Mapping[str, Any], **common: Any) ->
     size = len(loader.dataset)  # type: ignore[arg-type]
     fields |= {
         "num_examples": size,
-        "expected_batch_size": min(loader.batch_sampler.batch_size, size),  # type: ignore[union-attr]
+        "expected_batch_size": min(expected_batch_size(loader), size),
         "delta": fields.get("delta", _DELTA),
         **common,
     }

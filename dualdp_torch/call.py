@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,10 +17,12 @@ from .batch import Batch, check_losses
 from .capture import Capture
 from .fallback import by_loop, by_vmap
 from .gradients import Captured, Gradients
+from .memory import PART, SURELY_FREE, free_memory
 from .proof import Proof, prove, untouched_generators
 from .remembered import Remembered, known
+from .rows import MOVED, moved_use
 from .rules.base import Tensor
-from .uses import ChangedInPlaceError, eagerly, trainable_parameters
+from .uses import ChangedInPlaceError, SecondOrderError, eagerly, trainable_parameters
 from .validate import refuse_mixing_modules
 
 #: Every method, and which per-sample gradients it keeps.
@@ -34,22 +35,6 @@ METHODS = {
     "loop": None,
 }
 LossFn = Callable[..., Any]
-
-
-#: Bytes that no device is asked about, and the part of its free memory that a call may keep.
-SURELY_FREE = 1 << 26
-PART = 0.5
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes that can still be taken on a device."""
-    if device.type == "cuda":
-        reusable = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + reusable
-    with contextlib.suppress(OSError), open("/proc/meminfo") as lines:
-        sizes = dict(line.split(":", 1) for line in lines)
-        return 1024 * int(sizes["MemAvailable"].split()[0])
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
 class _NoCapture(Exception):
@@ -149,6 +134,7 @@ class Call:
                 lambda t: t if t.untyped_storage().data_ptr() in own else pack(t), lambda t: t
             ),
             Capture(self._names, model=self.model) as capture,
+            contextlib.suppress(RuntimeError, SecondOrderError),  # models that differentiate
         ):
             self.loss_fn(self.model, *few.arguments())
         outputs = 4 * sum(use.out_shape.numel() for use in capture.uses)
@@ -186,7 +172,7 @@ class Call:
                 return by_vmap(*self._arguments)
             try:
                 return self._captured()
-            except (_NoCapture, ChangedInPlaceError):
+            except (_NoCapture, ChangedInPlaceError, SecondOrderError):
                 return by_vmap(*self._arguments)
 
     def _found(self) -> Remembered:
@@ -239,6 +225,11 @@ class Call:
             return by_loop(*self._arguments)
         if proof.problem or proof.signatures != signatures:
             raise _NoCapture("the uses of parameters differ from those that were examined")
+        if capture.moves.matter(self.batch.n):
+            moved = moved_use(capture, losses, proof.layouts, self.parameters)
+            if moved is not None:
+                proofs["problem"] = Proof((), (), MOVED.format(moved))
+                raise _NoCapture(proofs["problem"].problem)
         leftover = capture.backward(total.sum(), self.parameters)
         if leftover:
             raise _NoCapture(f"parameter {leftover[0]!r} is used by a function without a rule")
@@ -247,6 +238,7 @@ class Call:
                 continue
             use.check_unchanged()
             if layout is None and bool(use.grads_out.any()):
+                proofs.pop(signatures, None)  # the next batch may show where they lie
                 raise _NoCapture(f"the examples that were examined give {use} no gradient")
         keep = METHODS[self.method]
         found = Captured(

@@ -12,6 +12,7 @@ more uses.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,9 +23,20 @@ from torch.overrides import TorchFunctionMode
 
 from dualdp import UnsupportedLayerError
 
-from .rules import REWRITES, RULES
+from .moves import Moves, picks_unseen
+from .rules import FOLLOWING, REWRITES, RULES
 from .rules.base import Rule, Tensor
-from .uses import REENTRANT, Derived, Use, attach, name_of, refuse_reentrant_checkpoints
+from .uses import (
+    REENTRANT,
+    SECOND_ORDER,
+    Derived,
+    SecondOrderError,
+    Use,
+    attach,
+    name_of,
+    refuse_reentrant_checkpoints,
+    refuse_transforms,
+)
 
 
 def _refuse_batch_statistics(arguments: Mapping[str, Any]) -> None:
@@ -36,8 +48,12 @@ def _refuse_batch_statistics(arguments: Mapping[str, Any]) -> None:
         )
 
 
-#: Functions that `pack_padded_sequence` sorts and packs with.
-_ORDERING = {Tensor.index_select, torch.index_select, torch._pack_padded_sequence}
+#: Functions of autograd and their arguments: they would miss the parameters, which are detached.
+_DIFFERENTIATE = {
+    torch.autograd.grad: ("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph"),
+    torch.autograd.backward: ("tensors", "grad_tensors", "retain_graph", "create_graph"),
+    Tensor.backward: ("self", "gradient", "retain_graph", "create_graph", "inputs"),
+}
 _BATCH_NORM = ("input", "running_mean", "running_var", "weight", "bias", "training")
 
 
@@ -70,7 +86,7 @@ class Capture(TorchFunctionMode):
         self._names = dict(names)
         self._model, self.stand_ins = model, dict[str, Tensor]()
         self._strangers: dict[int, Tensor] = {}
-        self._orders: dict[int, tuple[Any, int | None, Tensor | None]] = {}
+        self.moves = Moves(partial(picks_unseen, model, self.uses))
         self._from_parameters: dict[int, Tensor] = {}  # by id, kept alive so that ids stay true
         self._on_use, self._skip, self._seen = on_use, skip, 0
         self._skipped: set[tuple[Any, ...]] = set()
@@ -82,14 +98,19 @@ class Capture(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        rewrite = REWRITES.get(func)
+        if rewrite and self._holds_any(args, kwargs) and rewrite.covers(args, kwargs):
+            refuse_transforms(func)
+            if rewrite.function not in FOLLOWING:
+                self.moves.used(args, kwargs)
+            with self, self.moves.quietly():
+                return rewrite.function(self, *args, **kwargs)
         rule = RULES.get(func)
         if rule is None:
-            rewrite = REWRITES.get(func)
-            if rewrite and self._holds_any(args, kwargs) and rewrite.covers(args, kwargs):
-                with self:
-                    return rewrite.function(self, *args, **kwargs)
             if func is F.batch_norm:
                 _refuse_batch_statistics(dict(zip(_BATCH_NORM, args, strict=False)) | kwargs)
+            if func in _DIFFERENTIATE:
+                self._refuse_second_order(func, args, kwargs)
             return self._plain(func, args, kwargs)
         call = dict(zip(rule.arguments, args, strict=False)) | kwargs
         held = {slot for slot, value in call.items() if self._is_parameter(value)}
@@ -118,6 +139,8 @@ class Capture(TorchFunctionMode):
     def _covers(self, rule: Rule, call: Mapping[str, Any], held: set[str]) -> bool:
         """Whether the rule speaks of this call."""
         if not held or not held <= rule.grads.keys() or not torch.is_grad_enabled():
+            return False
+        if any(torch.is_tensor(value) and value.is_complex() for value in call.values()):
             return False
         if all(slot in held for slot, value in call.items() if torch.is_tensor(value)):
             return rule.alone
@@ -159,8 +182,7 @@ class Capture(TorchFunctionMode):
     def _plain(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the function as it is, and see whether its output is made of parameters alone."""
         out = func(*args, **kwargs)
-        if func in _ORDERING:
-            self._note_order(func, args, out)
+        self.moves.note(func, args, kwargs, out)
         outs = out if type(out) in (tuple, list) else (out,)
         made = [o for o in outs if torch.is_tensor(o) and o.requires_grad]
         if made:
@@ -172,21 +194,15 @@ class Capture(TorchFunctionMode):
                 self._from_parameters |= {id(o): o for o in made if id(o) not in self._names}
         return out
 
-    def _note_order(self, func: Any, args: tuple[Any, ...], out: Any) -> None:
-        """Remember in which order sequences were packed: the only permutation that is followed.
-
-        `pack_padded_sequence` sorts along the batch and packs; both calls have plain arguments.
-        """
-        if func is torch._pack_padded_sequence and len(args) == 3:
-            sorted_along, order = self._orders.get(id(args[0]), (None, None, None))[1:]
-            if sorted_along == (0 if args[2] else 1):
-                self._orders[id(out[0])] = (out[0], None, order)
-        elif len(args) == 3 and type(args[1]) is int:
-            self._orders[id(out)] = (out, args[1], args[2])
-
-    def order_of(self, data: Tensor) -> Tensor | None:
-        """The examples in the order in which packed data hold them, if they were sorted."""
-        return self._orders.get(id(data), (None, None, None))[2]
+    def _refuse_second_order(
+        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        """Refuse a gradient that is part of the loss, or that of a parameter."""
+        named = dict(zip(_DIFFERENTIATE[func], args, strict=False)) | dict(kwargs)
+        inputs = named.get("inputs")
+        inputs = inputs if isinstance(inputs, list | tuple) else (inputs,)
+        if self.uses and (named.get("create_graph") or any(map(self._is_parameter, inputs))):
+            raise SecondOrderError(SECOND_ORDER.format(f"calls {name_of(func)}"))
 
     def _use(
         self,
@@ -198,6 +214,8 @@ class Capture(TorchFunctionMode):
         held: set[str],
     ) -> Tensor:
         """Run the function on detached parameters and remember the call."""
+        refuse_transforms(func)
+        self.moves.used(args, kwargs)
         detached = {id(call[slot]): call[slot].detach() for slot in held}
         out: Tensor = func(
             *(detached.get(id(a), a) for a in args),
@@ -269,6 +287,7 @@ class Capture(TorchFunctionMode):
             position=self._seen - 1,
             can_skip=can_skip,
             versions=[(tensor, tensor._version) for tensor in cut],
+            turns=self.moves.turns,
         )
         self.uses.append(use)
         if self._on_use:

@@ -16,10 +16,13 @@ from dualdp import checkpoint, leaves, translate
 from dualdp.randomness import RootKey
 
 from . import weights
+from .agreement import resumed_by_first
 from .arguments import Settings
+from .distributed import group_of, on_all, unwrapped
 from .engine import PrivacyEngine
 from .optimizer_state import named_state, restorer
 from .rules.base import Tensor
+from .sharded import refuse_pieces
 
 Path = str | os.PathLike[str]
 Arrays = dict[str, Any]
@@ -33,6 +36,7 @@ def save_checkpoint(
     Beside it, `<path>.key` holds the secret key (mode 0600), and `<path>.ledger` the record of what
     is released from now on, unless the engine was given a `ledger`. The state of torch's generator,
     from which dropout comes, is part of the file; a learning rate scheduler's own state is not.
+    Of several processes that train together, all call this, and rank 0 writes one file.
 
     Args:
         path: an existing file is replaced, in one go.
@@ -45,12 +49,33 @@ def save_checkpoint(
         TypeError: the optimizer keeps something else than tensors and plain values.
         ValueError: another model or optimizer.
     """
+    refuse_pieces(model, "save_checkpoint")
     settings = engine.standing(model, optimizer)
+    group, states = engine.group, _generators(next(iter(engine.parameters.values())).device)
+    if group is None:
+        _write(path, unwrapped(model), optimizer, engine, settings, [states])
+        return
+    each = group.gather(f"save_checkpoint after {engine.ledger.position} steps", states)
+    group.by_first(
+        f"the file of {engine.ledger.position} steps",
+        lambda: _write(path, unwrapped(model), optimizer, engine, settings, each),
+    )
+
+
+def _write(
+    path: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    engine: PrivacyEngine,
+    settings: Settings,
+    generators: list[dict[str, Tensor]],
+) -> None:
+    """Write the file; `generators` are those of every process."""
     tensors = {f"{kind}/{name}": value for kind, name, value in _values(model)}
     slots, described = named_state(optimizer, model)
     tensors |= {f"optimizer/{name}": value for name, value in slots.items()}
-    device = next(iter(engine.parameters.values())).device
-    tensors |= {f"generator/{name}": state for name, state in _generators(device).items()}
+    for rank, states in enumerate(generators):
+        tensors |= {f"generator/{_of_rank(n, rank)}": state for n, state in states.items()}
     document = {
         "stack": "torch",
         "position": engine.ledger.position,
@@ -79,6 +104,10 @@ def load_checkpoint(
     Steps that were released after the checkpoint are run again: one whose clipped sum is the same
     repeats its noise and costs nothing, any other is a further release, which is accounted.
 
+    Several processes that train together all call this with the same file; how many there are may
+    differ from the run before. With as many, a run goes on bitwise; with more or fewer, sums are
+    added in another order, and generators that were not saved stay as they are.
+
     Args:
         path: of `save_checkpoint`.
         model: of the same architecture; its parameters and buffers are overwritten.
@@ -94,9 +123,11 @@ def load_checkpoint(
         FileNotFoundError: a file is missing.
         ValueError: the file is truncated, edited or foreign, or does not fit model or optimizer.
     """
-    arrays, document = checkpoint.read(path)
+    refuse_pieces(model, "load_checkpoint")
+    group, inner = group_of(model), unwrapped(model)
+    arrays, document = on_all(group, "load_checkpoint", lambda: checkpoint.read(path))
     if document.get("stack") == "jax":
-        arrays, document = crossed(arrays, document, (model, optimizer), mapping)
+        arrays, document = crossed(arrays, document, (inner, optimizer), mapping)
     elif document.get("stack") != "torch" or mapping is not None:
         raise ValueError(
             f"{os.fspath(path)} was saved by {document.get('stack')!r}, mapping={mapping!r}. "
@@ -104,19 +135,27 @@ def load_checkpoint(
         )
     low = set(document["bfloat16"])
     tensors = {name: _to_tensor(array, name in low) for name, array in arrays.items()}
-    put_model = _model_restorer(model, tensors, document["trained"])
-    put_optimizer = restorer(optimizer, model, _below("optimizer/", tensors), document["optimizer"])
-    resumed = checkpoint.unpack_run(document, path, key, ledger)
+    slots = _below("optimizer/", tensors)
+
+    def checked() -> tuple[Callable[[], None], Callable[[], None]]:
+        put_model = _model_restorer(inner, tensors, document["trained"])
+        return put_model, restorer(optimizer, inner, slots, document["optimizer"])
+
+    put_model, put_optimizer = on_all(group, "the parts of the checkpoint", checked)
+    resumed = resumed_by_first(
+        group, document["plan"], lambda: checkpoint.unpack_run(document, path, key, ledger)
+    )
+    generators = _of(0 if group is None else group.rank, _below("generator/", tensors))
     try:
         settings = Settings(**document["settings"])
-        generators = _below("generator/", tensors)
         engine = PrivacyEngine.loaded(
-            resumed, settings, model, optimizer, lambda: _set_generators(generators)
+            resumed, settings, model, optimizer, lambda: _set_generators(generators), group
         )
     except BaseException:
         resumed.close()
         raise
-    resumed.plan.claim(resumed=True)
+    if group is None or group.is_first:
+        resumed.plan.claim(resumed=True)
     put_model()
     put_optimizer()
     engine.noise_layout = leaves.from_json(document["noise_layout"]) or None
@@ -226,8 +265,20 @@ def _generators(device: torch.device) -> dict[str, Tensor]:
     return found
 
 
+def _of_rank(name: str, rank: int) -> str:
+    """The name of a generator's state in the file; those of rank 0 have no number."""
+    return f"{name}.{rank}" if rank else name
+
+
+def _of(rank: int, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The states of one process; none for one that the run before did not have."""
+    names = {name.partition(".")[0] for name in states}
+    return {name: states[_of_rank(name, rank)] for name in names if _of_rank(name, rank) in states}
+
+
 def _set_generators(states: Mapping[str, Tensor]) -> None:
     """Put the global generators where they were."""
-    torch.set_rng_state(states["cpu"])
+    if "cpu" in states:
+        torch.set_rng_state(states["cpu"])
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])

@@ -13,6 +13,7 @@ from dualdp.clipping import CLIPPING, factors_for, group_bounds
 
 from .gradients import Gradients
 from .rules.base import Tensor, sq_norms
+from .sharded import Shards
 
 #: Below such a bound it matters that squares underflow; above, all that are lost in 2^40 numbers
 #: change a norm by less than C * 1e-6.
@@ -102,6 +103,7 @@ def clip_and_sum(
     clipping: str,
     mask: Tensor | None,
     second_pass: Callable[[Tensor], dict[str, Tensor]] | None = None,
+    shards: Shards | None = None,
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Name -> clipped sum, and the norms (n,) before clipping, 0 for padding.
 
@@ -111,7 +113,10 @@ def clip_and_sum(
         bounds: from `clipping_bounds`.
         clipping: one of `dualdp.clipping.CLIPPING`.
         mask: (n,) bool, False for padding, or None.
-        second_pass: factors (n,) -> the sum, by another way than the gradients' own.
+        second_pass: factors (n,) -> the sum, by another way than the gradients' own; not taken
+            where its backward would form the sum in a precision below float32.
+        shards: of a model in pieces: each sum becomes this process' piece of the sum over all,
+            before the next one is formed.
 
     Guarantees:
         Contributions are bounded also where squares underflow.
@@ -131,6 +136,23 @@ def clip_and_sum(
         squares = _squares_of_minute_gradients(gradients)
         lengths = whole_norms(squares, n)
     factors = _factors(squares, lengths, bounds, clipping)
-    if second_pass is not None and rows is None:
-        return second_pass(next(iter(factors.values()))), norms
-    return gradients.sums(factors, rows), norms
+    narrow = gradients.is_narrow
+    if second_pass is not None and not narrow and _all_pass_again(rows, shards):
+        return second_pass(_counting(next(iter(factors.values())), rows)), norms
+    sums = gradients.sums(factors, rows)
+    return {name: shards.reduce(name, t) if shards else t for name, t in sums}, norms
+
+
+def _all_pass_again(rows: Tensor | None, shards: Shards | None) -> bool:
+    """Whether a second pass gives the sum; over the same rows, so that dropout is the same.
+
+    Where all processes must go the same way, one without any row that counts goes along.
+    """
+    if shards is None:
+        return rows is None
+    return shards.first_that(rows is not None and len(rows) > 0) is None
+
+
+def _counting(factors: Tensor, rows: Tensor | None) -> Tensor:
+    """The factors, or zeros where no row counts."""
+    return factors if rows is None else torch.zeros_like(factors)

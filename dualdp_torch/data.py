@@ -19,11 +19,13 @@ from torch.utils.data import (
     SequentialSampler,
     TensorDataset,
 )
+from torch.utils.data.distributed import DistributedSampler
 
 from dualdp import AccountingError, _validate
 from dualdp.batches import num_physical_batches, physical_batches
+from dualdp.randomness import counter
 
-from .noise import keyed_generator
+from .normals import keyed_generator
 from .rules.base import Tensor
 
 _KEPT = (
@@ -48,10 +50,37 @@ class Draw(NamedTuple):
     is_last: bool
 
 
-def draws(plan: Any, start: int, stop: int, size: int | None) -> Iterator[Draw]:
-    """The physical batches of the steps start..stop-1; an empty draw is one masked row."""
+class Share(NamedTuple):
+    """Which rows of every logical batch this process works on: rank, rank + size, and so on.
+
+    Attributes:
+        rank: of this process.
+        size: number of processes.
+    """
+
+    rank: int = 0
+    size: int = 1
+
+    def num_batches(self, num_drawn: int, size: int | None) -> int:
+        """Physical batches of one logical batch: those of rank 0, whose share is the largest."""
+        return num_physical_batches(-(-num_drawn // self.size), size)
+
+
+ALONE = Share()
+
+
+def draws(
+    plan: Any, start: int, stop: int, size: int | None, share: Share = ALONE
+) -> Iterator[Draw]:
+    """The physical batches of the steps start..stop-1; an empty one is one masked row.
+
+    All processes get the same number of them, so that their loops stay in step.
+    """
     for step in range(start, stop):
-        parts = list(physical_batches(plan.batch_indices(step), size))
+        drawn = plan.batch_indices(step)
+        parts = list(physical_batches(drawn[share.rank :: share.size], size))
+        missing = share.num_batches(len(drawn), size) - len(parts)
+        parts += missing * list(physical_batches(drawn[:0], size))
         for k, (indices, mask) in enumerate(parts, 1):
             rows = mask if mask.any() else np.arange(len(mask)) == 0  # no static shape is needed
             yield Draw(step, indices[rows].tolist(), torch.from_numpy(mask[rows]), k == len(parts))
@@ -106,6 +135,7 @@ class PlannedLoader:
         begin: called when a pass begins; returns its number.
         announce: called with each `Draw`, its batch and the number of its pass, before it is handed
             out.
+        share: of this process.
 
     Guarantees:
         `len` is the number of batches of the pass that runs, else of the coming one; of the last
@@ -121,8 +151,10 @@ class PlannedLoader:
         span: Callable[[], tuple[int, int]],
         begin: Callable[[], int],
         announce: Callable[[Draw, Any, int], None],
+        share: Share = ALONE,
     ) -> None:
         check_loader(loader)
+        _check_share(loader, share)
         self.dataset = as_dataset(loader.dataset)
         if len(self.dataset) != plan.num_examples:  # type: ignore[arg-type]
             raise ValueError(
@@ -133,6 +165,7 @@ class PlannedLoader:
         if not loader.pin_memory_device:
             self._options.pop("pin_memory_device", None)
         self._plan, self._span, self._begin, self._announce = plan, span, begin, announce
+        self._share = share
         self._use_size(plan.physical_batch_size)
 
     def _use_size(self, size: int | None) -> None:
@@ -140,7 +173,9 @@ class PlannedLoader:
         self._size = size
         self._running: tuple[int, int] | None = None
         self._last: tuple[int, int] | None = None
-        self._batches = _Batches(lambda start, stop: draws(self._plan, start, stop, self._size))
+        self._batches = _Batches(
+            lambda start, stop: draws(self._plan, start, stop, self._size, self._share)
+        )
         self._loader: DataLoader[Any] | None = None
 
     def limited(self, max_physical_batch_size: int) -> PlannedLoader:
@@ -155,7 +190,7 @@ class PlannedLoader:
         if self._size is None:
             return stop - start
         return sum(
-            num_physical_batches(len(self._plan.batch_indices(step)), self._size)
+            self._share.num_batches(len(self._plan.batch_indices(step)), self._size)
             for step in range(start, stop)
         )
 
@@ -177,6 +212,8 @@ class PlannedLoader:
         number = self._begin()
         if self._loader is None:
             key = self._plan.step_key("dropout", start)
+            if self._share.rank:  # what workers draw differs between processes
+                key = counter.fold_in(key, self._share.rank)
             self._loader = DataLoader(
                 self.dataset,
                 batch_sampler=self._batches,  # type: ignore[arg-type]
@@ -248,6 +285,7 @@ def check_loader(loader: Any) -> None:
         and not sampler.replacement
         and sampler.num_samples == len(loader.dataset)  # type: ignore[arg-type]
     )
+    plain = plain or (type(sampler) is DistributedSampler and sampler.dataset is loader.dataset)
     if not plain or batches is None:
         raise ValueError(
             f"data_loader draws by {type(sampler).__name__}"
@@ -255,3 +293,30 @@ def check_loader(loader: Any) -> None:
             "replace. Expected a plain DataLoader(dataset, batch_size=..., shuffle=...); select "
             "examples in the data set instead."
         )
+
+
+def _check_share(loader: DataLoader[Any], share: Share) -> None:
+    """Refuse a `DistributedSampler` that was made for other processes than these.
+
+    Raises:
+        ValueError: its number of replicas or its rank are others.
+    """
+    sampler = loader.sampler
+    if not isinstance(sampler, DistributedSampler):
+        return
+    if (sampler.rank, sampler.num_replicas) != share:
+        raise ValueError(
+            f"data_loader has a DistributedSampler of rank {sampler.rank} of "
+            f"{sampler.num_replicas} in process {share.rank} of {share.size}. Expected that of the "
+            "process group, or a plain DataLoader with the batch size of all processes together."
+        )
+
+
+def expected_batch_size(loader: DataLoader[Any]) -> int:
+    """What a loader draws at once, on all processes together.
+
+    The batch size of a loader with a `DistributedSampler` is that of one process, as torch has it.
+    """
+    size: int = loader.batch_sampler.batch_size  # type: ignore[union-attr]
+    sampler = loader.sampler
+    return size * sampler.num_replicas if isinstance(sampler, DistributedSampler) else size

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -12,21 +14,23 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from dualdp import AccountingError
-from dualdp.leaves import Leaf
 from dualdp.ledger import Ledger
 from dualdp.plan import PrivacyPlan
+from dualdp.twin import Twin
 
-from .arguments import GRAD_SAMPLE_MODES, Settings, check, only_plan, plan_of, steps_of
-from .call import METHODS
-from .data import PlannedLoader, check_loader
-from .optimizer import PrivateStep, Stages
-from .recorder import Recorder
-from .run import Run
+from .agreement import agreed
+from .arguments import Settings, check, only_plan, plan_of, steps_of
+from .attached import Attached
+from .data import ALONE, PlannedLoader, Share, as_dataset, check_loader
+from .distributed import Group, group_of, on_all, unwrapped
+from .optimizer import Stages
+from .run import new_ledger
+from .same_data import described
 
 Parts = tuple[nn.Module, torch.optim.Optimizer, PlannedLoader]
 
 
-class PrivacyEngine(Run):
+class PrivacyEngine(Attached):
     """Trains privately what it is given, without wrapping it.
 
     Args:
@@ -49,12 +53,8 @@ class PrivacyEngine(Run):
 
     def __init__(self, accountant: str = "pld", secure_mode: bool = False) -> None:
         self._of_plans = {"accountant": accountant, "noise": "secure" if secure_mode else "fast"}
-        self.keep_per_sample = False
-        self.noise_layout: Sequence[Leaf] | None = None
         super().__init__()
         self._saved: tuple[nn.Module, torch.optim.Optimizer, Callable[[], None]] | None = None
-        self._step: PrivateStep | None = None
-        self._recorder: Recorder | None = None
 
     def make_private(
         self,
@@ -182,22 +182,34 @@ class PrivacyEngine(Run):
                 "This engine is in use. Call detach(), or make another engine; one that was loaded "
                 "goes on by resume(data_loader=)."
             )
-        if self._ledger is not None and len(self._ledger):
-            raise AccountingError(
-                f"This engine has a run of {len(self._ledger)} releases already, and a second one "
-                "would not be in its account. Make another engine; a model that was trained twice "
-                "has spent both."
-            )
-        check(module, optimizer, plan, settings)
-        planned = self._planned(loader, plan)
-        opened = Ledger(plan, path=ledger)
-        try:
-            plan.claim()
-        except BaseException:
-            opened.discard()
-            raise
-        self._ledger, self._settings = opened, settings
-        return self._attach(module, optimizer, planned)
+        self._refuse_second()
+        self._group = group_of(module)
+        plan = self._agreed((module, optimizer, loader), plan, settings)
+
+        def prepared() -> PlannedLoader:
+            check(unwrapped(module), optimizer, plan, settings)
+            return self._planned(loader, plan)
+
+        planned = on_all(self._group, "make_private", prepared)
+        open_ledger = partial(new_ledger, plan, ledger) if self._is_first else partial(Twin, plan)
+        self._ledger = on_all(self._group, "the ledger", open_ledger)
+        self._settings = settings
+        self._attach(module, optimizer)
+        return module, optimizer, planned
+
+    def _agreed(self, parts: Any, plan: PrivacyPlan, settings: Settings) -> PrivacyPlan:
+        """The plan of all processes, once they agree on everything."""
+        module, optimizer, loader = parts
+        check_loader(loader)
+        if self._group is None:
+            return plan
+        stated = {
+            **asdict(settings),
+            "steps in a pass": len(loader),
+            "noise_layout": repr(self.noise_layout),
+        }
+        data = described(as_dataset(loader.dataset))
+        return agreed(self._group, unwrapped(module), optimizer, plan, data=data, **stated)
 
     @classmethod
     def loaded(
@@ -207,6 +219,7 @@ class PrivacyEngine(Run):
         module: nn.Module,
         optimizer: torch.optim.Optimizer,
         at_resume: Callable[[], None],
+        group: Group | None = None,
     ) -> Self:
         """The engine of a run that goes on; `resume` brings the data.
 
@@ -216,12 +229,14 @@ class PrivacyEngine(Run):
             module: the model with its parameters of then.
             optimizer: with its state of then.
             at_resume: called last, when the loop is about to go on.
+            group: the processes that train together.
 
         Raises:
             TypeError, ValueError: as `make_private`.
         """
-        check(module, optimizer, ledger.plan, settings)
+        check(unwrapped(module), optimizer, ledger.plan, settings)
         engine = cls()
+        engine._group = group
         engine._ledger, engine._settings = ledger, settings
         engine._saved = module, optimizer, at_resume
         return engine
@@ -243,24 +258,19 @@ class PrivacyEngine(Run):
             raise RuntimeError(
                 "There is no loaded run to go on with. Expected load_checkpoint's engine, once."
             )
-        planned = self._planned(data_loader, self.plan, self._settings.pass_end)
+        self._agreed((*self._saved[:2], data_loader), self.plan, self._settings)
+        until = self._settings.pass_end
+        planned = on_all(
+            self._group, "resume", lambda: self._planned(data_loader, self.plan, until)
+        )
         (module, optimizer, at_resume), self._saved = self._saved, None
-        parts = self._attach(module, optimizer, planned)
+        self._attach(module, optimizer)
         at_resume()
-        return parts
+        return module, optimizer, planned
 
     def _planned(self, loader: DataLoader[Any], plan: PrivacyPlan, until: int = 0) -> PlannedLoader:
         """The loader of the plan's batches; `until` ends a pass that a checkpoint interrupted."""
-        check_loader(loader)
-        per_pass = len(loader)
-
-        def span() -> tuple[int, int]:
-            start = self.ledger.position
-            stop = until if until > start else start + per_pass
-            if plan.num_steps is not None and self._settings.whole:
-                stop = plan.num_steps
-            ends = [plan.num_steps, self.ledger.end if plan.on_budget == "stop" else None]
-            return start, min([stop, *(end for end in ends if end is not None)])
+        span = partial(self._span, len(loader), until)
 
         def begin() -> int:
             number = self._require_step().begin()
@@ -268,73 +278,13 @@ class PrivacyEngine(Run):
             return number
 
         return PlannedLoader(
-            loader, plan, span, begin, lambda *drawn: self._require_step().announce(*drawn)
+            loader,
+            plan,
+            span,
+            begin,
+            lambda *drawn: self._require_step().announce(*drawn),
+            ALONE if self._group is None else Share(self._group.rank, self._group.size),
         )
-
-    def _attach(
-        self, module: nn.Module, optimizer: torch.optim.Optimizer, planned: PlannedLoader
-    ) -> Parts:
-        """Put the hooks on module and optimizer."""
-        method = GRAD_SAMPLE_MODES[self._settings.grad_sample_mode]
-        self._recorder = Recorder(
-            module,
-            method=method,
-            when=lambda: self._step is not None and self._step.is_waiting(),
-            check=lambda loss: self._require_step().check_loss(loss),
-        )
-        self._step = PrivateStep(
-            self._recorder,
-            optimizer,
-            self.ledger,
-            loss_reduction=self._settings.loss_reduction,
-            keep=METHODS[method] or "all",
-            keep_per_sample=lambda: self.keep_per_sample,
-            choices=self._settings.choices,
-            noise_layout=lambda: self.noise_layout,
-        )
-        return module, optimizer, planned
-
-    def standing(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> Settings:
-        """The settings of a run that stands between two steps, for a checkpoint.
-
-        Raises:
-            RuntimeError: not attached, or in the middle of a logical batch.
-            ValueError: another model or optimizer than the run's.
-        """
-        step = self._require_step()
-        if self._recorder is None or self._recorder.model is not module:
-            raise ValueError("model is not the one that this engine trains. Expected that one.")
-        if step.optimizer is not optimizer:
-            raise ValueError("optimizer is not the one that this engine uses. Expected that one.")
-        if not step.is_between_steps():
-            raise RuntimeError(
-                "A logical batch is half done. Save after its last optimizer.step(), when "
-                "engine.is_between_steps."
-            )
-        return self._settings
-
-    @property
-    def parameters(self) -> Mapping[str, nn.Parameter]:
-        """The trained parameters by name."""
-        return {} if self._recorder is None else self._recorder.parameters
-
-    @property
-    def is_between_steps(self) -> bool:
-        """Whether no part of a logical batch is under way, so that the run can be saved."""
-        return self._step is not None and self._step.is_between_steps()
-
-    def _require_step(self) -> PrivateStep:
-        """The attached step.
-
-        Raises:
-            RuntimeError: not set up, or detached.
-        """
-        if self._step is None:
-            raise RuntimeError(
-                "The engine is not attached. Call make_private first; after detach() the loader "
-                "that it returned has ended."
-            )
-        return self._step
 
     def detach(self) -> None:
         """Take every hook off module and optimizer; plan, ledger and epsilon stay readable."""
@@ -342,10 +292,14 @@ class PrivacyEngine(Run):
         self.ledger.close()
         if self._recorder is not None:
             self._recorder.detach()
+        self._lent.give_back()
         self._step = self._recorder = None
 
     def stages(self) -> Stages:
         """Per-sample gradients (see `keep_per_sample`), clipped sum, noisy mean of the last step.
+
+        They are kept until the next batch is handed out. Norms and per-sample gradients are those
+        of this process, sum and mean those of all that train together.
 
         Raises:
             AccountingError: the noise is secure, which shows nothing else.
@@ -359,5 +313,7 @@ class PrivacyEngine(Run):
             )
         stages = step.stages
         if stages is None:
-            raise RuntimeError("No step was taken yet. Call optimizer.step() first.")
+            raise RuntimeError(
+                "No step was taken since a batch was handed out. Call optimizer.step() first."
+            )
         return stages

@@ -16,26 +16,35 @@ from torch.utils import _pytree as pytree
 from dualdp import UnsupportedLayerError
 
 from .batch import Batch, check_losses, join_aux
-from .gradients import Formed, wide
+from .gradients import Formed
+from .parts import wide
 from .rules.base import Tensor
 from .uses import refuse_reentrant_checkpoints
 
-Generators = tuple[Tensor, Tensor | None]
+Generators = tuple[Tensor, list[Tensor]]
 
 
-def generator_state(device: torch.device) -> Generators:
-    """The states of the host's generator and of the device's, if it has one."""
-    on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    return torch.get_rng_state(), on_device
+def generator_state() -> Generators:
+    """The states of the host's generator and of those of all devices that are in use.
+
+    A forward may move its inputs, so theirs is not the only device that it draws on.
+    """
+    return torch.get_rng_state(), _on_devices()
+
+
+def _on_devices() -> list[Tensor]:
+    """The states of the generators of CUDA devices, if any is in use."""
+    states: list[Tensor] = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return states
 
 
 @contextlib.contextmanager
-def replayed(state: Generators, device: torch.device) -> Iterator[None]:
+def replayed(state: Generators) -> Iterator[None]:
     """The same random numbers again, after which the generators go on where they were."""
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+    with torch.random.fork_rng(range(len(state[1]))):
         torch.set_rng_state(state[0])
-        if state[1] is not None:
-            torch.cuda.set_rng_state(state[1], device)
+        for device, of_device in enumerate(state[1]):
+            torch.cuda.set_rng_state(of_device, device)
         yield
 
 
@@ -109,6 +118,26 @@ def by_vmap(
         ) from error
     aux = call.aux(tensors_of_aux)
     return Formed({name: formed[f"model.{name}"] for name in parameters}), losses, aux
+
+
+def again_by_vmap(
+    model: nn.Module,
+    loss_fn: Callable[..., Any],
+    batch: Batch,
+    parameters: Mapping[str, Tensor],
+) -> Formed:
+    """Gradients of a forward that was run before, which may not draw random numbers."""
+    try:
+        found, _, _ = by_vmap(model, loss_fn, batch, parameters, False, randomness="error")
+    except UnsupportedLayerError as error:
+        if "random" not in str(error):
+            raise
+        raise UnsupportedLayerError(
+            "The model draws its randomness (dropout) itself and goes through vmap, which can't "
+            "draw those of the recorded forward again. Use a grad_sample_mode without vmap if that "
+            "was asked for, else clipped_grad_sum."
+        ) from error
+    return found
 
 
 def by_loop(

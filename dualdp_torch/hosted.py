@@ -4,9 +4,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,26 +29,6 @@ def wider(loader: DataLoader[Any], times: int) -> DataLoader[Any]:
     size = times * loader.batch_sampler.batch_size  # type: ignore[union-attr]
     options = {name: getattr(loader, name) for name in _KEPT}
     return DataLoader(loader.dataset, batch_size=size, **options)
-
-
-class Lent:
-    """Attributes of the host's objects that are other ones for as long as a run lasts."""
-
-    def __init__(self) -> None:
-        self._undo: list[Callable[[], Any]] = []
-
-    def set(self, owner: Any, **values: Any) -> None:
-        """Set attributes of one object until `give_back`."""
-        own = vars(owner)
-        for name, value in values.items():
-            undo = partial(own.update, {name: own[name]}) if name in own else partial(own.pop, name)
-            self._undo.append(undo)
-            own[name] = value
-
-    def give_back(self) -> None:
-        """Everything as it was."""
-        while self._undo:
-            self._undo.pop()()
 
 
 class Hosted:

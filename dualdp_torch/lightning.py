@@ -20,9 +20,10 @@ except ModuleNotFoundError:  # the same code under its older name
 
 from .arguments import GRAD_SAMPLE_MODES
 from .engine import PrivacyEngine
-from .hosted import Hosted, HostedLoader, Lent, wider
+from .hosted import Hosted, HostedLoader, wider
 from .outputs import float_leaves
 from .rules.base import Tensor
+from .run import Lent
 
 
 class PrivacyCallback(Callback):

@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import hashlib
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,14 +13,24 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from dualdp import AccountingError, _validate
 from dualdp.randomness import counter, secure
-from dualdp.randomness.blocks import Blocks
 
-from .gradients import wide
+from .normals import Normals, add_normal
+from .normals import keyed_generator as keyed_generator
+from .parts import wide
 from .rules.base import Tensor
 
-_STATE_WORDS = 624  # of the Mersenne twister behind torch's CPU generator
-_STATE_OFFSET = 24  # bytes of bookkeeping before them in its saved state
-_BLOCK = 1 << 16  # numbers that one keyed generator draws on the CPU
+
+@dataclass(frozen=True)
+class Piece:
+    """Which part of a parameter a process holds: consecutive numbers in row-major order.
+
+    Attributes:
+        start: the first.
+        numel: numbers in the whole parameter.
+    """
+
+    start: int
+    numel: int
 
 
 @dataclass(frozen=True)
@@ -62,6 +70,7 @@ def noisy_mean(
     branch: int = 0,
     max_grad_norm: float | None = None,
     layout: Sequence[Any] | None = None,
+    pieces: Mapping[str, Piece] | None = None,
 ) -> dict[str, Tensor]:
     """Add the noise of a step to a clipped sum and divide by the expected batch size.
 
@@ -77,6 +86,8 @@ def noisy_mean(
         branch: the ledger's, for a step that is released again with other gradients.
         max_grad_norm: C of this step where the ledger learns it; None for the plan's.
         layout: `dualdp.port.match(...)` draws portable noise in the JAX model's shapes and order.
+        pieces: name -> which part of the parameter `grads` holds, where it is sharded; then only
+            the noise of these parts is drawn.
 
     Returns:
         Name -> (sum + noise) / expected_batch_size, float32 or wider; the parameters of one dtype
@@ -84,7 +95,7 @@ def noisy_mean(
 
     Raises:
         AccountingError: the step is past the plan.
-        ValueError: `layout` lacks a parameter.
+        ValueError: `layout` lacks a parameter, or came with `pieces`.
 
     Guarantees:
         Noise of standard deviation noise_multiplier times max_grad_norm, independent over
@@ -92,6 +103,7 @@ def noisy_mean(
             [test_noise_has_the_declared_scale, test_noise_never_repeats]
         All 64 bits of the step's key count.  [test_noise_depends_on_the_whole_key]
         The same numbers on any number of threads.  [test_noise_does_not_depend_on_threads]
+        The noise of pieces is that of the whole.  [test_noise_of_pieces_is_that_of_the_whole]
 
     Source: Abadi et al. 2016, Algorithm 1, "add noise".
     """
@@ -107,6 +119,8 @@ def noisy_mean(
     release = Release(plan, step, branch, bound, list(grads))
     totals = {name: total.detach().to(wide(total.dtype)) for name, total in grads.items()}
     groups = _groups(totals)
+    if pieces is not None:
+        return _mean_of_pieces(release, groups, pieces, layout)
     mean: dict[str, Tensor] = {}
     for group, flat in zip(groups, _SOURCES[plan.noise](release, groups, layout), strict=True):
         flat.div_(plan.expected_batch_size_at(step))
@@ -140,50 +154,6 @@ def _fast(release: Release, groups: list[Group], layout: Any) -> Iterator[Tensor
     for index, group in enumerate(groups):
         key = counter.fold_in(release.key, index)
         yield add_normal(_flat(group), key, release.stddev)
-
-
-def add_normal(sums: Tensor, key: Any, stddev: float) -> Tensor:
-    """A flat array plus normals that depend on all 64 bits of the key.
-
-    On the CPU, where torch draws on one core, each fixed block has a generator of its own, so that
-    the blocks are drawn in parallel and no number depends on how many cores there are.
-    """
-    out = torch.empty_like(sums)
-    if sums.device.type != "cpu":
-        return out.normal_(0.0, stddev, generator=keyed_generator(key, sums.device)).add_(sums)
-    noisy, total = out.numpy(), sums.numpy()
-
-    def fill(block: int) -> None:
-        part = slice(block * _BLOCK, (block + 1) * _BLOCK)
-        out[part].normal_(0.0, stddev, generator=_twister(key, block))
-        # By NumPy: torch's own addition would open a team of threads inside this thread.
-        np.add(noisy[part], total[part], out=noisy[part])
-
-    Blocks(fill, math.ceil(sums.numel() / _BLOCK)).finish(torch.get_num_threads())
-    return out
-
-
-def keyed_generator(key: Any, device: torch.device) -> torch.Generator:
-    """A generator that depends on all 64 bits of the key."""
-    if device.type == "cpu":
-        return _twister(key, 0)
-    generator = torch.Generator(device)
-    generator.manual_seed((int(key[0]) << 32) | int(key[1]))
-    return generator
-
-
-def _twister(key: Any, block: int) -> torch.Generator:
-    """A CPU generator whose whole state comes from (key, block).
-
-    Torch's own seeding keeps 32 bits of a seed, so that keys of different steps would soon collide.
-    """
-    secret = np.array([*key, block], "<u8").tobytes()
-    words = np.frombuffer(hashlib.shake_128(secret).digest(4 * _STATE_WORDS), "<u4")
-    generator = torch.Generator()
-    state = generator.get_state().numpy()
-    state[_STATE_OFFSET : _STATE_OFFSET + 8 * _STATE_WORDS].view(np.uint64)[:] = words
-    generator.set_state(torch.from_numpy(state))
-    return generator
 
 
 # ---------------------------------------------------------------------- portable
@@ -241,3 +211,93 @@ def _secure(release: Release, groups: list[Group], layout: Any) -> Iterator[Tens
 
 
 _SOURCES = {"fast": _fast, "portable": _portable, "secure": _secure}
+
+
+# ---------------------------------------------------------------------- pieces
+
+#: Place of some numbers in the flat array of their group, their sums, name -> sums plus noise.
+Adder = Callable[[int, Tensor, str], Tensor]
+
+
+def _mean_of_pieces(
+    release: Release, groups: list[Group], pieces: Mapping[str, Piece], layout: Any
+) -> dict[str, Tensor]:
+    """Name -> noisy mean of the part of the parameter that this process holds."""
+    if layout is not None:
+        raise ValueError(
+            "layout came with pieces: the noise of a JAX model's shapes can't be drawn shard by "
+            "shard. Consolidate the checkpoint and go on in one process, or leave layout out."
+        )
+    mean: dict[str, Tensor] = {}
+    for group, add in zip(
+        groups, _ADDERS[release.plan.noise](release, groups, pieces), strict=True
+    ):
+        first = 0
+        for name, total in group.items():
+            piece = pieces[name]
+            noisy = add(first + piece.start, total.reshape(-1), name)
+            noisy.div_(release.plan.expected_batch_size_at(release.step))
+            mean[name] = noisy.view_as(total)
+            first += piece.numel
+    return {name: mean[name] for name in release.names}
+
+
+def _numel(group: Group, pieces: Mapping[str, Piece]) -> int:
+    """Numbers in the whole parameters of a group."""
+    return sum(pieces[name].numel for name in group)
+
+
+def _fast_adders(
+    release: Release, groups: list[Group], pieces: Mapping[str, Piece]
+) -> Iterator[Adder]:
+    """Of each group: adds the normals that `_fast` would add to these numbers of its flat array."""
+    for index, group in enumerate(groups):
+        key, size = counter.fold_in(release.key, index), _numel(group, pieces)
+        yield Normals(key, size, release.stddev, next(iter(group.values()))).add_at
+
+
+def _portable_adders(
+    release: Release, groups: list[Group], pieces: Mapping[str, Piece]
+) -> Iterator[Adder]:
+    """Of each group: adds the normals of JAX's leaf at these places."""
+
+    def add(start: int, total: Tensor, name: str) -> Tensor:
+        piece, key = pieces[name], counter.fold_in(release.key, release.names.index(name))
+        dtype = np.float64 if total.dtype == torch.float64 else np.float32
+        drawn = counter.normal_between(
+            key, piece.start, piece.start + total.numel(), size=piece.numel, dtype=dtype
+        )
+        return torch.from_numpy(drawn).to(total.device).mul_(release.stddev).add_(total)
+
+    yield from (add for _ in groups)
+
+
+def _secure_adders(
+    release: Release, groups: list[Group], pieces: Mapping[str, Piece]
+) -> Iterator[Adder]:
+    """Of each group: adds the noise of the public grid at these places."""
+    sizes = [_numel(group, pieces) for group in groups]
+    pitch, before = secure.pitch(release.max_grad_norm, sum(sizes)), 0
+
+    def adder(before: int) -> Adder:
+        def add(start: int, total: Tensor, name: str) -> Tensor:
+            noise = secure.grid_noise_between(
+                release.plan,
+                release.step,
+                before + start,
+                before + start + total.numel(),
+                branch=release.branch,
+                cells=release.stddev / pitch,
+                size=sum(sizes),
+            )
+            noisy = secure.noisy_sum(total.cpu().numpy(), noise, pitch)
+            return torch.from_numpy(noisy).to(total.device)
+
+        return add
+
+    for size in sizes:
+        yield adder(before)
+        before += size
+
+
+_ADDERS = {"fast": _fast_adders, "portable": _portable_adders, "secure": _secure_adders}

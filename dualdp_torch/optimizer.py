@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,15 +13,19 @@ from torch import nn
 
 from dualdp.ledger import Ledger
 
-from .choices import recorded
+from .choices import of_run
 from .clip import clip_and_sum, clipping_bounds
 from .data import Draw
+from .distributed import device_kind
 from .noise import noisy_mean
+from .normals import STREAM
 from .recorder import Recorder
 from .reduction import check_reduction
+from .release import Alone, Passing, Together
 from .rules.base import Tensor
+from .sharded import Terms
 
-_STACK = f"torch {torch.__version__}"  # whose generator the noise comes from
+_STACK = f"torch {torch.__version__}, stream {STREAM}"  # whose generator the noise comes from
 _AMP = "_step_supports_amp_scaling"  # makes GradScaler.step call `step` and leave the rest to it
 
 
@@ -86,11 +91,13 @@ class PrivateStep:
     Args:
         recorder: listens to the model.
         optimizer: the user's.
-        ledger: records each release of its plan before the update.
+        ledger: of the run.
+        release: completes, records and seals the sum of each step before the update.
         loss_reduction: "mean" or "sum".
         keep: as in `Captured`.
         keep_per_sample: () -> whether `stages` is to hold the per-sample gradients.
-        choices: table of `choices.recorded`, filled as the layers are met.
+        choices: table of `choices.of_run`, filled as the layers are met.
+        decides: as there.
         noise_layout: () -> as `layout` of `noisy_mean`.
     """
 
@@ -99,17 +106,21 @@ class PrivateStep:
         recorder: Recorder,
         optimizer: torch.optim.Optimizer,
         ledger: Ledger,
+        release: Alone | Together,
         *,
         loss_reduction: str,
         keep: str,
         keep_per_sample: Callable[[], bool],
         choices: dict[str, str],
+        decides: bool = True,
         noise_layout: Callable[[], Any] = lambda: None,
     ) -> None:
         self._recorder, self.optimizer, self._ledger = recorder, optimizer, ledger
-        self._reduction, self._keep = loss_reduction, keep
+        self._shards = recorder.shards
+        self._reduction, self._keep, self._complete = loss_reduction, keep, release
         self._keep_per_sample, self._noise_layout = keep_per_sample, noise_layout
-        self._choices, self._pass = choices, 0
+        self._choices, self._decides, self._pass = choices, decides, 0
+        self._seeded = ledger.plan.seed is not None
         self._draw: Draw | None = None
         self._batch: Any = None
         self._forget()
@@ -166,6 +177,7 @@ class PrivateStep:
                 "every batch of the loader: which batches count must not depend on the data."
             )
         self._draw, self._batch = draw, batch
+        self.stages = None  # as much memory as two models
 
     def check_loss(self, loss: Tensor) -> None:
         """Refuse a loss that is not what was declared."""
@@ -195,6 +207,9 @@ class PrivateStep:
             args, kwargs = (args[0],), {**kwargs, "closure": once}
         draw = self._draw
         check_holds(optimizer, self._recorder.parameters)
+        self._recorder.require_backward()
+        if draw.is_last:
+            self._complete.begin(draw.step)
         self._add(draw)
         self._recorder.clear()
         self._draw = self._batch = None
@@ -204,49 +219,83 @@ class PrivateStep:
             self._set_gradients({})
         return args, kwargs
 
+    def terms(self) -> Terms:
+        """What the batch that was handed out is clipped with.
+
+        Raises:
+            RuntimeError: there is none.
+        """
+        if self._draw is None:
+            raise RuntimeError(
+                "No batch was handed out, so nothing says what to clip with. Expected one of the "
+                "loader that make_private returned."
+            )
+        plan, mask = self._ledger.plan, self._draw.mask
+        limits = plan.clipping_bounds(self._ledger.max_grad_norm)
+        return Terms(
+            float(len(mask)) if self._reduction == "mean" else 1.0,
+            clipping_bounds(self._recorder.parameters, plan.clipping, limits),
+            plan.clipping,
+            None if bool(mask.all()) else mask,
+        )
+
     def _add(self, draw: Draw) -> None:
         """Add the clipped gradients of one physical batch to the logical batch's sum."""
-        recorder, plan = self._recorder, self._ledger.plan
-        n, mask = len(draw.mask), None if bool(draw.mask.all()) else draw.mask
+        recorder, n = self._recorder, len(draw.mask)
         if recorder.n is not None and recorder.n != n:
             raise RuntimeError(
                 f"The model saw {recorder.n} examples but the loader gave {n}. Expected the whole "
                 "batch, once."
             )
-        scale = float(n) if self._reduction == "mean" else 1.0
-        gradients = recorder.gradients(scale, self._keep)
-        limits = plan.clipping_bounds(self._ledger.max_grad_norm)
-        bounds = clipping_bounds(recorder.parameters, plan.clipping, limits)
-        second_pass = recorder.second_pass(scale)
-        # Timing would let a resume or another rank choose otherwise, so the cost model decides.
-        with torch.no_grad(), recorded(self._choices, measure=False):
-            if self._keep_per_sample():
-                grads = gradients.grads()
-                self._grads.append({name: g[draw.mask.to(g.device)] for name, g in grads.items()})
-            sums, norms = clip_and_sum(gradients, n, bounds, plan.clipping, mask, second_pass)
-            if self._sums:  # the noise may be drawn in place, so the sums are ours alone
-                sums = {name: self._sums[name] + total for name, total in sums.items()}
-        self._sums = sums
+        mask = self.terms().mask
+        with torch.no_grad(), of_run(self._choices, seeded=self._seeded, decides=self._decides):
+            self._sums, norms = self._clipped(draw)
         self._norms.append(norms if mask is None else norms[mask.to(norms.device)])
 
+    def _clipped(self, draw: Draw) -> tuple[dict[str, Tensor], Tensor]:
+        """Name -> clipped sum of the logical batch so far, and norms of the recorded one."""
+        recorder, (scale, bounds, clipping, mask) = self._recorder, self.terms()
+        formed = partial(self._formed, is_whole=draw.is_last)
+        if recorder.layered is not None:
+            sums, norms = recorder.layered.finish()
+            return {name: formed(name, total) for name, total in sums.items()}, norms
+        gradients, n = recorder.gradients(scale, self._keep), len(draw.mask)
+        second_pass = recorder.second_pass(scale, gradients.forget)
+        if self._keep_per_sample() and recorder.shards is None:
+            grads = gradients.grads()
+            self._grads.append({name: g[draw.mask.to(g.device)] for name, g in grads.items()})
+        if second_pass is None and recorder.shards is None:
+            early = Passing(gradients, formed)
+            return clip_and_sum(early, n, bounds, clipping, mask)
+        sums, norms = clip_and_sum(
+            gradients, n, bounds, clipping, mask, second_pass, recorder.shards
+        )
+        return {name: formed(name, total) for name, total in sums.items()}, norms
+
+    def _formed(self, name: str, total: Tensor, is_whole: bool) -> Tensor:
+        """One sum with what came before in the logical batch; it may be sent while others form."""
+        if self._sums:  # the noise may be drawn in place, so the sums are ours alone
+            total = self._sums[name] + total
+        if is_whole:
+            self._complete.formed(name, total)
+        return total
+
     def _release(self, step: int) -> None:
-        """Record the step, then hand the optimizer the noisy mean."""
+        """Put the step on record, then hand the optimizer the noisy mean."""
         ledger, sums, norms = self._ledger, self._sums, torch.cat(self._norms)
         grads = {
             name: torch.cat([part[name] for part in self._grads])
             for name in (self._grads[0] if self._grads else ())
         }
         self._forget()
-        counts = {}
+        counts: tuple[int, ...] = ()
         if ledger.plan.is_adaptive:
-            below = int((norms <= ledger.max_grad_norm).sum())
-            counts = {"num_below": below, "num_rows": len(norms)}
-        ledger.record(step)
+            counts = int((norms <= ledger.max_grad_norm).sum()), len(norms)
         layout = self._noise_layout()
         # What decides the normals beside the key: a repeated release must repeat them too.
-        places = [(str(total.device), str(total.dtype)) for total in sums.values()]
+        places = [(device_kind(total.device), str(total.dtype)) for total in sums.values()]
         stack = repr((_STACK, places, layout))
-        seal = ledger.seal(step, lambda: _arrays(sums.values()), stack=stack, **counts)
+        sums, seal = self._complete(step, sums, counts=counts, stack=stack)
         with torch.no_grad():
             mean = noisy_mean(
                 sums,
@@ -255,6 +304,7 @@ class PrivateStep:
                 branch=seal.branch,
                 max_grad_norm=seal.max_grad_norm,
                 layout=layout,
+                pieces=None if self._shards is None else self._shards.pieces,
             )
         if ledger.plan.noise != "secure":
             self.stages = Stages(norms, sums, mean, grads or None)
@@ -265,8 +315,12 @@ class PrivateStep:
         for group in self.optimizer.param_groups:
             for p in group["params"]:  # a frozen one may hold a gradient from before the run
                 p.grad = None
-        for name, p in self._recorder.parameters.items():
-            p.grad = mean[name].to(p.dtype).view_as(p) if name in mean else None
+        for name, value in mean.items():
+            p = self._recorder.parameters[name]
+            if self._shards is not None:
+                p.grad = self._shards.gradient(name, value)
+            else:
+                p.grad = value.to(p.dtype).view_as(p)
 
 
 def _refuse_scaler(optimizer: Any) -> None:
@@ -294,8 +348,3 @@ def _integers(batch: Any) -> list[Tensor]:
         batch = list(batch.values())
     parts = batch if isinstance(batch, list | tuple) else ()
     return [tensor for part in parts for tensor in _integers(part)]
-
-
-def _arrays(tensors: Iterable[Tensor]) -> Iterable[Any]:
-    """The tensors as NumPy arrays."""
-    return (tensor.detach().cpu().contiguous().numpy() for tensor in tensors)

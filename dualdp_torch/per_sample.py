@@ -14,7 +14,8 @@ from .batch import join_aux
 from .call import Call
 from .clip import clip_and_sum, clipping_bounds, refuse_two_pass, whole_norms
 from .fallback import Generators, generator_state, replayed, reweighted
-from .gradients import wide
+from .gradients import Gradients
+from .parts import is_narrow, wide
 from .rules.base import Tensor
 
 LossFn = Callable[..., Any]
@@ -199,11 +200,12 @@ def clipped_grad_sum(
 
 def _clipped_piece(piece: Call, bounds: Mapping[str, Any], clipping: str) -> ClippedSum:
     """The clipped sum of one piece of the batch."""
-    device = piece.batch.tensors()[0].device
-    second_pass = None
-    if piece.method == "two_pass" and piece.parameters:
-        second_pass = partial(_second_pass, piece, generator_state(device), device)
+    passes_twice = piece.method == "two_pass" and bool(piece.parameters)
+    state = generator_state() if passes_twice else None
     gradients, losses, aux = piece.gradients()
+    second_pass = None
+    if state is not None and not is_narrow([losses]):
+        second_pass = partial(_second_pass, piece, gradients, state)
     grads, norms = clip_and_sum(
         gradients,
         piece.batch.n,
@@ -218,13 +220,14 @@ def _clipped_piece(piece: Call, bounds: Mapping[str, Any], clipping: str) -> Cli
 
 
 def _second_pass(
-    piece: Call, state: Generators, device: torch.device, factors: Tensor
+    piece: Call, gradients: Gradients, state: Generators, factors: Tensor
 ) -> dict[str, Tensor]:
     """The clipped sum by a backward of the reweighted losses, under the same random numbers."""
+    gradients.forget()  # two passes need the memory of one
 
     def losses() -> Tensor:
         out = piece.loss_fn(piece.model, *piece.batch.arguments())
         return out[0] if piece.has_aux else out
 
-    with replayed(state, device):
+    with replayed(state):
         return reweighted(losses, piece.parameters, factors)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,8 +26,9 @@ from .batch import Batch, check_losses
 from .capture import Capture
 from .layout import Layout, belongs_to, candidates
 from .remembered import known as known
+from .rows import refuse_moved as refuse_moved
 from .rules.base import Tensor
-from .uses import Use, eagerly
+from .uses import SecondOrderError, Use, eagerly
 from .validate import refuse_mixing_modules
 
 #: Examples that the proof looks at.
@@ -47,17 +48,19 @@ class Proof:
         layouts: signature of each use, in order, and its layout; None where no gradient arrived.
         problem: why captured uses cannot be trusted (the model then goes through `vmap`), or None.
         skip: positions of uses that hold no examples.
+        unreached: indices of uses from which no way leads to the losses.
     """
 
     signatures: tuple[Any, ...]
     layouts: tuple[Layout | None, ...]
     problem: str | None = None
     skip: frozenset[int] = frozenset()
+    unreached: frozenset[int] = frozenset()
 
     @property
     def complete(self) -> bool:
         """Whether the proof can be used again."""
-        return None not in self.layouts
+        return all(found or i in self.unreached for i, found in enumerate(self.layouts))
 
 
 class _NoRandomness(TorchFunctionMode):
@@ -133,12 +136,11 @@ def prove(
         out = loss_fn(model, *part.arguments())
         return check_losses(out[0] if has_aux else out, part.n)
 
-    tolerance = _tolerance(model, batch)
+    tolerance = _tolerance(model, parameters, batch)
     device = batch.tensors()[0].device
     buffers = _versions(model)
     with eagerly(), untouched_generators(device), _NoRandomness():
-        with torch.no_grad():
-            whole = losses_of(batch)
+        whole = _without_graph(losses_of, batch)
         _check_buffers(model, buffers)
         good = whole.isfinite()
         if mask is not None:
@@ -148,12 +150,18 @@ def prove(
             return None
         few = batch.rows(chosen)
         names = {id(p): name for name, p in parameters.items()}
-        with Capture(names, model=model) as capture:
-            losses = losses_of(few)
+        nested = None
+        try:
+            with Capture(names, model=model) as capture:
+                losses = losses_of(few)
+        except SecondOrderError as error:
+            nested, losses = str(error), _without_graph(losses_of, few)
         problem = _apart(losses.detach(), whole[chosen], tolerance, "in a smaller batch")
         problem = problem or _differs_alone(losses_of, few, losses.detach(), tolerance)
         if problem and not _agrees_in_double(model, loss_fn, few, has_aux):
             raise UnsupportedLayerError(problem)
+        if nested:
+            return Proof((), (), nested)
         skip: frozenset[int] = frozenset()
         while True:
             found = _locate(capture, losses, parameters, skip)
@@ -164,6 +172,16 @@ def prove(
             skip |= {found.position}
             with Capture(names, skip=skip, model=model) as capture:
                 losses = losses_of(few)
+
+
+def _without_graph(losses_of: Callable[[Batch], Tensor], batch: Batch) -> Tensor:
+    """The losses, without a graph unless the model needs one because it differentiates itself."""
+    try:
+        with torch.no_grad():
+            return losses_of(batch)
+    except RuntimeError:
+        with torch.enable_grad():
+            return losses_of(batch).detach()
 
 
 def _versions(model: nn.Module) -> dict[str, tuple[Tensor, int]]:
@@ -189,9 +207,12 @@ def _spread(indices: Tensor, count: int) -> Tensor:
     return indices[positions]
 
 
-def _tolerance(model: nn.Module, batch: Batch) -> float:
-    """How far rounding may move a loss, by the lowest precision that takes part."""
-    tensors = [*model.parameters(), *batch.tensors()]
+def _tolerance(model: nn.Module, parameters: Mapping[str, Tensor], batch: Batch) -> float:
+    """How far rounding may move a loss, by the lowest precision that takes part.
+
+    Parameters of a sharded model may have one precision outside and another inside.
+    """
+    tensors = [*model.parameters(), *parameters.values(), *batch.tensors()]
     device = batch.tensors()[0].device.type
     dtypes = {t.dtype for t in tensors if t.is_floating_point()}
     if torch.is_autocast_enabled(device):
@@ -220,8 +241,7 @@ def _differs_alone(
 ) -> str | None:
     """How the loss of the first or last example differs alone, or None."""
     for position in (0, few.n - 1):
-        with torch.no_grad():
-            alone = losses_of(few.rows(slice(position, position + 1)))
+        alone = _without_graph(losses_of, few.rows(slice(position, position + 1)))
         problem = _apart(alone, together[position : position + 1], tolerance, "alone")
         if problem:
             return problem
@@ -232,6 +252,8 @@ def _agrees_in_double(
     model: nn.Module, loss_fn: Callable[..., Any], few: Batch, has_aux: bool
 ) -> bool:
     """Whether what looked like mixing was rounding: losses that cancel agree in float64."""
+    if any(hasattr(p, "device_mesh") for p in model.parameters()):  # no copy of a sharded model
+        return False
     tensors = [t.double() if t.is_floating_point() else t for t in few.tensors()]
     exact, batch = copy.deepcopy(model).double(), Batch(few.with_tensors(tensors))
 
@@ -240,8 +262,7 @@ def _agrees_in_double(
         return check_losses(out[0] if has_aux else out, part.n)
 
     try:
-        with torch.no_grad():
-            together = losses_of(batch)
+        together = _without_graph(losses_of, batch)
         precise = together.dtype == torch.float64
         return precise and not _differs_alone(losses_of, batch, together, TOLERANCE[torch.float64])
     except (RuntimeError, TypeError, ValueError):  # the model can't be run in float64
@@ -261,7 +282,7 @@ def _locate(
     """
     n, uses = len(losses), capture.uses
     left = [candidates(use.out_shape, n, use.batch_axes, use.rule.rows_are_free) for use in uses]
-    shown = [False] * len(uses)
+    shown, reached = [False] * len(uses), set[int]()
     for example in dict.fromkeys((0, n - 1, *range(n))):
         if all(shown) and example not in (0, n - 1):
             break
@@ -269,7 +290,10 @@ def _locate(
         if leftover:
             return Proof((), (), f"parameter {leftover[0]!r} is used by a function without a rule")
         for i, use in enumerate(uses):
-            if use.grads_out is None or not bool(use.grads_out.any()):
+            if use.grads_out is None:
+                continue
+            reached.add(i)
+            if not bool(use.grads_out.any()):
                 continue
             shown[i] = True
             left[i] = [c for c in left[i] if belongs_to(use.grads_out, c, n, example)]
@@ -279,4 +303,5 @@ def _locate(
         options[0] if seen and len(options) == 1 else None
         for options, seen in zip(left, shown, strict=True)
     )
-    return Proof(tuple(use.signature for use in uses), layouts, skip=skip)
+    unreached = frozenset(range(len(uses))) - reached
+    return Proof(tuple(use.signature for use in uses), layouts, skip=skip, unreached=unreached)

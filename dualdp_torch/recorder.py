@@ -8,6 +8,7 @@ Module hooks only tell that the model is entered and left; in between, the same 
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -22,13 +23,16 @@ from dualdp import UnsupportedLayerError
 
 from .batch import Batch
 from .capture import Capture
-from .fallback import by_vmap, generator_state, replayed, reweighted
+from .examination import Examination
+from .fallback import again_by_vmap, generator_state, replayed, reweighted
 from .gradients import Captured, Gradients
-from .layout import Layout, of_single
+from .layered import Layered
+from .layout import Layout
 from .outputs import Silent, float_leaves, projected
-from .proof import Proof, known, prove
+from .parts import complete, is_narrow
 from .reduction import current_losses, last_node
 from .rules.base import Tensor
+from .sharded import Shards, Terms, check_sharded
 from .uses import Derived, Use, eagerly, trainable_parameters
 from .validate import refuse_mixing_modules
 
@@ -44,6 +48,12 @@ class Recorder:
         method: one of `RECORDED`.
         when: () -> whether a forward that begins now is to be recorded.
         check: called with the loss when its backward reaches the model, where it can be seen.
+        terms: () -> what the batch is clipped with; with them the layers of a model in pieces are
+            clipped while the backward runs, where they are clipped one by one.
+
+    Attributes:
+        shards: of a model under `fully_shard`, else None; then all processes record together.
+        layered: the clipped sums of the recorded batch, where the backward forms them.
     """
 
     def __init__(
@@ -53,23 +63,32 @@ class Recorder:
         method: str,
         when: Callable[[], bool],
         check: Callable[[Tensor], None],
+        terms: Callable[[], Terms] | None = None,
     ) -> None:
         refuse_mixing_modules(model)
+        check_sharded(model, method)
         self.model, self.method, self._when, self._check = model, method, when, check
+        self.shards, self._terms = Shards.of(model), terms
         self.parameters = trainable_parameters(model)
-        self._names = {id(p): name for name, p in self.parameters.items()}
+        self._inside = self.shards.plain if self.shards else self.parameters
+        tables = (self.parameters, self._inside)
+        self._names = {id(p): name for table in tables for name, p in table.items()}
         # Run when a gradient is accumulated, not when one is asked for as `pull_back` does.
-        nodes = {n: get_gradient_edge(p).node for n, p in self.parameters.items()}
+        leaves = {id(p): (name, p) for table in tables for name, p in table.items()}.values()
+        nodes = [(name, get_gradient_edge(p).node) for name, p in leaves]
         self._accumulators = nodes  # their hooks live as long as they do
         self._mode: Any = None
         self._capture: Any = None
-        self._proofs: dict[Any, Proof] = {}
+        self._examination = Examination(model, self._inside, self.shards, self._pause)
         self._paused, self._thread = False, threading.get_ident()
         self.clear()
         self._handles: list[Any] = [
-            model.register_forward_pre_hook(self._enter, with_kwargs=True),
+            # Before FSDP's own hook, which begins a forward that ours may precede by others.
+            model.register_forward_pre_hook(
+                self._enter, with_kwargs=True, prepend=self.shards is not None
+            ),
             model.register_forward_hook(self._leave, with_kwargs=True, always_call=True),
-            *(node.register_prehook(partial(self._escaped, name)) for name, node in nodes.items()),
+            *(node.register_prehook(partial(self._escaped, name)) for name, node in nodes),
         ]
 
     def __reduce__(self) -> Any:
@@ -88,6 +107,8 @@ class Recorder:
         self._cotangents: dict[int, Tensor] = {}
         self._without_graph = False
         self.left_at: int | None = None
+        self.layered: Layered | None = None
+        self._heard: set[Use] = set()
 
     def detach(self) -> None:
         """Remove every hook."""
@@ -116,57 +137,24 @@ class Recorder:
                 "backward; put further calls under torch.no_grad()."
             )
         current = trainable_parameters(model)
-        if {id(p) for p in current.values()} != set(self._names):
+        if {self._names.get(id(p)) for p in current.values()} != set(self.parameters):
             changed = sorted(set(current) ^ set(self.parameters)) or sorted(current)
             raise RuntimeError(
                 f"The parameters {changed} were frozen, unfrozen or replaced after set-up. Set "
                 "up again, so that what is clipped is what is trained."
             )
         self._batch = Batch((args, kwargs))
-        self._generators = generator_state(self._batch.tensors()[0].device)
-        self._proofs = known(model, projected, self._batch)
-        if self.method == "vmap" or self._problem():
+        self._generators = generator_state()
+        problem = self._examination.begin(self._batch)
+        if self.method == "vmap" or problem:
             self._without_graph = self._by_vmap = True
             torch.set_grad_enabled(False)
-        skip = next((proof.skip for proof in self._proofs.values()), frozenset())
+        skip = self._examination.skip
         self._mode = self._capture = Capture(self._names, self._listen, skip, self.model)
         self._eager = eagerly()
         self._eager.__enter__()
         self._mode.__enter__()
         self.n, self._thread = self._batch.n, threading.get_ident()
-
-    def _problem(self) -> str | None:
-        """Why captured uses cannot be trusted, examining the model on its first call."""
-        if not self._proofs:
-            self._prove()
-        return self._proofs["problem"].problem if "problem" in self._proofs else None
-
-    def _prove(self) -> None:
-        """Examine the model on this batch and remember the result if it is complete."""
-        if self._batch.n == 1:
-            return
-        with self._pause(), torch.enable_grad():
-            proof = prove(self.model, projected, self._batch, self.parameters)
-        if proof is not None and (proof.complete or proof.signatures):
-            self._proofs["problem" if proof.problem else proof.signatures] = proof
-
-    def _find_layouts(self) -> tuple[Layout | None, ...]:
-        """Where the examples lie in the uses of this forward."""
-        if self.n == 1:
-            return tuple(
-                of_single(use.out_shape, use.batch_axes, use.rule.rows_are_free)
-                for use in self._uses
-            )
-        proofs, signatures = self._proofs, tuple(use.signature for use in self._uses)
-        if signatures not in proofs or not proofs[signatures].complete:
-            self._prove()
-        if signatures not in proofs:
-            raise UnsupportedLayerError(
-                "The model could not be examined on this batch: fewer than two of its outputs are "
-                "finite, or a few of the examples take another way through it than all of them. "
-                'Use clipped_grad_sum, or method="vmap".'
-            )
-        return proofs[signatures].layouts
 
     def _leave(self, model: nn.Module, args: Any, kwargs: Any, outputs: Any) -> Any:
         """The model is left, by return or by exception."""
@@ -178,7 +166,9 @@ class Recorder:
         if self._without_graph:
             self._without_graph = False
             torch.set_grad_enabled(True)
-        if outputs is None:  # an exception
+        if outputs is None:  # an exception, which torch is handling
+            if self.shards is not None:
+                self.shards.explain(sys.exc_info()[1])
             self.clear()
             return None
         if not self._by_vmap:
@@ -188,11 +178,32 @@ class Recorder:
                     "that is not ours. Use clipped_grad_sum, or train without checkpointing."
                 )
             self._uses, self._derived = mode.uses, mode.derived
-            self._layouts = self._find_layouts()
+            self._layouts = self._examination.layouts(mode, outputs)
+            self._begin_layers()
+            if self.shards is not None and (self.layered or self.method == "two_pass"):
+                self.shards.require_same_way(use.held.values() for use in self._uses)
         if self._by_vmap or self.method == "two_pass":
             outputs = self._listen_to_outputs(outputs)
         self.left_at = last_node(float_leaves(outputs))
         return outputs
+
+    def _begin_layers(self) -> None:
+        """Have the backward of a model in pieces clip layer by layer, if that is the clipping."""
+        if self.shards is None or self._terms is None or self.n is None:
+            return
+        terms = self._terms()
+        if terms.clipping != "per_layer":
+            return
+        if terms.mask is not None and len(terms.mask) != self.n:
+            return  # which is an error at the step
+        self.layered = Layered(
+            dict(zip(self._uses, self._layouts, strict=True)),
+            self._derived,
+            self._inside,
+            terms,
+            n=self.n,
+            shards=self.shards,
+        )
 
     def _listen(self, use: Use, out: Tensor) -> None:
         """Keep the gradient of one captured call's output."""
@@ -200,14 +211,17 @@ class Recorder:
         def arrived(grad: Tensor) -> None:
             if self._paused or use not in self._uses:
                 return
-            self._check_first(use.grads_out)
+            self._check_first(use in self._heard)
+            self._heard.add(use)
             use.grads_out = grad.detach()
+            if self.layered is not None:
+                self.layered.arrived(use)
 
         out.register_hook(arrived)
 
-    def _check_first(self, before: Tensor | None) -> None:
+    def _check_first(self, came_before: bool) -> None:
         """Refuse a second backward, and losses that the check refuses or that can't be found."""
-        if before is not None:
+        if came_before:
             raise RuntimeError(
                 "backward ran twice over one recorded forward. Expected one backward per step; "
                 "add the losses before calling backward."
@@ -237,7 +251,7 @@ class Recorder:
 
     def _hear(self, position: int, grad: Tensor) -> None:
         """The gradient of one output arrived."""
-        self._check_first(self._cotangents.get(position))
+        self._check_first(position in self._cotangents)
         self._cotangents[position] = grad.detach()
 
     def _escaped(self, name: str, grads: Any) -> None:
@@ -267,6 +281,27 @@ class Recorder:
         Raises:
             RuntimeError: no forward or no backward was recorded.
         """
+        n = self.require_backward()
+        if self._by_vmap:
+            return self._vmapped(scale)
+        for use, layout in zip(self._uses, self._layouts, strict=True):
+            complete(use, layout, scale)
+        return Captured(
+            self._uses,
+            self._layouts,
+            {**self._inside, **self._capture.stand_ins},
+            self._derived,
+            n=n,
+            keep=keep if self.shards is None else "small",
+            gathered=self.shards.gathered if self.shards else None,
+        )
+
+    def require_backward(self) -> int:
+        """The number of examples of the recorded forward and backward.
+
+        Raises:
+            RuntimeError: one is missing.
+        """
         if self.n is None:
             raise RuntimeError(
                 "No forward was recorded. Call the model inside, with gradients on, before this."
@@ -275,21 +310,7 @@ class Recorder:
             raise RuntimeError(
                 "No backward was recorded. Call loss.backward() before reading gradients."
             )
-        if self._by_vmap:
-            return self._vmapped(scale)
-        for use, layout in zip(self._uses, self._layouts, strict=True):
-            if use.grads_out is None:
-                continue
-            use.check_unchanged()
-            if layout is None and bool(use.grads_out.any()):
-                raise UnsupportedLayerError(
-                    f"Where the examples lie in {use} could not be seen when the model was "
-                    'examined, since gradients vanished there. Use method="vmap".'
-                )
-            if scale != 1:
-                use.grads_out = use.grads_out * scale
-        parameters = self.parameters | self._capture.stand_ins
-        return Captured(self._uses, self._layouts, parameters, self._derived, n=self.n, keep=keep)
+        return self.n
 
     def _scaled_cotangents(self, scale: float) -> list[Tensor]:
         """The gradient of each output, zeros where none arrived."""
@@ -298,9 +319,16 @@ class Recorder:
             for i, out in enumerate(self._outputs)
         ]
 
-    def second_pass(self, scale: float) -> Callable[[Tensor], dict[str, Tensor]] | None:
-        """Factors (n,) -> clipped sum by a second forward and backward, for method="two_pass"."""
-        if self.method != "two_pass" or self._by_vmap:
+    def second_pass(
+        self, scale: float, free: Callable[[], None] = lambda: None
+    ) -> Callable[[Tensor], dict[str, Tensor]] | None:
+        """Factors (n,) -> clipped sum by a second forward and backward, for method="two_pass".
+
+        Args:
+            scale: as in `gradients`.
+            free: called first, to give back the memory of what the first pass left.
+        """
+        if self.method != "two_pass" or self._by_vmap or is_narrow(self._outputs):
             return None
         (args, kwargs), cotangents = self._batch.arguments(), self._scaled_cotangents(scale)
 
@@ -308,7 +336,10 @@ class Recorder:
             return projected(self.model, args, kwargs, cotangents)
 
         def run(factors: Tensor) -> dict[str, Tensor]:
-            with self._pause(), replayed(self._generators, factors.device):
+            free()
+            with self._pause(), replayed(self._generators):
+                if self.shards is not None:
+                    return self.shards.reweighted(losses, factors)
                 return reweighted(losses, self.parameters, factors)
 
         return run
@@ -316,17 +347,5 @@ class Recorder:
     def _vmapped(self, scale: float) -> Gradients:
         """The gradients through `vmap` over the model, from the gradients of its outputs."""
         batch = Batch((*self._batch.arguments(), self._scaled_cotangents(scale)))
-        try:
-            with self._pause():
-                found, _, _ = by_vmap(
-                    self.model, projected, batch, self.parameters, False, randomness="error"
-                )
-        except UnsupportedLayerError as error:
-            if "random" not in str(error):
-                raise
-            raise UnsupportedLayerError(
-                "The model draws its randomness (dropout) itself and goes through vmap, which "
-                "can't draw those of the recorded forward again. Use a grad_sample_mode without "
-                "vmap if that was asked for, else clipped_grad_sum."
-            ) from error
-        return found
+        with self._pause():
+            return again_by_vmap(self.model, projected, batch, self.parameters)

@@ -18,8 +18,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.trainer_utils import get_last_checkpoint
 
 from .engine import PrivacyEngine
-from .hosted import Hosted, HostedLoader, Lent, wider
+from .hosted import Hosted, HostedLoader, wider
 from .rules.base import Tensor
+from .run import Lent
 
 FILE = "dualdp.json"
 _IGNORED = -100  # label of a position that does not count

@@ -50,6 +50,22 @@ class _Attach(torch.autograd.Function):
 attach: Callable[[Tensor, Tensor], Tensor] = _Attach.apply
 
 
+class SecondOrderError(UnsupportedLayerError):
+    """The forward differentiates, so that captured uses would miss a part of the gradient."""
+
+
+SECOND_ORDER = (
+    "The model or the loss {} inside the forward: the gradient has a part that no layer's input "
+    'and output show. Use method="loop", which is exact for every model.'
+)
+
+
+def refuse_transforms(function: Callable[..., Any]) -> None:
+    """Refuse a call inside a transform of `torch.func`, whose tensors are not the batch's."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise SecondOrderError(SECOND_ORDER.format(f"calls {name_of(function)} under torch.func"))
+
+
 class ChangedInPlaceError(UnsupportedLayerError):
     """An input that a parameter's gradient needs was overwritten after it was used."""
 
@@ -69,6 +85,7 @@ class Use:
         out_shape: shape of the output.
         position: among all calls that rules cover.
         can_skip: the call can be run without being captured.
+        turns: how axes were turned before the call, see `Moves`.
         grads_out: gradient of the output, or None as long as none has arrived.
     """
 
@@ -82,13 +99,15 @@ class Use:
     out_shape: torch.Size
     position: int
     can_skip: bool = True
+    turns: int = 0
     versions: list[tuple[Tensor, int]] = field(default_factory=list)
     grads_out: Tensor | None = None
 
     @property
     def signature(self) -> tuple[Any, ...]:
         """What this use has in common with the same use on other data."""
-        return self.function, tuple(self.held.items()), len(self.out_shape), self.position
+        axes = len(self.out_shape), self.turns
+        return self.function, tuple(self.held.items()), axes, self.position
 
     @property
     def batch_axes(self) -> Sequence[int]:
@@ -170,5 +189,21 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """{name: parameter} of what is trained; a tied weight under its first name."""
-    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+    """{name: parameter} of what is trained; a tied weight under its first name.
+
+    Raises:
+        UnsupportedLayerError: a complex parameter, or one with a hook that changes its gradient.
+    """
+    found = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    for name, p in found.items():
+        if p.is_complex():
+            raise UnsupportedLayerError(
+                f"Parameter {name!r} is {p.dtype}. Expected real numbers: store "
+                "torch.view_as_real(it) and use torch.view_as_complex in forward."
+            )
+        if p._backward_hooks:
+            raise UnsupportedLayerError(
+                f"Parameter {name!r} has a gradient hook, which would see no example's gradient. "
+                "Remove it (handle.remove()), or change the optimizer or the loss instead."
+            )
+    return found

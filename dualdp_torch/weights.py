@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from .optimizer_state import named_state, restorer
+from .sharded import is_sharded
 
 _KINDS: dict[str, tuple[type[nn.Module], ...]] = {
     "linear": (nn.Linear,),
@@ -140,8 +141,12 @@ def load_optimizer(
 
 
 def as_numpy(tensor: torch.Tensor) -> NDArray[Any]:
-    """A copy on the host; bfloat16, which NumPy does not have, as float32."""
-    tensor = tensor.detach().cpu()
+    """A copy on the host; bfloat16, which NumPy does not have, as float32.
+
+    A tensor in pieces is gathered, by all processes that hold some.
+    """
+    whole: Any = tensor.detach()
+    tensor = (whole.full_tensor() if is_sharded(whole) else whole).cpu()
     return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy().copy()
 
 

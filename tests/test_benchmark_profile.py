@@ -4,8 +4,7 @@
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks import __main__ as command_line
-from benchmarks import profile, systems
+from dualdp_bench import command_line, profile, systems, traces
 
 
 @pytest.fixture(autouse=True)
@@ -14,26 +13,52 @@ def processors(monkeypatch):
     monkeypatch.setattr(command_line, "limit_threads", lambda threads: threads)
 
 
-def test_a_page_shows_where_the_time_goes(tmp_path):
-    arguments = ["profile", "--workload", "ffnn", "--out", str(tmp_path)]
+def _page(folder, backend):
+    arguments = ["profile", "--workload", "ffnn", "--out", str(folder), "--backend", backend]
     outcome = CliRunner().invoke(command_line.app, arguments)
     assert outcome.exit_code == 0, outcome.output
-    page = (tmp_path / "ffnn-torch.md").read_text()
-    assert page.startswith("# ffnn, 32 examples, torch: ")
+    page = (folder / f"ffnn-{backend}.md").read_text()
+    assert page.startswith(f"# ffnn, 32 examples, {backend}: ")
     assert "| kernel | non-private | calls | dualdp:auto | calls | more |" in page
     assert "| all | 100.0 |" in page
     rows = [row.split("|") for row in page.splitlines() if row.startswith("| `")]
-    assert all(row[1].strip().startswith("`") for row in rows)
-    # Which kernels are the longest, and so are listed, depends on the machine.
-    assert any("`aten::" in row[1] and float(row[3]) >= 1 and float(row[5]) >= 1 for row in rows)
     more = [float(row[6]) for row in rows[:5]]
     assert more == sorted(more, reverse=True)
+    return page, rows
+
+
+def test_a_page_shows_where_the_time_goes(tmp_path):
+    page, rows = _page(tmp_path, "torch")
+    assert "| system | step, ms | first call, s | peak, MiB |" in page
+    assert "`dualdp:auto` takes gram: linear 1x" in page
+    # Which kernels are the longest, and so are listed, depends on the machine.
+    assert any("`aten::" in row[1] and float(row[3]) >= 1 and float(row[5]) >= 1 for row in rows)
+
+
+def test_a_page_of_jax_names_primitives_and_what_compiling_takes(tmp_path):
+    page, rows = _page(tmp_path, "jax")
+    columns = "tracing, s | compiling, s | temporary, MiB | outputs, MiB"
+    assert f"| system | step, ms | {columns} |" in page
+    assert any(row[1].strip().startswith("`dot_general f32[") for row in rows)
+
+
+def test_a_single_layer_has_a_page_in_the_sizes_of_its_suite():
+    page = profile.profile(systems.stack("torch"), "instancenorm", "dualdp:auto", batch=2)
+    assert page.startswith("# instancenorm, 2 examples, torch: ")
+    with pytest.raises(ValueError, match="workload='lime' is not known"):
+        profile.profile(systems.stack("torch"), "lime", "dualdp:auto")
+
+
+def test_a_system_of_several_programs_has_a_page_too(tmp_path):
+    stack = systems.stack("jax")
+    page = profile.profile(stack, "logreg", "loop", batch=2)
+    assert "| loop |" in page
 
 
 def test_a_stack_without_a_tracer_is_refused(monkeypatch):
-    monkeypatch.setattr(profile, "TRACERS", {})
+    monkeypatch.setattr(traces, "TRACERS", {})
     with pytest.raises(ValueError, match="backend='torch' has no tracer. Expected one of"):
-        profile.profile(systems.stack("torch"), "ffnn", "dualdp:auto", "cpu", "")
+        profile.profile(systems.stack("torch"), "ffnn", "dualdp:auto")
 
 
 def test_freed_memory_is_kept(monkeypatch):

@@ -16,15 +16,16 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from benchmarks import (
-    __main__ as command_line,
-)
-from benchmarks import (
+from dualdp.plan import NOISE
+from dualdp_bench import (
+    command_line,
+    gate,
     layers,
     measure,
     noise,
     report,
     results,
+    session,
     specs,
     suites,
     systems,
@@ -32,10 +33,10 @@ from benchmarks import (
     workloads_jax,
     workloads_torch,
 )
-from benchmarks.measure import Protocol, WrongSystem
-from benchmarks.results import Row
-from benchmarks.systems import NON_PRIVATE, Clipped, Setting
-from dualdp.plan import NOISE
+from dualdp_bench.gate import WrongSystem
+from dualdp_bench.measure import Protocol
+from dualdp_bench.results import Row
+from dualdp_bench.systems import NON_PRIVATE, Clipped, Setting
 
 BACKENDS = ("torch", "jax")
 SMALL = {
@@ -107,9 +108,8 @@ def test_both_stacks_compute_the_same(name):
     np.testing.assert_allclose(ours[1], theirs[1], rtol=2e-5)
 
 
-@pytest.mark.parametrize("name", layers.LAYERS)
-def test_single_layers_compute_the_same(name):
-    workload = layers.LAYERS[name](**layers.QUICK_SIZES.get(name, {}))
+@pytest.mark.parametrize("workload", layers.layers("quick"), ids=lambda workload: workload.name)
+def test_single_layers_compute_the_same(workload):
     arrays = workload.batch(2)
     ours = _norms_torch(workload, *workloads_torch.load(workload, *arrays))
     theirs = _norms_jax(workload, *workloads_jax.load(workload, *arrays))
@@ -132,7 +132,7 @@ def test_unknown_names_are_refused():
     with pytest.raises(ValueError, match=r"systems=\['opaque'\] are not known for torch"):
         systems.stack("torch").choose(["opaque"])
     with pytest.raises(ValueError, match="device='tpu' is not known. Expected 'cpu' or 'cuda'"):
-        suites.Session(systems.stack("torch"), device="tpu")
+        session.Session(systems.stack("torch"), device="tpu")
     with pytest.raises(TypeError, match="object has no PyTorch module"):
         workloads_torch.module(object())
     with pytest.raises(TypeError, match="object has no JAX function"):
@@ -183,9 +183,9 @@ def test_a_wrong_system_is_refused(backend):
 )
 def test_the_gate_says_what_differs(change, sentence):
     truth = Clipped({"w": np.ones(2)}, np.array([3.0, 4.0]))
-    measure.check("x", truth, truth)
+    gate.check("x", truth, truth)
     with pytest.raises(WrongSystem, match=sentence):
-        measure.check("x", truth._replace(**change), truth)
+        gate.check("x", truth._replace(**change), truth)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -201,7 +201,7 @@ def test_a_system_that_is_not_installed_gives_its_reason(backend, monkeypatch):
 
 def test_about_half_of_a_batch_is_clipped():
     stack = systems.stack("torch")
-    setting = measure.calibrate(stack, Setting(workloads.create("ffnn"), 8))
+    setting = gate.calibrate(stack, Setting(workloads.create("ffnn"), 8))
     loop = stack.systems["loop"](setting)
     norms = loop.read(loop.gradient(stack.load(setting, *setting.workload.batch(8)))).norms
     assert (norms > setting.max_grad_norm).sum() == 4
@@ -216,8 +216,58 @@ def test_rounds_are_interleaved_and_rotate():
 
 
 def test_a_slow_system_sits_out():
-    timings = measure.interleave({"a": lambda: None}, Protocol(rounds=9, warmup=1, patience=-1))
-    assert len(timings["a"].seconds) == measure.FEWEST
+    slow = Protocol(rounds=9, warmup=1, patience=-1, fewest=4)
+    assert len(measure.interleave({"a": lambda: None}, slow)["a"].seconds) == 4
+
+
+def test_a_hopeless_system_gets_no_turns_and_says_so():
+    stack, workload = systems.stack("torch"), workloads.create("logreg")
+    hopeless = Protocol(longest=-1.0)
+    rows = measure.point(stack, workload, 2, systems=["loop"], protocol=hopeless)
+    assert [row.seconds for row in rows] == [None, None]
+    assert rows[1].error == "too slow here: 0.0 s a step"
+
+
+def test_without_the_loops_answer_nothing_is_timed():
+    stack = systems.stack("torch")
+
+    def broken(setting):
+        raise MemoryError("too large")
+
+    stack = replace(stack, systems=stack.systems | {"loop": broken})
+    workload = workloads.create("logreg")
+    rows = measure.point(stack, workload, 2, systems=["vmap(grad)"], protocol=FAST)
+    reason = "the loop failed: MemoryError: too large"
+    assert [(row.system, row.error) for row in rows] == [
+        (NON_PRIVATE, reason),
+        ("vmap(grad)", reason),
+    ]
+
+
+def test_an_epoch_starts_from_nothing_and_holds_its_updates():
+    """A system made anew: its first epoch pays for what is found out once."""
+    stack, calls = systems.stack("torch"), []
+
+    def counted(setting):
+        calls.append("made")
+        return systems.Prepared(lambda batch: None, None, lambda batch: calls.append("update"))
+
+    stack = replace(stack, systems=stack.systems | {NON_PRIVATE: counted})
+    protocol = Protocol(rounds=3, warmup=2)
+    (row,) = measure.point(
+        stack,
+        workloads.create("logreg"),
+        2,
+        systems=[NON_PRIVATE],
+        quantities=("epoch",),
+        protocol=protocol,
+        together=4,
+    )
+    assert calls == ["made", "made"] + ["update"] * 4 * (2 + 3)
+    row = replace(row, seconds=2.0, spread=0.1, first=5.0)
+    assert suites._epoch(row, 10).seconds == 20
+    assert suites._epoch(row, 10).first == 5 + 9 * 2
+    assert suites._epoch(row, 1).first == 5
 
 
 def test_median_and_spread():
@@ -296,8 +346,11 @@ def test_a_table_shows_ratios_and_reasons():
 def invoke(monkeypatch, tmp_path):
     """Runs a command at toy size, in one thread count, into a temporary folder."""
     monkeypatch.setattr(command_line, "limit_threads", lambda threads: threads)
-    monkeypatch.setattr(command_line, "QUICK", FAST)
+    monkeypatch.setattr(session, "QUICK", FAST)
     monkeypatch.setattr(layers, "LAYERS", {"linear": partial(layers.linear, 8)})
+    tiny = {"depth": 1, "rate": 1.0, "first": 2, "kernel": 3, "image": 8}
+    monkeypatch.setitem(layers.SIZES, "quick", {})
+    monkeypatch.setitem(layers.SWEEPS, "quick", [("rate", "toy_cnn", tiny, 2)])
     monkeypatch.setattr(suites, "QUICK_SPEED", [("mlp", {"width": 8}, 4)])
     monkeypatch.setattr(suites, "QUICK_SCALE", [("mlp", {}, "width", (8, 16), 4)])
 
@@ -336,7 +389,9 @@ def test_our_methods_pass_the_gate(backend, method):
         protocol=FAST,
         memory=True,
     )
-    assert [(row.system, row.error) for row in rows[1::2]] == [(f"dualdp:{method}", None)] * 2
+    quantities = ("gradient", "update") if method == "auto" else ("gradient",)
+    found = [(row.system, row.quantity, row.error) for row in rows if row.system != NON_PRIVATE]
+    assert found == [(f"dualdp:{method}", quantity, None) for quantity in quantities]
     assert all(row.memory > 0 for row in rows)
 
 
@@ -344,13 +399,13 @@ def test_accounting_and_report_commands(invoke, monkeypatch, tmp_path):
     row = Row(suite="accounting", stack="core", workload="w", system="s", quantity="epsilon",
               value=1.5, seconds=0.1)  # fmt: skip
     fake = types.SimpleNamespace(measure=lambda *, quick: iter([[row]]))
-    monkeypatch.setitem(sys.modules, "benchmarks.accounting", fake)
+    monkeypatch.setitem(sys.modules, "dualdp_bench.accounting", fake)
     found, output, _ = invoke("accounting")
     assert found.rows == [row]
     assert "1.5 in 100 ms" in output
     file = next(tmp_path.glob("*.json"))
     assert "report.md" in invoke("report", file, "--out", tmp_path / "again")[1]
-    assert (tmp_path / "again" / "report.md").exists()
+    assert (tmp_path / "again" / file.stem / "report.md").exists()
 
 
 @pytest.mark.parametrize("stack", noise.STACKS)
@@ -370,8 +425,17 @@ def test_a_run_draws_its_figures(invoke):
     arguments = ("run", "--backend", "torch", "--system", "vmap(grad)", "--batch", "3")
     _, output, folder = invoke(*arguments)
     drawn = {path.name for path in folder.glob("*/*.png")}
-    assert drawn == {"speed-torch.png", "memory-torch.png"}
-    assert "speed-torch.png" in output
+    assert drawn == {"run-torch.png"}
+    assert "run-torch.png" in output
+
+
+def test_epochs_draw_the_cumulative_curve(invoke):
+    arguments = ("end-to-end", "--backend", "torch", "--system", "vmap(grad)", "--batch", "3")
+    found, output, folder = invoke(*arguments)
+    drawn = {path.name for path in folder.glob("*/*.png")}
+    assert drawn == {"epochs-torch.png", "first-epochs-torch.png"}
+    assert "time of the first epoch" in " ".join(output.split())
+    assert all(row.first > 0 for row in found.rows)
 
 
 def test_workloads_are_listed(invoke):

@@ -194,6 +194,8 @@ class Direction:
         leak = (accuracy.leak if below else share) * delta
         tail = cut or self.tail(leak)
         moments = self.moments(leak / delta, delta, cut)
+        if moments.theta.size == 0:  # a loss beyond all that is resolved
+            raise TiltError
         most = self.lattice(tail, 0.0) * (_MAX_WINDOW - 8) if cut else math.inf
         plan = plan_window(moments, leak, start, aim, self.steps, below=below, most=most)
         tilt, start, length, chernoff = plan

@@ -175,6 +175,12 @@ def get_schedule_scale(
         **options,
     )
     epsilon, delta = target(target_epsilon, target_delta)
+    for i, step in enumerate(steps):
+        if not isinstance(step, tuple | list) or len(step) != 3:
+            raise ValueError(
+                f"steps[{i}]={step!r} is no stretch of a schedule. Expected triples "
+                "(noise_multiplier, sample_rate, num_steps)."
+            )
 
     def spent(factor: float) -> float:
         return question.epsilon([(s * factor, q, n) for s, q, n in steps], delta)

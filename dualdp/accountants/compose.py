@@ -37,6 +37,8 @@ Complex = npt.NDArray[np.complex128]
 
 CUT = 1e-19  # frequencies where the product is proved smaller than this are dropped
 _BUFFER = 1 << 21  # numbers in one block of transforms
+_ROOTS = 1 << 22  # roots of unity in a direct sum: 64 MiB
+_ROWS = 48  # a root of unity costs a direct sum as much as so many products with it
 
 
 class TiltError(ArithmeticError):
@@ -89,9 +91,12 @@ class _Product:
     input, with at most one twiddle product (2.9 u, and u for the twiddle: Higham 2002, Lemma 3.5)
     and one addition (u) for each factor 2 of N. The inputs are >= 0 with sum 1, so each entry is
     off by at most 6 u log2 N (`fft_error`), plus u for each addition in the folding. As a direct
-    sum of `terms` terms it is off by (terms + 16) u. A power through logarithm and angle costs 10 u
-    for each factor, the sums over rows 4 u for each row and factor, a plain product 3 u. So, with F
-    the computed values,
+    sum of `terms` terms it is off by (terms + 32) u: a root of unity is off by 14 u (an angle below
+    2 pi with two roundings, then sine and cosine), a product of two by 31 u. A plain product costs
+    3 u for each factor, a power through logarithm and angle 10 u and its sums over rows 4 u for
+    each row and factor. The logarithms of the majorant over n rows add up to less than 44 in size
+    where the product is not dropped (`CUT`): their sum is off by 44 n u, 44 u for each row. So,
+    with F the computed values,
         |computed product - true product| <= prod(|F_i| + error)^{m_i} - prod |F_i|^{m_i},
     since both lie in a polydisc of these radii around each other. The inverse transform is a mean
     over frequencies: its error is at most the mean of these differences plus its own rounding.
@@ -106,17 +111,22 @@ class _Product:
 
     def multiply(self, weights: Array, index: npt.NDArray[np.int64], counts: Array) -> None:
         """Multiply by the transforms of (rows, points) weights at lattice indices, with powers."""
-        step = max(1, _BUFFER // max(self.size, 1))
         start = 0
         while start < counts.size:
+            step = max(1, _BUFFER // self.size)
+            transform = self._fast
+            if self._is_short(index.size, min(step, counts.size - start)):
+                step = max(1, _BUFFER // self.kept)
+                transform = self._direct
             rows = slice(start, start + step)
-            few = self.kept * 8 < self.size
-            transform = self._direct if few else self._fast
             values, terms = transform(weights[rows], index)
             self._absorb(values, counts[rows], terms)
             start += step
-            if few:
-                step = max(1, _BUFFER // max(self.kept, 1))
+
+    def _is_short(self, points: int, rows: int) -> bool:
+        """Whether a direct sum of a few frequencies is faster than transforms of all of them."""
+        roots = points * self.kept
+        return roots <= _ROOTS and roots * (1 + rows / _ROWS) < 2 * rows * self.size
 
     def _fast(self, weights: Array, index: npt.NDArray[np.int64]) -> tuple[Complex, int]:
         """(rows, kept) by FFT of the weights folded into one period; most terms in one place."""
@@ -129,18 +139,29 @@ class _Product:
         return np.asarray(fft.rfft(folded, axis=1)[:, : self.kept]), terms
 
     def _direct(self, weights: Array, index: npt.NDArray[np.int64]) -> tuple[Complex, int]:
-        """(rows, kept) as two matrix products; angles are reduced exactly, in integers."""
-        turns = np.outer(index % self.size, np.arange(self.kept)) % self.size
+        """(rows, kept) as one matrix product with roots of unity, each a product of two."""
+        block = 1 << (self.kept.bit_length() + 1) // 2
+        near = self._roots(index, np.arange(block))
+        far = self._roots(index, np.arange(0, self.kept, block))
+        roots = (far[:, :, None] * near[:, None, :]).reshape(index.size, -1)
+        sums: Complex = (weights @ roots.view(np.float64)).view(np.complex128)
+        return sums[:, : self.kept], index.size
+
+    def _roots(self, index: npt.NDArray[np.int64], frequency: npt.NDArray[np.int64]) -> Complex:
+        """(points, frequencies) roots of unity; angles are reduced exactly, in integers."""
+        turns = np.outer(index % self.size, frequency) % self.size
         angle = turns * (-2 * math.pi / self.size)
-        return weights @ np.cos(angle) + 1j * (weights @ np.sin(angle)), index.size
+        return np.asarray(np.cos(angle) + 1j * np.sin(angle))
 
     def _absorb(self, values: Complex, counts: Array, terms: int) -> None:
-        error = fft_error(self.size) + (terms + 32 + 8 * counts.size) * U
+        plain = bool(np.all(counts == 1))
+        sums = min(8 * counts.size, 48) if plain else 8 * counts.size
+        error = fft_error(self.size) + (terms + 32 + sums) * U
         self.growth += float(counts.sum()) * error
         size = np.abs(values)
         with np.errstate(divide="ignore"):
             self.log_major += counts @ np.log(size + error)
-        if np.all(counts == 1):
+        if plain:
             power = np.multiply.reduce(values, axis=0)
         else:
             with np.errstate(divide="ignore", invalid="ignore"):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -145,18 +146,22 @@ class Atoms:
         with np.errstate(divide="ignore", invalid="ignore"):
             return np.asarray(np.log(self.p) - np.log(self.q))
 
+    @functools.cached_property
+    def _tails(self) -> tuple[Array, Array, Array]:
+        """(finite outcomes,) rising losses, Q-mass up to each, P-mass from the end to each."""
+        loss = self.losses()
+        order = np.argsort(loss, kind="stable")
+        order = order[np.isfinite(loss[order])]
+        return loss[order], np.cumsum(self.q[order]), np.cumsum(self.p[order[::-1]])
+
     def span(self, tail: float) -> tuple[Array, Array]:
         """Losses of all outcomes but those that hold less than `tail`, or than their own error."""
-        loss = self.losses()
-        keep = np.isfinite(loss)
-        order = np.argsort(loss[keep])
-        ordered, p, q = loss[keep][order], self.p[keep][order], self.q[keep][order]
-        if ordered.size == 0:
+        loss, below, above = self._tails
+        if loss.size == 0:
             return np.zeros(1), np.zeros(1)
-        low = min(int(np.searchsorted(np.cumsum(q), tail)), ordered.size - 1)
-        high = int(np.searchsorted(np.cumsum(p[::-1]), tail))
-        high = max(ordered.size - 1 - high, 0)
-        return np.array([min(ordered[low], 0.0)]), np.array([max(ordered[high], 0.0)])
+        low = min(int(np.searchsorted(below, tail)), loss.size - 1)
+        high = max(loss.size - 1 - int(np.searchsorted(above, tail)), 0)
+        return np.array([min(loss[low], 0.0)]), np.array([max(loss[high], 0.0)])
 
     def variance(self) -> Array:
         """Second moment of the finite losses under P."""

@@ -25,6 +25,7 @@ class Accountant:
     """
 
     name: ClassVar[str] = ""
+    _takes_curves: ClassVar[bool] = False
 
     def __init__(self, *, neighboring_relation: str = "add_or_remove", group_size: int = 1) -> None:
         self._relation = _validate.choice(
@@ -114,6 +115,8 @@ class Accountant:
                 f"The histories hold for (relation, group size) {mine} and {theirs}. "
                 "Expected the same for both; account both under one."
             )
+        if other._has_curves() and not self._takes_curves:
+            raise AccountingError(_OWN_CURVES.format("other", self.name))
         for event, _ in other.history:
             self._check(event)
         for event, count in other.history:
@@ -137,6 +140,10 @@ class Accountant:
     def _check(self, event: Mechanism) -> None:
         """Raise AccountingError if this accountant has no true statement about the event."""
         raise NotImplementedError
+
+    def _has_curves(self) -> bool:
+        """Whether the history holds Renyi curves of the user's own, which no event describes."""
+        return False
 
     def _check_epochs(self, events: list[Mechanism]) -> None:
         """One epoch of balls-in-bins has one noise multiplier: the draw is made once for it."""
@@ -176,13 +183,14 @@ class Accountant:
                 f"state has the fields {sorted(state) if isinstance(state, Mapping) else state!r}. "
                 f"Expected those of state_dict(): {sorted(needed)}."
             )
+        if any(state.get("curve", ())) and not self._takes_curves:
+            raise AccountingError(_OWN_CURVES.format("state", self.name))
         fresh = type(self)(
             neighboring_relation=state["neighboring_relation"], group_size=state["group_size"]
         )
-        for record, count in state["history"]:
-            event = mechanisms.from_dict(record)
+        for event, count in _stored(state["history"]):
             fresh._check(event)
-            fresh._counts[event] = _validate.integer("count", count)
+            fresh._counts[event] = fresh._counts.get(event, 0) + count
         self.__dict__.update(fresh.__dict__)
 
     def copy(self) -> Self:
@@ -202,6 +210,22 @@ class Accountant:
         return json.dumps(self.state_dict()) == json.dumps(other.state_dict())
 
     __hash__ = None  # type: ignore[assignment]  # mutable
+
+
+_OWN_CURVES = (
+    "{0} holds Renyi curves of your own (compose_curve), which accountant={1!r} cannot account and "
+    "would leave out. Use accountant='rdp'."
+)
+
+
+def _stored(history: Any) -> Iterator[tuple[Mechanism, int]]:
+    """(event, count) of each record of a stored history."""
+    for item in history if isinstance(history, list | tuple) else [history]:
+        if not isinstance(item, list | tuple) or len(item) != 2:
+            raise ValueError(
+                f"history holds {item!r}. Expected pairs [event, count], as of state_dict()."
+            )
+        yield mechanisms.from_dict(item[0]), _validate.integer("count", item[1])
 
 
 def flatten(event: Mechanism, count: int) -> Iterator[tuple[Mechanism, int]]:

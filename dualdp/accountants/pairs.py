@@ -244,7 +244,7 @@ def black_box(epsilon: float, delta: float) -> Atoms:
     Source: Kairouz, Oh & Viswanath 2015, Theorem 3.4 (it dominates every such mechanism).
     """
     high = (1 - delta) / (1 + math.exp(-epsilon))
-    low = (1 - delta) / (1 + math.exp(epsilon))
+    low = high * math.exp(-epsilon)
     return Atoms(np.array([delta, high, low, 0.0]), np.array([0.0, low, high, delta]))
 
 

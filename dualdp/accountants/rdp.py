@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -70,6 +70,7 @@ class RDPAccountant(Accountant):
     """
 
     name: ClassVar[str] = "rdp"
+    _takes_curves: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -106,12 +107,7 @@ class RDPAccountant(Accountant):
             count: how many times.
         """
         number = _validate.integer("count", count)
-        values = []
-        for order in self.orders:
-            value = _validate.real(f"curve({order})", curve(order))
-            if value < 0:
-                raise ValueError(f"curve({order})={value!r} is negative. Expected a divergence.")
-            values.append(value)
+        values = [_divergence(f"curve({order})", curve(order)) for order in self.orders]
         if number:
             self._extra = self._extra + number * np.array(values)
 
@@ -146,15 +142,17 @@ class RDPAccountant(Accountant):
 
     def load_state_dict(self, state: Any) -> None:
         """As `Accountant.load_state_dict`; the orders come with the state."""
-        fresh = RDPAccountant(orders=state.get("orders"))
-        curve = state.get("curve", fresh._extra)
+        known = state if isinstance(state, Mapping) else {}
+        fresh = RDPAccountant(orders=known.get("orders"))
+        curve = known.get("curve", fresh._extra)
         if len(curve) != len(fresh._orders):
             raise ValueError(
                 f"state has {len(curve)} curve values for {len(fresh._orders)} orders. "
                 "Expected as many."
             )
+        extra = [_divergence(f"curve[{i}]", value) for i, value in enumerate(curve)]
         super().load_state_dict(state)
-        self._orders, self._extra = fresh._orders, np.array(curve, dtype=float)
+        self._orders, self._extra = fresh._orders, np.array(extra)
         self._cache = {}
 
     def merge(self, other: Accountant) -> None:
@@ -167,6 +165,9 @@ class RDPAccountant(Accountant):
         super().merge(other)
         if np.any(extra):
             self._extra = self._extra + extra
+
+    def _has_curves(self) -> bool:
+        return bool(np.any(self._extra))
 
     def _check(self, event: Mechanism) -> None:
         subsampled = isinstance(event, mechanisms.PoissonSubsampledGaussian)
@@ -203,6 +204,14 @@ class RDPAccountant(Accountant):
             return renyi.gaussian(sigma / shift, self._orders)
         curve: Array = _CURVES[type(event)](event, doubled, self._orders)
         return curve
+
+
+def _divergence(name: str, value: Any) -> float:
+    """The checked value of a Renyi curve."""
+    checked = _validate.real(name, value)
+    if checked < 0:
+        raise ValueError(f"{name}={value!r} is negative. Expected a divergence.")
+    return checked
 
 
 _CURVES: dict[type[Mechanism], Callable[[Any, float, Array], Array]] = {

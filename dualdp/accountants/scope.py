@@ -23,6 +23,7 @@ _KNOWN = (
     mechanisms.ApproximateDP,
     mechanisms.MassTable,
 )
+MAX_DISCRETE = 1e4  # standard deviations in whole numbers: 800,000 outcomes
 NOT_ATTAINED = (mechanisms.BallsInBinsGaussian, mechanisms.FixedSizeSubsampledGaussian)
 _GROUPS = (
     mechanisms.Gaussian,
@@ -54,6 +55,11 @@ def refuse(event: Mechanism, relation: str, group: int) -> None:
                 f"only, not for neighboring_relation={relation!r} with group_size={group}. "
                 "Use 'add_or_remove' and group_size=1, or sampler='poisson'."
             )
+    if isinstance(event, mechanisms.DiscreteGaussian) and event.noise_multiplier > MAX_DISCRETE:
+        raise AccountingError(
+            f"noise_multiplier={event.noise_multiplier!r} of DiscreteGaussian is not resolved "
+            f"outcome by outcome. Expected at most {MAX_DISCRETE:g}, or use accountant='rdp'."
+        )
     if group > 1 and type(event) not in _GROUPS:
         raise AccountingError(
             f"group_size={group} for {name} has no proved bound here. Use group_size=1."

@@ -6,11 +6,13 @@ from __future__ import annotations
 import typer
 
 from dualdp.cli.audit import audit
+from dualdp.cli.bench import FORWARD, bench
 from dualdp.cli.calibrate import calibrate
 from dualdp.cli.compare import compare
 from dualdp.cli.epsilon import epsilon
 from dualdp.cli.plot import plot
 from dualdp.cli.port import port
+from dualdp.cli.scale import scale
 from dualdp.cli.verify import verify
 
 app = typer.Typer(
@@ -19,8 +21,9 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-for command in (compare, epsilon, calibrate, audit, verify, plot, port):
+for command in (compare, epsilon, calibrate, audit, verify, plot, port, scale):
     app.command()(command)
+app.command(context_settings=FORWARD)(bench)
 
 
 def main() -> None:

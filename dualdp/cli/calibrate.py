@@ -7,7 +7,6 @@ from typing import Annotated, Any
 
 import typer
 
-from dualdp import accountants
 from dualdp.accountants import calibrate as core
 from dualdp.cli import epsilon as cli
 
@@ -29,6 +28,7 @@ def calibrate(
     relation: cli.Relation = "add_or_remove",
     group_size: cli.GroupSize = 1,
     max_batch_size: cli.MaxBatchSize = None,
+    approximate: cli.Approximate = False,
     as_json: cli.Json = False,
     plot: cli.Plot = None,
 ) -> None:
@@ -41,6 +41,7 @@ def calibrate(
             "group_size": group_size,
             "num_examples": num_examples,
             "max_batch_size": max_batch_size,
+            "approximate": approximate,
         }
         target: dict[str, Any] = {"target_epsilon": target_epsilon, "target_delta": delta}
         known_rate = sample_rate is not None or batch_size is not None
@@ -65,23 +66,15 @@ def calibrate(
                 "Nothing is left to look for. Leave out one of --noise-multiplier, the rate and "
                 "the steps."
             )
-        step: dict[str, Any] = {"noise_multiplier": noise_multiplier, "sample_rate": rate}
-        step |= {"sampler": sampler}
-        step |= {"num_examples": num_examples, "max_batch_size": max_batch_size}
-
-        def bounds(count: int) -> tuple[float, float, float]:
-            account = accountants.create(
-                accountant, neighboring_relation=relation, group_size=group_size
-            )
-            account.step(num_steps=count, **step)
-            lower, estimate, upper = account.epsilon_bounds(delta=delta)
-            return float(lower), float(estimate), float(upper)
-
+        bounds = cli.spending(
+            delta=delta, noise_multiplier=noise_multiplier, sample_rate=rate, **common
+        )
         record: dict[str, Any] = {
             "noise_multiplier": noise_multiplier,
             "sample_rate": rate,
             "num_steps": number,
-            "epsilon": bounds(number)[2],
+            "epsilon": bounds(number)[1],
+            "certified": accountant != "gdp",
             "target_epsilon": target_epsilon,
             "delta": delta,
             "accountant": accountant,

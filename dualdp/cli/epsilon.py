@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from dualdp import _validate, accountants, mechanisms
+from dualdp._validate import AccountingError
+from dualdp.accountants import gdp
 
 NoiseMultiplier = Annotated[float, typer.Option(help="Noise standard deviation / max_grad_norm.")]
 SampleRate = Annotated[float | None, typer.Option(help="Expected batch size / number of examples.")]
@@ -18,10 +21,11 @@ NumExamples = Annotated[int | None, typer.Option(help="Number of examples, inste
 BatchSize = Annotated[int | None, typer.Option(help="Expected batch size, with --num-examples.")]
 Epochs = Annotated[float | None, typer.Option(help="Passes over the data, instead of --steps.")]
 Delta = Annotated[float, typer.Option(help="The delta of (epsilon, delta).")]
-Name = Annotated[str, typer.Option(help="pld (certified), rdp, or gdp (an approximation).")]
+Name = Annotated[str, typer.Option(help="pld (certified), rdp, or gdp (see --approximate).")]
 Sampler = Annotated[str, typer.Option(help=f"One of {', '.join(sorted(mechanisms.SAMPLERS))}.")]
 Relation = Annotated[str, typer.Option(help=f"One of {', '.join(mechanisms.RELATIONS)}.")]
 MaxBatchSize = Annotated[int | None, typer.Option(help="For truncated_poisson: the cut.")]
+Approximate = Annotated[bool, typer.Option(help="Allow gdp, which is no bound.")]
 GroupSize = Annotated[int, typer.Option(help="Examples of one user.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Plot = Annotated[Path | None, typer.Option(help="Write a picture: epsilon against steps.")]
@@ -40,31 +44,28 @@ def epsilon(
     relation: Relation = "add_or_remove",
     group_size: GroupSize = 1,
     max_batch_size: MaxBatchSize = None,
+    approximate: Approximate = False,
     as_json: Json = False,
     plot: Plot = None,
 ) -> None:
     """Print the epsilon that a run of equal steps costs, with its certified lower bound."""
     with reported():
         rate, number = run_length(sample_rate, steps, num_examples, batch_size, epochs)
-        step = {
-            "noise_multiplier": noise_multiplier,
-            "sample_rate": rate,
-            "sampler": sampler,
-            "num_examples": num_examples,
-            "max_batch_size": max_batch_size,
-        }
-
-        def bounds(count: int) -> tuple[float, float, float]:
-            account = accountants.create(
-                accountant, neighboring_relation=relation, group_size=group_size
-            )
-            account.step(num_steps=count, **step)
-            lower, estimate, upper = account.epsilon_bounds(delta=delta)
-            return float(lower), float(estimate), float(upper)
-
-        lower, estimate, upper = bounds(number)
+        bounds = spending(
+            accountant,
+            delta,
+            approximate=approximate,
+            neighboring_relation=relation,
+            group_size=group_size,
+            noise_multiplier=noise_multiplier,
+            sample_rate=rate,
+            sampler=sampler,
+            num_examples=num_examples,
+            max_batch_size=max_batch_size,
+        )
+        lower, spent = bounds(number)
         record: dict[str, Any] = {
-            "epsilon": upper if upper < float("inf") or accountant != "gdp" else estimate,
+            "epsilon": spent,
             "lower_bound": lower,
             "certified": accountant != "gdp",
             "delta": delta,
@@ -79,6 +80,30 @@ def epsilon(
             draw(plot, bounds, number, f"delta = {delta:g}, {accountant}, {sampler}, {relation}")
             record["plot"] = str(plot)
         show(record, as_json=as_json, title="Privacy spent")
+
+
+def spending(
+    accountant: str,
+    delta: float,
+    *,
+    approximate: bool,
+    neighboring_relation: str,
+    group_size: int,
+    **step: Any,
+) -> Callable[[int], tuple[float, float]]:
+    """Number of equal steps -> (lower bound, certified epsilon or the approximation asked for)."""
+    if accountant == "gdp" and not approximate:
+        raise AccountingError(f"{gdp.REFUSAL} On the command line: --approximate.")
+
+    def bounds(count: int) -> tuple[float, float]:
+        account = accountants.create(
+            accountant, neighboring_relation=neighboring_relation, group_size=group_size
+        )
+        account.step(num_steps=count, **step)
+        lower, estimate, upper = account.epsilon_bounds(delta=delta)
+        return float(lower), float(estimate if accountant == "gdp" else upper)
+
+    return bounds
 
 
 def run_length(
@@ -143,20 +168,18 @@ def draw(path: Path, bounds: Any, num_steps: int, title: str) -> None:
     """Write epsilon and its lower bound against the number of steps."""
     if not path.absolute().parent.is_dir():
         raise ValueError(f"plot={str(path)!r} lies in no existing folder. Create it first.")
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    counts = sorted({max(1, round(num_steps * i / 40)) for i in range(1, 41)}) if num_steps else []
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise ValueError("--plot needs matplotlib. Run: pip install 'dualdp[demo]'") from error
+    counts = sorted({max(1, round(num_steps * i / 40)) for i in range(1, 41)}) if num_steps else [0]
     rows = [bounds(count) for count in counts]
-    figure, axes = plt.subplots(figsize=(7, 4.5))
-    upper = [row[2] if row[2] < float("inf") else row[1] for row in rows]
-    axes.plot(counts, upper, label="epsilon (upper bound)")
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(counts, [row[1] for row in rows], label="epsilon")
     if any(row[0] > 0 for row in rows):
         axes.plot(counts, [row[0] for row in rows], "--", label="lower bound")
     axes.set(xlabel="steps", ylabel="epsilon", title=title)
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(path, dpi=150, bbox_inches="tight")
-    plt.close(figure)
+    figure.savefig(path, dpi=150)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from typing import Any
 
 
 def cores() -> int:
@@ -65,3 +66,37 @@ class Blocks:
                 return None
             self._next += 1
             return self._next - 1
+
+
+def fill_between(
+    out: Any,
+    start: int,
+    *,
+    size: int,
+    block: int,
+    draw: Callable[[int, int], Any],
+    threads: int | None = None,
+) -> None:
+    """Fill a part of a long array of fixed blocks, of which only those that it meets are drawn.
+
+    Args:
+        out: (k,) array that becomes the numbers start..start+k-1 of the long array.
+        start: its place there.
+        size: numbers in the long array.
+        block: numbers in each of its blocks; the last one may have fewer.
+        draw: (index, length) -> the whole block, (length,).
+        threads: None for all processors.
+
+    Guarantees:
+        The numbers are those of the whole array, whatever part is asked for.
+            [test_a_part_is_that_of_the_whole]
+    """
+    stop, first = start + len(out), start // block
+
+    def fill(number: int) -> None:
+        low = (first + number) * block
+        drawn = draw(first + number, min(block, size - low))
+        begin, end = max(start, low), min(stop, low + len(drawn))
+        out[begin - start : end - start] = drawn[begin - low : end - low]
+
+    Blocks(fill, -(-stop // block) - first if len(out) else 0).finish(threads)

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dualdp import _validate
-from dualdp.randomness.blocks import Blocks
+from dualdp.randomness.blocks import Blocks, fill_between
 
 UInt32 = NDArray[np.uint32]
 
@@ -122,17 +122,15 @@ def bits(key: UInt32, shape: int | Sequence[int], *, width: int = 32) -> NDArray
     if width not in (32, 64):
         raise ValueError(f"width={width!r} is unknown. Expected 32 or 64.")
 
-    def words32(start: int, stop: int) -> UInt32:
-        x, y = _pairs(key, start, stop)
-        return x ^ y
-
-    def words64(start: int, stop: int) -> NDArray[np.uint64]:
-        x, y = _pairs(key, start, stop)
-        return (x.astype(np.uint64) << np.uint64(32)) | y.astype(np.uint64)
-
     out = np.empty(shape, np.uint32 if width == 32 else np.uint64)
-    _fill(out.reshape(-1), words32 if width == 32 else words64)
+    _fill(out.reshape(-1), lambda start, stop: _words(key, start, stop, width))
     return out
+
+
+def _words(key: UInt32, start: int, stop: int, width: int) -> NDArray[Any]:
+    """(stop - start,) unsigned integers of 32 or 64 bits at these counters."""
+    x, y = _pairs(key, start, stop)
+    return x ^ y if width == 32 else (x.astype(np.uint64) << np.uint64(32)) | y.astype(np.uint64)
 
 
 def _symmetric_uniform(words: NDArray[Any]) -> NDArray[Any]:
@@ -174,14 +172,43 @@ def normal(
     Guarantees:
         Equal to the JAX stream within the bounds above.  [test_normals_are_those_of_jax]
     """
-    from scipy.special import erfinv
-
     if dtype not in (np.float32, np.float64):
         raise TypeError(f"dtype={dtype!r} is unknown. Expected numpy.float32 or numpy.float64.")
-    single = dtype is np.float32
-    raw = bits(key, shape, width=32 if single else 64)
     out = np.empty(shape, dtype)
-    flat, words = out.reshape(-1), raw.reshape(-1)
-    inverse, root = (_erfinv32 if single else erfinv), dtype(math.sqrt(2))
-    _fill(flat, lambda start, stop: root * inverse(_symmetric_uniform(words[start:stop])))
+    _fill(out.reshape(-1), lambda start, stop: _normals(key, start, stop, dtype))
     return out
+
+
+def normal_between(
+    key: UInt32, start: int, stop: int, *, size: int, dtype: type[np.floating[Any]] = np.float32
+) -> NDArray[Any]:
+    """The numbers start..stop-1 of `normal(key, size)`, without drawing the others.
+
+    Args:
+        key: (2,) uint32.
+        start: 0 <= start <= stop.
+        stop: at most `size`.
+        size: numbers in the whole array, in row-major order.
+        dtype: as in `normal`.
+
+    Guarantees:
+        Bit for bit those of the whole array.  [test_portable_parts_are_those_of_the_whole]
+    """
+    out = np.empty(stop - start, dtype)
+
+    def draw(chunk: int, length: int) -> NDArray[Any]:
+        return _normals(key, chunk * _CHUNK, chunk * _CHUNK + length, dtype)
+
+    fill_between(out, start, size=size, block=_CHUNK, draw=draw)
+    return out
+
+
+def _normals(key: UInt32, start: int, stop: int, dtype: type[np.floating[Any]]) -> NDArray[Any]:
+    """(stop - start,) normals at these counters."""
+    from scipy.special import erfinv
+
+    single = dtype is np.float32
+    words = _words(key, start, stop, 32 if single else 64)
+    inverse = _erfinv32 if single else erfinv
+    normals: NDArray[Any] = dtype(math.sqrt(2)) * inverse(_symmetric_uniform(words))
+    return normals

@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dualdp.randomness.blocks import Blocks
+from dualdp.randomness.blocks import Blocks, fill_between
 
 Float64 = NDArray[np.float64]
 
@@ -177,11 +177,16 @@ def _drawing(key: bytes, size: int) -> tuple[Float64, Blocks]:
         if part.size == _BLOCK:
             _box_muller(_block_words(key, block), part)
         else:
-            whole = np.empty(_BLOCK)
-            _box_muller(_block_words(key, block), whole)
-            part[:] = whole[: part.size]
+            part[:] = _block_normals(key, block)[: part.size]
 
     return out, Blocks(fill, -(-size // _BLOCK))
+
+
+def _block_normals(key: bytes, block: int) -> Float64:
+    """All normals of a block."""
+    whole = np.empty(_BLOCK)
+    _box_muller(_block_words(key, block), whole)
+    return whole
 
 
 def _box_muller(raw: NDArray[Any], out: Float64) -> None:
@@ -271,11 +276,7 @@ def grid_noise(
     Raises:
         ValueError: the noise would leave the integers that float64 holds.
     """
-    if cells > _MOST_CELLS:
-        raise ValueError(
-            f"noise of {cells:.3g} grid cells is too wide for noise='secure' with {size} "
-            "parameters. Expected at most 2**48; lower noise_multiplier."
-        )
+    _check_cells(cells, size)
     noise = _ahead.take(stream_key(plan, "noise", step, branch), size, threads)
     if plan.num_steps is None or step + 1 < plan.num_steps:
         _ahead.begin(stream_key(plan, "noise", step + 1), size)
@@ -286,6 +287,45 @@ def grid_noise(
 
     _by_parts(scale, size, threads)
     return noise
+
+
+def _check_cells(cells: float, size: int) -> None:
+    """Refuse noise that float64 can't count."""
+    if cells > _MOST_CELLS:
+        raise ValueError(
+            f"noise of {cells:.3g} grid cells is too wide for noise='secure' with {size} "
+            "parameters. Expected at most 2**48; lower noise_multiplier."
+        )
+
+
+def grid_noise_between(
+    plan: Any, step: int, start: int, stop: int, *, branch: int, cells: float, size: int
+) -> Float64:
+    """The numbers start..stop-1 of `grid_noise`, without drawing the others.
+
+    Args:
+        plan: `PrivacyPlan`.
+        step: of the release.
+        start: 0 <= start <= stop.
+        stop: at most `size`.
+        branch: of the ledger.
+        cells: standard deviation of the noise / pitch.
+        size: numbers in the whole noise.
+
+    Raises:
+        ValueError: as in `grid_noise`.
+
+    Guarantees:
+        Bit for bit those of the whole noise.  [test_secure_parts_are_those_of_the_whole]
+    """
+    _check_cells(cells, size)
+    out, key = np.empty(stop - start), stream_key(plan, "noise", step, branch)
+
+    def draw(block: int, length: int) -> Float64:
+        return np.rint(_block_normals(key, block)[:length] * cells)
+
+    fill_between(out, start, size=size, block=_BLOCK, draw=draw)
+    return out
 
 
 def noisy_sum(

@@ -96,9 +96,7 @@ def choice(spec: Spec, others: tuple[Any, ...], grads_out: Any) -> Choice:
     sizes = {"t": t, "d_in": d_in, "d_out": grads.shape[3]}
     is_kept = costs.keeps_gradient(n=n, **sizes)
     steps = math.prod(grads_out.shape[1 : 1 + len(spec.loops)])
-    is_small = small.is_small(
-        "product" if t == 1 else "products", n * steps * math.prod(spec.shape)
-    )
+    is_small = small.is_small("product" if t == 1 else "products", math.prod(spec.shape), n * steps)
     form = "gram" if costs.prefers_gram(**sizes) else "gradients"
     return Choice("lengths" if t == 1 else form, is_kept, is_small or (is_kept and not spec.loops))
 

@@ -182,7 +182,7 @@ def choice(spec: Spec, others: tuple[Any, ...], grads_out: Any) -> Choice:
     """How the norm is found, and whether a table for every example and step is small."""
     copies = math.prod(grads_out.shape[: 1 + len(spec.loops)])
     form = "counts" if _adds_all_rows(spec, others[0]) else "rows"
-    return Choice(form, False, small.is_small("lookup", copies * math.prod(spec.shape)))
+    return Choice(form, False, small.is_small("lookup", math.prod(spec.shape), copies))
 
 
 def outer_products(spec: Spec, others: tuple[Any, ...], grads_out: Any) -> Any:

@@ -11,8 +11,15 @@ from __future__ import annotations
 #: for every step of a loop), a table of rows. Models of 20 to 10,000 parameters.
 SMALL = {"product": 2**12, "products": 2**16, "lookup": 3 * 2**12}
 
-#: Numbers of all per-sample gradients of a model above which nothing of this is looked at.
+#: Numbers of one weight below which this holds for any number of examples: with few channels the
+#: work on positions, which every way shares, outweighs the gradients. (A product with one position
+#: has no such size: of 16 x 16 numbers its norms cost less than its gradients.)
+SMALL_WEIGHT = {"product": 0, "products": 2**8, "lookup": 2**10}
+
+#: Numbers of all per-sample gradients of a model, and of its parameters, above both of which
+#: nothing of this is looked at.
 SMALL_MODEL = 2**19
+SMALL_PARAMETERS = 2**12
 
 #: Numbers of kept gradients that stay in the processor's cache: keeping costs next to nothing.
 CACHED = 2**18
@@ -21,13 +28,27 @@ CACHED = 2**18
 PATCHES = 2**20
 
 
-def is_small(kind: str, numbers: int) -> bool:
+def is_small(kind: str, weights: int, copies: int) -> bool:
     """Whether a use is small enough for `vmap(grad)`; it is chosen where all uses are.
 
-    >>> is_small("product", 64 * 16), is_small("product", 64 * 784 * 10)
-    (True, False)
+    Args:
+        kind: of use, see `SMALL`.
+        weights: numbers in the weight.
+        copies: examples, times the steps of a loop around the use.
+
+    >>> is_small("product", 16, 64), is_small("product", 7840, 64), is_small("products", 64, 9999)
+    (True, False, True)
     """
-    return numbers <= SMALL[kind]
+    return weights <= SMALL_WEIGHT[kind] or copies * weights <= SMALL[kind]
+
+
+def is_worth_a_look(num_rows: int, parameters: int) -> bool:
+    """Whether a model of that many numbers may be small at all.
+
+    >>> is_worth_a_look(64, 8000), is_worth_a_look(10_000, 400), is_worth_a_look(64, 10_000)
+    (True, True, False)
+    """
+    return num_rows * parameters <= SMALL_MODEL or parameters <= SMALL_PARAMETERS
 
 
 def prefers_patches(channels: int, numbers: int) -> bool:

@@ -79,6 +79,19 @@ REWRITES: dict[Callable[..., Any], Rewrite] = {
     torch.gru_cell: Rewrite(other.gru_cell),
     torch.rnn_tanh_cell: Rewrite(other.rnn_tanh_cell),
     torch.rnn_relu_cell: Rewrite(other.rnn_relu_cell),
+    Tensor.expand: Rewrite(broadcast.expand_later, broadcast.expands_later),
+    Tensor.repeat: Rewrite(broadcast.repeat, broadcast.repeats_ones),
+    **{
+        function: Rewrite(broadcast.spread_first(function), broadcast.spreads_later)
+        for name in ("add", "sub", "mul")
+        for function in (getattr(torch, name), getattr(Tensor, name))
+    },
+}
+
+#: Rewritten functions that follow the order in which packed sequences hold the examples.
+FOLLOWING = {
+    REWRITES[function].function
+    for function in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 }
 
 

@@ -95,3 +95,74 @@ EXPAND = Rule(
     batch_axes=_axes,
     alone=True,
 )
+
+
+def _sizes(args: tuple[Any, ...]) -> Sequence[int]:
+    """The sizes in `p.expand(*sizes)` or `p.expand(sizes)`."""
+    return args[1] if len(args) == 2 and not isinstance(args[1], int) else args[1:]
+
+
+def _spread_axis(shape: Sequence[int], sizes: Sequence[int]) -> int | None:
+    """The first axis that grows from one, where there is no new axis in front."""
+    if len(shape) != len(sizes):
+        return None
+    grown = (axis for axis, size in enumerate(sizes) if shape[axis] == 1 and size not in (1, -1))
+    return next(grown, None)
+
+
+def expands_later(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an axis behind the first is the first to grow: states (layers, 1, d) and the like."""
+    return not kwargs and bool(_spread_axis(args[0].shape, _sizes(args)))
+
+
+def expand_later(capture: Any, p: Tensor, *sizes: Any) -> Tensor:
+    """`p.expand(sizes)` with that axis in front, where the rule of `expand` looks for examples."""
+    wanted = list(_sizes((p, *sizes)))
+    axis = _spread_axis(p.shape, wanted) or 0
+    wanted.insert(0, wanted.pop(axis))
+    return p.movedim(axis, 0).expand(wanted).movedim(0, axis)
+
+
+def repeats_ones(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether only axes of size one are repeated, or new ones."""
+    counts, shape = _sizes(args), args[0].shape
+    old = counts[len(counts) - len(shape) :]
+    return not kwargs and all(c == 1 or s == 1 for c, s in zip(old, shape, strict=True))
+
+
+def repeat(capture: Any, p: Tensor, *counts: Any) -> Tensor:
+    """`p.repeat(counts)` of such axes."""
+    found = list(_sizes((p, *counts)))
+    new = len(found) - p.dim()
+    return p.expand(
+        found[:new] + [c * s for c, s in zip(found[new:], p.shape, strict=True)]
+    ).clone()
+
+
+def spreads_later(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an operand varies along the first axis and is spread along a later one."""
+    return len(args) == 2 and (_later(*args) or _later(*args[::-1])) is not None
+
+
+def _later(x: Any, y: Any) -> int | None:
+    """The axis of x that is spread; x varies along the first."""
+    if not (torch.is_tensor(x) and torch.is_tensor(y)) or x.dim() != y.dim() or x.dim() == 0:
+        return None
+    return None if x.shape[0] == 1 else _spread_axis(x.shape, y.shape)
+
+
+def spread_first(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The function of two tensors, run on an operand that was spread: positions (t, 1, d)."""
+
+    def rewritten(capture: Any, x: Any, y: Any, **options: Any) -> Tensor:
+        axis = _later(x, y)
+        if axis is not None:
+            return function(_spread(x, axis, y), y, **options)
+        return function(x, _spread(y, _later(y, x), x), **options)
+
+    return rewritten
+
+
+def _spread(x: Tensor, axis: int | None, y: Tensor) -> Tensor:
+    """X with one axis as large as y's."""
+    return x.expand([y.shape[a] if a == axis else -1 for a in range(x.dim())])

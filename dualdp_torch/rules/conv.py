@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional as F
 
 from dualdp import costs
-from dualdp_torch import choices
+from dualdp_torch import choices, memory
 
 from . import conv_forms, linear
 from .base import Rule, Tensor, sq_norms, weighted_sum
@@ -31,10 +31,10 @@ def weight_grads(
     acts: Tensor, grads_out: Tensor, *, shape: torch.Size, transposed: bool = False, **options: Any
 ) -> Tensor:
     """(n, [f,] c, ...), (n, [f,] o, ...) -> (n, *shape), in the form that suits the sizes."""
-    if transposed or not _is_plain(acts, shape):
-        return conv_forms.by_folding(acts, grads_out, shape=shape, transposed=transposed, **options)
-    way = _way(acts, grads_out, shape, **options)
-    way = _usual_form(shape) if way == "gram" else way
+    way = _way(acts, grads_out, shape, transposed=transposed, **options)
+    way = _usual_form(acts, shape, transposed) if way == "gram" else way
+    if transposed:
+        options["transposed"] = True
     return conv_forms.FORMS[way](acts, grads_out, shape=shape, **options)
 
 
@@ -43,18 +43,21 @@ def _is_plain(acts: Tensor, shape: Sequence[int]) -> bool:
     return acts.dim() == len(shape) <= 4
 
 
-def _usual_form(shape: Sequence[int]) -> str:
-    """What the cost model takes."""
-    return "crb" if costs.convolution_prefers_crb(channels=shape[1]) else "folded"
+def _has_gram(acts: Tensor, shape: Sequence[int], transposed: bool) -> bool:
+    """Whether products of patches give the norm: of one frame per example, not transposed."""
+    return not transposed and acts.dim() == len(shape)
 
 
-def _way(acts: Tensor, grads_out: Tensor, shape: Sequence[int], **o: Any) -> str:
-    """Either "gram" or the form of a plain convolution's kept gradient."""
-    if not _is_plain(acts, shape):
-        return "gram" if _prefers_gram(acts, grads_out, shape) else "folded"
-    usual = "gram" if _prefers_gram(acts, grads_out, shape) else _usual_form(shape)
-    if choices.cost_model_decides():
-        return usual
+def _usual_form(acts: Tensor, shape: Sequence[int], transposed: bool) -> str:
+    """The form that the cost model takes."""
+    has_all = _is_plain(acts, shape) and not transposed
+    return "crb" if has_all and costs.convolution_prefers_crb(channels=shape[1]) else "folded"
+
+
+def _ways(
+    acts: Tensor, grads_out: Tensor, shape: torch.Size, transposed: bool, **o: Any
+) -> choices.Ways:
+    """What this convolution can do: way -> a call that does it."""
 
     def kept(form: str) -> tuple[Tensor, Tensor]:
         grads = conv_forms.FORMS[form](acts, grads_out, shape=shape, **o)
@@ -63,19 +66,33 @@ def _way(acts: Tensor, grads_out: Tensor, shape: Sequence[int], **o: Any) -> str
 
     def gram() -> tuple[Tensor, Tensor, Tensor]:
         error = _gram_error(acts, grads_out, shape, **o)
-        return (
-            _gram_sq_norms(acts, grads_out, shape, **o),
-            error,
-            weight_sum(acts, grads_out, shape=torch.Size(shape), **o),
-        )
+        total = weight_sum(acts, grads_out, shape=shape, **o)
+        return _gram_sq_norms(acts, grads_out, shape, **o), error, total
 
+    if transposed:
+        o["transposed"] = True
+    forms = conv_forms.FORMS if _is_plain(acts, shape) and not transposed else ("folded",)
+    ways: dict[str, Any] = {form: partial(kept, form) for form in forms}
+    return {"gram": gram} | ways if _has_gram(acts, shape, transposed) else ways
+
+
+def _way(
+    acts: Tensor, grads_out: Tensor, shape: torch.Size, *, transposed: bool = False, **o: Any
+) -> str:
+    """Either "gram" or the form of a kept gradient."""
+    usual = _usual_form(acts, shape, transposed)
+    at = dict.fromkeys(conv_forms.FORMS, 1.0)
+    if _has_gram(acts, shape, transposed):
+        numbers = _sizes(acts, grads_out, shape)
+        at = dict.fromkeys(at, costs.form_cost(**numbers))
+        at["gram"] = costs.patch_gram_cost(**numbers)
+        usual = "gram" if costs.convolution_prefers_gram(**numbers) else usual
+    if choices.cost_model_decides():
+        return usual
     sizes = {"input": _by(acts.shape[1:]), "weight": _by(shape), "output": _by(grads_out.shape[2:])}
-    options = ("stride", "padding", "dilation", "groups")
+    options = ("stride", "padding", "dilation", "groups", "output_padding")
     sizes |= {name: _by(o[name]) for name in options if name in o}
-    ways: choices.Ways = {"gram": gram, **{form: partial(kept, form) for form in conv_forms.FORMS}}
-    numbers = _sizes(acts, grads_out, shape)
-    of_form = dict.fromkeys(conv_forms.FORMS, costs.form_cost(**numbers))
-    at = {"gram": costs.patch_gram_cost(**numbers), **of_form}
+    ways = _ways(acts, grads_out, shape, transposed, **o)
     return choices.choose("convolution", usual, sizes, acts, ways, at)
 
 
@@ -135,9 +152,12 @@ def weight_sq_norms(
     acts: Tensor, grads_out: Tensor, *, shape: torch.Size, transposed: bool = False, **options: Any
 ) -> Tensor:
     """(n,); the cheaper of Gram form and forming the gradient (Bu et al. 2022, section 4)."""
-    if _way(acts, grads_out, shape, **options) == "gram":
+    if _way(acts, grads_out, shape, transposed=transposed, **options) == "gram":
         return _gram_sq_norms(acts, grads_out, shape, **options)
-    return sq_norms(weight_grads(acts, grads_out, shape=shape, **options))
+    options["transposed"] = transposed
+    parts = memory.pieces(len(acts), math.prod(shape), acts)
+    grads = (weight_grads(acts[p], grads_out[p], shape=shape, **options) for p in parts)
+    return torch.cat([sq_norms(grad) for grad in grads])
 
 
 def _grouped(grads_out: Tensor, options: Mapping[str, Any]) -> Tensor:
@@ -158,13 +178,6 @@ def _sizes(acts: Tensor, grads_out: Tensor, shape: Sequence[int]) -> dict[str, i
         "weights": math.prod(shape),
         "n": len(acts),
     }
-
-
-def _prefers_gram(acts: Tensor, grads_out: Tensor, shape: Sequence[int]) -> bool:
-    """Whether the products of patches are cheaper than the gradient."""
-    if acts.dim() != len(shape):  # several frames per example
-        return False
-    return costs.convolution_prefers_gram(**_sizes(acts, grads_out, shape))
 
 
 def _gram_error(acts: Tensor, grads_out: Tensor, shape: Sequence[int], **options: Any) -> Tensor:
@@ -196,13 +209,22 @@ def bias_sum(_: None, grads_out: Tensor, *, axes: int, **__: Any) -> Tensor:
 
 
 def keeps(acts: Tensor, grads_out: Tensor, *, shape: torch.Size, **options: Any) -> bool:
-    """Kept, unless the Gram form is cheaper: forming it costs little more than the plain sum."""
-    return _way(acts, grads_out, shape, **options) != "gram"
+    """Kept, unless the Gram form is cheaper: forming it costs little more than the plain sum.
+
+    And unless memory lacks: then it is formed in pieces, for its norm alone.
+    """
+    fits = memory.may_keep(len(acts) * math.prod(shape), acts)
+    return fits and _way(acts, grads_out, shape, **options) != "gram"
 
 
-def _kept(acts: Tensor, grads_out: Tensor, **_: Any) -> bool:
-    """Transposed convolutions have no other way."""
-    return True
+def _transposed_sq_norms(acts: Tensor, grads_out: Tensor, **options: Any) -> Tensor:
+    """(n, i, ...), (n, o, ...) -> (n,)."""
+    return weight_sq_norms(acts, grads_out, transposed=True, **options)
+
+
+def _transposed_keeps(acts: Tensor, grads_out: Tensor, **options: Any) -> bool:
+    """As `keeps`."""
+    return keeps(acts, grads_out, transposed=True, **options)
 
 
 def _transposed_grads(acts: Tensor, grads_out: Tensor, **options: Any) -> Tensor:
@@ -240,8 +262,9 @@ def transposed_rule(axes: int) -> Rule:
     return Rule(
         arguments=(*first, "groups", "dilation"),
         grads={"weight": _transposed_grads, "bias": partial(bias_grads, axes=axes)},
+        sq_norms={"weight": _transposed_sq_norms},
         sums={"weight": _transposed_sum, "bias": partial(bias_sum, axes=axes)},
         rows_are_free=True,
-        keeps=_kept,
+        keeps=_transposed_keeps,
         applies=_is_batched,
     )

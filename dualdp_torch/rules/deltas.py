@@ -16,6 +16,7 @@ import torch
 
 from .base import Tensor
 from .products import adder, product
+from .workspace import are_gates, lstm_with_gates
 
 #: Numbers of gates that are worked on at once, so that they stay in a processor's cache.
 _PIECE = 1 << 19
@@ -42,6 +43,24 @@ class Cell:
     b_hh: Tensor | None
     w_hr: Tensor | None
     alive: Tensor | None
+
+    def forward(
+        self, x: Tensor, h: Tensor, c: Tensor | None
+    ) -> tuple[Tensor, tuple[Tensor, ...], Tensor | None]:
+        """Outputs (t, n, p), final states, and the activated gates where they come for free."""
+        weights = (self.w_ih, self.w_hh, self.b_ih, self.b_hh)
+        if (
+            c is not None
+            and self.alive is None
+            and self.w_hr is None
+            and all(w is not None for w in weights)
+        ):
+            found = lstm_with_gates(x, h, c, weights)  # type: ignore[arg-type]
+            if found is not None:
+                out, last_h, last_c, gates = found
+                return out, (last_h, last_c), gates
+        out, *states = self.fused(x, h, c)
+        return out, tuple(states), None
 
     def fused(self, x: Tensor, h: Tensor, c: Tensor | None) -> tuple[Tensor, ...]:
         """Outputs (t, n, p) and final states (n, p)[, (n, h)], without a graph."""
@@ -103,15 +122,12 @@ def _pieces(gates: Tensor) -> list[slice]:
     return [slice(a, min(a + most, len(gates))) for a in range(0, len(gates), most)]
 
 
-def lstm_states(gates: Tensor, c: Tensor, alive: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Activated gates i, f, g, o, (t, n, 4, h), in place, and all cell states (t + 1, n, h).
+def lstm_gates(gates: Tensor, alive: Tensor | None) -> Tensor:
+    """Sums (t, n, g) to activated gates i, f, g, o, (t, n, 4, h), in place.
 
     A sequence that has ended keeps its cell: f = 1 and i = 0 from there on.
     """
     pieces, gates = _pieces(gates), gates.unflatten(2, (4, -1))
-    cells = by_example(len(gates) + 1, c)
-    cells[0] = c
-    states = cells.unbind(0)
     for steps in pieces:
         piece = gates[steps]
         i, f, g, _ = piece.unbind(2)
@@ -121,11 +137,35 @@ def lstm_states(gates: Tensor, c: Tensor, alive: Tensor | None) -> tuple[Tensor,
         if alive is not None:
             i.masked_fill_(~alive[steps], 0)
             f.masked_fill_(~alive[steps], 1)
-        into, kept = (i * g).unbind(0), f.unbind(0)
-        for t in range(len(piece)):
-            now = steps.start + t
-            torch.addcmul(into[t], kept[t], states[now], out=states[now + 1])
-    return gates, cells
+    return gates
+
+
+def lstm_cells(gates: Tensor, c: Tensor) -> Tensor:
+    """All cell states (t + 1, n, h), from activated gates (t, n, 4, h) and the first."""
+    cells = by_example(len(gates) + 1, c)
+    cells[0] = c
+    states = cells.unbind(0)
+    for steps in _pieces(gates.flatten(2)):
+        i, f, g, _ = gates[steps].unbind(2)
+        for t, into, kept in zip(range(len(gates))[steps], i * g, f, strict=True):
+            torch.addcmul(into, kept, states[t], out=states[t + 1])
+    return cells
+
+
+def _lstm_gates_and_cells(
+    cell: Cell, x: Tensor, previous: Tensor, c: Tensor, known: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, Tensor]:
+    """Activated gates (t, n, 4, h) and cell states (t + 1, n, h).
+
+    `known` are gates and the last cell state as the fused forward left them, if it did.
+    """
+    if known is not None:
+        gates, last_c = known
+        cells = lstm_cells(gates, c)
+        if are_gates(gates, cells, last_c, cell.gate_sums(x[-1:], previous[-1:])[0]):
+            return gates, cells
+    gates = lstm_gates(cell.gate_sums(x, previous), cell.alive)
+    return gates, lstm_cells(gates, c)
 
 
 def _lstm_factors(gates: Tensor, cells: Tensor, alive: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -149,15 +189,25 @@ def _lstm_factors(gates: Tensor, cells: Tensor, alive: Tensor | None) -> tuple[T
 
 
 def lstm_deltas(
-    cell: Cell, x: Tensor, previous: Tensor, c: Tensor, out_grads: Tensor, dh: Tensor, dc: Tensor
+    cell: Cell,
+    x: Tensor,
+    previous: Tensor,
+    c: Tensor,
+    known: tuple[Tensor, Tensor] | None,
+    out_grads: Tensor,
+    dh: Tensor,
+    dc: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
     """Deltas of input and hidden side (the same), of the projection, and of the first states.
 
-    Whatever needs no delta is computed for many steps beforehand; the deltas replace the gates.
+    Whatever needs no delta is computed for many steps beforehand; the deltas replace the gates,
+    unless those are `known` and may be needed again.
     """
-    gates, cells = lstm_states(cell.gate_sums(x, previous), c, cell.alive)
+    gates, cells = _lstm_gates_and_cells(cell, x, previous, c, known)
     projected = None if cell.w_hr is None else by_example(len(x), dh)
     deltas, dc = gates.flatten(2), dc.clone()
+    if known is not None:
+        deltas = by_example(len(x), deltas[0])
     before = _Before(cell, out_grads)
     dh = before.last(dh)
     for steps in reversed(_pieces(deltas)):
@@ -176,7 +226,7 @@ def lstm_deltas(
             by_hidden[t].mul_(hidden)
             dc.mul_(kept[t])
             dh = before(now, found[t], dh)
-        piece.copy_(factors)
+        deltas[steps].copy_(found)
     if projected is not None and cell.alive is not None:
         projected *= cell.alive
     return deltas, deltas, projected, dh, dc

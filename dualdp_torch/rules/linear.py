@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from dualdp import costs
-from dualdp_torch import choices
+from dualdp_torch import choices, memory
 
 from .base import Rule, Tensor, all_but_last, sq_norms, weighted_sum
 from .products import product, products
@@ -89,7 +89,11 @@ def weight_sq_norms(acts: Tensor, grads_out: Tensor, **_: Any) -> Tensor:
     gradient of the examples where the bound is too large.
     """
     a, g = flatten_positions(acts), flatten_positions(grads_out)
-    return _gram_sq_norms(a, g) if _uses_gram(a, g) else sq_norms(weight_grads(a, g))
+    if _uses_gram(a, g):
+        return _gram_sq_norms(a, g)
+    numbers = a.shape[2] * g.shape[2]
+    rows = memory.pieces(len(a), numbers, a)
+    return torch.cat([sq_norms(weight_grads(a[part], g[part])) for part in rows])
 
 
 def gram_error(lengths: Tensor) -> Tensor:
@@ -135,8 +139,9 @@ def join(uses: Sequence[tuple[Tensor | None, Tensor]]) -> tuple[Tensor | None, T
 
 
 def keeps(acts: Tensor, grads_out: Tensor, **_: Any) -> bool:
-    """Whether the per-sample gradients are kept rather than formed twice."""
-    return _way(flatten_positions(acts), flatten_positions(grads_out)) == "keep"
+    """Whether the per-sample gradients are kept rather than formed twice; not beyond memory."""
+    a, g = flatten_positions(acts), flatten_positions(grads_out)
+    return _way(a, g) == "keep" and memory.may_keep(len(a) * a.shape[2] * g.shape[2], a)
 
 
 def _right_grads(acts: Tensor, grads_out: Tensor, **_: Any) -> Tensor:

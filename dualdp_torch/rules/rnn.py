@@ -21,8 +21,9 @@ from .deltas import (
     Cell,
     by_example,
     gru_deltas,
+    lstm_cells,
     lstm_deltas,
-    lstm_states,
+    lstm_gates,
     rnn_deltas,
     rows_of,
     steps_of,
@@ -38,15 +39,17 @@ class _Recurrence(torch.autograd.Function):
     def forward(ctx: Any, cell: Cell, *inputs: Any) -> Any:
         """Tokens of x, h, projection; x (t, n, i), h (n, p), c (n, h) -> out (t, n, p), states."""
         *_, x, h, c = inputs
-        out, *states = cell.fused(x, h, c)
+        out, states, gates = cell.forward(x, h, c)
         previous = by_example(len(x), h)
         previous[0], previous[1:] = h, out[:-1]  # (t, n, p)
         extra = [previous]
         if cell.w_hr is not None:
-            gates, cells = lstm_states(cell.gate_sums(x, previous), c, cell.alive)
-            extra.append(gates[:, :, 3] * tanh(cells[1:]))  # what is projected, (t, n, h)
+            opened = lstm_gates(cell.gate_sums(x, previous), cell.alive)
+            squashed = tanh(lstm_cells(opened, c)[1:])
+            extra.append(opened[:, :, 3] * squashed)  # what is projected, (t, n, h)
         ctx.cell = cell
-        ctx.save_for_backward(x, previous, out if c is None else c)
+        known = (None, None) if gates is None else (gates, states[1])
+        ctx.save_for_backward(x, previous, out if c is None else c, *known)
         ctx.mark_non_differentiable(*extra)
         return (out, *states, *extra)
 
@@ -54,12 +57,13 @@ class _Recurrence(torch.autograd.Function):
     def backward(ctx: Any, out_grads: Tensor, *state_grads: Tensor) -> Any:
         """The deltas for the tokens, and the gradients of x and the first states."""
         cell: Cell = ctx.cell
-        x, previous, last = ctx.saved_tensors
+        x, previous, last, gates, last_c = ctx.saved_tensors
         if cell.alive is not None:
             out_grads = out_grads * cell.alive
         found: tuple[Any, ...]
         if cell.kind == "lstm":
-            found = lstm_deltas(cell, x, previous, last, out_grads, *state_grads[:2])
+            known = None if gates is None else (gates, last_c)
+            found = lstm_deltas(cell, x, previous, last, known, out_grads, *state_grads[:2])
         elif cell.kind == "gru":
             found = gru_deltas(cell, x, previous, out_grads, state_grads[0])
         else:
@@ -130,7 +134,12 @@ def recurrent(function: Callable[..., Any]) -> Callable[..., Any]:
             if order is not None:
                 x, lengths = x[:, order], lengths[order.cpu()]
                 stacked = tuple(s[:, order] for s in stacked)
-            return (torch._pack_padded_sequence(x, lengths, False)[0], *stacked)
+            data = torch._pack_padded_sequence(x, lengths, False)[0]
+            if order is not None:
+                capture.moves.follow(data, None, order)
+                for s in stacked:
+                    capture.moves.follow(s, 1, order)
+            return (data, *stacked)
         return (x.transpose(0, 1) if call.batch_first else x, *stacked)
 
     return rewritten
@@ -147,7 +156,7 @@ def _padded(
     x, _ = torch._pad_packed_sequence(call.data, sizes, False, 0.0, len(sizes))
     device = call.data.device
     alive = (torch.arange(n) < sizes.unsqueeze(1)).unsqueeze(2).to(device)
-    order = capture.order_of(call.data)
+    order = capture.moves.order_of(call.data)
     if order is None:
         return x, call.state, alive, None
     back = order.argsort()

@@ -3,6 +3,7 @@
 
 import json
 import math
+import sys
 import time
 
 import pytest
@@ -33,9 +34,9 @@ def spent(target, **run):
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_calibrated_noise_meets_the_target(target):
-    start = time.perf_counter()
+    start = time.process_time()
     sigma = dualdp.get_noise_multiplier(**target)
-    assert time.perf_counter() - start < 3  # 0.3 s on a quiet core
+    assert time.process_time() - start < 3  # 0.3 s on a quiet core
     epsilon = spent(target, noise_multiplier=sigma)
     assert 0.998 * target["target_epsilon"] <= epsilon <= target["target_epsilon"]
 
@@ -82,6 +83,34 @@ def test_a_whole_schedule_is_scaled():
     for sigma, rate, count in steps:
         made.step(noise_multiplier=sigma * scale, sample_rate=rate, num_steps=count)
     assert 1.99 < made.get_epsilon(delta=1e-5) <= 2.0
+
+
+@pytest.mark.parametrize("step", [(1.0, 0.1), None, 3.0, "abc"])
+def test_a_schedule_is_made_of_triples(step):
+    with pytest.raises(ValueError, match=r"steps\[1\]=.* Expected triples"):
+        calibrate.get_schedule_scale(
+            target_epsilon=1.0, target_delta=1e-5, steps=[(1.0, 0.1, 1), step]
+        )
+
+
+@pytest.mark.parametrize("sampler", ["balls_in_bins", "fixed_size", "truncated_poisson", "shuffle"])
+def test_every_sampler_is_calibrated(sampler):
+    """Noise, steps and rate: within the target, and the next whole step is not."""
+    target = {"target_epsilon": 2.0, "target_delta": 1e-5, "sampler": sampler}
+    if sampler == "fixed_size":
+        target["neighboring_relation"] = "replace"
+    if sampler == "truncated_poisson":
+        target |= {"num_examples": 10_000, "max_batch_size": 300}
+    asked = {k.replace("target_", ""): v for k, v in target.items() if k != "target_epsilon"}
+    sigma = dualdp.get_noise_multiplier(**target, sample_rate=0.02, num_steps=200)
+    run = {"noise_multiplier": sigma, "sample_rate": 0.02}
+    assert 1.9 < dualdp.get_epsilon(**run, num_steps=200, **asked) <= 2
+    steps = dualdp.get_num_steps(**target, **run)
+    assert dualdp.get_epsilon(**run, num_steps=steps, **asked) <= 2
+    assert dualdp.get_epsilon(**run, num_steps=steps + 1, **asked) > 2
+    rate = dualdp.get_sample_rate(**target, noise_multiplier=sigma, num_steps=200)
+    assert rate == pytest.approx(0.02, rel=0.01)
+    assert dualdp.get_epsilon(**(run | {"sample_rate": rate}), num_steps=200, **asked) <= 2
 
 
 def test_nothing_released_needs_no_noise():
@@ -142,6 +171,42 @@ def test_the_command_epsilon(tmp_path):
     )  # fmt: skip
     assert table.exit_code == 0
     assert "epsilon" in table.output
+
+
+def test_the_commands_call_an_approximation_one():
+    run = ["epsilon", "--noise-multiplier", "1", *RUN, "--accountant", "gdp", "--json"]
+    for words in (run, ["calibrate", "--epsilon", "3", *RUN, "--accountant", "gdp", "--json"]):
+        refused = command(*words)
+        assert refused.exit_code == 2
+        assert "can lie far below the true epsilon" in refused.output
+        record = json.loads(command(*words, "--approximate").stdout)
+        assert record["certified"] is False
+        assert 0 < record["epsilon"] <= 3
+
+
+def test_a_plot_needs_matplotlib(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    words = ("epsilon", "--noise-multiplier", "1", *RUN, "--plot", str(tmp_path / "x.png"))
+    result = command(*words)
+    assert result.exit_code == 2
+    assert "--plot needs matplotlib" in result.output
+
+
+def test_a_plot_shows_both_bounds(tmp_path, monkeypatch):
+    from matplotlib.axes import Axes
+
+    drawn, plot = [], Axes.plot
+    monkeypatch.setattr(Axes, "plot", lambda *a, **k: drawn.append((a[1], a[2])) or plot(*a, **k))
+    picture = tmp_path / "epsilon.pdf"
+    words = ("--epsilon", "3", *RUN, "--plot", str(picture), "--json")
+    record = json.loads(command("calibrate", *words).stdout)
+    assert picture.read_bytes()[:4] == b"%PDF"
+    (steps, upper), (same, lower) = drawn
+    assert steps == same
+    assert steps[-1] == record["num_steps"] == 470
+    assert upper[-1] == record["epsilon"]
+    assert upper == sorted(upper)
+    assert all(0 < low <= high <= 1.02 * low for low, high in zip(lower, upper, strict=True))
 
 
 def test_the_command_calibrate():

@@ -6,12 +6,14 @@ is `is_rounding_bound`, as docs/accounting.md says in section 8.
 """
 
 import math
+import time
+import tracemalloc
 
 import numpy as np
 import pytest
 
 from dualdp import accountants
-from dualdp.accountants import bracket, lattice
+from dualdp.accountants import bracket, lattice, memory
 from dualdp.accountants.calibrate import (
     get_delta,
     get_epsilon,
@@ -271,3 +273,44 @@ def test_asking_after_every_step_gives_the_same():
     grown.step(noise_multiplier=2.0, sample_rate=0.02, num_steps=5)  # more of an early one
     more = account((2.0, 0.02, 6), *steps[1:])
     assert grown.get_epsilon(delta=1e-5) == pytest.approx(more.get_epsilon(delta=1e-5), rel=1e-8)
+
+
+def cost_of_growing(steps, asked):
+    """Median CPU seconds of one question at the end of a long schedule."""
+    made = accountants.create("pld")
+
+    def grow(i):
+        noise = 2.0 - 1.2 * i / steps
+        made.step(noise_multiplier=noise, sample_rate=0.01 * (1 - 0.5 * i / steps))
+
+    for i in range(steps - asked):
+        grow(i)
+    made.get_epsilon(delta=1e-5)
+    times, last = [], 0.0
+    for i in range(steps - asked, steps):
+        grow(i)
+        start = time.process_time()
+        now = made.get_epsilon(delta=1e-5)
+        times.append(time.process_time() - start)
+        assert now >= last * (1 - RELATIVE)
+        last = now
+    return float(np.median(times))
+
+
+def test_epsilon_after_every_step_costs_milliseconds():
+    assert cost_of_growing(3_000, 40) < 0.03
+
+
+@pytest.mark.slow
+def test_epsilon_after_every_step_of_a_long_run_costs_milliseconds():
+    tracemalloc.start()
+    try:
+        assert cost_of_growing(20_000, 400) < 0.08  # tracing the memory takes most of it
+        assert tracemalloc.get_traced_memory()[1] < 1 << 28
+    finally:
+        tracemalloc.stop()
+
+
+def test_without_its_memory_a_question_costs_more(monkeypatch):
+    monkeypatch.setattr(memory, "_beyond", lambda part, counts: None)
+    assert cost_of_growing(3_000, 3) > 0.03

@@ -194,6 +194,14 @@ def test_state_and_merge():
     assert loaded.rdp() == pytest.approx(2 * made.rdp(), rel=1e-12)
     with pytest.raises(AccountingError, match="Expected the same orders="):
         accountants.create("rdp").merge(made)
+    before = loaded.state_dict()
+    with pytest.raises(ValueError, match=r"curve\[1\]=-0.1 is negative"):
+        loaded.load_state_dict(made.state_dict() | {"curve": [0.1, -0.1]})
+    with pytest.raises(ValueError, match=r"curve\[0\]=nan is not a number"):
+        loaded.load_state_dict(made.state_dict() | {"curve": [math.nan, 0.1]})
+    with pytest.raises(ValueError, match="Expected those of state_dict"):
+        loaded.load_state_dict(None)
+    assert loaded.state_dict() == before
     with pytest.raises(ValueError, match="curve values for 2 orders"):
         loaded.load_state_dict(made.state_dict() | {"curve": [1.0]})
 

@@ -76,6 +76,25 @@ def stacked_times_shared(p, x):
     return squares(lax.scan(layer, x, p["w"])[0])
 
 
+def one_loop_at_two_places(p, x, kinds):
+    """The very same equation, with what `kinds` says in its place of constants."""
+
+    @jax.jit
+    def turn(w, scale, h):
+        return lax.scan(lambda h, _: (jnp.tanh(h @ (w * scale) + scale @ w), None), h, length=2)[0]
+
+    steps = jnp.arange(4.0) - 1
+    values = {"constant": steps, "other": steps**2, "data": x[::-1], "weight": p["v"]}
+    return squares(sum(turn(p["w"], values[kind], k * x) for k, kind in enumerate(kinds, 1)))
+
+
+def rows_used_in_a_loop(p, ids):
+    """Rows of one table are added up in a loop over a matrix of the same shape."""
+    rows = p["table"][ids]
+    step = lambda h, _: (jnp.tanh(h @ p["w"] + rows.sum(0)), None)  # noqa: E731
+    return squares(lax.scan(step, p["table"][0], length=3)[0] @ p["table"])
+
+
 def stacked_convolutions(p, x):
     def layer(h, w):
         y = lax.conv_general_dilated(h[None], w, (1,), "SAME")[0]
@@ -181,6 +200,21 @@ CASES = {
     "nested_loops": Case(nested_loops, {"w": (2, 4, 4), "shared": (4, 4)}, (3, 4), 2),
     "stacked_times_shared": Case(
         stacked_times_shared, {"w": (2, 4, 4), "gate": (4, 1)}, (3, 4), 1
+    ),
+    "one_loop_with_two_constants": Case(
+        functools.partial(one_loop_at_two_places, kinds=("constant", "other")),
+        {"w": (4, 4), "v": (4,)},
+        (4,),
+        2,
+    ),
+    "one_loop_with_all_kinds": Case(
+        functools.partial(one_loop_at_two_places, kinds=("data", "constant", "weight", "data")),
+        {"w": (4, 4), "v": (4,)},
+        (4,),
+        4,
+    ),
+    "rows_used_in_a_loop": Case(
+        rows_used_in_a_loop, {"table": (6, 6), "w": (6, 6)}, (5,), 3, True
     ),
     "stacked_transposed": Case(
         lambda p, x: squares(lax.scan(lambda h, w: (jnp.tanh(h @ w.T), None), x, p["w"].mT)[0]),

@@ -201,6 +201,53 @@ def test_nnx_changed_variables_are_refused(cls, name):
         dpj.per_sample_norms(nnx_loss, model, X, Y)
 
 
+class Layer(nnx.Module):
+    def __init__(self, rngs):
+        self.product = nnx.Linear(3, 3, rngs=rngs)
+
+    def __call__(self, x):
+        return jnp.tanh(self.product(x))
+
+
+class Stack(nnx.Module):
+    """Stacked layers under `nnx.scan` and `nnx.remat`, which hand their variables back anew."""
+
+    def __init__(self, rngs, write=lambda layer: None):
+        self.layers = nnx.split_rngs(splits=2)(nnx.vmap(Layer))(rngs)
+        self.write = write
+
+    def __call__(self, x):
+        def turn(x, layer):
+            def run(layer, x):
+                self.write(layer)
+                return layer(x)
+
+            return nnx.remat(run)(layer, x)
+
+        return nnx.scan(turn, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.layers)[:2]
+
+
+def scaled(layer):
+    layer.product.kernel.set_value(layer.product.kernel.get_value() * 0.9)
+
+
+def transposed(layer):
+    layer.product.kernel.set_value(layer.product.kernel.get_value().T)
+
+
+@pytest.mark.parametrize("method", ["vmap", "book_keeping"])
+def test_nnx_transformations_are_no_changes(method):
+    model = Stack(nnx.Rngs(0))
+    expected = dpj.per_sample_grads(nnx_loss, model, X, Y, method="loop")
+    assert_same(dpj.per_sample_grads(nnx_loss, model, X, Y, method=method), expected)
+
+
+@pytest.mark.parametrize("write", [scaled, transposed])
+def test_nnx_changes_inside_transformations_are_refused(write):
+    with pytest.raises(UnsupportedLayerError, match="variable 'layers/product/kernel'"):
+        dpj.per_sample_norms(nnx_loss, Stack(nnx.Rngs(0), write), X, Y)
+
+
 def test_nnx_integer_parameters_are_named():
     model = Net(nnx.Rngs(0))
     model.first.steps = nnx.Param(jnp.arange(2))

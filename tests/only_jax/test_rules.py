@@ -114,6 +114,17 @@ def test_two_passes_in_low_precision_are_refused(low_params):
         dpj.clipped_grad_sum(mixed, params, x, max_grad_norm=0.5, method="two_pass")
 
 
+def test_two_passes_are_refused_where_a_loss_rounds_its_numbers():
+    """The second backward would round a gradient that is clipped already: 0.3 % over the bound."""
+
+    def loss(p, x):
+        return jnp.sum(jax.jit(lambda y: lax.reduce_precision(y, 8, 7))(x @ p["w"]) ** 2)
+
+    params, x = {"w": jnp.ones((3, 2))}, jnp.ones((4, 3))
+    with pytest.raises(ValueError, match="method='two_pass' would sum gradients in 7 bits of man"):
+        dpj.clipped_grad_sum(loss, params, x, max_grad_norm=0.5, method="two_pass")
+
+
 # ---------------------------------------------------------------------- rules of the user's
 
 

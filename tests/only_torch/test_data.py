@@ -23,6 +23,7 @@ from torch.utils.data import (
 
 import dualdp_torch as dpt
 from dualdp import AccountingError, get_epsilon
+from dualdp_torch.data import PlannedLoader, Share, draws
 from tests.only_torch.checks import data
 from tests.only_torch.loop import NUM, build, by_hand, dataset, first_batch, plan, start, train
 
@@ -481,3 +482,48 @@ def test_a_dataset_of_one_tensor_and_a_module_of_one_weight():
         model(x).mean().backward()
         optimizer.step()
     assert len(engine.ledger) == 2
+
+
+@pytest.mark.parametrize("size", [None, 2])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_shares_are_the_batch_cut_in_pieces(ranks, size):
+    """Every example once, on one process, and as many physical batches on each."""
+    run = plan(expected_batch_size=2)
+    shares = [list(draws(run, 0, 6, size, Share(rank, ranks))) for rank in range(ranks)]
+    assert len({len(share) for share in shares}) == 1
+    seen = {step: [] for step in range(6)}
+    for share in shares:
+        assert [draw.step for draw in share if draw.is_last] == list(range(6))
+        for draw in share:
+            assert len(draw.indices) == len(draw.mask) >= 1
+            kept = np.array(draw.indices)[draw.mask.numpy()]
+            assert size is None or len(kept) <= size
+            seen[draw.step] += kept.tolist()
+    for step, rows in seen.items():
+        assert sorted(rows) == run.batch_indices(step).tolist()
+    empty = [draw for share in shares for draw in share if not draw.mask.any()]
+    assert empty
+    assert all(draw.indices == [0] for draw in empty)
+
+
+class Noisy(torch.utils.data.Dataset):
+    """Rows that are drawn anew whenever they are asked for."""
+
+    def __len__(self):
+        return NUM
+
+    def __getitem__(self, index):
+        return torch.rand(3)
+
+
+def test_workers_of_other_processes_draw_other_numbers():
+    """Augmentation in worker processes, whose seeds come from the plan."""
+    loader = DataLoader(Noisy(), batch_size=12, num_workers=1)
+    first = []
+    for rank in (0, 1, 1):
+        handed = PlannedLoader(
+            loader, plan(), lambda: (0, 1), lambda: 1, lambda *drawn: None, Share(rank, 2)
+        )
+        first.append(next(iter(handed))[0])
+    assert not torch.equal(first[0], first[1])
+    assert torch.equal(first[1], first[2])

@@ -144,7 +144,7 @@ def test_ledger_comes_first():
 
 def test_stages_show_the_way_of_the_last_step():
     engine, model, optimizer, loader = start(plan=plan())
-    with pytest.raises(RuntimeError, match="No step was taken yet"):
+    with pytest.raises(RuntimeError, match="No step was taken since a batch"):
         engine.stages()
     train(model, optimizer, loader)
     stages = engine.stages()

@@ -9,7 +9,8 @@ from torch.nn import functional as F
 import dualdp_torch as dpt
 from dualdp import UnsupportedLayerError
 from tests import reference
-from tests.only_torch.checks import METHODS, Ways, assert_exact, data, ids, randomise
+from tests.closeness import assert_grads_close
+from tests.only_torch.checks import METHODS, Ways, assert_exact, data, ids, randomise, truth_of
 
 N = 4
 
@@ -200,6 +201,14 @@ def test_a_path_that_only_some_batches_take_is_examined_too():
     assert_exact(model, -x, methods=methods)
 
 
+def assert_recorded_norms(model, x):
+    """Norms of a recorded forward are the loop's."""
+    with dpt.record_per_sample(model, loss_reduction="sum") as record:
+        reference.loss_fn(model, x).sum().backward()
+    expected = dpt.per_sample_norms(reference.loss_fn, model, x, method="loop")
+    torch.testing.assert_close(record.norms(), expected)
+
+
 def test_gradients_that_vanish_at_first_prove_nothing():
     """A gate of zero hides the layer from the examination; opened, it is examined."""
 
@@ -219,9 +228,39 @@ def test_gradients_that_vanish_at_first_prove_nothing():
         model.gate.zero_()
     x = data(N, N, 6)
     assert_exact(model, x)
+    assert_recorded_norms(model, x)
     with torch.no_grad():
         model.gate.fill_(1.5)
     assert_exact(model, x)
+    assert_recorded_norms(model, x)
+
+
+def test_heads_without_a_way_to_the_loss_are_examined_once():
+    """And again when the loss begins to use them, though neither model nor loss are new."""
+    seen = []
+
+    class Heads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.other = nn.Linear(6, 3), nn.Linear(6, 3)
+
+        def forward(self, x):
+            seen.append(len(x))
+            return self.one(x), self.other(x)
+
+    model, x, both, runs = randomise(Heads()), data(N, 6), [False], []
+
+    def loss(model, x):
+        one, other = model(x)
+        return (one + other if both[0] else one).square().sum(1)
+
+    for both[0] in (False, False, True, True, True):
+        seen.clear()
+        found = dpt.per_sample_grads(loss, model, x)
+        runs.append(list(seen))
+        truth = truth_of(model, loss, x)
+        assert_grads_close({name: g.numpy() for name, g in found.items()}, truth, "float32")
+    assert runs[1] == runs[4] == [N]
 
 
 def test_too_few_finite_examples_are_taken_one_at_a_time(monkeypatch):

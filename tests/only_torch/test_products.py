@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from dualdp_torch.rules import conv, deltas, linear, products
+from dualdp_torch.rules import conv, deltas, linear, products, workspace
 from tests.only_torch.checks import assert_exact, data, randomise
 
 FAST = ("auto", "book_keeping", "materialize")
@@ -90,6 +90,44 @@ def test_recurrent_layers(library, monkeypatch, kind, steps):
     monkeypatch.setattr(deltas, "_PIECE", steps)  # one step at a time, or all of them
     layer = getattr(nn, kind)(4, 3, 2, bidirectional=True, batch_first=True)
     assert_exact(randomise(Last(layer)), data(3, 5, 4), methods=FAST)
+
+
+SIZES = [(1, 3, 4, 5), (7, 2, 3, 33), (9, 3, 5, 64), (5, 2, 300, 100)]
+
+
+@pytest.mark.parametrize(("steps", "n", "inputs", "width"), SIZES)
+def test_the_workspace_begins_with_the_gates(steps, n, inputs, width):
+    """Rows of several paddings; the input in another order than oneDNN takes for granted."""
+    x, h, c = data(n, steps, inputs).transpose(0, 1), data(n, width), data(n, width, seed=2)
+    shapes = ((4 * width, inputs), (4 * width, width), (4 * width,), (4 * width,))
+    weights = tuple(data(*shape, seed=k) * 0.2 for k, shape in enumerate(shapes))
+    found = workspace.lstm_with_gates(x, h, c, weights)
+    if found is None:
+        assert not products.by_onednn(x)
+        pytest.skip("this build of torch has no oneDNN")
+    out, last_h, last_c, gates = found
+    cell = deltas.Cell("lstm", *weights, None, None)
+    for ours, torchs in zip((out, last_h, last_c), cell.fused(x, h, c), strict=True):
+        torch.testing.assert_close(ours, torchs)
+    sums = cell.gate_sums(x, torch.cat([h[None], out[:-1]]))
+    torch.testing.assert_close(gates, deltas.lstm_gates(sums.clone(), None))
+    assert workspace.are_gates(gates, deltas.lstm_cells(gates, c), last_c, sums[-1])
+
+
+@pytest.mark.parametrize("row", [lambda n: n, lambda n: n + 16, lambda n: 1 << 40])
+def test_a_workspace_of_another_layout_is_not_used(monkeypatch, row):
+    monkeypatch.setattr(workspace, "_row", row)
+    layer = nn.LSTM(4, 33, batch_first=True)
+    assert_exact(randomise(Last(layer)), data(3, 5, 4), methods=FAST)
+
+
+def test_gates_are_not_computed_again(monkeypatch):
+    """Of all steps, only the last one's are, to be compared."""
+    steps, sums = [], deltas.Cell.gate_sums
+    monkeypatch.setattr(deltas.Cell, "gate_sums", lambda *a: (steps.append(len(a[1])), sums(*a))[1])
+    model, x = randomise(Last(nn.LSTM(4, 3, batch_first=True))), data(3, 5, 4)
+    assert_exact(model, x, methods=("auto",))
+    assert set(steps) == ({1} if products.by_onednn(x) else {5})
 
 
 def test_a_linear_layer_with_positions(library):

@@ -4,6 +4,7 @@
 import itertools
 
 import hypothesis
+import pytest
 import torch
 from hypothesis import strategies as st
 from torch import nn
@@ -165,6 +166,22 @@ def test_compiled_models_run_as_they_were_written():
     with dpt.record_per_sample(compiled, loss_reduction="sum") as record:
         compiled(x).square().sum().backward()
     torch.testing.assert_close(record.norms(), expected)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("how", ["whole", "part", "traced"])
+def test_scripted_models_are_right(how):
+    """Their parameters are seen to reach the loss in a way of their own, and go through vmap."""
+    body, x = randomise(nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))), data(4, 6)
+
+    def loss(model, x):
+        return model(x).square().sum(1)
+
+    expected = dpt.per_sample_norms(loss, body, x, method="loop")
+    model = torch.jit.trace(body, x) if how == "traced" else torch.jit.script(body)
+    model = nn.Sequential(model, nn.Identity()) if how == "part" else model
+    for method in dpt.METHODS:
+        torch.testing.assert_close(dpt.per_sample_norms(loss, model, x, method=method), expected)
 
 
 @few

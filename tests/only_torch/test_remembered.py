@@ -5,11 +5,13 @@ import functools
 import gc
 import weakref
 
+import pytest
 import torch
 from torch import nn
 
 import dualdp_torch as dpt
-from dualdp_torch import call, remembered
+from dualdp_torch import call, choices, memory, remembered
+from dualdp_torch.rules import conv_forms, linear
 from tests import reference
 from tests.only_torch.checks import data, randomise
 
@@ -38,6 +40,47 @@ def test_the_device_bounds_the_memory_when_nobody_else_does(monkeypatch):
     assert 1 < max(sizes) < 32  # about 35,000 bytes each
     for name, grad in whole.grads.items():
         torch.testing.assert_close(pieces.grads[name], grad)
+
+
+LAYERS = {
+    "positions": (nn.Linear(12, 10), (40, 12), 120),
+    "convolution": (nn.Conv2d(8, 6, 3), (8, 20, 20), 432),
+    "three axes": (nn.Conv3d(2, 3, 2), (2, 9, 9, 9), 48),
+    "transposed": (nn.ConvTranspose2d(4, 6, 3, stride=2), (4, 7, 7), 216),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_recorded_batch_keeps_no_more_than_memory_allows(name, monkeypatch):
+    """The batch is there already; its gradients are formed for their norms, a few at a time."""
+    layer, shape, numbers = LAYERS[name]
+    model, x, formed = randomise(nn.Sequential(layer, nn.Tanh())), data(9, *shape), []
+    module, function = (linear, "products") if name == "positions" else (conv_forms, "by_folding")
+    original = getattr(module, function)
+
+    def watch(*args, **options):
+        out = original(*args, **options)
+        formed.append(out.numel() // numbers)
+        return out
+
+    monkeypatch.setattr(module, function, watch)
+    monkeypatch.setitem(conv_forms.FORMS, "folded", watch)
+
+    def clipped():
+        with dpt.record_per_sample(model, loss_reduction="sum") as record:
+            loss_fn(model, x).sum().backward()
+        return record.clipped_sum(max_grad_norm=0.5)
+
+    with choices.forced(convolution="folded"):
+        expected = clipped()
+        assert max(formed) == 9
+        formed.clear()
+        monkeypatch.setattr(memory, "SURELY_FREE", 4 * 4 * numbers)
+        monkeypatch.setattr(memory, "free_memory", lambda device: 0)
+        found = clipped()
+    assert formed == [4, 4, 1]
+    for name, total in found.items():
+        torch.testing.assert_close(total, expected[name])
 
 
 def test_free_memory_is_that_of_the_machine(monkeypatch):

@@ -264,7 +264,7 @@ def class_token():
     return Apply(forward, token=nn.Parameter(torch.zeros(1, 1, 6)), head=nn.Linear(6, 3))
 
 
-@case(data(N, 5, 6), way="by_vmap")
+@case(data(N, 5, 6))
 def class_token_repeated():
     def forward(m, x):
         return m.head(torch.cat([m.token.repeat(len(x), 1, 1), x], 1))
@@ -607,6 +607,51 @@ def whole_transformer():
         lambda m, x, y: m.net(x, y),
         net=nn.Transformer(6, 2, 1, 1, 8, dropout=0.0, batch_first=True),
     )
+
+
+# ---------------------------------------------------------------------- spread along a later axis
+
+
+@case(data(N, 5, 6))
+def positions_of_time_first():
+    def forward(m, x):
+        x = x.transpose(0, 1) * m.scale
+        return m.head(m.places[: len(x)] + x - m.places[: len(x)] * 2).transpose(0, 1)
+
+    scale, places = (nn.Parameter(torch.zeros(size, 1, 6)) for size in (5, 9))
+    return Apply(forward, scale=scale, places=places, head=nn.Linear(6, 3))
+
+
+@case(data(N, N, 6))
+def positions_of_time_first_as_many_as_examples():
+    def forward(m, x):
+        return m.head(x.transpose(0, 1) + m.places).transpose(0, 1)
+
+    return Apply(forward, places=nn.Parameter(torch.zeros(N, 1, 6)), head=nn.Linear(6, 3))
+
+
+@case(data(N, 5, 4), methods=WITHOUT_VMAP)
+def learned_states_expanded():
+    def forward(m, x):
+        return m.rnn(x, m.state.expand(2, len(x), 3).contiguous())[0]
+
+    state = nn.Parameter(torch.zeros(2, 1, 3))
+    return Apply(forward, rnn=nn.GRU(4, 3, bidirectional=True, batch_first=True), state=state)
+
+
+@case(data(N, 5, 4), methods=WITHOUT_VMAP)
+def learned_states_repeated():
+    def forward(m, x):
+        states = m.hidden.repeat(1, len(x), 1), m.cell.expand([-1, len(x), -1])
+        return m.rnn(x, states)[0]
+
+    hidden, cell = (nn.Parameter(torch.zeros(1, 1, 3)) for _ in range(2))
+    return Apply(forward, rnn=nn.LSTM(4, 3, batch_first=True), hidden=hidden, cell=cell)
+
+
+@case(data(N, 4, 6))
+def tiles():
+    return Apply(lambda m, x: x * m.tile.repeat(2, 1), tile=nn.Parameter(torch.zeros(2, 6)))
 
 
 # ---------------------------------------------------------------------- checkpointing

@@ -68,6 +68,9 @@ def test_events_round_trip():
     made = accountants.create("pld")
     made.step(noise_multiplier=1.0, sample_rate=0.1, num_steps=5)
     made.compose(mechanisms.Laplace(2.0), 3)
+    made.compose(mechanisms.Gaussian(2.0), 2)
+    made.compose(mechanisms.RandomizedResponse(0.5, 3))
+    made.compose(mechanisms.TruncatedPoissonSubsampledGaussian(2.0, 0.05, 1000, 120), 7)
     again = accountants.create("pld")
     again.compose(interop.from_dp_event(interop.to_dp_event(made.history)))
     assert again == made

@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run in a folder, to which every process writes its own part of the state, by Orbax.
+
+Plan, position and ledger are those of the single file, into which the folder can be consolidated.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from dualdp import checkpoint
+from dualdp.randomness import RootKey
+from dualdp_jax.checkpoint import (
+    PathLike,
+    check_kind,
+    check_like,
+    check_names,
+    described,
+    filled,
+    named,
+    plain,
+    resumed_engine,
+    revived,
+    write_file,
+)
+from dualdp_jax.distributed import Group
+from dualdp_jax.engine import PrivacyEngine
+from dualdp_jax.training import TrainState
+
+
+def save_sharded_checkpoint(folder: PathLike, *, state: TrainState, engine: PrivacyEngine) -> None:
+    """Write a run between two steps; each process writes the parts of the state that it holds.
+
+    The folder holds numbered checkpoints; older ones go once the new one is whole. Key and ledger
+    lie beside it as `<folder>.key` and `<folder>.ledger`, as with `save_checkpoint`. All processes
+    call this, on a folder that all of them see.
+
+    Args:
+        folder: of the checkpoints; it is made if needed.
+        state: of the last step, every leaf an array or a number.
+        engine: of the run.
+
+    Raises:
+        ModuleNotFoundError: Orbax is not installed.
+        TypeError: the state is none, or holds a leaf that can't be saved.
+
+    Guarantees:
+        A save that is interrupted leaves the older checkpoint.
+            [test_an_interrupted_sharded_save_leaves_the_older_one]
+        Resumed, on this mesh or another, the run goes on where it was.
+            [test_a_sharded_checkpoint_loads_on_other_meshes]
+    """
+    ocp = _orbax()
+    arrays = {name: plain(name, leaf) for name, leaf in named(state).items()}
+
+    def describe(_: None) -> tuple[int, dict[str, Any]]:
+        Path(folder).mkdir(exist_ok=True)
+        kinds = {name: [str(a.dtype), list(a.shape)] for name, a in arrays.items()}
+        document = {**described(state, engine, folder), "arrays": kinds}
+        return 1 + max(_numbers(folder), default=0), document
+
+    number, document = engine.written("the sharded checkpoint", lambda: None, describe)
+
+    def save() -> None:
+        parts = ocp.args.Composite(
+            arrays=ocp.args.PyTreeSave(arrays), run=ocp.args.JsonSave(document)
+        )
+        with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as writer:
+            writer.save(_path(folder, number), args=parts)
+
+    def clear(_: None) -> None:
+        for older in _numbers(folder):
+            if older < number:
+                shutil.rmtree(_path(folder, older))
+
+    engine.written("the end of the sharded checkpoint", save, clear)
+
+
+def load_sharded_checkpoint(
+    folder: PathLike,
+    *,
+    like: TrainState,
+    key: RootKey | PathLike | None = None,
+    ledger: PathLike | None = None,
+) -> tuple[TrainState, PrivacyEngine]:
+    """Read a run that `save_sharded_checkpoint` wrote, perhaps on another mesh.
+
+    Args:
+        folder: of the checkpoints, of which the newest is read.
+        like: a state of the same model and optimizer, such as `TrainState.create(params,
+            optimizer)`; each leaf is read to where its twin in `like` lies.
+        key: as for `load_checkpoint`.
+        ledger: as for `load_checkpoint`.
+
+    Returns:
+        `(state, engine)`; `engine.resume(..., data_sharding=...)` goes on.
+
+    Raises:
+        FileNotFoundError: the folder holds no whole checkpoint, or key or ledger is missing.
+        ModuleNotFoundError: Orbax is not installed.
+        ValueError: it is of another model or optimizer.
+    """
+    check_like(like)
+    number, document = _document(folder)
+    check_names(document["arrays"], like)
+    wanted = named(like)
+    for name, leaf in wanted.items():
+        dtype, shape = document["arrays"][name]
+        check_kind(name, dtype, shape, leaf)
+    arrays = _arrays(folder, number, {name: plain(name, leaf) for name, leaf in wanted.items()})
+    leaves = {name: revived(arrays[name], leaf) for name, leaf in wanted.items()}
+    state = filled(leaves, document, like)
+    return state, resumed_engine(state, document, folder, key, ledger)
+
+
+def consolidate_checkpoint(folder: PathLike, path: PathLike) -> None:
+    """Make the file of `save_checkpoint` from the newest checkpoint in a folder, on one process.
+
+    The run itself goes on from either of them, not from both; its ledger stays where it is, and
+    `<path>.key` is made a copy of `<folder>.key`.
+
+    Args:
+        folder: of `save_sharded_checkpoint`.
+        path: of the file; an existing one is replaced.
+
+    Raises:
+        FileNotFoundError: the folder holds no whole checkpoint.
+        ModuleNotFoundError: Orbax is not installed.
+        ValueError: `<path>.key` is another run's.
+    """
+    number, document = _document(folder)
+    kinds = document.pop("arrays")
+    arrays = _arrays(folder, number, dict.fromkeys(kinds))
+    file = Path(folder).resolve().parent / document["ledger_file"]
+    document["ledger_file"] = os.path.relpath(file, Path(path).resolve().parent)
+    _copy_key(checkpoint.key_path(folder), checkpoint.key_path(path))
+    write_file(path, arrays, document)
+
+
+def _copy_key(source: Path, target: Path) -> None:
+    """The key beside the file, unless the plan has a seed.
+
+    Raises:
+        ValueError: another key is there.
+    """
+    if not source.exists() or source == target:
+        return
+    if not target.exists():
+        RootKey.load(source).save(target)
+    elif RootKey.load(source) != RootKey.load(target):
+        raise ValueError(
+            f"{target} holds the key of another run. Expected another path for this run's "
+            "checkpoint, or that file moved away."
+        )
+
+
+# ---------------------------------------------------------------------- Orbax
+
+
+def _orbax() -> Any:
+    """Orbax, which only sharded checkpoints need."""
+    try:
+        import orbax.checkpoint as ocp
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "Sharded checkpoints need the package orbax-checkpoint, which is not installed. Run "
+            "pip install orbax-checkpoint, or use save_checkpoint."
+        ) from error
+    return ocp
+
+
+def _path(folder: PathLike, number: int) -> Path:
+    return Path(folder).resolve() / str(number)
+
+
+def _numbers(folder: PathLike) -> list[int]:
+    """Of the checkpoints in a folder that are whole: Orbax gives a name once all is written."""
+    found = Path(folder).iterdir() if Path(folder).is_dir() else ()
+    return sorted(int(entry.name) for entry in found if entry.name.isdigit())
+
+
+def _document(folder: PathLike) -> tuple[int, dict[str, Any]]:
+    """Number and document of the newest checkpoint.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    ocp = _orbax()
+    group = Group.current()
+    newest = max(_numbers(folder), default=0)
+    newest = newest if group is None else group.from_first("the newest checkpoint", newest)
+    if not newest or not _path(folder, newest).is_dir():
+        raise FileNotFoundError(
+            f"{os.fspath(folder)} holds no checkpoint. Expected a folder of "
+            "save_sharded_checkpoint, which every process sees."
+        )
+    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
+        parts = ocp.args.Composite(run=ocp.args.JsonRestore())
+        return newest, dict(reader.restore(_path(folder, newest), args=parts)["run"])
+
+
+def _arrays(folder: PathLike, number: int, like: Mapping[str, Any]) -> dict[str, Any]:
+    """The arrays of a checkpoint, each where its twin in `like` lies, on the host without one."""
+    ocp = _orbax()
+
+    def how(leaf: Any) -> Any:
+        if isinstance(leaf, jax.Array):
+            return ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape)
+        return ocp.RestoreArgs(restore_type=np.ndarray)
+
+    restore_args = {name: how(leaf) for name, leaf in like.items()}
+    item = {name: 0 if leaf is None else leaf for name, leaf in like.items()}
+    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
+        parts = ocp.args.Composite(
+            arrays=ocp.args.PyTreeRestore(item=item, restore_args=restore_args)
+        )
+        return dict(reader.restore(_path(folder, number), args=parts)["arrays"])

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run whose hooks are on a model and its optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from dualdp.leaves import Leaf
+
+from .arguments import GRAD_SAMPLE_MODES, Settings
+from .call import METHODS
+from .distributed import QUIET, unwrapped
+from .optimizer import PrivateStep
+from .recorder import Recorder
+from .release import Alone, Together
+from .run import Lent, Run
+
+
+class Attached(Run):
+    """Puts recorder and step on model and optimizer, and knows where the run stands."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keep_per_sample = False
+        self.noise_layout: Sequence[Leaf] | None = None
+        self._lent = Lent()
+        self._step: PrivateStep | None = None
+        self._recorder: Recorder | None = None
+
+    def _attach(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Put the hooks on module and optimizer."""
+        method = GRAD_SAMPLE_MODES[self._settings.grad_sample_mode]
+        if module is not unwrapped(module):
+            self._lent.set(module, **QUIET)
+        self._recorder = recorder = Recorder(
+            unwrapped(module),
+            method=method,
+            when=lambda: self._step is not None and self._step.is_waiting(),
+            check=lambda loss: self._require_step().check_loss(loss),
+            terms=lambda: self._require_step().terms(),
+        )
+        choices, shards = self._settings.choices, recorder.shards
+        release: Alone | Together = Alone(self.ledger, shards)
+        if self._group is not None:
+            release = Together(self.ledger, self._group, recorder.parameters, choices, shards)
+        self._step = PrivateStep(
+            recorder,
+            optimizer,
+            self.ledger,
+            release,
+            loss_reduction=self._settings.loss_reduction,
+            keep=METHODS[method] or "all",
+            keep_per_sample=lambda: self.keep_per_sample,
+            choices=choices,
+            decides=self._is_first,
+            noise_layout=lambda: self.noise_layout,
+        )
+
+    def standing(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> Settings:
+        """The settings of a run that stands between two steps, for a checkpoint.
+
+        Raises:
+            RuntimeError: not attached, or in the middle of a logical batch.
+            ValueError: another model or optimizer than the run's.
+        """
+        step = self._require_step()
+        if self._recorder is None or self._recorder.model is not unwrapped(module):
+            raise ValueError("model is not the one that this engine trains. Expected that one.")
+        if step.optimizer is not optimizer:
+            raise ValueError("optimizer is not the one that this engine uses. Expected that one.")
+        if not step.is_between_steps():
+            raise RuntimeError(
+                "A logical batch is half done. Save after its last optimizer.step(), when "
+                "engine.is_between_steps."
+            )
+        return self._settings
+
+    @property
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        """The trained parameters by name."""
+        return {} if self._recorder is None else self._recorder.parameters
+
+    @property
+    def is_between_steps(self) -> bool:
+        """Whether no part of a logical batch is under way, so that the run can be saved."""
+        return self._step is not None and self._step.is_between_steps()
+
+    def _require_step(self) -> PrivateStep:
+        """The attached step.
+
+        Raises:
+            RuntimeError: not set up, or detached.
+        """
+        if self._step is None:
+            raise RuntimeError(
+                "The engine is not attached. Call make_private first; after detach() the loader "
+                "that it returned has ended."
+            )
+        return self._step

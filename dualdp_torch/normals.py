@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Normals of torch's own generators, keyed by us, in fixed blocks that can be drawn alone."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from dualdp.randomness import counter
+from dualdp.randomness.blocks import Blocks, fill_between
+
+from .rules.base import Tensor
+
+_STATE_WORDS = 624  # of the Mersenne twister behind torch's CPU generator
+_STATE_OFFSET = 24  # bytes of bookkeeping before them in its saved state
+_BLOCK = 1 << 16  # numbers that one keyed generator draws on the CPU
+_DEVICE_BLOCK = 1 << 20  # and elsewhere, where a draw must be long to be worth its launch
+#: Number of the way in which fast noise is drawn: a run goes on by the same way, or releases anew.
+STREAM = 2
+
+
+def add_normal(sums: Tensor, key: Any, stddev: float) -> Tensor:
+    """A flat array plus normals that depend on all 64 bits of the key.
+
+    Each fixed block has a generator of its own, so that any part can be drawn alone. On the CPU,
+    where torch draws on one core, the blocks are drawn in parallel, and no number depends on how
+    many cores there are.
+    """
+    out = torch.empty_like(sums)
+    if sums.device.type != "cpu":
+        for block, part in enumerate(out.split(_DEVICE_BLOCK)):
+            part.normal_(0.0, stddev, generator=_block_generator(key, block, sums.device))
+        return out.add_(sums)
+    noisy, total = out.numpy(), sums.numpy()
+
+    def fill(block: int) -> None:
+        part = slice(block * _BLOCK, (block + 1) * _BLOCK)
+        out[part].normal_(0.0, stddev, generator=_block_generator(key, block, sums.device))
+        # By NumPy: torch's own addition would open a team of threads inside this thread.
+        np.add(noisy[part], total[part], out=noisy[part])
+
+    Blocks(fill, math.ceil(sums.numel() / _BLOCK)).finish(torch.get_num_threads())
+    return out
+
+
+def _block_generator(key: Any, block: int, device: torch.device) -> torch.Generator:
+    """The generator of one block of a key's normals."""
+    if device.type == "cpu":
+        return _twister(key, block)
+    return keyed_generator(counter.fold_in(key, block), device)
+
+
+def keyed_generator(key: Any, device: torch.device) -> torch.Generator:
+    """A generator that depends on all 64 bits of the key."""
+    if device.type == "cpu":
+        return _twister(key, 0)
+    generator = torch.Generator(device)
+    generator.manual_seed((int(key[0]) << 32) | int(key[1]))
+    return generator
+
+
+def _twister(key: Any, block: int) -> torch.Generator:
+    """A CPU generator whose whole state comes from (key, block).
+
+    Torch's own seeding keeps 32 bits of a seed, so that keys of different steps would soon collide.
+    """
+    secret = np.array([*key, block], "<u8").tobytes()
+    words = np.frombuffer(hashlib.shake_128(secret).digest(4 * _STATE_WORDS), "<u4")
+    generator = torch.Generator()
+    state = generator.get_state().numpy()
+    state[_STATE_OFFSET : _STATE_OFFSET + 8 * _STATE_WORDS].view(np.uint64)[:] = words
+    generator.set_state(torch.from_numpy(state))
+    return generator
+
+
+class Normals:
+    """The normals that `add_normal` would add to a flat array, in parts.
+
+    Args:
+        key: (2,) uint32.
+        size: numbers in the array.
+        stddev: of the normals.
+        like: of the array's dtype and device.
+    """
+
+    def __init__(self, key: Any, size: int, stddev: float, like: Tensor) -> None:
+        self._size, self._on_host = size, like.device.type == "cpu"
+        self._draw = lru_cache(2)(self._block)  # small parameters share a block
+        self._key, self._stddev, self._like = key, stddev, like.new_empty(0)
+
+    def _block(self, block: int, length: int) -> Any:
+        """All normals of one block."""
+        drawn = self._like.new_empty(length)
+        generator = _block_generator(self._key, block, drawn.device)
+        drawn.normal_(0.0, self._stddev, generator=generator)
+        return drawn.numpy() if self._on_host else drawn
+
+    def add_at(self, start: int, total: Tensor, name: str = "") -> Tensor:
+        """The numbers of the array from `start` on, (k,), plus their normals."""
+        noise = torch.empty_like(total)
+        fill_between(
+            noise.numpy() if self._on_host else noise,
+            start,
+            size=self._size,
+            block=_BLOCK if self._on_host else _DEVICE_BLOCK,
+            draw=self._draw,
+            threads=torch.get_num_threads() if self._on_host else 1,
+        )
+        return noise.add_(total)

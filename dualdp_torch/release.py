@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the clipped sum of a step is completed and sealed, before any noise is drawn."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from dualdp.ledger import Ledger
+from dualdp.sealing import Seal
+from dualdp.twin import Twin, news, num_lines
+
+from .distributed import Group, Reduction, fingerprints
+from .gradients import Gradients
+from .rules.base import Tensor
+from .sharded import Shards
+
+Sums = dict[str, Tensor]
+Counts = tuple[int, ...]
+Parts = Callable[[], Iterable[Any]]
+
+
+def _parts(sums: Sums, shards: Shards | None) -> Parts:
+    """() -> what the ledger keeps a digest of: the sums, or a digest of all their pieces."""
+    if shards is not None:
+        digest = shards.digest(sums)  # by all processes together
+        return lambda: [digest]
+    return lambda: (total.detach().cpu().contiguous().numpy() for total in sums.values())
+
+
+def _sealed(ledger: Ledger, step: int, parts: Parts, counts: Counts, stack: str) -> Seal:
+    """The seal of a recorded step whose sums and counts are those of the whole logical batch."""
+    named = dict(zip(("num_below", "num_rows"), counts, strict=False))
+    return ledger.seal(step, parts, stack=stack, **named)
+
+
+class Alone:
+    """The release of a process that trains alone.
+
+    Args:
+        ledger: of the run.
+        shards: of a model in pieces.
+    """
+
+    def __init__(self, ledger: Ledger, shards: Shards | None = None) -> None:
+        self._ledger, self._shards = ledger, shards
+
+    def begin(self, step: int) -> None:
+        """Nothing needs to be said before the sums are formed."""
+
+    def formed(self, name: str, total: Tensor) -> None:
+        """Nothing needs to be sent."""
+
+    def __call__(
+        self, step: int, sums: Sums, *, counts: Counts = (), stack: str
+    ) -> tuple[Sums, Seal]:
+        """Record the step, then seal it.
+
+        Args:
+            step: of the run.
+            sums: name -> clipped sum.
+            counts: with an adaptive bound, examples below it and examples in all.
+            stack: what decides the normals beside the key.
+
+        Returns:
+            The sums that noise is added to, and the numbers of the noise.
+        """
+        self._ledger.record(step)
+        return sums, _sealed(self._ledger, step, _parts(sums, self._shards), counts, stack)
+
+
+class Together:
+    """The release of one of several processes: one sum, one record, one seal.
+
+    Rank 0 records the step before sums are reduced, and seals it before any process draws noise;
+    the others follow its ledger by a twin.
+
+    Args:
+        ledger: of the run on rank 0, its `Twin` on the others.
+        group: the processes.
+        parameters: name -> parameter of this process, compared where it is whole.
+        choices: as in `PrivateStep`; what rank 0 chose is taken over.
+        shards: of a model in pieces, whose sums come reduced, each process' own piece.
+
+    Guarantees:
+        No process draws noise before the release is recorded and sealed in the ledger of rank 0.
+            [test_the_ledger_is_sealed_before_any_rank_draws_noise]
+        Processes whose parameters or sums differ stop.  [test_what_differs_between_ranks_is_named]
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        group: Group,
+        parameters: Mapping[str, Tensor],
+        choices: dict[str, str],
+        shards: Shards | None = None,
+    ) -> None:
+        self._ledger, self._group, self._shards = ledger, group, shards
+        self._parameters = {} if shards is not None else parameters
+        self._choices = choices
+        self._known: set[str] = set(choices)
+
+    def begin(self, step: int) -> None:
+        """Record the step, once all are there with the same parameters.
+
+        Raises:
+            RuntimeError: a process is lost, or at another step.
+            ValueError: parameters differ between processes.
+        """
+        ledger, place = self._ledger, f"step {step}"
+        ours = fingerprints(self._parameters.values())
+
+        def opened() -> Any:
+            ledger.record(step)
+            return num_lines(ledger), _word(ours)
+
+        lines, words = zip(*self._group.together(place, opened), strict=True)
+        hint = "Give all the same optimizer and learning rates, and change parameters nowhere else."
+        self._compare(words, "parameters before " + place, self._parameters, ours, hint)
+        self._told = min(lines[1:])
+        self._reduction = Reduction(self._group, place, self._parameters)
+
+    def formed(self, name: str, total: Tensor) -> None:
+        """A sum of this process is complete, so that it can be sent while others are formed."""
+        if self._shards is None:
+            self._reduction.add(name, total)
+
+    def __call__(
+        self, step: int, sums: Sums, *, counts: Counts = (), stack: str
+    ) -> tuple[Sums, Seal]:
+        """As `Alone`, after `begin`; the sums that come back are those of all processes.
+
+        Raises:
+            RuntimeError: a process is lost.
+            ValueError: sums differ between processes.
+        """
+        group, ledger, place = self._group, self._ledger, f"step {step}"
+        totals = group.count(f"the counts of {place}", *counts) if counts else ()
+        if self._shards is None:
+            sums = self._reduction.finish(sums)
+        parts, shown = _parts(sums, self._shards), sums if self._shards is None else {}
+        reduced = fingerprints(shown.values())
+
+        def closed() -> Any:
+            seal = None
+            if group.is_first:
+                seal = _sealed(ledger, step, parts, totals, stack)
+            chosen = {k: way for k, way in self._choices.items() if k not in self._known}
+            return seal and news(ledger, self._told, seal), _word(reduced), chosen
+
+        found, words, chosen = zip(*group.together(f"the seal of {place}", closed), strict=True)
+        self._compare(words, "sums of " + place, shown, reduced, "A device or a link is faulty.")
+        for theirs in reversed(chosen):
+            self._choices.update(theirs)
+        self._known.update(self._choices)
+        if isinstance(ledger, Twin):
+            return sums, ledger.follow(found[0])
+        return sums, Seal(*found[0]["seal"])
+
+    def _compare(
+        self, words: Iterable[str], what: str, names: Iterable[str], ours: list[int], hint: str
+    ) -> None:
+        """Refuse tensors whose bits differ between processes, by name."""
+        if len(set(words)) > 1:
+            self._group.same(what, dict(zip(names, ours, strict=True)), hint, shown=False)
+
+
+class Passing:
+    """Gradients whose sums pass through a function, each as soon as it is formed.
+
+    Args:
+        gradients: as they are.
+        formed: name, sum -> the sum that is handed out.
+    """
+
+    def __init__(self, gradients: Gradients, formed: Callable[[str, Tensor], Tensor]) -> None:
+        self._gradients, self._formed = gradients, formed
+        self.grads, self.sq_norms = gradients.grads, gradients.sq_norms
+        self.forget, self.is_narrow = gradients.forget, gradients.is_narrow
+
+    def sums(
+        self, factors: Mapping[str, Tensor], rows: Tensor | None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """(name, sum), one by one."""
+        for name, total in self._gradients.sums(factors, rows):
+            yield name, self._formed(name, total)
+
+
+def _word(numbers: list[int]) -> str:
+    """A short word that stands for many numbers."""
+    return hashlib.sha256(json.dumps(numbers).encode()).hexdigest()

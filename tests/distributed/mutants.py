@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Worker: what ranks release, also when something is wrong with how they work together."""
+
+import contextlib
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import dualdp_torch as dpt
+import dualdp_torch.data
+import dualdp_torch.engine
+import dualdp_torch.optimizer
+from dualdp import PrivacyPlan, schedules
+from dualdp.ledger import Ledger
+from dualdp.randomness import RootKey, keys
+from dualdp_torch import distributed
+from dualdp_torch.data import Share
+from dualdp_torch.release import Together
+
+from . import sharded_models as models
+
+STEPS = 6
+
+
+def start(ledger=None, **changes):
+    """A run whose parameters stand still, so that each step's clipped sum is known."""
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(60, 100), nn.Tanh(), nn.Linear(100, 3)).double()
+    data = TensorDataset(torch.randn(40, 60).double(), torch.randint(3, (40,)))
+    engine = dpt.PrivacyEngine()
+    keys._claimed.clear()  # one key for several runs is what no user can have
+    return engine, *engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
+        data_loader=DataLoader(data, batch_size=10),
+        plan=models.plan(num_steps=STEPS, **changes),
+        ledger=ledger,
+    )
+
+
+def releases(ledger=None, **changes):
+    """(released, clipped sum if it can be seen) of every step, each as one array."""
+    engine, model, optimizer, loader = start(ledger, **changes)
+    found = []
+    for x, y in loader:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        if not engine.is_between_steps:
+            continue
+        release = torch.cat([p.grad.flatten() for p in model.parameters()])
+        if engine.plan.noise == "secure":  # which shows nothing else
+            found.append((release, None))
+            continue
+        total = torch.cat([t.flatten() for t in engine.stages().unprotected_sum.values()])
+        found.append((release, total))
+    engine.detach()
+    return found
+
+
+@contextlib.contextmanager
+def replaced(owner, name, value):
+    """An attribute is another one inside."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def _without_noise(sums, plan, step, **options):
+    return {name: total / plan.expected_batch_size_at(step) for name, total in sums.items()}
+
+
+def no_noise():
+    """Rank 1 adds no noise."""
+    real = dualdp_torch.optimizer.noisy_mean
+    mutant = _without_noise if dist.get_rank() else real
+    return replaced(dualdp_torch.optimizer, "noisy_mean", mutant)
+
+
+@contextlib.contextmanager
+def noise_before(seed_of):
+    """Each rank adds noise of full size to its own sum, and none is added later."""
+    real = distributed.Reduction.add
+
+    def add(self, name, tensor):
+        seed = 100 * seed_of(self._group.rank, self._place) + list(self._like).index(name)
+        generator = torch.Generator().manual_seed(seed)
+        noise = torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype)
+        return real(self, name, tensor + 0.2 * noise)
+
+    with (
+        replaced(distributed.Reduction, "add", add),
+        replaced(dualdp_torch.optimizer, "noisy_mean", _without_noise),
+    ):
+        yield
+
+
+def noise_scaled(factor):
+    """Noise of another size than what is accounted."""
+    real = PrivacyPlan.noise_multiplier_at
+    return replaced(
+        PrivacyPlan, "noise_multiplier_at", lambda plan, step: factor * real(plan, step)
+    )
+
+
+def share(rank=None, size=None):
+    """Ranks draw other shares."""
+    return replaced(
+        dualdp_torch.engine, "Share", lambda r, s: Share(r if rank is None else rank, size or s)
+    )
+
+
+def local_counts():
+    """Rank 0 alone counts who lies below an adaptive bound."""
+    real = Together.__call__
+
+    def call(self, step, sums, *, counts=(), stack):
+        return real(self, step, sums, counts=(0, 0) if dist.get_rank() else counts, stack=stack)
+
+    return replaced(Together, "__call__", call)
+
+
+def empty_skipped():
+    """A share without examples gives no batch."""
+    real = dualdp_torch.data.draws
+    return replaced(
+        dualdp_torch.data, "draws", lambda *a: (draw for draw in real(*a) if draw.mask.any())
+    )
+
+
+ADAPTIVE = {"max_grad_norm": schedules.AdaptiveNorm(0.5, learning_rate=0.9)}
+#: Name -> what is wrong, and the plan's changes.
+MUTANTS = {
+    "none": (contextlib.nullcontext, {}),
+    "none, adaptive": (contextlib.nullcontext, ADAPTIVE),
+    "none, portable": (contextlib.nullcontext, {"noise": "portable"}),
+    "none, secure": (
+        contextlib.nullcontext,
+        {"noise": "secure", "seed": None, "key": RootKey(bytes(range(16)))},
+    ),
+    "a rank adds no noise": (no_noise, {}),
+    "each rank adds its own noise": (
+        lambda: noise_before(lambda rank, place: 10 * int(place.split()[1]) + rank),
+        {},
+    ),
+    "the same noise is added by each rank": (
+        lambda: noise_before(lambda rank, place: int(place.split()[1])),
+        {},
+    ),
+    "noise x 0.97": (lambda: noise_scaled(0.97), {}),
+    "noise x 1.05": (lambda: noise_scaled(1.05), {}),
+    "the same share on all ranks": (lambda: share(rank=0), {}),
+    "the whole batch on all ranks": (lambda: share(rank=0, size=1), {}),
+    "one rank counts": (local_counts, ADAPTIVE),
+    "empty shares are skipped": (empty_skipped, {"expected_batch_size": 1}),
+}
+
+
+def everything(folder):
+    """Mutant -> what this rank released, or the error that stopped it; and the order of things."""
+    found = {}
+    for name, (mutant, changes) in MUTANTS.items():
+        try:
+            with mutant():
+                found[name] = releases(**changes)
+        except Exception as error:  # noqa: BLE001
+            found[name] = f"{type(error).__name__}: {error}"
+        dist.barrier()
+    found["sealed before noise"] = order(folder / "order.ledger")
+    found["sent"] = sent_early()
+    found["one tensor twice"] = one_tensor_twice()
+    return found
+
+
+def sent_early():
+    """What happens in one step, in order, where every sum is a bucket of its own."""
+    events, add, send = [], distributed.Reduction.add, dist.all_reduce
+
+    def added(self, name, tensor):
+        events.append(name)
+        add(self, name, tensor)
+
+    def sent(*args, **options):
+        events.append("sent")
+        return send(*args, **options)
+
+    with (
+        replaced(distributed, "_BUCKET", 1),
+        replaced(distributed.Reduction, "add", added),
+        replaced(dist, "all_reduce", sent),
+    ):
+        releases(physical_batch_size=3)
+    return events
+
+
+def one_tensor_twice():
+    """The sums of two parameters that are one tensor, each sent alone."""
+    one = torch.ones(3)
+    with replaced(distributed, "_BUCKET", 1):
+        reduction = distributed.Reduction(distributed.Group(), "a test", {"a": one, "b": one})
+        totals = reduction.finish({"a": one, "b": one})
+    return [one, totals["a"], totals["b"]]
+
+
+def order(path):
+    """For each step: whether the file of rank 0 held its seal when this rank drew noise."""
+    real, sealed = dualdp_torch.optimizer.noisy_mean, []
+
+    def noted(sums, plan, step, **options):
+        kinds = {(r.get("kind"), r.get("step")) for r in Ledger.read(path)}
+        sealed.append({("release", step), ("seal", step)} <= kinds)
+        return real(sums, plan, step, **options)
+
+    with replaced(dualdp_torch.optimizer, "noisy_mean", noted):
+        releases(ledger=path)
+    return sealed

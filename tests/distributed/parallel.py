@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Worker: whole data-parallel runs, with and without DistributedDataParallel."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+import dualdp_torch as dpt
+from dualdp import schedules
+from dualdp_torch.distributed import fingerprints, unwrapped
+
+from . import sharded_models as models
+
+STEPS = 50
+#: Name -> model, dtype, how it is wrapped, method, changes of the plan.
+RUNS = {
+    "mlp": ("mlp", torch.float64, None, "auto", {}),
+    "mlp small batches": ("mlp", torch.float32, {}, "auto", {"physical_batch_size": 2}),
+    "mlp empty shares": ("mlp", torch.float64, {}, "auto", {"expected_batch_size": 1}),
+    "mlp empty small": (
+        *("mlp", torch.float64, None, "book_keeping"),
+        {"expected_batch_size": 2, "physical_batch_size": 1},
+    ),
+    "mlp adaptive": (
+        *("mlp", torch.float64, {}, "auto"),
+        {"max_grad_norm": schedules.AdaptiveNorm(0.5, learning_rate=0.5)},
+    ),
+    "mlp schedules": (
+        *("mlp", torch.float64, None, "materialize"),
+        {
+            "max_grad_norm": schedules.Linear(1.0, 0.3, 50),
+            "noise_multiplier": schedules.Linear(0.3, 0.6, 50),
+            "expected_batch_size": schedules.Linear(4, 16, 50),
+        },
+    ),
+    "mlp by layer": (
+        *("mlp", torch.float64, {"static_graph": True}, "auto"),
+        {"clipping": "per_layer"},
+    ),
+    "mlp automatic": ("mlp", torch.float64, None, "vmap", {"clipping": "automatic"}),
+    "mlp two passes": ("mlp", torch.float64, {}, "two_pass", {"physical_batch_size": 3}),
+    "mlp shuffled": ("mlp", torch.float64, None, "auto", {"sampler": "shuffle"}),
+    "cnn": ("cnn", torch.float64, {"find_unused_parameters": True}, "auto", {}),
+    "cnn single": ("cnn", torch.float32, None, "auto", {"noise": "portable"}),
+    "gpt": ("gpt", torch.float64, {"gradient_as_bucket_view": True}, "auto", {}),
+    "gpt single": ("gpt", torch.float32, None, "two_pass", {"physical_batch_size": 3}),
+    "tied": ("tied", torch.float64, {}, "auto", {}),
+}
+#: Runs whose loss is a sum.
+SUMS = ("mlp empty shares", "cnn")
+
+
+def begin(name, wrap=False):
+    """Engine and parts of one of the runs."""
+    kind, dtype, options, method, changes = RUNS[name]
+    model, data = models.build(kind, dtype)
+    if wrap and options is not None:
+        model = DistributedDataParallel(model, **options)
+    run = models.plan(**{"num_steps": STEPS, **changes})
+    reduction = "sum" if name in SUMS else "mean"
+    return models.begin(model, data, run, method, loss_reduction=reduction)
+
+
+def step(name, model, optimizer, batch):
+    """One physical batch, as a user writes it."""
+    optimizer.zero_grad()
+    x, y = batch
+    loss = F.cross_entropy(model(x), y, reduction="sum" if name in SUMS else "mean")
+    loss.backward()
+    optimizer.step()
+
+
+def whole(name, wrap=False):
+    """Parameters and epsilon at the end of a run."""
+    engine, model, optimizer, loader = begin(name, wrap)
+    assert len(loader) >= STEPS
+    for batch in loader:
+        step(name, model, optimizer, batch)
+    assert engine.ledger.position == STEPS
+    epsilon, ledger = engine.get_epsilon(), engine.ledger.to_json()
+    engine.detach()
+    return models.parameters(unwrapped(model)), epsilon, ledger
+
+
+def runs(folder, *names):
+    """All of these runs; every rank says what it ended with."""
+    found = {}
+    for name in names:
+        found[name] = whole(name, wrap=True)
+        prints = [None] * dist.get_world_size()
+        dist.all_gather_object(prints, fingerprints(found[name][0].values()))
+        assert all(p == prints[0] for p in prints), "ranks ended with other parameters"
+    return found
+
+
+def put(model, values):
+    """Set the parameters."""
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(values[name])
+
+
+def relu_model():
+    """A model with kinks, and its data."""
+    model, data = models.build("relu")
+    return nn.Sequential(*model, nn.ReLU(), nn.Linear(3, 3)), data
+
+
+def relu_steps(folder=None, path=None):
+    """Parameters after each of 50 steps; with a path each step starts from what is there."""
+    torch.manual_seed(4)
+    model, data = relu_model()
+    before = torch.load(path) if path else None
+    if path:
+        model = DistributedDataParallel(model)
+    engine, model, optimizer, loader = models.begin(model, data, models.plan(num_steps=STEPS))
+    for group in optimizer.param_groups:
+        group["momentum"] = 0.0
+    inner, found = unwrapped(model), []
+    found.append(models.parameters(inner))
+    for number, batch in enumerate(loader):
+        if before:
+            put(inner, before[number])
+        models.step(model, optimizer, batch)
+        found.append(models.parameters(inner))
+    engine.detach()
+    return found
+
+
+def managed(folder=None):
+    """A run under BatchMemoryManager, from a plain loader or one with a DistributedSampler."""
+    model, data = models.build("mlp", torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    sampler, size = None, 8
+    if folder is not None:
+        model = DistributedDataParallel(model)
+        sampler = torch.utils.data.DistributedSampler(data)
+        size = 8 // dist.get_world_size()
+    engine = dpt.PrivacyEngine()
+    run = models.plan(expected_batch_size=8, num_steps=None, seed=9)
+    model, optimizer, loader = engine.make_private(
+        module=model,
+        optimizer=optimizer,
+        data_loader=DataLoader(data, batch_size=size, sampler=sampler),
+        plan=run,
+    )
+    count = 0
+    with dpt.BatchMemoryManager(
+        data_loader=loader, max_physical_batch_size=2, optimizer=optimizer
+    ) as small:
+        promised = len(small)
+        for batch in small:
+            models.step(model, optimizer, batch)
+            count += 1
+    assert count == promised
+    assert engine.ledger.position == 5
+    return models.parameters(unwrapped(model)), count

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A sharded model that is trained and saved after some of ten steps, and that goes on."""
+
+import torch
+
+from dualdp_torch.sharded_checkpoint import load_sharded_checkpoint, save_sharded_checkpoint
+
+from . import sharded_models as models
+
+PLAN = {"num_steps": 10, "expected_batch_size": 6, "physical_batch_size": 4}
+
+
+def optimizer_of(model):
+    """Adam, whose state has tensors in pieces and plain ones."""
+    return torch.optim.Adam(model.parameters(), lr=0.01)
+
+
+def save(folder, run, steps):
+    """Train and save as `run`; what was saved before, at half of the steps, is replaced."""
+    model, data = models.build("mlp", torch.float64)
+    models.shard(model)
+    engine, model, optimizer, loader = models.begin(
+        model, data, models.plan(**PLAN), optimizer=optimizer_of(model)
+    )
+    for batch in loader:
+        models.step(model, optimizer, batch)
+        if engine.is_between_steps and engine.ledger.position in (steps // 2, steps):
+            parts = {"model": model, "optimizer": optimizer, "engine": engine}
+            save_sharded_checkpoint(run, **parts)
+        if engine.ledger.position == steps:
+            break
+    engine.detach()
+
+
+def go_on(folder, model, load=load_sharded_checkpoint):
+    """Load into a model and run the rest; parameters, epsilon and number of releases."""
+    optimizer = optimizer_of(model)
+    engine = load(folder, model=model, optimizer=optimizer)
+    data = models.build("mlp", torch.float64)[1]
+    loader = torch.utils.data.DataLoader(data, batch_size=6)
+    for batch in engine.resume(data_loader=loader)[2]:
+        models.step(model, optimizer, batch)
+    ended = models.parameters(model), engine.get_epsilon(), len(engine.ledger)
+    engine.detach()
+    return ended
+
+
+def load(folder, run):
+    """Go on from `run` with a sharded model of other weights."""
+    model = models.shard(models.build("mlp", torch.float64)[0])
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(1.0)
+    return go_on(run, model)

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole runs of sharded models, and of the same models on one device."""
+
+import torch
+
+from dualdp.schedules import AdaptiveNorm
+
+from . import sharded_models as models
+
+#: Name -> model, dtype, method, changes of the plan, options of fully_shard.
+RUNS = {
+    "mlp": ("mlp", torch.float64, "auto", {}, {}),
+    "mlp small batches": ("mlp", torch.float32, "auto", {"physical_batch_size": 2}, {}),
+    "mlp empty shares": ("mlp", torch.float64, "book_keeping", {"expected_batch_size": 1}, {}),
+    "mlp two passes": ("mlp", torch.float64, "two_pass", {}, {"reshard_after_forward": False}),
+    "mlp by layer": (
+        "mlp",
+        torch.float64,
+        "auto",
+        {"clipping": "per_layer", "physical_batch_size": 3},
+        {},
+    ),
+    "cnn": ("cnn", torch.float64, "auto", {}, {"reshard_after_forward": True}),
+    "cnn portable": ("cnn", torch.float32, "auto", {"noise": "portable"}, {}),
+    "gpt": ("gpt", torch.float64, "auto", {}, {}),
+    "gpt single": ("gpt", torch.float32, "auto", {"expected_batch_size": 3}, {}),
+    "gpt two passes": ("gpt", torch.float64, "two_pass", {"expected_batch_size": 2}, {}),
+    "gpt by layer": ("gpt", torch.float64, "auto", {"clipping": "per_layer"}, {}),
+    "tied": ("tied", torch.float64, "auto", {}, {}),
+    "tied by layer": ("tied", torch.float64, "auto", {"clipping": "per_layer"}, {}),
+    "one broken example": ("broken", torch.float64, "two_pass", {}, {}),
+    "adaptive": ("mlp", torch.float64, "auto", {"max_grad_norm": AdaptiveNorm(0.5)}, {}),
+}
+
+
+def run(name, sharded):
+    """Parameters and epsilon of one run."""
+    kind, dtype, method, changes, options = RUNS[name]
+    model, data = models.build(kind, dtype)
+    if sharded:
+        models.shard(model, **options)
+    return models.train(model, data, models.plan(**changes), method)
+
+
+def relu_steps():
+    """(parameters before, parameters after) of a few steps of a model with kinks."""
+    model, data = models.build("relu")
+    models.shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    engine, model, optimizer, loader = models.begin(model, data, models.plan(), optimizer=optimizer)
+    seen = []
+    for _, batch in zip(range(6), loader, strict=False):
+        before = models.parameters(model)
+        models.step(model, optimizer, batch)
+        seen.append((before, models.parameters(model)))
+    engine.detach()
+    return seen
+
+
+def runs(folder, *names):
+    """Name -> what each of these runs ended with, sharded."""
+    return {name: relu_steps() if name == "relu" else run(name, sharded=True) for name in names}
