@@ -126,6 +126,30 @@ def key_path(path: Path_) -> Path:
     return Path(f"{os.fspath(path)}.key")
 
 
+def numbered(folder: Path_, number: int) -> Path:
+    """Where a folder of sharded checkpoints has the one of this number."""
+    return Path(folder).resolve() / str(number)
+
+
+def numbers(folder: Path_) -> list[int]:
+    """Of the sharded checkpoints in a folder that are whole: one gets its name once written."""
+    found = Path(folder).iterdir() if Path(folder).is_dir() else ()
+    return sorted(int(entry.name) for entry in found if entry.name.isdigit())
+
+
+def require_numbered(folder: Path_, number: int) -> None:
+    """Refuse a folder that lacks the checkpoint of this number; 0 stands for none at all.
+
+    Raises:
+        FileNotFoundError: it does.
+    """
+    if not number or not numbered(folder, number).is_dir():
+        raise FileNotFoundError(
+            f"{os.fspath(folder)} holds no checkpoint. Expected a folder of "
+            "save_sharded_checkpoint, which every process sees."
+        )
+
+
 def pack_run(ledger: Ledger, path: Path_) -> dict[str, Any]:
     """What a checkpoint at `path` says of its run, with ledger and key safe on the disk.
 

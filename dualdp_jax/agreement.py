@@ -39,14 +39,27 @@ def one_plan(group: Group, plan: PrivacyPlan) -> PrivacyPlan:
     return PrivacyPlan.from_json(json.dumps({**words, "key_sha256": root.sha256}), key=root)
 
 
-def check_run(group: Group, run: Any, state: Any, data: tuple[Any, ...]) -> None:
-    """Refuse processes that would train other models, or on other data.
+def check_data(group: Group, data: tuple[Any, ...]) -> None:
+    """Refuse processes with other data: one example could be in two shards of a step.
+
+    Raises:
+        ValueError: on every process.
+    """
+    arrays = split_batch(data)[0]
+    group.same("the arrays of the data", [_kind(array) for array in arrays])
+    rows = np.unique(np.linspace(0, len(arrays[0]) - 1, _ROWS).astype(np.int64))
+    samples = [_sha256([np.asarray(array[rows])]) for array in arrays]
+    hint = "Give all of them the whole data; each reads the rows of its devices only."
+    group.same(f"the data, of which {len(rows)} rows were compared", samples, hint, shown=False)
+
+
+def check_run(group: Group, run: Any, state: Any) -> None:
+    """Refuse processes that would train other models.
 
     Raises:
         ValueError: on every process; the first thing that differs is named.
+        RuntimeError: they start from other numbers.
     """
-    arrays = split_batch(data)[0]
-    rows = np.unique(np.linspace(0, len(arrays[0]) - 1, _ROWS).astype(np.int64))
     group.same("the run", {
         "parameters": {
             name: [str(leaf.dtype), list(leaf.shape), str(leaf.sharding.spec)]
@@ -59,11 +72,7 @@ def check_run(group: Group, run: Any, state: Any, data: tuple[Any, ...]) -> None
         "needs_key": run.needs_key,
         "has_aux": run.has_aux,
         "step": state.step,
-        "data": [_kind(array) for array in arrays],
     })  # fmt: skip
-    hint = "Give all of them the whole data; each reads the rows of its devices only."
-    samples = [_sha256([np.asarray(array[rows])]) for array in arrays]
-    group.same(f"the data, of which {len(rows)} rows were compared", samples, hint)
     leaves = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array)]
     leaves = [leaf for leaf in leaves if not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended)]
     check_replicas(group, "the first state", leaves, _sha256(_pieces(leaves)))

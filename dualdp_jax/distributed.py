@@ -105,13 +105,16 @@ class Group:
             "all of them (make_private, save_checkpoint, load_checkpoint, resume)."
         )
 
-    def same(self, what: str, value: Any, hint: str = "Start all of them alike.") -> None:
+    def same(
+        self, what: str, value: Any, hint: str = "Start all of them alike.", *, shown: bool = True
+    ) -> None:
         """Refuse values that are not the same on all processes.
 
         Args:
             what: name of the value.
             value: plain JSON data.
             hint: what to do.
+            shown: whether the error may print the values; not those that come from private data.
 
         Raises:
             ValueError: they differ, on every process; the first field that does is named.
@@ -123,9 +126,12 @@ class Group:
         values = [json.loads(word) for word in self.gather(place, text.encode())]
         for rank, theirs in enumerate(values):
             for field, ours, other in differences(values[0], theirs, what):
+                says = (
+                    f"is {ours} on process 0 and {other}" if shown else "differs on process 0 and"
+                )
                 raise ValueError(
-                    f"The processes disagree: {field} is {ours} on process 0 and {other} on "
-                    f"process {rank}. Expected the same on all {self.size}. {hint}"
+                    f"The processes disagree: {field} {says} on process {rank}. Expected the "
+                    f"same on all {self.size}. {hint}"
                 )
 
     def from_first(self, place: str, value: Result | None = None) -> Result:
@@ -145,7 +151,7 @@ class Group:
             try:
                 outcome = call(), None
             except Exception as error:  # noqa: BLE001
-                outcome = None, error
+                outcome = None, _sendable(error)
         result, failed = self.from_first(place, outcome)
         if failed is not None:
             raise outcome[1] if outcome and outcome[1] else failed
@@ -170,6 +176,15 @@ class Group:
                 f"({reason}). This step can't be finished: end all processes and start them "
                 "again from the last checkpoint (load_checkpoint)."
             ) from error
+
+
+def _sendable(error: Exception) -> Exception:
+    """The error, or one that says the same and can be pickled."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # noqa: BLE001
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
 
 
 def _digest(text: str) -> bytes:

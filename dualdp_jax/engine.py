@@ -18,7 +18,7 @@ from dualdp import AccountingError, _validate
 from dualdp.ledger import Ledger
 from dualdp.plan import PrivacyPlan
 from dualdp.sealing import Seal
-from dualdp_jax.agreement import Account, begun, check_run, one_plan
+from dualdp_jax.agreement import Account, begun, check_data, check_run, one_plan
 from dualdp_jax.arguments import plan_of
 from dualdp_jax.call import build, split_batch
 from dualdp_jax.data import Loader, LogicalBatch, examples_of
@@ -155,7 +155,8 @@ class PrivacyEngine:
         )
         _try_one_example(run, examples)
         if layout is not None and layout.group is not None:
-            check_run(layout.group, run, state, examples)
+            check_data(layout.group, examples)
+            check_run(layout.group, run, state)
         self._begin(plan, ledger, layout)
         self._run = run
         return self._step, state, loader
@@ -229,7 +230,10 @@ class PrivacyEngine:
         self._refuse_a_second_run()
         layout = layout_of(data_sharding)
         plan = self._plan_of(plan, data, plan_arguments, layout)
-        loader = Loader(examples_of(data), plan, self._span, layout)
+        examples = examples_of(data)
+        loader = Loader(examples, plan, self._span, layout)
+        if layout is not None and layout.group is not None:
+            check_data(layout.group, examples)
         self._begin(plan, ledger, layout)
         return loader
 

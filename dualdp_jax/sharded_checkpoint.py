@@ -64,7 +64,7 @@ def save_sharded_checkpoint(folder: PathLike, *, state: TrainState, engine: Priv
         Path(folder).mkdir(exist_ok=True)
         kinds = {name: [str(a.dtype), list(a.shape)] for name, a in arrays.items()}
         document = {**described(state, engine, folder), "arrays": kinds}
-        return 1 + max(_numbers(folder), default=0), document
+        return 1 + max(checkpoint.numbers(folder), default=0), document
 
     number, document = engine.written("the sharded checkpoint", lambda: None, describe)
 
@@ -73,12 +73,12 @@ def save_sharded_checkpoint(folder: PathLike, *, state: TrainState, engine: Priv
             arrays=ocp.args.PyTreeSave(arrays), run=ocp.args.JsonSave(document)
         )
         with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as writer:
-            writer.save(_path(folder, number), args=parts)
+            writer.save(checkpoint.numbered(folder, number), args=parts)
 
     def clear(_: None) -> None:
-        for older in _numbers(folder):
+        for older in checkpoint.numbers(folder):
             if older < number:
-                shutil.rmtree(_path(folder, older))
+                shutil.rmtree(checkpoint.numbered(folder, older))
 
     engine.written("the end of the sharded checkpoint", save, clear)
 
@@ -176,16 +176,6 @@ def _orbax() -> Any:
     return ocp
 
 
-def _path(folder: PathLike, number: int) -> Path:
-    return Path(folder).resolve() / str(number)
-
-
-def _numbers(folder: PathLike) -> list[int]:
-    """Of the checkpoints in a folder that are whole: Orbax gives a name once all is written."""
-    found = Path(folder).iterdir() if Path(folder).is_dir() else ()
-    return sorted(int(entry.name) for entry in found if entry.name.isdigit())
-
-
 def _document(folder: PathLike) -> tuple[int, dict[str, Any]]:
     """Number and document of the newest checkpoint.
 
@@ -194,16 +184,12 @@ def _document(folder: PathLike) -> tuple[int, dict[str, Any]]:
     """
     ocp = _orbax()
     group = Group.current()
-    newest = max(_numbers(folder), default=0)
+    newest = max(checkpoint.numbers(folder), default=0)
     newest = newest if group is None else group.from_first("the newest checkpoint", newest)
-    if not newest or not _path(folder, newest).is_dir():
-        raise FileNotFoundError(
-            f"{os.fspath(folder)} holds no checkpoint. Expected a folder of "
-            "save_sharded_checkpoint, which every process sees."
-        )
+    checkpoint.require_numbered(folder, newest)
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
         parts = ocp.args.Composite(run=ocp.args.JsonRestore())
-        return newest, dict(reader.restore(_path(folder, newest), args=parts)["run"])
+        return newest, dict(reader.restore(checkpoint.numbered(folder, newest), args=parts)["run"])
 
 
 def _arrays(folder: PathLike, number: int, like: Mapping[str, Any]) -> dict[str, Any]:
@@ -221,4 +207,4 @@ def _arrays(folder: PathLike, number: int, like: Mapping[str, Any]) -> dict[str,
         parts = ocp.args.Composite(
             arrays=ocp.args.PyTreeRestore(item=item, restore_args=restore_args)
         )
-        return dict(reader.restore(_path(folder, number), args=parts)["arrays"])
+        return dict(reader.restore(checkpoint.numbered(folder, number), args=parts)["arrays"])

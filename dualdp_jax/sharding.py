@@ -288,10 +288,7 @@ def pieces(array: Any) -> list[np.ndarray]:
 
 
 def fingerprint(arrays: Sequence[Any]) -> str:
-    """A word for the bits of what this process holds of arrays on one mesh, formed on its devices.
-
-    It is a sum, for mistakes and not against people who choose the numbers.
-    """
+    """A word for the bits that this process holds of arrays on a mesh; a sum, against mistakes."""
     words = _summed(arrays[0].sharding.mesh, tuple(array.sharding.spec for array in arrays))
     sums = sorted(int(np.asarray(s.data)[0]) for s in words(*arrays).addressable_shards)
     return hashlib.sha256(repr(sums).encode()).hexdigest()

@@ -76,8 +76,10 @@ def save_sharded_checkpoint(
     tensors, described = _state(model, optimizer)
     rank = 0 if group is None else group.rank
     tensors |= _own_generators(engine, rank)
-    number = _first(group, "the sharded checkpoint", lambda: 1 + max(_numbers(folder), default=0))
-    part = _path(folder, number).with_name(f".{number}.part")
+    number = _first(
+        group, "the sharded checkpoint", lambda: 1 + max(checkpoint.numbers(folder), default=0)
+    )
+    part = checkpoint.numbered(folder, number).with_name(f".{number}.part")
 
     def describe() -> dict[str, Any]:
         shutil.rmtree(part, ignore_errors=True)
@@ -107,10 +109,10 @@ def save_sharded_checkpoint(
             json.dump(document, out, allow_nan=False)
             out.flush()
             os.fsync(out.fileno())
-        part.rename(_path(folder, number))
-        for older in _numbers(folder):
+        part.rename(checkpoint.numbered(folder, number))
+        for older in checkpoint.numbers(folder):
             if older < number:
-                shutil.rmtree(_path(folder, older))
+                shutil.rmtree(checkpoint.numbered(folder, older))
 
     _first(group, "the end of the checkpoint", complete)
 
@@ -149,7 +151,7 @@ def load_sharded_checkpoint(
     on_all(
         group, "the files", lambda: _check_files(folder, number, document, slice(rank, None, size))
     )
-    tensors = _loaded(_path(folder, number), _state(model, optimizer)[0], group)
+    tensors = _loaded(checkpoint.numbered(folder, number), _state(model, optimizer)[0], group)
     put_model = _model_restorer(model, tensors, document["trained"])
     put_optimizer = restorer(optimizer, model, _below("optimizer/", tensors), document["optimizer"])
     resumed = resumed_by_first(
@@ -196,7 +198,7 @@ def consolidate_checkpoint(folder: Path, path: Path) -> None:
     number, document = _document(folder)
     _check_files(folder, number, document)
     del document["files"]
-    tensors = _loaded(_path(folder, number), {}, None)
+    tensors = _loaded(checkpoint.numbered(folder, number), {}, None)
     source, target = (checkpoint.key_path(of) for of in (folder, path))
     if source.exists() and target.exists() and RootKey.load(source) != RootKey.load(target):
         raise ValueError(
@@ -282,29 +284,15 @@ def _room(name: str, entry: Any, ours: Mapping[str, Tensor]) -> Tensor:
 # ---------------------------------------------------------------------- files
 
 
-def _path(folder: Path, number: int) -> Folder:
-    return Folder(folder).resolve() / str(number)
-
-
-def _numbers(folder: Path) -> list[int]:
-    """Of the checkpoints in a folder that are whole: one gets its name once all is written."""
-    found = Folder(folder).iterdir() if Folder(folder).is_dir() else ()
-    return sorted(int(entry.name) for entry in found if entry.name.isdigit())
-
-
 def _document(folder: Path) -> tuple[int, dict[str, Any]]:
     """Number and document of the newest checkpoint.
 
     Raises:
         FileNotFoundError: there is none.
     """
-    newest = max(_numbers(folder), default=0)
-    if not newest:
-        raise FileNotFoundError(
-            f"{os.fspath(folder)} holds no checkpoint. Expected a folder of "
-            "save_sharded_checkpoint, which every process sees."
-        )
-    return newest, json.loads((_path(folder, newest) / _DOCUMENT).read_text())
+    newest = max(checkpoint.numbers(folder), default=0)
+    checkpoint.require_numbered(folder, newest)
+    return newest, json.loads((checkpoint.numbered(folder, newest) / _DOCUMENT).read_text())
 
 
 def _check_files(
@@ -316,7 +304,7 @@ def _check_files(
         ValueError: one is not.
     """
     for name, digest in sorted(document["files"].items())[which]:
-        file = _path(folder, number) / name
+        file = checkpoint.numbered(folder, number) / name
         if not file.is_file() or _sha256(file) != digest:
             raise ValueError(
                 f"{file} was changed or removed after it was written. Expected a folder as "

@@ -58,6 +58,15 @@ def test_a_broken_connection_is_a_lost_process_and_nothing_else_is(kind):
         assert str(found.value) == text
 
 
+def odd():
+    """Raises what can't be sent to another process."""
+
+    class Odd(Exception):
+        pass
+
+    raise Odd("odd")
+
+
 def test_one_process_is_a_group_that_agrees_with_itself():
     group = Group()
     assert (group.rank, group.size, group.is_first) == (0, 1, True)
@@ -66,6 +75,8 @@ def test_one_process_is_a_group_that_agrees_with_itself():
     assert group.gather("here", b"w" * 100) == [b"w" * 100]
     group.same("the plan", {"a": 1})
     assert group.by_first("here", lambda: [1, 2]) == [1, 2]
+    with pytest.raises(RuntimeError, match="Odd: odd"):
+        group.by_first("here", odd)
     with pytest.raises(KeyError, match="gone"):
         group.by_first("here", lambda: {}["gone"])
 
