@@ -46,9 +46,20 @@ class Alone:
 
     def __init__(self, ledger: Ledger, shards: Shards | None = None) -> None:
         self._ledger, self._shards = ledger, shards
+        self._had_others = Group.current() is not None
 
     def begin(self, step: int) -> None:
-        """Nothing needs to be said before the sums are formed."""
+        """Refuse to train alone on data that other processes train on, too.
+
+        Raises:
+            RuntimeError: a process group came up after the set-up.
+        """
+        if not self._had_others and Group.current() is not None:
+            raise RuntimeError(
+                "A process group was initialised after make_private, so each process would train "
+                "a model of its own on the same data and account only that one. Call "
+                "init_process_group before make_private."
+            )
 
     def formed(self, name: str, total: Tensor) -> None:
         """Nothing needs to be sent."""

@@ -516,6 +516,7 @@ class Noisy(torch.utils.data.Dataset):
         return torch.rand(3)
 
 
+@forks
 def test_workers_of_other_processes_draw_other_numbers():
     """Augmentation in worker processes, whose seeds come from the plan."""
     loader = DataLoader(Noisy(), batch_size=12, num_workers=1)

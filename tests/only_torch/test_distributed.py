@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from dualdp_torch import release
 from tests.distributed import parallel, refusals
 from tests.distributed import sharded_models as models
 from tests.distributed.spawn import together
+from tests.only_torch.loop import plan, start
 
 # JAX, which other tests bring into this process, warns of every fork.
 pytestmark = pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
@@ -42,6 +44,17 @@ def test_two_ranks_end_where_one_ends(tmp_path):
     ranks = together(parallel.runs, 2, tmp_path, *names)
     for name in names:
         assert_ends_alike(name, ranks)
+
+
+def test_a_group_that_comes_after_the_set_up_is_refused(monkeypatch):
+    """Each process would train and account a model of its own on the same data."""
+    engine, model, optimizer, loader = start(plan=plan())
+    x, y, _ = next(iter(loader))
+    torch.nn.functional.cross_entropy(model(x), y).backward()
+    monkeypatch.setattr(release.Group, "current", lambda: object())
+    with pytest.raises(RuntimeError, match="initialised after make_private.*Call init_process_gr"):
+        optimizer.step()
+    assert len(engine.ledger) == 0
 
 
 #: Number of ranks -> what they run: everything by two, some by one and by four.

@@ -104,7 +104,7 @@ def test_an_interrupted_sharded_save_leaves_the_older_one(tmp_path, monkeypatch)
             patch.setattr(sharded_checkpoint, name, lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 again()
-        assert sharded_checkpoint._numbers(folder) == [1]
+        assert checkpoint.numbers(folder) == [1]
         assert position(folder) == 1
     again()
     assert [entry.name for entry in folder.iterdir()] == ["2"]
