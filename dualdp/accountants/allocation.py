@@ -31,6 +31,7 @@ from dualdp.accountants.families import Atoms
 Array = npt.NDArray[Any]
 
 _MAX_POINTS = 1 << 21
+_MANY = 1 << 14
 _CELL_ERROR = 2e-11  # relative error of one step's masses [test_the_masses_of_one_step_are_exact]
 _FARTHEST = 37.0  # standard deviations
 _SPREAD = 4e-6  # square of the spacing of the losses that are kept, over their variance
@@ -179,15 +180,16 @@ def _cell_means(sigma: float, index: Array, start: Array) -> tuple[Array, Array]
     with sum of half-axes rho w / 2 the integrand is at most rho e^{|z| rho w / 4} times its size on
     the cell, and the rule is off by about rho^{1 - 2n} of that, below 1e-12 for |z| < 37:
     w > 1/64 (and < 4)   100 nodes, rho = 8;     w > 1/4096   5 nodes, rho = 64;
-    others               3 nodes, rho = 4096.
+    others               3 nodes, rho = 4096;    wider ones   in pieces (`_wide_cell`).
     """
     log_ratio = np.log1p(1 / index)
     width = sigma * log_ratio  # falls with the index
     up, stay = np.empty((2, index.size))
-    ends = [int(np.count_nonzero(width > least)) for least in (2.0**-6, 2.0**-12)]
-    for cells, count in zip(
-        (slice(0, ends[0]), slice(ends[0], ends[1]), slice(ends[1], None)), (100, 5, 3), strict=True
-    ):
+    wide, *ends = (int(np.count_nonzero(width > least)) for least in (4.0, 2.0**-6, 2.0**-12))
+    for cell in range(wide):
+        up[cell], stay[cell] = _wide_cell(sigma, index[cell], start[cell], width[cell])
+    parts = slice(wide, ends[0]), slice(ends[0], ends[1]), slice(ends[1], None)
+    for cells, count in zip(parts, (100, 5, 3), strict=True):
         total, above = np.zeros((2, width[cells].size))
         for node, weight in zip(*np.polynomial.legendre.leggauss(count), strict=True):
             t = 0.5 * (1 + node)
@@ -200,13 +202,26 @@ def _cell_means(sigma: float, index: Array, start: Array) -> tuple[Array, Array]
     return up, stay
 
 
+def _wide_cell(sigma: float, index: float, start: float, width: float) -> tuple[float, float]:
+    """The two integrals of one cell, over pieces of at most 2 where the density is above 0."""
+    ends = np.clip([start, start + width], -_FARTHEST - 2, _FARTHEST + 2)
+    edges = np.linspace(*ends, math.ceil((ends[1] - ends[0]) / 2) + 1)
+    nodes, weights = np.polynomial.legendre.leggauss(100)
+    half = 0.5 * np.diff(edges)[:, None]
+    z = edges[:-1, None] + half * (1 + nodes)
+    density = half * weights * np.exp(-0.5 * z * z) / math.sqrt(2 * math.pi)
+    share = density * (index * np.expm1((z - start) / sigma))
+    return float(share.sum()), float((density - share).sum())
+
+
 def _reach(single: Array, tilted: Array, bins: int, leak: float) -> float:
     """Index n with P(sum of indices >= n) <= e^-leak under both measures, by Chernoff's bound.
 
-    Blocks of 64 values count as their largest: 64 times fewer exponentials, and still a bound.
+    Of many values, blocks of 64 count as their largest: fewer exponentials, and still a bound.
     """
-    starts = np.arange(0, single.size, 64)
-    index = np.minimum(starts + 63, single.size - 1)
+    block = 64 if single.size > _MANY else 1
+    starts = np.arange(0, single.size, block)
+    index = np.minimum(starts + block - 1, single.size - 1)
     single, tilted = np.add.reduceat(single, starts), np.add.reduceat(tilted, starts)
     best = math.inf
     for theta in np.geomspace(0.1, 60.0, 24) / index[-1]:

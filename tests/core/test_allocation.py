@@ -187,6 +187,23 @@ def test_the_masses_of_one_step_are_exact(sigma, step, low):
     assert one.error < 2e-10
 
 
+@pytest.mark.parametrize(
+    ("sigma", "step", "index"), [(5000.0, 0.11, 9), (90.0, 0.3, 3), (9.0, 0.7, 1)]
+)
+@exact.mp.workdps(60)
+def test_a_wide_cell_is_integrated_in_pieces(sigma, step, index):
+    """Cells of more than 4 standard deviations, against their closed form."""
+    mp = exact.mp
+    s, h = mp.mpf(sigma), mp.mpf(step)
+    place = [s * mp.log(j * h) + 1 / (2 * s) for j in (index, index + 1)]
+    assert place[1] - place[0] > 4
+    mass, mean = (mp.ncdf(place[1] - x) - mp.ncdf(place[0] - x) for x in (0, 1 / s))
+    up, stay = allocation._cell_means(sigma, np.array([index]), np.array([float(place[0])]))
+    truth = (mean - index * h * mass) / h
+    assert abs(up[0] / truth - 1) < allocation._CELL_ERROR + 64 * sigma * allocation.U
+    assert abs(stay[0] / (mass - truth) - 1) < allocation._CELL_ERROR + 64 * sigma * allocation.U
+
+
 def test_what_underflows_is_lost():
     run = {"sample_rate": 0.01, "num_steps": 200, "delta": 1e-5}
     for sigma in (0.02, 0.032):
@@ -202,7 +219,7 @@ def test_thinning_is_one_more_spread(monkeypatch, sigma, bins):
     allocation.one_epoch.cache_clear()
     monkeypatch.setattr(allocation, "_SPREAD", 0.0)
     full = allocation.one_epoch(sigma, bins, 1e-9)
-    assert thin.p.size < 0.5 * full.p.size
+    assert thin.p.size < 0.75 * full.p.size
     for mass in ("p", "q", "p_error", "q_error"):
         assert getattr(thin, mass).sum() == pytest.approx(getattr(full, mass).sum(), rel=1e-2)
     assert (thin.p.sum(), thin.q.sum()) == pytest.approx((full.p.sum(), full.q.sum()), rel=1e-12)
@@ -244,3 +261,19 @@ def test_many_epochs_of_their_own_noise_fit_in_memory():
     parts = made._directions(1e-5)[0].parts
     assert sum(part.family.p.nbytes for part in parts) < 12 << 20
     assert 0 < made.get_epsilon(delta=1e-5) < 5
+
+
+@pytest.mark.parametrize("sigma", [0.3, 90.0, 5000.0])
+def test_a_hundred_million_steps_fit_the_memory(sigma, monkeypatch):
+    """Their grid has few points, of which none may be taken for its neighbour."""
+    sizes = []
+    powers = allocation._powers
+
+    def watched(tilted, single, power, size):
+        sizes.append(size)
+        return powers(tilted, single, power, size)
+
+    monkeypatch.setattr(allocation, "_powers", watched)
+    atoms = allocation.one_epoch.__wrapped__(sigma, 10**8, 1e-20)
+    assert max(sizes) <= allocation._MAX_POINTS
+    assert abs(float(atoms.q.sum()) - 1) < 1e-3
