@@ -204,8 +204,9 @@ def _cell_means(sigma: float, index: Array, start: Array) -> tuple[Array, Array]
 
 def _wide_cell(sigma: float, index: float, start: float, width: float) -> tuple[float, float]:
     """The two integrals of one cell, over pieces of at most 2 where the density is above 0."""
-    ends = np.clip([start, start + width], -_FARTHEST - 2, _FARTHEST + 2)
-    edges = np.linspace(*ends, math.ceil((ends[1] - ends[0]) / 2) + 1)
+    far = _FARTHEST + 2
+    low, high = (min(max(float(end), -far), far) for end in (start, start + width))
+    edges = np.linspace(low, high, math.ceil((high - low) / 2) + 1)
     nodes, weights = np.polynomial.legendre.leggauss(100)
     half = 0.5 * np.diff(edges)[:, None]
     z = edges[:-1, None] + half * (1 + nodes)
