@@ -19,6 +19,7 @@ from .rules.base import Tensor
 _STATE_WORDS = 624  # of the Mersenne twister behind torch's CPU generator
 _STATE_OFFSET = 24  # bytes of bookkeeping before them in its saved state
 _BLOCK = 1 << 16  # numbers that one keyed generator draws on the CPU
+_FEW = 16  # of them
 _DEVICE_BLOCK = 1 << 20  # and elsewhere, where a draw must be long to be worth its launch
 #: Number of the way in which fast noise is drawn: a run goes on by the same way, or releases anew.
 STREAM = 2
@@ -44,7 +45,9 @@ def add_normal(sums: Tensor, key: Any, stddev: float) -> Tensor:
         # By NumPy: torch's own addition would open a team of threads inside this thread.
         np.add(noisy[part], total[part], out=noisy[part])
 
-    Blocks(fill, math.ceil(sums.numel() / _BLOCK)).finish(torch.get_num_threads())
+    blocks = math.ceil(sums.numel() / _BLOCK)
+    # A few blocks are drawn sooner than a thread begins while torch's own threads still spin.
+    Blocks(fill, blocks).finish(torch.get_num_threads() if blocks > _FEW else 1)
     return out
 
 
