@@ -150,6 +150,29 @@ def require_numbered(folder: Path_, number: int) -> None:
         )
 
 
+def moved(document: Mapping[str, Any], folder: Path_, path: Path_) -> dict[str, Any]:
+    """The document of a folder's checkpoint for a file elsewhere, beside which the key is copied.
+
+    Args:
+        document: with what `pack_run` put there.
+        folder: of sharded checkpoints.
+        path: of the file.
+
+    Raises:
+        ValueError: `<path>.key` holds another key.
+    """
+    source, target = key_path(folder), key_path(path)
+    if source.exists() and not target.exists():
+        RootKey.load(source).save(target)
+    elif source.exists() and RootKey.load(source) != RootKey.load(target):
+        raise ValueError(
+            f"{target} holds the key of another run. Expected another path for this run's "
+            "checkpoint, or that file moved away."
+        )
+    file = Path(folder).resolve().parent / document["ledger_file"]
+    return {**document, "ledger_file": os.path.relpath(file, Path(path).resolve().parent)}
+
+
 def pack_run(ledger: Ledger, path: Path_) -> dict[str, Any]:
     """What a checkpoint at `path` says of its run, with ledger and key safe on the disk.
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from dualdp import PrivacyPlan
 from dualdp_bench.workloads import Workload
 
 NON_PRIVATE, LOOP, AUTO, MULTI = "non-private", "loop", "dualdp:auto", "vmap(grad)"
@@ -55,6 +56,19 @@ class Setting:
     max_grad_norm: float = 1.0
     device: str = "cpu"
     seed: int = 0
+
+    def plan(self) -> PrivacyPlan:
+        """A run whose steps are such points."""
+        return PrivacyPlan(
+            num_examples=100 * self.n,
+            expected_batch_size=self.n,
+            num_steps=None,
+            noise_multiplier=NOISE_MULTIPLIER,
+            max_grad_norm=self.max_grad_norm,
+            delta=1e-5,
+            accountant="rdp",
+            seed=self.seed,
+        )
 
 
 @dataclass(frozen=True)

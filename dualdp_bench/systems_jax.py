@@ -192,19 +192,9 @@ def loop(setting: Setting) -> Prepared:
 def dualdp(setting: Setting, method: str) -> Prepared:
     """`clipped_grad_sum` in a jitted program, with `add_noise` before the optimizer."""
     import dualdp.jax as dpj
-    from dualdp import PrivacyPlan
 
     problem = Problem(setting)
-    plan = PrivacyPlan(
-        num_examples=100 * setting.n,
-        expected_batch_size=setting.n,
-        num_steps=None,
-        noise_multiplier=NOISE_MULTIPLIER,
-        max_grad_norm=setting.max_grad_norm,
-        delta=1e-5,
-        accountant="rdp",
-        seed=setting.seed,
-    )
+    plan = setting.plan()
 
     def gradient(params: Any, x: jax.Array, y: jax.Array) -> Any:
         result = dpj.clipped_grad_sum(

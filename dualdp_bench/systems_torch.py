@@ -164,19 +164,9 @@ def dualdp(
 ) -> Prepared:
     """`clipped_grad_sum` and `noisy_mean` with the user's optimizer; `ways` is around each sum."""
     import dualdp.torch as dpt
-    from dualdp import PrivacyPlan
 
     problem = Problem(setting)
-    plan = PrivacyPlan(
-        num_examples=100 * setting.n,
-        expected_batch_size=setting.n,
-        num_steps=None,
-        noise_multiplier=NOISE_MULTIPLIER,
-        max_grad_norm=setting.max_grad_norm,
-        delta=1e-5,
-        accountant="rdp",
-        seed=setting.seed,
-    )
+    plan = setting.plan()
 
     def clip(batch: Any) -> tuple[Sums, torch.Tensor]:
         with ways():

@@ -6,7 +6,6 @@ Plan, position and ledger are those of the single file, into which the folder ca
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -138,27 +137,7 @@ def consolidate_checkpoint(folder: PathLike, path: PathLike) -> None:
     number, document = _document(folder)
     kinds = document.pop("arrays")
     arrays = _arrays(folder, number, dict.fromkeys(kinds))
-    file = Path(folder).resolve().parent / document["ledger_file"]
-    document["ledger_file"] = os.path.relpath(file, Path(path).resolve().parent)
-    _copy_key(checkpoint.key_path(folder), checkpoint.key_path(path))
-    write_file(path, arrays, document)
-
-
-def _copy_key(source: Path, target: Path) -> None:
-    """The key beside the file, unless the plan has a seed.
-
-    Raises:
-        ValueError: another key is there.
-    """
-    if not source.exists() or source == target:
-        return
-    if not target.exists():
-        RootKey.load(source).save(target)
-    elif RootKey.load(source) != RootKey.load(target):
-        raise ValueError(
-            f"{target} holds the key of another run. Expected another path for this run's "
-            "checkpoint, or that file moved away."
-        )
+    write_file(path, arrays, checkpoint.moved(document, folder, path))
 
 
 # ---------------------------------------------------------------------- Orbax

@@ -199,16 +199,7 @@ def consolidate_checkpoint(folder: Path, path: Path) -> None:
     _check_files(folder, number, document)
     del document["files"]
     tensors = _loaded(checkpoint.numbered(folder, number), {}, None)
-    source, target = (checkpoint.key_path(of) for of in (folder, path))
-    if source.exists() and target.exists() and RootKey.load(source) != RootKey.load(target):
-        raise ValueError(
-            f"{target} holds the key of another run. Expected another path for this run's "
-            "checkpoint, or that file moved away."
-        )
-    if source.exists() and not target.exists():
-        RootKey.load(source).save(target)
-    file = Folder(folder).resolve().parent / document["ledger_file"]
-    document["ledger_file"] = os.path.relpath(file, Folder(path).resolve().parent)
+    document = checkpoint.moved(document, folder, path)
     document["bfloat16"] = [n for n, tensor in tensors.items() if tensor.dtype == torch.bfloat16]
     checkpoint.write(path, {n: _to_numpy(tensor) for n, tensor in tensors.items()}, document)
 
