@@ -16,11 +16,13 @@ from . import choices
 from .layout import Layout
 from .parts import Part, is_narrow, joined, leads_to, pick, tied, widened
 from .parts import wide as wide
-from .rules.base import Tensor, sq_norms, weighted_sum
+from .rules.base import Norms, Tensor, sq_norms, weighted_sum
 from .uses import Derived, Use
 
 #: The Gram form is recomputed where its error may exceed this share of max(C, norm)^2.
 GRAM_TOLERANCE = 1e-4
+#: Numbers of a gradient up to which those of one shape, as norms and biases have them, share calls.
+SMALL = 4096
 
 
 def _added(terms: list[Tensor]) -> Tensor:
@@ -113,6 +115,7 @@ class Captured:
         self._gathered = gathered or (lambda names: nullcontext())
         self._parts: dict[str, list[Part]] = {name: [] for name in (*parameters, *derived)}
         self._kept: dict[str, Tensor] = {}
+        self._alike: list[tuple[list[str], Tensor]] = []  # kept small ones, (names, n, *shape)
         self.is_narrow = is_narrow(parameters.values())
         for use, layout in zip(uses, layouts, strict=True):
             if use.grads_out is None or layout is None:
@@ -184,18 +187,17 @@ class Captured:
             return True
         return self._keep == "cheap" and all(part.prefers_keeping() for part in parts)
 
-    def _norms_alone(self, parts: list[Part]) -> tuple[Tensor, Tensor | None] | None:
+    def _norms_alone(self, parts: list[Part]) -> Norms | None:
         """(n,) squared norms without the gradients, and a bound on their error; None if dearer."""
-        if self._keeps(parts):
-            return None
         if len(parts) > 1:
             return tied(parts)
-        return (parts[0].sq_norms(), parts[0].cancels()) if parts[0].norms_are_cheaper() else None
+        return parts[0].sq_norms() if parts[0].norms_are_cheaper() else None
 
     def sq_norms(self, max_grad_norm: float | None) -> dict[str, Tensor]:
         """Name -> (n,)."""
         found: dict[str, Tensor] = {}
         bounds: dict[str, Tensor] = {}
+        small: dict[Any, list[str]] = {}
         pulled_back = self._pulled_back()
         for name in self._parameters:
             parts = self._parts[name]
@@ -205,20 +207,34 @@ class Captured:
             if not parts and name not in pulled_back:
                 found[name] = self._zeros(name).new_zeros(self._n)
                 continue
-            alone = None if name in pulled_back else self._norms_alone(parts)
+            keeps = self._keeps(parts)
+            alone = None if keeps or name in pulled_back else self._norms_alone(parts)
             if alone is not None:
                 found[name], bound = alone
                 if bound is not None:
                     bounds[name] = bound
             else:
                 formed = self._formed(name, pulled_back)
-                found[name] = sq_norms(formed)
-                if self._keeps(parts):
+                if keeps:
                     self._kept[name] = formed
                     parts.clear()  # frees what it was formed from, before the next is formed
+                if keeps and formed.shape[1:].numel() <= SMALL:
+                    small.setdefault((formed.shape, formed.dtype, formed.device), []).append(name)
+                else:
+                    found[name] = sq_norms(formed)
+        for names in small.values():
+            found |= self._sq_norms_of_alike(names)
         if bounds:
             self._recompute(found, bounds, max_grad_norm or 0.0)
-        return found
+        return {name: found[name] for name in self._parameters}
+
+    def _sq_norms_of_alike(self, names: list[str]) -> dict[str, Tensor]:
+        """Name -> (n,) of kept gradients of one shape, which lie in one tensor from here on."""
+        together = torch.stack([self._kept[name] for name in names])
+        self._kept.update(zip(names, together.unbind(0), strict=True))
+        self._alike.append((names, together))
+        squares = sq_norms(together.flatten(0, 1)).view(together.shape[:2])
+        return dict(zip(names, squares.unbind(0), strict=True))
 
     def _recompute(
         self, found: dict[str, Tensor], bounds: Mapping[str, Tensor], max_grad_norm: float
@@ -236,8 +252,21 @@ class Captured:
         self, factors: Mapping[str, Tensor], rows: Tensor | None
     ) -> Iterator[tuple[str, Tensor]]:
         """(name, shape): one weighted product per use, formed when it is asked for."""
+        ready = self._sums_of_alike(factors) if rows is None else {}
         for name in self._parameters:
-            yield name, self._sum(name, factors[name], rows)
+            yield name, ready.pop(name) if name in ready else self._sum(name, factors[name], rows)
+
+    def _sums_of_alike(self, factors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Name -> (*shape) of small kept gradients that one tensor of factors weighs."""
+        found: dict[str, Tensor] = {}
+        for names, together in self._alike:
+            weights = factors[names[0]]
+            if all(factors[name] is weights for name in names):
+                shape = together.shape[2:]
+                flat = together.view(*together.shape[:2], shape.numel())
+                sums = weights.to(together.dtype) @ flat
+                found.update(zip(names, sums.view(len(names), *shape).unbind(0), strict=True))
+        return found
 
     def _sum(self, name: str, factors: Tensor, rows: Tensor | None) -> Tensor:
         """Sum over the examples of factor times gradient of one parameter."""
@@ -253,4 +282,4 @@ class Captured:
 
     def forget(self) -> None:
         """Free inputs, gradients of outputs, and kept gradients."""
-        self._parts, self._kept, self._below = {}, {}, {}
+        self._parts, self._kept, self._below, self._alike = {}, {}, {}, []

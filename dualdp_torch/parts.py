@@ -13,7 +13,7 @@ from dualdp import UnsupportedLayerError
 
 from .layout import Layout
 from .rules import embedding, linear
-from .rules.base import Tensor, weighted_sum
+from .rules.base import Norms, Tensor, weighted_sum
 from .uses import Derived, Use
 
 
@@ -38,9 +38,7 @@ def widened(tensor: Any) -> Any:
     """The tensor, or tensors, float32 or wider where they are floating-point numbers."""
     if isinstance(tensor, tuple):
         return tuple(widened(t) for t in tensor)
-    if tensor is None or not tensor.is_floating_point():
-        return tensor
-    return tensor.to(wide(tensor.dtype))
+    return tensor.float() if tensor is not None and is_narrow([tensor]) else tensor
 
 
 @dataclass(eq=False)
@@ -80,17 +78,10 @@ class Part:
         """Whether the rule has squared norms that need not form the gradient."""
         return self.slot in self.use.rule.sq_norms
 
-    def sq_norms(self) -> Tensor:
-        """(n,)."""
-        return self._call(self.use.rule.sq_norms[self.slot], self.acts, self.grads_out)
-
-    def cancels(self) -> Tensor | None:
-        """Bound on the error of `sq_norms`, or None."""
-        rule = self.use.rule
-        if rule.cancels is None or self.slot not in rule.sq_norms:
-            return None
-        shape = self.use.shapes[self.slot]
-        return rule.cancels(self.acts, self.grads_out, shape=shape, **self.use.options)
+    def sq_norms(self) -> Norms:
+        """(n,), and a bound on their error, or None."""
+        shape, function = self.use.shapes[self.slot], self.use.rule.sq_norms[self.slot]
+        return function(self.acts, self.grads_out, shape=shape, **self.use.options)
 
     def sum(self, factors: Tensor, rows: Tensor | None) -> Tensor:
         """Sum over the examples of factor times gradient."""
@@ -129,7 +120,7 @@ def joined(parts: list[Part]) -> list[Part]:
     return found
 
 
-def tied(parts: list[Part]) -> tuple[Tensor, Tensor] | None:
+def tied(parts: list[Part]) -> Norms | None:
     """(n,) squared norms and error bounds of a table that is embedding and head at once."""
     by_rule = {id(part.use.rule): part for part in parts}
     table, head = by_rule.get(id(embedding.RULE)), by_rule.get(id(linear.RULE))
@@ -144,7 +135,8 @@ def tied(parts: list[Part]) -> tuple[Tensor, Tensor] | None:
         **table.use.options,
     )
     error = linear.GRAM_ERROR * torch.finfo(lengths.dtype).eps * lengths.square()
-    return (table.sq_norms() + head.sq_norms() + 2 * inner).clamp(min=0), error
+    squares = table.sq_norms()[0] + head.sq_norms()[0]
+    return (squares + 2 * inner).clamp(min=0), error
 
 
 def complete(use: Use, layout: Layout | None, scale: float) -> None:

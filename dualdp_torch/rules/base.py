@@ -12,6 +12,8 @@ import torch
 
 Tensor = torch.Tensor
 RuleFunction = Callable[..., Tensor]
+#: (n,) squared norms, and (n,) a bound on their error or None.
+Norms = tuple[Tensor, Tensor | None]
 Shapes = Sequence[torch.Size]
 
 
@@ -33,7 +35,7 @@ def sq_norms(grads: Tensor) -> Tensor:
     grads = grads.mT if grads.dim() == 3 and grads.mT.is_contiguous() else grads
     flat = grads.reshape(len(grads), math.prod(grads.shape[1:]))
     whole = flat.shape[1] // _BLOCK * _BLOCK
-    rest: Tensor = torch.linalg.vector_norm(flat[:, whole:], dim=1).square()
+    rest: Tensor = torch.linalg.vector_norm(flat[:, whole:] if whole else flat, dim=1).square()
     if not whole:
         return rest
     blocks = flat[:, :whole].view(len(flat), -1, _BLOCK)
@@ -63,7 +65,8 @@ class Rule:
     Attributes:
         arguments: names of the function's arguments, in order.
         grads: parameter argument -> (n, *shape) per-sample gradients.
-        sq_norms: parameter argument -> (n,) squared norms, where cheaper than forming the gradient.
+        sq_norms: parameter argument -> (n,) squared norms, where cheaper than forming the gradient,
+            and a bound on their error, (n,), or None where nothing cancels.
         sums: parameter argument -> (*shape) sum over the examples, `grads_out` scaled already.
         acts: argument (or arguments) that the functions need besides `grads_out`; or a function of
             the parameter arguments that names it.
@@ -71,7 +74,6 @@ class Rule:
         batch_axes: shapes of output and parameters -> axes of the output that may be the batch.
         rows_are_free: any number of position axes may follow the batch axis.
         keeps: as the functions above -> True where keeping per-sample gradients is cheapest.
-        cancels: as the functions above -> (n,) bound on the error of `sq_norms`, or None.
         join: several (acts, grads_out) of one parameter -> one, its positions those of all.
         refuse: arguments -> why this call has no per-sample gradient, or None.
         alone: covers calls without any tensor but parameters.
@@ -80,7 +82,7 @@ class Rule:
 
     arguments: tuple[str, ...]
     grads: Mapping[str, RuleFunction]
-    sq_norms: Mapping[str, RuleFunction] = field(default_factory=dict)
+    sq_norms: Mapping[str, Callable[..., Norms]] = field(default_factory=dict)
     sums: Mapping[str, RuleFunction] = field(default_factory=dict)
     acts: str | tuple[str, ...] | Callable[[Mapping[str, str]], str] = "input"
     light: frozenset[str] = frozenset({"bias"})
@@ -88,7 +90,6 @@ class Rule:
     rows_are_free: bool = False
     alone: bool = False
     keeps: Callable[..., bool] | None = None
-    cancels: Callable[..., Tensor | None] | None = None
     join: Callable[[Sequence[tuple[Any, Tensor]]], tuple[Any, Tensor]] | None = None
     refuse: Callable[[Mapping[str, Any]], str | None] | None = None
     applies: Callable[[Mapping[str, Any]], bool] | None = None

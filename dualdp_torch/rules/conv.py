@@ -19,7 +19,7 @@ from dualdp import costs
 from dualdp_torch import choices, memory
 
 from . import conv_forms, linear
-from .base import Rule, Tensor, sq_norms, weighted_sum
+from .base import Norms, Rule, Tensor, sq_norms, weighted_sum
 from .conv_forms import frames, padded, patches, per_axis, weight_backward
 from .products import product
 
@@ -64,10 +64,9 @@ def _ways(
         norms = sq_norms(grads)
         return norms, weighted_sum(norms, grads)
 
-    def gram() -> tuple[Tensor, Tensor, Tensor]:
-        error = _gram_error(acts, grads_out, shape, **o)
+    def gram() -> tuple[Norms, Tensor]:
         total = weight_sum(acts, grads_out, shape=shape, **o)
-        return _gram_sq_norms(acts, grads_out, shape, **o), error, total
+        return _gram_norms(acts, grads_out, shape, **o), total
 
     if transposed:
         o["transposed"] = True
@@ -142,22 +141,22 @@ def _patch_gram(acts: Tensor, grads_out: Tensor, shape: Sequence[int], **o: Any)
     return torch.as_tensor(total).reshape(n, groups, t, t)
 
 
-def _gram_sq_norms(acts: Tensor, grads_out: Tensor, shape: Sequence[int], **o: Any) -> Tensor:
+def _gram_norms(acts: Tensor, grads_out: Tensor, shape: Sequence[int], **o: Any) -> Norms:
     """(n,) without the gradient."""
     g = _grouped(grads_out, o)
-    return _patch_gram(acts, grads_out, shape, **o).mul_(g.mT @ g).sum((1, 2, 3)).clamp(min=0)
+    return linear.gram_norms(_patch_gram(acts, grads_out, shape, **o), g.mT @ g)
 
 
 def weight_sq_norms(
     acts: Tensor, grads_out: Tensor, *, shape: torch.Size, transposed: bool = False, **options: Any
-) -> Tensor:
+) -> Norms:
     """(n,); the cheaper of Gram form and forming the gradient (Bu et al. 2022, section 4)."""
     if _way(acts, grads_out, shape, transposed=transposed, **options) == "gram":
-        return _gram_sq_norms(acts, grads_out, shape, **options)
+        return _gram_norms(acts, grads_out, shape, **options)
     options["transposed"] = transposed
     parts = memory.pieces(len(acts), math.prod(shape), acts)
     grads = (weight_grads(acts[p], grads_out[p], shape=shape, **options) for p in parts)
-    return torch.cat([sq_norms(grad) for grad in grads])
+    return torch.cat([sq_norms(grad) for grad in grads]), None
 
 
 def _grouped(grads_out: Tensor, options: Mapping[str, Any]) -> Tensor:
@@ -180,24 +179,6 @@ def _sizes(acts: Tensor, grads_out: Tensor, shape: Sequence[int]) -> dict[str, i
     }
 
 
-def _gram_error(acts: Tensor, grads_out: Tensor, shape: Sequence[int], **options: Any) -> Tensor:
-    """(n,) bound on the error of the Gram form."""
-    windows = torch.ones(1, 1, *shape[2:], dtype=acts.dtype, device=acts.device)
-    squares = acts.square().sum(1, keepdim=True)  # |patch|^2 sums the pixels under the kernel
-    padding = "same" if options.get("padding") == "same" else options.get("padding", 0)
-    rest = {k: options.get(k, 1) for k in ("stride", "dilation")}
-    convolve = (F.conv1d, F.conv2d, F.conv3d)[len(shape) - 3]
-    patches = convolve(squares, windows, padding=padding, **rest).clamp(min=0).sqrt().flatten(1)
-    return linear.gram_error(patches * torch.linalg.vector_norm(grads_out.flatten(2), dim=1))
-
-
-def cancels(acts: Tensor, grads_out: Tensor, *, shape: torch.Size, **options: Any) -> Tensor | None:
-    """Bound on the error of `weight_sq_norms`, (n,); None where it does not use the Gram form."""
-    if _way(acts, grads_out, shape, **options) != "gram":
-        return None
-    return _gram_error(acts, grads_out, shape, **options)
-
-
 def bias_grads(_: None, grads_out: Tensor, *, axes: int, **__: Any) -> Tensor:
     """(n, [f,] o, ...) -> (n, o)."""
     return frames(grads_out, axes).flatten(3).sum((1, 3))
@@ -217,7 +198,7 @@ def keeps(acts: Tensor, grads_out: Tensor, *, shape: torch.Size, **options: Any)
     return fits and _way(acts, grads_out, shape, **options) != "gram"
 
 
-def _transposed_sq_norms(acts: Tensor, grads_out: Tensor, **options: Any) -> Tensor:
+def _transposed_sq_norms(acts: Tensor, grads_out: Tensor, **options: Any) -> Norms:
     """(n, i, ...), (n, o, ...) -> (n,)."""
     return weight_sq_norms(acts, grads_out, transposed=True, **options)
 
@@ -251,7 +232,6 @@ def rule(axes: int) -> Rule:
         sums={"weight": weight_sum, "bias": partial(bias_sum, axes=axes)},
         rows_are_free=True,
         keeps=keeps,
-        cancels=cancels,
         applies=_is_batched,
     )
 

@@ -92,28 +92,43 @@ def by_folding(
     n, axes = acts.shape[0], len(shape) - 2
     a, g = frames(acts, axes), frames(grads_out, axes)
     size = _folded_at_once(a, g, shape)
+
+    def of(rows: slice) -> Tensor:
+        folded_a, folded_g = (x[rows].transpose(0, 1).flatten(1, 2) for x in (a, g))  # (f, n c, ..)
+        count = len(a[rows])
+        folded = weight_backward(folded_a, folded_g, shape, count, transposed, **options)
+        return folded.view(count, *shape)
+
+    if n <= size:
+        return of(slice(0, n))
     found = acts.new_empty(n, *shape)
     for start in range(0, n, size):
-        rows = slice(start, min(start + size, n))
-        folded_a, folded_g = (x[rows].transpose(0, 1).flatten(1, 2) for x in (a, g))  # (f, n c, ..)
-        folded = weight_backward(
-            folded_a, folded_g, shape, rows.stop - start, transposed, **options
-        )
-        found[rows] = folded.view(-1, *shape)
+        rows = slice(start, start + size)
+        found[rows] = of(rows)
     return found
 
 
 def patches(acts: Tensor, *, shape: torch.Size, **o: Any) -> Tensor:
-    """(n, c, ...) -> (n, c k, t): what lies under the kernel at each position. One or two axes."""
+    """(n, c, ...) -> (n, c k, t): what lies under the kernel at each position."""
     axes = len(shape) - 2
     stride, dilation = (per_axis(o.get(k, 1), axes) for k in ("stride", "dilation"))
     acts, padding = padded(acts, o.get("padding", 0), dilation, shape[2:])
-    kernel = list(shape[2:])
-    if axes == 1:  # an axis of length one in front
-        acts = acts.unsqueeze(2)
-        kernel, stride, dilation, padding = ([1, *v] for v in (kernel, stride, dilation, padding))
-        padding[0] = 0
-    return F.unfold(acts, *(tuple(v) for v in (kernel, dilation, padding, stride)))
+    if any(padding):
+        acts = F.pad(acts, [side for p in reversed(padding) for side in (p, p)])
+    spans = [d * (k - 1) for d, k in zip(dilation, shape[2:], strict=True)]
+    out = [
+        (size - span - 1) // s + 1
+        for size, span, s in zip(acts.shape[2:], spans, stride, strict=True)
+    ]
+    steps = [
+        step * by
+        for many in (dilation, stride)
+        for step, by in zip(acts.stride()[2:], many, strict=True)
+    ]
+    windows = acts.as_strided(
+        (*acts.shape[:2], *shape[2:], *out), (*acts.stride()[:2], *steps), acts.storage_offset()
+    )
+    return windows.reshape(len(acts), acts.shape[1] * math.prod(shape[2:]), math.prod(out))
 
 
 def by_unfolding(acts: Tensor, grads_out: Tensor, *, shape: torch.Size, **o: Any) -> Tensor:

@@ -237,7 +237,7 @@ class _Before:
 
     def __init__(self, cell: Cell, out_grads: Tensor) -> None:
         self._above = out_grads.unbind(0)
-        self._add = adder(cell.w_hh.T.contiguous())
+        self._add = adder(cell.w_hh.T.contiguous(), out_grads.shape[1])
         ended = None if cell.alive is None else ~cell.alive
         self._dead = None if ended is None else ended.to(out_grads.dtype).unbind(0)
 
@@ -267,7 +267,7 @@ def gru_deltas(
         factors = [factor * cell.alive for factor in factors]
     gates = torch.stack([factor.transpose(0, 1) for factor in factors], 2).transpose(0, 1)
     deltas, hidden = gates.flatten(2), by_example(len(x), dh)
-    add = adder(cell.w_hh.T.contiguous())
+    add = adder(cell.w_hh.T.contiguous(), len(dh))
     for t in range(len(x) - 1, -1, -1):
         torch.add(dh, out_grads[t], out=hidden[t])
         gates[t].mul_(hidden[t].unsqueeze(1))

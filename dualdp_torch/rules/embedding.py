@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from . import linear
-from .base import Rule, Tensor, all_but_last, sq_norms
+from .base import Norms, Rule, Tensor, all_but_last, sq_norms
 
 #: Entries of the table by which equal ids are found (4 bytes each, mostly untouched).
 TABLE = 1 << 20
@@ -61,15 +61,15 @@ def _slots(ids: Tensor, rows: int) -> Tensor:
 
 def weight_sq_norms(
     acts: Tensor, grads_out: Tensor, *, shape: torch.Size, padding_idx: Any = None, **_: Any
-) -> Tensor:
+) -> Norms:
     """(n, ...), (n, ..., d) -> (n,): gradients of equal ids are added, then squared."""
     ids, g = _flat(acts, grads_out, shape, padding_idx)
     n, t = ids.shape
     if t == 1:
-        return sq_norms(g)
+        return sq_norms(g), None
     sums = g.new_zeros(n * t, shape[1])
     sums.index_add_(0, _slots(ids, shape[0]), g.reshape(n * t, shape[1]))
-    return sq_norms(sums.view(n, t, shape[1]))
+    return sq_norms(sums.view(n, t, shape[1])), None
 
 
 def weight_sum(

@@ -12,7 +12,7 @@ import torch
 from dualdp import costs
 from dualdp_torch import choices, memory
 
-from .base import Rule, Tensor, all_but_last, sq_norms, weighted_sum
+from .base import Norms, Rule, Tensor, all_but_last, sq_norms, weighted_sum
 from .products import product, products
 
 #: The Gram form's rounding error is below eps (GRAM_ERROR (sum_t l_t)^2 + GRAM_SPREAD sum_t l_t^2),
@@ -33,11 +33,22 @@ def weight_grads(acts: Tensor, grads_out: Tensor, **_: Any) -> Tensor:
     return products(g.mT, a.mT)
 
 
-def _gram_sq_norms(a: Tensor, g: Tensor) -> Tensor:
+def _gram_norms(a: Tensor, g: Tensor) -> Norms:
     """(n, t, i), (n, t, o) -> (n,), without the gradient."""
     if a.shape[1] == 1:
-        return sq_norms(a) * sq_norms(g)
-    return products(a, a).mul_(products(g, g)).sum((1, 2)).clamp(min=0)
+        return sq_norms(a) * sq_norms(g), None
+    return gram_norms(products(a, a), products(g, g))
+
+
+def gram_norms(by_acts: Tensor, by_grads: Tensor) -> Norms:
+    """(n, ..., t, t) products of positions, twice -> (n,) squared norms; overwrites the first.
+
+    What cancels is the sum over pairs of positions, each no more than their lengths' product; on
+    the diagonals the squares of those lengths stand.
+    """
+    a, g = (x.diagonal(dim1=-2, dim2=-1).sqrt() for x in (by_acts, by_grads))
+    error = gram_error(a * g)
+    return by_acts.mul_(by_grads).flatten(1).sum(1).clamp(min=0), error
 
 
 def _way(a: Tensor, g: Tensor) -> str:
@@ -61,7 +72,7 @@ def _way(a: Tensor, g: Tensor) -> str:
         return norms, weighted_sum(norms, grads)
 
     ways = {
-        "gram": lambda: (_gram_sq_norms(a, g), _gram_error(a, g), weight_sum(a, g)),
+        "gram": lambda: (_gram_norms(a, g), weight_sum(a, g)),
         "keep": kept,
         "discard": lambda: (formed(), weight_sum(a, g)),
     }
@@ -82,37 +93,26 @@ def _uses_gram(a: Tensor, g: Tensor) -> bool:
     return way == "gram"
 
 
-def weight_sq_norms(acts: Tensor, grads_out: Tensor, **_: Any) -> Tensor:
+def weight_sq_norms(acts: Tensor, grads_out: Tensor, **_: Any) -> Norms:
     """(n,); the cheaper of Gram form and forming the gradient (Li et al. 2022, eq. 3).
 
-    The Gram form cancels in finite precision; `cancels` bounds its error and the caller forms the
-    gradient of the examples where the bound is too large.
+    The Gram form cancels in finite precision: the caller forms the gradient of the examples where
+    the bound on its error is too large.
     """
     a, g = flatten_positions(acts), flatten_positions(grads_out)
     if _uses_gram(a, g):
-        return _gram_sq_norms(a, g)
+        return _gram_norms(a, g)
     numbers = a.shape[2] * g.shape[2]
     rows = memory.pieces(len(a), numbers, a)
-    return torch.cat([sq_norms(weight_grads(a[part], g[part])) for part in rows])
+    return torch.cat([sq_norms(weight_grads(a[part], g[part])) for part in rows]), None
 
 
 def gram_error(lengths: Tensor) -> Tensor:
-    """(n, t) products of lengths -> (n,) bound on the error of the Gram form."""
-    eps = torch.finfo(lengths.dtype).eps
+    """(n, ..., t) products of lengths -> (n,) bound on the error of the Gram form."""
+    eps, lengths = torch.finfo(lengths.dtype).eps, lengths.flatten(1)
     whole, spread = lengths.sum(1).square(), lengths.square().sum(1)
     bound: Tensor = whole * (GRAM_ERROR * eps) + spread * (GRAM_SPREAD * eps)
     return bound
-
-
-def _gram_error(a: Tensor, g: Tensor) -> Tensor:
-    """(n, t, i), (n, t, o) -> (n,)."""
-    return gram_error(torch.linalg.vector_norm(a, dim=2) * torch.linalg.vector_norm(g, dim=2))
-
-
-def cancels(acts: Tensor, grads_out: Tensor, **_: Any) -> Tensor | None:
-    """Bound on the error of `weight_sq_norms`, (n,); None where it does not use the Gram form."""
-    a, g = flatten_positions(acts), flatten_positions(grads_out)
-    return _gram_error(a, g) if a.shape[1] > 1 and _uses_gram(a, g) else None
 
 
 def weight_sum(acts: Tensor, grads_out: Tensor, **_: Any) -> Tensor:
@@ -176,7 +176,6 @@ RULE = Rule(
     batch_axes=all_but_last,
     rows_are_free=True,
     keeps=keeps,
-    cancels=cancels,
     join=join,
 )
 #: x @ W, W being (i, o).
@@ -189,7 +188,6 @@ MATMUL = Rule(
     batch_axes=all_but_last,
     rows_are_free=True,
     keeps=_right_keeps,
-    cancels=cancels,
     join=join,
     applies=_is_plain_product,
 )
@@ -204,7 +202,6 @@ ADDMM = Rule(
     batch_axes=all_but_last,
     rows_are_free=True,
     keeps=_right_keeps,
-    cancels=cancels,
     join=join,
     applies=_is_plain_product,
 )

@@ -46,15 +46,20 @@ def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """(m, k), (o, k), (o,) -> (m, o): x weight^T + bias."""
+    """(m, k), (o, k), (o,) -> (m, o): x weight^T + bias.
+
+    oneDNN copies its first operand into rows: of two in columns the smaller one comes first.
+    """
     if x.numel() * len(weight) < SMALL or not by_onednn(x, weight):
         return F.linear(x, weight, bias)
+    if bias is None and len(weight) < len(x) and not x.is_contiguous():
+        return _multiply(weight, _dense(x)).T.contiguous()
     return _multiply(x, _dense(weight), bias)
 
 
-def adder(weight: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
-    """(o, k) -> a function of y (m, o) and x (m, k), both contiguous: y + x weight^T, one call."""
-    if not by_onednn(weight):
+def adder(weight: Tensor, rows: int) -> Callable[[Tensor, Tensor], Tensor]:
+    """(o, k), m -> a function of y (m, o) and x (m, k), both contiguous: y + x weight^T."""
+    if rows * weight.numel() < SMALL or not by_onednn(weight):
         return lambda y, x: torch.addmm(y, x, weight.T)
     weight, add = weight.contiguous(), torch.ops.mkldnn._linear_pointwise.binary
     return lambda y, x: torch.as_tensor(add(x, y, weight, None, "add"))

@@ -9,6 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import dualdp_torch as dpt
 from dualdp import UnsupportedLayerError
+from dualdp_torch import gradients
+from dualdp_torch.rules import base
 from tests import reference
 from tests.only_torch.checks import Ways, assert_exact, data, ids, randomise
 
@@ -312,3 +314,44 @@ def test_many_uses_of_one_weight_are_one_product():
     with Shapes() as shapes:
         dpt.per_sample_norms(reference.loss_fn, model, x, method="book_keeping")
     assert not {(N, 201, 61), (N, 201, 67), (201, 61), (201, 67)} & shapes.seen
+
+
+class Norms(nn.Module):
+    """Layer norms of one size, of another, and a scale."""
+
+    def __init__(self):
+        super().__init__()
+        self.same = nn.ModuleList(nn.LayerNorm(6) for _ in range(3))
+        self.other, self.scale = nn.LayerNorm((5, 6)), nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        for norm in self.same:
+            x = torch.tanh(norm(x))
+        return self.other(x) * self.scale
+
+
+def test_small_gradients_of_one_shape_share_their_calls(monkeypatch):
+    shapes = []
+
+    def counted(grads):
+        shapes.append(tuple(grads.shape))
+        return base.sq_norms(grads)
+
+    monkeypatch.setattr(gradients, "sq_norms", counted)
+    model, x = randomise(Norms()), data(N, 5, 6)
+    assert_exact(model, x)
+    shapes.clear()
+    sums = dpt.clipped_grad_sum(reference.loss_fn, model, x, max_grad_norm=1.0)
+    assert (6 * N, 6) in shapes  # three weights, three biases
+    assert (N, 6) not in shapes
+    assert list(sums.grads) == [name for name, _ in model.named_parameters()]
+    broken = x.clone()
+    broken[1, 2, 3] = float("nan")
+    for clipping in ("flat", "per_layer", "automatic"):
+        found, expected = (
+            dpt.clipped_grad_sum(
+                reference.loss_fn, model, rows, max_grad_norm=1.0, clipping=clipping
+            ).grads
+            for rows in (broken, x[[0, 2, 3]])
+        )
+        torch.testing.assert_close(found, expected)
