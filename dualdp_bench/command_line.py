@@ -12,7 +12,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -64,10 +64,22 @@ def keep_freed_memory() -> None:
     glibc hands large blocks back to the kernel at once; the next step then pays for getting them
     again, page by page, at random up to half of its time.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
+    mallopt = _of_libc("mallopt")
     if mallopt is not None:
         for option in (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD):
             mallopt(option, 2**31 - 1)
+
+
+def give_back_freed_memory() -> None:
+    """Between points: what each leaves behind would add up to all that the machine has."""
+    trim = _of_libc("malloc_trim")
+    if trim is not None:
+        trim(0)
+
+
+def _of_libc(name: str) -> Any:
+    """A function of the C library, or None where it has no such."""
+    return getattr(ctypes.CDLL(None), name, None) if os.name == "posix" else None
 
 
 def command_text() -> str:
@@ -114,6 +126,7 @@ def keep(run: results.Run, steps: Iterable[list[Row]]) -> Path:
         for rows in steps:
             if rows:
                 run.add(rows)
+            give_back_freed_memory()
     except BaseException:
         if run.partial is not None:
             typer.secho(

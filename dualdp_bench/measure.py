@@ -2,13 +2,15 @@
 """How a number comes about: past the gate, in interleaved rounds, as medians with their spread.
 
 Every system of a point first proves itself on the very batch that is timed: its clipped sum and
-norms must be those of the naive loop. Then all of them take turns, one step each per round in an
-order that rotates, so that a machine that slows down slows everybody down. The process keeps the
+norms must be those of the naive loop. Then all of them take turns, one step each per round, so that
+a machine that slows down slows everybody down; the order is drawn anew for each round, since a step
+also pays for what the one before it left in the caches. The process keeps the
 memory that is freed (`keep_freed_memory` of the command line), for all of them alike.
 """
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -74,7 +76,7 @@ class Timing:
 def interleave(
     steps: Mapping[str, Callable[[], Any]], protocol: Protocol | None = None
 ) -> dict[str, Timing]:
-    """Time each step once per round, in a rotating order, after the warm-up.
+    """Time each step once per round, in an order drawn for the round, after the warm-up.
 
     Args:
         steps: name -> a call that returns when its work is done.
@@ -91,9 +93,9 @@ def interleave(
             warm[name] = _seconds(step)
     names = [name for name in steps if warm[name] <= protocol.longest]
     seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for turn in range(protocol.rounds):
-        shift = turn % max(len(names), 1)
-        for name in names[shift:] + names[:shift]:
+    order = random.Random(0)
+    for _ in range(protocol.rounds):
+        for name in order.sample(names, len(names)):
             if len(seconds[name]) >= protocol.fewest and sum(seconds[name]) > protocol.patience:
                 continue
             seconds[name].append(_seconds(steps[name]))

@@ -72,3 +72,25 @@ def test_freed_memory_is_kept(monkeypatch):
     monkeypatch.setattr(command_line.ctypes, "CDLL", lambda name: Library)
     command_line.keep_freed_memory()
     assert given == [(-1, 2**31 - 1), (-3, 2**31 - 1)]
+
+
+def test_freed_memory_is_given_back_between_points(monkeypatch, tmp_path):
+    events = []
+
+    class Library:
+        @staticmethod
+        def malloc_trim(pad):
+            events.append(pad)
+
+    class Run:
+        partial = None
+
+        def add(self, rows):
+            events.append(rows)
+
+        def finish(self):
+            return tmp_path
+
+    monkeypatch.setattr(command_line.ctypes, "CDLL", lambda name: Library)
+    assert command_line.keep(Run(), [["a"], [], ["b"]]) == tmp_path
+    assert events == [["a"], 0, 0, ["b"], 0]
