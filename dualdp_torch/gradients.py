@@ -21,8 +21,9 @@ from .uses import Derived, Use
 
 #: The Gram form is recomputed where its error may exceed this share of max(C, norm)^2.
 GRAM_TOLERANCE = 1e-4
-#: Numbers of a gradient up to which those of one shape, as norms and biases have them, share calls.
-SMALL = 4096
+#: Numbers of n gradients up to which those of one shape, as norms and biases have them, are copied
+#: into one tensor and share calls: copying more takes longer than the calls.
+SMALL = 1 << 14
 
 
 def _added(terms: list[Tensor]) -> Tensor:
@@ -218,7 +219,7 @@ class Captured:
                 if keeps:
                     self._kept[name] = formed
                     parts.clear()  # frees what it was formed from, before the next is formed
-                if keeps and formed.shape[1:].numel() <= SMALL:
+                if keeps and formed.numel() <= SMALL:
                     small.setdefault((formed.shape, formed.dtype, formed.device), []).append(name)
                 else:
                     found[name] = sq_norms(formed)
