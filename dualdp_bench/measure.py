@@ -4,8 +4,8 @@
 Every system of a point first proves itself on the very batch that is timed: its clipped sum and
 norms must be those of the naive loop. Then all of them take turns, one step each per round, so that
 a machine that slows down slows everybody down; the order is drawn anew for each round, since a step
-also pays for what the one before it left in the caches. The process keeps the
-memory that is freed (`keep_freed_memory` of the command line), for all of them alike.
+also pays for what the one before it left in the caches. The process keeps the memory that is freed
+(`keep_freed_memory` of the command line), for all of them alike.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ QUICK_SCALE: list[tuple[str, dict[str, Any], str, tuple[int, ...], int]] = [
     ("mlp", {}, "width", (64, 256), 32),
 ]
 # Bytes, for the largest batch. On a processor every allocation is traced: what loops over examples
-# has millions, which take more memory than the step itself (24 GB for 8,192 examples of one peer).
+# has millions of them, which take far more memory than the step itself.
 MEMORY_LIMIT = {"quick": 2**23, "cpu": 2**25, "cuda": 2**34}
 LARGEST = 2**12  # examples, where the search for the largest batch ends
 

@@ -64,10 +64,8 @@ class Part:
         grads_out: Tensor = widened(self.kept_grads_out)
         return grads_out
 
-    def _call(self, function: Any, acts: Any, grads_out: Tensor) -> Tensor:
-        shape = self.use.shapes[self.slot]
-        found: Tensor = function(acts, grads_out, shape=shape, **self.use.options)
-        return found
+    def _call(self, function: Any, acts: Any, grads_out: Tensor) -> Any:
+        return function(acts, grads_out, shape=self.use.shapes[self.slot], **self.use.options)
 
     def grads(self, rows: Tensor | None = None) -> Tensor:
         """(n, *shape)."""
@@ -80,8 +78,9 @@ class Part:
 
     def sq_norms(self) -> Norms:
         """(n,), and a bound on their error, or None."""
-        shape, function = self.use.shapes[self.slot], self.use.rule.sq_norms[self.slot]
-        return function(self.acts, self.grads_out, shape=shape, **self.use.options)
+        function = self.use.rule.sq_norms[self.slot]
+        norms: Norms = self._call(function, self.acts, self.grads_out)
+        return norms
 
     def sum(self, factors: Tensor, rows: Tensor | None) -> Tensor:
         """Sum over the examples of factor times gradient."""

@@ -95,11 +95,11 @@ def by_folding(
 
     def of(rows: slice) -> Tensor:
         folded_a, folded_g = (x[rows].transpose(0, 1).flatten(1, 2) for x in (a, g))  # (f, n c, ..)
-        count = len(a[rows])
+        count = len(range(n)[rows])
         folded = weight_backward(folded_a, folded_g, shape, count, transposed, **options)
         return folded.view(count, *shape)
 
-    if n <= size:
+    if 0 < n <= size:
         return of(slice(0, n))
     found = acts.new_empty(n, *shape)
     for start in range(0, n, size):

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from dualdp_torch.rules import conv, deltas, linear, products, workspace
+from dualdp_torch.rules import conv, conv_forms, deltas, linear, products, workspace
 from tests.only_torch.checks import assert_exact, data, randomise
 
 FAST = ("auto", "book_keeping", "materialize")
@@ -168,6 +168,16 @@ def test_convolutions_whose_sum_is_one_product(library, monkeypatch, layer, few)
     monkeypatch.setattr(conv, "product", lambda *x: (summed.append(x), products.product(*x))[1])
     assert_exact(randomise(nn.Sequential(layer, nn.Tanh())), data(*shape), methods=FAST)
     assert bool(summed) == bool(few and layer.groups == 1)
+
+
+@pytest.mark.parametrize("n", [0, 1, 5])
+def test_examples_are_folded_whole_or_in_chunks(monkeypatch, n):
+    acts, grads_out, shape = data(n, 2, 5, 5), data(n, 4, 3, 3, seed=2), torch.Size((4, 2, 3, 3))
+    whole = conv_forms.by_folding(acts, grads_out, shape=shape)
+    monkeypatch.setattr(conv_forms, "_folded_at_once", lambda *_: 2)
+    chunks = conv_forms.by_folding(acts, grads_out, shape=shape)
+    assert whole.shape == (n, *shape)
+    torch.testing.assert_close(whole, chunks)
 
 
 @pytest.mark.parametrize("t", [2, 3, 40])
