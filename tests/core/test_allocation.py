@@ -219,7 +219,7 @@ def test_thinning_is_one_more_spread(monkeypatch, sigma, bins):
     allocation.one_epoch.cache_clear()
     monkeypatch.setattr(allocation, "_SPREAD", 0.0)
     full = allocation.one_epoch(sigma, bins, 1e-9)
-    assert thin.p.size < 0.75 * full.p.size
+    assert thin.p.size < 0.51 * full.p.size
     for mass in ("p", "q", "p_error", "q_error"):
         assert getattr(thin, mass).sum() == pytest.approx(getattr(full, mass).sum(), rel=1e-2)
     assert (thin.p.sum(), thin.q.sum()) == pytest.approx((full.p.sum(), full.q.sum()), rel=1e-12)
