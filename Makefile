@@ -36,15 +36,17 @@ $(VENV)/.test: $(VENV)/.created pyproject.toml constraints.txt
 	$(PIP) --editable '.[test]'
 	touch $@ $(VENV)/.demo $(VENV)/.docs
 
-# Peers pin versions of their own, so they live in a second environment.
+# Peers pin versions of their own, so they live in a second environment: dp-accounting wants attrs below 24.
 BENCH := .venv-bench
-BENCH_PIP := $(BENCH)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+BENCH_PINS := $(BENCH)/constraints.txt
+BENCH_PIP := $(BENCH)/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(BENCH_PINS)
 
 bench: $(BENCH)/.ready
 	$(BENCH)/bin/python -m benchmarks all --quick
 
 $(BENCH)/.ready: pyproject.toml constraints.txt benchmarks/requirements-peers.txt benchmarks/requirements-backpack.txt
 	$(PYTHON) -m venv $(BENCH)
+	grep -v '^attrs==' constraints.txt > $(BENCH_PINS)
 	$(BENCH_PIP) --editable '.[bench]' --requirement benchmarks/requirements-peers.txt
 	$(BENCH_PIP) --no-deps --requirement benchmarks/requirements-backpack.txt
 	touch $@

@@ -34,10 +34,9 @@ def clip_factors(norms: Any, max_grad_norm: Any, *, xp: Any) -> Any:
 
     Source: Abadi et al. 2016, Algorithm 1, "clip gradient".
     """
-    ones, zeros = xp.ones_like(norms), xp.zeros_like(norms)
-    over = norms > max_grad_norm
-    factors = xp.where(over, max_grad_norm / xp.where(over, norms, ones), ones)
-    return xp.where(xp.isfinite(norms), factors, zeros)
+    shrunk = max_grad_norm / xp.clip(norms, max_grad_norm, None)
+    factors = xp.where(norms > max_grad_norm, shrunk, 1.0)
+    return xp.where(norms < math.inf, factors, 0.0)
 
 
 def automatic_factors(norms: Any, max_grad_norm: Any, *, xp: Any) -> Any:

@@ -29,7 +29,7 @@ from dualdp_bench.results import Row
 
 LIMIT = 3.0  # seconds for one answer of a peer in the grid
 PATIENCE = 5.0  # for one answer to a single problem
-SHARE = 15.0  # seconds that a peer has for the whole grid, in random order
+SHARE = 8.0  # seconds that a peer has for the whole grid, in random order
 MEMORY = 12 << 30  # bytes of address space: where a peer would fill the machine it fails
 # What we set out to reach: start of the problem's name, system, seconds.
 REACH = (

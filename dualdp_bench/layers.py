@@ -96,7 +96,7 @@ SIZES: dict[str, dict[str, dict[str, int]]] = {
     },
     "cuda": {},
 }
-BATCHES: dict[str, tuple[int, ...]] = {"quick": (8,), "cpu": (16, 64, 256), "cuda": (16, 128, 512)}
+BATCHES: dict[str, tuple[int, ...]] = {"quick": (8,), "cpu": (16, 256), "cuda": (16, 128, 512)}
 
 
 def layers(place: str) -> list[Workload]:

@@ -2,10 +2,11 @@
 """How a number comes about: past the gate, in interleaved rounds, as medians with their spread.
 
 Every system of a point first proves itself on the very batch that is timed: its clipped sum and
-norms must be those of the naive loop. Then all of them take turns, one step each per round, so that
-a machine that slows down slows everybody down; the order is drawn anew for each round, since a step
-also pays for what the one before it left in the caches. The process keeps the memory that is freed
-(`keep_freed_memory` of the command line), for all of them alike.
+norms must be those of the naive loop. Then all of them take turns, in an order drawn anew for each
+round, so that a machine that slows down slows everybody down. A short step also pays for what
+another system left in the caches and for threads that went to sleep meanwhile, which no training
+does: it is taken twice in a turn, and the second one counts. The process keeps the memory that is
+freed (`keep_freed_memory` of the command line), for all of them alike.
 """
 
 from __future__ import annotations
@@ -44,13 +45,15 @@ class Protocol:
         patience: seconds of turns after which a system sits out, having had `fewest` of them.
         fewest: turns below which no median is reported.
         longest: seconds of a warm call beyond which a system gets no turns at all.
+        short: seconds of a warm call below which every turn begins with one that is not counted.
     """
 
     rounds: int = 11
     warmup: int = 2
-    patience: float = 1.5
+    patience: float = 1.0
     fewest: int = 3
-    longest: float = 5.0
+    longest: float = 2.0
+    short: float = 0.02
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,8 @@ def interleave(
         for name in order.sample(names, len(names)):
             if len(seconds[name]) >= protocol.fewest and sum(seconds[name]) > protocol.patience:
                 continue
+            if warm[name] < protocol.short:
+                steps[name]()
             seconds[name].append(_seconds(steps[name]))
     return {name: Timing(tuple(seconds[name]), first[name], warm[name]) for name in steps}
 

@@ -15,7 +15,7 @@ from dualdp_bench.workloads import Workload
 
 QUICK = Protocol(rounds=3, warmup=1, patience=0.2)  # of any suite, when it is quick
 # Layers and sweeps: short, for there are many points.
-SHORT = Protocol(rounds=9, patience=0.5, longest=5.0)
+SHORT = Protocol(rounds=9, patience=0.3, longest=2.0)
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,7 @@ EPOCH_BATCHES: dict[str, tuple[int, ...]] = {
 }
 GPU_EPOCH_BATCHES = (16, 32, 64, 128, 256, 512, 1024, 2048)
 # At least ten steps, or ten epochs on a GPU, which are short there.
-EPOCHS = Protocol(rounds=11, warmup=2, patience=2.0, fewest=10, longest=1.0)
+EPOCHS = Protocol(rounds=11, warmup=2, patience=1.0, fewest=10, longest=0.5)
 GPU_EPOCHS = Protocol(rounds=20, warmup=2, patience=60.0, fewest=3, longest=120.0)
 # Workloads of the search for the largest batch; in JAX every try is compiled.
 LARGEST_OF = {"torch": ("mlp", "mnist", "embed"), "jax": ("mlp",)}
@@ -105,7 +105,14 @@ def run(session: Session) -> Rows:
     quantities = ("gradient",) if session.quick else ("gradient", "update")
     for name, options, n in speed_points(session):
         workload = workloads.create(name, **options)
-        yield session.point(workload, n, "run", quantities=quantities, memory=True)
+        yield session.point(
+            workload,
+            n,
+            "run",
+            systems=session.without_methods,
+            quantities=quantities,
+            memory=True,
+        )
 
 
 def layers(session: Session) -> Rows:
@@ -115,7 +122,7 @@ def layers(session: Session) -> Rows:
     on_layers = (*session.without_methods, *forced, *LAYER_WAYS[session.stack.name])
     on_layers = SWEPT if session.quick and compiled else on_layers
     for layer in single.layers(place):
-        for n in session.batches(session.thin(single.BATCHES[place])):
+        for n in session.batches(single.BATCHES[place]):
             if session.wanted(layer.name):
                 yield session.layer(layer, n, "batch", on_layers)
     for axis, name, sizes, n in session.thin(single.SWEEPS[place]):
@@ -182,14 +189,15 @@ def end_to_end(session: Session) -> Rows:
     for name in filter(session.wanted, ("embed",) if session.quick else EPOCH_BATCHES):
         workload = workloads.create(name)
         usual = GPU_EPOCH_BATCHES if gpu else EPOCH_BATCHES[name]
-        for n in session.batches((16,) if session.quick else session.thin(usual)):
+        batches = session.batches((16,) if session.quick else session.thin(usual))
+        for n in batches:
             steps = math.ceil(workloads.EPOCH_EXAMPLES[name] / n)
             yield session.point(
                 workload,
                 n,
                 "end-to-end",
                 axis="batch",
-                systems=session.without_methods if session.stack.name == "jax" else (),
+                systems=() if n == batches[0] else session.without_methods,
                 quantities=("epoch",),
                 protocol=GPU_EPOCHS if gpu else EPOCHS,
                 together=steps if gpu and not session.quick else 1,
@@ -217,7 +225,7 @@ def scale(session: Session) -> Rows:
         if not session.wanted(name):
             continue
         found: list[Row] = []
-        for value in values:
+        for value in session.thin(values):
             sizes = options if axis == "batch" else options | {axis: value}
             workload = workloads.create(name, **sizes)
             size = value if axis == "batch" else n
@@ -226,7 +234,7 @@ def scale(session: Session) -> Rows:
                 size,
                 "scale",
                 axis=axis,
-                systems=session.without_methods,
+                systems=[name for name in session.without_methods if name != LOOP],
                 protocol=SHORT,
             )
             found += rows

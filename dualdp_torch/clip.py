@@ -125,7 +125,7 @@ def clip_and_sum(
     least = min(bounds.values())
     squares = gradients.sq_norms(least)
     norms = whole_norms(squares, n)
-    counted = norms.isfinite()
+    counted = norms < torch.inf  # nor nan
     if mask is not None:
         mask = mask.to(norms.device)
         counted, norms = counted & mask, norms.where(mask, 0)

@@ -24,8 +24,12 @@ def _per_channel(x: Tensor, shape: torch.Size) -> Tensor:
 
 
 def _layer(x: Tensor, *, normalized_shape: Sequence[int], eps: float = 1e-5, **_: Any) -> Tensor:
-    """The input normalised over its last axes."""
-    return F.layer_norm(x, list(normalized_shape), eps=eps)
+    """The input normalised over its last axes; `F.layer_norm` takes twice as long on a CPU."""
+    flat = x.flatten(-len(normalized_shape))
+    centred = flat - flat.mean(-1, keepdim=True)
+    lengths = torch.linalg.vector_norm(centred, dim=-1, keepdim=True)
+    variances = lengths.square_().div_(flat.shape[-1])
+    return centred.mul_(variances.add_(eps).rsqrt_()).view(x.shape)
 
 
 def _rms(
@@ -42,17 +46,17 @@ def _group(x: Tensor, *, num_groups: int, eps: float = 1e-5, **_: Any) -> Tensor
 
 def _instance(x: Tensor, *, eps: float = 1e-5, **_: Any) -> Tensor:
     """The input normalised over positions, each channel by itself."""
-    return F.instance_norm(x, eps=eps)
+    return F.group_norm(x, x.shape[1], eps=eps)
 
 
 def _functions(
     normalise: Callable[..., Tensor], reduce: Callable[[Tensor, torch.Size], Tensor]
 ) -> dict[str, Callable[..., Tensor]]:
-    """Per-sample gradients of scale and shift of one kind of norm."""
+    """Per-sample gradients of scale and shift of one kind of norm; it gives a tensor of its own."""
 
     def weight_grads(acts: Tensor, grads_out: Tensor, *, shape: torch.Size, **o: Any) -> Tensor:
         """(n, ...), (n, ...) -> (n, *shape)."""
-        return reduce(normalise(acts, **o) * grads_out, shape)
+        return reduce(normalise(acts, **o).mul_(grads_out), shape)
 
     def bias_grads(_: None, grads_out: Tensor, *, shape: torch.Size, **__: Any) -> Tensor:
         """(n, ...) -> (n, *shape)."""
