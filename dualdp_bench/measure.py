@@ -24,7 +24,6 @@ from dualdp_bench.gate import Candidate, admit, calibrate
 from dualdp_bench.results import Row
 from dualdp_bench.systems import (
     NON_PRIVATE,
-    OTHER_METHODS,
     Prepared,
     Setting,
     Stack,
@@ -134,9 +133,8 @@ def point(
         n: examples per step.
         suite: goes into the rows.
         systems: names; None for all of the stack.
-        quantities: "gradient", "update" (noise and optimizer included; not by `OTHER_METHODS`,
-            which differ in the gradient only) or "epoch" (updates with the copy of the batch to
-            the device, by a system made anew, as a run begins).
+        quantities: "gradient", "update" (noise and optimizer included) or "epoch" (updates with
+            the copy of the batch to the device, by a system made anew, as a run begins).
         protocol: None for the default.
         memory: also measure the peak of the gradient step.
         device: "cpu" or "cuda".
@@ -181,8 +179,7 @@ def _for(
     if quantity == "gradient":
         return admitted
     if quantity == "update":
-        kept = {name: one for name, one in admitted.items() if name not in OTHER_METHODS}
-        return {name: replace(one, first=0.0) for name, one in kept.items()}
+        return {name: replace(one, first=0.0) for name, one in admitted.items()}
     made = {}
     for name in admitted:  # anew, as a run begins
         start = time.perf_counter()

@@ -13,7 +13,7 @@ from dualdp_bench.results import Row
 from dualdp_bench.systems import AUTO, Stack
 from dualdp_bench.workloads import Workload
 
-QUICK = Protocol(rounds=3, warmup=1, patience=0.2)  # of any suite, when it is quick
+QUICK = Protocol(rounds=3, patience=0.2)  # of any suite, when it is quick
 # Layers and sweeps: short, for there are many points.
 SHORT = Protocol(rounds=9, patience=0.3, longest=2.0)
 

@@ -22,7 +22,6 @@ from dualdp_bench.workloads import Workload
 
 NON_PRIVATE, LOOP, AUTO, MULTI = "non-private", "loop", "dualdp:auto", "vmap(grad)"
 METHODS = ("auto", "book_keeping", "two_pass", "materialize", "vmap")
-OTHER_METHODS = tuple(f"dualdp:{method}" for method in METHODS[1:])
 STACKS = ("torch", "jax")
 NOISE_MULTIPLIER = 1.0
 LEARNING_RATE = 1e-3

@@ -11,7 +11,7 @@ from dualdp_bench.measure import Protocol
 from dualdp_bench.specs import Conv
 from dualdp_bench.systems import NothingToForce, Setting
 
-FAST = Protocol(rounds=3, warmup=1)
+FAST = Protocol(rounds=3)
 TOY = {"depth": 1, "rate": 1.0, "first": 2, "kernel": 3, "image": 6}
 
 
