@@ -231,6 +231,8 @@ class Captured:
 
     def _sq_norms_of_alike(self, names: list[str]) -> dict[str, Tensor]:
         """Name -> (n,) of kept gradients of one shape, which lie in one tensor from here on."""
+        if len(names) == 1:
+            return {name: sq_norms(self._kept[name]) for name in names}
         together = torch.stack([self._kept[name] for name in names])
         self._kept.update(zip(names, together.unbind(0), strict=True))
         self._alike.append((names, together))

@@ -23,6 +23,8 @@ from .base import Norms, Rule, Tensor, sq_norms, weighted_sum
 from .conv_forms import frames, padded, patches, per_axis, weight_backward
 from .products import product
 
+#: Channels that oneDNN handles at once, on a processor.
+BLOCK = 8
 #: Positions of a whole batch below which one product of patches beats the convolution's backward.
 FEW = 256
 
@@ -32,7 +34,8 @@ def weight_grads(
 ) -> Tensor:
     """(n, [f,] c, ...), (n, [f,] o, ...) -> (n, *shape), in the form that suits the sizes."""
     way = _way(acts, grads_out, shape, transposed=transposed, **options)
-    way = _usual_form(acts, shape, transposed) if way == "gram" else way
+    if way == "gram":
+        way = _usual_form(acts, shape, transposed, options.get("groups", 1))
     if transposed:
         options["transposed"] = True
     return conv_forms.FORMS[way](acts, grads_out, shape=shape, **options)
@@ -48,10 +51,12 @@ def _has_gram(acts: Tensor, shape: Sequence[int], transposed: bool) -> bool:
     return not transposed and acts.dim() == len(shape)
 
 
-def _usual_form(acts: Tensor, shape: Sequence[int], transposed: bool) -> str:
+def _usual_form(acts: Tensor, shape: Sequence[int], transposed: bool, groups: int) -> str:
     """The form that the cost model takes."""
-    has_all = _is_plain(acts, shape) and not transposed
-    return "crb" if has_all and costs.convolution_prefers_crb(channels=shape[1]) else "folded"
+    if transposed or not _is_plain(acts, shape):
+        return "folded"
+    block = BLOCK if acts.device.type == "cpu" else 1
+    return costs.convolution_form(channels=shape[1], d_out=shape[0] // groups, block=block)
 
 
 def _ways(
@@ -79,7 +84,7 @@ def _way(
     acts: Tensor, grads_out: Tensor, shape: torch.Size, *, transposed: bool = False, **o: Any
 ) -> str:
     """Either "gram" or the form of a kept gradient."""
-    usual = _usual_form(acts, shape, transposed)
+    usual = _usual_form(acts, shape, transposed, o.get("groups", 1))
     at = dict.fromkeys(conv_forms.FORMS, 1.0)
     if _has_gram(acts, shape, transposed):
         numbers = _sizes(acts, grads_out, shape)

@@ -100,6 +100,37 @@ def test_a_forced_form_is_the_one_that_runs(monkeypatch, form):
     assert ran == [form]
 
 
+@pytest.mark.parametrize("groups", [1, 3])
+def test_patches_are_written_out_piece_by_piece(monkeypatch, groups):
+    """Not those of all examples at once: they are as many times larger as the kernel is."""
+    acts, grads_out = data(7, 6, 9, 8), data(7, 9, 7, 6)
+    shape = torch.Size((9, 6 // groups, 3, 3))
+    whole = conv_forms.by_unfolding(acts, grads_out, shape=shape, groups=groups)
+    sizes, patches = [], conv_forms.patches
+    monkeypatch.setattr(
+        conv_forms, "patches", lambda x, **o: (sizes.append(len(x)), patches(x, **o))[1]
+    )
+    monkeypatch.setattr(conv_forms, "UNFOLDED", 2 * 6 * 9 * 7 * 6 * acts.element_size())
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    pieces = conv_forms.by_unfolding(acts, grads_out, shape=shape, groups=groups)
+    assert sizes == [4, 3]
+    torch.testing.assert_close(pieces, whole, rtol=1e-12, atol=1e-12)
+
+
+def test_channels_that_fill_no_block_are_unfolded_on_a_processor(monkeypatch):
+    ran = []
+    for name, function in conv_forms.FORMS.items():
+        monkeypatch.setitem(
+            conv_forms.FORMS,
+            name,
+            lambda *a, n=name, f=function, **o: (ran.append(n), f(*a, **o))[1],
+        )
+    for channels, out, form in ((16, 8, "folded"), (16, 12, "unfold"), (3, 8, "crb")):
+        model = randomise(nn.Sequential(nn.Conv2d(channels, out, 3), nn.Tanh()))
+        dpt.per_sample_grads(reference.loss_fn, model, data(2, channels, 8, 8))
+        assert ran.pop() == form
+
+
 @pytest.mark.parametrize(
     ("ways", "match"),
     [

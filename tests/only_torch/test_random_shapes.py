@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import dualdp_torch as dpt
+from dualdp_torch.rules import conv_forms
 from tests.only_torch.checks import assert_exact, data, ids, randomise
 
 FAST = ("auto", "book_keeping", "materialize")
@@ -120,12 +121,12 @@ def test_every_gram_choice_gives_the_same_norms(monkeypatch):
     }
     for layer, x in models.values():
         model = randomise(nn.Sequential(layer, nn.Tanh()))
-        for gram, crb in itertools.product((True, False), repeat=2):
+        for gram, form in itertools.product((True, False), conv_forms.FORMS):
             forced = {
                 "prefers_gram": gram,
                 "convolution_prefers_gram": gram,
                 "keeps_gradient": not gram,
-                "convolution_prefers_crb": crb,
+                "convolution_form": form,
             }
             for name, choice in forced.items():
                 monkeypatch.setattr(costs, name, lambda choice=choice, **_: choice)
