@@ -237,6 +237,22 @@ def test_gdp_is_an_approximation_and_says_so():
         made.compose(mechanisms.Laplace(1.0))
 
 
+@pytest.mark.parametrize(
+    ("relation", "group"), [("add_or_remove", 1), ("add_or_remove", 3), ("replace", 1)]
+)
+def test_gdp_counts_what_a_neighbour_may_change(relation, group):
+    """Of full batches the limit is exact: between the certified bounds of the other accountant."""
+    options = {"neighboring_relation": relation, "group_size": group}
+    limit, certified = (accountants.create(name, **options) for name in ("gdp", "pld"))
+    for made in (limit, certified):
+        made.step(noise_multiplier=8.0, sample_rate=1.0, num_steps=9)
+    shift = group * (2 if relation == "replace" else 1)
+    assert limit.mu() == pytest.approx(shift * 3 / 8, rel=1e-12)
+    lower, _, upper = certified.epsilon_bounds(delta=1e-5)
+    assert lower <= limit.get_epsilon(delta=1e-5, approximate=True) * (1 + 1e-9)
+    assert limit.get_epsilon(delta=1e-5, approximate=True) <= upper * (1 + 1e-9)
+
+
 def test_the_central_limit_is_below_the_truth():
     made = accountants.create("pld")
     made.step(noise_multiplier=0.7, sample_rate=1e-3, num_steps=1000)

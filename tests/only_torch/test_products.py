@@ -11,14 +11,19 @@ from tests.only_torch.checks import assert_exact, data, randomise
 FAST = ("auto", "book_keeping", "materialize")
 
 
+def always(monkeypatch):
+    """Let oneDNN multiply everything that it can, however small and on whatever processor."""
+    for least in ("SMALL", "COLUMNS", "EACH", "ADDED"):
+        monkeypatch.setattr(products, least, 0)
+
+
 @pytest.fixture(params=["either", "onednn", "plain"])
 def library(request, monkeypatch):
     """Sizes as they come, every product by oneDNN, or none of them."""
     if request.param == "onednn":
         if not products.by_onednn(torch.ones(1)):
             pytest.skip("this build of torch has no oneDNN")
-        monkeypatch.setattr(products, "SMALL", 0)
-        monkeypatch.setattr(products, "EACH", 0)
+        always(monkeypatch)
     if request.param == "plain":
         monkeypatch.setattr(products, "_HAS_ONEDNN", False)
     return request.param
@@ -34,6 +39,14 @@ def strided(*shape):
     x = data(*shape)
     gaps = torch.zeros(*shape[:-1], 2 * shape[-1])[..., ::2].copy_(x)
     return [x, x.mT.contiguous().mT, gaps]
+
+
+def test_a_processor_is_known_by_its_family():
+    """Who is narrow there is told by the kind of processor, so that a run can be repeated."""
+    described = "processor\t: 0\nvendor_id\t: AuthenticAMD\ncpu family\t: 26\nmodel\t\t: 2\n"
+    assert products.amd_family(described) == 26
+    assert products.amd_family(described.replace("AuthenticAMD", "GenuineIntel")) == 0
+    assert products.amd_family("Hardware: an ARM\n\nBogoMIPS") == 0
 
 
 @pytest.mark.parametrize("sizes", [(5, 7, 3), (1, 1, 1), (0, 4, 3), (70, 90, 65)])
@@ -55,8 +68,7 @@ def test_products_are_those_of_float64(library, sizes):
 
 def test_onednn_gets_no_strides_that_it_is_slow_with(monkeypatch):
     given = []
-    monkeypatch.setattr(products, "SMALL", 0)
-    monkeypatch.setattr(products, "EACH", 0)
+    always(monkeypatch)
     monkeypatch.setattr(products, "by_onednn", lambda *_: True)
     monkeypatch.setattr(products, "_multiply", lambda x, w, b=None: (given.append(w), x @ w.T)[1])
     every_second = data(6, 4, 8)[:, ::2, ::2]
@@ -68,7 +80,7 @@ def test_onednn_gets_no_strides_that_it_is_slow_with(monkeypatch):
 
 def test_of_two_operands_in_columns_the_smaller_one_is_copied(monkeypatch):
     first = []
-    monkeypatch.setattr(products, "SMALL", 0)
+    always(monkeypatch)
     monkeypatch.setattr(products, "by_onednn", lambda *_: True)
     monkeypatch.setattr(products, "_multiply", lambda x, w, b=None: (first.append(x), x @ w.T)[1])
     few, many = data(4, 3), data(4, 7, seed=2)
@@ -80,7 +92,7 @@ def test_of_two_operands_in_columns_the_smaller_one_is_copied(monkeypatch):
 
 
 def test_a_product_with_a_graph_keeps_it(monkeypatch):
-    monkeypatch.setattr(products, "SMALL", 0)
+    always(monkeypatch)
     x = data(4, 3).requires_grad_()
     products.product(x, data(5, 3)).sum().backward()
     torch.testing.assert_close(x.grad, data(5, 3).sum(0).expand(4, 3))
