@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dualdp import checkpoint
+from dualdp import checkpoint, leaves
 from dualdp.randomness import RootKey
 
 from . import weights
@@ -91,7 +91,7 @@ def save_sharded_checkpoint(
             "trained": list(engine.parameters),
             "optimizer": described,
             "layout": weights.layout(model),
-            "noise_layout": [],
+            "noise_layout": leaves.to_json(engine.noise_layout or ()),
             **checkpoint.pack_run(engine.ledger, folder),
         }
 
@@ -174,6 +174,7 @@ def load_sharded_checkpoint(
         resumed.plan.claim(resumed=True)
     put_model()
     put_optimizer()
+    engine.noise_layout = leaves.from_json(document["noise_layout"]) or None
     return engine
 
 
