@@ -80,15 +80,21 @@ def test_the_naive_and_the_multi_way_are_methods():
     assert set(conv_forms.FORMS) | {"gram"} == set(choices.OPERATIONS["convolution"])
 
 
-@pytest.mark.parametrize("form", conv_forms.FORMS)
-def test_a_forced_form_is_the_one_that_runs(monkeypatch, form):
-    ran = []
+@pytest.fixture
+def ran(monkeypatch):
+    """Names of the forms of convolutions, as they run."""
+    names = []
     for name, function in conv_forms.FORMS.items():
         monkeypatch.setitem(
             conv_forms.FORMS,
             name,
-            lambda *a, n=name, f=function, **o: (ran.append(n), f(*a, **o))[1],
+            lambda *a, n=name, f=function, **o: (names.append(n), f(*a, **o))[1],
         )
+    return names
+
+
+@pytest.mark.parametrize("form", conv_forms.FORMS)
+def test_a_forced_form_is_the_one_that_runs(ran, form):
     model, x = randomise(nn.Sequential(nn.Conv2d(5, 6, 3), nn.Tanh())), data(3, 5, 4, 4)
     dpt.per_sample_norms(reference.loss_fn, model, x)
     ran.clear()
@@ -117,14 +123,7 @@ def test_patches_are_written_out_piece_by_piece(monkeypatch, groups):
     torch.testing.assert_close(pieces, whole, rtol=1e-12, atol=1e-12)
 
 
-def test_channels_that_fill_no_block_are_unfolded_on_a_processor(monkeypatch):
-    ran = []
-    for name, function in conv_forms.FORMS.items():
-        monkeypatch.setitem(
-            conv_forms.FORMS,
-            name,
-            lambda *a, n=name, f=function, **o: (ran.append(n), f(*a, **o))[1],
-        )
+def test_channels_that_fill_no_block_are_unfolded_on_a_processor(ran):
     for channels, out, form in ((16, 8, "folded"), (16, 12, "unfold"), (3, 8, "crb")):
         model = randomise(nn.Sequential(nn.Conv2d(channels, out, 3), nn.Tanh()))
         dpt.per_sample_grads(reference.loss_fn, model, data(2, channels, 8, 8))
