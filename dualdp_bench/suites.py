@@ -66,7 +66,7 @@ EPOCH_BATCHES: dict[str, tuple[int, ...]] = {
 }
 GPU_EPOCH_BATCHES = (16, 32, 64, 128, 256, 512, 1024, 2048)
 # At least ten steps, or ten epochs on a GPU, which are short there.
-EPOCHS = Protocol(rounds=11, warmup=2, patience=1.0, fewest=10, longest=0.5)
+EPOCHS = Protocol(fewest=10, longest=0.5)
 GPU_EPOCHS = Protocol(rounds=20, warmup=2, patience=60.0, fewest=3, longest=120.0)
 # Workloads of the search for the largest batch; in JAX every try is compiled.
 LARGEST_OF = {"torch": ("mlp", "mnist", "embed"), "jax": ("mlp",)}
@@ -197,7 +197,7 @@ def end_to_end(session: Session) -> Rows:
                 n,
                 "end-to-end",
                 axis="batch",
-                systems=() if n == batches[0] else session.without_methods,
+                systems=() if n == batches[0] and not session.quick else session.without_methods,
                 quantities=("epoch",),
                 protocol=GPU_EPOCHS if gpu else EPOCHS,
                 together=steps if gpu and not session.quick else 1,

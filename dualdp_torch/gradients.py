@@ -230,7 +230,7 @@ class Captured:
         return {name: found[name] for name in self._parameters}
 
     def _sq_norms_of_alike(self, names: list[str]) -> dict[str, Tensor]:
-        """Name -> (n,) of kept gradients of one shape, which lie in one tensor from here on."""
+        """Name -> (n,) of kept gradients of one shape; several lie in one tensor from here on."""
         if len(names) == 1:
             return {name: sq_norms(self._kept[name]) for name in names}
         together = torch.stack([self._kept[name] for name in names])

@@ -70,20 +70,17 @@ def weight_backward(
     return torch.as_tensor(weight)
 
 
-def _unfolded_at_once(acts: Tensor, numbers: int) -> int:
-    """Examples whose patches, so many numbers each, are written out together."""
+def _at_once(acts: Tensor, each: int) -> int:
+    """Examples that are worked on together: so many for every thread of a CPU; else all."""
     if acts.device.type != "cpu":
         return max(len(acts), 1)
-    return max(UNFOLDED // (numbers * acts.element_size()), 1) * torch.get_num_threads()
+    return each * torch.get_num_threads()
 
 
 def _folded_at_once(acts: Tensor, grads_out: Tensor, shape: Sequence[int]) -> int:
     """Examples whose inputs, output gradients and weight gradients fit together in a cache."""
-    if acts.device.type != "cpu":
-        return max(len(acts), 1)
     numbers = math.prod(acts.shape[1:]) + math.prod(grads_out.shape[1:]) + math.prod(shape)
-    each = min(max(FOLDED // (numbers * acts.element_size()), 4), 64)
-    return each * torch.get_num_threads()  # as many for every thread, which share the groups
+    return _at_once(acts, min(max(FOLDED // (numbers * acts.element_size()), 4), 64))
 
 
 def frames(x: Tensor, axes: int) -> Tensor:
@@ -147,7 +144,8 @@ def by_unfolding(acts: Tensor, grads_out: Tensor, *, shape: torch.Size, **o: Any
     """
     n, groups, t = len(acts), o.get("groups", 1), math.prod(grads_out.shape[2:])
     found = acts.new_empty(n * groups, shape[0] // groups, math.prod(shape[1:]))
-    size = _unfolded_at_once(acts, groups * math.prod(shape[1:]) * t)
+    patch_bytes = groups * math.prod(shape[1:]) * t * acts.element_size()  # of one example
+    size = _at_once(acts, max(UNFOLDED // patch_bytes, 1))
     g = grads_out.reshape(n * groups, -1, t)
     for start in range(0, n, size):
         rows = slice(start * groups, (start + size) * groups)

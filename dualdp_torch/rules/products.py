@@ -22,8 +22,8 @@ from .base import Tensor
 
 def amd_family(described: str) -> int:
     """The family of an AMD processor as Linux describes it, 25 for Zen 3 and 4; 0 for others."""
-    lines = dict(line.split(":", 1) for line in described.splitlines() if ":" in line)
-    fields = {name.strip(): value.strip() for name, value in lines.items()}
+    lines = (line.partition(":") for line in described.splitlines())
+    fields = {name.strip(): value.strip() for name, _, value in lines}
     family = fields.get("cpu family", "")
     return int(family) if fields.get("vendor_id") == "AuthenticAMD" and family.isdigit() else 0
 
