@@ -10,10 +10,10 @@ demo: $(VENV)/.demo
 	$(VENV)/bin/dualdp compare --out out/demo
 
 test: $(VENV)/.test
-	$(PY) -m pytest -n 2 -m "not slow"
+	$(PY) -m pytest -n 2 --dist loadgroup -m "not slow"
 
 test-slow: $(VENV)/.test
-	$(PY) -m pytest -n 2 -m slow
+	$(PY) -m pytest -n 2 --dist loadgroup -m slow
 
 check: $(VENV)/.test
 	$(VENV)/bin/ruff format --check .

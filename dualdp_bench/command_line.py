@@ -11,6 +11,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -148,13 +149,13 @@ def finish(path: Path) -> None:
     typer.echo("\n".join(str(name) for name in (path, *written)))
 
 
-def earlier_rows(resume: Path | None, now: results.Results) -> tuple[Row, ...]:
-    """The rows of a run that goes on; the suites that need no workload begin again."""
+def resumed(resume: Path | None, now: results.Results) -> tuple[tuple[Row, ...], float]:
+    """Rows and seconds of a run that goes on; the suites that need no workload begin again."""
     if resume is None:
-        return ()
+        return (), 0.0
     earlier = results.read(resume)
     results.check_same(earlier, now, resume)
-    return tuple(row for row in earlier.rows if row.suite not in MODULES)
+    return tuple(row for row in earlier.rows if row.suite not in MODULES), earlier.took
 
 
 def measuring(names: list[str], suffix: str) -> Callable[..., None]:
@@ -178,6 +179,7 @@ def measuring(names: list[str], suffix: str) -> Callable[..., None]:
         stacks = [systems.stack(name) for name in backend or systems.installed()]
         machine = stacks[0].device(device)
         now = results.collect([], device=machine, threads=threads, command=command_text())
+        earlier, took = resumed(resume, now)
         sessions = [
             Session(
                 stack,
@@ -187,12 +189,12 @@ def measuring(names: list[str], suffix: str) -> Callable[..., None]:
                 protocol,
                 device=device,
                 quick=quick,
-                earlier=earlier_rows(resume, now),
+                earlier=earlier,
             )
             for stack in stacks
         ]
         folder = out or (QUICK_FOLDER if quick else results.FOLDER)
-        run = results.Run(now, folder, "-".join([suffix, *(backend or ())]))
+        run = results.Run(replace(now, took=took), folder, "-".join([suffix, *(backend or ())]))
         finish(keep(run, steps_of(names, sessions, quick)))
 
     return command

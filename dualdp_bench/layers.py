@@ -96,7 +96,7 @@ SIZES: dict[str, dict[str, dict[str, int]]] = {
     },
     "cuda": {},
 }
-BATCHES: dict[str, tuple[int, ...]] = {"quick": (8,), "cpu": (16, 256), "cuda": (16, 128, 512)}
+BATCHES: dict[str, tuple[int, ...]] = {"quick": (8,), "cpu": (16, 128), "cuda": (16, 128, 512)}
 
 
 def layers(place: str) -> list[Workload]:
@@ -151,7 +151,7 @@ SWEEPS: dict[str, list[Point]] = {
     ],
     "cpu": [
         *(point for depth, rates in _CPU_RATES.items() for point in _rates(depth, rates, kernel=3)),
-        *_rates(3, _CPU_RATES[3], kernel=5),
+        *_rates(3, _CPU_RATES[3][::2], kernel=5),
         *_batches((2, 4, 8, 16), first=32),
         *_table1(16, 4, image=64, hidden=512),
     ],

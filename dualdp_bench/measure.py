@@ -11,6 +11,7 @@ freed (`keep_freed_memory` of the command line), for all of them alike.
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable, Mapping
@@ -40,19 +41,23 @@ class Protocol:
 
     Attributes:
         rounds: turns of each system.
-        warmup: calls before the first round that is counted, at least one.
+        warmup: calls before the first round that is counted, at least one; of a gradient's, the
+            gate makes one.
         patience: seconds of turns after which a system sits out, having had `fewest` of them.
         fewest: turns below which no median is reported.
-        longest: seconds of a warm call beyond which a system gets no turns at all.
         short: seconds of a warm call below which every turn begins with one that is not counted.
+        far: times the non-private warm call beyond which a system gets `fewest` turns, and none
+            with noise and update: nobody asks for its second digit.
+        longest: seconds of a warm call beyond which a system that is far gets no turns at all.
     """
 
     rounds: int = 11
     warmup: int = 2
-    patience: float = 1.0
+    patience: float = 2.0
     fewest: int = 3
-    longest: float = 2.0
     short: float = 0.02
+    far: float = 4.0
+    longest: float = 2.0
 
 
 @dataclass(frozen=True)
@@ -93,12 +98,15 @@ def interleave(
     for name, step in steps.items():
         for _ in range(protocol.warmup - 1):
             warm[name] = _seconds(step)
-    names = [name for name in steps if warm[name] <= protocol.longest]
+    behind = protocol.far * warm.get(NON_PRIVATE, math.inf)
+    far = {name for name in steps if warm[name] > behind}
+    names = [name for name in steps if name not in far or warm[name] <= protocol.longest]
+    patience = {name: 0.0 if name in far else protocol.patience for name in names}
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     order = random.Random(0)
     for _ in range(protocol.rounds):
         for name in order.sample(names, len(names)):
-            if len(seconds[name]) >= protocol.fewest and sum(seconds[name]) > protocol.patience:
+            if len(seconds[name]) >= protocol.fewest and sum(seconds[name]) > patience[name]:
                 continue
             if warm[name] < protocol.short:
                 steps[name]()
@@ -160,16 +168,30 @@ def point(
     except Exception as error:  # without the loop's answer there is no gate: nothing is timed
         admitted = {}
         refused = dict.fromkeys(stack.choose(systems), f"the loop failed: {reason(error)}")
+    protocol = protocol or Protocol()
     rows: list[Row] = []
+    left_out = dict(refused)
     for quantity in quantities:
         base = replace(base, quantity=quantity)
-        chosen = _for(quantity, stack, setting, admitted)
-        rows += _timed(
+        chosen = {name: one for name, one in admitted.items() if name not in left_out}
+        chosen = _for(quantity, stack, setting, chosen)
+        timed = _timed(
             base, stack, chosen, partial(_call, setting, arrays, batch, together), protocol
         )
-        rows += [replace(base, system=name, error=why) for name, why in refused.items()]
-    rows = [_with_choice(_with_ratio(row, rows), admitted, batch) for row in rows]
+        timed = [_with_ratio(row, timed) for row in timed]
+        rows += timed
+        rows += [replace(base, system=name, error=why) for name, why in left_out.items()]
+        left_out |= _left_behind(timed, protocol.far)
+    rows = [_with_choice(row, admitted, batch) for row in rows]
     return _with_memory(rows, admitted, batch) if memory and admitted else rows
+
+
+def _left_behind(rows: list[Row], far: float) -> dict[str, str]:
+    """Systems too slow to be timed with noise as well, with the sentence that says so."""
+    already = f"not timed: over {far:g} times the non-private step without noise"
+    return {row.system: row.error for row in rows if row.error} | {
+        row.system: already for row in rows if row.ratio and row.ratio > far
+    }
 
 
 def _for(
@@ -219,15 +241,16 @@ def _timed(
     stack: Stack,
     chosen: dict[str, Candidate],
     call: Callable[..., Callable[[], Any] | None],
-    protocol: Protocol | None,
+    protocol: Protocol,
 ) -> list[Row]:
     """The rows of the systems that offer a quantity."""
     calls = {name: call(stack, one.prepared, base.quantity) for name, one in chosen.items()}
+    called = base.quantity == "gradient"  # by the gate; all else is called first in the warm-up
+    protocol = replace(protocol, warmup=protocol.warmup - called)
     timings = interleave({name: step for name, step in calls.items() if step}, protocol)
     rows = []
     for name, timing in timings.items():
-        # The gate called a gradient first; everything else is called first in the warm-up.
-        first = chosen[name].first + (0.0 if base.quantity == "gradient" else timing.first)
+        first = chosen[name].first + (0.0 if called else timing.first)
         row = replace(base, system=name, first=first)
         if timing.seconds:
             seconds, spread = timing.median, timing.spread
@@ -239,9 +262,9 @@ def _timed(
 
 
 def _with_ratio(row: Row, rows: list[Row]) -> Row:
-    """The row with its time over that of the non-private step."""
+    """The row with its time over that of the non-private step of the same quantity."""
     for base in rows:
-        if (base.system, base.quantity) == (NON_PRIVATE, row.quantity) and base.seconds:
+        if base.system == NON_PRIVATE and base.seconds:
             return replace(row, ratio=row.seconds / base.seconds if row.seconds else None)
     return row
 
@@ -255,8 +278,9 @@ def _with_choice(row: Row, admitted: dict[str, Candidate], batch: Any) -> Row:
 
 
 def _with_memory(rows: list[Row], admitted: dict[str, Candidate], batch: Any) -> list[Row]:
-    """The rows with the peak of each system's gradient step beside the non-private one."""
-    peaks = {name: candidate.prepared.memory(batch) for name, candidate in admitted.items()}
+    """The rows with the peak of each timed system's gradient step beside the non-private one."""
+    timed = {row.system for row in rows if row.seconds}
+    peaks = {name: one.prepared.memory(batch) for name, one in admitted.items() if name in timed}
     base = peaks.get(NON_PRIVATE)
 
     def add(row: Row) -> Row:

@@ -97,7 +97,7 @@ def measure(*, quick: bool) -> Iterator[list[Row]]:
     Args:
         quick: a few numbers only, to show that all runs.
     """
-    protocol = Protocol(rounds=3, warmup=1, patience=1.0) if quick else Protocol()
+    protocol = Protocol(rounds=3, warmup=1) if quick else Protocol(patience=1.0)
     for stack, calls in STACKS.items():
         for size in (10_000,) if quick else (1_000_000, 10_000_000):
             yield point(stack, calls, size, protocol)

@@ -227,9 +227,10 @@ def circumstances(results: Results) -> str:
     """Machine, versions and command in two lines."""
     packages = ", ".join(f"{name} {version}" for name, version in results.versions.items())
     state = " with uncommitted changes" if results.dirty else ""
+    took = f" ({results.took / 60:.0f} minutes)" if results.took else ""
     return (
         f"{results.device}, {results.threads} threads, {results.date[:10]}, "
-        f"commit {results.commit[:12]}{state}; {packages}.\n\nCommand: `{results.command}`"
+        f"commit {results.commit[:12]}{state}; {packages}.\n\nCommand: `{results.command}`{took}"
     )
 
 

@@ -14,6 +14,7 @@ import os
 import platform
 import re
 import subprocess
+import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields, replace
 from importlib import metadata
@@ -21,7 +22,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-SCHEMA = 1
+SCHEMA = 2
 PARTIAL = ".partial"
 CHECKOUT = Path(__file__).parent.parent / "benchmarks" / "results"
 FOLDER = CHECKOUT if CHECKOUT.is_dir() else Path("out/benchmarks")
@@ -93,6 +94,7 @@ class Results:
     versions: dict[str, str]
     command: str
     rows: list[Row]
+    took: float = 0.0  # seconds, with those of the stopped run that this one goes on with
     schema: int = SCHEMA
 
 
@@ -165,12 +167,18 @@ def _git(*arguments: str) -> str:
 
 
 def processor() -> str:
-    """Name of this machine's processor."""
+    """Name of this machine's processor; family and model too, since clouds cut the name short."""
     try:
-        found = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
-        found = None
-    return found[1].strip() if found else platform.processor() or platform.machine()
+        lines = []
+    parts = (line.partition(":") for line in reversed(lines))
+    found = {name.strip(): value.strip() for name, _, value in parts}
+    name = found.get("model name") or platform.processor() or platform.machine()
+    kind = ", ".join(
+        f"{key.split()[-1]} {found[key]}" for key in ("cpu family", "model") if key in found
+    )
+    return f"{name} ({kind})" if kind else name
 
 
 def versions() -> dict[str, str]:
@@ -226,17 +234,23 @@ class Run:
 
     def __init__(self, start: Results, folder: Path, suffix: str) -> None:
         self.results, self._folder, self._suffix = start, folder, suffix
+        self._began = time.monotonic() - start.took
         self.partial: Path | None = None
         if start.rows:
             self.partial = write(start, folder, f"{suffix}{PARTIAL}")
 
     def add(self, rows: list[Row]) -> None:
         """Keep the rows of a point."""
-        self.results = replace(self.results, rows=[*self.results.rows, *rows])
+        self._grow(rows)
         self.partial = write(self.results, self._folder, f"{self._suffix}{PARTIAL}")
+
+    def _grow(self, rows: list[Row]) -> None:
+        took = round(time.monotonic() - self._began, 3)
+        self.results = replace(self.results, rows=[*self.results.rows, *rows], took=took)
 
     def finish(self) -> Path:
         """The complete file in the place of the partial one."""
+        self._grow([])
         path = write(self.results, self._folder, self._suffix)
         if self.partial is not None:
             self.partial.unlink()

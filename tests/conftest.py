@@ -3,6 +3,7 @@
 
 import importlib
 import os
+from importlib import metadata
 
 import hypothesis
 import pytest
@@ -10,6 +11,11 @@ import pytest
 # Two workers on two cores: one thread each, or they fight.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# XLA's older way to make code: compiling takes most of the suite's time, this way half of it.
+# A jaxlib that does not know a flag ends the process, so only the pinned one gets them.
+COMPILE_QUICKLY = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+if metadata.version("jaxlib").startswith("0.10."):
+    os.environ.setdefault("XLA_FLAGS", COMPILE_QUICKLY)
 
 hypothesis.settings.register_profile(
     "dualdp", deadline=None, derandomize=True, print_blob=True, max_examples=100
@@ -23,3 +29,11 @@ BACKENDS = ("torch", "jax")
 def backend(request):
     """The test adapter of a stack; parametrize it with `BACKENDS` and `indirect=True`."""
     return importlib.import_module(f"tests.backends._{request.param}")
+
+
+def pytest_collection_modifyitems(items):
+    """One worker has all tests of a case, and compiles its programs once."""
+    for item in items:
+        case = item.callspec.params.get("case") if hasattr(item, "callspec") else None
+        if hasattr(case, "name"):
+            item.add_marker(pytest.mark.xdist_group(case.name.partition("[seed=")[0]))

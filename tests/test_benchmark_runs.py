@@ -64,6 +64,25 @@ def test_a_run_that_ends_leaves_the_whole_file_only(tmp_path):
     assert results.PARTIAL not in path.name
 
 
+def test_a_run_says_how_long_it_took(tmp_path, monkeypatch):
+    """One that goes on adds the seconds of the run before it."""
+    clock = iter([100.0, 130.0, 160.0])
+    monkeypatch.setattr(results.time, "monotonic", lambda: next(clock))
+    start = replace(_results(), took=60.0)
+    found = results.read(command_line.keep(results.Run(start, tmp_path, "-run"), [[PLAIN]]))
+    assert found.took == 60 + 60
+    assert "Command: `test` (2 minutes)" in report.circumstances(found)
+
+
+def test_a_processor_whose_name_is_cut_short_is_known_by_its_family(monkeypatch):
+    described = "cpu family\t: 25\nmodel\t\t: 17\nmodel name\t: AMD EPYC\n\nprocessor\t: 1\n"
+    monkeypatch.setattr(results.Path, "read_text", lambda path: described)
+    assert results.processor() == "AMD EPYC (family 25, model 17)"
+    monkeypatch.setattr(results.Path, "read_text", lambda path: "processor\t: 0\n")
+    assert results.processor()
+    assert "(" not in results.processor()
+
+
 @pytest.fixture
 def toy(monkeypatch):
     monkeypatch.setattr(command_line, "limit_threads", lambda threads: threads)
@@ -88,12 +107,13 @@ def test_a_run_goes_on_where_it_was_stopped(toy, tmp_path, monkeypatch):
     monkeypatch.setattr(measure, "point", stopped)
     assert _run("run", "--out", tmp_path).exit_code != 0
     (partial,) = tmp_path.glob("*.partial.json")
-    before = results.read(partial).rows
+    before, took = results.read(partial).rows, results.read(partial).took
     assert {row.workload for row in before} == {"mlp"}
     assert _run("run", "--out", tmp_path, "--resume", partial).exit_code == 0
     assert asked == ["mlp", "ffnn", "ffnn"]
     (path,) = tmp_path.glob("*.json")
     assert path.stem.endswith("-run-torch")  # the stacks of one day do not overwrite each other
+    assert results.read(path).took > took > 0
     found = results.read(path).rows
     assert found[: len(before)] == before
     assert {row.workload for row in found} == {"mlp", "ffnn"}

@@ -57,7 +57,7 @@ TORCHVISION = {
     "vgg16": 138_357_544 - 990 * 4_097,
     "resnet18_gn": 11_689_512 - 990 * 513,
 }
-FAST = Protocol(rounds=3)
+FAST = Protocol(rounds=3, far=math.inf)
 
 
 @pytest.mark.parametrize(("name", "parameters"), (workloads.PUBLISHED | TORCHVISION).items())
@@ -235,9 +235,41 @@ def test_a_slow_system_sits_out():
     assert len(measure.interleave({"a": lambda: None}, slow)["a"].seconds) == 4
 
 
+def test_a_system_far_behind_gets_few_turns_and_none_with_noise(monkeypatch):
+    """Ten times the non-private step: its second digit is not worth a minute."""
+    stack, workload = systems.stack("torch"), workloads.create("logreg")
+    names, loop = [NON_PRIVATE, "dualdp:auto", "loop"], stack.systems["loop"]
+
+    def prepared(cost):
+        def made(setting):
+            real = loop(setting)
+            return replace(
+                real,
+                gradient=lambda batch: (real.gradient(batch), seconds.append(cost))[0],
+                update=lambda batch: seconds.append(cost),
+            )
+
+        return made
+
+    seconds = []
+    monkeypatch.setattr(measure, "_seconds", lambda step: (step(), seconds[-1])[1])
+    made = dict(zip(names, map(prepared, (1.0, 1.5, 10.0)), strict=True))
+    stack = replace(stack, systems=stack.systems | made)
+    protocol = Protocol(rounds=5, patience=math.inf, longest=math.inf)
+    rows = measure.point(
+        stack, workload, 2, systems=names, quantities=("gradient", "update"), protocol=protocol
+    )
+    found = {(row.system, row.quantity): row for row in rows}
+    assert [found[name, "gradient"].rounds for name in names] == [5, 5, 3]
+    assert [found[name, "update"].rounds for name in names] == [5, 5, None]
+    assert found["dualdp:auto", "update"].ratio == 1.5
+    why = "not timed: over 4 times the non-private step without noise"
+    assert found["loop", "update"].error == why
+
+
 def test_a_hopeless_system_gets_no_turns_and_says_so():
     stack, workload = systems.stack("torch"), workloads.create("logreg")
-    hopeless = Protocol(longest=-1.0)
+    hopeless = Protocol(longest=-1.0, far=1e-9)
     rows = measure.point(stack, workload, 2, systems=["loop"], protocol=hopeless)
     assert [row.seconds for row in rows] == [None, None]
     assert rows[1].error == "too slow here: 0.0 s a step"
@@ -327,7 +359,7 @@ def test_a_wrong_row_is_refused(change, sentence):
 
 def test_a_wrong_file_is_refused(tmp_path):
     data = asdict(_results())
-    with pytest.raises(ValueError, match="schema=0 cannot be read. Expected 1"):
+    with pytest.raises(ValueError, match="schema=0 cannot be read. Expected 2"):
         results.validate(data | {"schema": 0})
     with pytest.raises(ValueError, match="The results file is list. Expected an object"):
         results.validate([])

@@ -65,29 +65,20 @@ def _jitted(function: Callable[..., Any], case: Case, *names: Any) -> Any:
     return _COMPILED.setdefault(key, jax.jit(function))
 
 
-def _everything(case: Case) -> Any:
-    """One function for all calls and methods, compiled once: that is what takes the grid's time."""
-
-    def compute(params: Params, x: Any, bound: Any) -> dict[str, Any]:
-        loss_fn, trainable = build(case).loss_fn, build(case).trainable
-        found = {}
-        for method in (*METHODS, "auto"):
-            options = {"method": method, "trainable": trainable}
-            found[method] = (
-                backend.per_sample_grads(loss_fn, params, x, **options),
-                backend.per_sample_norms(loss_fn, params, x, **options),
-                backend.per_sample_norms(loss_fn, params, x, per_parameter=True, **options),
-                backend.clipped_grad_sum(loss_fn, params, x, max_grad_norm=bound, **options),
-            )
-        return found
-
-    return _jitted(compute, case)
-
-
 def _results(case: Case, method: str, max_grad_norm: float = 1.0) -> Any:
-    """(grads, norms, norms per parameter, clipped sum) of one method."""
+    """(grads, norms, norms per parameter, clipped sum) of one program: compiling takes longest."""
     model = build(case)
-    return _everything(case)(model.params, model.x, max_grad_norm)[method]
+
+    def compute(params: Params, x: Any, bound: Any) -> Any:
+        loss_fn, options = model.loss_fn, {"method": method, "trainable": model.trainable}
+        return (
+            backend.per_sample_grads(loss_fn, params, x, **options),
+            backend.per_sample_norms(loss_fn, params, x, **options),
+            backend.per_sample_norms(loss_fn, params, x, per_parameter=True, **options),
+            backend.clipped_grad_sum(loss_fn, params, x, max_grad_norm=bound, **options),
+        )
+
+    return _jitted(compute, case, method)(model.params, model.x, max_grad_norm)
 
 
 def per_sample_grads(case: Case, method: str = "auto") -> dict[str, np.ndarray]:

@@ -163,7 +163,7 @@ def test_uses_that_cancel_are_formed_one_example_at_a_time(monkeypatch):
     truth = norms("loop")
     np.testing.assert_allclose(norms("book_keeping"), truth, rtol=1e-3)
     monkeypatch.setattr(tied, "gram_is_safe", lambda norms, size: jnp.ones(norms.shape, bool))
-    assert np.abs(norms("book_keeping") / truth - 1).max() > 1e-2
+    assert np.nanmax(np.abs(norms("book_keeping") / truth - 1)) > 1e-2  # or a root of less than 0
 
 
 def test_a_tied_matrix_takes_less_memory_than_its_gradients():
