@@ -28,8 +28,8 @@ from dualdp_bench.accounting_peers import PEERS, Step, dp_sigma, opacus_sigma
 from dualdp_bench.results import Row
 
 LIMIT = 3.0  # seconds for one answer of a peer in the grid
-PATIENCE = 5.0  # for one answer to a single problem
-SHARE = 8.0  # seconds that a peer has for the whole grid, in random order
+PATIENCE = 3.0  # for one answer to a single problem
+SHARE = 4.0  # seconds that a peer has for the whole grid, in random order
 MEMORY = 12 << 30  # bytes of address space: where a peer would fill the machine it fails
 # What we set out to reach: start of the problem's name, system, seconds.
 REACH = (
@@ -203,7 +203,7 @@ def measured(workload: str, system: str, call: Callable[[], float], rounds: int)
     """Median of some calls; one only where the first took long."""
     taken, answer, error = timed(call, PATIENCE if system in PEERS else 120.0)
     times = [taken]
-    if error is None and taken < 2:
+    if error is None and taken < 0.5:
         times += [timed(call, PATIENCE)[0] for _ in range(rounds - 1)]
     seconds = statistics.median(times) if error is None else None
     reach = _reach(workload, system)

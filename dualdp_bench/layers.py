@@ -152,7 +152,7 @@ SWEEPS: dict[str, list[Point]] = {
     "cpu": [
         *(point for depth, rates in _CPU_RATES.items() for point in _rates(depth, rates, kernel=3)),
         *_rates(3, _CPU_RATES[3][::2], kernel=5),
-        *_batches((2, 4, 8, 16), first=32),
+        *_batches((4, 8, 16), first=32),
         *_table1(16, 4, image=64, hidden=512),
     ],
     "cuda": [

@@ -51,12 +51,12 @@ class Protocol:
         longest: seconds of a warm call beyond which a system that is far gets no turns at all.
     """
 
-    rounds: int = 11
+    rounds: int = 9
     warmup: int = 2
-    patience: float = 2.0
+    patience: float = 1.5
     fewest: int = 3
     short: float = 0.02
-    far: float = 4.0
+    far: float = 2.5
     longest: float = 2.0
 
 

@@ -60,7 +60,7 @@ def profile(
     prepared = {name: stack.systems[name](setting) for name in (NON_PRIVATE, system)}
     facts = {name: traces.FACTS[stack.name](one, data) for name, one in prepared.items()}
     steps = {name: _step(stack, one, data) for name, one in prepared.items()}
-    timings = measure.interleave(steps, Protocol(rounds=9, patience=3.0))
+    timings = measure.interleave(steps, Protocol(patience=3.0))
     kernels = {
         name: traces.TRACERS[stack.name](steps[name], one.gradient)
         for name, one in prepared.items()

@@ -15,7 +15,7 @@ from dualdp_bench.workloads import Workload
 
 QUICK = Protocol(rounds=3, patience=0.2)  # of any suite, when it is quick
 # Layers, sweeps and axes: short, for there are many points.
-SHORT = Protocol(rounds=9, patience=0.3, longest=0.5)
+SHORT = Protocol(patience=0.3, longest=0.5)
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ SWEPT = (NON_PRIVATE, AUTO, MULTI, LOOP)
 LAYER_WAYS = {"torch": (), "jax": ("dualdp:book_keeping", "dualdp:materialize")}
 # Batch sizes of the epochs. A processor gets those that it can do in seconds.
 EPOCH_BATCHES: dict[str, tuple[int, ...]] = {
-    "mnist": (16, 128, 512),
+    "mnist": (16, 64, 256),
     "cifar10": (16, 64),
     "embed": (16, 128),
     "lstm": (16,),
@@ -69,12 +69,12 @@ GPU_EPOCH_BATCHES = (16, 32, 64, 128, 256, 512, 1024, 2048)
 EPOCHS = Protocol(fewest=10, longest=0.5)
 GPU_EPOCHS = Protocol(rounds=20, warmup=2, patience=60.0, fewest=3, longest=120.0)
 # Workloads of the search for the largest batch; in JAX every try is compiled.
-LARGEST_OF = {"torch": ("mlp", "mnist", "embed"), "jax": ("mlp",)}
+LARGEST_OF = {"torch": ("mlp", "embed"), "jax": ("mlp",)}
 # One axis of a model at a time: workload, what stays, the axis, its values, the batch size.
 SCALE: list[tuple[str, dict[str, Any], str, tuple[int, ...], int]] = [
     ("mlp", {}, "width", (256, 512, 1024), 128),
     ("mlp", {"width": 256}, "depth", (2, 4, 8), 128),
-    ("gpt", {"layers": 2, "width": 128, "vocabulary": 1_000}, "length", (64, 128, 256), 8),
+    ("gpt", {"layers": 1, "width": 128, "vocabulary": 1_000}, "length", (64, 128, 256), 8),
     ("mlp", {}, "batch", (32, 128, 512), 0),
 ]
 QUICK_SCALE: list[tuple[str, dict[str, Any], str, tuple[int, ...], int]] = [
@@ -187,18 +187,21 @@ def _largest(session: Session, setting: Setting, row: Row, name: str, limit: int
 def end_to_end(session: Session) -> Rows:
     """Seconds per epoch by batch size: updates with noise, and the copy of every batch included."""
     gpu = session.device == "cuda"
-    for name in filter(session.wanted, ("embed",) if session.quick else EPOCH_BATCHES):
+    names = ("embed",) if session.quick else tuple(EPOCH_BATCHES)
+    with_methods = () if session.quick else session.thin(names)
+    for name in filter(session.wanted, names):
         workload = workloads.create(name)
         usual = GPU_EPOCH_BATCHES if gpu else EPOCH_BATCHES[name]
         batches = session.batches((16,) if session.quick else session.thin(usual))
         for n in batches:
             steps = math.ceil(workloads.EPOCH_EXAMPLES[name] / n)
+            every = n == batches[0] and name in with_methods
             yield session.point(
                 workload,
                 n,
                 "end-to-end",
                 axis="batch",
-                systems=() if n == batches[0] and not session.quick else session.without_methods,
+                systems=() if every else session.without_methods,
                 quantities=("epoch",),
                 protocol=GPU_EPOCHS if gpu else EPOCHS,
                 together=steps if gpu and not session.quick else 1,
