@@ -15,7 +15,7 @@ from pathlib import Path
 
 from dualdp_bench import marks, report, results
 from dualdp_bench.results import PARTIAL, Results, Row
-from dualdp_bench.systems import AUTO, LOOP, NON_PRIVATE, STACKS
+from dualdp_bench.systems import AUTO, NON_PRIVATE, STACKS
 
 # Packages that a table is about, for each stack: ours first, then the peers.
 NAMES = {
@@ -73,7 +73,7 @@ def _is_shown(row: Row, stack: str) -> bool:
     """Whether a row is of the speed table; of ours only what people get who choose nothing."""
     ours = row.system.startswith(marks.OURS) and row.system != AUTO
     this = (row.suite, row.stack, row.quantity) == ("run", stack, "gradient")
-    return this and not ours and row.system != LOOP
+    return this and not ours
 
 
 def _cell(row: Row) -> str:

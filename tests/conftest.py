@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fixtures and settings of the whole suite. Imports neither torch nor jax by itself."""
 
-import importlib
+import importlib.util
 import os
 from importlib import metadata
 
@@ -14,7 +14,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # XLA's older way to make code: compiling takes most of the suite's time, this way half of it.
 # A jaxlib that does not know a flag ends the process, so only the pinned one gets them.
 COMPILE_QUICKLY = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
-if metadata.version("jaxlib").startswith("0.10."):
+if importlib.util.find_spec("jaxlib") and metadata.version("jaxlib").startswith("0.10."):
     os.environ.setdefault("XLA_FLAGS", COMPILE_QUICKLY)
 
 hypothesis.settings.register_profile(
