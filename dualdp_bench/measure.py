@@ -170,18 +170,17 @@ def point(
         refused = dict.fromkeys(stack.choose(systems), f"the loop failed: {reason(error)}")
     protocol = protocol or Protocol()
     rows: list[Row] = []
-    left_out = dict(refused)
     for quantity in quantities:
         base = replace(base, quantity=quantity)
-        chosen = {name: one for name, one in admitted.items() if name not in left_out}
-        chosen = _for(quantity, stack, setting, chosen)
+        wanted = {name: one for name, one in admitted.items() if name not in refused}
+        chosen = _for(quantity, stack, setting, wanted)
         timed = _timed(
             base, stack, chosen, partial(_call, setting, arrays, batch, together), protocol
         )
         timed = [_with_ratio(row, timed) for row in timed]
         rows += timed
-        rows += [replace(base, system=name, error=why) for name, why in left_out.items()]
-        left_out |= _left_behind(timed, protocol.far)
+        rows += [replace(base, system=name, error=why) for name, why in refused.items()]
+        refused |= _left_behind(timed, protocol.far)
     rows = [_with_choice(row, admitted, batch) for row in rows]
     return _with_memory(rows, admitted, batch) if memory and admitted else rows
 

@@ -8,7 +8,9 @@ call `jax.distributed.initialize()` first; nothing else changes.
 import os
 import sys
 
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 " + os.environ.get(
+    "XLA_FLAGS", ""
+)
 os.environ.setdefault("NPROC", "32")  # threads that virtual devices share
 
 import jax

@@ -11,7 +11,7 @@ import pytest
 # Two workers on two cores: one thread each, or they fight.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# XLA's older way to make code: compiling takes most of the suite's time, this way half of it.
+# XLA's older way to make code: compiling takes most of the suite's time, and this is quicker.
 # A jaxlib that does not know a flag ends the process, so only the pinned one gets them.
 COMPILE_QUICKLY = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 if importlib.util.find_spec("jaxlib") and metadata.version("jaxlib").startswith("0.10."):
