@@ -142,7 +142,7 @@ def _table1(alexnet: int, vgg16: int, **sizes: Any) -> list[Point]:
 
 
 # On a processor 64 pixels and at most 64 channels, and small heads of the two networks.
-_CPU_RATES = {2: (1.0, 1.75, 2.5), 3: (1.0, 1.3, 1.6), 4: (1.0, 1.18, 1.36)}
+_CPU_RATES = {2: (1.0, 1.75, 2.5), 3: (1.0, 1.3, 1.6), 4: (1.0, 1.36)}
 _CUDA_RATES = (1.0, 1.25, 1.5, 1.75, 2.0)
 SWEEPS: dict[str, list[Point]] = {
     "quick": [
@@ -152,7 +152,7 @@ SWEEPS: dict[str, list[Point]] = {
     "cpu": [
         *(point for depth, rates in _CPU_RATES.items() for point in _rates(depth, rates, kernel=3)),
         *_rates(3, _CPU_RATES[3][::2], kernel=5),
-        *_batches((4, 8, 16), first=32),
+        *_batches((4, 16), first=32),
         *_table1(16, 4, image=64, hidden=512),
     ],
     "cuda": [

@@ -55,6 +55,8 @@ QUICK_SPEED: list[Point] = [
 GPU_BATCHES = (64, 256, 1024, 2048)
 # The papers' three strategies (naive, crb, multi), and ours; a stack has those that it knows.
 SWEPT = (NON_PRIVATE, AUTO, MULTI, LOOP)
+# Slopes: ours beside the model's own and those of per-sample gradients that are written out.
+SCALED = (NON_PRIVATE, AUTO, MULTI)
 # What is compared on single layers beside those and the peers: in JAX the methods are the ways.
 LAYER_WAYS = {"torch": (), "jax": ("dualdp:book_keeping", "dualdp:materialize")}
 # Batch sizes of the epochs. A processor gets those that it can do in seconds.
@@ -238,7 +240,7 @@ def scale(session: Session) -> Rows:
                 size,
                 "scale",
                 axis=axis,
-                systems=[name for name in session.without_methods if name != LOOP],
+                systems=SCALED,
                 protocol=SHORT,
             )
             found += rows

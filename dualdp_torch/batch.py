@@ -25,6 +25,7 @@ class Batch:
     """
 
     def __init__(self, arguments: tuple[Any, ...]) -> None:
+        self._arguments = arguments
         self.leaves, self.spec = pytree.tree_flatten(arguments)
         sizes: set[int] = set()
         for leaf in self.leaves:
@@ -54,7 +55,9 @@ class Batch:
         return pytree.tree_unflatten(leaves, self.spec)
 
     def arguments(self) -> Any:
-        """The arguments, cut off from any graph they came with."""
+        """The arguments, cut off from any graph they came with; dicts and lists are new ones."""
+        if all(torch.is_tensor(a) and not a.requires_grad for a in self._arguments):
+            return self._arguments
         return self._map(lambda leaf: leaf.detach() if leaf.requires_grad else leaf)
 
     def rows(self, which: slice | Tensor) -> Batch:

@@ -116,7 +116,7 @@ class Captured:
         self._gathered = gathered or (lambda names: nullcontext())
         self._parts: dict[str, list[Part]] = {name: [] for name in (*parameters, *derived)}
         self._kept: dict[str, Tensor] = {}
-        self._alike: list[tuple[list[str], Tensor]] = []  # kept small ones, (names, n, *shape)
+        self._alike: list[tuple[list[str], Tensor]] = []  # kept small ones, (n, names, *shape)
         self.is_narrow = is_narrow(parameters.values())
         for use, layout in zip(uses, layouts, strict=True):
             if use.grads_out is None or layout is None:
@@ -233,11 +233,11 @@ class Captured:
         """Name -> (n,) of kept gradients of one shape; several lie in one tensor from here on."""
         if len(names) == 1:
             return {name: sq_norms(self._kept[name]) for name in names}
-        together = torch.stack([self._kept[name] for name in names])
-        self._kept.update(zip(names, together.unbind(0), strict=True))
+        together = torch.stack([self._kept[name] for name in names], 1)
+        self._kept.update(zip(names, together.unbind(1), strict=True))
         self._alike.append((names, together))
         squares = sq_norms(together.flatten(0, 1)).view(together.shape[:2])
-        return dict(zip(names, squares.unbind(0), strict=True))
+        return dict(zip(names, squares.unbind(1), strict=True))
 
     def _recompute(
         self, found: dict[str, Tensor], bounds: Mapping[str, Tensor], max_grad_norm: float
@@ -265,10 +265,7 @@ class Captured:
         for names, together in self._alike:
             weights = factors[names[0]]
             if all(factors[name] is weights for name in names):
-                shape = together.shape[2:]
-                flat = together.view(*together.shape[:2], shape.numel())
-                sums = weights.to(together.dtype) @ flat
-                found.update(zip(names, sums.view(len(names), *shape).unbind(0), strict=True))
+                found.update(zip(names, weighted_sum(weights, together).unbind(0), strict=True))
         return found
 
     def _sum(self, name: str, factors: Tensor, rows: Tensor | None) -> Tensor:

@@ -26,6 +26,8 @@ class Layout:
 
     def batch_first(self, tensor: Tensor, n: int) -> Tensor:
         """A view or copy with the examples, and nothing else, on axis 0."""
+        if self.axis == 0 and self.fold is None:
+            return tensor
         if self.fold == "single":
             return tensor.unsqueeze(0)
         if self.fold == "outer":

@@ -24,7 +24,11 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 def is_narrow(tensors: Iterable[Tensor]) -> bool:
     """Whether some of them are floating-point numbers narrower than float32."""
-    return any(t.is_floating_point() and t.dtype.itemsize < 4 for t in tensors)
+    return any(_narrow(t.dtype) for t in tensors)
+
+
+def _narrow(dtype: torch.dtype) -> bool:
+    return dtype.itemsize < 4 and dtype.is_floating_point
 
 
 def pick(tensor: Any, rows: Tensor | None) -> Any:
@@ -38,7 +42,7 @@ def widened(tensor: Any) -> Any:
     """The tensor, or tensors, float32 or wider where they are floating-point numbers."""
     if isinstance(tensor, tuple):
         return tuple(widened(t) for t in tensor)
-    return tensor.float() if tensor is not None and is_narrow([tensor]) else tensor
+    return tensor.float() if tensor is not None and _narrow(tensor.dtype) else tensor
 
 
 @dataclass(eq=False)

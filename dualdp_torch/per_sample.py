@@ -189,11 +189,11 @@ def clipped_grad_sum(
         sizes.append(piece.batch.n)
     if not norms:
         grads = {n: torch.zeros_like(p, dtype=wide(p.dtype)) for n, p in call.parameters.items()}
-    empty = whole_norms({name: g.new_zeros(0) for name, g in grads.items()}, 0)
+        norms = losses = [whole_norms({name: g.new_zeros(0) for name, g in grads.items()}, 0)]
     return ClippedSum(
         grads,
-        torch.cat(norms) if norms else empty,
-        torch.cat(losses) if losses else empty,
+        torch.cat(norms),
+        torch.cat(losses),
         join_aux(auxes, sizes) if has_aux else None,
     )
 

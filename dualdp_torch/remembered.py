@@ -63,14 +63,13 @@ def known(model: nn.Module, loss_fn: Callable[..., Any], batch: Batch) -> Rememb
         ),
     )
     of_model = _models.setdefault(model, OrderedDict())
-    if key in of_model and not of_model[key].is_alive():
-        del of_model[key]
-    if key not in of_model:
-        of_model[key] = Remembered(referents)
-        if len(of_model) > REMEMBERED:
-            of_model.popitem(last=False)
-    of_model.move_to_end(key)
-    return of_model[key]
+    found = of_model.pop(key, None)
+    if found is None or not found.is_alive():
+        found = Remembered(referents)
+    of_model[key] = found  # the last one used is the last one forgotten
+    if len(of_model) > REMEMBERED:
+        of_model.popitem(last=False)
+    return found
 
 
 def _loss_token(loss_fn: Any, referents: list[Callable[[], Any]]) -> Any:

@@ -27,28 +27,34 @@ def all_but_last(shape: torch.Size, parameters: Shapes) -> Sequence[int]:
     return range(len(shape) - 1)
 
 
+def is_transposed(grads: Tensor) -> bool:
+    """Whether these are n matrices that lie in memory by columns."""
+    return grads.dim() == 3 and not grads.is_contiguous() and grads.mT.is_contiguous()
+
+
 _BLOCK = 1024  # numbers that float32 adds up without losing digits
 
 
 def sq_norms(grads: Tensor) -> Tensor:
     """(n, ...) -> (n,), by norms of blocks: `square().sum()` would write everything out again."""
-    grads = grads.mT if grads.dim() == 3 and grads.mT.is_contiguous() else grads
-    flat = grads.reshape(len(grads), math.prod(grads.shape[1:]))
+    if is_transposed(grads):
+        grads = grads.mT
+    flat = grads if grads.dim() == 2 else grads.reshape(len(grads), math.prod(grads.shape[1:]))
     whole = flat.shape[1] // _BLOCK * _BLOCK
-    rest: Tensor = torch.linalg.vector_norm(flat[:, whole:] if whole else flat, dim=1).square()
+    rest: Tensor = torch.linalg.vector_norm(flat[:, whole:] if whole else flat, dim=1).square_()
     if not whole:
         return rest
     blocks = flat[:, :whole].view(len(flat), -1, _BLOCK)
-    rest += torch.linalg.vector_norm(blocks, dim=2).square().sum(1)
+    rest += torch.linalg.vector_norm(blocks, dim=2).square_().sum(1)
     return rest
 
 
 def weighted_sum(factors: Tensor, grads: Tensor) -> Tensor:
     """(n,), (n, *shape) -> shape."""
     factors = factors.to(grads.dtype)
-    if grads.dim() == 1:
+    if grads.dim() <= 2:
         return factors @ grads
-    if grads.dim() == 3 and not grads.is_contiguous() and grads.mT.is_contiguous():
+    if is_transposed(grads):
         return weighted_sum(factors, grads.mT).T.contiguous()
     return (factors @ grads.flatten(1)).view(grads.shape[1:])
 

@@ -24,7 +24,12 @@ MOVE = 64.0
 
 def flatten_positions(x: Tensor) -> Tensor:
     """(n, ..., d) -> (n, t, d); t = 1 without position axes."""
-    return x.reshape(x.shape[0], math.prod(x.shape[1:-1]), x.shape[-1])
+    return x if x.dim() == 3 else x.reshape(x.shape[0], _positions(x), x.shape[-1])
+
+
+def _positions(x: Tensor) -> int:
+    """(n, ..., d) -> t."""
+    return math.prod(x.shape[1:-1])
 
 
 def weight_grads(acts: Tensor, grads_out: Tensor, **_: Any) -> Tensor:
@@ -33,10 +38,11 @@ def weight_grads(acts: Tensor, grads_out: Tensor, **_: Any) -> Tensor:
     return products(g.mT, a.mT)
 
 
-def _gram_norms(a: Tensor, g: Tensor) -> Norms:
-    """(n, t, i), (n, t, o) -> (n,), without the gradient."""
-    if a.shape[1] == 1:
-        return sq_norms(a) * sq_norms(g), None
+def _gram_norms(acts: Tensor, grads_out: Tensor) -> Norms:
+    """(n, ..., i), (n, ..., o) -> (n,), without the gradient."""
+    if _positions(acts) == 1:
+        return sq_norms(acts) * sq_norms(grads_out), None
+    a, g = flatten_positions(acts), flatten_positions(grads_out)
     return gram_norms(products(a, a), products(g, g))
 
 
@@ -51,11 +57,12 @@ def gram_norms(by_acts: Tensor, by_grads: Tensor) -> Norms:
     return by_acts.mul_(by_grads).flatten(1).sum(1).clamp(min=0), error
 
 
-def _way(a: Tensor, g: Tensor) -> str:
-    """One of "gram", "keep", "discard" for (n, t, i), (n, t, o)."""
-    t, d_in, d_out = a.shape[1], a.shape[2], g.shape[2]
+def _way(acts: Tensor, grads_out: Tensor) -> str:
+    """One of "gram", "keep", "discard" for (n, ..., i), (n, ..., o)."""
+    t, d_in, d_out = _positions(acts), acts.shape[-1], grads_out.shape[-1]
     if t == 1 and choices.cost_model_decides():
         return "gram"
+    a, g = flatten_positions(acts), flatten_positions(grads_out)
     sizes: dict[str, Any] = {"t": t, "d_in": d_in, "d_out": d_out}
     usual = "gram" if t == 1 or costs.prefers_gram(**sizes, move=MOVE) else "discard"
     if costs.keeps_gradient(n=a.shape[0], **sizes, move=MOVE):
@@ -84,12 +91,12 @@ def _way(a: Tensor, g: Tensor) -> str:
     return choices.choose("linear", usual, sizes, a, ways, at)
 
 
-def _uses_gram(a: Tensor, g: Tensor) -> bool:
+def _uses_gram(acts: Tensor, grads_out: Tensor) -> bool:
     """Whether norms without a kept gradient take the Gram form."""
-    way = _way(a, g)
+    way = _way(acts, grads_out)
     if way == "keep":  # the caller could not
-        sizes = {"t": a.shape[1], "d_in": a.shape[2], "d_out": g.shape[2]}
-        return a.shape[1] == 1 or costs.prefers_gram(**sizes, move=MOVE)
+        t, d_in, d_out = _positions(acts), acts.shape[-1], grads_out.shape[-1]
+        return t == 1 or costs.prefers_gram(t=t, d_in=d_in, d_out=d_out, move=MOVE)
     return way == "gram"
 
 
@@ -99,9 +106,9 @@ def weight_sq_norms(acts: Tensor, grads_out: Tensor, **_: Any) -> Norms:
     The Gram form cancels in finite precision: the caller forms the gradient of the examples where
     the bound on its error is too large.
     """
+    if _uses_gram(acts, grads_out):
+        return _gram_norms(acts, grads_out)
     a, g = flatten_positions(acts), flatten_positions(grads_out)
-    if _uses_gram(a, g):
-        return _gram_norms(a, g)
     numbers = a.shape[2] * g.shape[2]
     rows = memory.pieces(len(a), numbers, a)
     return torch.cat([sq_norms(weight_grads(a[part], g[part])) for part in rows]), None
@@ -123,7 +130,7 @@ def weight_sum(acts: Tensor, grads_out: Tensor, **_: Any) -> Tensor:
 
 def bias_grads(_: None, grads_out: Tensor, **__: Any) -> Tensor:
     """(n, ..., o) -> (n, o)."""
-    return flatten_positions(grads_out).sum(1)
+    return grads_out if grads_out.dim() == 2 else flatten_positions(grads_out).sum(1)
 
 
 def bias_sum(_: None, grads_out: Tensor, **__: Any) -> Tensor:
@@ -140,8 +147,8 @@ def join(uses: Sequence[tuple[Tensor | None, Tensor]]) -> tuple[Tensor | None, T
 
 def keeps(acts: Tensor, grads_out: Tensor, **_: Any) -> bool:
     """Whether the per-sample gradients are kept rather than formed twice; not beyond memory."""
-    a, g = flatten_positions(acts), flatten_positions(grads_out)
-    return _way(a, g) == "keep" and memory.may_keep(len(a) * a.shape[2] * g.shape[2], a)
+    numbers = len(acts) * acts.shape[-1] * grads_out.shape[-1]
+    return _way(acts, grads_out) == "keep" and memory.may_keep(numbers, acts)
 
 
 def _right_grads(acts: Tensor, grads_out: Tensor, **_: Any) -> Tensor:

@@ -14,7 +14,7 @@ from .base import Rule, Tensor, all_but_last
 
 def _per_feature(x: Tensor, shape: torch.Size) -> Tensor:
     """(n, ..., *shape) -> (n, *shape): sum over positions, the features being last."""
-    return x.reshape(x.shape[0], -1, *shape).sum(1)
+    return x if x.dim() == 1 + len(shape) else x.reshape(x.shape[0], -1, *shape).sum(1)
 
 
 def _per_channel(x: Tensor, shape: torch.Size) -> Tensor:

@@ -125,6 +125,16 @@ def test_nested_batches_reach_the_loss_as_they_are():
     assert set(seen) == {1, 2, N}  # two of them show how much memory an example takes
 
 
+def test_a_loss_may_empty_the_dict_it_gets():
+    def loss(model, batch):
+        labels = batch.pop("labels")
+        return F.cross_entropy(model(batch.pop("inputs")), labels, reduction="none")
+
+    batch = {"inputs": data(N, 6), "labels": ids(3, N)}
+    assert_exact(model, batch, loss_fn=loss)
+    assert batch.keys() == {"inputs", "labels"}
+
+
 @pytest.mark.parametrize("method", dpt.METHODS)
 @pytest.mark.parametrize("size", [None, 1, 3])
 def test_auxiliary_outputs_come_back_in_order(method, size):
