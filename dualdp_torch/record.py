@@ -55,9 +55,13 @@ class Record:
         return float(self._recorder.n or 0) if self._reduction == "mean" else 1.0
 
     def grads(self) -> dict[str, Tensor]:
-        """Name -> (n, *shape), the gradient of each example's own loss."""
-        found, parameters = self._read().grads(), self._recorder.parameters
-        return {name: g.to(parameters[name].dtype) for name, g in found.items()}
+        """Name -> (n, *shape), the gradient of each example's own loss; a copy for the caller."""
+        found, parameters = dict(self._read().grads()), self._recorder.parameters
+        dense = torch.contiguous_format
+        return {
+            name: found.pop(name).to(parameters[name].dtype, copy=True, memory_format=dense)
+            for name in list(found)
+        }
 
     def norms(self, *, per_parameter: bool = False) -> Any:
         """(n,) norms of whole gradients, or name -> (n,)."""

@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,14 +18,10 @@ from dualdp import UnsupportedLayerError
 from .rules.base import Rule, Tensor
 
 
-@contextlib.contextmanager
-def eagerly() -> Iterator[None]:
+def eagerly() -> AbstractContextManager[Any]:
     """Compiled models run as they were written: a compiled graph hides its parameters."""
-    if "torch._dynamo" not in sys.modules:
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"):
-        yield
+    compiles = "torch._dynamo" in sys.modules
+    return torch.compiler.set_stance("force_eager") if compiles else nullcontext()
 
 
 class _Attach(torch.autograd.Function):

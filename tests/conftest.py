@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fixtures and settings of the whole suite. Imports neither torch nor jax by itself."""
 
-import importlib.util
+import importlib
 import os
 from importlib import metadata
 

@@ -54,6 +54,38 @@ def test_records_what_the_functional_form_gives(method, reduction, n):
     assert model[2].weight.grad is None
 
 
+class Sum(nn.Module):
+    """Two layers whose outputs get one gradient, and a norm whose input has no positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.norm = nn.Linear(6, 4), nn.Linear(6, 4), nn.LayerNorm(4)
+
+    def forward(self, x):
+        return self.norm(self.a(x) + self.b(x))
+
+
+@pytest.mark.parametrize("method", RECORDED)
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("asked_before", [False, True])
+def test_what_a_record_hands_out_is_the_callers_own(method, reduction, asked_before):
+    model, x = randomise(Sum()), data(N, 6)
+    with dpt.record_per_sample(model, loss_reduction=reduction, method=method) as record:
+        losses = model(x).sum(1)
+        (losses.sum() if reduction == "sum" else losses.mean()).backward()
+    if asked_before:
+        record.norms()
+    expected = {name: grad.clone() for name, grad in record.grads().items()}
+    grads = record.grads()
+    for name, grad in grads.items():
+        assert grad.is_contiguous(), name
+        torch.testing.assert_close(grad.mul_(0.5), expected[name] / 2, msg=name)
+    for name, grad in record.grads().items():
+        assert torch.equal(grad, expected[name]), name
+    for name, total in record.clipped_sum(max_grad_norm=1e6).items():
+        torch.testing.assert_close(total, expected[name].sum(0), msg=name)
+
+
 def test_nothing_is_left_behind():
     model, x, y = classify()
     with dpt.record_per_sample(model, loss_reduction="mean"):

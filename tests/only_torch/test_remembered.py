@@ -112,7 +112,7 @@ def test_a_model_that_is_gone_is_not_remembered():
     assert len(remembered._models) == before - 1
 
 
-def test_a_loss_in_the_place_of_one_that_is_gone_is_examined_again():
+def test_a_loss_in_the_place_of_one_that_is_gone_is_examined_again(monkeypatch):
     def over(scale):
         def loss(model, x):
             return (model(x) * scale[0]).square().sum(1)
@@ -131,6 +131,33 @@ def test_a_loss_in_the_place_of_one_that_is_gone_is_examined_again():
     del scale
     gc.collect()
     assert not found.is_alive()
+
+    def same(value, referents):
+        referents.append(weakref.ref(value))
+        return 7  # as if the second list lay where the first one was
+
+    monkeypatch.setattr(remembered, "_id", same)
+    first, second = Scale([1.0]), Scale([2.0])
+    of_first = remembered.known(small, over(first), call.Batch((x,)))
+    assert remembered.known(small, over(second), call.Batch((x,))) is of_first
+    del first
+    gc.collect()
+    assert remembered.known(small, over(second), call.Batch((x,))) is not of_first
+
+
+def test_what_was_used_least_recently_is_forgotten(monkeypatch):
+    monkeypatch.setattr(remembered, "REMEMBERED", 2)
+    small = nn.Linear(6, 3)
+
+    def known(positions):
+        return remembered.known(small, loss_fn, call.Batch((data(N, positions, 6),)))
+
+    first, second = known(1), known(2)
+    assert known(1) is first
+    third = known(3)
+    assert known(1) is first
+    assert known(3) is third
+    assert known(2) is not second
 
 
 class Swapped(nn.Module):
