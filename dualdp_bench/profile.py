@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the time of a private step goes, kernel by kernel, beside the non-private step's.
 
-`python -m benchmarks profile --backend jax --workload embed` writes
-`results/profiles/embed-jax.md`: what stands between a row of the speed table and its goal. Tracing
+`python -m benchmarks profile --backend torch --workload gpt` writes
+`results/profiles/gpt-torch.md`: what stands between a row of the speed table and its goal. Tracing
 slows calls down, so the shares count, not the milliseconds.
 """
 

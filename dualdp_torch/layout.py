@@ -26,15 +26,13 @@ class Layout:
 
     def batch_first(self, tensor: Tensor, n: int) -> Tensor:
         """A view or copy with the examples, and nothing else, on axis 0."""
-        if self.axis == 0 and self.fold is None:
-            return tensor
         if self.fold == "single":
             return tensor.unsqueeze(0)
         if self.fold == "outer":
             return tensor.reshape(n, -1, *tensor.shape[1:])
         if self.fold == "inner":
             return tensor.reshape(-1, n, *tensor.shape[1:]).transpose(0, 1)
-        return tensor.movedim(self.axis, 0)
+        return tensor.movedim(self.axis, 0) if self.axis else tensor
 
     def fits(self, shape: torch.Size, n: int) -> bool:
         """Whether a tensor of this shape can hold n examples this way."""

@@ -23,11 +23,12 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def is_narrow(tensors: Iterable[Tensor]) -> bool:
-    """Whether some of them are floating-point numbers narrower than float32."""
+    """Whether some of them hold floating-point numbers narrower than float32."""
     return any(_narrow(t.dtype) for t in tensors)
 
 
 def _narrow(dtype: torch.dtype) -> bool:
+    """Whether these are floating-point numbers narrower than float32."""
     return dtype.itemsize < 4 and dtype.is_floating_point
 
 

@@ -58,6 +58,7 @@ class Record:
         """Name -> (n, *shape), the gradient of each example's own loss; a copy for the caller."""
         found, parameters = dict(self._read().grads()), self._recorder.parameters
         dense = torch.contiguous_format
+        # Popped: what was formed only for this call is freed as soon as it is copied.
         return {
             name: found.pop(name).to(parameters[name].dtype, copy=True, memory_format=dense)
             for name in list(found)

@@ -57,14 +57,23 @@ def gram_norms(by_acts: Tensor, by_grads: Tensor) -> Norms:
     return by_acts.mul_(by_grads).flatten(1).sum(1).clamp(min=0), error
 
 
+def _sizes(acts: Tensor, grads_out: Tensor) -> dict[str, int]:
+    """(n, ..., i), (n, ..., o) -> what the cost model asks about one example."""
+    return {"t": _positions(acts), "d_in": acts.shape[-1], "d_out": grads_out.shape[-1]}
+
+
+def _prefers_gram(sizes: Mapping[str, int]) -> bool:
+    """Whether norms from products of positions are cheaper than forming the gradient for them."""
+    return sizes["t"] == 1 or costs.prefers_gram(**sizes, move=MOVE)
+
+
 def _way(acts: Tensor, grads_out: Tensor) -> str:
     """One of "gram", "keep", "discard" for (n, ..., i), (n, ..., o)."""
-    t, d_in, d_out = _positions(acts), acts.shape[-1], grads_out.shape[-1]
-    if t == 1 and choices.cost_model_decides():
+    sizes = _sizes(acts, grads_out)
+    if sizes["t"] == 1 and choices.cost_model_decides():
         return "gram"
     a, g = flatten_positions(acts), flatten_positions(grads_out)
-    sizes: dict[str, Any] = {"t": t, "d_in": d_in, "d_out": d_out}
-    usual = "gram" if t == 1 or costs.prefers_gram(**sizes, move=MOVE) else "discard"
+    usual = "gram" if _prefers_gram(sizes) else "discard"
     if costs.keeps_gradient(n=a.shape[0], **sizes, move=MOVE):
         usual = "keep"
     if choices.cost_model_decides():
@@ -95,8 +104,7 @@ def _uses_gram(acts: Tensor, grads_out: Tensor) -> bool:
     """Whether norms without a kept gradient take the Gram form."""
     way = _way(acts, grads_out)
     if way == "keep":  # the caller could not
-        t, d_in, d_out = _positions(acts), acts.shape[-1], grads_out.shape[-1]
-        return t == 1 or costs.prefers_gram(t=t, d_in=d_in, d_out=d_out, move=MOVE)
+        return _prefers_gram(_sizes(acts, grads_out))
     return way == "gram"
 
 
