@@ -16,6 +16,7 @@ from .accountants.calibrate import get_epsilon as get_epsilon
 from .accountants.calibrate import get_noise_multiplier as get_noise_multiplier
 from .accountants.calibrate import get_num_steps as get_num_steps
 from .accountants.calibrate import get_sample_rate as get_sample_rate
+from .exactness import ExactnessError as ExactnessError
 from .ledger import Ledger as Ledger
 from .plan import PrivacyPlan as PrivacyPlan
 

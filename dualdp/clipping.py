@@ -16,6 +16,16 @@ CLIPPING = ("flat", "per_layer", "automatic")
 AUTOMATIC_OFFSET = 0.01  # gamma of AUTO-S, Bu et al. 2023 (automatic clipping), eq. 4.1
 
 
+#: Factors are divided by 1 + margin, by the dtype of the sums: what rounding adds to a contribution
+#: on its way into the sum stays below it, so that the contribution itself has norm at most C.
+MARGIN = {"float32": 1e-4, "float64": 1e-12}
+
+
+def margin_of(dtype: Any) -> float:
+    """The margin of sums in this dtype, of any array library."""
+    return MARGIN["float64" if str(dtype).endswith("float64") else "float32"]
+
+
 def clip_factors(norms: Any, max_grad_norm: Any, *, xp: Any) -> Any:
     """Factor by which each example's gradient is scaled to have norm at most C.
 
@@ -25,22 +35,24 @@ def clip_factors(norms: Any, max_grad_norm: Any, *, xp: Any) -> Any:
         xp: array namespace, `torch` or `jax.numpy`.
 
     Returns:
-        (n,) factors in [0, 1], dtype of `norms`. Exactly 1 up to norm C; nan or inf gives 0.
+        (n,) factors in [0, 1], dtype of `norms`. Exactly 1 up to norm C / (1 + margin); nan or inf
+        gives 0.
 
     Guarantees:
-        factors[k] * norms[k] <= C * (1 + 2 * eps(dtype)) for every finite norm.
+        factors[k] * norms[k] <= C / (1 + margin) * (1 + 2 * eps(dtype)) for every finite norm.
             [test_factors_bound_the_norm]
         factors[k] depends on example k alone.  [test_factors_are_per_sample]
 
     Source: Abadi et al. 2016, Algorithm 1, "clip gradient".
     """
-    shrunk = max_grad_norm / xp.clip(norms, max_grad_norm, None)
-    factors = xp.where(norms > max_grad_norm, shrunk, 1.0)
+    bound = max_grad_norm / (1 + margin_of(norms.dtype))
+    shrunk = bound / xp.clip(norms, bound, None)
+    factors = xp.where(norms > bound, shrunk, 1.0)
     return xp.where(norms < math.inf, factors, 0.0)
 
 
 def automatic_factors(norms: Any, max_grad_norm: Any, *, xp: Any) -> Any:
-    """Factors C / (norm + 0.01): every gradient is normalised, none exceeds C.
+    """Factors C / (norm + 0.01) / (1 + margin): every gradient is normalised, none exceeds C.
 
     Args:
         norms: (n,) as in `clip_factors`.
@@ -51,11 +63,12 @@ def automatic_factors(norms: Any, max_grad_norm: Any, *, xp: Any) -> Any:
         (n,) factors, dtype of `norms`; nan or inf gives 0.
 
     Guarantees:
-        factors[k] * norms[k] < C for every finite norm.  [test_factors_bound_the_norm]
+        factors[k] * norms[k] < C / (1 + margin) for every finite norm.
+            [test_factors_bound_the_norm]
 
     Source: Bu et al. 2023, "Automatic clipping", AUTO-S.
     """
-    factors = max_grad_norm / (
+    factors = (max_grad_norm / (1 + margin_of(norms.dtype))) / (
         xp.where(xp.isfinite(norms), norms, xp.ones_like(norms)) + AUTOMATIC_OFFSET
     )
     return xp.where(xp.isfinite(norms), factors, xp.zeros_like(norms))

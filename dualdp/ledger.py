@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 from dualdp import _validate, sealing, spending
 from dualdp._validate import AccountingError
 from dualdp.chain import Chain, Record, parse
+from dualdp.exactness import ExactnessError
 from dualdp.schedules import AdaptiveNorm
 from dualdp.sealing import Arrays, Seal
 
@@ -68,6 +69,9 @@ class Ledger:
         self._open: tuple[int, bool] | None = None  # step that was recorded, whether anew
         self._of_step: dict[int, list[Record]] = {}
         self._seals: dict[tuple[int, int], Record] = {}
+        self.last_check: int | None = None
+        self.failed_check: Record | None = None
+        self._impossible: set[str] = set()
 
     def _header(self) -> Record:
         """The first line: what the rest is about."""
@@ -135,10 +139,11 @@ class Ledger:
 
     def _over_budget(self, what: str) -> str:
         """That something would exceed the target, and what was spent."""
+        spent = self.get_epsilon(accept_unverified=True)
         return (
             f"{what} would exceed target_epsilon={self.plan.target_epsilon}: {len(self)} releases "
-            f"have spent {self.get_epsilon():.6g} at delta={self.plan.delta}. The run ends here; a "
-            "larger target needs a new decision about the data."
+            f"have spent {spent:.6g} at delta={self.plan.delta}. "
+            "The run ends here; a larger target needs a new decision about the data."
         )
 
     def _release(self, step: int, branch: int) -> Record:
@@ -275,13 +280,58 @@ class Ledger:
 
     # ------------------------------------------------------------------ reading and going on
 
-    def get_epsilon(self, delta: float | None = None) -> float:
-        """Epsilon spent so far, at `delta` or the plan's."""
+    def get_epsilon(self, delta: float | None = None, *, accept_unverified: bool = False) -> float:
+        """Epsilon spent so far.
+
+        Args:
+            delta: in (0, 1); None for the plan's.
+            accept_unverified: a run in which a spot check failed has an answer, too.
+
+        Raises:
+            AccountingError: a spot check failed in this run.
+        """
+        if self.failed_check is not None and not accept_unverified:
+            raise AccountingError(unverified(self.failed_check))
         return float(self.accountant.get_epsilon(delta=self.plan.delta if delta is None else delta))
 
     def note(self, **facts: Any) -> None:
         """Write down a public fact about the run, such as which unprotected numbers were logged."""
         self._chain.append({"kind": "note", **facts})
+
+    # ------------------------------------------------------------------ spot checks
+
+    def check_passed(self, step: int) -> None:
+        """Write down that the numbers of a step agreed with the definition (`dualdp.exactness`)."""
+        self.note(check={"step": step, "passed": True})
+        self.last_check = step
+
+    def check_failed(self, step: int, error: ExactnessError) -> None:
+        """Write down that they did not; epsilon is not vouched for from here on."""
+        found = {
+            "step": step,
+            "passed": False,
+            "last_passed": self.last_check,
+            "parameters": list(error.parameters),
+            "relative_error": error.relative_error,
+        }
+        self.failed_check = found
+        self.note(check=found)
+
+    def check_impossible(self, reason: str) -> None:
+        """Write down, once, why some numbers of this run can't be checked."""
+        if reason not in self._impossible:
+            self._impossible.add(reason)
+            self.note(check_impossible=reason)
+
+    def _read_check(self, note: Record) -> None:
+        """Take over what a note says of a check, if it is one of those above."""
+        found = note.get("check")
+        if isinstance(found, dict) and found.get("passed"):
+            self.last_check = int(found["step"])
+        elif isinstance(found, dict):
+            self.failed_check = found
+        if "check_impossible" in note:
+            self._impossible.add(str(note["check_impossible"]))
 
     @property
     def path(self) -> str | None:
@@ -393,6 +443,8 @@ class Ledger:
                 self._remember(entry)
             elif record.get("kind") == "seal":
                 self._seals[int(entry["step"]), int(entry["branch"])] = entry
+            elif record.get("kind") == "note":
+                self._read_check(entry)
         self.position = _validate.integer("position", state["position"])
         self._branch = _validate.integer("branch", state["branch"])
         self._bound = _validate.positive("max_grad_norm", state["max_grad_norm"])
@@ -410,6 +462,18 @@ class Ledger:
         )
         self._end = spending.last_affordable(self.plan, *start)
         self._chain.append({"kind": "resume", "position": self.position})
+
+
+def unverified(failed: Record) -> str:
+    """The sentence about a run in which a spot check failed."""
+    since = failed["last_passed"]
+    return (
+        f"A spot check failed at step {failed['step']} (relative error "
+        f"{failed['relative_error']}), so what this run released is not vouched for "
+        f"{'from its beginning' if since is None else f'since step {since}'}. Expected a new run "
+        'with method="loop" or a corrected model; accept_unverified=True says what epsilon would '
+        "be if all gradients had been right."
+    )
 
 
 def _checked(records: list[Record], name: str) -> list[Record]:

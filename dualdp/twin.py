@@ -120,6 +120,8 @@ class Twin(Ledger):
             self._account(entry)
         elif record["kind"] == "seal":
             self._seals[int(entry["step"]), int(entry["branch"])] = entry
+        elif record["kind"] == "note":
+            self._read_check(entry)
         self._chain.append(record)
         self._compare(line)
 

@@ -116,6 +116,7 @@ def verify(source: str | os.PathLike[str], *, allow_seed: bool = False) -> Verif
         _caught("releases are sealed", lambda: _seals(found)),
         *_costs(found, plan, epsilons),
         _caught("epsilon is within its target", lambda: _target(plan, epsilons)),
+        _caught("exactness was checked", lambda: _checks(found)),
         _seed(plan, allow_seed),
         _unprotected(found),
         _noise(plan),
@@ -275,6 +276,30 @@ def _target(plan: PrivacyPlan, epsilons: dict[str, float]) -> tuple[bool | None,
     spent = epsilons.get("pld", min(epsilons.values(), default=math.inf))
     verdict = spent <= plan.target_epsilon * (1 + _SLACK)
     return verdict, f"{spent:.4f} spent of {plan.target_epsilon:g}"
+
+
+def _checks(found: Verification) -> tuple[bool | None, str]:
+    """Spot checks of the gradients: how often, and whether one failed."""
+    notes = found.of_kind("note")
+    checks = [note["check"] for note in notes if "check" in note]
+    failed = [check for check in checks if not check["passed"]]
+    if failed:
+        since = failed[0]["last_passed"]
+        return False, (
+            f"A spot check failed at step {failed[0]['step']} (relative error "
+            f"{failed[0]['relative_error']}): the gradients are not vouched for "
+            f"{'from the beginning' if since is None else f'since step {since}'}."
+        )
+    rates = [float(note["checks"]) for note in notes if "checks" in note]
+    if not rates:
+        return None, "The record does not say: an own loop, or a version before checks were made."
+    if not rates[-1]:
+        return None, "Off (checks=0): nothing but the rules vouches for the gradients."
+    impossible = [str(note["check_impossible"]) for note in notes if "check_impossible" in note]
+    limits = f"; not checked: {'; '.join(impossible)}" if impossible else ""
+    last = max((int(check["step"]) for check in checks), default=None)
+    told = f"{len(checks)} passed, the last at step {last}" if checks else "none was due yet"
+    return bool(checks) or None, f"{told}, at {rates[-1]:.3g} of the steps{limits}"
 
 
 # ---------------------------------------------------------------------- worth knowing

@@ -7,6 +7,8 @@ whose gradient is itself the rounding error of a cancellation.
 
 import numpy as np
 
+from dualdp.clipping import MARGIN
+
 RELATIVE = {"float32": 1e-5, "float64": 1e-10}
 FLOOR = {"float32": 1e-7, "float64": 1e-14}
 
@@ -20,6 +22,12 @@ def norms(grads):
 def whole_norms(grads):
     """{name: (n, *shape)} -> (n,) L2 norms of the whole gradients."""
     return np.sqrt(sum(norms(grad) ** 2 for grad in grads.values()))
+
+
+def factors_of(lengths, max_grad_norm, dtype="float32"):
+    """(n,) flat clip factors, float64, with the margin of sums in `dtype`."""
+    bound = max_grad_norm / (1 + MARGIN[dtype])
+    return np.minimum(1.0, bound / np.maximum(lengths, 1e-300))
 
 
 def assert_grads_close(ours, truth, dtype):

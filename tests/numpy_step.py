@@ -7,6 +7,7 @@ import numpy as np
 
 from dualdp.testing import Claims, Event, Release
 from dualdp.testing.step import CANARY_FACTOR, LOSS_FACTOR
+from tests.closeness import factors_of
 
 #: Faults, each of which a released or published implementation has had, and the checks that see it.
 FAULTS = {
@@ -58,7 +59,7 @@ class NumpyStep:
             return np.ones_like(norms)
         if self.fault == "clip by min(norm / C, 1)":
             return np.minimum(norms / bound, 1)
-        factors = np.minimum(1, bound / np.maximum(norms, 1e-300))
+        factors = factors_of(norms, bound)
         return factors if self.fault.startswith("nan") else np.where(np.isfinite(norms), factors, 0)
 
     def clipped_sum(self, rows, factors):

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.cases import layers
+from tests.closeness import factors_of
 
 with warnings.catch_warnings():  # torch warns once that even kernels with "same" padding copy
     warnings.simplefilter("ignore", UserWarning)
@@ -170,8 +171,9 @@ def norms_of(found: dict[str, np.ndarray]) -> np.ndarray:
     return np.sqrt(np.sum(squares, axis=0))
 
 
-def clipped_sum(found: dict[str, np.ndarray], max_grad_norm: float) -> dict[str, np.ndarray]:
-    """Name -> shape: gradients scaled to norm at most C, summed."""
-    norms = norms_of(found)
-    factors = np.minimum(1.0, max_grad_norm / np.maximum(norms, 1e-300))
+def clipped_sum(
+    found: dict[str, np.ndarray], max_grad_norm: float, dtype: str = "float32"
+) -> dict[str, np.ndarray]:
+    """Name -> shape: gradients scaled to norm at most C, summed in `dtype`."""
+    factors = factors_of(norms_of(found), max_grad_norm, dtype)
     return {name: np.einsum("n,n...->...", factors, g) for name, g in found.items()}

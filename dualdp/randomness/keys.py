@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from dualdp import _validate
 
 KEY_BYTES = 16
-PURPOSES = ("sampling", "noise", "dropout", "count")
+PURPOSES = ("sampling", "noise", "dropout", "count", "check")
 
 
 class RootKey:

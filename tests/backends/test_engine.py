@@ -11,6 +11,7 @@ import dualdp.jax as dpj
 import dualdp.torch as dpt
 from dualdp import AccountingError, PrivacyPlan
 from dualdp.schedules import AdaptiveNorm
+from tests.closeness import factors_of
 from tests.conftest import BACKENDS
 
 stacks = pytest.mark.parametrize("stack", BACKENDS)
@@ -101,7 +102,7 @@ def by_hand(plan):
         rows = plan.batch_indices(step)
         grads = (X[rows] @ w - Y[rows])[:, None] * X[rows]
         norms = np.linalg.norm(grads, axis=1, keepdims=True)
-        total = (grads * np.minimum(1, plan.max_grad_norm_at(step) / norms)).sum(0)
+        total = (grads * factors_of(norms, plan.max_grad_norm_at(step))).sum(0)
         noise = normal(fold_in(plan.step_key("noise", step), 0), 5)
         stddev = plan.noise_multiplier_at(step) * plan.max_grad_norm_at(step)
         mean = (total + stddev * noise) / plan.expected_batch_size_at(step)

@@ -8,7 +8,13 @@ import pytest
 
 from tests import reference
 from tests.cases import layers
-from tests.closeness import assert_grads_close, assert_sum_close, norms, whole_norms
+from tests.closeness import (
+    assert_grads_close,
+    assert_sum_close,
+    factors_of,
+    norms,
+    whole_norms,
+)
 from tests.conftest import BACKENDS
 
 both = pytest.mark.parametrize("backend", BACKENDS, indirect=True)
@@ -53,7 +59,7 @@ def check_norms(backend, case, methods):
 def check_sums(backend, case, methods):
     truth = reference.per_sample_grads(case)
     bound = middle_norm(truth)
-    factors = np.minimum(1, bound / np.maximum(whole_norms(truth), 1e-300))
+    factors = factors_of(whole_norms(truth), bound, case.dtype)
     for method in methods:
         sums, whole, losses = backend.clipped_grad_sum(case, max_grad_norm=bound, method=method)
         assert_sum_close(sums, clipped(truth, factors), truth, case.dtype)
@@ -106,7 +112,7 @@ def test_a_masked_example_contributes_nothing(backend, case):
     mask = np.array([True, False, True])
     bound = middle_norm(grads)
     sums, whole, losses = backend.clipped_grad_sum(case, max_grad_norm=bound, mask=mask)
-    factors = mask * np.minimum(1, bound / whole_norms(grads))
+    factors = mask * factors_of(whole_norms(grads), bound, case.dtype)
     assert_sum_close(sums, clipped(grads, factors), grads, case.dtype)
     assert whole[1] == losses[1] == 0
     np.testing.assert_allclose(whole[mask], whole_norms(grads)[mask], rtol=2e-5)
@@ -168,7 +174,7 @@ def test_per_layer_clipping_bounds_each_module(backend, case):
     for group in groups:
         part = {name: grad for name, grad in grads.items() if group_of(name) == group}
         share = bound / np.sqrt(len(groups))
-        expected |= clipped(part, np.minimum(1, share / whole_norms(part)))
+        expected |= clipped(part, factors_of(whole_norms(part), share, case.dtype))
     assert_sum_close(sums, expected, grads, case.dtype)
 
 
@@ -180,7 +186,7 @@ def test_an_example_with_nan_contributes_zero(backend, monkeypatch):
     spoilt = lambda case: np.where(np.arange(case.n)[:, None] == 1, np.nan, clean(case))  # noqa: E731
     monkeypatch.setattr(layers, "inputs", lambda case: spoilt(case).astype(case.dtype))
     bound = middle_norm(grads)
-    factors = np.minimum(1, bound / whole_norms(grads)) * [1, 0, 1]
+    factors = factors_of(whole_norms(grads), bound, case.dtype) * [1, 0, 1]
     for method in ("auto", *backend.METHODS):
         sums, whole, _ = backend.clipped_grad_sum(case, max_grad_norm=bound, method=method)
         assert_sum_close(sums, clipped(grads, factors), grads, case.dtype)

@@ -28,7 +28,8 @@ def test_factors_bound_the_norm(function, dtype, norms, bound):
     assert (factors >= 0).all()
     assert (factors[~finite] == 0).all()
     product = factors[finite].astype(np.float64) * norms[finite].astype(np.float64)
-    assert (product <= float(dtype(bound)) * (1 + 2 * np.finfo(dtype).eps)).all()
+    limit = float(dtype(bound)) / (1 + clipping.margin_of(dtype(0).dtype))
+    assert (product <= limit * (1 + 2 * np.finfo(dtype).eps)).all()
 
 
 @given(norms=NORMS, bound=BOUND, other=st.floats(0, 1e30))
@@ -40,11 +41,18 @@ def test_factors_are_per_sample(norms, bound, other):
 
 
 def test_gradients_within_the_bound_are_untouched():
-    norms = np.array([0.0, 0.5, 1.0, np.nextafter(1.0, 2), 2.0])
-    factors = clipping.clip_factors(norms, 1.0, xp=np)
-    assert (factors[:3] == 1).all()
-    assert (factors[3:] < 1).all()
-    assert factors[4] == 0.5
+    for dtype in (np.float32, np.float64):
+        limit = 1 / dtype(1 + clipping.margin_of(np.dtype(dtype)))
+        norms = np.array([0.0, 0.5, limit, 1.0, 2.0], dtype)
+        factors = clipping.clip_factors(norms, 1.0, xp=np)
+        assert (factors[:3] == 1).all()
+        assert (factors[3:] < 1).all()
+        assert factors[4] == limit / 2
+
+
+def test_the_margin_is_that_of_the_sums():
+    assert clipping.margin_of(np.dtype("float64")) == clipping.margin_of("torch.float64") == 1e-12
+    assert clipping.margin_of(np.dtype("float32")) == clipping.margin_of("torch.bfloat16") == 1e-4
 
 
 def test_a_large_gradient_is_scaled_down_and_a_small_one_is_not():

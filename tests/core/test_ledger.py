@@ -357,3 +357,39 @@ def test_the_digest_sees_every_bit():
         sealing.digest(other, (1,), [array]),
     ]
     assert len({base, *variants}) == 5
+
+
+def failed():
+    """A failed check, as an engine raises it."""
+    return dualdp.ExactnessError(
+        "wrong", parameters=["fc.weight"], relative_error="1e-01", unprotected_details={"norm": 3.5}
+    )
+
+
+def test_epsilon_of_a_run_whose_check_failed_is_not_vouched_for(tmp_path):
+    plan = make(num_steps=5, seed=1)
+    ledger = dualdp.Ledger(plan, path=tmp_path / "run.ledger")
+    release(ledger, 0)
+    ledger.check_passed(0)
+    release(ledger, 1)
+    epsilon = ledger.get_epsilon()
+    ledger.check_failed(2, failed())
+    with pytest.raises(
+        dualdp.AccountingError, match="failed at step 2 .* not vouched for since st"
+    ):
+        ledger.get_epsilon()
+    assert ledger.get_epsilon(accept_unverified=True) == epsilon
+    state = ledger.state()
+    ledger.close()
+    assert "3.5" not in (tmp_path / "run.ledger").read_text()
+    again = dualdp.Ledger.resume(plan, state, tmp_path / "run.ledger")
+    assert again.last_check == 0
+    with pytest.raises(dualdp.AccountingError, match="accept_unverified=True"):
+        again.get_epsilon()
+
+
+def test_what_can_not_be_checked_is_said_once():
+    ledger = dualdp.Ledger(make())
+    for _ in range(2):
+        ledger.check_impossible("random numbers of a device that is gone")
+    assert ledger.to_json().count("random numbers") == 1

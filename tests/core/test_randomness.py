@@ -133,5 +133,5 @@ def test_seeds_out_of_range_are_refused(seed):
 def test_bad_roots_and_purposes_are_refused():
     with pytest.raises(ValueError, match="Expected 16 bytes"):
         RootKey(b"short")
-    with pytest.raises(ValueError, match="purpose='other' is unknown. Expected one of count"):
+    with pytest.raises(ValueError, match="purpose='other' is unknown. Expected one of check"):
         RootKey.from_seed(0).step_key("other", 0)

@@ -8,6 +8,7 @@ import pytest
 
 from dualdp import PrivacyPlan, accountants
 from dualdp.chain import Chain
+from dualdp.exactness import ExactnessError
 from dualdp.ledger import Ledger
 from dualdp.schedules import AdaptiveNorm
 from dualdp.verification import verify
@@ -201,3 +202,31 @@ def test_what_is_no_ledger_fails(text, tmp_path):
 def test_a_missing_file_is_an_error(tmp_path):
     with pytest.raises(OSError, match="nothing"):
         verify(tmp_path / "nothing")
+
+
+def test_spot_checks_are_told():
+    """What was checked, and since when nothing vouches for the gradients."""
+    name = "exactness was checked"
+    assert finding(verify(run(plan_of()).to_json()), name).passed is None  # no engine wrote it
+    ledger = run(plan_of(), steps=0)
+    ledger.note(checks=0.02)
+    assert "none was due yet" in finding(verify(ledger.to_json()), name).detail
+    for step in range(3):
+        ledger.record(step)
+        ledger.check_passed(step)
+        ledger.seal(step, [np.full(3, float(step))])
+    ledger.check_impossible("fused dropout")
+    told = finding(verify(ledger.to_json()), name)
+    assert told.passed
+    assert (
+        told.detail
+        == "3 passed, the last at step 2, at 0.02 of the steps; not checked: fused dropout"
+    )
+    error = ExactnessError("wrong", parameters=["a"], relative_error="1e-01")
+    ledger.check_failed(3, error)
+    found = verify(ledger.to_json())
+    assert found.failures == (name,)
+    assert "not vouched for since step 2" in finding(found, name).detail
+    off = run(plan_of())
+    off.note(checks=0)
+    assert "Off (checks=0)" in finding(verify(off.to_json()), name).detail

@@ -16,6 +16,7 @@ from dualdp import AccountingError
 from dualdp.plan import PrivacyPlan
 from dualdp.schedules import AdaptiveNorm, Cosine, Exponential, Linear, Step, Warmup
 from dualdp_jax.data import default_rows
+from tests.closeness import factors_of
 
 N = 60
 RNG = np.random.default_rng(2)
@@ -664,7 +665,7 @@ def test_stages_show_the_way_of_the_last_step_on_jax():
         (stages.unprotected_grads["w"] ** 2).sum(1) + stages.unprotected_grads["b"] ** 2
     )
     np.testing.assert_allclose(stages.unprotected_norms, norms, rtol=1e-5)
-    total = (np.minimum(1, 0.5 / norms)[:, None] * stages.unprotected_grads["w"]).sum(0)
+    total = (factors_of(norms, 0.5)[:, None] * stages.unprotected_grads["w"]).sum(0)
     np.testing.assert_allclose(stages.unprotected_sum["w"], total, rtol=1e-4, atol=1e-5)
     moved = before.params["w"] - 0.1 * stages.noisy_mean["w"]
     np.testing.assert_allclose(state.params["w"], moved, rtol=1e-6)

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 import dualdp_torch as dpt
 from dualdp_torch import call
 from tests import reference
-from tests.closeness import assert_grads_close, whole_norms
+from tests.closeness import assert_grads_close, factors_of, whole_norms
 
 METHODS = tuple(dpt.METHODS)
 
@@ -69,7 +69,7 @@ def assert_exact(
     truth = truth_of(model, loss_fn, *batch)
     whole = whole_norms(truth)
     bound = float(np.median(whole)) or 1.0
-    factors = np.minimum(1, bound / np.maximum(whole, 1e-300))
+    factors = factors_of(whole, bound, dtype)
     for method in methods:
         grads = dpt.per_sample_grads(loss_fn, model, *batch, method=method)
         assert_grads_close({k: g.numpy() for k, g in grads.items()}, truth, dtype)
