@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One example replaced moves the engine's clipped sum by at most 2 C, whatever loss is written.
+
+Every loss of `torch.nn.functional`, with every mistake of `losses.MISTAKES`, on ten architectures:
+the library refuses it, or the property holds. Written correctly, it is accepted and exact.
+"""
+
+import random
+from functools import partial
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from tests.property.losses import ARCHITECTURES, CORRECT, LOSSES, MILD, MISTAKES, N
+from tests.property.torch_engine import (
+    clipped_sum,
+    distance,
+    expected_sum,
+    is_refusal,
+    median_norm,
+    rows_believed,
+    sum_believed,
+)
+
+# A person reads the warning about broadcasting or does not; the property holds in both cases.
+pytestmark = pytest.mark.filterwarnings("ignore")
+SLACK = 1 + 1e-9
+#: C, in units of the median norm of the examples' gradients.
+SHARES = (1e-2, 1.0, 10.0)
+#: Scales of the example that replaces another one.
+SCALES = (1.0, 30.0, 1e3)
+SAMPLE = 120
+
+
+def pairs(forms):
+    """(loss, form) that can be written."""
+    return [
+        (loss, form)
+        for loss, of in LOSSES.items()
+        for form, how in forms.items()
+        if how.fits(loss, of)
+    ]
+
+
+def sampled(forms, count, seed):
+    """Some (loss, form, architecture); every form once at least."""
+    rng = random.Random(seed)
+    every = [(*pair, architecture) for pair in pairs(forms) for architecture in ARCHITECTURES]
+    chosen = [rng.choice([case for case in every if case[1] == form]) for form in forms]
+    return sorted({*chosen, *rng.sample(every, count - len(chosen))})
+
+
+def built(loss, architecture):
+    """Model, inputs and targets, and those that replace them."""
+    torch.manual_seed(0)
+    of, how = LOSSES[loss], ARCHITECTURES[architecture]
+    model = how.build().double()
+    return model, (how.inputs(N, 1), of.target(N, 2)), (how.inputs(1, 3), of.target(1, 4))
+
+
+def engine_sum(model, criterion, data, bound, reduction):
+    """The engine's sum, or None where the library refuses, in words of its own."""
+    try:
+        return clipped_sum(model, criterion, data, bound=bound, reduction=reduction)
+    except (ValueError, RuntimeError, TypeError) as error:
+        if not is_refusal(error):
+            raise
+        return None
+
+
+def believing_sum(model, criterion, data, bound, reduction):
+    """What an engine without any look at the criterion adds up."""
+    return sum_believed(model, criterion, data, bound=bound, reduction=reduction)
+
+
+def neighbours(data, other):
+    """The data with the last example replaced: by another one, by its inputs, by its target."""
+    x, t = data
+    for scale in SCALES:
+        new_x, new_t = (part * scale if part.is_floating_point() else part for part in other)
+        yield torch.cat([x[:-1], new_x]), torch.cat([t[:-1], new_t])
+        yield torch.cat([x[:-1], new_x]), t
+        yield x, torch.cat([t[:-1], new_t])
+
+
+def runs(model, criterion, data, reduction):
+    """The rows' gradients as they are heard, or None where torch itself does not run the loss."""
+    try:
+        return rows_believed(model, criterion, data, reduction)
+    except (ValueError, RuntimeError, IndexError, TypeError):
+        return None
+
+
+def violation(loss, form, architecture, sum_of=engine_sum):
+    """How far beyond 2 C a replaced example moves the sum, in units of C, or None."""
+    reduction = MISTAKES[form].reduction
+    model, data, other = built(loss, architecture)
+    criterion = partial(MISTAKES[form].criterion, LOSSES[loss])
+    rows = runs(model, criterion, data, reduction)
+    if rows is None or sum_of(model, criterion, data, 1.0, reduction) is None:
+        return None
+    worst = 0.0
+    for bound in (share * median_norm(rows) for share in SHARES):
+        if bound == 0:
+            continue
+        sums = sum_of(model, criterion, data, bound, reduction)
+        for neighbour in neighbours(data, other):
+            if sums is None or runs(model, criterion, neighbour, reduction) is None:
+                continue
+            moved = sum_of(model, criterion, neighbour, bound, reduction)
+            worst = max(worst, 0.0 if moved is None else distance(sums, moved) / bound)
+    return worst if worst > 2 * SLACK else None
+
+
+@pytest.mark.parametrize(("loss", "form", "architecture"), sampled(MISTAKES, SAMPLE, seed=0))
+def test_a_mistake_is_refused_or_harmless(loss, form, architecture):
+    assert violation(loss, form, architecture) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("loss", "form"), pairs(MISTAKES))
+def test_every_mistake_is_refused_or_harmless(loss, form):
+    found = {a: violation(loss, form, a) for a in ARCHITECTURES}
+    assert not {a: worst for a, worst in found.items() if worst is not None}
+
+
+def check_correct(loss, form, architecture):
+    """Accepted, and what plain autograd gives of each row alone."""
+    how = CORRECT[form]
+    model, data, _ = built(loss, architecture)
+    criterion = partial(how.criterion, LOSSES[loss])
+    bound = median_norm(rows_believed(model, criterion, data, how.reduction)) or 1.0
+    sums = clipped_sum(model, criterion, data, bound=bound, reduction=how.reduction)
+    expected = expected_sum(model, criterion, data, bound=bound)
+    assert distance(sums, expected) <= 1e-9 * bound
+
+
+@pytest.mark.parametrize(("loss", "form", "architecture"), sampled(CORRECT, SAMPLE, seed=1))
+def test_the_correct_form_is_accepted_and_exact(loss, form, architecture):
+    check_correct(loss, form, architecture)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("loss", "form"), pairs(CORRECT))
+def test_every_correct_form_is_accepted_and_exact(loss, form):
+    for architecture in ARCHITECTURES:
+        check_correct(loss, form, architecture)
+
+
+def test_every_loss_of_torch_is_here():
+    named = {name for name in dir(F) if name.endswith("_loss") and not name.startswith("_")}
+    named |= {name for name in dir(F) if "cross_entropy" in name} | {"kl_div"}
+    assert named == set(LOSSES)
+
+
+@pytest.mark.parametrize("form", sorted(set(MISTAKES) - MILD))
+def test_every_mistake_breaks_the_bound_where_nobody_looks(form):
+    """Of some loss on some architecture: so that the tests above can fail."""
+    some = ("mlp", "linear", "tokens", "reused")
+    cases = [(loss, a) for loss, other in pairs(MISTAKES) if other == form for a in some]
+    assert any(violation(loss, form, a, believing_sum) is not None for loss, a in cases)
