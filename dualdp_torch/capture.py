@@ -108,7 +108,9 @@ class Capture(TorchFunctionMode):
         rule = RULES.get(func)
         if rule is None:
             if func is F.batch_norm:
-                _refuse_batch_statistics(dict(zip(_BATCH_NORM, args, strict=False)) | kwargs)
+                call = dict(zip(_BATCH_NORM, args, strict=False)) | kwargs
+                if not self._is_parameter(call["input"]):  # weights hold no examples
+                    _refuse_batch_statistics(call)
             if func in _DIFFERENTIATE:
                 self._refuse_second_order(func, args, kwargs)
             return self._plain(func, args, kwargs)

@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from dualdp import UnsupportedLayerError, _validate
 
 from .validate import Finding, refuse_mixing_modules, validate
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-_CHANNELS_OF_VECTORS = 8  # that share a group, at least
+_CHANNELS_OF_VECTORS, _CHANNELS_OF_MAPS = 8, 2  # that share a group, at least
 _INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 
@@ -27,7 +28,8 @@ def fix(model: nn.Module, *, num_groups: int = 32) -> nn.Module:
 
     Args:
         model: left as it was.
-        num_groups: of each group norm, lowered to the largest divisor of its channels.
+        num_groups: of each group norm, lowered to the largest divisor of its channels that leaves
+            two of them to a group (eight for `BatchNorm1d`).
 
     Returns:
         A new model with the same weights.
@@ -50,6 +52,9 @@ def _replacement(finding: Finding, module: Any, num_groups: int) -> Any:
     """What stands in the place of one module."""
     if type(module) in _BATCH_NORMS:
         return _group_norm(module, num_groups)
+    if isinstance(module, _BATCH_NORMS) and _is_followed_by_children(module):
+        parts = _group_norm(module, num_groups), *module.children()
+        return nn.Sequential(*parts) if len(parts) > 1 else parts[0]
     if type(module) in _INSTANCE_NORMS:
         module.track_running_stats = False
         module.running_mean = module.running_var = module.num_batches_tracked = None
@@ -60,11 +65,31 @@ def _replacement(finding: Finding, module: Any, num_groups: int) -> Any:
     raise UnsupportedLayerError(f"{finding} This class can't be replaced by itself: do it by hand.")
 
 
+def _is_followed_by_children(module: Any) -> bool:
+    """Whether a subclass of batch norm is that, and then its child modules one after the other.
+
+    It is run so on random numbers, as it is in evaluation.
+    """
+    other = copy.deepcopy(module).float().cpu().eval()
+    if other.running_mean is None:
+        return False
+    axes = next((k for k, kind in enumerate(_BATCH_NORMS[:3], 1) if isinstance(other, kind)), 2)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(3, other.num_features, *(4,) * axes, generator=generator)
+    statistics = other.running_mean, other.running_var
+    with torch.no_grad():
+        expected = F.batch_norm(x, *statistics, other.weight, other.bias, eps=other.eps)
+        for child in other.children():
+            expected = child(expected)
+        return torch.allclose(other(x), expected)
+
+
 def _group_norm(module: Any, num_groups: int) -> nn.GroupNorm:
     """The group norm that takes a batch norm's place."""
     channels = module.num_features
-    # Vectors have one number a channel, so that small groups would normalise it away.
-    most = max(1, channels // _CHANNELS_OF_VECTORS) if type(module) is nn.BatchNorm1d else channels
+    # Vectors and maps of one pixel have one number a channel: small groups normalise it away.
+    least = _CHANNELS_OF_VECTORS if isinstance(module, nn.BatchNorm1d) else _CHANNELS_OF_MAPS
+    most = max(1, channels // least)
     groups = max(k for k in range(1, min(num_groups, most) + 1) if channels % k == 0)
     reference = next((t for t in (module.weight, module.running_mean) if t is not None), None)
     norm = nn.GroupNorm(groups, channels, module.eps, module.affine)

@@ -13,12 +13,13 @@ from typing import Any, Protocol
 
 import torch
 
+from dualdp.clipping import margin_of
+
 from . import choices, memory
 from .layout import Layout
 from .parts import Part, is_narrow, joined, leads_to, pick, tied
 from .parts import wide as wide
 from .rules.base import Norms, Tensor, exact_sq_norms, sq_norms, weighted_sum
-from .rules.linear import GRAM_TOLERANCE
 from .uses import Derived, Use
 
 #: Squares below are too small to be compared.
@@ -313,7 +314,7 @@ class Captured:
         )
         least = [max(limits.floors.get(group, 0.0) ** 2, _LEAST) for group in groups]
         floors = least[0] if len(set(least)) == 1 else total.new_tensor(least).unsqueeze(1)
-        doubt = error / (total.clamp(min=floors) * GRAM_TOLERANCE)  # (groups, n)
+        doubt = error / (total.clamp(min=floors) * margin_of(total.dtype))  # (groups, n)
         doubtful = ~(doubt <= 1)  # nan and infinities are
         if bool(doubtful.any()):
             for group, rows in zip(groups, doubtful, strict=True):
@@ -367,6 +368,8 @@ class Captured:
         """Sum over the examples of factor times gradient of one parameter."""
         if name in self._kept:
             return weighted_sum(pick(factors, rows), pick(self._kept[name], rows))
+        if rows is not None and not len(rows):
+            return self._zeros(name)
         terms: list[Tensor] = []
         if name in self._apart:
             rows, terms = self._sums_apart(name, factors, rows)

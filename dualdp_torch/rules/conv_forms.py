@@ -150,7 +150,7 @@ def by_unfolding(acts: Tensor, grads_out: Tensor, *, shape: torch.Size, **o: Any
     for start in range(0, n, size):
         rows = slice(start * groups, (start + size) * groups)
         under = patches(acts[start : start + size], shape=shape, **o)
-        under = under.view(len(g[rows]), -1, t)
+        under = under.reshape(len(g[rows]), -1, t)
         torch.bmm(g[rows], under.mT, out=found[rows])
     return found.view(n, *shape)
 

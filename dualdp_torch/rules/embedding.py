@@ -69,10 +69,9 @@ def weight_sq_norms(
         return sq_norms(g), None
     sums = g.new_zeros(n * t, shape[1])
     sums.index_add_(0, _slots(ids, shape[0]), g.reshape(n * t, shape[1]))
-    share = linear.FORMED * torch.finfo(g.dtype).eps
     distinct = g[:, :1] if g.stride(1) == 0 else g  # the gradient of a mean is one, t times
-    error = sq_norms(distinct).mul_(t * (t / distinct.shape[1]) * share**2 / linear.GRAM_TOLERANCE)
-    return sq_norms(sums.view(n, t, shape[1])), error
+    lengths = sq_norms(distinct).mul_(t * (t / distinct.shape[1]))
+    return sq_norms(sums.view(n, t, shape[1])), linear.rounding_error(lengths)
 
 
 def weight_sum(

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from dualdp import costs
+from dualdp.clipping import margin_of
 from dualdp_torch import choices, memory
 
 from .base import Norms, Rule, Tensor, all_but_last, sq_norms, weighted_sum
@@ -22,8 +23,6 @@ GRAM_ERROR, GRAM_SPREAD = 2.0, 12.0
 FORMED = 4.0
 #: Squares that underflow: what is lost of a product of up to 2^20 terms, in units of `tiny`.
 LOST = 2.0**20
-#: A squared norm is not trusted where its error may exceed this share of what it is compared with.
-GRAM_TOLERANCE = 1e-4
 #: Multiplications that cost as much as moving one number, by the libraries of `products`.
 MOVE = 64.0
 
@@ -136,10 +135,16 @@ def formed_error(acts: Tensor, grads_out: Tensor) -> Tensor:
 
     Once for its norm, and once in the product that sums over the examples: where positions cancel,
     the two differ by rounding. The bound is that of the length, squared and in the units in which
-    the caller compares bounds of squares (`GRAM_TOLERANCE`).
+    the caller compares bounds of squares.
     """
-    share = FORMED * torch.finfo(acts.dtype).eps
-    return sq_norms(acts).mul_(sq_norms(grads_out)).mul_(share**2 / GRAM_TOLERANCE)
+    lengths = sq_norms(acts).mul_(sq_norms(grads_out))
+    return rounding_error(lengths)
+
+
+def rounding_error(sq_lengths: Tensor) -> Tensor:
+    """(n,) squares of sums of lengths -> (n,) bound as `formed_error` has it; in place."""
+    share = FORMED * torch.finfo(sq_lengths.dtype).eps
+    return sq_lengths.mul_(share**2 / margin_of(sq_lengths.dtype))
 
 
 def gram_error(lengths: Tensor) -> Tensor:

@@ -50,7 +50,7 @@ def test_batch_norm_becomes_group_norm_with_its_weights():
     norm = fixed[0].norm
     assert type(norm) is nn.GroupNorm
     assert norm is fixed[0].same
-    assert (norm.num_groups, norm.num_channels, norm.eps) == (12, 12, 0.01)
+    assert (norm.num_groups, norm.num_channels, norm.eps) == (6, 12, 0.01)
     assert torch.equal(norm.weight, model[0].norm.weight)
     assert norm.weight is not model[0].norm.weight
     assert fixed[3].num_groups == 3
@@ -61,7 +61,9 @@ def test_batch_norm_becomes_group_norm_with_its_weights():
     assert dpt.per_sample_norms(losses, fixed, x, y).isfinite().all()
 
 
-@pytest.mark.parametrize(("channels", "groups"), [(64, 32), (48, 24), (7, 7), (33, 11), (34, 17)])
+@pytest.mark.parametrize(
+    ("channels", "groups"), [(64, 32), (48, 24), (7, 1), (16, 8), (33, 11), (34, 17)]
+)
 def test_groups_divide_the_channels(channels, groups):
     assert dpt.fix(nn.BatchNorm2d(channels)).num_groups == groups
     assert dpt.fix(nn.BatchNorm2d(channels), num_groups=1).num_groups == 1
@@ -100,6 +102,34 @@ def test_instance_norms_and_embeddings_are_fixed():
 
 class Own(nn.BatchNorm2d):
     """A subclass may do anything."""
+
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class NormAct(nn.BatchNorm2d):
+    """Norm and activation in one, as in many image models."""
+
+    def __init__(self, channels):
+        super().__init__(channels)
+        self.drop, self.act = nn.Identity(), nn.ReLU(inplace=True)
+
+    def forward(self, x):
+        return self.act(self.drop(super().forward(x)))
+
+
+def test_a_subclass_that_goes_on_with_its_children_becomes_both():
+    own = NormAct(4)
+    with torch.no_grad():
+        own.weight.copy_(torch.arange(4.0))
+    fixed = dpt.fix(nn.Sequential(nn.Conv2d(1, 4, 1), own))[1]
+    assert [type(part) for part in fixed] == [nn.GroupNorm, nn.Identity, nn.ReLU]
+    assert torch.equal(fixed[0].weight, own.weight)
+
+    class Plain(nn.BatchNorm1d):
+        """Nothing of its own."""
+
+    assert type(dpt.fix(Plain(16))) is nn.GroupNorm
 
 
 def test_what_cannot_be_fixed_is_refused_by_name():

@@ -12,29 +12,16 @@ from tests.zoo.entry import Entry, Problem
 #: asked for.
 MAY_BE_REFUSED = {"deberta", "deberta_v2", "mixtral", "mixtral_eager", "reformer"}
 _VMAP = "torch.func.vmap can't run this model"
-_BATCH_NORM = "batch_norm was called with batch statistics"
-_OF_TIMM = "BatchNormAct2d .* can't be replaced by itself"
 #: Name -> reason, of the functional calls.
 REFUSED = {
     "reformer": "(?i)differentiates|autograd.Function|spot check",  # reversible layers
     "recurrent_gemma": _VMAP,  # an autograd.Function without setup_context
     "mixtral_eager": _VMAP,  # tokens go to their expert by `nonzero`
-    "ibert": "The buffer 'ibert.embeddings.embeddings_act1.x_min' changes in forward",
-    "bit": _BATCH_NORM,  # of weights
-    "weight_standardised_by_batch_norm": _BATCH_NORM,
+    "ibert": "The buffer 'ibert.embeddings.embeddings_act1.x_m(in|ax)' changes in forward",
     "experts_by_index": _VMAP,
     "energy": _VMAP,  # differentiates by its input
     # packages
     "loha": _VMAP,
-    "nf_resnet26": _BATCH_NORM,
-    **dict.fromkeys(
-        (
-            *("resnetv2_50", "skresnet18", "efficientnet_lite0", "mobilenetv3_small_050"),
-            *("mobilenetv4_conv_small", "ghostnet_050", "repvgg_a0", "xception41"),
-            *("mobilevit_xxs", "coatnet_nano_rw_224", "maxvit_pico_rw_256"),
-        ),
-        _OF_TIMM,
-    ),
 }
 #: Name -> reason, of the engine, where it is another.
 REFUSED_BY_ENGINE = {
