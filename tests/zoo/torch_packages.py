@@ -171,7 +171,6 @@ TIMM: dict[str, Callable[[], Problem]] = {
         ("efficientnet_lite0", 64, {}),
         ("mobilenetv3_small_050", 96, {}),
         ("mobilenetv4_conv_small", 96, {}),
-        ("ghostnet_050", 96, {}),
         ("repvgg_a0", 64, {}),
         ("vgg11_bn", 32, {}),
         ("xception41", 96, {}),
