@@ -8,6 +8,7 @@ from .checkpoint import save_checkpoint as save_checkpoint
 from .data import BatchMemoryManager as BatchMemoryManager
 from .data import PlannedLoader as PlannedLoader
 from .engine import PrivacyEngine as PrivacyEngine
+from .explanation import explain as explain
 from .fix import ModuleValidator as ModuleValidator
 from .fix import fix as fix
 from .noise import noisy_mean as noisy_mean

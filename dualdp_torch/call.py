@@ -210,6 +210,12 @@ class Call:
             with nullcontext() if self.start is None else self.start.replayed(self.model):
                 yield
 
+    @property
+    def problem(self) -> str | None:
+        """The reason why captured uses can't be trusted, if the model was examined with one."""
+        proof = self._found().get("problem")
+        return None if proof is None else proof.problem
+
     def compared(self) -> None:
         """The numbers of this piece were compared with the definition, and agree."""
         self.was_compared = True

@@ -20,7 +20,7 @@ from .layout import Layout
 from .parts import Part, is_narrow, joined, leads_to, pick, tied
 from .parts import wide as wide
 from .rules.base import Norms, Tensor, exact_sq_norms, sq_norms, weighted_sum
-from .uses import Derived, Use
+from .uses import Derived, Use, name_of
 
 #: Squares below are too small to be compared.
 _LEAST = 1e-30
@@ -332,6 +332,24 @@ class Captured:
             formed = _added([p.grads(part) for p in self._parts[name]])
             found[name][part] = sq_norms(formed)
             self._apart.setdefault(name, []).append((part, formed))
+
+    def describe(self) -> list[dict[str, Any]]:
+        """The uses of each parameter, as `dualdp_torch.explain` has them."""
+        found = []
+        for name in (*self._parameters, *self._derived):
+            parts, below = self._parts[name], self._below.get(name)
+            keeps = bool(parts) and self._keeps(parts)
+            formed = keeps or below is not None or self._norms_alone(parts) is None
+            for part in parts:
+                found.append(
+                    {
+                        "parameters": below or [name],
+                        "function": name_of(part.use.function),
+                        "form": "gradients" if formed else "products",
+                        "keeps": keeps,
+                    }
+                )
+        return found
 
     def exact_sq_norms(self, rows: Tensor) -> dict[str, Tensor]:
         """Name -> (rows,) float64 of some examples, their gradients formed."""
