@@ -173,7 +173,7 @@ def test_steps_that_were_run_again_are_both_accounted(tmp_path):
     assert "1 of them of steps run again" in finding(found, "releases are the plan's").detail
     assert "resumed 1 times" in finding(found, "releases are sealed").detail
     assert found.epsilons["pld"] == pytest.approx(again.get_epsilon(), rel=1e-9)
-    assert found.epsilons["pld"] > verify(run(plan, 4).to_json()).epsilons["pld"]
+    assert found.epsilons["pld"] > verify(run(plan_of(), 4).to_json()).epsilons["pld"]
 
 
 def test_adaptive_bounds_follow_from_the_noisy_counts():
