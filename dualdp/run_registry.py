@@ -9,9 +9,11 @@ another run of it, within which the same rules hold; without a ledger its noise 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -42,6 +44,7 @@ class Run:
         caller: the object that draws it.
         ledger: of the run, if it is still there.
         waiting: step -> branch of releases on record whose noise was not handed out yet.
+        end: first step that was not on record when the run was begun or a step was sealed last.
         missing: steps whose noise was asked for and which are not on record.
     """
 
@@ -51,6 +54,7 @@ class Run:
     caller: object = None
     ledger: weakref.ref[Ledger] | None = None
     waiting: dict[int, int] = field(default_factory=dict)
+    end: int = 0
     missing: set[int] = field(default_factory=set)
 
 
@@ -85,8 +89,9 @@ def begin(
     """
     root = plan.root.require_secret()
     with _lock:
-        run = Run(os.getpid(), recorder, source)
-        run.ledger = None if ledger is None else weakref.ref(ledger)
+        run = Run(os.getpid(), recorder, source, source or None)
+        if ledger is not None:
+            run.ledger, run.end = weakref.ref(ledger), ledger.position
         if root.seed is not None:
             _keep_seeded(plan, run)
         else:
@@ -222,7 +227,7 @@ def hand_out(
             return _unrecorded(root, run, source, step, branch, on_record_only)
         if step in run.waiting and branch in (None, run.waiting[step]):
             return run.waiting.pop(step)
-        if step in run.missing or not _was_recorded(run, step):
+        if step >= run.end:
             run.missing.add(step)
             return None
     raise AccountingError(
@@ -230,6 +235,40 @@ def hand_out(
         "show gradients without noise. Expected one draw for each release on record; make a new "
         "plan for a new run."
     )
+
+
+@contextlib.contextmanager
+def drawing(
+    plan: PrivacyPlan,
+    source: str,
+    caller: object,
+    step: int,
+    branch: int | None = None,
+    *,
+    on_record_only: bool = False,
+) -> Iterator[int | None]:
+    """`hand_out`, taken back if the noise could not be made.
+
+    Args:
+        plan: as in `hand_out`.
+        source: as there.
+        caller: as there.
+        step: as there.
+        branch: as there.
+        on_record_only: as there.
+
+    Yields:
+        What `hand_out` returns.
+    """
+    granted = hand_out(plan, source, caller, step, branch, on_record_only=on_record_only)
+    try:
+        yield granted
+    except BaseException:
+        with _lock:
+            run = _run_of(plan)
+            if run is not None and run.recorder and granted is not None:
+                run.waiting[step] = granted
+        raise
 
 
 def not_recorded(source: str, step: int) -> AccountingError:
@@ -312,12 +351,6 @@ def _unrecorded(
     return branch or 0
 
 
-def _was_recorded(run: Run, step: int) -> bool:
-    """Whether a release of this step is on the record of a run."""
-    ledger = None if run.ledger is None else run.ledger()
-    return ledger is not None and ledger.has_released(step)
-
-
 # ---------------------------------------------------------------------- the ledger's side
 
 
@@ -338,13 +371,23 @@ def is_known(ledger: Ledger) -> bool:
     return ledger in _recorded
 
 
+def draw_by_engine(ledger: Ledger) -> None:
+    """Give the noise of a run that goes on to the engine's own step.
+
+    Raises:
+        AccountingError: another source has it.
+    """
+    with _lock:
+        _take(_recorded[ledger], OWN_STEP, OWN_STEP)
+
+
 def sealed(ledger: Ledger, step: int, branch: int) -> None:
     """Note that a release is on record, so that its noise may be drawn."""
     run = _recorded.get(ledger)
     if run is None or run.source == OWN_STEP:  # which draws what it has sealed
         return
     with _lock:
-        run.waiting[step] = branch
+        run.waiting[step], run.end = branch, max(run.end, step + 1)
         run.missing.discard(step)
 
 

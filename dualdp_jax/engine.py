@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import optax
 
-from dualdp import AccountingError, _validate
+from dualdp import AccountingError, _validate, run_registry
 from dualdp.ledger import Ledger
 from dualdp.plan import PrivacyPlan
 from dualdp.sealing import Seal
@@ -51,6 +51,7 @@ class PrivacyEngine:
         self.keep_per_sample = False
         self._ledger: Ledger | None = None
         self._has_begun = self._is_detached = False
+        self._own_loop: Loader | None = None  # of a run whose step is the user's own
         self._run: Run | None = None
         self._account: Account | None = None  # shared by several processes
         self._recorded: int | None = None  # step that is recorded and perhaps not sealed
@@ -157,7 +158,7 @@ class PrivacyEngine:
         if layout is not None and layout.group is not None:
             check_data(layout.group, examples)
             check_run(layout.group, run, state)
-        self._begin(plan, ledger, layout)
+        self._begin(plan, ledger, layout, "PrivacyEngine.make_private", run_registry.OWN_STEP)
         self._run = run
         return self._step, state, loader
 
@@ -234,7 +235,8 @@ class PrivacyEngine:
         loader = Loader(examples, plan, self._span, layout)
         if layout is not None and layout.group is not None:
             check_data(layout.group, examples)
-        self._begin(plan, ledger, layout)
+        self._begin(plan, ledger, layout, "PrivacyEngine.make_loader", "")
+        self._own_loop = loader
         return loader
 
     def _plan_of(
@@ -263,15 +265,22 @@ class PrivacyEngine:
             )
 
     def _begin(
-        self, plan: PrivacyPlan, path: str | os.PathLike[str] | None, layout: Layout | None
+        self,
+        plan: PrivacyPlan,
+        path: str | os.PathLike[str] | None,
+        layout: Layout | None,
+        recorder: str,
+        source: str,
     ) -> None:
         """Take the plan's key and open its ledger, unless that was loaded."""
-        if self._loaded is None:
-            if layout is not None and layout.group is not None:
-                self._account = Account(layout.group)
-                self._ledger = self._account.opened(plan, self._accountant, path)
-            else:
-                self._ledger = begun(plan, self._accountant, path)
+        claim = {"recorder": recorder, "source": source}
+        if self._ledger is not None and source:
+            run_registry.draw_by_engine(self._ledger)
+        elif self._ledger is None and layout is not None and layout.group is not None:
+            self._account = Account(layout.group)
+            self._ledger = self._account.opened(plan, self._accountant, path, **claim)
+        elif self._ledger is None:
+            self._ledger = begun(plan, self._accountant, path, **claim)
         self._has_begun = True
 
     # ------------------------------------------------------------------ a step
@@ -316,7 +325,7 @@ class PrivacyEngine:
         if self._account is not None:
             return self._account.sealed(self._running(), step, trained, sums, facts)
         if sums is None:
-            return self._running().seal(step, [np.frombuffer(os.urandom(16), np.uint8)], **facts)
+            return self._running().seal(step, None, **facts)
         parts = lambda: [piece for array in sums for piece in pieces(array)]  # noqa: E731
         return self._running().seal(step, parts, **facts)
 
@@ -377,7 +386,7 @@ class PrivacyEngine:
                 "the plan or its target epsilon ends. Plan more steps, or num_steps=None for an "
                 "open-ended run."
             )
-        if any(entry["step"] >= first for entry in ledger.entries):
+        if ledger.has_released(first):
             raise AccountingError(
                 f"Step {first} was released before, after the checkpoint was written, and a loop "
                 "of your own does not show whether it would be the same release again. Expected "
