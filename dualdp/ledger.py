@@ -294,6 +294,27 @@ class Ledger:
         self._position = place._replace(is_open=True, earlier=sealed)
         return entry
 
+    def steps_ahead(self, num_steps: int) -> range:
+        """The next steps of a loop that does not show its sums, once all of them may be recorded.
+
+        Raises:
+            AccountingError: one is past the end, or was released before this run was resumed.
+        """
+        first, end = self.position, self.end
+        if end is not None and first + num_steps > end:
+            raise AccountingError(
+                f"num_steps={num_steps} after {first} recorded releases is past step {end}, where "
+                "the plan or its target epsilon ends. Plan more steps, or num_steps=None for an "
+                "open-ended run."
+            )
+        if self.has_released(first):
+            raise AccountingError(
+                f"Step {first} was released before, after the checkpoint was written, and a loop "
+                "of your own does not show whether it would be the same release again. Expected "
+                "the last checkpoint of the run, or make_private, whose step tells."
+            )
+        return range(first, first + num_steps)
+
     def _require_run(self) -> None:
         """Refuse a process to which the run does not belong, or a key that has another run."""
         if self._pid != os.getpid():

@@ -15,11 +15,19 @@ import numpy as np
 import optax
 
 from dualdp import AccountingError, _validate, run_registry
+from dualdp.accountants import require_bound
 from dualdp.ledger import Ledger
 from dualdp.plan import PrivacyPlan
+from dualdp.run_arguments import (
+    KNOWN,
+    NO_RUN,
+    SECOND_RUN,
+    names_delta,
+    plan_of,
+    refuse_beside_target,
+)
 from dualdp.sealing import Seal
 from dualdp_jax.agreement import Account, begun, check_data, check_run, one_plan
-from dualdp_jax.arguments import plan_of
 from dualdp_jax.call import build, split_batch
 from dualdp_jax.data import Loader, LogicalBatch, examples_of
 from dualdp_jax.parameters import split
@@ -34,8 +42,12 @@ class PrivacyEngine:
     """Makes one training run private and keeps its account.
 
     Args:
-        accountant: "pld", "rdp" or "gdp"; None for the plan's, or "pld" without a plan.
+        accountant: "pld", "rdp" or one that was registered; None for the plan's, or "pld" without a
+            plan.
         secure_mode: asks for noise="secure".
+
+    Raises:
+        AccountingError: the accountant gives no upper bound (`"gdp"`).
 
     Attributes:
         keep_per_sample: whether `stages` forms the per-sample gradients too, which takes the memory
@@ -47,7 +59,8 @@ class PrivacyEngine:
     """
 
     def __init__(self, accountant: str | None = None, secure_mode: bool = False) -> None:
-        self._accountant, self._secure_mode = accountant, bool(secure_mode)
+        self._accountant = accountant if accountant is None else require_bound(accountant)
+        self._secure_mode, self._names_delta = bool(secure_mode), False
         self.keep_per_sample = False
         self._ledger: Ledger | None = None
         self._has_begun = self._is_detached = False
@@ -65,6 +78,7 @@ class PrivacyEngine:
         """The engine of a run that a checkpoint holds; `resume` goes on with it."""
         engine = cls()
         engine._ledger, engine._loaded, engine._account = ledger, state, account
+        engine._names_delta = True
         return engine
 
     # ------------------------------------------------------------------ set-up
@@ -116,8 +130,9 @@ class PrivacyEngine:
 
         Raises:
             AccountingError: the engine has a run already.
-            TypeError: arguments that the plan holds, or that nobody knows; `loss_fn` takes a key
-                and `needs_key` does not say so, or the other way round.
+            TypeError: arguments that nobody knows, or that are missing; `loss_fn` takes a key and
+                `needs_key` does not say so, or the other way round.
+            ValueError: arguments beside a plan that holds them, or that contradict each other.
 
         Guarantees:
             `loss_fn` is traced with one example before the plan's key is taken and the ledger is
@@ -163,28 +178,35 @@ class PrivacyEngine:
         return self._step, state, loader
 
     def make_private_with_epsilon(
-        self, *, target_epsilon: float, target_delta: float, **arguments: Any
+        self, *, target_epsilon: float, target_delta: float, data: Any, **arguments: Any
     ) -> tuple[Step, TrainState, Loader]:
         """`make_private` with the noise multiplier that spends at most `target_epsilon`.
 
         Args:
             target_epsilon: at the end of the run.
             target_delta: its delta.
+            data: as in `make_private`.
             **arguments: of `make_private`, without noise_multiplier and plan; among them num_steps
                 or epochs.
 
         Raises:
-            TypeError: an argument that contradicts these came too.
-            ValueError: neither num_steps nor epochs.
+            TypeError: an argument that nobody knows, or that is missing.
+            ValueError: one that contradicts these, or neither or both of num_steps and epochs.
         """
-        twice = sorted({"plan", "noise_multiplier"} & arguments.keys())
-        if twice:
-            raise TypeError(
-                f"{', '.join(twice)} came together with target_epsilon. Expected one of the two: "
-                "this method finds the noise multiplier and makes the plan."
-            )
+        self._refuse_a_second_run()
         arguments |= {"target_epsilon": target_epsilon, "target_delta": target_delta}
-        return self.make_private(noise_multiplier=None, **arguments)
+        given = {name: arguments.pop(name) for name in KNOWN & arguments.keys()}
+        refuse_beside_target(arguments.pop("plan", None), given)
+        plan = plan_of(
+            None,
+            given,
+            num_examples=split_batch(examples_of(data))[1],
+            accountant=self._accountant,
+            secure_mode=self._secure_mode,
+            calibrates=True,
+            method="make_private_with_epsilon",
+        )
+        return self.make_private(plan=plan, data=data, **arguments)
 
     def resume(self, **arguments: Any) -> tuple[Step, TrainState, Loader]:
         """Go on with a run that `load_checkpoint` brought back.
@@ -248,10 +270,17 @@ class PrivacyEngine:
     ) -> PrivacyPlan:
         """The plan, or one made of the arguments, or that of the loaded run; one for all."""
         if self._loaded is None:
-            plan = plan_of(plan, data, given, self._accountant, self._secure_mode)
+            self._names_delta = names_delta(plan, given)
+            plan = plan_of(
+                plan,
+                given,
+                num_examples=split_batch(examples_of(data))[1],
+                accountant=self._accountant,
+                secure_mode=self._secure_mode,
+            )
             return plan if layout is None or layout.group is None else one_plan(layout.group, plan)
         if plan is not None or given:
-            raise TypeError(
+            raise ValueError(
                 f"{sorted(given) or 'plan'} came for a run that was loaded from a checkpoint, "
                 "which holds its plan. Expected none of it."
             )
@@ -259,10 +288,7 @@ class PrivacyEngine:
 
     def _refuse_a_second_run(self) -> None:
         if self._has_begun:
-            raise AccountingError(
-                "This engine has a run already, and a second one would not be in its account. "
-                "Make a new PrivacyEngine."
-            )
+            raise AccountingError(SECOND_RUN)
 
     def _begin(
         self,
@@ -377,29 +403,31 @@ class PrivacyEngine:
         Raises:
             AccountingError: one of them is past the plan; then none is recorded.
         """
-        num_steps = _validate.integer("num_steps", num_steps)
         ledger = self._running()
-        first, end = ledger.position, ledger.end
-        if end is not None and first + num_steps > end:
-            raise AccountingError(
-                f"num_steps={num_steps} after {first} recorded releases is past step {end}, where "
-                "the plan or its target epsilon ends. Plan more steps, or num_steps=None for an "
-                "open-ended run."
-            )
-        if ledger.has_released(first):
-            raise AccountingError(
-                f"Step {first} was released before, after the checkpoint was written, and a loop "
-                "of your own does not show whether it would be the same release again. Expected "
-                "the last checkpoint of the run, or make_private, whose step tells."
-            )
-        for step in range(first, first + num_steps):
+        steps = ledger.steps_ahead(_validate.integer("num_steps", num_steps))
+        for step in steps:
             ledger.record(step)
             self._seal(step, None, None)
-        return range(first, first + num_steps)
+        return steps
 
-    def get_epsilon(self, delta: float) -> float:
-        """Epsilon spent so far, an upper bound at `delta`."""
-        return self.ledger.get_epsilon(delta=delta)
+    def get_epsilon(self, delta: float | None = None, *, accept_unverified: bool = False) -> float:
+        """Epsilon spent so far, an upper bound.
+
+        Args:
+            delta: in (0, 1); may be left out when a plan or target named it.
+            accept_unverified: a run in which a spot check failed has an answer, too.
+
+        Raises:
+            AccountingError: there is no run; or steps of it were taken that are not on record, or a
+                spot check failed.
+            ValueError: no delta.
+        """
+        ledger = self.ledger
+        if delta is None and not self._names_delta:
+            raise ValueError("delta is missing. Expected a number in (0, 1), e.g. delta=1e-5.")
+        if self._own_loop is not None:
+            self._own_loop.require_recorded(ledger.position)
+        return ledger.get_epsilon(delta=delta, accept_unverified=accept_unverified)
 
     @property
     def plan(self) -> PrivacyPlan:
@@ -419,7 +447,7 @@ class PrivacyEngine:
             AccountingError: there is none.
         """
         if self._ledger is None:
-            raise AccountingError("The engine has no run yet. Call make_private first.")
+            raise AccountingError(NO_RUN)
         return self._ledger
 
     def _running(self) -> Ledger:

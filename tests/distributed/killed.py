@@ -28,7 +28,7 @@ PLACES = {
     **dict.fromkeys(("record", "recorded"), (Ledger, "record")),
     **dict.fromkeys(("seal", "sealed"), (Ledger, "seal")),
     **dict.fromkeys(("reduce", "reduced"), (Reduction, "finish")),
-    **dict.fromkeys(("noise", "noised"), (dualdp_torch.optimizer, "noisy_mean")),
+    **dict.fromkeys(("noise", "noised"), (dualdp_torch.optimizer, "noised_mean")),
     **dict.fromkeys(("write", "replaced"), (checkpoint.os, "replace")),
 }
 

@@ -78,9 +78,9 @@ def _without_noise(sums, plan, step, **options):
 
 def no_noise():
     """Rank 1 adds no noise."""
-    real = dualdp_torch.optimizer.noisy_mean
+    real = dualdp_torch.optimizer.noised_mean
     mutant = _without_noise if dist.get_rank() else real
-    return replaced(dualdp_torch.optimizer, "noisy_mean", mutant)
+    return replaced(dualdp_torch.optimizer, "noised_mean", mutant)
 
 
 @contextlib.contextmanager
@@ -96,7 +96,7 @@ def noise_before(seed_of):
 
     with (
         replaced(distributed.Reduction, "add", add),
-        replaced(dualdp_torch.optimizer, "noisy_mean", _without_noise),
+        replaced(dualdp_torch.optimizer, "noised_mean", _without_noise),
     ):
         yield
 
@@ -210,13 +210,13 @@ def one_tensor_twice():
 
 def order(path):
     """For each step: whether the file of rank 0 held its seal when this rank drew noise."""
-    real, sealed = dualdp_torch.optimizer.noisy_mean, []
+    real, sealed = dualdp_torch.optimizer.noised_mean, []
 
     def noted(sums, plan, step, **options):
         kinds = {(r.get("kind"), r.get("step")) for r in Ledger.read(path)}
         sealed.append({("release", step), ("seal", step)} <= kinds)
         return real(sums, plan, step, **options)
 
-    with replaced(dualdp_torch.optimizer, "noisy_mean", noted):
+    with replaced(dualdp_torch.optimizer, "noised_mean", noted):
         releases(ledger=path)
     return sealed

@@ -91,10 +91,10 @@ def watch_noise(folder: str, module: str) -> None:
 
     Args:
         folder: of the run.
-        module: where the backend calls `noisy_mean(grads, plan, step, ...)`.
+        module: where the backend calls `noised_mean(grads, plan, step, ...)`.
     """
     place = importlib.import_module(module)
-    real = place.noisy_mean
+    real = place.noised_mean
 
     def noted(grads: Any, run: PrivacyPlan, step: int, **options: Any) -> Any:
         digest = hashlib.sha256()
@@ -103,7 +103,7 @@ def watch_noise(folder: str, module: str) -> None:
         write(folder, step=int(step), sum=digest.hexdigest())
         return real(grads, run, step, **options)
 
-    place.noisy_mean = noted
+    place.noised_mean = noted
 
 
 def _leaves(grads: Any, path: str = "") -> list[tuple[str, Any]]:
