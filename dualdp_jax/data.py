@@ -51,7 +51,7 @@ class LogicalBatch:
     chunks: tuple[Chunk, ...]
 
 
-class Loader:
+class PlannedLoader:
     """Iterates over the logical batches of a plan, from the first step not yet released.
 
     One pass is the rest of the planned steps, or one epoch of an open-ended plan. A pass that is

@@ -29,7 +29,7 @@ from dualdp.run_arguments import (
 from dualdp.sealing import Seal
 from dualdp_jax.agreement import Account, begun, check_data, check_run, one_plan
 from dualdp_jax.call import build, split_batch
-from dualdp_jax.data import Loader, LogicalBatch, examples_of
+from dualdp_jax.data import PlannedLoader, LogicalBatch, examples_of
 from dualdp_jax.parameters import split
 from dualdp_jax.sharding import Layout, layout_of, pieces, shardings
 from dualdp_jax.training import Run, Stages, TrainState, check_step, continued, first_state
@@ -64,7 +64,7 @@ class PrivacyEngine:
         self.keep_per_sample = False
         self._ledger: Ledger | None = None
         self._has_begun = self._is_detached = False
-        self._own_loop: Loader | None = None  # of a run whose step is the user's own
+        self._own_loop: PlannedLoader | None = None  # of a run whose step is the user's own
         self._run: Run | None = None
         self._account: Account | None = None  # shared by several processes
         self._recorded: int | None = None  # step that is recorded and perhaps not sealed
@@ -98,7 +98,7 @@ class PrivacyEngine:
         data_sharding: Any = None,
         ledger: str | os.PathLike[str] | None = None,
         **plan_arguments: Any,
-    ) -> tuple[Step, TrainState, Loader]:
+    ) -> tuple[Step, TrainState, PlannedLoader]:
         """Step, first state and loader of a private run.
 
         Args:
@@ -151,7 +151,7 @@ class PrivacyEngine:
         plan = self._plan_of(plan, data, plan_arguments, layout)
         parameters = parameters if layout is None else layout.model(parameters)
         examples = examples_of(data)
-        loader = Loader(examples, plan, self._span, layout)
+        loader = PlannedLoader(examples, plan, self._span, layout)
         state = first_state(parameters, optimizer)
         if self._loaded is not None:
             state = continued(self._loaded, state)
@@ -179,7 +179,7 @@ class PrivacyEngine:
 
     def make_private_with_epsilon(
         self, *, target_epsilon: float, target_delta: float, data: Any, **arguments: Any
-    ) -> tuple[Step, TrainState, Loader]:
+    ) -> tuple[Step, TrainState, PlannedLoader]:
         """`make_private` with the noise multiplier that spends at most `target_epsilon`.
 
         Args:
@@ -208,7 +208,7 @@ class PrivacyEngine:
         )
         return self.make_private(plan=plan, data=data, **arguments)
 
-    def resume(self, **arguments: Any) -> tuple[Step, TrainState, Loader]:
+    def resume(self, **arguments: Any) -> tuple[Step, TrainState, PlannedLoader]:
         """Go on with a run that `load_checkpoint` brought back.
 
         Args:
@@ -235,7 +235,7 @@ class PrivacyEngine:
         data_sharding: Any = None,
         ledger: str | os.PathLike[str] | None = None,
         **plan_arguments: Any,
-    ) -> Loader:
+    ) -> PlannedLoader:
         """The account and the batches of a run whose step is the user's own.
 
         Call `record()` before each release, and `noisy_mean` or `add_noise(plan)` for its noise.
@@ -254,7 +254,7 @@ class PrivacyEngine:
         layout = layout_of(data_sharding)
         plan = self._plan_of(plan, data, plan_arguments, layout)
         examples = examples_of(data)
-        loader = Loader(examples, plan, self._span, layout)
+        loader = PlannedLoader(examples, plan, self._span, layout)
         if layout is not None and layout.group is not None:
             check_data(layout.group, examples)
         self._begin(plan, ledger, layout, "PrivacyEngine.make_loader", "")

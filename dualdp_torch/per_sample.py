@@ -21,7 +21,7 @@ from .rules.base import Tensor
 LossFn = Callable[..., Any]
 
 
-class ClippedSum(NamedTuple):
+class ClippedGradSum(NamedTuple):
     """What `clipped_grad_sum` returns.
 
     Attributes:
@@ -141,7 +141,7 @@ def clipped_grad_sum(
     physical_batch_size: int | None = None,
     max_memory: int | None = None,
     has_aux: bool = False,
-) -> ClippedSum:
+) -> ClippedGradSum:
     """Sum over examples of gradients scaled to norm at most C.
 
     Args:
@@ -190,7 +190,7 @@ def clipped_grad_sum(
     if not norms:
         grads = {n: torch.zeros_like(p, dtype=wide(p.dtype)) for n, p in call.parameters.items()}
         norms = losses = [whole_norms({name: g.new_zeros(0) for name, g in grads.items()}, 0)]
-    return ClippedSum(
+    return ClippedGradSum(
         grads,
         torch.cat(norms),
         torch.cat(losses),
@@ -198,7 +198,7 @@ def clipped_grad_sum(
     )
 
 
-def _clipped_piece(piece: Call, bounds: Mapping[str, Any], clipping: str) -> ClippedSum:
+def _clipped_piece(piece: Call, bounds: Mapping[str, Any], clipping: str) -> ClippedGradSum:
     """The clipped sum of one piece of the batch."""
     passes_twice = piece.method == "two_pass" and bool(piece.parameters)
     state = generator_state() if passes_twice else None
@@ -216,7 +216,7 @@ def _clipped_piece(piece: Call, bounds: Mapping[str, Any], clipping: str) -> Cli
     )
     if piece.mask is not None:
         losses = losses.where(piece.mask.to(losses.device), 0)
-    return ClippedSum(grads, norms, losses, aux)
+    return ClippedGradSum(grads, norms, losses, aux)
 
 
 def _second_pass(
