@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -622,10 +623,14 @@ class Ledger:
         """
         chain = Chain.open(path)
         try:
-            return cls._resumed(plan, state, chain)
+            ledger = cls._resumed(plan, state, chain)
+            # The random word tells this continuation from that of a copy of the file.
+            opened = {"position": ledger.position, "opened": secrets.token_hex(8)}
+            ledger._append({"kind": "resume", **opened})
         except BaseException:
             chain.close()
             raise
+        return ledger
 
     @classmethod
     def _resumed(cls, plan: PrivacyPlan, state: Mapping[str, Any], chain: Chain) -> Self:
@@ -657,7 +662,6 @@ class Ledger:
                 f"The saved position {ledger.position} is past the {steps} steps of the ledger. "
                 "Expected the ledger of the same run."
             )
-        ledger._append({"kind": "resume", "position": ledger.position})
         return ledger
 
 

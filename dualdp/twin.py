@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 Words = Mapping[str, Any]
 _AGAIN = "Start all processes again from the last checkpoint."
+_OTHER_LINES = f"The ledger of this process has other lines than the one that is written. {_AGAIN}"
 
 
 def num_lines(ledger: Ledger) -> int:
@@ -62,11 +63,10 @@ class Twin(Ledger):
         Raises:
             AccountingError: its last line is not that of the resume.
         """
-        chain = Chain(Ledger.read(text)[:-1])
-        saved = {**state, "num_lines": len(chain), "hash": chain.last_hash}
-        twin = cls._resumed(plan, saved, chain)  # which appends the resume, the last line
-        twin._compare(text.splitlines()[-1])
-        return twin
+        records = Ledger.read(text)
+        if records[-1].get("kind") != "resume":
+            raise AccountingError(_OTHER_LINES)
+        return cls._resumed(plan, state, Chain(records))
 
     def record(self, step: int) -> Record:
         """Ask whether a step may run; one whose computation failed may be asked for again."""
@@ -158,6 +158,4 @@ class Twin(Ledger):
             AccountingError: it has.
         """
         if self._chain.lines(-1) != [line]:
-            raise AccountingError(
-                "The ledger of this process has other lines than the one that is written. " + _AGAIN
-            )
+            raise AccountingError(_OTHER_LINES)
