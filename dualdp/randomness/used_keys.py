@@ -88,9 +88,9 @@ def leave(sha256: str, mark: Mark, *, is_new: bool) -> None:
     Raises:
         AccountingError: a mark can't be written, or another process left one just now.
     """
-    files = sorted(_files.get(sha256, ()))
-    if not files:
+    if sha256 not in _files:
         return
+    files = sorted(path for path in _files[sha256] if os.path.exists(path))
     text, made = json.dumps(asdict(mark)), list[Path]()
     try:
         for path in (_folder() / sha256, *map(beside, files)):
