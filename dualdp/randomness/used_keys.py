@@ -88,7 +88,7 @@ def leave(sha256: str, mark: Mark, *, is_new: bool) -> None:
     Raises:
         AccountingError: a mark can't be written, or another process left one just now.
     """
-    if sha256 not in _files:
+    if not _files.get(sha256):
         return
     files = sorted(path for path in _files[sha256] if os.path.exists(path))
     text, made = json.dumps(asdict(mark)), list[Path]()
