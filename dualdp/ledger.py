@@ -390,7 +390,7 @@ class Ledger:
             ValueError: `parts` holds no array.
         """
         self._require_run()
-        place, reading = self._position, self._read()
+        place = self._position
         if not place.is_open or place.step != step:
             raise AccountingError(f"step={step} was not recorded. Call record(step) before seal.")
         if self.plan.is_adaptive and (num_below is None or num_rows is None):

@@ -236,7 +236,9 @@ class PrivacyPlan:
 
     def _at(self, name: str, step: int) -> float:
         """One scheduled value, checked: an open-ended schedule may leave its range at some step."""
-        step = _validate.integer("step", step)
+        schedule, step = getattr(self, name), _validate.integer("step", step)
+        if isinstance(schedule, schedules.Constant):  # checked when the plan was made
+            return schedule.value
         return float(self.scheduled(name, np.asarray([step]))[0])
 
     def scheduled(self, name: str, steps: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -315,9 +317,7 @@ class PrivacyPlan:
             AccountingError: another run has the key, of this process, or of any that left a mark
                 beside the key file or on this machine; or such a mark can't be written.
         """
-        run_registry.begin(
-            self, ledger, recorder, source=source, resumed=resumed, follows=follows
-        )
+        run_registry.begin(self, ledger, recorder, source=source, resumed=resumed, follows=follows)
 
     # ------------------------------------------------------------------ accounting
 

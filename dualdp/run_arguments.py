@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the arguments of an engine to a plan: the same arguments give the same run on both stacks."""
+"""From the arguments of an engine to a plan: the same ones give the same run on both stacks."""
 
 from __future__ import annotations
 
@@ -90,7 +90,9 @@ def refuse_beside_target(plan: PrivacyPlan | None, given: Mapping[str, Any]) -> 
 
 def names_delta(plan: PrivacyPlan | None, given: Mapping[str, Any]) -> bool:
     """Whether the user named a delta, so that `get_epsilon` needs none."""
-    return plan is not None or any(given.get(name) is not None for name in ("delta", "target_delta"))
+    return plan is not None or any(
+        given.get(name) is not None for name in ("delta", "target_delta")
+    )
 
 
 def _refuse_unknown(given: Iterable[str], method: str) -> None:

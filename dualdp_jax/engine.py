@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any
 
 import jax
-import numpy as np
 import optax
 
 from dualdp import AccountingError, _validate, run_registry
@@ -29,7 +28,7 @@ from dualdp.run_arguments import (
 from dualdp.sealing import Seal
 from dualdp_jax.agreement import Account, begun, check_data, check_run, one_plan
 from dualdp_jax.call import build, split_batch
-from dualdp_jax.data import PlannedLoader, LogicalBatch, examples_of
+from dualdp_jax.data import LogicalBatch, PlannedLoader, examples_of
 from dualdp_jax.parameters import split
 from dualdp_jax.sharding import Layout, layout_of, pieces, shardings
 from dualdp_jax.training import Run, Stages, TrainState, check_step, continued, first_state

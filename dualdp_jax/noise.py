@@ -169,7 +169,7 @@ def noisy_mean(
 
     Source: Abadi et al. 2016, Algorithm 1, "add noise".
     """
-    numbers = {"branch": branch, "max_grad_norm": max_grad_norm}
+    numbers: dict[str, Any] = {"branch": branch, "max_grad_norm": max_grad_norm}
     if compat.is_traced((grads, step)) or compat.in_trace():
         return traced_mean(grads, plan, step, _SOURCE, _SOURCE, **numbers)
     return mean_on_host(grads, plan, step, _SOURCE, _SOURCE, **numbers)
@@ -260,9 +260,7 @@ def traced_mean(
             if granted is None:
                 _log.error("%s It gets nan.", run_registry.not_recorded(source, number))
                 return no_release(plan, like)
-            return release_at(
-                plan, number, branch=granted, max_grad_norm=max_grad_norm, like=like
-            )
+            return release_at(plan, number, branch=granted, max_grad_norm=max_grad_norm, like=like)
 
     @jax.custom_batching.custom_vmap
     def noisy(grads: Any, step: Any) -> Any:

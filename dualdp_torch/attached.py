@@ -21,7 +21,6 @@ from .recorder import Recorder
 from .release import Alone, Together
 from .run import Lent, Run
 
-
 #: Models and optimizers that an engine trains.
 _in_use: weakref.WeakSet[Any] = weakref.WeakSet()
 

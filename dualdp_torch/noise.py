@@ -62,7 +62,6 @@ class Release:
         return self.plan.step_key("noise", self.step, self.branch)
 
 
-@torch.compiler.disable  # a compiled step would be asked for its noise once, for all calls
 def noisy_mean(
     grads: Mapping[str, Tensor],
     plan: Any,

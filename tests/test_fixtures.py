@@ -88,7 +88,9 @@ def test_checkpoints_of_the_version_before_go_on(stack, name, old):
     assert (engine.ledger.position, len(engine.ledger)) == (3, 5)
     assert engine.get_epsilon(delta=1e-5) == pytest.approx(spent, rel=1e-9)
     if name == "bins":
-        with pytest.raises(dualdp.AccountingError, match="run 2 times under sampler='balls_in_bins'"):
+        with pytest.raises(
+            dualdp.AccountingError, match="run 2 times under sampler='balls_in_bins'"
+        ):
             go_on()
         return
     go_on()

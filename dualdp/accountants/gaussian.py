@@ -109,7 +109,7 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
 
 
 def gaussian_mu(noise_multipliers: np.ndarray, counts: np.ndarray) -> float:
-    """The mu of a composition: sqrt(sum counts / noise_multiplier^2), rounded up; inf without noise.
+    """Mu of a composition, rounded up: sqrt(sum counts / noise_multiplier^2); inf without noise.
 
     Source: Dong, Roth & Su 2022, Corollary 3.3 (Gaussian mechanisms compose exactly).
     """

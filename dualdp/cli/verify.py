@@ -92,8 +92,8 @@ def verdict(found: Verification) -> str:
     planned = None if found.plan is None else found.plan.num_steps
     of = "" if planned is None else f" of {planned} planned"
     return (
-        f"What the ledger says is true, for the {found.num_steps}{of} steps that it covers: epsilon "
-        f"= {found.epsilon:.4f}. It does not show whether there were more."
+        f"What the ledger says is true, for the {found.num_steps}{of} steps that it covers: "
+        f"epsilon = {found.epsilon:.4f}. It does not show whether there were more."
     )
 
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints: whole or refused by what is wrong with them; the key never inside."""
 
-import json
 import os
 
 import numpy as np

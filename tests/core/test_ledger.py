@@ -14,8 +14,10 @@ from dualdp import sealing
 from dualdp.schedules import AdaptiveNorm
 from tests.core.test_plan import BASE, make
 
+SUMS = (np.zeros(1),)
 
-def release(ledger, step, parts=(np.zeros(1),), stack="here 1"):
+
+def release(ledger, step, parts=SUMS, stack="here 1"):
     """Record and seal one step."""
     ledger.record(step)
     return ledger.seal(step, parts, stack=stack)
@@ -421,7 +423,7 @@ class Interrupts:
 
 @pytest.mark.parametrize("where", ["file", "memory", "adaptive"])
 def test_an_interrupt_at_any_line_counts_no_step_twice(tmp_path, where):
-    """An interrupt between the accountant and the file counted the step in one and not the other."""
+    """Between the accountant and the file it counted the step in one and not in the other."""
     bound = AdaptiveNorm(1.0) if where == "adaptive" else 1.0
     plan = make(num_steps=4, seed=1, max_grad_norm=bound)
     counts = {"num_below": 3, "num_rows": 5} if where == "adaptive" else {}

@@ -39,12 +39,14 @@ def test_the_second_user_is_told_of_the_first_and_of_the_way_out():
     for source in ("add_noise(plan)", "noisy_mean"):
         with pytest.raises(
             dualdp.AccountingError,
-            match=rf"{source[:9]}.* that the engine's own step of this plan draws already.*make_loa",
+            match=rf"{source[:9]}.* that the engine's own step of this plan draws already.*make_l",
         ):
             draw(plan, source=source)
         with pytest.raises(dualdp.AccountingError, match="draws already: the same numbers twice"):
             run_registry.reserve(plan, source, object())
-    with pytest.raises(dualdp.AccountingError, match=r"this process \(PrivacyEngine.make_private\)"):
+    with pytest.raises(
+        dualdp.AccountingError, match=r"this process \(PrivacyEngine.make_private\)"
+    ):
         release(dualdp.Ledger(plan), 0)
 
 
@@ -62,7 +64,9 @@ def test_a_source_that_came_first_waits_for_its_record():
         draw(plan, source="add_noise(plan)", caller=object())
     other = make()
     run_registry.reserve(other, "add_noise(plan)", caller)
-    with pytest.raises(dualdp.AccountingError, match=r"was given to add_noise\(plan\), and Privacy"):
+    with pytest.raises(
+        dualdp.AccountingError, match=r"was given to add_noise\(plan\), and Privacy"
+    ):
         other.claim(dualdp.Ledger(other), recorder="PrivacyEngine.make_private")
 
 
@@ -197,7 +201,9 @@ def test_two_processes_that_race_for_a_key_are_told_apart(tmp_path, state, monke
     plan.save_key(tmp_path / "key")
     monkeypatch.setattr(used_keys, "marks", lambda sha256: [])
     assert begin(plan.to_json(), tmp_path / "key") == ""
-    with pytest.raises(dualdp.AccountingError, match="Another process began a run with this key ju"):
+    with pytest.raises(
+        dualdp.AccountingError, match="Another process began a run with this key ju"
+    ):
         plan.claim()
     used_keys.beside(tmp_path / "key").unlink()
     (state / plan.root.sha256).unlink()
@@ -220,7 +226,9 @@ def test_a_mark_that_can_not_be_written_is_a_refusal(tmp_path, state, monkeypatc
         return real(path, *options)
 
     monkeypatch.setattr(used_keys.os, "open", unwritable)
-    with pytest.raises(dualdp.AccountingError, match=r"can't be written \(Permission denied\). Exp"):
+    with pytest.raises(
+        dualdp.AccountingError, match=r"can't be written \(Permission denied\). Exp"
+    ):
         plan.claim()
     monkeypatch.undo()
     monkeypatch.setenv("XDG_STATE_HOME", str(state.parent))
@@ -310,7 +318,9 @@ def test_no_pickle_copy_or_exception_holds_the_secret(tmp_path):
         if again.root != plan.root:  # a shallow copy shares the object
             assert again.root == LockedKey(plan.root.sha256)
             assert json.loads(again.to_json()) == json.loads(plan.to_json())
-            with pytest.raises(ValueError, match="is not loaded.*A copy or a pickle of a plan has no"):
+            with pytest.raises(
+                ValueError, match="is not loaded.*A copy or a pickle of a plan has no"
+            ):
                 again.batch_indices(0)
     plan.save_key(path)
     unpickled = pickle.loads(pickle.dumps(plan))

@@ -454,7 +454,11 @@ def test_record_precedes_a_scanned_run():
 def test_wrong_arguments_are_refused():
     plan = make_plan()
     cases = [
-        ({"plan": plan, "max_grad_norm": 1.0}, ValueError, "max_grad_norm came together with plan="),
+        (
+            {"plan": plan, "max_grad_norm": 1.0},
+            ValueError,
+            "max_grad_norm came together with plan=",
+        ),
         ({"noise": 1.0}, TypeError, "misses expected_batch_size, max_grad_norm, noise_multiplier"),
         ({"noise_multipler": 1.0}, TypeError, "make_private has no argument 'noise_multipler'"),
         ({"plan": plan, "optimizer": 0.1}, TypeError, "optimizer is a float"),

@@ -303,7 +303,9 @@ def test_a_step_that_is_not_on_record_is_refused_on_the_host():
     other, _ledger = on_record(make_plan(seed=None), 1)
     tx = dpj.add_noise(other)
     _, state = tx.update(sums, tx.init(sums))
-    with pytest.raises(AccountingError, match=r"add_noise\(plan\) was asked for the noise of step=1"):
+    with pytest.raises(
+        AccountingError, match=r"add_noise\(plan\) was asked for the noise of step=1"
+    ):
         tx.update(sums, state)
 
 

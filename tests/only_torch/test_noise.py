@@ -171,7 +171,7 @@ def on_record(run, num_steps):
 
 
 def test_noise_of_a_secret_key_is_handed_out_once_for_releases_on_record():
-    """known_failures 79 and 85: noisy_mean twice for a step, and for a step that nobody recorded."""
+    """known_failures 79, 85: noisy_mean twice for a step, and for one that nobody recorded."""
     run = plan(seed=None)
     ledger, sums = on_record(run, 1), {"w": torch.ones(3)}
     dpt.noisy_mean(sums, run, 0)
