@@ -58,6 +58,39 @@ class Run:
     missing: set[int] = field(default_factory=set)
 
 
+@dataclass
+class HandedOut:
+    """Batches that a loop of the user's own was given.
+
+    Attributes:
+        first: step of the first one.
+        count: steps from there to the last one.
+    """
+
+    first: int | None = None
+    count: int = 0
+
+    def note(self, step: int) -> None:
+        """Note the batch of a step."""
+        self.first = step if self.first is None else self.first
+        self.count = max(self.count, step + 1 - self.first)
+
+    def require_recorded(self, position: int) -> None:
+        """Refuse a loop that took steps and recorded none.
+
+        Args:
+            position: of the ledger.
+
+        Raises:
+            AccountingError: it did.
+        """
+        if position == self.first and self.count > 1:
+            raise AccountingError(
+                f"The loader handed out {self.count} batches, but no release is on record since, "
+                "so epsilon would not count them. Call engine.record() before each release."
+            )
+
+
 _lock = threading.RLock()  # callbacks of compiled programs come from threads of their own
 _secret: dict[str, Run] = {}  # SHA-256 of a key -> its run
 _seeded: dict[int, tuple[weakref.ref[PrivacyPlan], Run]] = {}  # id of a plan with a seed

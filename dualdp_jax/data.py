@@ -14,6 +14,7 @@ import numpy as np
 
 from dualdp import AccountingError
 from dualdp.batches import physical_batches
+from dualdp.run_registry import HandedOut
 from dualdp_jax.call import split_batch
 from dualdp_jax.sharding import Layout
 
@@ -66,6 +67,7 @@ class PlannedLoader:
 
     Attributes:
         physical_batch_size: rows of a chunk, those of all shards.
+        handed_out: the batches that were handed out.
 
     Guarantees:
         Every drawn example is in exactly one chunk, unmasked.  [test_loader_cuts_no_draw]
@@ -86,8 +88,7 @@ class PlannedLoader:
                 f"{plan.num_examples}. Both must be the same."
             )
         self._arrays, self._plan, self._span, self._layout = arrays, plan, span, layout
-        self._first: int | None = None  # step of the first batch, and how many followed
-        self._handed_out = 0
+        self.handed_out = HandedOut()
         shards = 1 if layout is None else layout.num_shards
         own = plan.physical_batch_size or -(-default_rows(plan) // shards)
         self.physical_batch_size = own * shards
@@ -107,25 +108,9 @@ class PlannedLoader:
                 f"All {start} planned steps are taken. Plan more steps or epochs; each release "
                 "spends privacy."
             )
-        first = self._first = start if self._first is None else self._first
         for step in range(start, start + count):
-            self._handed_out = max(self._handed_out, step + 1 - first)
+            self.handed_out.note(step)
             yield self.batch(step)
-
-    def require_recorded(self, position: int) -> None:
-        """Refuse a loop of the user's own that took steps and recorded none.
-
-        Args:
-            position: of the ledger.
-
-        Raises:
-            AccountingError: it did.
-        """
-        if position == self._first and self._handed_out > 1:
-            raise AccountingError(
-                f"The loader handed out {self._handed_out} batches, but no release is on record "
-                "since, so epsilon would not count them. Call engine.record() before each release."
-            )
 
     def batch(self, step: int) -> LogicalBatch:
         """The logical batch of a step: a pure function of the plan's key and the step."""

@@ -425,7 +425,7 @@ class PrivacyEngine:
         if delta is None and not self._names_delta:
             raise ValueError("delta is missing. Expected a number in (0, 1), e.g. delta=1e-5.")
         if self._own_loop is not None:
-            self._own_loop.require_recorded(ledger.position)
+            self._own_loop.handed_out.require_recorded(ledger.position)
         return ledger.get_epsilon(delta=delta, accept_unverified=accept_unverified)
 
     @property

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader
 
-from dualdp import AccountingError
+from dualdp.run_registry import HandedOut
 
 from .data import Draw, PlannedLoader
 from .rules.base import Tensor
@@ -55,6 +55,9 @@ class OwnLoopLoader:
         loader: the user's.
         plan: `PrivacyPlan`.
         span: () -> steps (start, stop) of the coming pass.
+
+    Attributes:
+        handed_out: the batches that were handed out.
     """
 
     def __init__(
@@ -63,8 +66,7 @@ class OwnLoopLoader:
         self._plan, self._span = plan, span
         self._planned = PlannedLoader(loader, plan, span, lambda: 0, self._note)
         self._draw: Draw | None = None
-        self._first: int | None = None
-        self._handed_out = 0
+        self.handed_out = HandedOut()
 
     def _note(self, draw: Draw, batch: Any, number: int) -> None:
         """Keep the draw of the batch that comes next."""
@@ -76,7 +78,6 @@ class OwnLoopLoader:
         return max(stop - start, 0)
 
     def __iter__(self) -> Iterator[LogicalBatch]:
-        self._first = self._span()[0] if self._first is None else self._first
         chunks: list[Chunk] = []
         for batch in self._planned:
             draw = self._draw
@@ -84,21 +85,6 @@ class OwnLoopLoader:
             args = tuple(batch) if isinstance(batch, list | tuple) else (batch,)
             chunks.append(Chunk(args, draw.mask, draw.indices))
             if draw.is_last:
-                self._handed_out = max(self._handed_out, draw.step + 1 - self._first)
+                self.handed_out.note(draw.step)
                 yield LogicalBatch(self._plan, draw.step, tuple(chunks))
                 chunks = []
-
-    def require_recorded(self, position: int) -> None:
-        """Refuse a loop that took steps and recorded none.
-
-        Args:
-            position: of the ledger.
-
-        Raises:
-            AccountingError: it did.
-        """
-        if position == self._first and self._handed_out > 1:
-            raise AccountingError(
-                f"The loader handed out {self._handed_out} batches, but no release is on record "
-                "since, so epsilon would not count them. Call engine.record() before each release."
-            )

@@ -171,5 +171,5 @@ class Run:
         if delta is None and not self._settings.has_target:
             raise ValueError("delta is missing. Expected a number in (0, 1), e.g. delta=1e-5.")
         if self._own_loop is not None:
-            self._own_loop.require_recorded(ledger.position)
+            self._own_loop.handed_out.require_recorded(ledger.position)
         return ledger.get_epsilon(delta, accept_unverified=accept_unverified)

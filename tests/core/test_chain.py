@@ -153,6 +153,7 @@ def test_a_second_interrupt_while_the_first_is_undone(tmp_path, monkeypatch):
     assert parse(path.read_text()) == made.records == [*RECORDS, {"number": 6}]
 
 
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # of JAX
 def test_a_fork_that_ends_leaves_the_file_alone(tmp_path):
     """It knows the lines that there were when it was made, and no later ones."""
     path = tmp_path / "chain"

@@ -19,7 +19,7 @@ import dualdp
 from dualdp import checkpoint, run_registry
 from dualdp.batches import physical_batches
 from dualdp.randomness import LockedKey, RootKey, used_keys
-from tests.core.test_ledger import release
+from tests.core.test_ledger import forks, in_a_fork, release
 from tests.core.test_plan import make
 
 
@@ -108,24 +108,7 @@ def test_plans_that_are_gone_leave_nothing():
 # ---------------------------------------------------------------------- forks
 
 
-def in_a_fork(work):
-    """What a function returns, or the text of its error, in a fork of this process."""
-    read, write = os.pipe()
-    child = os.fork()
-    if not child:
-        try:
-            said = str(work())
-        except BaseException as error:  # noqa: BLE001
-            said = f"{type(error).__name__}: {error}"
-        os.write(write, said.encode())
-        os._exit(0)
-    os.waitpid(child, 0)
-    said = os.read(read, 10_000).decode()
-    os.close(read)
-    os.close(write)
-    return said
-
-
+@forks
 def test_a_fork_can_not_use_the_noise_of_its_parent(tmp_path):
     """known_failures 81."""
     plan = make()
