@@ -46,6 +46,7 @@ class Run:
         waiting: step -> branch of releases on record whose noise was not handed out yet.
         end: first step that was not on record when the run was begun or a step was sealed last.
         missing: steps whose noise was asked for and which are not on record.
+        unrecorded: step whose noise was handed out while nobody kept a record.
     """
 
     pid: int
@@ -56,6 +57,7 @@ class Run:
     waiting: dict[int, int] = field(default_factory=dict)
     end: int = 0
     missing: set[int] = field(default_factory=set)
+    unrecorded: int | None = None
 
 
 @dataclass
@@ -93,7 +95,8 @@ class HandedOut:
 
 _lock = threading.RLock()  # callbacks of compiled programs come from threads of their own
 _secret: dict[str, Run] = {}  # SHA-256 of a key -> its run
-_seeded: dict[int, tuple[weakref.ref[PrivacyPlan], Run]] = {}  # id of a plan with a seed
+#: Runs of a plan with a seed, by the identity of the object.
+_seeded: dict[int, tuple[weakref.ref[PrivacyPlan], list[Run]]] = {}
 _recorded: weakref.WeakKeyDictionary[Ledger, Run] = weakref.WeakKeyDictionary()
 
 
@@ -141,9 +144,16 @@ def begin(
 
 
 def _keep_seeded(plan: PrivacyPlan, run: Run) -> None:
-    """Make this the run of a plan with a seed."""
-    key = id(plan)
-    _seeded[key] = weakref.ref(plan, lambda _: _seeded.pop(key, None)), run
+    """Make this the latest run of a plan with a seed."""
+    key, runs = id(plan), _runs_of_seed(plan)
+    alive = [other for other in runs if other.ledger is not None and other.ledger() is not None]
+    _seeded[key] = weakref.ref(plan, lambda _: _seeded.pop(key, None)), [*alive, run]
+
+
+def _runs_of_seed(plan: PrivacyPlan) -> list[Run]:
+    """The runs of a plan with a seed, the latest last."""
+    ref, runs = _seeded.get(id(plan), (None, []))
+    return runs if ref is not None and ref() is plan else []
 
 
 def _mark(ledger: Ledger | None) -> used_keys.Mark:
@@ -165,7 +175,7 @@ def _refuse_used(
             "process, or one whose key file is read here (plan.save_key, PrivacyPlan.from_json)."
         )
     if found is not None and found.source and not found.recorder:
-        if run.source or found.missing:  # else it has drawn nothing yet
+        if run.source or found.unrecorded is not None:  # else it has drawn nothing yet
             raise AccountingError(
                 f"The noise of this plan was given to {found.source}, and {run.recorder} would "
                 f"use it a second time. Expected one of the two. {_OWN_LOOP}"
@@ -217,7 +227,7 @@ def reserve(plan: PrivacyPlan, source: str, caller: object) -> None:
     if root.seed is not None:
         return
     with _lock:
-        run = _run_of(plan) or _secret.setdefault(root.sha256, Run(os.getpid()))
+        run = _run_of(plan, 0) or _secret.setdefault(root.sha256, Run(os.getpid()))
         _take(run, source, caller)
 
 
@@ -250,7 +260,7 @@ def hand_out(
     """
     root = plan.root.require_secret()
     with _lock:
-        run = _run_of(plan)
+        run = _run_of(plan, step)
         if root.seed is not None and (run is None or run.source == OWN_STEP):
             return branch or 0  # a comparison
         if run is None:
@@ -298,7 +308,7 @@ def drawing(
         yield granted
     except BaseException:
         with _lock:
-            run = _run_of(plan)
+            run = _run_of(plan, step)
             if run is not None and run.recorder and granted is not None:
                 run.waiting[step] = granted
         raise
@@ -313,8 +323,8 @@ def not_recorded(source: str, step: int) -> AccountingError:
     )
 
 
-def _run_of(plan: PrivacyPlan) -> Run | None:
-    """The run of a plan in this process.
+def _run_of(plan: PrivacyPlan, step: int) -> Run | None:
+    """The run of a plan in this process; with a seed the latest that waits for this step's noise.
 
     Raises:
         AccountingError: it was begun in the process of which this one is a fork.
@@ -322,8 +332,9 @@ def _run_of(plan: PrivacyPlan) -> Run | None:
     root = plan.root.require_secret()
     run = _secret.get(root.sha256)
     if root.seed is not None:
-        ref, run = _seeded.get(id(plan), (None, None))
-        run = run if ref is not None and ref() is plan else None
+        runs = _runs_of_seed(plan)
+        waiting = [other for other in runs if step in other.waiting]
+        run = next(reversed(waiting or runs), None)
     if (run is not None and run.pid != os.getpid()) or (
         root.seed is None and root.pid != os.getpid()
     ):
@@ -368,9 +379,9 @@ def _unrecorded(
     if on_record_only:
         run.missing.add(step)
         return None
-    if run.missing:
+    if run.unrecorded is not None:
         raise AccountingError(
-            f"The noise of step={min(run.missing)} was drawn by {source} and nobody recorded that "
+            f"The noise of step={run.unrecorded} was drawn by {source} and nobody recorded that "
             f"release, so epsilon would not count it. {_OWN_LOOP}"
         )
     marks = used_keys.marks(root.sha256)
@@ -380,7 +391,7 @@ def _unrecorded(
             "second time. Make a new plan for a new run."
         )
     used_keys.leave(root.sha256, used_keys.Mark(), is_new=True)
-    run.missing.add(step)
+    run.unrecorded = step
     return branch or 0
 
 
@@ -394,7 +405,7 @@ def mark_new_file(root: RootKey) -> None:
         AccountingError: a mark can't be written.
     """
     run = _secret.get(root.sha256)
-    if run is not None and (run.recorder or run.missing):
+    if run is not None and (run.recorder or run.unrecorded is not None):
         ledger = None if run.ledger is None else run.ledger()
         used_keys.leave(root.sha256, _mark(ledger), is_new=False)
 

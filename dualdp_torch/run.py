@@ -146,9 +146,15 @@ class Run:
             The indices of the steps that may be released now.
 
         Raises:
-            AccountingError: one of them is past the plan; then none is recorded.
+            AccountingError: one of them is past the plan; then none is recorded. Or several
+                processes train together, whose steps `make_private` records.
         """
         ledger = self.ledger
+        if self._group is not None:
+            raise AccountingError(
+                "record() came in a run of several processes, whose loops would not be one run. "
+                "Expected the loader and optimizer of make_private, which account them together."
+            )
         steps = ledger.steps_ahead(_validate.integer("num_steps", num_steps))
         for step in steps:
             ledger.record(step)

@@ -2,6 +2,7 @@
 """Both engines take the same arguments, make the same plan of them, and refuse the same ones."""
 
 import json
+import pickle
 
 import jax.numpy as jnp
 import numpy as np
@@ -391,6 +392,36 @@ def test_noise_of_a_loop_of_ones_own_is_for_recorded_steps(stack):
         ):
             noisy_mean(zeros, run, 1)
         assert engine.get_epsilon() > 0
+
+
+@pytest.mark.parametrize("stack", FACES)
+def test_a_pickled_batch_has_no_key(stack):
+    """known_failures 81."""
+    run = plan(seed=None)
+    engine, loader = own_loop(stack, plan=run)
+    batch = next(iter(loader))
+    data = pickle.dumps(batch)
+    assert run.root.secret not in data
+    assert run.root.secret.hex().encode() not in data
+    again = pickle.loads(data)
+    assert again.step == 0
+    with pytest.raises(ValueError, match="key of this plan .* is not loaded"):
+        again.plan.batch_indices(0)
+    engine.detach()
+
+
+def test_loops_of_ones_own_are_for_one_process_on_torch(monkeypatch):
+    engine, _ = own_loop("torch", plan=plan())
+    engine._group = object()
+    with pytest.raises(
+        dualdp.AccountingError, match=r"record\(\) came in a run of several processes"
+    ):
+        engine.record()
+    monkeypatch.setattr("dualdp_torch.engine.Group.current", lambda: object())
+    with pytest.raises(
+        dualdp.AccountingError, match="make_loader came in a group of several proce"
+    ):
+        own_loop("torch", plan=plan())
 
 
 @pytest.mark.parametrize("stack", FACES)

@@ -93,6 +93,32 @@ def test_two_ledgers_of_one_key_are_refused_in_a_process():
     assert len(second) == 0
 
 
+def test_noise_that_was_refused_is_no_use_of_the_key():
+    """Inside jit a step that is not on record gets nan; the loop is repaired and begins."""
+    plan, caller = make(), object()
+    run_registry.reserve(plan, "add_noise(plan)", caller)
+    options = {"source": "add_noise(plan)", "caller": caller, "on_record_only": True}
+    assert draw(plan, **options) is None
+    ledger = dualdp.Ledger(plan)
+    plan.claim(ledger, recorder="PrivacyEngine.make_loader", source="")
+    assert draw(plan, **options) is None
+    release(ledger, 0)
+    assert draw(plan, **options) == 0
+    assert ledger.get_epsilon() > 0
+
+
+def test_runs_of_one_seeded_plan_go_side_by_side():
+    """Each ledger is a run of its own, in which a step's noise is handed out once."""
+    plan = make(seed=1)
+    ledgers = [dualdp.Ledger(plan) for _ in range(2)]
+    for step in range(3):
+        for ledger in ledgers:
+            release(ledger, step)
+        assert [draw(plan, step) for _ in ledgers] == [0, 0]
+        with pytest.raises(dualdp.AccountingError, match=f"noise of step={step} was handed out be"):
+            draw(plan, step)
+
+
 def test_plans_that_are_gone_leave_nothing():
     """Seeded runs are forgotten with their plans; those of secret keys are remembered."""
     gc.collect()

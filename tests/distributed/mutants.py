@@ -13,9 +13,9 @@ import dualdp_torch as dpt
 import dualdp_torch.data
 import dualdp_torch.engine
 import dualdp_torch.optimizer
-from dualdp import PrivacyPlan, schedules
+from dualdp import PrivacyPlan, run_registry, schedules
 from dualdp.ledger import Ledger
-from dualdp.randomness import RootKey, keys
+from dualdp.randomness import RootKey
 from dualdp_torch import distributed
 from dualdp_torch.data import Share
 from dualdp_torch.release import Together
@@ -31,7 +31,7 @@ def start(ledger=None, **changes):
     model = nn.Sequential(nn.Linear(60, 100), nn.Tanh(), nn.Linear(100, 3)).double()
     data = TensorDataset(torch.randn(40, 60).double(), torch.randint(3, (40,)))
     engine = dpt.PrivacyEngine()
-    keys._claimed.clear()  # one key for several runs is what no user can have
+    run_registry._secret.clear()  # one key for several runs is what no user can have
     return engine, *engine.make_private(
         module=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
