@@ -200,7 +200,6 @@ class PrivacyEngine(Attached):
         ledger: str | os.PathLike[str] | None,
     ) -> Parts:
         """Check everything, then open the ledger and attach."""
-        self._refuse_second()
         self._refuse_shared(unwrapped(module), optimizer)
         self._group = group_of(module)
         plan = self._agreed((module, optimizer, loader), plan, settings)
@@ -298,14 +297,14 @@ class PrivacyEngine(Attached):
         ledger: str | os.PathLike[str] | None = None,
         **plan_arguments: Any,
     ) -> OwnLoopLoader:
-        """The plan's batches and account for a loop of your own, on one process.
+        """The plan's batches and account for a loop of your own, in one process.
 
         Call `record()` before each release, `clipped_grad_sum` for its sum (with the mask of each
         chunk) and `noisy_mean(sum, plan, step)` for its noise.
 
         Args:
             data_loader: as in `make_private`.
-            plan: as there; for an engine of `load_checkpoint` that of its run.
+            plan: as there.
             ledger: as there.
             **plan_arguments: as there.
 

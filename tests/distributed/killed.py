@@ -68,6 +68,7 @@ def train(folder, die=None, dropout=0.2, stop=None):
     Returns:
         Parameters, what epsilon was at each turn, and what stopped the run, if something did.
     """
+    notes.own_machine(folder)
     choices._seconds = lambda *_: 0.0  # timing would let two runs go two ways
     several = dist.is_initialized()
     rank = dist.get_rank() if several else 0

@@ -32,6 +32,9 @@ def start(ledger=None, **changes):
     data = TensorDataset(torch.randn(40, 60).double(), torch.randint(3, (40,)))
     engine = dpt.PrivacyEngine()
     run_registry._secret.clear()  # one key for several runs is what no user can have
+    if "secret" in changes:  # a key that was made before the fork would be refused
+        changes = {**changes, "key": RootKey(changes["secret"])}
+        del changes["secret"]
     return engine, *engine.make_private(
         module=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
@@ -142,7 +145,7 @@ MUTANTS = {
     "none, portable": (contextlib.nullcontext, {"noise": "portable"}),
     "none, secure": (
         contextlib.nullcontext,
-        {"noise": "secure", "seed": None, "key": RootKey(bytes(range(16)))},
+        {"noise": "secure", "seed": None, "secret": bytes(range(16))},
     ),
     "a rank adds no noise": (no_noise, {}),
     "each rank adds its own noise": (
