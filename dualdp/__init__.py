@@ -20,4 +20,4 @@ from .exactness import ExactnessError as ExactnessError
 from .ledger import Ledger as Ledger
 from .plan import PrivacyPlan as PrivacyPlan
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

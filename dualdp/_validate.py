@@ -109,3 +109,11 @@ def choice(name: str, value: Any, allowed: Iterable[str] | Mapping[str, Any]) ->
     if value not in words:
         raise ValueError(f"{name}={value!r} is unknown. Expected one of {', '.join(words)}.")
     return value
+
+
+def newer(name: str, kind: str, found: int, known: int) -> str:
+    """The sentence about a file that a later version of this library wrote."""
+    return (
+        f"{name} is a {kind} of format {found}, and this version of dualdp reads format {known}. "
+        "Expected an older file; or use the version of dualdp that wrote it, or a later one."
+    )

@@ -9,18 +9,43 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 _START = "0" * 64
-_LONGEST = 1 << 26  # characters of one line; a longer one is no ledger's
+#: Characters of one line; a longer one is no ledger's, and is not written.
+LONGEST = 1 << 26
 
 Record = dict[str, Any]
+
+
+class Link(NamedTuple):
+    """One line of a chain.
+
+    Attributes:
+        record: its content.
+        line: its text, without the newline.
+        hash: SHA-256 of this and all lines before it.
+        end: length of the file with it, bytes; 0 without a file.
+    """
+
+    record: Record
+    line: str
+    hash: str
+    end: int
 
 
 def link(previous: str, record: Record) -> str:
     """SHA-256 of a record, chained to that of the record before it."""
     body = json.dumps(record, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(f"{previous}\n{body}".encode()).hexdigest()
+
+
+def _linked(previous: str, record: Record) -> Link:
+    """The line of a record after a line with this hash."""
+    chained = link(previous, record)
+    return Link(
+        record, json.dumps({**record, "hash": chained}, sort_keys=True, allow_nan=False), chained, 0
+    )
 
 
 def parse(text: str, name: str = "The text") -> list[Record]:
@@ -38,7 +63,7 @@ def parse(text: str, name: str = "The text") -> list[Record]:
     previous = _START
     for number, line in enumerate(text.split("\n")[:-1], 1):
         try:
-            if len(line) > _LONGEST:
+            if len(line) > LONGEST:
                 raise ValueError("too long")
             record = json.loads(line, parse_constant=_refuse_constant)
             found = record.pop("hash")
@@ -72,16 +97,17 @@ class Chain:
     Guarantees:
         After `append` returns, a killed process leaves the record in the file.
             [test_a_killed_process_leaves_its_records]
-        A failed write leaves file and memory as they were.  [test_a_full_disk_changes_nothing]
+        A failed write or an interrupt leaves file and memory alike, with the record or without it.
+            [test_a_full_disk_changes_nothing, test_an_interrupt_at_any_line_counts_no_step_twice]
         Two processes never write one file.  [test_one_file_has_one_writer]
+        Every line that is written can be read.  [test_a_line_too_long_to_be_read_is_not_written]
     """
 
     def __init__(self, records: Iterable[Record] = ()) -> None:
-        self.records: list[Record] = []
-        self.lines: list[str] = []
+        self._links: list[Link] = []  # one list, so that a line is there or not
         self.path: str | None = None
         self._file: int | None = None
-        self._hash = _START
+        self._pid = os.getpid()
         for record in records:
             self.append(record)
 
@@ -97,8 +123,11 @@ class Chain:
             with os.fdopen(os.dup(file), "rb") as reader:
                 data = reader.read()
             chain = cls(parse(data.decode(errors="replace"), os.fspath(path)))
-            os.ftruncate(file, data.rfind(b"\n") + 1)
+            end = data.rfind(b"\n") + 1
+            os.ftruncate(file, end)
             os.lseek(file, 0, os.SEEK_END)
+            if chain._links:
+                chain._links[-1] = chain._links[-1]._replace(end=end)
         except BaseException:
             os.close(file)
             raise
@@ -110,6 +139,7 @@ class Chain:
 
         Raises:
             FileExistsError: there is a file at `path` already.
+            FileNotFoundError: its folder does not exist.
         """
         try:
             file = _locked(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
@@ -118,39 +148,94 @@ class Chain:
                 f"{os.fspath(path)} exists. Expected a new path for the ledger of a new run, or "
                 "load_checkpoint to go on with the run that wrote it."
             ) from error
+        except FileNotFoundError as error:
+            raise FileNotFoundError(
+                f"{os.fspath(path)} can't be made: its folder does not exist. Expected a path in "
+                "a folder that does."
+            ) from error
         try:
-            _write(file, self.text().encode())
+            text = self.text().encode()
+            _write(file, text)
+            self.close()
+            if self._links:
+                self._links[-1] = self._links[-1]._replace(end=len(text))
+            self.path, self._file = os.fspath(path), file
         except BaseException:
+            self.path = self._file = None
             os.close(file)
             os.unlink(path)
             raise
-        self.close()
-        self.path, self._file = os.fspath(path), file
 
     def append(self, record: Record) -> None:
-        """Add one record, in the file before in memory."""
-        chained, before = link(self._hash, record), len(self.lines)
-        line = json.dumps({**record, "hash": chained}, sort_keys=True, allow_nan=False)
-        start = None if self._file is None else os.fstat(self._file).st_size
+        """Add one record, in the file before in memory.
+
+        Raises:
+            ValueError: its line would be longer than a reader accepts.
+        """
+        self._mend()
+        made = _linked(self.last_hash, record)
+        if len(made.line) > LONGEST:
+            raise ValueError(
+                f"A record of the ledger takes {len(made.line)} characters, more than the "
+                f"{LONGEST} that are read again. Expected a plan whose schedules have a name, such "
+                "as 'linear', instead of a table of all steps."
+            )
         try:
             if self._file is not None:
-                _write(self._file, f"{line}\n".encode())
-            self.records.append(record)
-            self.lines.append(line)
-            self._hash = chained
+                data = f"{made.line}\n".encode()
+                _write(self._file, data)
+                made = made._replace(end=self._end + len(data))
+            self._links.append(made)
         except BaseException:  # a full disk, or an interrupt at any of these lines
-            del self.records[before:], self.lines[before:]
-            if self._file is not None and start is not None:
-                os.ftruncate(self._file, start)
-                os.lseek(self._file, start, os.SEEK_SET)
+            self._mend()
             raise
+
+    @property
+    def _end(self) -> int:
+        """Length of the file that memory vouches for."""
+        return self._links[-1].end if self._links else 0
+
+    def _mend(self) -> None:
+        """Cut off what a failed `append` left in the file."""
+        if self._file is None or self._pid != os.getpid():  # a fork does not know the last lines
+            return
+        if os.fstat(self._file).st_size != self._end:
+            os.ftruncate(self._file, self._end)
+            os.lseek(self._file, self._end, os.SEEK_SET)
+
+    def __len__(self) -> int:
+        """Number of records."""
+        return len(self._links)
+
+    @property
+    def records(self) -> list[Record]:
+        """All records."""
+        return [made.record for made in self._links]
+
+    def lines(self, start: int = 0) -> list[str]:
+        """The lines from one on, without newlines."""
+        return [made.line for made in self._links[start:]]
+
+    @property
+    def last_hash(self) -> str:
+        """The hash of the last line."""
+        return self.hash_at(len(self._links))
+
+    def hash_at(self, count: int) -> str:
+        """The hash of the first `count` lines."""
+        return self._links[count - 1].hash if count else _START
+
+    def holds(self, chained: str) -> bool:
+        """Whether a line has this hash."""
+        return any(made.hash == chained for made in self._links)
 
     def text(self) -> str:
         """Every line, each with its newline."""
-        return "".join(f"{line}\n" for line in self.lines)
+        return "".join(f"{made.line}\n" for made in self._links)
 
     def sync(self) -> None:
         """Bring the file to the disk, past a power cut."""
+        self._mend()
         if self._file is not None:
             os.fsync(self._file)
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One file for a run that stands still: arrays, plan, position and ledger; the key lies apart.
+"""One file for a run between two steps: arrays, plan and position; key and ledger lie apart.
 
-The file is safetensors, with a JSON document among its metadata, so that any reader of that format
-finds the arrays, and nothing in it is code.
+The file is safetensors, so that any reader of that format finds the arrays, and nothing in it is
+code. Among the arrays is a JSON document, as bytes, since the format's own metadata end at 100 MB.
+Of the ledger it says the number of lines and the hash of the last, not the text.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dualdp.ledger import Ledger
+from dualdp import _validate
+from dualdp.ledger import Ledger, saved_lines
 from dualdp.plan import PrivacyPlan
 from dualdp.randomness import RootKey
 
@@ -26,7 +28,8 @@ if TYPE_CHECKING:
     Arrays = Mapping[str, NDArray[Any]]
 
 _FORMAT = "dualdp_checkpoint"
-_VERSION = 1
+_VERSION = 2
+_DOCUMENT = "document"  # the array that holds it; version 1 had it among the metadata
 Path_ = str | os.PathLike[str]
 
 
@@ -55,8 +58,10 @@ def write(path: Path_, arrays: Arrays, document: Mapping[str, Any]) -> None:
     """
     from safetensors.numpy import save
 
-    text = json.dumps({_FORMAT: _VERSION, **document}, allow_nan=False)
+    text = json.dumps({_FORMAT: _VERSION})
     packed = {name: np.asarray(array, order="C") for name, array in arrays.items()}
+    body = json.dumps({**document, _FORMAT: _VERSION}, allow_nan=False)
+    packed[_DOCUMENT] = np.frombuffer(body.encode(), np.uint8)
     data = save(packed, metadata={"document": text, "sha256": _digest(packed, text)})
     target = Path(path)
     handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
@@ -86,7 +91,8 @@ def read(path: Path_) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
 
     Raises:
         FileNotFoundError: there is no file.
-        ValueError: the file is foreign, truncated or edited; the text says which.
+        ValueError: the file is foreign, truncated, edited or of a later version; the text says
+            which.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -111,19 +117,70 @@ def read(path: Path_) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
         raise ValueError(
             f"{name} was changed after it was written: its SHA-256 differs. Take an older one."
         )
-    document = json.loads(metadata["document"])
-    version = document.pop(_FORMAT, None)
-    if version != _VERSION:
+    document = _as_object(metadata["document"], name)
+    require_version(document, name)
+    if _DOCUMENT in arrays:
+        document = _as_object(arrays.pop(_DOCUMENT).tobytes(), name)
+        require_version(document, name)
+    del document[_FORMAT]
+    return arrays, without_text(document)
+
+
+def _as_object(text: str | bytes, name: str) -> dict[str, Any]:
+    """The JSON object of a text.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        found = json.loads(text)
+    except (RecursionError, ValueError):
+        found = None
+    if not isinstance(found, dict):
         raise ValueError(
-            f"{name} has version {version!r} of the checkpoint's format. Expected {_VERSION}; "
-            "load it with the version of dualdp that wrote it."
+            f"{name} holds no JSON object that says what it is. Expected a file of save_checkpoint."
         )
-    return arrays, document
+    return found
+
+
+def without_text(document: Mapping[str, Any]) -> dict[str, Any]:
+    """A document that names where its ledger was, also of version 1, which held the whole text."""
+    state = document.get("ledger")
+    if not isinstance(state, dict) or "text" not in state:
+        return dict(document)
+    num_lines, chained = saved_lines(state)
+    kept = {name: value for name, value in state.items() if name != "text"}
+    return {**document, "ledger": {**kept, "num_lines": num_lines, "hash": chained}}
+
+
+def require_version(document: Mapping[str, Any], name: str) -> None:
+    """Refuse what a later version of this library wrote, or what names no version.
+
+    Args:
+        document: of a checkpoint, or the part of it that names the version.
+        name: of the file or folder, for errors.
+
+    Raises:
+        ValueError: it is such a one.
+    """
+    found = document.get(_FORMAT)
+    if isinstance(found, int) and found > _VERSION:
+        raise ValueError(_validate.newer(name, "checkpoint", found, _VERSION))
+    if found not in (1, _VERSION):
+        raise ValueError(
+            f"{name} has version {found!r} of the checkpoint's format. Expected one up to "
+            f"{_VERSION}: a file of save_checkpoint."
+        )
 
 
 def key_path(path: Path_) -> Path:
     """Where the key of a checkpoint lies unless the user says otherwise."""
     return Path(f"{os.fspath(path)}.key")
+
+
+def ledger_path(path: Path_) -> Path:
+    """Where a ledger goes that was in memory until its run was saved."""
+    return Path(f"{os.fspath(path)}.ledger")
 
 
 def numbered(folder: Path_, number: int) -> Path:
@@ -170,7 +227,8 @@ def moved(document: Mapping[str, Any], folder: Path_, path: Path_) -> dict[str, 
             "checkpoint, or that file moved away."
         )
     file = Path(folder).resolve().parent / document["ledger_file"]
-    return {**document, "ledger_file": os.path.relpath(file, Path(path).resolve().parent)}
+    place = os.path.relpath(file, Path(path).resolve().parent)
+    return {**without_text(document), "ledger_file": place}
 
 
 def pack_run(ledger: Ledger, path: Path_) -> dict[str, Any]:
@@ -197,12 +255,13 @@ def pack_run(ledger: Ledger, path: Path_) -> dict[str, Any]:
         )
     state = ledger.state()
     if ledger.path is None:
-        ledger.write_to(f"{os.fspath(path)}.ledger")
+        ledger.write_to(ledger_path(path))
     if root.seed is None and not beside.exists():
         ledger.plan.save_key(beside)
     ledger.sync()
     folder = Path(path).resolve().parent
     return {
+        _FORMAT: _VERSION,
         "plan": json.loads(ledger.plan.to_json()),
         "ledger": state,
         "ledger_file": os.path.relpath(Path(str(ledger.path)).resolve(), folder),
@@ -218,15 +277,17 @@ def unpack_run(
     """The ledger (and its plan) of a checkpoint, ready for the step after it.
 
     Args:
-        document: of `read`.
+        document: what `pack_run` gave.
         path: of the checkpoint; key and ledger are looked for from there.
         key: the key or its file; None for `<path>.key`.
-        ledger: the run's ledger file; None for the one that the checkpoint names.
+        ledger: the run's ledger file; None for the one that the checkpoint names, or, where that
+            is gone, for `<path>.ledger`.
 
     Raises:
         FileNotFoundError: key or ledger file is missing.
         ValueError: the document, the key or the ledger is broken or of another run.
     """
+    require_version({_FORMAT: 1, **document}, os.fspath(path))
     try:
         text, state = json.dumps(document["plan"]), document["ledger"]
         named = Path(path).resolve().parent / document["ledger_file"]
@@ -244,7 +305,9 @@ def unpack_run(
                 "elsewhere."
             )
     plan = PrivacyPlan.from_json(text, key=key)
-    file = Path(ledger) if ledger is not None else named
+    beside = ledger_path(path)
+    found = named if named.exists() or not beside.exists() else beside
+    file = Path(ledger) if ledger is not None else found
     if not file.exists():
         raise FileNotFoundError(
             f"{file} does not exist. Expected the ledger that the run went on writing after this "

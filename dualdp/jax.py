@@ -17,6 +17,7 @@ from dualdp_jax import ClippedGradSum as ClippedGradSum
 from dualdp_jax import Finding as Finding
 from dualdp_jax import Loader as Loader
 from dualdp_jax import LogicalBatch as LogicalBatch
+from dualdp_jax import PlannedLoader as PlannedLoader
 from dualdp_jax import PrivacyEngine as PrivacyEngine
 from dualdp_jax import Rule as Rule
 from dualdp_jax import Spec as Spec

@@ -8,23 +8,26 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import InitVar, dataclass, field, fields
 from functools import partial
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dualdp import _validate, accountants, mechanisms, schedules, spending
-from dualdp._validate import AccountingError
+from dualdp import _validate, accountants, mechanisms, run_registry, schedules, spending
+from dualdp._validate import newer
 from dualdp.clipping import CLIPPING, split_bounds
 from dualdp.randomness import LockedKey, RootKey, bits, fold_in, root_key, secure, unlock
-from dualdp.randomness.keys import is_used, mark_used
 from dualdp.samplers import SAMPLERS, WHOLE_PASS, Draw
+
+if TYPE_CHECKING:
+    from dualdp.ledger import Ledger
 
 NOISE = ("fast", "portable", "secure")
 ON_BUDGET = ("raise", "stop")
 Scheduled = float | schedules.Schedule | Callable[[int], float]
 _SCHEDULED = ("noise_multiplier", "max_grad_norm", "expected_batch_size")
 _FORMAT = "dualdp_plan"
+_VERSION = 1
 _MOST_STEPS = 10**7
 
 
@@ -130,16 +133,35 @@ class PrivacyPlan:
             )
         constant = isinstance(schedule, schedules.Constant)
         first_only = adaptive or constant or self.num_steps is None
-        planned = schedules.values(schedule, 1 if first_only else self.num_steps or 0)
-        lowest = _validate.non_negative if name == "noise_multiplier" else _validate.positive
-        for extreme in (planned.min(), planned.max()) if planned.size else ():
-            lowest(name, float(extreme))
-        if name == "expected_batch_size" and planned.size and planned.max() > self.num_examples:
-            raise ValueError(
-                f"expected_batch_size={float(planned.max())} exceeds num_examples="
-                f"{self.num_examples}. Expected at most the whole data set."
-            )
+        planned = np.arange(1 if first_only else self.num_steps or 0)
+        self._require_in_range(name, planned, schedule.at(planned), is_constant=constant)
         return schedule
+
+    def _require_in_range(
+        self, name: str, steps: NDArray[np.int64], values: Any, *, is_constant: bool = False
+    ) -> None:
+        """Refuse a scheduled value that no step can have; the first such step is named.
+
+        Raises:
+            ValueError: there is one.
+        """
+        values = np.asarray(values, dtype=np.float64)
+        least = ">= 0" if name == "noise_multiplier" else "> 0"
+        low = values >= 0 if least == ">= 0" else values > 0
+        possible = low & np.isfinite(values)
+        fits = values <= self.num_examples if name == "expected_batch_size" else possible
+        wrong = np.flatnonzero(~(possible & fits))
+        if not wrong.size:
+            return
+        first = int(wrong[0])
+        named = f"{name}={float(values[first])}{'' if is_constant else f' at step {steps[first]}'}"
+        if possible[first]:
+            raise ValueError(
+                f"{named} exceeds num_examples={self.num_examples}. Expected at most the whole "
+                "data set."
+            )
+        end = "" if is_constant else "; end the run or the change of the schedule before that step"
+        raise ValueError(f"{named} is out of range. Expected a finite number {least}{end}.")
 
     def _check_sampler(self) -> None:
         """Refuse what the sampler's accounting does not cover."""
@@ -213,8 +235,28 @@ class PrivacyPlan:
         return self.sample_rate_at(0)
 
     def _at(self, name: str, step: int) -> float:
-        """One scheduled value."""
-        return float(getattr(self, name).at(_validate.integer("step", step)))
+        """One scheduled value, checked: an open-ended schedule may leave its range at some step."""
+        schedule, step = getattr(self, name), _validate.integer("step", step)
+        if isinstance(schedule, schedules.Constant):  # checked when the plan was made
+            return schedule.value
+        return float(self.scheduled(name, np.asarray([step]))[0])
+
+    def scheduled(self, name: str, steps: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Values of noise_multiplier, max_grad_norm or expected_batch_size at some steps.
+
+        Args:
+            name: of the schedule.
+            steps: (k,) int64.
+
+        Returns:
+            (k,) float64.
+
+        Raises:
+            ValueError: one is out of range; the step is named.
+        """
+        values = np.asarray(getattr(self, name).at(steps), dtype=np.float64)
+        self._require_in_range(name, steps, values)
+        return values
 
     # ------------------------------------------------------------------ randomness
 
@@ -243,29 +285,39 @@ class PrivacyPlan:
 
     def save_key(self, path: str | os.PathLike[str]) -> None:
         """Write the secret key to a new file, mode 0600; a resume or hand-over needs it."""
-        self.root.require_secret().save(path)
+        root = self.root.require_secret()
+        root.save(path)
+        try:
+            run_registry.mark_new_file(root)
+        except BaseException:
+            os.unlink(path)
+            raise
 
-    def claim(self, *, resumed: bool = False) -> None:
+    def claim(
+        self,
+        ledger: Ledger | None = None,
+        *,
+        recorder: str = "claim",
+        source: str = run_registry.OWN_STEP,
+        resumed: bool = False,
+        follows: bool = False,
+    ) -> None:
         """Take the key for one run: a second run would repeat the noise of the first.
 
         Plans with a seed are for tests and comparisons, and may be run again.
 
         Args:
+            ledger: of the run.
+            recorder: what keeps the ledger, as the user calls it.
+            source: what draws the noise; "" where an `add_noise` or `noisy_mean` will.
             resumed: this is that run, going on with its ledger.
+            follows: another process of the same group has begun the run.
 
         Raises:
             AccountingError: another run has the key, of this process, or of any that left a mark
-                beside the key file.
+                beside the key file or on this machine; or such a mark can't be written.
         """
-        key = self.root.require_secret()
-        user = None if resumed or key.seed is not None else is_used(key)
-        if user is not None:
-            raise AccountingError(
-                f"This plan's key was used by {user}; the difference of the two models would show "
-                "a gradient without noise. Make a new plan for a new run, or go on with that run "
-                "by load_checkpoint."
-            )
-        mark_used(key)
+        run_registry.begin(self, ledger, recorder, source=source, resumed=resumed, follows=follows)
 
     # ------------------------------------------------------------------ accounting
 
@@ -323,7 +375,7 @@ class PrivacyPlan:
 
     def to_json(self) -> str:
         """Everything but the secret, which is named by its SHA-256."""
-        data: dict[str, Any] = {_FORMAT: 1, "key_sha256": self.root.sha256}
+        data: dict[str, Any] = {_FORMAT: _VERSION, "key_sha256": self.root.sha256}
         for name in _FIELDS:
             value = getattr(self, name)
             data[name] = schedules.to_json(value) if name in _SCHEDULED else value
@@ -339,11 +391,13 @@ class PrivacyPlan:
                 and noise need it, unless the plan was made from a seed.
 
         Raises:
-            ValueError: not a plan, or the key of another one.
+            ValueError: not a plan, one of a later version, or the key of another one.
         """
+        version = None
         try:
             data = json.loads(text)
-            if data.pop(_FORMAT) != 1:
+            version = data.pop(_FORMAT)
+            if version != _VERSION:
                 raise ValueError("unknown version")
             sha256 = data.pop("key_sha256")
             for name in _SCHEDULED:
@@ -353,6 +407,8 @@ class PrivacyPlan:
             if unknown:
                 raise ValueError(f"unknown fields {sorted(unknown)}")
         except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+            if isinstance(version, int) and version > _VERSION:
+                raise ValueError(newer("The text", "plan", version, _VERSION)) from None
             raise ValueError(
                 f"The text is not a plan ({error}). Expected what PrivacyPlan.to_json wrote."
             ) from error

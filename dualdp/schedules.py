@@ -58,8 +58,9 @@ class Step:
         _validate.integer("every", self.every, minimum=1)
 
     def at(self, steps: Any) -> Values:
-        """Values at the given steps, shape of `steps`."""
-        return np.asarray(self.initial * self.factor ** (np.asarray(steps) // self.every), float)
+        """Values at the given steps, shape of `steps`; inf past the largest float."""
+        times = np.asarray(np.asarray(steps) // self.every, dtype=np.float64)
+        return _power(self.initial, self.factor, times)
 
 
 @dataclass(frozen=True)
@@ -78,8 +79,14 @@ class Exponential:
         _validate.positive("rate", self.rate)
 
     def at(self, steps: Any) -> Values:
-        """Values at the given steps, shape of `steps`."""
-        return np.asarray(self.initial * self.rate ** np.asarray(steps, dtype=np.float64))
+        """Values at the given steps, shape of `steps`; inf past the largest float."""
+        return _power(self.initial, self.rate, np.asarray(steps, dtype=np.float64))
+
+
+def _power(initial: float, base: float, exponent: Values) -> Values:
+    """`initial * base ** exponent`."""
+    with np.errstate(over="ignore", under="ignore"):
+        return np.asarray(initial * base**exponent)
 
 
 @dataclass(frozen=True)
@@ -254,6 +261,19 @@ def as_schedule(
             )
         return Table(tuple(_validate.real(f"{name}({k})", value(k)) for k in range(num_steps)))
     return Constant(_validate.real(name, value))
+
+
+def settles_at(schedule: Schedule) -> float:
+    """First step from which on the value stays the same; inf where it never does.
+
+    >>> settles_at(Warmup(Linear(1.0, 2.0, over=10), over=3))
+    10.0
+    """
+    if isinstance(schedule, Warmup):
+        return max(float(schedule.over), settles_at(schedule.then))
+    if isinstance(schedule, Linear):
+        return float(schedule.over)
+    return 0.0 if isinstance(schedule, Constant) else math.inf
 
 
 def values(schedule: Schedule, num_steps: int) -> Values:

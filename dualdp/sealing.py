@@ -43,13 +43,18 @@ def digest(plan: PrivacyPlan, facts: tuple[Any, ...], parts: Arrays) -> str:
     Args:
         plan: holds the key, without which a digest tells nothing about the sums.
         facts: plain numbers and words: the step, the bound, where the noise comes from.
-        parts: the clipped sums, in a fixed order.
+        parts: the clipped sums, in a fixed order; at least one.
+
+    Raises:
+        ValueError: there is none.
 
     Guarantees:
         Sums that differ in one bit, in shape or in dtype have another digest, but for a 128-bit
             collision.  [test_the_digest_sees_every_bit]
     """
     arrays = [np.asarray(part, order="C") for part in parts]
+    if not arrays:
+        raise ValueError("No clipped sum came, so nothing tells this release from another one.")
     head = repr((facts, [(array.shape, array.dtype.str) for array in arrays])).encode()
     bodies = (array.reshape(-1).view(np.uint8).data for array in arrays if array.size)
     return plan.root.require_secret().digest([head, *bodies])
@@ -60,8 +65,9 @@ def noisy_fraction(
 ) -> float:
     """Share of the examples below the bound, with the noise of that step and branch.
 
-    Each example counts 1/2 or -1/2, so that one example moves the sum by 1/2; the sum is divided by
-    the expected batch size, never by the size that was drawn.
+    Each example counts 1/2 or -1/2, so that one example more moves the sum by 1/2, and one that is
+    replaced or emptied by 1; the sum is divided by the expected batch size, never by the size that
+    was drawn.
 
     Source: Andrew et al. 2021, Algorithm 1.
     """

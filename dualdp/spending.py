@@ -12,14 +12,23 @@ import numpy as np
 from dualdp import accountants
 from dualdp._validate import AccountingError
 from dualdp.accountants.calibrate import get_schedule_scale
+from dualdp.accountants.question import smallest_scale, target
 from dualdp.randomness.secure import accounted_noise_multiplier
-from dualdp.schedules import AdaptiveNorm, Constant
+from dualdp.schedules import AdaptiveNorm, settles_at
 
 if TYPE_CHECKING:
     from dualdp.plan import PrivacyPlan
 
 Stretch = tuple[float, float, int]
 _MOST_STEPS = 1 << 40
+#: Steps of a schedule that never settles whose values are looked at, one by one.
+_MOST_TABULATED = 10**7
+#: How far ahead the end of an open-ended run with such a schedule is looked for at a time.
+_HORIZON = 1 << 10
+#: How far one example moves the noisy count of an adaptive bound, in which each counts 1/2 or -1/2,
+#: where it moves the gradient's sum by C. Under "replace" the accountant doubles both. Under
+#: "zero_out" the emptied example keeps its place, and its norm of 0 lies below every bound.
+_COUNT_CHANGE = {"add_or_remove": 0.5, "replace": 0.5, "zero_out": 1.0}
 
 
 def accounted_noise(
@@ -29,8 +38,7 @@ def accounted_noise(
 
     Gaussian releases on one draw, each of them adaptive to those before, cost what one Gaussian
     costs whose inverse variances add up. With an adaptive bound the count below it is released
-    beside the gradient: less one half for each example it has sensitivity 1/2, so that noise of
-    standard deviation s is a multiplier of 2 s.
+    beside the gradient, with the noise multiplier of `count_noise`.
 
     Args:
         plan: the run.
@@ -46,10 +54,22 @@ def accounted_noise(
         noise_multiplier = accounted_noise_multiplier(noise_multiplier)
     precision = math.inf if noise_multiplier == 0 else noise_multiplier**-2.0
     if isinstance(plan.max_grad_norm, AdaptiveNorm):
-        precision += (2 * plan.max_grad_norm.count_stddev(expected_batch_size)) ** -2.0
+        precision += count_noise(plan, expected_batch_size) ** -2.0
     elif times == 1:
         return noise_multiplier
     return float((times * precision) ** -0.5)
+
+
+def count_noise(plan: PrivacyPlan, expected_batch_size: float) -> float:
+    """Noise multiplier of the count that a plan with an adaptive bound releases at a step.
+
+    Guarantees:
+        No neighbor moves the count by more.  [test_the_count_moves_by_what_is_accounted]
+    """
+    if not isinstance(plan.max_grad_norm, AdaptiveNorm):
+        return math.inf
+    stddev = plan.max_grad_norm.count_stddev(expected_batch_size)
+    return stddev / _COUNT_CHANGE[plan.neighboring_relation]
 
 
 def release(
@@ -75,19 +95,32 @@ def account(plan: PrivacyPlan, stretches: Iterable[Stretch], accountant: str | N
 
 
 def stretches(plan: PrivacyPlan, start: int, stop: int) -> list[Stretch]:
-    """Distinct (noise_multiplier, expected_batch_size) of the steps start..stop-1, and counts."""
-    if isinstance(plan.noise_multiplier, Constant) and isinstance(
-        plan.expected_batch_size, Constant
-    ):
-        same = plan.noise_multiplier.value, plan.expected_batch_size.value, stop - start
-        return [same] if stop > start else []
-    steps = np.arange(start, stop)
-    noise, size = plan.noise_multiplier.at(steps), plan.expected_batch_size.at(steps)  # type: ignore[union-attr]
-    pairs, counts = np.unique(np.stack([noise, size], axis=1), axis=0, return_counts=True)
-    return [(float(n), float(s), int(c)) for (n, s), c in zip(pairs, counts, strict=True)]
+    """Distinct (noise_multiplier, expected_batch_size) of the steps start..stop-1, and counts.
+
+    Raises:
+        ValueError: a value is out of range, or a schedule that never settles is asked for more
+            steps than can be looked at.
+    """
+    schedules = plan.noise_multiplier, plan.expected_batch_size
+    settled = max(start, *(settles_at(schedule) for schedule in schedules))  # type: ignore[arg-type]
+    tail = stop if settled >= stop else int(settled)
+    if tail - start > _MOST_TABULATED:
+        raise ValueError(
+            f"{stop} steps of a schedule that changes at every step can't be accounted at once. "
+            f"Expected at most {_MOST_TABULATED}, or a schedule that settles, such as 'linear'."
+        )
+    index = np.arange(start, tail + (stop > tail))  # with the first of the settled steps
+    noise = plan.scheduled("noise_multiplier", index)
+    size = plan.scheduled("expected_batch_size", index)
+    counts = np.ones(index.size, dtype=np.int64)
+    counts[tail - start :] = stop - tail
+    pairs, place = np.unique(noise + 1j * size, return_inverse=True)
+    totals = np.zeros(pairs.size, dtype=np.int64)
+    np.add.at(totals, place, counts)
+    return [(p.real, p.imag, n) for p, n in zip(pairs.tolist(), totals.tolist(), strict=True)]
 
 
-def last_affordable(plan: PrivacyPlan, spent: Any, position: int) -> int | None:
+def last_affordable(plan: PrivacyPlan, spent: Any, position: int) -> tuple[int | None, float]:
     """First step that may not run: the end of the plan, or of its target epsilon.
 
     Args:
@@ -96,27 +129,35 @@ def last_affordable(plan: PrivacyPlan, spent: Any, position: int) -> int | None:
         position: the step that would be next.
 
     Returns:
-        The end, >= position; None when there is none.
+        `(end, looked)`: the end, >= position, or None where none lies before the step `looked`,
+        at which the question must be asked again.
     """
     target = plan.target_epsilon
     if target is None:
-        return plan.num_steps
+        return plan.num_steps, math.inf
 
     def affords(stop: int) -> bool:
+        try:
+            ahead = stretches(plan, position, stop)
+        except (IndexError, ValueError):  # a schedule that has left its range by then
+            return False
         trial = spent.copy()
-        for noise, size, count in stretches(plan, position, stop):
+        for noise, size, count in ahead:
             trial.step(num_steps=count, **release(plan, noise, size))
         return bool(trial.get_epsilon(delta=plan.delta) <= target)
 
     if plan.num_steps is not None:
         stop = plan.num_steps
-        return stop if stop <= position or affords(stop) else _bisect(affords, position, stop)
-    ahead = 1
+        end = stop if stop <= position or affords(stop) else _bisect(affords, position, stop)
+        return end, math.inf
+    schedules = plan.noise_multiplier, plan.expected_batch_size
+    settles = all(settles_at(schedule) < math.inf for schedule in schedules)  # type: ignore[arg-type]
+    ahead, most = 1, _MOST_STEPS if settles else _HORIZON
     while affords(position + ahead):
+        if ahead == most:  # a schedule to be looked at again, or a release without cost
+            return None, position + most if not settles else math.inf
         ahead *= 2
-        if ahead > _MOST_STEPS:
-            return None  # a release without cost, such as one of infinite noise
-    return _bisect(affords, position, position + ahead)
+    return _bisect(affords, position, position + ahead), math.inf
 
 
 def _bisect(affords: Callable[[int], bool], good: int, bad: int) -> int:
@@ -136,8 +177,26 @@ def calibrated_noise(draft: PrivacyPlan, target_epsilon: float) -> float:
     if draft.num_steps is None:
         raise ValueError("num_steps is None. Expected a number of steps to calibrate for.")
     sizes = [(size, count) for _, size, count in stretches(draft, 0, draft.num_steps)]
-    share = accounted_noise_multiplier(1.0) if draft.noise == "secure" else 1.0
-    noise = get_schedule_scale(
+    _require_count_noise(draft, target_epsilon, sizes)
+
+    def spent(noise: float) -> float:
+        made = account(draft, [(noise, size, count) for size, count in sizes])
+        return float(made.get_epsilon(delta=draft.delta))
+
+    return smallest_scale(spent, *target(target_epsilon, draft.delta))
+
+
+def _require_count_noise(
+    draft: PrivacyPlan, target_epsilon: float, sizes: list[tuple[float, int]]
+) -> None:
+    """Refuse an adaptive bound whose noisy count alone spends the target.
+
+    Raises:
+        ValueError: it does.
+    """
+    if not isinstance(draft.max_grad_norm, AdaptiveNorm):
+        return
+    needed = get_schedule_scale(
         target_epsilon=target_epsilon,
         target_delta=draft.delta,
         steps=[(1.0, size / draft.num_examples, count) for size, count in sizes],
@@ -146,20 +205,13 @@ def calibrated_noise(draft: PrivacyPlan, target_epsilon: float) -> float:
         neighboring_relation=draft.neighboring_relation,
         **draft.sizes,
     )
-    adaptive = isinstance(draft.max_grad_norm, AdaptiveNorm)
-    if noise == 0 or not (adaptive or share < 1):
-        return noise
-    if isinstance(draft.max_grad_norm, AdaptiveNorm):
-        counts = min(2 * draft.max_grad_norm.count_stddev(size) for size, _ in sizes)
-        if counts <= noise:
-            raise ValueError(
-                f"The noisy count of the adaptive max_grad_norm has noise multiplier {counts:.4g}, "
-                f"but target_epsilon={target_epsilon} needs {noise:.4g} for all that is released. "
-                "Expected a larger count_noise_multiplier, or a larger target."
-            )
-        noise = (noise**-2.0 - counts**-2.0) ** -0.5
-    # Rounded up, so that the whole never has less noise than was found.
-    return float(noise / share) * (1 + 1e-12)
+    counts = min((count_noise(draft, size) for size, _ in sizes), default=math.inf)
+    if counts <= needed:
+        raise ValueError(
+            f"The noisy count of the adaptive max_grad_norm has noise multiplier {counts:.4g}, "
+            f"but target_epsilon={target_epsilon} needs {needed:.4g} for all that is released. "
+            "Expected a larger count_noise_multiplier, or a larger target."
+        )
 
 
 def spent_by(

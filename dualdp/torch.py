@@ -12,9 +12,13 @@ from dualdp_torch import METHODS as METHODS
 from dualdp_torch import RULES as RULES
 from dualdp_torch import BatchMemoryManager as BatchMemoryManager
 from dualdp_torch import ChangedInPlaceError as ChangedInPlaceError
+from dualdp_torch import Chunk as Chunk
+from dualdp_torch import ClippedGradSum as ClippedGradSum
 from dualdp_torch import ClippedSum as ClippedSum
 from dualdp_torch import Finding as Finding
+from dualdp_torch import LogicalBatch as LogicalBatch
 from dualdp_torch import ModuleValidator as ModuleValidator
+from dualdp_torch import OwnLoopLoader as OwnLoopLoader
 from dualdp_torch import PlannedLoader as PlannedLoader
 from dualdp_torch import PrivacyEngine as PrivacyEngine
 from dualdp_torch import Record as Record

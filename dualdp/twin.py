@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Self
 
-from dualdp import spending
+from dualdp import run_registry
 from dualdp._validate import AccountingError
 from dualdp.chain import Chain, Record
 from dualdp.ledger import Ledger
@@ -22,16 +22,17 @@ if TYPE_CHECKING:
 
 Words = Mapping[str, Any]
 _AGAIN = "Start all processes again from the last checkpoint."
+_OTHER_LINES = f"The ledger of this process has other lines than the one that is written. {_AGAIN}"
 
 
 def num_lines(ledger: Ledger) -> int:
-    """How many lines a ledger has: a twin tells the writer, so that it hears the others."""
-    return len(ledger._chain.lines)
+    """Lines of a ledger: a twin tells the writer, so that it hears of the others."""
+    return ledger.num_lines
 
 
 def news(ledger: Ledger, told: int, seal: Seal) -> Words:
     """What a twin of `told` lines must hear of a step that was sealed."""
-    return {"lines": ledger._chain.lines[told:], "seal": tuple(seal)}
+    return {"lines": ledger.lines(told), "seal": tuple(seal)}
 
 
 class Twin(Ledger):
@@ -51,35 +52,40 @@ class Twin(Ledger):
     """
 
     @classmethod
-    def of(cls, plan: PrivacyPlan, state: Words) -> Self:
+    def of(cls, plan: PrivacyPlan, text: str, state: Words) -> Self:
         """The twin of a ledger that was resumed from a checkpoint just now.
 
         Args:
             plan: of the run.
+            text: of the written ledger, `Ledger.to_json()`.
             state: of the written ledger, `Ledger.state()`.
 
         Raises:
             AccountingError: its last line is not that of the resume.
         """
-        records = Ledger.read(str(state["text"]))
-        twin = cls.__new__(cls)
-        twin._begin(plan, records[0]["accountant"])
-        twin._restore(Chain(records[:-1]), state)  # which appends the resume, the last line
-        twin._compare(str(state["text"]).splitlines()[-1])
-        return twin
+        records = Ledger.read(text)
+        if records[-1].get("kind") != "resume":
+            raise AccountingError(_OTHER_LINES)
+        return cls._resumed(plan, state, Chain(records))
 
     def record(self, step: int) -> Record:
         """Ask whether a step may run; one whose computation failed may be asked for again."""
-        if self._open is not None and self._open[0] == step:
+        if self._position.is_open and self._position.step == step:
             return {}
         return super().record(step)
+
+    def _require_run(self) -> None:
+        """Follow the run that the process which writes has begun."""
+        if not run_registry.is_known(self):
+            self.plan.claim(self, recorder="Ledger", source="", follows=True)
 
     def _release(self, step: int, branch: int) -> Record:
         """Nothing: the process that writes does."""
         return {}
 
     def note(self, **facts: Any) -> None:
-        """Nothing: the process that writes does."""
+        """Note what a spot check found; the process that writes writes it down."""
+        self._read().take({"kind": "note", **facts})
 
     def follow(self, words: Words) -> Seal:
         """Take over the lines of a step that was sealed.
@@ -93,8 +99,9 @@ class Twin(Ledger):
         seal = Seal(*words["seal"])
         for line in words["lines"]:
             self._take(line)
-        sealed = self._seals.get((seal.step, seal.branch))
-        if self._open is None or self._open[0] != seal.step or sealed is None:
+        sealed = self._read().seals.get((seal.step, seal.branch))
+        place = self._position
+        if not place.is_open or place.step != seal.step or sealed is None:
             raise AccountingError(
                 f"Step {seal.step}, branch {seal.branch}, was sealed by the process that writes "
                 f"the ledger, but this one stands at step {self.position}. {_AGAIN}"
@@ -115,35 +122,34 @@ class Twin(Ledger):
         """Account one line and append it."""
         record = json.loads(line)
         del record["hash"]
-        entry = {name: value for name, value in record.items() if name != "kind"}
+        reading = self._read()
+        self._is_current = False
         if record["kind"] == "release":
-            self._account(entry)
-        elif record["kind"] == "seal":
-            self._seals[int(entry["step"]), int(entry["branch"])] = entry
-        elif record["kind"] == "note":
-            self._read_check(entry)
-        self._chain.append(record)
+            entry = {name: value for name, value in record.items() if name != "kind"}
+            self._refuse_other(entry)
+            spent = reading.spent_with(entry)
+            self._chain.append(record)
+            reading.add(entry, spent)
+        else:
+            self._chain.append(record)
+            reading.take(record)
+        self._is_current = True
         self._compare(line)
 
-    def _account(self, entry: Record) -> None:
-        """Account one release, as `Ledger` does."""
+    def _refuse_other(self, entry: Record) -> None:
+        """Refuse a release that this process would not have recorded.
+
+        Raises:
+            AccountingError: it would not.
+        """
         step = int(entry["step"])
-        numbers = spending.release(
-            self.plan, self.plan.noise_multiplier_at(step), self.plan.expected_batch_size_at(step)
-        )
         place = {"step": step, "branch": entry["branch"], "max_grad_norm": self.max_grad_norm}
-        if entry != {**place, **numbers}:
+        expected = {**place, **self._numbers(step)}
+        if entry != expected:
             raise AccountingError(
-                f"The process that writes the ledger recorded {entry}. Expected "
-                f"{ {**place, **numbers} }. {_AGAIN}"
+                f"The process that writes the ledger recorded {entry}. Expected {expected}. "
+                f"{_AGAIN}"
             )
-        again = step in self._of_step
-        self._remember(entry)
-        if again:
-            self.accountant = spending.spent_by(self.plan, self.entries, self.accountant.name)
-            self._end = spending.last_affordable(self.plan, self.accountant, len(self._of_step))
-        else:
-            self.accountant.step(**numbers)
 
     def _compare(self, line: str) -> None:
         """Refuse a line that has another hash here: the lines before it differ.
@@ -151,7 +157,5 @@ class Twin(Ledger):
         Raises:
             AccountingError: it has.
         """
-        if self._chain.lines[-1] != line:
-            raise AccountingError(
-                "The ledger of this process has other lines than the one that is written. " + _AGAIN
-            )
+        if self._chain.lines(-1) != [line]:
+            raise AccountingError(_OTHER_LINES)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,6 +54,17 @@ class Verification:
     plan: PrivacyPlan | None = None
     records: tuple[Record, ...] = ()
     epsilons: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of which a release is on record."""
+        return len({record.get("step") for record in self.of_kind("release")})
+
+    @property
+    def covers_the_plan(self) -> bool | None:
+        """Whether all planned steps are on record; None for an open-ended plan."""
+        planned = None if self.plan is None else self.plan.num_steps
+        return None if planned is None else self.num_steps >= planned
 
     @property
     def failures(self) -> tuple[str, ...]:
@@ -106,12 +117,13 @@ def verify(source: str | os.PathLike[str], *, allow_seed: bool = False) -> Verif
         records = Ledger.read(source)
         plan = PrivacyPlan.from_json(json.dumps(records[0]["plan"]))
     except _BROKEN as error:
-        return Verification(name, (Finding("ledger is whole", False, str(error)),))
-    whole = Finding("ledger is whole", True, f"{len(records)} lines, each chained to the last")
+        return Verification(name, (Finding("chain is unbroken", False, str(error)),))
+    whole = Finding("chain is unbroken", True, f"{len(records)} lines, each chained to the last")
     found = Verification(name, (whole,), plan, tuple(records))
     epsilons: dict[str, float] = {}
     findings = [
         whole,
+        _caught("record covers the plan", lambda: _coverage(found, plan)),
         _caught("releases are the plan's", lambda: _releases(found, plan)),
         _caught("releases are sealed", lambda: _seals(found)),
         *_costs(found, plan, epsilons),
@@ -158,6 +170,22 @@ def _releases(found: Verification, plan: PrivacyPlan) -> tuple[bool, str]:
         return False, f"Step {last} is past the plan's {plan.num_steps} steps."
     again = len(seen) - len({step for step, _ in seen})
     return True, f"{len(seen)} releases of {last + 1} steps, {again} of them of steps run again"
+
+
+def _coverage(found: Verification, plan: PrivacyPlan) -> tuple[bool | None, str]:
+    """How much of the plan is on record: lines that are missing at the end leave no other trace."""
+    made, planned = found.num_steps, plan.num_steps
+    if planned is None:
+        return None, (
+            f"{made} steps are on record and the plan has no end: whether lines are missing at the "
+            "end of the record does not show."
+        )
+    if made >= planned:
+        return True, f"all {planned} planned steps are on record"
+    return None, (
+        f"{made} of {planned} planned steps are on record: the run stopped there, or goes on, or "
+        "lines are missing at the end of the record."
+    )
 
 
 def _bounds(found: Verification, plan: PrivacyPlan) -> Iterable[tuple[tuple[int, int], float]]:
@@ -333,3 +361,45 @@ def _noise(plan: PrivacyPlan) -> Finding:
         f"noise={plan.noise!r} is float32 from a statistical generator: no proof holds for its "
         "last bits; use noise='secure' where an attacker sees the released numbers.",
     )
+
+
+# ---------------------------------------------------------------------- several ledgers
+
+
+def one_key(ledgers: Sequence[Verification]) -> Finding:
+    """Look for two ledgers of one key: the difference of what they released is without noise.
+
+    Args:
+        ledgers: of `verify`.
+
+    Returns:
+        A finding that fails where two records of one secret key are not one record at two times.
+    """
+    name = "each key has one ledger"
+    by_key: dict[str, list[Verification]] = {}
+    for found in ledgers:
+        if found.plan is not None and found.plan.seed is None:
+            by_key.setdefault(found.plan.root.sha256, []).append(found)
+    unclear = []
+    for sha256, several in by_key.items():
+        longest = max(several, key=lambda found: len(found.records))
+        for found in several:
+            pair = f"{found.source} and {longest.source}"
+            if found.records != longest.records[: len(found.records)]:
+                return Finding(
+                    name,
+                    False,
+                    f"{pair} are records of two runs with one key (sha256 {sha256[:12]}...): both "
+                    "used the same noise.",
+                )
+            hidden = any(record.get("digest") is None for record in found.of_kind("seal"))
+            if found is not longest and hidden:
+                unclear.append(pair)
+    if unclear:
+        return Finding(
+            name,
+            None,
+            f"{unclear[0]} say the same and hold no digest of their sums: one record twice, or two "
+            "runs with the same noise.",
+        )
+    return Finding(name, True, f"{len(by_key)} secret keys in {len(ledgers)} ledgers")

@@ -40,13 +40,13 @@ def torch_calls(size: int) -> Calls:
     """Every mode and both yardsticks under torch."""
     import torch
 
-    import dualdp.torch as dpt
+    from dualdp_torch.noise import noised_mean
 
     sums = {str(part): torch.zeros(size // PARTS) for part in range(PARTS)}
     return {
         "float32": lambda: torch.randn(size),
         "float64": lambda: torch.randn(size, dtype=torch.float64),
-        **releases(lambda plan, step: dpt.noisy_mean(sums, plan, step)),
+        **releases(lambda plan, step: noised_mean(sums, plan, step)),
     }
 
 

@@ -6,8 +6,8 @@ from dualdp_jax.checkpoint import load_checkpoint as load_checkpoint
 from dualdp_jax.checkpoint import save_checkpoint as save_checkpoint
 from dualdp_jax.choices import explain as explain
 from dualdp_jax.data import Chunk as Chunk
-from dualdp_jax.data import Loader as Loader
 from dualdp_jax.data import LogicalBatch as LogicalBatch
+from dualdp_jax.data import PlannedLoader as PlannedLoader
 from dualdp_jax.engine import PrivacyEngine as PrivacyEngine
 from dualdp_jax.methods import METHODS as METHODS
 from dualdp_jax.noise import noisy_mean as noisy_mean
@@ -28,3 +28,5 @@ from dualdp_jax.transform import AddNoiseState as AddNoiseState
 from dualdp_jax.transform import add_noise as add_noise
 from dualdp_jax.validate import Finding as Finding
 from dualdp_jax.validate import validate as validate
+
+Loader = PlannedLoader  # its name in dualdp 0.1.0

@@ -16,11 +16,13 @@ import numpy as np
 from dualdp import twin
 from dualdp.ledger import Ledger
 from dualdp.plan import PrivacyPlan
+from dualdp.randomness import RootKey
 from dualdp.sealing import Seal
 from dualdp_jax.call import split_batch
 from dualdp_jax.distributed import Group
 from dualdp_jax.sharding import fingerprint, held, pieces
 
+LOADED = "load_checkpoint"
 _ROWS = 16  # of the data, that are compared
 
 
@@ -33,10 +35,16 @@ def one_plan(group: Group, plan: PrivacyPlan) -> PrivacyPlan:
     words = json.loads(plan.to_json())
     sha256 = words.pop("key_sha256")
     group.same("the plan", words, "Give all of them one plan, or the same arguments.")
-    root = group.from_first("the key", plan.root.require_secret() if group.is_first else None)
+    root = RootKey(*group.from_first("the key", _secret(plan) if group.is_first else None))
     if root.sha256 == sha256 and plan.root == root:
         return plan
     return PrivacyPlan.from_json(json.dumps({**words, "key_sha256": root.sha256}), key=root)
+
+
+def _secret(plan: PrivacyPlan) -> tuple[bytes, int | None]:
+    """The key as process 0 sends it to the others, and to nobody else."""
+    root = plan.root.require_secret()
+    return root.secret, root.seed
 
 
 def check_data(group: Group, data: tuple[Any, ...]) -> None:
@@ -127,9 +135,19 @@ class Account:
         self.is_filed = False
 
     def opened(
-        self, plan: PrivacyPlan, accountant: str | None, path: str | os.PathLike[str] | None
+        self,
+        plan: PrivacyPlan,
+        accountant: str | None,
+        path: str | os.PathLike[str] | None,
+        **claim: Any,
     ) -> Ledger:
         """The ledger of a new run, once the plan's key is taken for it.
+
+        Args:
+            plan: of the run.
+            accountant: of the engine.
+            path: of the ledger's file; None keeps it in memory.
+            **claim: of `PrivacyPlan.claim`.
 
         Raises:
             AccountingError: the key was used before; on every process.
@@ -139,14 +157,15 @@ class Account:
         made: list[Ledger] = []
 
         def begin() -> bool:
-            made.append(begun(plan, accountant, path))
+            made.append(begun(plan, accountant, path, **claim))
             return path is not None
 
         self.is_filed = self._group.by_first("the ledger", begin)
         if made:
             return made[0]
-        plan.claim(resumed=True)
-        return twin.Twin(plan, accountant)
+        follower = twin.Twin(plan, accountant)
+        plan.claim(follower, follows=True, **claim)
+        return follower
 
     def resumed(self, call: Callable[[], Ledger], plan: Callable[[Any], PrivacyPlan]) -> Ledger:
         """The ledger of a run that goes on.
@@ -159,10 +178,12 @@ class Account:
 
         def words() -> Any:
             made.append(call())
-            return made[0].state(), made[0].plan.root
+            return made[0].to_json(), made[0].state(), _secret(made[0].plan)
 
-        state, root = self._group.by_first("the ledger of the checkpoint", words)
-        ledger = made[0] if made else twin.Twin.of(plan(root), state)
+        text, state, secret = self._group.by_first("the ledger of the checkpoint", words)
+        ledger = made[0] if made else twin.Twin.of(plan(RootKey(*secret)), text, state)
+        if not made:
+            ledger.plan.claim(ledger, recorder=LOADED, source="", follows=True)
         self._told, self.is_filed = twin.num_lines(ledger), True
         return ledger
 
@@ -200,7 +221,7 @@ class Account:
             AccountingError: the written line is not what this process would have written.
         """
         place = _place(step)
-        words = [os.urandom(16)] if sums is None else []
+        words: list[bytes] = []
         if params is not None:  # sums that were reduced are the same, whatever they were formed at
             check_replicas(self._group, place, params, fingerprint(params))
         if self.is_filed and sums is not None:
@@ -208,7 +229,7 @@ class Account:
             words = check_replicas(self._group, place, sums, root.digest(_bytes(_pieces(sums))))
 
         def write() -> Any:
-            parts = [np.frombuffer(word, np.uint8) for word in words]
+            parts = [np.frombuffer(word, np.uint8) for word in words] or None
             return twin.news(ledger, self._told, ledger.seal(step, parts, **facts))
 
         news = self._group.by_first(place, write)
@@ -217,11 +238,16 @@ class Account:
         return seal
 
 
-def begun(plan: PrivacyPlan, accountant: str | None, path: str | os.PathLike[str] | None) -> Ledger:
-    """A new ledger, once the plan's key is taken for its run."""
+def begun(
+    plan: PrivacyPlan,
+    accountant: str | None,
+    path: str | os.PathLike[str] | None,
+    **claim: Any,
+) -> Ledger:
+    """A new ledger, once the plan's key is taken for its run; `claim` as in `Account.opened`."""
     opened = Ledger(plan, accountant, path)
     try:
-        plan.claim()
+        plan.claim(opened, **claim)
     except BaseException:
         opened.discard()
         raise

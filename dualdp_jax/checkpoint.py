@@ -18,7 +18,7 @@ from dualdp.ledger import Ledger
 from dualdp.plan import PrivacyPlan
 from dualdp.randomness import RootKey
 from dualdp_jax import compat
-from dualdp_jax.agreement import Account
+from dualdp_jax.agreement import LOADED, Account
 from dualdp_jax.distributed import Group
 from dualdp_jax.engine import PrivacyEngine
 from dualdp_jax.sharding import whole
@@ -133,13 +133,15 @@ def resumed_engine(
 
     def open_ledger() -> Ledger:
         resumed = checkpoint.unpack_run(document, path, key, ledger)
-        resumed.plan.claim(resumed=True)
+        try:
+            resumed.plan.claim(resumed, recorder=LOADED, source="", resumed=True)
+        except BaseException:
+            resumed.close()
+            raise
         return resumed
 
     def followed(root: RootKey) -> PrivacyPlan:
-        plan = PrivacyPlan.from_json(json.dumps(document["plan"]), key=root)
-        plan.claim(resumed=True)
-        return plan
+        return PrivacyPlan.from_json(json.dumps(document["plan"]), key=root)
 
     group = Group.current()
     if group is None:

@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from dualdp import AccountingError
 from dualdp.batches import physical_batches
+from dualdp.run_registry import HandedOut
 from dualdp_jax.call import split_batch
 from dualdp_jax.sharding import Layout
 
@@ -50,7 +52,7 @@ class LogicalBatch:
     chunks: tuple[Chunk, ...]
 
 
-class Loader:
+class PlannedLoader:
     """Iterates over the logical batches of a plan, from the first step not yet released.
 
     One pass is the rest of the planned steps, or one epoch of an open-ended plan. A pass that is
@@ -65,6 +67,7 @@ class Loader:
 
     Attributes:
         physical_batch_size: rows of a chunk, those of all shards.
+        handed_out: the batches that were handed out.
 
     Guarantees:
         Every drawn example is in exactly one chunk, unmasked.  [test_loader_cuts_no_draw]
@@ -85,6 +88,7 @@ class Loader:
                 f"{plan.num_examples}. Both must be the same."
             )
         self._arrays, self._plan, self._span, self._layout = arrays, plan, span, layout
+        self.handed_out = HandedOut()
         shards = 1 if layout is None else layout.num_shards
         own = plan.physical_batch_size or -(-default_rows(plan) // shards)
         self.physical_batch_size = own * shards
@@ -99,7 +103,13 @@ class Loader:
 
     def __iter__(self) -> Iterator[LogicalBatch]:
         start, count = self._span()[0], len(self)
+        if not count and self._plan.num_steps is not None and self._plan.on_budget != "stop":
+            raise AccountingError(
+                f"All {start} planned steps are taken. Plan more steps or epochs; each release "
+                "spends privacy."
+            )
         for step in range(start, start + count):
+            self.handed_out.note(step)
             yield self.batch(step)
 
     def batch(self, step: int) -> LogicalBatch:

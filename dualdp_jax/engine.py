@@ -11,17 +11,24 @@ from dataclasses import replace
 from typing import Any
 
 import jax
-import numpy as np
 import optax
 
-from dualdp import AccountingError, _validate
+from dualdp import AccountingError, _validate, run_registry
+from dualdp.accountants import require_bound
 from dualdp.ledger import Ledger
 from dualdp.plan import PrivacyPlan
+from dualdp.run_arguments import (
+    KNOWN,
+    NO_RUN,
+    SECOND_RUN,
+    names_delta,
+    plan_of,
+    refuse_beside_target,
+)
 from dualdp.sealing import Seal
 from dualdp_jax.agreement import Account, begun, check_data, check_run, one_plan
-from dualdp_jax.arguments import plan_of
 from dualdp_jax.call import build, split_batch
-from dualdp_jax.data import Loader, LogicalBatch, examples_of
+from dualdp_jax.data import LogicalBatch, PlannedLoader, examples_of
 from dualdp_jax.parameters import split
 from dualdp_jax.sharding import Layout, layout_of, pieces, shardings
 from dualdp_jax.training import Run, Stages, TrainState, check_step, continued, first_state
@@ -34,8 +41,12 @@ class PrivacyEngine:
     """Makes one training run private and keeps its account.
 
     Args:
-        accountant: "pld", "rdp" or "gdp"; None for the plan's, or "pld" without a plan.
+        accountant: "pld", "rdp" or one that was registered; None for the plan's, or "pld" without a
+            plan.
         secure_mode: asks for noise="secure".
+
+    Raises:
+        AccountingError: the accountant gives no upper bound (`"gdp"`).
 
     Attributes:
         keep_per_sample: whether `stages` forms the per-sample gradients too, which takes the memory
@@ -47,10 +58,12 @@ class PrivacyEngine:
     """
 
     def __init__(self, accountant: str | None = None, secure_mode: bool = False) -> None:
-        self._accountant, self._secure_mode = accountant, bool(secure_mode)
+        self._accountant = accountant if accountant is None else require_bound(accountant)
+        self._secure_mode, self._names_delta = bool(secure_mode), False
         self.keep_per_sample = False
         self._ledger: Ledger | None = None
         self._has_begun = self._is_detached = False
+        self._own_loop: PlannedLoader | None = None  # of a run whose step is the user's own
         self._run: Run | None = None
         self._account: Account | None = None  # shared by several processes
         self._recorded: int | None = None  # step that is recorded and perhaps not sealed
@@ -64,6 +77,7 @@ class PrivacyEngine:
         """The engine of a run that a checkpoint holds; `resume` goes on with it."""
         engine = cls()
         engine._ledger, engine._loaded, engine._account = ledger, state, account
+        engine._names_delta = True
         return engine
 
     # ------------------------------------------------------------------ set-up
@@ -83,7 +97,7 @@ class PrivacyEngine:
         data_sharding: Any = None,
         ledger: str | os.PathLike[str] | None = None,
         **plan_arguments: Any,
-    ) -> tuple[Step, TrainState, Loader]:
+    ) -> tuple[Step, TrainState, PlannedLoader]:
         """Step, first state and loader of a private run.
 
         Args:
@@ -115,8 +129,9 @@ class PrivacyEngine:
 
         Raises:
             AccountingError: the engine has a run already.
-            TypeError: arguments that the plan holds, or that nobody knows; `loss_fn` takes a key
-                and `needs_key` does not say so, or the other way round.
+            TypeError: arguments that nobody knows, or that are missing; `loss_fn` takes a key and
+                `needs_key` does not say so, or the other way round.
+            ValueError: arguments beside a plan that holds them, or that contradict each other.
 
         Guarantees:
             `loss_fn` is traced with one example before the plan's key is taken and the ledger is
@@ -135,7 +150,7 @@ class PrivacyEngine:
         plan = self._plan_of(plan, data, plan_arguments, layout)
         parameters = parameters if layout is None else layout.model(parameters)
         examples = examples_of(data)
-        loader = Loader(examples, plan, self._span, layout)
+        loader = PlannedLoader(examples, plan, self._span, layout)
         state = first_state(parameters, optimizer)
         if self._loaded is not None:
             state = continued(self._loaded, state)
@@ -157,35 +172,42 @@ class PrivacyEngine:
         if layout is not None and layout.group is not None:
             check_data(layout.group, examples)
             check_run(layout.group, run, state)
-        self._begin(plan, ledger, layout)
+        self._begin(plan, ledger, layout, "PrivacyEngine.make_private", run_registry.OWN_STEP)
         self._run = run
         return self._step, state, loader
 
     def make_private_with_epsilon(
-        self, *, target_epsilon: float, target_delta: float, **arguments: Any
-    ) -> tuple[Step, TrainState, Loader]:
+        self, *, target_epsilon: float, target_delta: float, data: Any, **arguments: Any
+    ) -> tuple[Step, TrainState, PlannedLoader]:
         """`make_private` with the noise multiplier that spends at most `target_epsilon`.
 
         Args:
             target_epsilon: at the end of the run.
             target_delta: its delta.
+            data: as in `make_private`.
             **arguments: of `make_private`, without noise_multiplier and plan; among them num_steps
                 or epochs.
 
         Raises:
-            TypeError: an argument that contradicts these came too.
-            ValueError: neither num_steps nor epochs.
+            TypeError: an argument that nobody knows, or that is missing.
+            ValueError: one that contradicts these, or neither or both of num_steps and epochs.
         """
-        twice = sorted({"plan", "noise_multiplier"} & arguments.keys())
-        if twice:
-            raise TypeError(
-                f"{', '.join(twice)} came together with target_epsilon. Expected one of the two: "
-                "this method finds the noise multiplier and makes the plan."
-            )
+        self._refuse_a_second_run()
         arguments |= {"target_epsilon": target_epsilon, "target_delta": target_delta}
-        return self.make_private(noise_multiplier=None, **arguments)
+        given = {name: arguments.pop(name) for name in KNOWN & arguments.keys()}
+        refuse_beside_target(arguments.pop("plan", None), given)
+        plan = plan_of(
+            None,
+            given,
+            num_examples=split_batch(examples_of(data))[1],
+            accountant=self._accountant,
+            secure_mode=self._secure_mode,
+            calibrates=True,
+            method="make_private_with_epsilon",
+        )
+        return self.make_private(plan=plan, data=data, **arguments)
 
-    def resume(self, **arguments: Any) -> tuple[Step, TrainState, Loader]:
+    def resume(self, **arguments: Any) -> tuple[Step, TrainState, PlannedLoader]:
         """Go on with a run that `load_checkpoint` brought back.
 
         Args:
@@ -212,7 +234,7 @@ class PrivacyEngine:
         data_sharding: Any = None,
         ledger: str | os.PathLike[str] | None = None,
         **plan_arguments: Any,
-    ) -> Loader:
+    ) -> PlannedLoader:
         """The account and the batches of a run whose step is the user's own.
 
         Call `record()` before each release, and `noisy_mean` or `add_noise(plan)` for its noise.
@@ -231,10 +253,11 @@ class PrivacyEngine:
         layout = layout_of(data_sharding)
         plan = self._plan_of(plan, data, plan_arguments, layout)
         examples = examples_of(data)
-        loader = Loader(examples, plan, self._span, layout)
+        loader = PlannedLoader(examples, plan, self._span, layout)
         if layout is not None and layout.group is not None:
             check_data(layout.group, examples)
-        self._begin(plan, ledger, layout)
+        self._begin(plan, ledger, layout, "PrivacyEngine.make_loader", "")
+        self._own_loop = loader
         return loader
 
     def _plan_of(
@@ -246,10 +269,17 @@ class PrivacyEngine:
     ) -> PrivacyPlan:
         """The plan, or one made of the arguments, or that of the loaded run; one for all."""
         if self._loaded is None:
-            plan = plan_of(plan, data, given, self._accountant, self._secure_mode)
+            self._names_delta = names_delta(plan, given)
+            plan = plan_of(
+                plan,
+                given,
+                num_examples=split_batch(examples_of(data))[1],
+                accountant=self._accountant,
+                secure_mode=self._secure_mode,
+            )
             return plan if layout is None or layout.group is None else one_plan(layout.group, plan)
         if plan is not None or given:
-            raise TypeError(
+            raise ValueError(
                 f"{sorted(given) or 'plan'} came for a run that was loaded from a checkpoint, "
                 "which holds its plan. Expected none of it."
             )
@@ -257,21 +287,25 @@ class PrivacyEngine:
 
     def _refuse_a_second_run(self) -> None:
         if self._has_begun:
-            raise AccountingError(
-                "This engine has a run already, and a second one would not be in its account. "
-                "Make a new PrivacyEngine."
-            )
+            raise AccountingError(SECOND_RUN)
 
     def _begin(
-        self, plan: PrivacyPlan, path: str | os.PathLike[str] | None, layout: Layout | None
+        self,
+        plan: PrivacyPlan,
+        path: str | os.PathLike[str] | None,
+        layout: Layout | None,
+        recorder: str,
+        source: str,
     ) -> None:
         """Take the plan's key and open its ledger, unless that was loaded."""
-        if self._loaded is None:
-            if layout is not None and layout.group is not None:
-                self._account = Account(layout.group)
-                self._ledger = self._account.opened(plan, self._accountant, path)
-            else:
-                self._ledger = begun(plan, self._accountant, path)
+        claim = {"recorder": recorder, "source": source}
+        if self._ledger is not None and source:
+            run_registry.draw_by_engine(self._ledger)
+        elif self._ledger is None and layout is not None and layout.group is not None:
+            self._account = Account(layout.group)
+            self._ledger = self._account.opened(plan, self._accountant, path, **claim)
+        elif self._ledger is None:
+            self._ledger = begun(plan, self._accountant, path, **claim)
         self._has_begun = True
 
     # ------------------------------------------------------------------ a step
@@ -316,7 +350,7 @@ class PrivacyEngine:
         if self._account is not None:
             return self._account.sealed(self._running(), step, trained, sums, facts)
         if sums is None:
-            return self._running().seal(step, [np.frombuffer(os.urandom(16), np.uint8)], **facts)
+            return self._running().seal(step, None, **facts)
         parts = lambda: [piece for array in sums for piece in pieces(array)]  # noqa: E731
         return self._running().seal(step, parts, **facts)
 
@@ -368,29 +402,31 @@ class PrivacyEngine:
         Raises:
             AccountingError: one of them is past the plan; then none is recorded.
         """
-        num_steps = _validate.integer("num_steps", num_steps)
         ledger = self._running()
-        first, end = ledger.position, ledger.end
-        if end is not None and first + num_steps > end:
-            raise AccountingError(
-                f"num_steps={num_steps} after {first} recorded releases is past step {end}, where "
-                "the plan or its target epsilon ends. Plan more steps, or num_steps=None for an "
-                "open-ended run."
-            )
-        if any(entry["step"] >= first for entry in ledger.entries):
-            raise AccountingError(
-                f"Step {first} was released before, after the checkpoint was written, and a loop "
-                "of your own does not show whether it would be the same release again. Expected "
-                "the last checkpoint of the run, or make_private, whose step tells."
-            )
-        for step in range(first, first + num_steps):
+        steps = ledger.steps_ahead(_validate.integer("num_steps", num_steps))
+        for step in steps:
             ledger.record(step)
             self._seal(step, None, None)
-        return range(first, first + num_steps)
+        return steps
 
-    def get_epsilon(self, delta: float) -> float:
-        """Epsilon spent so far, an upper bound at `delta`."""
-        return self.ledger.get_epsilon(delta=delta)
+    def get_epsilon(self, delta: float | None = None, *, accept_unverified: bool = False) -> float:
+        """Epsilon spent so far, an upper bound.
+
+        Args:
+            delta: in (0, 1); may be left out when a plan or target named it.
+            accept_unverified: a run in which a spot check failed has an answer, too.
+
+        Raises:
+            AccountingError: there is no run; or steps of it were taken that are not on record, or a
+                spot check failed.
+            ValueError: no delta.
+        """
+        ledger = self.ledger
+        if delta is None and not self._names_delta:
+            raise ValueError("delta is missing. Expected a number in (0, 1), e.g. delta=1e-5.")
+        if self._own_loop is not None:
+            self._own_loop.handed_out.require_recorded(ledger.position)
+        return ledger.get_epsilon(delta=delta, accept_unverified=accept_unverified)
 
     @property
     def plan(self) -> PrivacyPlan:
@@ -410,7 +446,7 @@ class PrivacyEngine:
             AccountingError: there is none.
         """
         if self._ledger is None:
-            raise AccountingError("The engine has no run yet. Call make_private first.")
+            raise AccountingError(NO_RUN)
         return self._ledger
 
     def _running(self) -> Ledger:

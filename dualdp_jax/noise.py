@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from typing import Any, NamedTuple
 
@@ -10,11 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dualdp import AccountingError, _validate
+from dualdp import AccountingError, _validate, run_registry
 from dualdp.randomness import secure
 from dualdp_jax import compat, normals
 from dualdp_jax.rules.product import widen
 
+_log = logging.getLogger("dualdp")
 _LOW = 2.0**24  # the lower word of a number of grid cells is below; float32 holds both exactly
 _MOST = 2.0**53  # cells; a sum beyond is held there, which moves no two sums apart
 
@@ -65,20 +67,9 @@ def release_at(
         like: pytree, the sums or their shapes and dtypes.
 
     Raises:
-        TypeError: the step is traced.
         AccountingError: the step is past the plan.
     """
-    if compat.is_traced(step):
-        raise TypeError(
-            "step is traced, but the key of a step is computed on the host. Call noisy_mean "
-            "outside jit, or use the transformation add_noise(plan) inside."
-        )
-    step = int(step)
-    if plan.num_steps is not None and not 0 <= step < plan.num_steps:
-        raise AccountingError(
-            f"step={step} is past the plan's num_steps={plan.num_steps}. Plan more steps, or "
-            "num_steps=None for an open-ended run."
-        )
+    step = checked_step(plan, step)
     bound = plan.max_grad_norm_at(step) if max_grad_norm is None else max_grad_norm
     bound = _validate.positive("max_grad_norm", bound)
     stddev = plan.noise_multiplier_at(step) * bound
@@ -90,6 +81,28 @@ def release_at(
         source = plan.step_key("noise", step, branch)
     numbers = (stddev, plan.expected_batch_size_at(step))
     return Release(source, *(np.asarray(number, _scalar_dtype(like)) for number in numbers))
+
+
+def checked_step(plan: Any, step: Any) -> int:
+    """The step as an integer, once it is one of the plan's.
+
+    Raises:
+        AccountingError: it is not.
+    """
+    step = int(step)
+    if step < 0 or (plan.num_steps is not None and step >= plan.num_steps):
+        raise AccountingError(
+            f"step={step} is past the plan's num_steps={plan.num_steps}. Plan more steps, or "
+            "num_steps=None for an open-ended run."
+        )
+    return step
+
+
+def no_release(plan: Any, like: Any) -> Release:
+    """Numbers that make every noisy mean nan, for a step that is not on record."""
+    shapes = release_shapes(plan, like)
+    kinds = lambda x: x.dtype.type(math.nan if np.issubdtype(x.dtype, np.floating) else 0)  # noqa: E731
+    return jax.tree.map(lambda shape: np.full(shape.shape, kinds(shape)), shapes)
 
 
 def release_shapes(plan: Any, like: Any) -> Release:
@@ -110,7 +123,12 @@ def _scalar_dtype(like: Any) -> Any:
 
 
 def noisy_mean(
-    grads: Any, plan: Any, step: int, *, branch: int = 0, max_grad_norm: float | None = None
+    grads: Any,
+    plan: Any,
+    step: Any,
+    *,
+    branch: int | None = None,
+    max_grad_norm: float | None = None,
 ) -> Any:
     """Add the noise of a step to a clipped sum and divide by the expected batch size.
 
@@ -119,15 +137,27 @@ def noisy_mean(
     released number can rule a data set out by it nine times in ten. "secure" is meant for that
     adversary: its noise is drawn on the host (see `dualdp.randomness.secure`).
 
+    The noise of a release is handed out once, and where a ledger keeps the record
+    (`engine.make_loader`, `Ledger`) only for releases on record. Without one, the noise of a plan
+    with a seed is free, and that of a secret key ends after its first step. Inside `jit` the step
+    is data: the host is asked for its noise by a callback, and a step that is not on record by
+    then gets nan.
+
     Args:
         grads: pytree, the SUM of clipped gradients of one logical batch.
         plan: `PrivacyPlan`.
-        step: index of the release, a Python integer; never use one twice with other gradients.
-        branch: the ledger's, for a step that is released again with other gradients.
+        step: index of the release; inside a traced function a traced integer.
+        branch: the ledger's, for a step that is released again with other gradients; None for the
+            one on record.
         max_grad_norm: C of this step where the ledger learns it; None for the plan's.
 
     Returns:
         Pytree like `grads`, float32 or wider: (sum + noise) / expected_batch_size.
+
+    Raises:
+        AccountingError: the step is past the plan or not on record, its noise was handed out
+            before, or something else draws this plan's noise.
+        TypeError: inside a traced function, a step that is a constant there, or `vmap` around it.
 
     Guarantees:
         Noise of standard deviation noise_multiplier times max_grad_norm, independent over leaves,
@@ -135,15 +165,117 @@ def noisy_mean(
             [test_noise_has_the_declared_scale, test_noise_never_repeats]
         With noise="portable" the same normals as torch's: leaf i of `jax.tree.leaves(grads)` gets
             `fold_in(plan.step_key("noise", step), i)`.  [test_noise_is_the_counter_generator]
+        No compiled program holds the key.  [test_noisy_mean_keeps_the_key_on_the_host]
 
     Source: Abadi et al. 2016, Algorithm 1, "add noise".
     """
-    release = release_at(plan, step, branch=branch, max_grad_norm=max_grad_norm, like=grads)
-    if compat.is_traced(grads) or not compat.spans_devices(grads):
+    numbers: dict[str, Any] = {"branch": branch, "max_grad_norm": max_grad_norm}
+    if compat.is_traced((grads, step)) or compat.in_trace():
+        return traced_mean(grads, plan, step, _SOURCE, _SOURCE, **numbers)
+    return mean_on_host(grads, plan, step, _SOURCE, _SOURCE, **numbers)
+
+
+_SOURCE = "noisy_mean"
+
+
+def mean_on_host(
+    grads: Any,
+    plan: Any,
+    step: Any,
+    source: str,
+    caller: object,
+    *,
+    branch: int | None = None,
+    max_grad_norm: float | None = None,
+) -> Any:
+    """The noisy mean of concrete sums, once its noise is handed out.
+
+    Args:
+        grads: as in `noisy_mean`.
+        plan: as there.
+        step: as there.
+        source: of the noise, as the user calls it.
+        caller: the object that draws it.
+        branch: as there.
+        max_grad_norm: as there.
+    """
+    step = checked_step(plan, step)
+    with run_registry.drawing(plan, source, caller, step, branch) as granted:
+        if granted is None:
+            raise run_registry.not_recorded(source, step)
+        release = release_at(plan, step, branch=granted, max_grad_norm=max_grad_norm, like=grads)
+        if not compat.spans_devices(grads):
+            return noised_mean(grads, release)
+        # One program, so that no device draws the noise of another.
+        places = jax.tree.map(lambda leaf: leaf.sharding, grads)
+        return jax.jit(noised_mean, out_shardings=places)(grads, release)
+
+
+def traced_mean(
+    grads: Any,
+    plan: Any,
+    step: Any,
+    source: str,
+    caller: object,
+    *,
+    branch: int | None = None,
+    max_grad_norm: float | None = None,
+) -> Any:
+    """The noisy mean inside a traced function, which asks the host for the noise of its step.
+
+    The key of a step is a keyed hash, which must not be in the program: it would be the same at
+    every call, and end in compilation caches. The callback costs tens of microseconds.
+
+    Args:
+        grads: as in `mean_on_host`.
+        plan: as there.
+        step: traced integer.
+        source: as there.
+        caller: as there.
+        branch: as there.
+        max_grad_norm: as there.
+
+    Raises:
+        TypeError: the step is a constant, or `vmap` is around.
+        ValueError: the plan's bound is learned, and none was given.
+    """
+    if not compat.is_traced(step):
+        raise TypeError(
+            f"{source} got step={step} as a constant inside jit, scan or vmap: every call of the "
+            "compiled function would add the same noise. Expected the step as an argument of that "
+            "function (or in the carry of the scan), or the call outside of it."
+        )
+    if plan.is_adaptive and max_grad_norm is None:
+        raise ValueError(
+            "The plan's max_grad_norm is adaptive: its next value is known once a step is sealed. "
+            "Use PrivacyEngine.make_private, or noisy_mean(..., max_grad_norm=)."
+        )
+    like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), grads)
+
+    def ask_host(step: Any) -> Release:
+        number = checked_step(plan, step)
+        with run_registry.drawing(
+            plan, source, caller, number, branch, on_record_only=True
+        ) as granted:
+            if granted is None:
+                _log.error("%s It gets nan.", run_registry.not_recorded(source, number))
+                return no_release(plan, like)
+            return release_at(plan, number, branch=granted, max_grad_norm=max_grad_norm, like=like)
+
+    @jax.custom_batching.custom_vmap
+    def noisy(grads: Any, step: Any) -> Any:
+        release = jax.pure_callback(ask_host, release_shapes(plan, like), step)
         return noised_mean(grads, release)
-    # One program, so that no device draws the noise of another.
-    places = jax.tree.map(lambda leaf: leaf.sharding, grads)
-    return jax.jit(noised_mean, out_shardings=places)(grads, release)
+
+    @noisy.def_vmap
+    def refuse(*_: Any) -> Any:
+        raise TypeError(
+            f"{source} is inside vmap, where all members would get the same noise, or one release "
+            "would be accounted for many. Expected vmap around the clipped sums alone; each model "
+            "of an ensemble has a plan of its own."
+        )
+
+    return noisy(grads, step)
 
 
 def noised_mean(grads: Any, release: Release) -> Any:

@@ -13,7 +13,10 @@ from .fix import ModuleValidator as ModuleValidator
 from .fix import fix as fix
 from .noise import noisy_mean as noisy_mean
 from .optimizer import Stages as Stages
-from .per_sample import ClippedSum as ClippedSum
+from .own_loop import Chunk as Chunk
+from .own_loop import LogicalBatch as LogicalBatch
+from .own_loop import OwnLoopLoader as OwnLoopLoader
+from .per_sample import ClippedGradSum as ClippedGradSum
 from .per_sample import clipped_grad_sum as clipped_grad_sum
 from .per_sample import per_sample_grads as per_sample_grads
 from .per_sample import per_sample_norms as per_sample_norms
@@ -28,3 +31,5 @@ from .sharded_checkpoint import save_sharded_checkpoint as save_sharded_checkpoi
 from .uses import ChangedInPlaceError as ChangedInPlaceError
 from .validate import Finding as Finding
 from .validate import validate as validate
+
+ClippedSum = ClippedGradSum  # its name in dualdp 0.1.0

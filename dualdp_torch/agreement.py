@@ -18,6 +18,7 @@ from dualdp.twin import Twin
 
 from .distributed import Group, device_kind, fingerprints
 from .rules.base import Tensor
+from .run import claim_loaded
 
 
 def agreed(
@@ -78,15 +79,26 @@ def resumed_by_first(
         plan: the JSON of the run's plan.
         resume: opens key and ledger, which only rank 0 needs to have.
     """
-    if group is None:
-        return resume()
     kept: list[Ledger] = []
-    group.together("the ledger", lambda: kept.append(resume()) if group.is_first else None)
-    words = (kept[0].state(), _secret(kept[0].plan)) if group.is_first else None
-    state, secret = group.from_first("the state of the ledger", words)
+
+    def first() -> None:
+        kept.append(resume())
+        claim_loaded(kept[0])
+
+    if group is None:
+        first()
+        return kept[0]
+    group.together("the ledger", lambda: first() if group.is_first else None)
+    words = None
+    if group.is_first:
+        words = kept[0].to_json(), kept[0].state(), _secret(kept[0].plan)
+    text, state, secret = group.from_first("the state of the ledger", words)
     if group.is_first:
         return kept[0]
-    return Twin.of(PrivacyPlan.from_json(json.dumps(plan), key=RootKey(*secret)), state)
+    run = PrivacyPlan.from_json(json.dumps(plan), key=RootKey(*secret))
+    kept.append(Twin.of(run, text, state))
+    claim_loaded(kept[0])
+    return kept[0]
 
 
 def _secret(plan: PrivacyPlan) -> tuple[bytes, int | None]:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from dualdp import _validate
+from dualdp import _validate, run_arguments
 from dualdp.plan import PrivacyPlan
 
 from .clip import clipping_bounds, refuse_two_pass
@@ -30,19 +30,11 @@ GRAD_SAMPLE_MODES = {
     "functorch": "vmap",
     "ghost": "two_pass",
 }
-_DELTA = 1e-5  # of a plan built without a target; `get_epsilon` asks for its own
-
-#: Arguments that become a field of the plan, and its name there.
-_FIELDS = {
-    **{name: name for name in ("noise_multiplier", "max_grad_norm", "clipping", "target_epsilon")},
-    **{"target_delta": "delta", "on_budget": "on_budget", "poisson_sampling": "poisson_sampling"},
-    "max_physical_batch_size": "physical_batch_size",
-}
 #: Arguments of Opacus' make_private: the value that means nothing here, and what to do else.
 _OPACUS = {
     "batch_first": (True, "where the examples lie inside the model is found by itself"),
     "criterion": (None, "the criterion stays in your loop"),
-    "noise_generator": (None, "noise has its own key; pass plan= with seed= for a fixed one"),
+    "noise_generator": (None, "noise has its own key; pass seed= or plan= for a fixed one"),
 }
 
 
@@ -86,87 +78,53 @@ def check(
     refuse_two_pass(GRAD_SAMPLE_MODES[settings.grad_sample_mode], plan.clipping)
 
 
-def _fields(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The plan's fields that were given; what means nothing here is dropped.
+def _translated(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of a plan; Opacus' words in ours.
 
     Raises:
-        TypeError: an argument that nobody knows.
-        ValueError: one of Opacus' that has another value than its default.
+        ValueError: a word of Opacus' that has another value than its default, or contradicts
+            another argument.
     """
-    for name in given.keys() - _FIELDS:
-        if name not in _OPACUS:
-            raise TypeError(
-                f"make_private has no argument {name!r}. Known from Opacus: {sorted(_OPACUS)}."
-            )
-        neutral, why = _OPACUS[name]
-        if given[name] != neutral:
+    found = {name: value for name, value in given.items() if value is not None}
+    for name, (neutral, why) in _OPACUS.items():
+        if name in found and found.pop(name) != neutral:
             raise ValueError(f"{name}={given[name]!r} is not supported: {why}.")
-    return {_FIELDS[name]: given[name] for name in _FIELDS if given.get(name) is not None}
-
-
-def only_plan(plan: PrivacyPlan, given: Mapping[str, Any], noise: str) -> None:
-    """Refuse arguments that the plan holds.
-
-    Raises:
-        TypeError: no plan.
-        ValueError: such an argument came too, or secure noise was asked for and the plan has none.
-    """
-    if not isinstance(plan, PrivacyPlan):
-        raise TypeError(f"plan is a {type(plan).__name__}. Expected a dualdp.PrivacyPlan.")
-    twice = [name for name in _FIELDS if _FIELDS[name] in _fields(given)]
-    if twice:
+    poisson = found.pop("poisson_sampling", None)
+    if poisson is not None and "sampler" in found:
         raise ValueError(
-            f"{', '.join(twice)} came together with plan=, which holds them. Expected one of the "
-            "two."
+            "poisson_sampling and sampler came together. Expected sampler alone; "
+            "poisson_sampling=False is sampler='shuffle'."
         )
-    if noise == "secure" != plan.noise:
-        raise ValueError(
-            f"secure_mode=True with a plan whose noise={plan.noise!r}. Expected a plan with "
-            "noise='secure'."
-        )
+    if poisson is not None:
+        found["sampler"] = "poisson" if poisson else "shuffle"
+    return found
 
 
-def plan_of(loader: DataLoader[Any], given: Mapping[str, Any], **common: Any) -> PrivacyPlan:
-    """A plan from a loader's sizes and the arguments that were given.
+def plan_of(
+    loader: DataLoader[Any], plan: PrivacyPlan | None, given: Mapping[str, Any], **options: Any
+) -> PrivacyPlan:
+    """The plan, or one made of a loader's sizes and the arguments that were given.
 
     Args:
-        loader: the user's; its batch size becomes the expected batch size.
-        given: arguments of `make_private`; None where the plan's own default holds.
-        **common: further fields of the plan; with num_steps the noise multiplier is calibrated.
+        loader: the user's; its batch size is the expected batch size, unless one was given.
+        plan: the user's, or None.
+        given: arguments of `make_private`; None where none came.
+        **options: of `dualdp.run_arguments.plan_of`.
 
     Raises:
-        TypeError, ValueError: an unknown argument, or no noise multiplier or bound.
-    """
-    fields = _fields(given)
-    calibrates = "num_steps" in common
-    for name in ("max_grad_norm",) if calibrates else ("noise_multiplier", "max_grad_norm"):
-        if name not in fields:
-            raise ValueError(f"{name} is missing. Expected a number, or plan=.")
-    check_loader(loader)
-    if not fields.pop("poisson_sampling", True):
-        fields["sampler"] = "shuffle"
-    size = len(loader.dataset)  # type: ignore[arg-type]
-    fields |= {
-        "num_examples": size,
-        "expected_batch_size": min(expected_batch_size(loader), size),
-        "delta": fields.get("delta", _DELTA),
-        **common,
-    }
-    return PrivacyPlan.calibrate(**fields) if calibrates else PrivacyPlan(num_steps=None, **fields)
-
-
-def steps_of(loader: DataLoader[Any], epochs: int | None, num_steps: int | None) -> dict[str, int]:
-    """{"num_steps": ...} from epochs of a loader or from the number itself.
-
-    Raises:
-        ValueError: both or none.
+        TypeError, ValueError: as there.
     """
     check_loader(loader)
-    if (epochs is None) == (num_steps is None):
+    if plan is not None and given.get("poisson_sampling") is not None:
         raise ValueError(
-            f"epochs={epochs} and num_steps={num_steps}. Expected one of the two: how long the run "
-            "will be."
+            "poisson_sampling came together with plan=, which holds a sampler. Expected one of the "
+            "two."
         )
-    if num_steps is not None:
-        return {"num_steps": _validate.integer("num_steps", num_steps, minimum=1)}
-    return {"num_steps": _validate.integer("epochs", epochs, minimum=1) * len(loader)}
+    found = _translated(given)
+    size = len(loader.dataset)  # type: ignore[arg-type]
+    if plan is None:
+        found.setdefault("expected_batch_size", min(expected_batch_size(loader), size))
+    if found.get("epochs") is not None and found.get("num_steps") is None and loader.drop_last:
+        epochs = _validate.integer("epochs", found.pop("epochs"), minimum=1)
+        found["num_steps"] = epochs * len(loader)  # passes that leave the last batch out
+    return run_arguments.plan_of(plan, found, num_examples=size, **options)

@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
+from dualdp import AccountingError
 from dualdp.leaves import Leaf
 
 from .arguments import GRAD_SAMPLE_MODES, Settings
@@ -17,6 +20,9 @@ from .optimizer import PrivateStep
 from .recorder import Recorder
 from .release import Alone, Together
 from .run import Lent, Run
+
+#: Models and optimizers that an engine trains.
+_in_use: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class Attached(Run):
@@ -30,8 +36,28 @@ class Attached(Run):
         self._step: PrivateStep | None = None
         self._recorder: Recorder | None = None
 
+    def _refuse_shared(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse a model or an optimizer that an engine trains already.
+
+        Raises:
+            AccountingError: one does.
+        """
+        for name, part in (("module", module), ("optimizer", optimizer)):
+            if part in _in_use:
+                raise AccountingError(
+                    f"{name} is trained by another PrivacyEngine. Expected its detach() before "
+                    "make_private, or a new model and optimizer."
+                )
+
+    def _release_parts(self) -> None:
+        """Let another engine train what this one did."""
+        if self._step is not None and self._recorder is not None:
+            _in_use.discard(self._recorder.model)
+            _in_use.discard(self._step.optimizer)
+
     def _attach(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Put the hooks on module and optimizer."""
+        _in_use.update((unwrapped(module), optimizer))
         method = GRAD_SAMPLE_MODES[self._settings.grad_sample_mode]
         if module is not unwrapped(module):
             self._lent.set(module, **QUIET)
@@ -63,7 +89,8 @@ class Attached(Run):
         """The settings of a run that stands between two steps, for a checkpoint.
 
         Raises:
-            RuntimeError: not attached, or in the middle of a logical batch.
+            AccountingError: not attached.
+            RuntimeError: in the middle of a logical batch.
             ValueError: another model or optimizer than the run's.
         """
         step = self._require_step()
@@ -92,10 +119,10 @@ class Attached(Run):
         """The attached step.
 
         Raises:
-            RuntimeError: not set up, or detached.
+            AccountingError: not set up, or detached.
         """
         if self._step is None:
-            raise RuntimeError(
+            raise AccountingError(
                 "The engine is not attached. Call make_private first; after detach() the loader "
                 "that it returned has ended."
             )

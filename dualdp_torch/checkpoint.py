@@ -154,8 +154,6 @@ def load_checkpoint(
     except BaseException:
         resumed.close()
         raise
-    if group is None or group.is_first:
-        resumed.plan.claim(resumed=True)
     put_model()
     put_optimizer()
     engine.noise_layout = leaves.from_json(document["noise_layout"]) or None

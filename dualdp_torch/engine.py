@@ -13,18 +13,20 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from dualdp import AccountingError
+from dualdp import AccountingError, run_registry
+from dualdp.accountants import require_bound
 from dualdp.ledger import Ledger
 from dualdp.plan import PrivacyPlan
-from dualdp.twin import Twin
+from dualdp.run_arguments import names_delta, refuse_beside_target
 
 from .agreement import agreed
-from .arguments import Settings, check, only_plan, plan_of, steps_of
+from .arguments import Settings, check, plan_of
 from .attached import Attached
 from .data import ALONE, PlannedLoader, Share, as_dataset, check_loader
 from .distributed import Group, group_of, on_all, unwrapped
 from .optimizer import Stages
-from .run import new_ledger
+from .own_loop import OwnLoopLoader
+from .run import following_ledger, new_ledger
 from .same_data import described
 
 Parts = tuple[nn.Module, torch.optim.Optimizer, PlannedLoader]
@@ -34,8 +36,12 @@ class PrivacyEngine(Attached):
     """Trains privately what it is given, without wrapping it.
 
     Args:
-        accountant: "pld", "rdp" or "gdp".
+        accountant: "pld", "rdp" or one that was registered; None for the plan's, or "pld" without a
+            plan.
         secure_mode: noise from a cryptographic generator.
+
+    Raises:
+        AccountingError: the accountant gives no upper bound (`"gdp"`).
 
     Attributes:
         keep_per_sample: whether `stages` holds the per-sample gradients of steps from now on,
@@ -51,8 +57,12 @@ class PrivacyEngine(Attached):
     Source: Abadi et al. 2016, Algorithm 1.
     """
 
-    def __init__(self, accountant: str = "pld", secure_mode: bool = False) -> None:
-        self._of_plans = {"accountant": accountant, "noise": "secure" if secure_mode else "fast"}
+    def __init__(self, accountant: str | None = None, secure_mode: bool = False) -> None:
+        accountant = accountant if accountant is None else require_bound(accountant)
+        self._of_plans: dict[str, Any] = {
+            "accountant": accountant,
+            "secure_mode": bool(secure_mode),
+        }
         super().__init__()
         self._saved: tuple[nn.Module, torch.optim.Optimizer, Callable[[], None]] | None = None
 
@@ -96,16 +106,22 @@ class PrivacyEngine(Attached):
             poisson_sampling: False for shuffled batches, accounted without amplification.
             grad_sample_mode: "auto" or one of `GRAD_SAMPLE_MODES`.
             ledger: a new file for the record of releases; None keeps it in memory.
-            **others: arguments of Opacus' method, as far as they have a meaning here.
+            **others: further fields of `PrivacyPlan` (sampler, neighboring_relation, seed, noise,
+                delta, num_steps, ...), epochs= instead of num_steps=, and arguments of Opacus'
+                method, as far as they have a meaning here.
 
         Returns:
             `(module, optimizer, loader)`. With `plan` one pass over the loader is what remains of
             the plan; else it is as many steps as `data_loader` has batches.
 
         Raises:
-            TypeError, ValueError: a wrong or missing argument.
+            AccountingError: the engine has a run already.
+            TypeError: an argument that nobody knows, or that is missing.
             UnsupportedLayerError: the model mixes examples.
+            ValueError: a wrong value, arguments beside a plan that holds them, or that contradict
+                each other.
         """
+        self._refuse_second()
         given = {
             "noise_multiplier": noise_multiplier,
             "max_grad_norm": max_grad_norm,
@@ -118,11 +134,8 @@ class PrivacyEngine(Attached):
             **others,
         }
         settings = Settings(loss_reduction, grad_sample_mode)
-        settings.whole, settings.has_target = plan is not None, bool(plan or target_delta)
-        if plan is None:
-            plan = plan_of(data_loader, given, **self._of_plans)
-        else:
-            only_plan(plan, given, self._of_plans["noise"])
+        settings.whole, settings.has_target = plan is not None, names_delta(plan, given)
+        plan = plan_of(data_loader, plan, given, **self._of_plans)
         return self._start(module, optimizer, data_loader, plan, settings, ledger)
 
     def make_private_with_epsilon(
@@ -159,11 +172,21 @@ class PrivacyEngine(Attached):
             `(module, optimizer, loader)`.
 
         Raises:
-            TypeError, ValueError: a wrong argument.
+            TypeError: an argument that nobody knows, or that is missing.
+            ValueError: a wrong value, or neither or both of epochs and num_steps.
         """
+        self._refuse_second()
         given = {"target_epsilon": target_epsilon, "target_delta": target_delta, **others}
-        steps = steps_of(data_loader, epochs, num_steps)
-        plan = plan_of(data_loader, given, **self._of_plans, **steps)
+        refuse_beside_target(given.pop("plan", None), given)
+        given |= {"epochs": epochs, "num_steps": num_steps}
+        plan = plan_of(
+            data_loader,
+            None,
+            given,
+            calibrates=True,
+            method="make_private_with_epsilon",
+            **self._of_plans,
+        )
         settings = Settings(loss_reduction, grad_sample_mode, has_target=True)
         return self._start(module, optimizer, data_loader, plan, settings, ledger)
 
@@ -177,12 +200,7 @@ class PrivacyEngine(Attached):
         ledger: str | os.PathLike[str] | None,
     ) -> Parts:
         """Check everything, then open the ledger and attach."""
-        if self._step is not None or self._saved is not None:
-            raise RuntimeError(
-                "This engine is in use. Call detach(), or make another engine; one that was loaded "
-                "goes on by resume(data_loader=)."
-            )
-        self._refuse_second()
+        self._refuse_shared(unwrapped(module), optimizer)
         self._group = group_of(module)
         plan = self._agreed((module, optimizer, loader), plan, settings)
 
@@ -191,7 +209,9 @@ class PrivacyEngine(Attached):
             return self._planned(loader, plan)
 
         planned = on_all(self._group, "make_private", prepared)
-        open_ledger = partial(new_ledger, plan, ledger) if self._is_first else partial(Twin, plan)
+        open_ledger = partial(new_ledger, plan, ledger)
+        if not self._is_first:
+            open_ledger = partial(following_ledger, plan)
         self._ledger = on_all(self._group, "the ledger", open_ledger)
         self._settings = settings
         self._attach(module, optimizer)
@@ -251,11 +271,11 @@ class PrivacyEngine(Attached):
             `(module, optimizer, loader)`, the first two being those that were loaded into.
 
         Raises:
-            RuntimeError: the engine was not loaded, or goes on already.
+            AccountingError: the engine was not loaded, or goes on already.
             ValueError: the loader has other data.
         """
         if self._saved is None:
-            raise RuntimeError(
+            raise AccountingError(
                 "There is no loaded run to go on with. Expected load_checkpoint's engine, once."
             )
         self._agreed((*self._saved[:2], data_loader), self.plan, self._settings)
@@ -263,10 +283,52 @@ class PrivacyEngine(Attached):
         planned = on_all(
             self._group, "resume", lambda: self._planned(data_loader, self.plan, until)
         )
+        run_registry.draw_by_engine(self.ledger)
         (module, optimizer, at_resume), self._saved = self._saved, None
         self._attach(module, optimizer)
         at_resume()
         return module, optimizer, planned
+
+    def make_loader(
+        self,
+        *,
+        data_loader: DataLoader[Any],
+        plan: PrivacyPlan | None = None,
+        ledger: str | os.PathLike[str] | None = None,
+        **plan_arguments: Any,
+    ) -> OwnLoopLoader:
+        """The plan's batches and account for a loop of your own, in one process.
+
+        Call `record()` before each release, `clipped_grad_sum` for its sum (with the mask of each
+        chunk) and `noisy_mean(sum, plan, step)` for its noise.
+
+        Args:
+            data_loader: as in `make_private`.
+            plan: as there.
+            ledger: as there.
+            **plan_arguments: as there.
+
+        Returns:
+            The loader of `LogicalBatch`es.
+
+        Raises:
+            AccountingError: the engine has a run already, or several processes train together.
+            TypeError, ValueError: as `make_private`.
+        """
+        self._refuse_second()
+        if Group.current() is not None:
+            raise AccountingError(
+                "make_loader came in a group of several processes, whose loops would not be one "
+                "run. Expected make_private, which accounts them together."
+            )
+        self._settings.has_target = names_delta(plan, plan_arguments)
+        plan = plan_of(data_loader, plan, plan_arguments, method="make_loader", **self._of_plans)
+        per_pass = len(data_loader)
+        self._settings.whole = plan.num_steps is not None
+        loader = OwnLoopLoader(data_loader, plan, lambda: self._span(per_pass, 0))
+        self._ledger = new_ledger(plan, ledger, "PrivacyEngine.make_loader", "")
+        self._own_loop = loader
+        return loader
 
     def _planned(self, loader: DataLoader[Any], plan: PrivacyPlan, until: int = 0) -> PlannedLoader:
         """The loader of the plan's batches; `until` ends a pass that a checkpoint interrupted."""
@@ -288,11 +350,13 @@ class PrivacyEngine(Attached):
 
     def detach(self) -> None:
         """Take every hook off module and optimizer; plan, ledger and epsilon stay readable."""
-        self._require_step().detach()
+        if self._own_loop is None:
+            self._require_step().detach()
         self.ledger.close()
         if self._recorder is not None:
             self._recorder.detach()
         self._lent.give_back()
+        self._release_parts()
         self._step = self._recorder = None
 
     def stages(self) -> Stages:
@@ -302,8 +366,7 @@ class PrivacyEngine(Attached):
         of this process, sum and mean those of all that train together.
 
         Raises:
-            AccountingError: the noise is secure, which shows nothing else.
-            RuntimeError: no step was taken.
+            AccountingError: no step was taken, or the noise is secure, which shows nothing else.
         """
         step = self._require_step()
         if self.plan.noise == "secure":
@@ -313,7 +376,7 @@ class PrivacyEngine(Attached):
             )
         stages = step.stages
         if stages is None:
-            raise RuntimeError(
+            raise AccountingError(
                 "No step was taken since a batch was handed out. Call optimizer.step() first."
             )
         return stages

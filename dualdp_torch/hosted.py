@@ -19,6 +19,7 @@ from dualdp.batches import num_physical_batches
 from .arguments import Settings
 from .data import PlannedLoader, check_loader
 from .engine import PrivacyEngine
+from .run import claim_loaded
 
 _KEPT = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "prefetch_factor")
 
@@ -48,7 +49,7 @@ class Hosted:
         *,
         folder: str | os.PathLike[str] | None = None,
         key: Any = None,
-        accountant: str = "pld",
+        accountant: str | None = None,
         secure_mode: bool = False,
         **arguments: Any,
     ) -> None:
@@ -147,13 +148,13 @@ class Hosted:
                 "saved while this callback was there."
             ) from error
         ledger = checkpoint.unpack_run(saved, folder / self._name, self._key)
+        claim_loaded(ledger)
         try:
             self.engine = PrivacyEngine.loaded(ledger, settings, module, optimizer, lambda: None)
             planned = self.engine.resume(data_loader=loader)[2]
         except BaseException:
             ledger.close()
             raise
-        ledger.plan.claim(resumed=True)
         return planned
 
     def state(self) -> dict[str, Any]:

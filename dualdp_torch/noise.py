@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from dualdp import AccountingError, _validate
+from dualdp import AccountingError, _validate, run_registry
 from dualdp.randomness import counter, secure
 
 from .normals import Normals, add_normal
@@ -67,7 +67,7 @@ def noisy_mean(
     plan: Any,
     step: int,
     *,
-    branch: int = 0,
+    branch: int | None = None,
     max_grad_norm: float | None = None,
     layout: Sequence[Any] | None = None,
     pieces: Mapping[str, Piece] | None = None,
@@ -79,11 +79,16 @@ def noisy_mean(
     floating-point numbers: whoever sees an exact released number may be able to rule a data set out
     by it. "secure" is meant for that adversary (see `dualdp.randomness.secure`).
 
+    The noise of a release is handed out once, and where a ledger keeps the record
+    (`engine.make_loader`, `Ledger`) only for releases on record. Without one, the noise of a plan
+    with a seed is free, and that of a secret key ends after its first step.
+
     Args:
         grads: name -> SUM of clipped gradients of one logical batch, for every trainable parameter.
         plan: `PrivacyPlan`.
-        step: index of the release; never use one twice with other gradients.
-        branch: the ledger's, for a step that is released again with other gradients.
+        step: index of the release.
+        branch: the ledger's, for a step that is released again with other gradients; None for the
+            one on record.
         max_grad_norm: C of this step where the ledger learns it; None for the plan's.
         layout: `dualdp.port.match(...)` draws portable noise in the JAX model's shapes and order.
         pieces: name -> which part of the parameter `grads` holds, where it is sharded; then only
@@ -94,7 +99,9 @@ def noisy_mean(
         may be views of one array.
 
     Raises:
-        AccountingError: the step is past the plan.
+        AccountingError: the step is past the plan or not on record, its noise was handed out
+            before, or something else draws this plan's noise.
+        TypeError: inside `torch.func.vmap`, or while a CUDA graph is captured.
         ValueError: `layout` lacks a parameter, or came with `pieces`.
 
     Guarantees:
@@ -107,12 +114,84 @@ def noisy_mean(
 
     Source: Abadi et al. 2016, Algorithm 1, "add noise".
     """
+    _refuse_repetition(grads)
+    step = _checked_step(plan, step)
+    with run_registry.drawing(plan, _SOURCE, _SOURCE, step, branch) as granted:
+        if granted is None:
+            raise run_registry.not_recorded(_SOURCE, step)
+        return noised_mean(
+            grads,
+            plan,
+            step,
+            branch=granted,
+            max_grad_norm=max_grad_norm,
+            layout=layout,
+            pieces=pieces,
+        )
+
+
+_SOURCE = "noisy_mean"
+
+
+def _refuse_repetition(grads: Mapping[str, Tensor]) -> None:
+    """Refuse to be run once for several sums.
+
+    Raises:
+        TypeError: inside vmap, or while a CUDA graph is captured.
+    """
+    if any(torch._C._functorch.is_functorch_wrapped_tensor(grad) for grad in grads.values()):
+        raise TypeError(
+            "noisy_mean is inside torch.func.vmap or grad, where all members would get the same "
+            "noise. Expected vmap around the clipped sums alone; each model of an ensemble has a "
+            "plan of its own."
+        )
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise TypeError(
+            "noisy_mean is inside the capture of a CUDA graph, which would add the same noise at "
+            "every replay. Expected it outside of the graph."
+        )
+
+
+def _checked_step(plan: Any, step: Any) -> int:
+    """The step, once it is one of the plan's.
+
+    Raises:
+        AccountingError: it is not.
+    """
     step = _validate.integer("step", step)
     if plan.num_steps is not None and step >= plan.num_steps:
         raise AccountingError(
             f"step={step} is past the plan's num_steps={plan.num_steps}. Plan more steps, or "
             "num_steps=None for an open-ended run."
         )
+    return step
+
+
+def noised_mean(
+    grads: Mapping[str, Tensor],
+    plan: Any,
+    step: int,
+    *,
+    branch: int = 0,
+    max_grad_norm: float | None = None,
+    layout: Sequence[Any] | None = None,
+    pieces: Mapping[str, Piece] | None = None,
+) -> dict[str, Tensor]:
+    """`noisy_mean` for a step that the caller has recorded and sealed itself.
+
+    Args:
+        grads: as in `noisy_mean`.
+        plan: as there.
+        step: as there.
+        branch: of the ledger's seal.
+        max_grad_norm: as there.
+        layout: as there.
+        pieces: as there.
+
+    Returns:
+        As there.
+    """
+    step = _checked_step(plan, step)
     _validate.choice("noise", plan.noise, _SOURCES)
     bound = plan.max_grad_norm_at(step) if max_grad_norm is None else max_grad_norm
     bound = _validate.positive("max_grad_norm", bound)

@@ -17,7 +17,7 @@ from .choices import of_run
 from .clip import clip_and_sum, clipping_bounds
 from .data import Draw
 from .distributed import device_kind
-from .noise import noisy_mean
+from .noise import noised_mean
 from .normals import STREAM
 from .recorder import Recorder
 from .reduction import check_reduction
@@ -98,7 +98,7 @@ class PrivateStep:
         keep_per_sample: () -> whether `stages` is to hold the per-sample gradients.
         choices: table of `choices.of_run`, filled as the layers are met.
         decides: as there.
-        noise_layout: () -> as `layout` of `noisy_mean`.
+        noise_layout: () -> as `layout` of `noised_mean`.
     """
 
     def __init__(
@@ -293,7 +293,7 @@ class PrivateStep:
         stack = repr((_STACK, places, layout))
         sums, seal = self._complete(step, sums, counts=counts, stack=stack)
         with torch.no_grad():
-            mean = noisy_mean(
+            mean = noised_mean(
                 sums,
                 ledger.plan,
                 step,

@@ -35,7 +35,7 @@ LossFn = Callable[..., Any]
 WITNESSES = 3
 
 
-class ClippedSum(NamedTuple):
+class ClippedGradSum(NamedTuple):
     """What `clipped_grad_sum` returns.
 
     Attributes:
@@ -188,7 +188,7 @@ def clipped_grad_sum(
     max_memory: int | None = None,
     has_aux: bool = False,
     check: str = "first",
-) -> ClippedSum:
+) -> ClippedGradSum:
     """Sum over examples of gradients scaled to norm at most C.
 
     Args:
@@ -251,7 +251,7 @@ def clipped_grad_sum(
     if not norms:
         grads = {n: torch.zeros_like(p, dtype=wide(p.dtype)) for n, p in call.parameters.items()}
         norms = losses = [_no_norms(call)]
-    return ClippedSum(
+    return ClippedGradSum(
         grads,
         torch.cat(norms),
         torch.cat(losses),

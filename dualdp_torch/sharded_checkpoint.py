@@ -170,8 +170,6 @@ def load_sharded_checkpoint(
     except BaseException:
         resumed.close()
         raise
-    if rank == 0:
-        resumed.plan.claim(resumed=True)
     put_model()
     put_optimizer()
     engine.noise_layout = leaves.from_json(document["noise_layout"]) or None

@@ -25,6 +25,12 @@ hypothesis.settings.load_profile("dualdp")
 BACKENDS = ("torch", "jax")
 
 
+@pytest.fixture(autouse=True, scope="session")
+def marks_of_keys(tmp_path_factory):
+    """The marks of used keys that are kept for this machine go to a folder of the tests."""
+    os.environ["XDG_STATE_HOME"] = os.fspath(tmp_path_factory.mktemp("state"))
+
+
 @pytest.fixture
 def backend(request):
     """The test adapter of a stack; parametrize it with `BACKENDS` and `indirect=True`."""

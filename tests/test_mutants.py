@@ -126,9 +126,9 @@ def empty_batches_skipped(stack, patch):
         right = data.draws
         patch.setattr(data, "draws", lambda *a: (d for d in right(*a) if d.mask.any()))
     else:
-        right = data.Loader.__iter__
+        right = data.PlannedLoader.__iter__
         patch.setattr(
-            data.Loader,
+            data.PlannedLoader,
             "__iter__",
             lambda self: (b for b in right(self) if any(c.mask.any() for c in b.chunks)),
         )

@@ -33,6 +33,22 @@ def create(name: str = "pld", **options: Any) -> Any:
     return _TABLE[_validate.choice("accountant", name, _TABLE)](**options)
 
 
+def require_bound(name: str) -> str:
+    """The name, once it is that of an accountant which gives upper bounds.
+
+    Raises:
+        AccountingError: it is an approximation, which no run may be accounted by.
+    """
+    kind = _TABLE[_validate.choice("accountant", name, _TABLE)]
+    if isinstance(kind, type) and issubclass(kind, GDPAccountant):
+        raise _validate.AccountingError(
+            f"accountant={name!r} is an approximation that can lie far below the true epsilon, so "
+            "no run is accounted by it. Expected 'pld' or 'rdp'; dualdp.get_epsilon(..., "
+            "accountant='gdp', approximate=True) shows the approximation."
+        )
+    return name
+
+
 def register(name: str, cls: Any, *, overwrite: bool = False) -> None:
     """Add an accountant of your own to the table of `create`.
 

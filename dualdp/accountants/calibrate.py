@@ -14,7 +14,7 @@ from typing import Any
 from dualdp import _validate
 from dualdp._validate import AccountingError
 from dualdp.accountants.question import question as ask
-from dualdp.accountants.question import search, target, unreachable
+from dualdp.accountants.question import search, smallest_scale, target, unreachable
 
 
 def get_epsilon(
@@ -185,18 +185,7 @@ def get_schedule_scale(
     def spent(factor: float) -> float:
         return question.epsilon([(s * factor, q, n) for s, q, n in steps], delta)
 
-    if spent(0.0) <= epsilon:  # nothing is released
-        return 0.0
-    good = bad = 1.0
-    while spent(good) > epsilon:
-        bad, good = good, good * 2
-        if good > 1e9:
-            raise AccountingError(unreachable(epsilon, delta, "no noise multiplier up to 1e9"))
-    while bad == good or spent(bad) <= epsilon:
-        good, bad = bad, bad / 2
-        if bad < 1e-9:
-            return good
-    return search(good, bad, spent, epsilon)
+    return smallest_scale(spent, epsilon, delta)
 
 
 def get_num_steps(

@@ -98,6 +98,34 @@ def unreachable(epsilon: float, delta: float, what: str) -> str:
     )
 
 
+def smallest_scale(spent: Callable[[float], float], epsilon: float, delta: float) -> float:
+    """Smallest noise found that spends at most epsilon.
+
+    Args:
+        spent: noise, or a factor of it, -> epsilon.
+        epsilon: the target.
+        delta: of the target, for the error.
+
+    Returns:
+        A value >= 0 that `spent` was asked for and found within the target.
+
+    Raises:
+        AccountingError: no value up to 1e9 is.
+    """
+    if spent(0.0) <= epsilon:  # nothing is released
+        return 0.0
+    good = bad = 1.0
+    while spent(good) > epsilon:
+        bad, good = good, good * 2
+        if good > 1e9:
+            raise AccountingError(unreachable(epsilon, delta, "no noise multiplier up to 1e9"))
+    while bad == good or spent(bad) <= epsilon:
+        good, bad = bad, bad / 2
+        if bad < 1e-9:
+            return good
+    return search(good, bad, spent, epsilon)
+
+
 def search(
     good: float,
     bad: float,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`dualdp verify`: is a ledger whole and true, and a page about it for a privacy officer."""
+"""`dualdp verify`: is a ledger true, what it covers, and a page about it for a privacy officer."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Annotated, Any
 import typer
 
 from dualdp.cli.epsilon import Json, reported
-from dualdp.verification import Verification
+from dualdp.verification import Finding, Verification, one_key
 from dualdp.verification import verify as run_verify
 
-LedgerFile = Annotated[Path, typer.Argument(help="The ledger that a run wrote.")]
+LedgerFiles = Annotated[list[Path], typer.Argument(help="Ledgers that runs wrote.")]
 Page = Annotated[Path | None, typer.Option("--report", help="Write one page: FILE.md or .html.")]
 AllowSeed = Annotated[bool, typer.Option(help="Let a run pass whose key came from a seed.")]
 
@@ -29,46 +29,72 @@ _RELATIONS = {
 
 
 def verify(
-    ledger: LedgerFile,
+    ledger: LedgerFiles,
     report: Page = None,
     allow_seed: AllowSeed = False,
     as_json: Json = False,
 ) -> None:
-    """Check a ledger's chain, recompute its epsilon, and report; exit code 1 on any failure."""
+    """Check ledgers' chains, recompute their epsilon, and report; exit code 1 on any failure.
+
+    Of several ledgers it also says whether two are of one key, whose noise was used twice then.
+    """
     with reported():
         if report is not None and report.suffix not in (".md", ".html"):
             raise ValueError(f"report={str(report)!r} has no known form. Expected .md or .html.")
-        found = run_verify(ledger, allow_seed=allow_seed)
+        if report is not None and len(ledger) > 1:
+            raise ValueError(f"report came with {len(ledger)} ledgers. Expected one of them.")
+        several = [run_verify(path, allow_seed=allow_seed) for path in ledger]
+        found, keys = several[0], one_key(several)
         if report is not None:
             page = to_html(found) if report.suffix == ".html" else to_markdown(found)
             report.write_text(page, encoding="utf-8")
-        typer.echo(_json(found) if as_json else _text(found))
-    if not found.passed:
+        if as_json and len(several) == 1:
+            typer.echo(json.dumps(_data(found), indent=2))
+        elif as_json:
+            data = {"ledgers": {f.source: _data(f) for f in several}, "keys": asdict(keys)}
+            typer.echo(json.dumps(data, indent=2))
+        elif len(several) == 1:
+            typer.echo(_text(found))
+        else:
+            texts = [f"{found.source}\n{_text(found)}\n" for found in several]
+            typer.echo("\n".join([*texts, _line(keys)]))
+    if not (keys.passed is not False and all(found.passed for found in several)):
         raise typer.Exit(1)
+
+
+def _line(finding: Finding) -> str:
+    """One finding."""
+    return f"{_WORDS[finding.passed]:8s}{finding.name:30s}{finding.detail}"
 
 
 def _text(found: Verification) -> str:
     """A line for each finding, then the verdict."""
-    lines = [f"{_WORDS[f.passed]:8s}{f.name:30s}{f.detail}" for f in found.findings]
-    return "\n".join([*lines, verdict(found)])
+    return "\n".join([*map(_line, found.findings), verdict(found)])
 
 
-def _json(found: Verification) -> str:
+def _data(found: Verification) -> dict[str, Any]:
     """The same as data."""
-    data: dict[str, Any] = {
+    return {
         "passed": found.passed,
+        "covers_the_plan": found.covers_the_plan,
         "failures": found.failures,
         "epsilons": {k: v if math.isfinite(v) else None for k, v in found.epsilons.items()},
         "findings": [asdict(finding) for finding in found.findings],
     }
-    return json.dumps(data, indent=2)
 
 
 def verdict(found: Verification) -> str:
     """One sentence."""
-    if found.passed:
+    if not found.passed:
+        return f"NOT verified: {', '.join(found.failures)}."
+    if found.covers_the_plan:
         return f"The ledger is whole and true: epsilon = {found.epsilon:.4f}."
-    return f"NOT verified: {', '.join(found.failures)}."
+    planned = None if found.plan is None else found.plan.num_steps
+    of = "" if planned is None else f" of {planned} planned"
+    return (
+        f"What the ledger says is true, for the {found.num_steps}{of} steps that it covers: "
+        f"epsilon = {found.epsilon:.4f}. It does not show whether there were more."
+    )
 
 
 # ---------------------------------------------------------------------- the page
@@ -82,8 +108,10 @@ def facts(found: Verification) -> list[tuple[str, str]]:
     header = found.records[0]
     norm = _range(releases, "max_grad_norm")
     unprotected = ", ".join(found.unprotected) or "none"
+    planned = "an open-ended plan" if plan.num_steps is None else f"{plan.num_steps} planned steps"
     return [
         ("Released", f"{len(releases)} noisy sums of clipped gradients, and all made of them"),
+        ("Covered", f"{found.num_steps} steps of {planned}"),
         ("Examples", f"{plan.num_examples}; one example is what is protected"),
         ("Relation", f"{plan.neighboring_relation}: {_RELATIONS[plan.neighboring_relation]}"),
         ("Sampler", f"{plan.sampler}, sample rate {_range(releases, 'sample_rate')}"),

@@ -114,7 +114,7 @@ class TorchRun:
             clipping=self.plan.clipping,
             physical_batch_size=self.plan.physical_batch_size,
         )
-        self.ledger.seal(step)
+        self.ledger.seal(step, lambda: [grad.cpu().numpy() for grad in total.grads.values()])
         grads = dpt.noisy_mean(total.grads, self.plan, step, layout=self.layout)
         for name, parameter in self.model.named_parameters():
             parameter.grad = grads[name]

@@ -7,7 +7,6 @@ or a `repr`: those carry its SHA-256. It lives in a key file that only its owner
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -15,30 +14,46 @@ import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dualdp import _validate
+from dualdp._validate import newer
+from dualdp.randomness import used_keys
 
+FORMAT_VERSION = 1
 KEY_BYTES = 16
 PURPOSES = ("sampling", "noise", "dropout", "count", "check")
 
 
 class RootKey:
-    """128 secret bits; `repr` never shows them, and no `dataclasses.asdict` of a plan does.
+    """128 secret bits; neither `repr` nor a pickle or a copy has them.
 
     Args:
         secret: the 16 bytes.
         seed: the integer that the bytes came from, or None if the operating system drew them.
+
+    Attributes:
+        pid: process in which the object was made; a fork of it may begin no run with it.
+
+    Guarantees:
+        A pickle or a copy is a `LockedKey`, unless the key comes from a seed.
+            [test_no_pickle_copy_or_exception_holds_the_secret]
     """
 
-    __slots__ = ("secret", "seed")
+    __slots__ = ("pid", "secret", "seed")
 
     def __init__(self, secret: bytes, seed: int | None = None) -> None:
         if not isinstance(secret, bytes) or len(secret) != KEY_BYTES:
             raise ValueError(f"A root key of another form came. Expected {KEY_BYTES} bytes.")
-        self.secret, self.seed = secret, seed
+        self.secret, self.seed, self.pid = secret, seed, os.getpid()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.seed is not None:
+            return RootKey.from_seed, (self.seed,)
+        return LockedKey, (self.sha256,)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, RootKey) and (self.secret, self.seed) == (other.secret, other.seed)
@@ -118,60 +133,66 @@ class RootKey:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the key file, mode 0600; an existing file is never overwritten.
 
+        The marks of a run that has this key are left beside the new file, too.
+
         Raises:
             FileExistsError: there is a file at `path` already.
         """
-        text = json.dumps({"dualdp_key": 1, "secret": self.secret.hex(), "seed": self.seed})
         try:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        except FileExistsError as error:
+        except FileExistsError:
+            descriptor = -1
+        if descriptor < 0:
             raise FileExistsError(
                 f"{os.fspath(path)} exists. Expected a new path; a key file is never overwritten."
-            ) from error
-        with os.fdopen(descriptor, "w") as file:
-            file.write(text)
-        _files.setdefault(self.sha256, set()).add(os.path.abspath(path))
-        if self.sha256 in _claimed:
-            mark_used(self)
+            )
+        try:
+            with os.fdopen(descriptor, "w") as file:
+                file.write(self._text())
+            used_keys.note_file(self.sha256, path)
+            for _, mark in used_keys.marks(self.sha256)[:1]:
+                used_keys.leave(self.sha256, mark, is_new=False)
+        except BaseException:
+            os.unlink(path)
+            used_keys.forget_file(self.sha256, path)
+            raise
+
+    def _text(self) -> str:
+        """The content of the key file."""
+        data = {"dualdp_key": FORMAT_VERSION, "secret": self.secret.hex(), "seed": self.seed}
+        return json.dumps(data)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> RootKey:
         """Read a key file.
 
         Raises:
-            ValueError: the file is not a key file of this library.
+            ValueError: the file is not a key file of this library, or of a later version of it.
         """
-        try:
-            content = json.loads(Path(path).read_text())
-            if content["dualdp_key"] != 1:
-                raise ValueError("unknown version")
-            root = cls(bytes.fromhex(content["secret"]), content["seed"])
-            _files.setdefault(root.sha256, set()).add(os.path.abspath(path))
+        root, version = _read(path)
+        # Raised here, where no exception and no variable holds what the file says.
+        if root is not None:
+            used_keys.note_file(root.sha256, path)
             return root
-        except (KeyError, RecursionError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"{os.fspath(path)} is not a key file. Expected a file written by plan.save_key."
-            ) from error
+        if version is not None:
+            raise ValueError(newer(os.fspath(path), "key file", version, FORMAT_VERSION))
+        raise ValueError(
+            f"{os.fspath(path)} is not a key file. Expected a file written by plan.save_key."
+        )
 
 
-_claimed: set[str] = set()  # SHA-256 of the keys that a run of this process has
-_files: dict[str, set[str]] = {}  # SHA-256 -> key files that this process read or wrote
-
-
-def mark_used(root: RootKey) -> None:
-    """Note that a run has the key, in this process and beside each of its files."""
-    _claimed.add(root.sha256)
-    for path in _files.get(root.sha256, ()):
-        with contextlib.suppress(OSError):  # a folder that can't be written
-            Path(f"{path}.used").touch()
-
-
-def is_used(root: RootKey) -> str | None:
-    """Where a run has the key already: in this process, or says a mark beside its file."""
-    if root.sha256 in _claimed:
-        return "another run of this process"
-    marks = (f"{path}.used" for path in sorted(_files.get(root.sha256, ())))
-    return next((f"a run that left {mark}" for mark in marks if os.path.exists(mark)), None)
+def _read(path: str | os.PathLike[str]) -> tuple[RootKey | None, int | None]:
+    """The key in a file; or None, and the version of the format if it is a later one."""
+    try:
+        content = json.loads(Path(path).read_text())
+        version, seed = content["dualdp_key"], content["seed"]
+        if version != FORMAT_VERSION:
+            return None, version if isinstance(version, int) else None
+        root = RootKey(bytes.fromhex(content["secret"]), seed)
+        is_true = seed is None or RootKey.from_seed(seed) == root
+        return (root if is_true else None), None
+    except (KeyError, RecursionError, TypeError, ValueError):
+        return None, None
 
 
 @dataclass(frozen=True)
@@ -193,7 +214,7 @@ class LockedKey:
         """
         raise ValueError(
             f"The key of this plan (sha256 {self.sha256[:12]}...) is not loaded. Expected its key "
-            "file; pass key= to PrivacyPlan.from_json."
+            "file; pass key= to PrivacyPlan.from_json. A copy or a pickle of a plan has no key."
         )
 
 

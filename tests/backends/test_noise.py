@@ -13,6 +13,8 @@ import dualdp.torch as dpt
 from dualdp import PrivacyPlan, matching
 from dualdp.plan import NOISE
 from dualdp.randomness import RootKey, counter, normal, secure
+from dualdp_jax import noise as jax_noise
+from dualdp_torch import noise as torch_noise
 from tests.conftest import BACKENDS
 
 SHAPES = {"a.weight": (60, 50), "a.bias": (60,), "b.weight": (3, 4, 5, 5)}
@@ -37,14 +39,19 @@ def plan(**changes):
 
 
 def noisy_mean(stack, sums, plan, step, *, x64=True, **more):
-    """NumPy in, NumPy out."""
+    """NumPy in, NumPy out; of a secret key without asking whether the step is on record."""
     if stack == "torch":
         tensors = {name: torch.as_tensor(total) for name, total in sums.items()}
-        means = dpt.noisy_mean(tensors, plan, step, **more)
+        mean = dpt.noisy_mean if plan.seed is not None else torch_noise.noised_mean
+        means = mean(tensors, plan, step, **more)
         return {name: mean.numpy() for name, mean in means.items()}
     with jax.enable_x64(x64):
         arrays = {name: jnp.asarray(total) for name, total in sums.items()}
-        means = dpj.noisy_mean(arrays, plan, step, **more)
+        if plan.seed is not None:
+            means = dpj.noisy_mean(arrays, plan, step, **more)
+        else:
+            release = jax_noise.release_at(plan, step, like=arrays, **more)
+            means = jax_noise.noised_mean(arrays, release)
         return {name: np.asarray(mean) for name, mean in means.items()}
 
 

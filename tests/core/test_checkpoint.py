@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints: whole or refused by what is wrong with them; the key never inside."""
 
-import json
 import os
 
 import numpy as np
@@ -86,6 +85,66 @@ def test_a_later_checkpoint_shares_ledger_and_key(tmp_path):
     assert again.path == str(tmp_path / "first.ledger")
 
 
+def test_a_checkpoint_holds_a_position_and_a_hash_of_the_ledger(tmp_path):
+    """The text of 200,000 steps made a header that no reader of the format accepts."""
+    path = tmp_path / "run"
+    sizes = []
+    for steps in (1, 300):
+        folder = tmp_path / str(steps)
+        folder.mkdir()
+        saved(folder / "run", steps, num_steps=1000).close()
+        sizes.append((folder / "run").stat().st_size)
+    assert sizes[1] - sizes[0] < 20
+    ledger = saved(path)
+    state = checkpoint.read(path)[1]["ledger"]
+    assert set(state) == {"position", "branch", "max_grad_norm", "num_lines", "hash"}
+    assert (state["num_lines"], state["hash"]) == (7, ledger.last_hash)
+    ledger.close()
+    other = saved(tmp_path / "other")
+    other.close()
+    _, document = checkpoint.read(path)
+    with pytest.raises(ValueError, match="other.ledger does not continue the ledger that was"):
+        checkpoint.unpack_run(document, path, ledger=tmp_path / "other.ledger")
+    lines = (tmp_path / "run.ledger").read_text().splitlines(keepends=True)
+    (tmp_path / "run.ledger").write_text("".join(lines[:5]))
+    with pytest.raises(ValueError, match="run.ledger does not continue the ledger that was"):
+        checkpoint.unpack_run(document, path)
+
+
+def test_the_ledger_is_found_beside_a_checkpoint_that_was_moved(tmp_path):
+    ledger = dualdp.Ledger(make(), path=tmp_path / "elsewhere.ledger")
+    release(ledger, 0)
+    path = tmp_path / "run"
+    checkpoint.write(path, ARRAYS, {"stack": "none", **checkpoint.pack_run(ledger, path)})
+    ledger.close()
+    folder = tmp_path / "moved"
+    folder.mkdir()
+    for old, new in (("run", "run"), ("run.key", "run.key"), ("elsewhere.ledger", "run.ledger")):
+        (tmp_path / old).rename(folder / new)
+    again = checkpoint.unpack_run(checkpoint.read(folder / "run")[1], folder / "run")
+    assert again.path == str(folder / "run.ledger")
+
+
+@pytest.mark.slow
+def test_200_000_steps_are_saved_and_loaded(tmp_path):
+    path = tmp_path / "run"
+    ledger = saved(path, 200_000, num_steps=200_000)
+    ledger.close()
+    again = checkpoint.unpack_run(checkpoint.read(path)[1], path)
+    assert (again.position, len(again)) == (200_000, 200_000)
+    assert path.stat().st_size < 10_000
+
+
+def test_a_plan_with_a_long_table_is_saved(tmp_path):
+    """Its numbers stand in the checkpoint, and past 100 MB they fit no header."""
+    path = tmp_path / "run"
+    ledger = saved(path, 1, num_steps=20_000, max_grad_norm=lambda k: 1 + 1 / (1 + k))
+    ledger.close()
+    with path.open("rb") as file:
+        assert int.from_bytes(file.read(8), "little") < 1000  # bytes of the header
+    assert checkpoint.unpack_run(checkpoint.read(path)[1], path).plan == ledger.plan
+
+
 def test_another_runs_key_is_not_overwritten(tmp_path):
     saved(tmp_path / "run").close()
     (tmp_path / "run.ledger").unlink()
@@ -129,10 +188,17 @@ def test_broken_files_are_refused_by_what_is_wrong(tmp_path):
     save_file(ARRAYS, path, metadata={"format": "pt"})
     with pytest.raises(ValueError, match="safetensors file of something else"):
         checkpoint.read(path)
-    text = json.dumps({"dualdp_checkpoint": 7})
-    digest = checkpoint._digest({}, text)
-    save_file({}, path, metadata={"document": text, "sha256": digest})
-    with pytest.raises(ValueError, match="has version 7 of the checkpoint's format. Expected 1"):
-        checkpoint.read(path)
+    for text, message in (
+        ('{"dualdp_checkpoint": 7}', "is a checkpoint of format 7, and this version of dualdp re"),
+        ('{"dualdp_checkpoint": "x"}', "has version 'x' of the checkpoint's format. Expected one"),
+        ("[]", "holds no JSON object that says what it is"),
+        ("[" * 100_000, "holds no JSON object that says what it is"),
+    ):
+        digest = checkpoint._digest({}, text)
+        save_file({}, path, metadata={"document": text, "sha256": digest})
+        with pytest.raises(ValueError, match=message):
+            checkpoint.read(path)
+    with pytest.raises(ValueError, match="run is a checkpoint of format 7"):
+        checkpoint.unpack_run({"dualdp_checkpoint": 7}, path)
     with pytest.raises(ValueError, match="says nothing of its run"):
         checkpoint.unpack_run({}, path)

@@ -2,7 +2,9 @@
 """The ledger: every release once, in order, accounted before it happens."""
 
 import copy
+import os
 import pickle
+import sys
 
 import numpy as np
 import pytest
@@ -12,8 +14,12 @@ from dualdp import sealing
 from dualdp.schedules import AdaptiveNorm
 from tests.core.test_plan import BASE, make
 
+SUMS = (np.zeros(1),)
+# JAX, which other tests bring into this process, warns of every fork.
+forks = pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
 
-def release(ledger, step, parts=(), stack="here 1"):
+
+def release(ledger, step, parts=SUMS, stack="here 1"):
     """Record and seal one step."""
     ledger.record(step)
     return ledger.seal(step, parts, stack=stack)
@@ -54,10 +60,10 @@ def test_a_step_is_recorded_once():
     for step in (0, 2):
         with pytest.raises(dualdp.AccountingError, match=f"step={step} came after 1 recorded"):
             ledger.record(step)
-    assert ledger.record(1) is ledger.record(1)  # a computation that failed is tried again
+    assert ledger.record(1) == ledger.record(1)  # a computation that failed is tried again
     assert len(ledger) == 2
     with pytest.raises(dualdp.AccountingError, match="step=2 was not recorded"):
-        ledger.seal(2)
+        ledger.seal(2, None)
     with pytest.raises(dualdp.AccountingError, match="Save between two steps"):
         ledger.state()
 
@@ -272,11 +278,11 @@ def test_a_ledger_of_another_run_is_refused(tmp_path):
     with pytest.raises(ValueError, match="two does not continue the ledger that was saved"):
         dualdp.Ledger.resume(ledger.plan, state, other.path)
     ledger.close()
-    with pytest.raises(ValueError, match="written under another plan"):
+    with pytest.raises(ValueError, match="was written under another plan"):
         dualdp.Ledger.resume(other.plan, state, ledger.path)
     with pytest.raises(ValueError, match="position 7 is past the 3 steps"):
         dualdp.Ledger.resume(ledger.plan, {**state, "position": 7}, ledger.path)
-    with pytest.raises(ValueError, match="is not a ledger of this version"):
+    with pytest.raises(ValueError, match="The text is not a ledger. Expected a file or text that"):
         dualdp.Ledger.read("{}")
 
 
@@ -292,7 +298,7 @@ def test_the_bound_follows_the_quantile():
         bounds.append(ledger.max_grad_norm)
         below = int((norms <= ledger.max_grad_norm).sum())
         ledger.record(step)
-        seal = ledger.seal(step, num_below=below, num_rows=50)
+        seal = ledger.seal(step, None, num_below=below, num_rows=50)
         assert seal.max_grad_norm == bounds[-1]
         assert seal.noise_stddev == 1.1 * bounds[-1]
     assert bounds[0] == 0.1
@@ -318,7 +324,7 @@ def test_the_count_of_an_adaptive_bound_is_noisy_and_accounted():
     ledger = dualdp.Ledger(plan)
     ledger.record(0)
     with pytest.raises(TypeError, match="num_below and num_rows are missing"):
-        ledger.seal(0)
+        ledger.seal(0, None)
     base = {k: v for k, v in BASE.items() if k != "noise_multiplier"}
     tiny = AdaptiveNorm(1.0, count_noise_multiplier=0.1)
     with pytest.raises(ValueError, match="needs 2.32 for all that is released"):
@@ -357,6 +363,130 @@ def test_the_digest_sees_every_bit():
         sealing.digest(other, (1,), [array]),
     ]
     assert len({base, *variants}) == 5
+
+
+# ---------------------------------------------------------------------- what a seal needs
+
+
+def test_a_seal_needs_what_was_summed(tmp_path):
+    """Without it a changed step was taken for a replay: the old noise on another sum."""
+    ledger = dualdp.Ledger(make(), path=tmp_path / "ledger")
+    ledger.record(0)
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'parts'"):
+        ledger.seal(0)
+    with pytest.raises(ValueError, match="parts holds no array. Expected the clipped sums; None"):
+        ledger.seal(0, ())
+    with pytest.raises(ValueError, match="No clipped sum came, so nothing tells this release"):
+        ledger.seal(0, lambda: [])
+    assert ledger.seal(0, None).branch == 0
+
+
+def test_a_sum_that_is_not_shown_is_never_a_replay(tmp_path):
+    ledger = dualdp.Ledger(make(), path=tmp_path / "ledger")
+    release(ledger, 0)
+    state = ledger.state()
+    release(ledger, 1, None)
+    again = resumed(ledger, state)
+    seal = release(again, 1, None)
+    assert (seal.branch, seal.is_replay, len(again)) == (1, False, 3)
+
+
+# ---------------------------------------------------------------------- interrupts and forks
+
+LINES_OF = [
+    os.path.join(os.path.dirname(dualdp.__file__), name)
+    for name in ("ledger.py", "chain.py", "spending.py", "sealing.py", "run_registry.py")
+] + [os.path.dirname(dualdp.accountants.__file__)]
+
+
+class Interrupts:
+    """Raises KeyboardInterrupt at the line of this number, of those of the record."""
+
+    def __init__(self, number):
+        self.left = number
+
+    def __enter__(self):
+        sys.settrace(self)
+        return self
+
+    def __exit__(self, *_):
+        sys.settrace(None)
+
+    def __call__(self, frame, event, argument):
+        if not frame.f_code.co_filename.startswith(tuple(LINES_OF)):
+            return None
+        if event == "line":
+            self.left -= 1
+            if self.left == 0:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return self
+
+
+@pytest.mark.parametrize("where", ["file", "memory", "adaptive"])
+def test_an_interrupt_at_any_line_counts_no_step_twice(tmp_path, where):
+    """Between the accountant and the file it counted the step in one and not in the other."""
+    bound = AdaptiveNorm(1.0) if where == "adaptive" else 1.0
+    plan = make(num_steps=4, seed=1, max_grad_norm=bound)
+    counts = {"num_below": 3, "num_rows": 5} if where == "adaptive" else {}
+
+    def one_step(ledger, step):
+        ledger.record(step)
+        return ledger.seal(step, [np.zeros(1)], stack="here 1", **counts)
+
+    number = 0
+    while True:
+        number += 1
+        path = tmp_path / f"{number}" if where != "memory" else None
+        ledger = dualdp.Ledger(plan, path=path)
+        one_step(ledger, 0)
+        reached = True
+        try:
+            with Interrupts(number) as lines:
+                one_step(ledger, 1)
+            reached = lines.left <= 0
+        except KeyboardInterrupt:
+            if ledger.position == 1:
+                one_step(ledger, 1)
+        one_step(ledger, 2)
+        assert [entry["step"] for entry in ledger.entries] == [0, 1, 2], number
+        assert ledger.get_epsilon() == pytest.approx(plan.epsilon(3), rel=1e-12), number
+        text = ledger.to_json()
+        assert path is None or path.read_text() == text
+        kinds = [record.get("kind") for record in dualdp.Ledger.read(text)]
+        assert kinds == [None, *["release", "seal"] * 3], number
+        ledger.close()
+        if not reached:
+            break
+    assert number > 100  # the lines were there
+
+
+def in_a_fork(work):
+    """What a function returns, or the text of its error, in a fork of this process."""
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            said = str(work())
+        except BaseException as error:  # noqa: BLE001
+            said = f"{type(error).__name__}: {error}"
+        os.write(write, said.encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    said = os.read(read, 10_000).decode()
+    os.close(read)
+    os.close(write)
+    return said
+
+
+@forks
+def test_a_fork_can_not_release():
+    """It would use the same noise as the process that it is a fork of."""
+    ledger = dualdp.Ledger(make(seed=1))
+    release(ledger, 0)
+    said = in_a_fork(lambda: ledger.record(1))
+    assert f"This process is a fork of process {os.getpid()}, whose run this is" in said
+    release(ledger, 1)
 
 
 def failed():

@@ -107,7 +107,7 @@ def test_the_key_of_another_plan_is_refused():
         make(seed=1, key=RootKey.draw())
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"dualdp_plan": 2}'])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"dualdp_plan": 0}', '{"dualdp_plan": "2"}'])
 def test_foreign_json_is_refused(text):
     with pytest.raises(ValueError, match="The text is not a plan .* Expected what"):
         dualdp.PrivacyPlan.from_json(text)
@@ -174,7 +174,7 @@ def test_calibrate_meets_the_target_and_never_exceeds_it():
         ({"num_steps": 1.5}, "num_steps=1.5 is a float"),
         ({"noise_multiplier": -1.0}, "noise_multiplier=-1.0 is out of range"),
         ({"noise_multiplier": float("nan")}, "noise_multiplier=nan is not a number"),
-        ({"noise_multiplier": lambda k: -k}, "noise_multiplier=-99.0 is out of range"),
+        ({"noise_multiplier": lambda k: -k}, "noise_multiplier=-1.0 at step 1 is out of range"),
         ({"max_grad_norm": float("nan")}, "max_grad_norm=nan is not a number"),
         ({"max_grad_norm": 0}, "max_grad_norm=0.0 is out of range. Expected a finite number > 0"),
         ({"max_grad_norm": True}, "max_grad_norm=True is a bool"),

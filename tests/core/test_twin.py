@@ -81,7 +81,7 @@ def test_a_twin_goes_on_from_a_checkpoint(tmp_path):
     step(ledger, twin)
     ledger.close()
     resumed = Ledger.resume(run, state, path)
-    twin = Twin.of(run, resumed.state())
+    twin = Twin.of(run, resumed.to_json(), resumed.state())
     assert same(resumed, twin)
     step(resumed, twin)
     assert len(resumed) == 3
@@ -146,4 +146,4 @@ def test_a_twin_of_another_ledger_is_refused():
     ledger, twin = Ledger(run), Twin(run)
     step(ledger, twin)
     with pytest.raises(AccountingError, match="other lines than the one that is written"):
-        Twin.of(run, ledger.state())  # its last line is no resume
+        Twin.of(run, ledger.to_json(), ledger.state())  # its last line is no resume

@@ -57,16 +57,16 @@ def test_epsilon_is_recomputed():
 def test_every_edit_of_a_ledger_fails():
     lines = run(plan_of(), steps=4).to_json().splitlines(keepends=True)
     for k, line in enumerate(lines[:-1]):
-        assert verify("".join(lines[:k] + lines[k + 1 :])).failures == ("ledger is whole",)
+        assert verify("".join(lines[:k] + lines[k + 1 :])).failures == ("chain is unbroken",)
         swapped = [*lines[:k], lines[k + 1], line, *lines[k + 2 :]]
-        assert verify("".join(swapped)).failures == ("ledger is whole",)
+        assert verify("".join(swapped)).failures == ("chain is unbroken",)
     for k, line in enumerate(lines):
         position = len(line) // 2
         for other in "01ax":
             edited = line[:position] + other + line[position + 1 :]
             if edited != line and edited.lstrip().startswith("{"):
                 found = verify("".join([*lines[:k], edited, *lines[k + 1 :]]))
-                assert found.failures == ("ledger is whole",)
+                assert found.failures == ("chain is unbroken",)
                 assert f"line {k + 1}" in found.findings[0].detail
 
 
@@ -173,7 +173,7 @@ def test_steps_that_were_run_again_are_both_accounted(tmp_path):
     assert "1 of them of steps run again" in finding(found, "releases are the plan's").detail
     assert "resumed 1 times" in finding(found, "releases are sealed").detail
     assert found.epsilons["pld"] == pytest.approx(again.get_epsilon(), rel=1e-9)
-    assert found.epsilons["pld"] > verify(run(plan, 4).to_json()).epsilons["pld"]
+    assert found.epsilons["pld"] > verify(run(plan_of(), 4).to_json()).epsilons["pld"]
 
 
 def test_adaptive_bounds_follow_from_the_noisy_counts():
@@ -196,7 +196,7 @@ def test_a_sampler_that_rdp_does_not_know_has_one_opinion():
 def test_what_is_no_ledger_fails(text, tmp_path):
     path = tmp_path / "x"
     path.write_text(text)
-    assert verify(path).failures == ("ledger is whole",)
+    assert verify(path).failures == ("chain is unbroken",)
 
 
 def test_a_missing_file_is_an_error(tmp_path):

@@ -28,7 +28,7 @@ PLACES = {
     **dict.fromkeys(("record", "recorded"), (Ledger, "record")),
     **dict.fromkeys(("seal", "sealed"), (Ledger, "seal")),
     **dict.fromkeys(("reduce", "reduced"), (Reduction, "finish")),
-    **dict.fromkeys(("noise", "noised"), (dualdp_torch.optimizer, "noisy_mean")),
+    **dict.fromkeys(("noise", "noised"), (dualdp_torch.optimizer, "noised_mean")),
     **dict.fromkeys(("write", "replaced"), (checkpoint.os, "replace")),
 }
 
@@ -68,6 +68,7 @@ def train(folder, die=None, dropout=0.2, stop=None):
     Returns:
         Parameters, what epsilon was at each turn, and what stopped the run, if something did.
     """
+    notes.own_machine(folder)
     choices._seconds = lambda *_: 0.0  # timing would let two runs go two ways
     several = dist.is_initialized()
     rank = dist.get_rank() if several else 0

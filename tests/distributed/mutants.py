@@ -13,9 +13,9 @@ import dualdp_torch as dpt
 import dualdp_torch.data
 import dualdp_torch.engine
 import dualdp_torch.optimizer
-from dualdp import PrivacyPlan, schedules
+from dualdp import PrivacyPlan, run_registry, schedules
 from dualdp.ledger import Ledger
-from dualdp.randomness import RootKey, keys
+from dualdp.randomness import RootKey
 from dualdp_torch import distributed
 from dualdp_torch.data import Share
 from dualdp_torch.release import Together
@@ -31,7 +31,10 @@ def start(ledger=None, **changes):
     model = nn.Sequential(nn.Linear(60, 100), nn.Tanh(), nn.Linear(100, 3)).double()
     data = TensorDataset(torch.randn(40, 60).double(), torch.randint(3, (40,)))
     engine = dpt.PrivacyEngine()
-    keys._claimed.clear()  # one key for several runs is what no user can have
+    run_registry._secret.clear()  # one key for several runs is what no user can have
+    if "secret" in changes:  # a key that was made before the fork would be refused
+        changes = {**changes, "key": RootKey(changes["secret"])}
+        del changes["secret"]
     return engine, *engine.make_private(
         module=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
@@ -78,9 +81,9 @@ def _without_noise(sums, plan, step, **options):
 
 def no_noise():
     """Rank 1 adds no noise."""
-    real = dualdp_torch.optimizer.noisy_mean
+    real = dualdp_torch.optimizer.noised_mean
     mutant = _without_noise if dist.get_rank() else real
-    return replaced(dualdp_torch.optimizer, "noisy_mean", mutant)
+    return replaced(dualdp_torch.optimizer, "noised_mean", mutant)
 
 
 @contextlib.contextmanager
@@ -96,7 +99,7 @@ def noise_before(seed_of):
 
     with (
         replaced(distributed.Reduction, "add", add),
-        replaced(dualdp_torch.optimizer, "noisy_mean", _without_noise),
+        replaced(dualdp_torch.optimizer, "noised_mean", _without_noise),
     ):
         yield
 
@@ -142,7 +145,7 @@ MUTANTS = {
     "none, portable": (contextlib.nullcontext, {"noise": "portable"}),
     "none, secure": (
         contextlib.nullcontext,
-        {"noise": "secure", "seed": None, "key": RootKey(bytes(range(16)))},
+        {"noise": "secure", "seed": None, "secret": bytes(range(16))},
     ),
     "a rank adds no noise": (no_noise, {}),
     "each rank adds its own noise": (
@@ -210,13 +213,13 @@ def one_tensor_twice():
 
 def order(path):
     """For each step: whether the file of rank 0 held its seal when this rank drew noise."""
-    real, sealed = dualdp_torch.optimizer.noisy_mean, []
+    real, sealed = dualdp_torch.optimizer.noised_mean, []
 
     def noted(sums, plan, step, **options):
         kinds = {(r.get("kind"), r.get("step")) for r in Ledger.read(path)}
         sealed.append({("release", step), ("seal", step)} <= kinds)
         return real(sums, plan, step, **options)
 
-    with replaced(dualdp_torch.optimizer, "noisy_mean", noted):
+    with replaced(dualdp_torch.optimizer, "noised_mean", noted):
         releases(ledger=path)
     return sealed

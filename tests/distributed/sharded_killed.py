@@ -53,8 +53,8 @@ def train(folder, die=None):
     )
     list(model)[2].register_forward_pre_hook(lambda *_: reached("gather"))
     call_before(Shards, "reduce", lambda: reached("reduce"))
-    call_before(dualdp_torch.optimizer, "noisy_mean", lambda: reached("noise"))
-    call_before(dualdp_torch.optimizer, "noisy_mean", lambda: notes.write(str(folder), step=at[0]))
+    call_before(dualdp_torch.optimizer, "noised_mean", lambda: reached("noise"))
+    call_before(dualdp_torch.optimizer, "noised_mean", lambda: notes.write(str(folder), step=at[0]))
     said = {"stopped": None}
     try:
         for batch in loader:

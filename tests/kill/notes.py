@@ -39,15 +39,20 @@ def new_plan(num_steps: int) -> PrivacyPlan:
 
 
 def prepare(folder: Path, run: PrivacyPlan) -> None:
-    """Put plan and key into a new folder."""
+    """Put plan and key into a new folder, without the marks that `save_key` would bring along."""
     folder.mkdir()
     (folder / _PLAN).write_text(run.to_json())
-    run.save_key(folder / _KEY)
+    (folder / _KEY).write_text(run.root._text())
 
 
 def plan(folder: str) -> PrivacyPlan:
     """The plan of a folder, with its key."""
     return PrivacyPlan.from_json(Path(folder, _PLAN).read_text(), key=Path(folder, _KEY))
+
+
+def own_machine(folder: str | Path) -> None:
+    """Let the runs of a folder see no other's marks: a run and its twin have one key."""
+    os.environ["XDG_STATE_HOME"] = os.fspath(Path(folder, "state"))
 
 
 def write(folder: str, **facts: Any) -> None:
@@ -91,10 +96,10 @@ def watch_noise(folder: str, module: str) -> None:
 
     Args:
         folder: of the run.
-        module: where the backend calls `noisy_mean(grads, plan, step, ...)`.
+        module: where the backend calls `noised_mean(grads, plan, step, ...)`.
     """
     place = importlib.import_module(module)
-    real = place.noisy_mean
+    real = place.noised_mean
 
     def noted(grads: Any, run: PrivacyPlan, step: int, **options: Any) -> Any:
         digest = hashlib.sha256()
@@ -103,7 +108,7 @@ def watch_noise(folder: str, module: str) -> None:
         write(folder, step=int(step), sum=digest.hexdigest())
         return real(grads, run, step, **options)
 
-    place.noisy_mean = noted
+    place.noised_mean = noted
 
 
 def _leaves(grads: Any, path: str = "") -> list[tuple[str, Any]]:

@@ -64,6 +64,7 @@ def main(folder: str, die: tuple[str, int] | None = None) -> None:
     # Every start would compile anew, and most kills would hit the compiler.
     jax.config.update("jax_compilation_cache_dir", str(Path(folder).parent / "compiled"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    notes.own_machine(folder)
     notes.die_at(die)
     path = Path(folder, "run.safetensors")
     run = {"loss_fn": loss_fn, "params": params(), "optimizer": optax.adam(0.01), "data": data()}

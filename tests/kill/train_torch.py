@@ -33,6 +33,7 @@ def main(folder: str, die: tuple[str, int] | None = None) -> None:
         die: where the process kills itself, see `notes.die_at`.
     """
     torch.set_num_threads(1)
+    notes.own_machine(folder)
     notes.die_at(die)
     path = Path(folder, "run.safetensors")
     torch.manual_seed(3)

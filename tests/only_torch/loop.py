@@ -45,7 +45,7 @@ def plan(**changes):
 def start(parts=None, **options):
     """An engine around a fresh model."""
     model, optimizer, loader = parts or build()
-    engine = dpt.PrivacyEngine(accountant="rdp")
+    engine = dpt.PrivacyEngine(accountant=None if "plan" in options else "rdp")
     return engine, *engine.make_private(
         module=model, optimizer=optimizer, data_loader=loader, **options
     )

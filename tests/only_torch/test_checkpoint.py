@@ -345,7 +345,7 @@ def test_saving_at_a_wrong_time_is_refused(tmp_path):
     with pytest.raises(ValueError, match="optimizer is not the one"):
         save(optimizer=parts()[1])
     assert not path.exists()
-    with pytest.raises(RuntimeError, match="The engine is not attached"):
+    with pytest.raises(AccountingError, match="The engine is not attached"):
         save(engine=dpt.PrivacyEngine())
 
 
@@ -359,12 +359,12 @@ def test_an_optimizer_with_code_in_its_state_is_refused(tmp_path):
 def test_a_run_goes_on_once(saved):
     model, optimizer, loader = parts()
     engine = dpt.load_checkpoint(saved, model=model, optimizer=optimizer)
-    with pytest.raises(RuntimeError, match="This engine is in use.*resume"):
+    with pytest.raises(AccountingError, match="This engine has a run already.*resume"):
         engine.make_private(module=model, optimizer=optimizer, data_loader=loader, plan=plan())
     with pytest.raises(ValueError, match="30 examples but the plan's"):
         engine.resume(data_loader=DataLoader(dataset(30), batch_size=4))
     engine.resume(data_loader=loader)
-    with pytest.raises(RuntimeError, match="There is no loaded run to go on with"):
+    with pytest.raises(AccountingError, match="There is no loaded run to go on with"):
         engine.resume(data_loader=loader)
     with pytest.raises((OSError, ValueError, RuntimeError), match="another run"):
         load(saved)

@@ -456,7 +456,10 @@ def test_epochs_or_steps(words):
         ({}, "epochs=None and num_steps=None. Expected one of the two"),
         ({"epochs": 1, "num_steps": 1}, "epochs=1 and num_steps=1"),
         ({"epochs": 0}, "epochs=0"),
-        ({"epochs": 1, "noise_multiplier": 1.0}, "noise_multiplier and target_epsilon came"),
+        (
+            {"epochs": 1, "noise_multiplier": 1.0},
+            "noise_multiplier came together with target_epsilon",
+        ),
     ],
 )
 def test_wrong_lengths_are_refused(words, match):

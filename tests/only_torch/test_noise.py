@@ -9,6 +9,7 @@ import torch
 
 import dualdp_torch as dpt
 from dualdp import AccountingError
+from dualdp.ledger import Ledger
 from dualdp.plan import PrivacyPlan
 from dualdp.randomness import counter
 from dualdp_torch import noise
@@ -90,7 +91,7 @@ def test_noise_does_not_depend_on_threads(mode, monkeypatch):
     try:
         for threads in (1, 2, 5):
             torch.set_num_threads(threads)
-            found.append(dpt.noisy_mean(sums, run, 2))
+            found.append(noise.noised_mean(sums, run, 2))
     finally:
         torch.set_num_threads(before)
     for name in sums:
@@ -113,13 +114,13 @@ def test_every_layout_of_the_sums_gets_its_own_noise(mode):
         "g": torch.ones(2, requires_grad=True),
     }
     run = plan(noise=mode, seed=None, noise_multiplier=1e-6)
-    found = dpt.noisy_mean(sums, run, 0)
+    found = noise.noised_mean(sums, run, 0)
     assert list(found) == list(sums)
     for name, total in sums.items():
         expected = (total.detach() / 50).to(torch.promote_types(total.dtype, torch.float32))
         torch.testing.assert_close(found[name], expected, rtol=1e-3, atol=1e-4)
     assert torch.equal(wide, torch.arange(12.0).view(3, 4))
-    assert dpt.noisy_mean({}, run, 0) == {}
+    assert noise.noised_mean({}, run, 0) == {}
 
 
 def test_noise_is_the_counter_generator():
@@ -155,3 +156,99 @@ def test_a_step_past_the_plan_is_refused():
         dpt.noisy_mean(ZEROS, plan(), 10)
     with pytest.raises(ValueError, match="step=-1 is out of range"):
         dpt.noisy_mean(ZEROS, plan(), -1)
+
+
+# ---------------------------------------------------------------------- who may draw it
+
+
+def on_record(run, num_steps):
+    """A ledger in which so many steps are on record."""
+    ledger = Ledger(run)
+    for step in range(num_steps):
+        ledger.record(step)
+        ledger.seal(step, None)
+    return ledger
+
+
+def test_noise_of_a_secret_key_is_handed_out_once_for_releases_on_record():
+    """known_failures 79, 85: noisy_mean twice for a step, and for one that nobody recorded."""
+    run = plan(seed=None)
+    ledger, sums = on_record(run, 1), {"w": torch.ones(3)}
+    dpt.noisy_mean(sums, run, 0)
+    with pytest.raises(AccountingError, match="The noise of step=0 was handed out before"):
+        dpt.noisy_mean({"w": torch.zeros(3)}, run, 0)
+    with pytest.raises(AccountingError, match="noise of step=1, but that release is not on record"):
+        dpt.noisy_mean(sums, run, 1)
+    with pytest.raises(AccountingError, match="noise of step=1, which is not on record, so this"):
+        ledger.get_epsilon()
+    ledger.record(1)
+    ledger.seal(1, None)
+    dpt.noisy_mean(sums, run, 1)
+    assert ledger.get_epsilon() > 0
+
+
+def test_a_secret_key_that_nobody_records_for_ends_after_one_step():
+    run, sums = plan(seed=None), {"w": torch.ones(3)}
+    dpt.noisy_mean(sums, run, 0)
+    with pytest.raises(AccountingError, match="step=0 was drawn by noisy_mean and nobody recorded"):
+        dpt.noisy_mean(sums, run, 1)
+    with pytest.raises(AccountingError, match="noise of this plan was given to noisy_mean, and"):
+        on_record(run, 1)
+
+
+def test_a_seeded_plan_keeps_the_rules_within_a_run_with_a_ledger():
+    """Without a ledger its noise is free, as tests and comparisons need it."""
+    run, sums = plan(), {"w": torch.ones(3)}
+    free = [dpt.noisy_mean(sums, run, 0)["w"] for _ in range(2)]
+    assert torch.equal(*free)
+    for _ in range(2):  # each ledger is another run of the plan
+        ledger = on_record(run, 1)
+        assert torch.equal(dpt.noisy_mean(sums, run, 0)["w"], free[0])
+        with pytest.raises(AccountingError, match="The noise of step=0 was handed out before"):
+            dpt.noisy_mean(sums, run, 0)
+        ledger.close()
+    assert torch.equal(dpt.noisy_mean(sums, plan(), 0)["w"], free[0])
+
+
+def test_a_changed_step_gets_the_noise_of_its_branch(tmp_path):
+    """A loop of one's own that resumes: the old noise is not added to another sum."""
+    run = plan(seed=None)
+    ledger = Ledger(run, path=tmp_path / "ledger")
+    state = ledger.state()
+    ledger.record(0)
+    ledger.seal(0, [np.ones(3)])
+    first = dpt.noisy_mean({"w": torch.ones(3)}, run, 0)
+    ledger.close()
+    again = Ledger.resume(run, state, tmp_path / "ledger")
+    again.record(0)
+    with pytest.raises(AccountingError, match="The noise of step=0|not on record"):
+        dpt.noisy_mean({"w": torch.zeros(3)}, run, 0)
+    seal = again.seal(0, [np.zeros(3)])
+    with pytest.raises(AccountingError, match="The noise of step=0 was handed out before"):
+        dpt.noisy_mean({"w": torch.zeros(3)}, run, 0, branch=0)
+    second = dpt.noisy_mean({"w": torch.zeros(3)}, run, 0, branch=seal.branch)
+    assert seal.branch == 1
+    assert not torch.allclose(50 * first["w"] - 1, 50 * second["w"])
+
+
+def test_noise_inside_vmap_is_refused():
+    run = plan()
+    with pytest.raises(TypeError, match=r"noisy_mean is inside torch.func.vmap or grad, where all"):
+        torch.func.vmap(lambda w: dpt.noisy_mean({"w": w}, run, 0)["w"])(torch.zeros(2, 3))
+
+
+def test_noise_inside_a_cuda_graph_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(TypeError, match="inside the capture of a CUDA graph, which would add the"):
+        dpt.noisy_mean(ZEROS, plan(), 0)
+
+
+def test_noise_that_can_not_be_made_is_handed_out_again():
+    """An error while it is drawn is no release."""
+    run = plan(seed=None, noise="portable")
+    ledger = on_record(run, 1)
+    with pytest.raises(ValueError, match="layout lacks the parameters"):
+        dpt.noisy_mean({"w": torch.ones(3)}, run, 0, layout=())
+    dpt.noisy_mean({"w": torch.ones(3)}, run, 0)
+    ledger.close()

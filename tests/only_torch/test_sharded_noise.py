@@ -4,9 +4,8 @@
 import pytest
 import torch
 
-import dualdp_torch as dpt
 from dualdp_torch import normals
-from dualdp_torch.noise import Piece
+from dualdp_torch.noise import Piece, noised_mean
 
 from .test_noise import plan
 
@@ -34,11 +33,11 @@ def pieces(rank, size):
 @pytest.mark.parametrize("mode", ["fast", "portable", "secure"])
 def test_noise_of_pieces_is_that_of_the_whole(mode, size):
     run = plan(noise=mode, seed=None)
-    whole = dpt.noisy_mean({name: total.clone() for name, total in SUMS.items()}, run, 3, branch=1)
+    whole = noised_mean({name: total.clone() for name, total in SUMS.items()}, run, 3, branch=1)
     found = []
     for rank in range(size):
         sums, places = pieces(rank, size)
-        found.append(dpt.noisy_mean(sums, run, 3, branch=1, pieces=places))
+        found.append(noised_mean(sums, run, 3, branch=1, pieces=places))
     for name, mean in whole.items():
         joined = torch.cat([part[name] for part in found])
         assert joined.dtype == mean.dtype
@@ -63,14 +62,14 @@ def test_a_piece_draws_its_own_blocks_only(mode, monkeypatch):
         monkeypatch.setattr(f"{module}.fill_between", counted)
     length, numel = 100, 10_000_000
     sums = {"w": torch.zeros(length)}
-    dpt.noisy_mean(sums, plan(noise=mode, seed=None), 0, pieces={"w": Piece(5_000_000, numel)})
+    noised_mean(sums, plan(noise=mode, seed=None), 0, pieces={"w": Piece(5_000_000, numel)})
     assert 0 < sum(drawn) <= 2 << 16
 
 
 def test_a_layout_of_jax_is_refused_for_pieces():
     sums, places = pieces(0, 2)
     with pytest.raises(ValueError, match="layout came with pieces.*Consolidate the checkpoint"):
-        dpt.noisy_mean(sums, plan(noise="portable"), 0, layout=(), pieces=places)
+        noised_mean(sums, plan(noise="portable"), 0, layout=(), pieces=places)
 
 
 def test_other_devices_draw_in_blocks_too(monkeypatch):

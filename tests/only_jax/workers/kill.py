@@ -22,6 +22,7 @@ from tests.only_jax.workers.models import arguments, mesh_of, mlp
 
 
 def main(folder, rank, kind):
+    notes.own_machine(folder)
     path = Path(folder, f"run.{kind}")
     save = save_sharded_checkpoint if kind == "folder" else dpj.save_checkpoint
     load = load_sharded_checkpoint if kind == "folder" else dpj.load_checkpoint

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Marks on the disk which say that a key has begun its run.
+
+One lies beside each key file (`<key>.used`), and one in a folder of this machine, named by the
+key's SHA-256, which a copy of the key file finds as well. Each says which ledger the run writes and
+the hash of that ledger's line at which it was opened last, so that a copy of the ledger which does
+not have that line is known for one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from dualdp._validate import AccountingError
+
+_files: dict[str, set[str]] = {}  # SHA-256 -> key files that this process read or wrote
+
+
+@dataclass(frozen=True)
+class Mark:
+    """The text of a mark; one that dualdp 0.1.0 left is empty.
+
+    Attributes:
+        ledger: path of the run's ledger; "" where it is kept in memory.
+        opened: hash of the ledger's last line when the run was begun or resumed last.
+    """
+
+    ledger: str = ""
+    opened: str = ""
+
+
+def note_file(sha256: str, path: str | os.PathLike[str]) -> None:
+    """Remember a key file that this process read or wrote."""
+    _files.setdefault(sha256, set()).add(os.path.abspath(path))
+
+
+def forget_file(sha256: str, path: str | os.PathLike[str]) -> None:
+    """Forget a key file that could not be written."""
+    _files.get(sha256, set()).discard(os.path.abspath(path))
+
+
+def beside(path: str | os.PathLike[str]) -> Path:
+    """The mark of a key file."""
+    return Path(f"{os.fspath(path)}.used")
+
+
+def folders() -> list[Path]:
+    """Folders of this machine for marks, the first that can be written being used."""
+    state = os.environ.get("XDG_STATE_HOME") or Path("~/.local/state").expanduser()
+    user = os.getuid() if hasattr(os, "getuid") else 0
+    return [Path(state, "dualdp"), Path(tempfile.gettempdir(), f"dualdp-{user}")]
+
+
+def marks(sha256: str) -> list[tuple[Path, Mark]]:
+    """The marks of a key: beside the files that are known, then on this machine."""
+    files = sorted(_files.get(sha256, ()))
+    if not files:
+        return []  # a key without a file is nowhere else
+    found = []
+    for path in (*map(beside, files), *(folder / sha256 for folder in folders())):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            found.append((path, _parsed(path.read_text(encoding="utf-8", errors="replace"))))
+    return found
+
+
+def _parsed(text: str) -> Mark:
+    """The mark, or an empty one for text that is none."""
+    try:
+        data = json.loads(text)
+        return Mark(str(data["ledger"]), str(data["opened"]))
+    except (KeyError, TypeError, ValueError, RecursionError):
+        return Mark()
+
+
+def leave(sha256: str, mark: Mark, *, is_new: bool) -> None:
+    """Write the marks of a key that has a file.
+
+    Args:
+        sha256: of the key.
+        mark: their text.
+        is_new: the run begins: no mark may be there.
+
+    Raises:
+        AccountingError: a mark can't be written, or another process left one just now.
+    """
+    if not _files.get(sha256):
+        return
+    files = sorted(path for path in _files[sha256] if os.path.exists(path))
+    text, made = json.dumps(asdict(mark)), list[Path]()
+    try:
+        for path in (_folder() / sha256, *map(beside, files)):
+            _write(path, text, is_new)
+            made.append(path)
+    except BaseException as error:
+        for path in made if is_new else ():
+            path.unlink(missing_ok=True)
+        if isinstance(error, FileExistsError):
+            raise AccountingError(
+                f"Another process began a run with this key just now: it left {error.filename}. "
+                "Expected one run for one key; make a new plan for a new run."
+            ) from None
+        if isinstance(error, OSError):
+            raise AccountingError(
+                f"The mark {error.filename}, which says that this key has begun its run, can't be "
+                f"written ({error.strerror}). Expected a folder that can be written, so that no "
+                "second run repeats the noise; copy the key file to one."
+            ) from None
+        raise
+
+
+def _folder() -> Path:
+    """The first folder of this machine that can be written, made if needed."""
+    *others, last = folders()
+    for folder in others:
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            if os.access(folder, os.W_OK):
+                return folder
+    last.mkdir(parents=True, exist_ok=True)
+    return last
+
+
+def _write(path: Path, text: str, is_new: bool) -> None:
+    """Write a mark, which must be a new file where `is_new`."""
+    flags = os.O_WRONLY | os.O_CREAT | (os.O_EXCL if is_new else os.O_TRUNC)
+    file = os.open(path, flags, 0o644)
+    try:
+        os.write(file, text.encode())
+    except BaseException:
+        if is_new:
+            path.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(file)
