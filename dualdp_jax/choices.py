@@ -14,6 +14,7 @@ from dualdp_jax.call import Call, Row, build
 from dualdp_jax.capture import Capture, capture
 from dualdp_jax.interpret import CONVOLUTION
 from dualdp_jax.rules import Choice, small
+from dualdp_jax.rules.kinds import num_examples
 
 
 def survey(call: Call, rows: Row) -> tuple[Capture, list[Choice]]:
@@ -33,9 +34,17 @@ def survey(call: Call, rows: Row) -> tuple[Capture, list[Choice]]:
 def is_small(call: Call, rows: Row) -> bool:
     """Whether "auto" leaves the whole model to `vmap(grad)`."""
     parameters = sum(leaf.size for leaf in call.parameters.trained)
-    if not small.is_worth_a_look(rows[1].shape[0], parameters):
+    if not small.is_worth_a_look(num_examples(rows[1]), parameters):
         return False
     return all(choice.is_small for choice in survey(call, rows)[1])
+
+
+def has_own_kernels(call: Call, rows: Row, *, of_weights: bool = True) -> bool:
+    """Whether examples have convolution kernels of their own, or (of weights) their gradients."""
+    taken, _ = survey(call, rows)
+    return taken.convolves or (
+        of_weights and any(use.primitive == CONVOLUTION for use in taken.uses)
+    )
 
 
 def check_devices(call: Call, method: str) -> None:
@@ -56,9 +65,7 @@ def check_devices(call: Call, method: str) -> None:
         )
     if method == "loop" or call.num_examples == 0 or not compat.spans_devices(arrays):
         return
-    taken, _ = survey(call, call.rows)
-    kernels = method == "vmap" and any(use.primitive == CONVOLUTION for use in taken.uses)
-    if kernels or taken.convolves:
+    if has_own_kernels(call, call.rows, of_weights=method == "vmap"):
         raise UnsupportedLayerError(
             "XLA computes wrong gradients for convolutions with a kernel per example when arrays "
             f"are spread over several devices, and method={method!r} needs one here. Use "

@@ -156,6 +156,11 @@ def primitives_of(eqn: Any) -> set[str]:
     return {eqn.primitive.name}.union(*(primitives_of(e) for e in inner))
 
 
+def has_own_backward(eqn: Any) -> bool:
+    """Whether a backward that somebody wrote (`custom_vjp`) is in an equation, at any depth."""
+    return any(name.startswith("custom_vjp_call") for name in primitives_of(eqn))
+
+
 def _equations(value: Any) -> list[Any]:
     """The equations of a parameter that is a jaxpr, or several."""
     if isinstance(value, tuple | list):
@@ -176,6 +181,18 @@ def spans_devices(values: Any) -> bool:
     Axes that a `shard_map` has taken over do not count: there the program is that of one device.
     """
     return any(_num_parts(sharding.mesh) > 1 for sharding in _shardings(values))
+
+
+def may_span_devices(values: Any) -> bool:
+    """Whether arrays may turn out to lie on several devices once the program is compiled.
+
+    Inside `jit` the types do not say what comes by `in_shardings`, or from a constraint.
+    """
+    if spans_devices(values):
+        return True
+    leaves = [leaf for leaf in jax.tree.leaves(values) if is_traced(leaf)]
+    unknown = any(jax.typeof(leaf).sharding.mesh.empty for leaf in leaves)
+    return unknown and jax.device_count() > 1
 
 
 def _num_parts(mesh: Any) -> int:

@@ -78,7 +78,7 @@ class Scope:
         shapes: shape of the result at each use.
         wanted: parameters that are used outside the rules.
         blocked: parameters that reach a place where no gradient passes.
-        convolves: whether, beside the uses, examples have a convolution kernel of their own.
+        convolves: whether, beside the uses, examples may have convolution kernels of their own.
         plans: what a first run over the body of a loop has found, by equation.
     """
 
@@ -141,10 +141,13 @@ def _step(scope: Scope, eqn: Any, inputs: list[Any]) -> list[Any]:
     name = eqn.primitive.name
     holds_weight = any(map(_is_weight, inputs))
     is_waiting = any(isinstance(item, Waiting) for item in inputs)
-    if (holds_weight or is_waiting) and name in compat.WRAPPERS:
+    convolves = CONVOLUTION in compat.primitives_of(eqn)
+    if (holds_weight or is_waiting or convolves) and name in compat.WRAPPERS:
         jaxpr, consts = compat.open_jaxpr(eqn.params[compat.WRAPPERS[name]])
         return run(scope, jaxpr, consts, inputs)
-    if all(isinstance(item, Derived) for item in inputs):
+    is_derived = all(isinstance(item, Derived) for item in inputs)
+    # A custom backward may be no linear map: it must see the whole cotangent, and not its parts.
+    if is_derived and not (holds_weight and compat.has_own_backward(eqn)):
         return _derived(scope, eqn, inputs)
     if holds_weight and name == "scan":
         return _scan(scope, eqn, inputs)
@@ -154,8 +157,8 @@ def _step(scope: Scope, eqn: Any, inputs: list[Any]) -> list[Any]:
     if position is not None:
         found = Waiting(eqn, inputs, position)
         return [found if RULES[name].takes_sums else _use(scope, found)]
-    if holds_weight or (name == CONVOLUTION and not isinstance(inputs[1], Derived)):
-        scope.convolves |= CONVOLUTION in compat.primitives_of(eqn)
+    shares_kernel = name == CONVOLUTION and isinstance(inputs[1], Derived) and not holds_weight
+    scope.convolves |= convolves and not is_derived and not shares_kernel
     return compat.bind(eqn, *(scope.enter(item) for item in inputs))
 
 

@@ -14,6 +14,7 @@ from dualdp_jax import bounds
 from dualdp_jax.call import Call, Row, build
 from dualdp_jax.choices import check_devices
 from dualdp_jax.methods import Method, choose
+from dualdp_jax.norms import reported, total
 from dualdp_jax.rules.product import widen
 
 Work = Callable[[Row, Any], tuple[Any, Any]]  # (rows, mask) to (sums, values per example)
@@ -117,22 +118,24 @@ def per_sample_norms(
     chosen = choose(method)
     check_devices(call, method)
 
+    trained, names = call.parameters.trained, call.parameters.names
+    groups = names if per_parameter else [""] * len(trained)
+
     def work(rows: Row, mask: Any) -> tuple[Any, Any]:
-        sq_norms, _, aux = chosen.sq_norms(call, rows)
+        sq_norms, _, aux = chosen.sq_norms(call, rows, reported(trained, groups))
         return (), (sq_norms, aux)
 
-    dtype = call.parameters.dtype
+    zeros = jnp.zeros(call.num_examples, call.parameters.dtype)
     if call.num_examples == 0:
-        sq_norms, aux = [jnp.zeros(0, dtype) for _ in call.parameters.trained], None
+        parts, aux = [zeros for _ in trained], None
     else:
         mask = bounds.checked_mask(None, call.num_examples)
         size = _chunk_size(call, chosen, physical_batch_size, max_memory)
-        _, (sq_norms, aux) = _in_chunks(work, call.rows, mask, size)
+        _, (parts, aux) = _in_chunks(work, call.rows, mask, size)
     if per_parameter:
-        norms = call.parameters.like([jnp.sqrt(sq) for sq in sq_norms])
+        norms = call.parameters.like([jnp.sqrt(part) for part in parts])
     else:
-        zeros = jnp.zeros(call.num_examples, dtype)
-        norms = jnp.sqrt(sum((sq.astype(dtype) for sq in sq_norms), zeros))
+        norms = jnp.sqrt(total([zeros, *parts]))
     return (norms, aux) if has_aux else norms
 
 
