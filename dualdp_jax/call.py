@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dualdp import UnsupportedLayerError
+from dualdp_jax import compat
 from dualdp_jax.parameters import Parameters, split
 
 Row = tuple[list[Any], Any]  # arrays of one example, and its position
@@ -67,7 +70,46 @@ def build(
         return checked_loss(result, has_aux)
 
     rows = ([jnp.asarray(leaf) for leaf in arrays], jnp.asarray(positions))
-    return Call(parameters, rows, num_examples, loss)
+    call = Call(parameters, rows, num_examples, loss)
+    inside = compat.manual_axes((rows, parameters.trained, parameters.others, key))
+    return _of_each_device(call, inside) if inside and num_examples else call
+
+
+def _of_each_device(call: Call, inside: set[str]) -> Call:
+    """A call inside a `shard_map`, so that the gradient of an example stays on its device.
+
+    jax adds up the gradient of what is the same on all devices over the devices; they have other
+    examples, so the parameters are marked as values of each device.
+
+    Args:
+        call: with the arrays of one device.
+        inside: names of the axes of the `shard_map`.
+
+    Raises:
+        UnsupportedLayerError: the loss of an example, or its gradient, is spread over devices.
+    """
+    shapes = jax.tree.map(compat.type_of_row, call.rows)
+    jaxpr = compat.trace(call.loss, call.parameters.trained, shapes)[0].jaxpr
+    exchanged = compat.collectives(jaxpr, inside)
+    if exchanged:
+        raise UnsupportedLayerError(
+            f"loss_fn exchanges numbers between devices ({', '.join(sorted(exchanged))}), so the "
+            "loss of one example would depend on others. Expected the loss of one example; to "
+            "split one over devices use a mesh of automatic axes instead of shard_map."
+        )
+    axes = compat.varying_axes(jaxpr.outvars[0].aval)
+    named = zip(call.parameters.names, call.parameters.trained, strict=True)
+    split = [name for name, leaf in named if compat.varying_axes(leaf) - axes]
+    if split:
+        raise UnsupportedLayerError(
+            f"The parameters {split} differ between devices over which the examples do not, so a "
+            "norm would be that of one part. Expected them whole on each device of the shard_map, "
+            "or a mesh of automatic axes."
+        )
+    mark = lambda leaf: compat.vary(leaf, axes)  # noqa: E731
+    trained = [mark(leaf) for leaf in call.parameters.trained]
+    rows = jax.tree.map(mark, call.rows)
+    return call._replace(parameters=replace(call.parameters, trained=trained), rows=rows)
 
 
 def split_batch(batch: tuple[Any, ...]) -> tuple[list[Any], int, Callable[[list[Any]], Any]]:

@@ -70,11 +70,6 @@ def one_by_one(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda rows: jax.lax.map(function, rows)
 
 
-def _one(rows: Any) -> Any:
-    """Shape of one example of (n, ...)."""
-    return jax.ShapeDtypeStruct(rows.shape[1:], rows.dtype)
-
-
 def capture(call: Call, rows: Row) -> Capture:
     """Run forward and backward over a batch, and take down what the rules need.
 
@@ -86,7 +81,7 @@ def capture(call: Call, rows: Row) -> Capture:
         RuntimeError: a parameter reaches the loss by a way that was not seen.
     """
     trained = call.parameters.trained
-    shapes = jax.tree.map(_one, rows)
+    shapes = jax.tree.map(compat.type_of_row, rows)
     closed, structure = compat.trace(call.loss, trained, shapes)
     jaxpr, consts = compat.open_jaxpr(closed)
 
@@ -100,7 +95,7 @@ def capture(call: Call, rows: Row) -> Capture:
     jax.eval_shape(lambda row: forward(plan, row), shapes)
     _check_all_seen(call, jaxpr, plan)
     wanted = sorted(plan.wanted)
-    zeros = [jnp.zeros(shape.shape, shape.dtype) for shape in plan.shapes]
+    zeros = [compat.vary(jnp.zeros(p.shape, p.dtype), p.axes) for p in plan.results]
     own_zeros = {index: jnp.zeros_like(trained[index]) for index in wanted}
 
     def one(row: Row) -> Any:

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax._src import core as _core
 from jax._src.interpreters import partial_eval as _partial_eval
 from jax.extend import core as _extend
@@ -65,6 +66,65 @@ def is_flax_state(value: Any) -> bool:
 def variable_path(path: tuple[Any, ...]) -> tuple[Any, ...]:
     """The path of an nnx variable, less the attribute that holds its array."""
     return path[:-1] if path and getattr(path[-1], "name", None) == "value" else path
+
+
+# ---------------------------------------------------------------------- axes of a shard_map
+
+
+def varying_axes(value: Any) -> frozenset[str]:
+    """Axes of a `shard_map` over which the devices hold other numbers of a value, as its type says.
+
+    The type says it under `check_vma=True` alone, which is the default.
+    """
+    aval = jax.typeof(value) if isinstance(value, jax.Array) else value
+    axes = getattr(aval, "mat", None) or getattr(aval, "manual_axis_type", None)
+    return frozenset(getattr(aval, "vma", None) or () if axes is None else axes.varying)
+
+
+def vary(value: Any, axes: frozenset[str]) -> Any:
+    """The value, marked as one that differs over these axes, so that nothing sums its cotangents.
+
+    The gradient of a value that is the same on all devices is the sum over the devices.
+    """
+    missing = tuple(sorted(axes - varying_axes(value)))
+    if not missing:
+        return value
+    if hasattr(jax.lax, "pcast"):
+        return jax.lax.pcast(value, missing, to="varying")
+    return jax.lax.pvary(value, missing)  # jax before pcast
+
+
+def type_of(value: Any) -> Any:
+    """Shape, dtype and axes of a value, as an argument of `jax.eval_shape` and `make_jaxpr`."""
+    return jax.eval_shape(lambda x: x, value)
+
+
+def type_of_row(rows: Any) -> Any:
+    """The same of one row of (n, ...)."""
+    if rows.shape[0] == 0:
+        return jax.ShapeDtypeStruct(rows.shape[1:], rows.dtype)
+    return jax.eval_shape(lambda x: x[0], rows)
+
+
+def manual_axes(values: Any) -> set[str]:
+    """Names of the axes of the `shard_map`s that arrays are inside of."""
+    return {
+        name
+        for sharding in _shardings(values)
+        for name, kind in zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True)
+        if kind is AxisType.Manual
+    }
+
+
+def collectives(jaxpr: Any, axes: set[str]) -> set[str]:
+    """Names of the primitives in a jaxpr that exchange numbers over some axes."""
+    found = set()
+    for eqn in equations(jaxpr):
+        given = [eqn.params.get(key, ()) for key in ("axes", "axis_name")]
+        used = {name for names in given for name in (names if type(names) is tuple else (names,))}
+        if used & axes and eqn.primitive.name not in ("pvary", "pcast", "axis_index"):
+            found.add(eqn.primitive.name)
+    return found
 
 
 # ---------------------------------------------------------------------- jaxprs
@@ -142,7 +202,7 @@ def low_precision_dtypes(jaxpr: Any) -> set[str]:
     """Floating formats below float32 that a jaxpr computes in, nested jaxprs included."""
     variables = [var for eqn in jaxpr.eqns for var in eqn.outvars] + list(jaxpr.invars)
     dtypes: set[Any] = {getattr(var.aval, "dtype", None) for var in variables} - {None}
-    floating = {d for d in dtypes if jax.numpy.issubdtype(d, jax.numpy.floating)}
+    floating = {d for d in dtypes if jnp.issubdtype(d, jnp.floating)}
     found = {d.name for d in floating if d.itemsize < 4}
     rounding = [eqn.params for eqn in jaxpr.eqns if eqn.primitive.name == "reduce_precision"]
     few = {params["mantissa_bits"] for params in rounding if params["mantissa_bits"] < 23}
@@ -150,23 +210,22 @@ def low_precision_dtypes(jaxpr: Any) -> set[str]:
     return found.union(*(low_precision_dtypes(inner) for inner in _extend.subjaxprs(jaxpr)))
 
 
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """The equations of an open jaxpr, those of nested jaxprs included."""
+    yield from jaxpr.eqns
+    for inner in _extend.subjaxprs(jaxpr):
+        yield from equations(inner)
+
+
 def primitives_of(eqn: Any) -> set[str]:
     """Names of the primitives of an equation, those of nested jaxprs included."""
-    inner = (e for value in eqn.params.values() for e in _equations(value))
-    return {eqn.primitive.name}.union(*(primitives_of(e) for e in inner))
+    inner = _core.jaxprs_in_params(eqn.params)
+    return {eqn.primitive.name}.union(e.primitive.name for j in inner for e in equations(j))
 
 
 def has_own_backward(eqn: Any) -> bool:
     """Whether a backward that somebody wrote (`custom_vjp`) is in an equation, at any depth."""
     return any(name.startswith("custom_vjp_call") for name in primitives_of(eqn))
-
-
-def _equations(value: Any) -> list[Any]:
-    """The equations of a parameter that is a jaxpr, or several."""
-    if isinstance(value, tuple | list):
-        return [eqn for part in value for eqn in _equations(part)]
-    jaxpr = open_jaxpr(value)[0] if hasattr(value, "jaxpr") else value
-    return list(getattr(jaxpr, "eqns", ()))
 
 
 def _shardings(values: Any) -> list[Any]:

@@ -140,7 +140,7 @@ def _inverse(eqn: Any, shape: tuple[int, ...]) -> Undo | None:
         return None
 
     def undo(cotangent: Any) -> Any:
-        like = jax.ShapeDtypeStruct(shape, cotangent.dtype)
+        like = compat.vary(jnp.zeros(shape, cotangent.dtype), compat.varying_axes(cotangent))
         return jax.linear_transpose(lambda x: compat.bind(eqn, x)[0], like)(cotangent)[0]
 
     return undo

@@ -182,7 +182,7 @@ def _check_second_pass(call: Call, rows: Row) -> None:
 
     In low precision they round otherwise; a custom backward may do with a cotangent what it likes.
     """
-    trained, shapes = call.parameters.trained, jax.tree.map(_one_row, rows)
+    trained, shapes = call.parameters.trained, jax.tree.map(compat.type_of_row, rows)
     advice = "Use method='book_keeping'."
     forward = compat.open_jaxpr(compat.trace(call.loss, trained, shapes)[0])[0]
     if any(map(compat.has_own_backward, forward.eqns)):
@@ -198,11 +198,6 @@ def _check_second_pass(call: Call, rows: Row) -> None:
             f"method='two_pass' would sum gradients in {', '.join(sorted(low))}, "
             f"which the loss computes in, and exceed the bound by its rounding. {advice}"
         )
-
-
-def _one_row(rows: Any) -> Any:
-    """Shape of one example of (n, ...)."""
-    return jax.ShapeDtypeStruct(rows.shape[1:], rows.dtype)
 
 
 def _second_pass(
@@ -231,9 +226,7 @@ def _second_pass(
 
 def footprint(keeps: Keeps, call: Call) -> int:
     """Bytes of operands, cotangents and kept gradients of one example."""
-    row = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct((1, *leaf.shape[1:]), leaf.dtype), call.rows
-    )
+    row = jax.eval_shape(lambda rows: jax.tree.map(lambda leaf: leaf[:1], rows), call.rows)
 
     def held(row: Row) -> Any:
         found = find(call, row, keeps)

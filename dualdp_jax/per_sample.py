@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from dualdp import _validate
-from dualdp_jax import bounds
+from dualdp_jax import bounds, compat
 from dualdp_jax.call import Call, Row, build
 from dualdp_jax.choices import check_devices
 from dualdp_jax.methods import Method, choose
@@ -262,9 +262,10 @@ def _in_chunks(
     shape = lambda leaf: leaf[index].reshape((chunks, size) + leaf.shape[1:])  # noqa: E731
     padded = jax.tree.map(shape, rows)
     masks = shape(mask) & (jnp.arange(chunks * size) < num_rows).reshape(chunks, size)
+    first = jax.tree.map(lambda leaf: leaf[0], padded)
     empty = jax.tree.map(
-        lambda out: jnp.zeros(out.shape, out.dtype),
-        jax.eval_shape(work, jax.tree.map(lambda leaf: leaf[0], padded), masks[0]),
+        lambda out: compat.vary(jnp.zeros(out.shape, out.dtype), compat.varying_axes(out)),
+        jax.eval_shape(work, first, masks[0]),
     )
 
     def step(sums: Any, chunk: Any) -> tuple[Any, Any]:

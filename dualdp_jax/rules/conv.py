@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dualdp import costs
+from dualdp_jax import compat
 from dualdp_jax.rules import small
 from dualdp_jax.rules.estimate import Estimate, beside, of_gradients, of_gram, rounding
 from dualdp_jax.rules.kinds import Choice, Rule, Spec, num_examples
@@ -210,7 +211,8 @@ def weighted_sum(spec: Spec, others: tuple[Any, ...], grads_out: Any, weights: A
     def convolve(kernel: Any) -> Any:
         return jax.vmap(lambda one: jax.lax.conv_general_dilated_p.bind(one, kernel, **options))(x)
 
-    pull = jax.linear_transpose(convolve, jax.ShapeDtypeStruct(spec.shape, cotangents.dtype))
+    like = jnp.zeros(spec.shape, cotangents.dtype)
+    pull = jax.linear_transpose(convolve, compat.vary(like, compat.varying_axes(cotangents)))
     return pull(cotangents)[0]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from dualdp_jax import compat
 from dualdp_jax.rules import small
 from dualdp_jax.rules.estimate import Estimate, of_lengths, rounding
 from dualdp_jax.rules.kinds import Choice, Rule, Spec, num_examples
@@ -158,7 +159,8 @@ def _sq_norms_by_table(numbers: Any, rows: Any, *, total: int) -> Any:
         return table, jnp.square(added).reshape(few, -1).sum(1)
 
     cut = (numbers.reshape(-1, few, t), rows.reshape(-1, few * t, width))
-    return jax.lax.scan(step, jnp.zeros(few * (total + 1), jnp.int32), cut)[1].reshape(n)
+    table = compat.vary(jnp.zeros(few * (total + 1), jnp.int32), compat.varying_axes(numbers))
+    return jax.lax.scan(step, table, cut)[1].reshape(n)
 
 
 def _at_once(n: int, total: int) -> int:
