@@ -115,17 +115,25 @@ class Ledger:
         """
         if self._open is not None and self._open[0] == step:
             return self._of_step[step][-1]
+        self.expect(step)
+        earlier = self._of_step.get(step)
+        entry = earlier[-1] if earlier else self._release(step, self._branch)
+        self._open = step, not earlier
+        return entry
+
+    def expect(self, step: int) -> None:
+        """Refuse a step that could not be recorded; nothing is written.
+
+        Raises:
+            AccountingError: the step is out of order, past the plan, or past its target epsilon.
+        """
         if step != self.position:
             raise AccountingError(
                 f"step={step} came after {self.position} recorded releases. Expected "
                 f"step={self.position}; a step is released once, in order."
             )
-        earlier = self._of_step.get(step)
-        if not earlier:
+        if step not in self._of_step:
             self._refuse_past_the_end(step)
-        entry = earlier[-1] if earlier else self._release(step, self._branch)
-        self._open = step, not earlier
-        return entry
 
     def _refuse_past_the_end(self, step: int) -> None:
         if self._end is None or step < self._end:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,24 @@ from dualdp.clipping import AUTOMATIC_OFFSET, CLIPPING, factors_for, group_bound
 from dualdp_jax import compat
 from dualdp_jax.norms import Accuracy, Settled, margin_for, total
 from dualdp_jax.parameters import Parameters
+
+
+class Clipped(NamedTuple):
+    """What a method makes of some rows.
+
+    Attributes:
+        sums: of the clipped gradients, per trained leaf.
+        norms: (n,) of the whole gradients.
+        factors: clipping group -> (n,).
+        losses: (n,).
+        aux: stacked over the examples, or None.
+    """
+
+    sums: list[Any]
+    norms: Any
+    factors: dict[str, Any]
+    losses: Any
+    aux: Any
 
 
 @dataclass(frozen=True)
@@ -53,8 +71,8 @@ class Clip:
         floors = [AUTOMATIC_OFFSET if automatic else self.bounds[group] for group in self.groups]
         return Accuracy(self.groups, floors, self.margin)
 
-    def __call__(self, found: Settled, mask: Any) -> tuple[Any, list[Any]]:
-        """Norms of the examples, (n,), and their factors, (n,) for each leaf.
+    def __call__(self, found: Settled, mask: Any) -> tuple[Any, dict[str, Any]]:
+        """Norms of the examples, (n,), and their factors, (n,) for each group.
 
         A factor is 0 where the mask is False or the example's norm is not finite: such an example
         must be dropped, not multiplied (0 * nan = nan).
@@ -69,7 +87,14 @@ class Clip:
         for group in set(self.groups):
             members = [i for i, own in enumerate(self.groups) if own == group]
             factors[group] = jnp.where(valid, self._factors(group, found, members), 0)
-        return jnp.where(mask, jnp.sqrt(sq_norms), 0), [factors[group] for group in self.groups]
+        return jnp.where(mask, jnp.sqrt(sq_norms), 0), factors
+
+    def factor(self, group: str, norm: float) -> float:
+        """The factor of a group whose gradient has this norm, in plain numbers."""
+        if not math.isfinite(norm):
+            return 0.0
+        bound = float(self.bounds[group]) * ((1 + margin_of("float64")) / (1 + self.margin))
+        return float(factors_for(self.clipping, np.asarray([norm], np.float64), bound, xp=np)[0])
 
     def _factors(self, group: str, found: Settled, members: list[int]) -> Any:
         """Clip factors (n,) of one group.

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -18,6 +18,20 @@ from dualdp_jax.parameters import Parameters, split
 Row = tuple[list[Any], Any]  # arrays of one example, and its position
 
 
+class Program(NamedTuple):
+    """The loss of one example as jax sees it.
+
+    Attributes:
+        jaxpr: open, of (trained leaves, row); its first result is the loss, the others are aux.
+        consts: arrays that it closes over.
+        structure: of (loss, aux).
+    """
+
+    jaxpr: Any
+    consts: Sequence[Any]
+    structure: Any
+
+
 class Call(NamedTuple):
     """What every method works on.
 
@@ -26,12 +40,28 @@ class Call(NamedTuple):
         rows: arrays (n, ...) and positions (n,); `jax.vmap` over both gives single examples.
         num_examples: n.
         loss: (trained leaves, row) to (loss (), aux) of one example.
+        known: the loss traced, where that was done already.
     """
 
     parameters: Parameters
     rows: Row
     num_examples: int
     loss: Callable[[list[Any], Row], tuple[Any, Any]]
+    known: Program | None = None
+
+    @property
+    def program(self) -> Program:
+        """The loss traced, for rows of these shapes."""
+        if self.known is not None:
+            return self.known
+        shapes = jax.tree.map(compat.type_of_row, self.rows)
+        closed, structure = compat.trace(self.loss, self.parameters.trained, shapes)
+        return Program(*compat.open_jaxpr(closed), structure)
+
+
+def traced(call: Call) -> Call:
+    """The same call, its loss traced once for all who ask; n >= 1."""
+    return call._replace(known=call.program)
 
 
 def build(
@@ -88,8 +118,7 @@ def _of_each_device(call: Call, inside: set[str]) -> Call:
     Raises:
         UnsupportedLayerError: the loss of an example, or its gradient, is spread over devices.
     """
-    shapes = jax.tree.map(compat.type_of_row, call.rows)
-    jaxpr = compat.trace(call.loss, call.parameters.trained, shapes)[0].jaxpr
+    jaxpr = call.program.jaxpr
     exchanged = compat.collectives(jaxpr, inside)
     if exchanged:
         raise UnsupportedLayerError(

@@ -81,9 +81,7 @@ def capture(call: Call, rows: Row) -> Capture:
         RuntimeError: a parameter reaches the loss by a way that was not seen.
     """
     trained = call.parameters.trained
-    shapes = jax.tree.map(compat.type_of_row, rows)
-    closed, structure = compat.trace(call.loss, trained, shapes)
-    jaxpr, consts = compat.open_jaxpr(closed)
+    jaxpr, consts, structure = call.program
 
     def forward(scope: Scope, row: Row) -> tuple[Any, Any]:
         slots = [parameter(index, value) for index, value in enumerate(scope.values)]
@@ -92,7 +90,7 @@ def capture(call: Call, rows: Row) -> Capture:
         return jax.tree.unflatten(structure, [scope.enter(results[0]), *plain])
 
     plan = Scope(trained, trained)
-    jax.eval_shape(lambda row: forward(plan, row), shapes)
+    jax.eval_shape(lambda row: forward(plan, row), jax.tree.map(compat.type_of_row, rows))
     _check_all_seen(call, jaxpr, plan)
     wanted = sorted(plan.wanted)
     zeros = [compat.vary(jnp.zeros(p.shape, p.dtype), p.axes) for p in plan.results]

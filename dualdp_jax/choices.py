@@ -10,7 +10,7 @@ import jax
 
 from dualdp import UnsupportedLayerError
 from dualdp_jax import compat, ghost
-from dualdp_jax.call import Call, Row, build
+from dualdp_jax.call import Call, Row, build, traced
 from dualdp_jax.capture import Capture, capture
 from dualdp_jax.interpret import CONVOLUTION
 from dualdp_jax.rules import Choice, small
@@ -47,8 +47,8 @@ def has_own_kernels(call: Call, rows: Row, *, of_weights: bool = True) -> bool:
     )
 
 
-def check_devices(call: Call, method: str) -> None:
-    """Refuse what XLA is known to compute wrongly for arrays spread over devices.
+def prepared(call: Call, method: str) -> Call:
+    """The call as a method takes it: traced once, and refused where XLA would get it wrong.
 
     Examples that each have a convolution kernel, or a gradient of one, are one convolution with
     batch groups, whose partitioning loses most of them (found in jax 0.10.2; a test watches it).
@@ -63,14 +63,18 @@ def check_devices(call: Call, method: str) -> None:
             "have to name its sharding. Expected a mesh of automatic axes: jax.make_mesh(shape, "
             "names, axis_types=(jax.sharding.AxisType.Auto,) * len(names))."
         )
-    if method == "loop" or call.num_examples == 0 or not compat.spans_devices(arrays):
-        return
-    if has_own_kernels(call, call.rows, of_weights=method == "vmap"):
+    if method == "loop" or call.num_examples == 0:
+        return call
+    spans_devices = compat.spans_devices(arrays)
+    if method != "vmap" or spans_devices:
+        call = traced(call)
+    if spans_devices and has_own_kernels(call, call.rows, of_weights=method == "vmap"):
         raise UnsupportedLayerError(
             "XLA computes wrong gradients for convolutions with a kernel per example when arrays "
             f"are spread over several devices, and method={method!r} needs one here. Use "
             "method='auto' or 'book_keeping' for kernels that are parameters, else one device."
         )
+    return call
 
 
 def explain(

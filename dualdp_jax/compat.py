@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import types
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -168,6 +170,87 @@ def trace(function: Callable[..., Any], *shapes: Any) -> tuple[Any, Any]:
     return closed, jax.tree.structure(result)
 
 
+def fingerprint(jaxpr: Any) -> Hashable:
+    """What an open jaxpr computes, to be compared with that of others; equal for equal programs."""
+    numbers = {var: i for i, var in enumerate([*jaxpr.constvars, *jaxpr.invars])}
+
+    def of(var: Any) -> Hashable:
+        if isinstance(var, Literal):
+            return repr(var.val), str(var.aval)
+        return numbers[var]
+
+    equations = []
+    for eqn in jaxpr.eqns:
+        operands = tuple(map(of, eqn.invars))
+        numbers |= {var: len(numbers) + i for i, var in enumerate(eqn.outvars)}
+        params = tuple((key, _fingerprint_of(value)) for key, value in sorted(eqn.params.items()))
+        results = tuple(str(var.aval) for var in eqn.outvars)
+        equations.append((eqn.primitive.name, operands, results, params))
+    inputs = tuple(str(var.aval) for var in [*jaxpr.constvars, *jaxpr.invars])
+    return inputs, tuple(equations), tuple(map(of, jaxpr.outvars))
+
+
+def _fingerprint_of(value: Any, depth: int = 0) -> Hashable:
+    """What a parameter of an equation holds: of functions their code and that of their closures."""
+    if hasattr(value, "eqns") or hasattr(value, "jaxpr"):
+        return fingerprint(open_jaxpr(value)[0])
+    if isinstance(value, tuple | list):
+        return tuple(_fingerprint_of(part, depth) for part in value)
+    function = getattr(value, "f", value)  # jax wraps the functions of custom rules
+    if isinstance(function, types.FunctionType):
+        if depth > _DEPTH:
+            return function.__code__
+        cells = [cell for cell in function.__closure__ or () if _is_full(cell)]
+        held = (cell.cell_contents for cell in cells)
+        inner = [part for part in held if callable(part)]
+        return function.__code__, tuple(_fingerprint_of(part, depth + 1) for part in inner)
+    if isinstance(value, str | bytes | int | float | bool | type(None)):
+        return type(value).__name__, value
+    return type(value).__name__, "" if callable(value) else repr(value)
+
+
+_DEPTH = 6  # of functions inside functions
+
+
+def _is_full(cell: Any) -> bool:
+    """Whether a closure's cell holds anything yet."""
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
+
+
+def compiled(function: Callable[..., Any], inputs: Sequence[Any], options: Any) -> Any:
+    """A function compiled for inputs like these, by these options where the compiler has them."""
+    lowered = jax.jit(function).lower(*inputs)
+    try:
+        return lowered.compile(compiler_options=options)
+    except (jax.errors.JaxRuntimeError, ValueError):
+        return lowered.compile()
+
+
+def thread_settings() -> Callable[[], Any]:
+    """The settings of this thread that decide about numbers, as a context for another thread."""
+    x64, precision = jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision
+    promotion = jax.config.jax_numpy_dtype_promotion
+
+    @contextlib.contextmanager
+    def settings() -> Iterator[None]:
+        with (
+            jax.enable_x64(x64),
+            jax.default_matmul_precision(precision),
+            jax.numpy_dtype_promotion(promotion),
+            jax.numpy_rank_promotion("allow"),
+            jax.debug_nans(False),
+            jax.debug_infs(False),
+            jax.transfer_guard("allow"),
+        ):
+            yield
+
+    return settings
+
+
 def inputs_in_use(jaxpr: Any, outputs: Sequence[bool]) -> list[bool]:
     """Which inputs of an open jaxpr the marked outputs depend on, through nested jaxprs too."""
     return list(_partial_eval.dce_jaxpr(jaxpr, list(outputs))[1])
@@ -210,6 +293,19 @@ def low_precision_dtypes(jaxpr: Any) -> set[str]:
     return found.union(*(low_precision_dtypes(inner) for inner in _extend.subjaxprs(jaxpr)))
 
 
+def computes_in(jaxpr: Any, dtype: Any) -> bool:
+    """Whether a number of this dtype occurs in a jaxpr, nested ones included."""
+    variables = [*jaxpr.invars, *(var for eqn in equations(jaxpr) for var in eqn.outvars)]
+    return any(getattr(var.aval, "dtype", None) == dtype for var in variables)
+
+
+def multiplies_by_default(jaxpr: Any) -> bool:
+    """Whether a product of matrices leaves its precision to the device."""
+    highest = (jax.lax.Precision.HIGHEST,) * 2
+    products = [e for e in equations(jaxpr) if "precision" in e.params]
+    return any(eqn.params["precision"] not in (highest, highest[0]) for eqn in products)
+
+
 def equations(jaxpr: Any) -> Iterator[Any]:
     """The equations of an open jaxpr, those of nested jaxprs included."""
     yield from jaxpr.eqns
@@ -217,10 +313,14 @@ def equations(jaxpr: Any) -> Iterator[Any]:
         yield from equations(inner)
 
 
+def jaxprs_of(eqn: Any) -> list[Any]:
+    """The open jaxprs among the parameters of an equation."""
+    return list(_core.jaxprs_in_params(eqn.params))
+
+
 def primitives_of(eqn: Any) -> set[str]:
     """Names of the primitives of an equation, those of nested jaxprs included."""
-    inner = _core.jaxprs_in_params(eqn.params)
-    return {eqn.primitive.name}.union(e.primitive.name for j in inner for e in equations(j))
+    return {eqn.primitive.name}.union(e.primitive.name for j in jaxprs_of(eqn) for e in equations(j))
 
 
 def has_own_backward(eqn: Any) -> bool:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from dualdp_jax import compat, tied
-from dualdp_jax.bounds import Clip
+from dualdp_jax.bounds import Clip, Clipped
 from dualdp_jax.call import Call, Row
 from dualdp_jax.capture import Capture, capture, mapping
 from dualdp_jax.interpret import Use
@@ -146,15 +146,15 @@ def sq_norms(keeps: Keeps, call: Call, rows: Row, accuracy: Accuracy) -> Any:
     return _norms_of(call, found, accuracy).sq_norms, found.capture.losses, found.capture.aux
 
 
-def clipped(keeps: Keeps, call: Call, rows: Row, mask: Any, clip: Clip) -> Any:
-    """Sums per leaf, norms, losses, aux: one forward, one backward, one product per use."""
+def clipped(keeps: Keeps, call: Call, rows: Row, mask: Any, clip: Clip) -> Clipped:
+    """Clipped sums by one forward, one backward, and one product per use."""
     found = find(call, rows, keeps)
     norms, factors = clip(_norms_of(call, found, clip.accuracy, mask), mask)
-    sums = [_sum_of(call, found, index, factor) for index, factor in enumerate(factors)]
-    return sums, norms, found.capture.losses, found.capture.aux
+    sums = [_sum_of(call, found, i, factors[group]) for i, group in enumerate(clip.groups)]
+    return Clipped(sums, norms, factors, found.capture.losses, found.capture.aux)
 
 
-def reweighted(call: Call, rows: Row, mask: Any, clip: Clip) -> Any:
+def reweighted(call: Call, rows: Row, mask: Any, clip: Clip) -> Clipped:
     """The same in two passes: norms, then one backward of the losses times their factors.
 
     Rows that are dropped are replaced by one that counts, so that their numbers, perhaps nan, do
@@ -170,11 +170,11 @@ def reweighted(call: Call, rows: Row, mask: Any, clip: Clip) -> Any:
     norms, factors = clip(_norms_of(call, found, clip.accuracy, mask), mask)
     each = mapping(lambda: found.capture.convolves, (rows, call.parameters.trained))
     sums: dict[int, Any] = {}
-    for factor in {id(f): f for f in factors}.values():
-        members = [i for i, f in enumerate(factors) if f is factor]
+    for group, factor in factors.items():
+        members = [i for i, own in enumerate(clip.groups) if own == group]
         sums |= _second_pass(call, rows, factor, members, each)
-    sums_in_order = [sums[index] for index in range(len(factors))]
-    return sums_in_order, norms, found.capture.losses, found.capture.aux
+    in_order = [sums[index] for index in range(len(sums))]
+    return Clipped(in_order, norms, factors, found.capture.losses, found.capture.aux)
 
 
 def _check_second_pass(call: Call, rows: Row) -> None:
@@ -183,8 +183,7 @@ def _check_second_pass(call: Call, rows: Row) -> None:
     In low precision they round otherwise; a custom backward may do with a cotangent what it likes.
     """
     trained, shapes = call.parameters.trained, jax.tree.map(compat.type_of_row, rows)
-    advice = "Use method='book_keeping'."
-    forward = compat.open_jaxpr(compat.trace(call.loss, trained, shapes)[0])[0]
+    advice, forward = "Use method='book_keeping'.", call.program.jaxpr
     if any(map(compat.has_own_backward, forward.eqns)):
         raise ValueError(
             "method='two_pass' multiplies the loss by the clip factor, and a custom_vjp in it may "

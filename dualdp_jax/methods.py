@@ -11,7 +11,7 @@ import jax
 
 from dualdp import _validate
 from dualdp_jax import ghost
-from dualdp_jax.bounds import Clip
+from dualdp_jax.bounds import Clip, Clipped
 from dualdp_jax.call import Call, Row
 from dualdp_jax.capture import mapping, one_by_one
 from dualdp_jax.choices import has_own_kernels, is_small
@@ -29,13 +29,13 @@ class Method(NamedTuple):
     Attributes:
         grads: (call, rows) to (per-sample gradients, (n, *shape) per leaf; losses (n,); aux).
         sq_norms: (call, rows, accuracy) to (squared norms, (n,) per leaf; losses; aux).
-        clipped: (call, rows, mask, clip) to (sums per leaf, norms (n,), losses, aux).
+        clipped: (call, rows, mask, clip) to `Clipped`.
         footprint: call to the bytes that one example keeps alive because of privacy.
     """
 
     grads: Callable[[Call, Row], Any]
     sq_norms: Callable[[Call, Row, Accuracy], Any]
-    clipped: Callable[[Call, Row, Any, Clip], Any]
+    clipped: Callable[[Call, Row, Any, Clip], Clipped]
     footprint: Callable[[Call], int]
 
 
@@ -56,12 +56,13 @@ def _sq_norms(mapped: Mapped, call: Call, rows: Row, accuracy: Accuracy) -> Any:
     return settled(sources, accuracy).sq_norms, losses, aux
 
 
-def _clipped(mapped: Mapped, call: Call, rows: Row, mask: Any, clip: Clip) -> Any:
+def _clipped(mapped: Mapped, call: Call, rows: Row, mask: Any, clip: Clip) -> Clipped:
     grads, losses, aux = _grads(mapped, call, rows)
     sources = [Source(of_gradients(grad)) for grad in grads]
     norms, factors = clip(settled(sources, clip.accuracy, mask), mask)
-    sums = [weighted_sum(f, grad) for f, grad in zip(factors, grads, strict=True)]
-    return sums, norms, losses, aux
+    pairs = zip(clip.groups, grads, strict=True)
+    sums = [weighted_sum(factors[group], grad) for group, grad in pairs]
+    return Clipped(sums, norms, factors, losses, aux)
 
 
 def _differentiated(mapped: Mapped) -> Method:
