@@ -239,7 +239,9 @@ def amplified(
     inputs = jax.tree.map(host, inputs)
     start = plain(inputs)
     errors = [error(start, plain(jax.tree.map(shaken, inputs))) for _ in range(_DRAWS)]
-    return max((found for found in errors if math.isfinite(found)), default=0.0)
+    largest = max((found for found in errors if math.isfinite(found)), default=0.0)
+    # A loss that differs from itself, where nothing was moved, explains nothing.
+    return largest if 2 * error(start, plain(inputs)) < largest else 0.0
 
 
 def moved(measure: Measure, start: list[Any], other: list[Any]) -> float:
@@ -399,6 +401,8 @@ def sides_of(
     if request.kind != SUM and not math.isfinite(math.hypot(*known)):
         return None
     if request.kind == NORMS:
+        if math.hypot(*known) >= _LARGEST:
+            return None  # its square is no float32
         sizes = [float(host(leaf)[k]) for leaf in leaves]
         gaps = [abs(ours - theirs) for ours, theirs in zip(sizes, known, strict=True)]
     else:

@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What "auto" decides for a model, by shapes alone: used by the methods, and told to people."""
+"""What is decided about a model by shapes alone: what "auto" does, and what XLA gets wrong."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from dualdp import UnsupportedLayerError
 from dualdp_jax import compat, ghost
-from dualdp_jax.call import Call, Row, build, traced
+from dualdp_jax.call import Call, Row, traced
 from dualdp_jax.capture import Capture, capture
 from dualdp_jax.interpret import CONVOLUTION
 from dualdp_jax.rules import Choice, small
@@ -75,59 +74,3 @@ def prepared(call: Call, method: str) -> Call:
             "method='auto' or 'book_keeping' for kernels that are parameters, else one device."
         )
     return call
-
-
-def explain(
-    loss_fn: Callable[..., Any],
-    what: Any,
-    *batch: Any,
-    has_aux: bool = False,
-    key: Any = None,
-    trainable: Any = None,
-) -> dict[str, Any]:
-    """What method "auto" does with a model, as plain data that can be written to a run's record.
-
-    It depends on shapes, dtypes and this library's version; nothing is timed, so that every
-    process and a resumed run decide alike. Nothing is computed.
-
-    Args:
-        loss_fn: as for `clipped_grad_sum`.
-        what: as for `clipped_grad_sum`.
-        *batch: as for `clipped_grad_sum`, of the physical batch size.
-        has_aux: as for `clipped_grad_sum`.
-        key: as for `clipped_grad_sum`.
-        trainable: as for `clipped_grad_sum`.
-
-    Returns:
-        `{"way": "vmap" or "uses", "uses": [...], "instantiated": [...]}`: for a model that is small
-        enough, `vmap(grad)` as a whole; else each use of a parameter for itself: "parameters",
-        "primitive", "form" of its norm, and whether its per-sample gradients are kept. Parameters
-        under "instantiated" have uses without a rule, so that all their gradients are formed.
-
-    >>> import jax.numpy as jnp
-    >>> loss = lambda p, x: jnp.sum(x @ p["w"] + p["b"])
-    >>> params = {"w": jnp.ones((900, 500)), "b": jnp.ones(500)}
-    >>> found = explain(loss, params, jnp.ones((8, 900)))
-    >>> found["uses"][0]["primitive"], found["uses"][0]["form"], found["instantiated"]
-    ('dot_general', 'lengths', ['b'])
-    """
-    call = build(loss_fn, what, batch, has_aux=has_aux, key=key, trainable=trainable)
-    if call.num_examples == 0:
-        raise ValueError("The batch has no examples. Expected at least one, for its shapes.")
-    names = call.parameters.names
-    taken, choices = survey(call, call.rows)
-    users = {number: len(group) for group in ghost.users(taken).values() for number in group}
-    uses = [
-        {
-            "parameters": [names[index] for index in sorted(use.sources)],
-            "primitive": use.primitive,
-            "form": {0: "gradients", 1: choice.form}.get(users.get(number, 0), "pairs"),
-            "keeps": choice.keeps or number not in users,
-        }
-        for number, (use, choice) in enumerate(zip(taken.uses, choices, strict=True))
-    ]
-    return {
-        "way": "vmap" if is_small(call, call.rows) else "uses",
-        "uses": uses,
-        "instantiated": [names[index] for index in sorted(taken.kept)],
-    }

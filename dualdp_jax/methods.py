@@ -31,12 +31,15 @@ class Method(NamedTuple):
         sq_norms: (call, rows, accuracy) to (squared norms, (n,) per leaf; losses; aux).
         clipped: (call, rows, mask, clip) to `Clipped`.
         footprint: call to the bytes that one example keeps alive because of privacy.
+        keeps: (use, operands, cotangents) to whether the per-sample gradients of a use are kept;
+            None where no use is worked on for itself.
     """
 
     grads: Callable[[Call, Row], Any]
     sq_norms: Callable[[Call, Row, Accuracy], Any]
     clipped: Callable[[Call, Row, Any, Clip], Clipped]
     footprint: Callable[[Call], int]
+    keeps: ghost.Keeps | None = None
 
 
 def _grads(mapped: Mapped, call: Call, rows: Row) -> Any:
@@ -85,6 +88,7 @@ def _captured(keeps: ghost.Keeps) -> Method:
         partial(ghost.sq_norms, keeps),
         partial(ghost.clipped, keeps),
         partial(ghost.footprint, keeps),
+        keeps,
     )
 
 
@@ -108,7 +112,9 @@ def _cheapest(name: str) -> Callable[..., Any]:
 
 
 _BY_COST = _captured(ghost.keeps_by_cost)
-AUTO = Method(_cheapest("grads"), _cheapest("sq_norms"), _cheapest("clipped"), _BY_COST.footprint)
+AUTO = _BY_COST._replace(
+    grads=_cheapest("grads"), sq_norms=_cheapest("sq_norms"), clipped=_cheapest("clipped")
+)
 
 
 def choose(method: str) -> Method:

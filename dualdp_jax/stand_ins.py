@@ -100,8 +100,7 @@ def array(
     if kind == "opposite" and len(shape) > 2:
         signs = np.where(np.arange(shape[1]) % 2, -1.0, 1.0)
         numbers = numbers * signs.reshape(-1, *(1,) * (len(shape) - 2))
-    with np.errstate(over="ignore"):
-        return (numbers * scale).astype(dtype)
+    return (numbers * scale).astype(dtype)
 
 
 def _fan_in(shape: tuple[int, ...]) -> int:
@@ -119,25 +118,26 @@ def index_limits(jaxpr: Any) -> dict[int, int]:
         jaxpr: open.
 
     Returns:
-        Number of an input -> exclusive upper bound, for those that an index is made of.
+        Number of an input (those that the program closes over come last) -> exclusive upper bound,
+        for those that an index is made of.
     """
     limits: dict[int, int] = {}
-    _follow(jaxpr, [{i} for i in range(len(jaxpr.invars))], {}, limits)
+    variables = [*jaxpr.invars, *jaxpr.constvars]
+    _follow(jaxpr, {var: {i} for i, var in enumerate(variables)}, {}, limits)
     return limits
 
 
 def _follow(
-    jaxpr: Any, origins: Sequence[set[int]], counts: dict[Any, int], limits: dict[int, int]
+    jaxpr: Any, made_of: dict[Any, set[int]], counts: dict[Any, int], limits: dict[int, int]
 ) -> list[set[int]]:
     """Note limits on the way through a jaxpr; the inputs that its results are made of.
 
     Args:
         jaxpr: open.
-        origins: of its inputs, the inputs of the whole program that they are made of.
+        made_of: variable -> the inputs of the whole program that it is made of; to be completed.
         counts: variable -> what it counts to, of results of iota.
         limits: to be completed.
     """
-    made_of: dict[Any, set[int]] = dict(zip(jaxpr.invars, origins, strict=True))
 
     def of(var: Any) -> set[int]:
         return set() if isinstance(var, compat.Literal) else made_of.get(var, set())
@@ -157,7 +157,8 @@ def _follow(
                     for own, var in zip(inner.invars, operands, strict=True)
                     if not isinstance(var, compat.Literal) and var in counts
                 }
-                found = _follow(inner, [of(var) for var in operands], counted, limits)
+                origins = dict(zip(inner.invars, map(of, operands), strict=True))
+                found = _follow(inner, origins, counted, limits)
                 if len(found) == len(results):
                     results = [a | b for a, b in zip(results, found, strict=True)]
         for var, result in zip(eqn.outvars, results, strict=True):
@@ -185,6 +186,8 @@ def _note(eqn: Any, below: Any, counts: dict[Any, int]) -> None:
             below(index, shape[axis] - inputs[1].aval.shape[axis] + 1)
     elif name == "select_n":
         below(inputs[0], len(inputs) - 1)
+    elif name == "cond":
+        below(inputs[0], len(params["branches"]))
     elif name == "iota":
         counts[eqn.outvars[0]] = params["shape"][params["dimension"]]
     elif name == "eq":  # as in one_hot

@@ -189,19 +189,13 @@ class Tried:
 
     def _stand_in_consts(self) -> list[Any]:
         """What the loss closes over: itself, or a stand-in where it is traced."""
-        rng, limits = np.random.default_rng(7), self._limits_of_consts()
+        rng, first = np.random.default_rng(7), len(self.jaxpr.invars)
         return [
-            stand_ins.array(const.shape, const.dtype, rng, limit=limits.get(i))
+            stand_ins.array(const.shape, const.dtype, rng, limit=self.limits.get(first + i))
             if compat.is_traced(const)
             else const
             for i, const in enumerate(self.consts)
         ]
-
-    def _limits_of_consts(self) -> dict[int, int]:
-        """Limits of the integers that the loss closes over."""
-        given = self.jaxpr
-        swapped = given.replace(invars=given.constvars, constvars=given.invars, debug_info=None)
-        return stand_ins.index_limits(swapped)
 
 
 def _as_rows(row: Any) -> Any:
@@ -214,9 +208,11 @@ def _tried(request: Request, call: Call, size: int, where: str) -> Verdict:
     numbers = sum(leaf.size for leaf in call.parameters.trained)
     if numbers > _LARGE:
         return Verdict("not checked", {}, f"{numbers} parameters are too many for stand-ins")
+    if call.program.jaxpr.effects:
+        return Verdict("not checked", {}, "the loss has side effects, such as callbacks")
     found: dict[str, str] = {}
     try:
-        with as_if(call.num_examples):
+        with as_if(call.num_examples), np.errstate(all="ignore"):
             tried = Tried(request, call, size)
             for trial in stand_ins.TRIALS if tried.rows > _FEW else stand_ins.TRIALS_OF_LARGE:
                 found[trial.name] = _one(tried, trial, where)
