@@ -54,9 +54,14 @@ class Call(NamedTuple):
         """The loss traced, for rows of these shapes."""
         if self.known is not None:
             return self.known
-        shapes = jax.tree.map(compat.type_of_row, self.rows)
-        closed, structure = compat.trace(self.loss, self.parameters.trained, shapes)
-        return Program(*compat.open_jaxpr(closed), structure)
+        types = jax.tree.map(compat.type_of_row, self.rows)
+        return program_of(self.loss, self.parameters.trained, types)
+
+
+def program_of(loss: Callable[..., Any], trained: list[Any], row: Any) -> Program:
+    """A loss traced for parameters and a row of these types."""
+    closed, structure = compat.trace(loss, trained, row)
+    return Program(*compat.open_jaxpr(closed), structure)
 
 
 def traced(call: Call) -> Call:

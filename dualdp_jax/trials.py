@@ -22,7 +22,7 @@ import numpy as np
 
 from dualdp import exactness
 from dualdp_jax import checks, compat, stand_ins
-from dualdp_jax.call import Call
+from dualdp_jax.call import Call, program_of
 from dualdp_jax.checks import ADVICE, UNIT, Measure
 from dualdp_jax.request import SUM, Request, answer
 from dualdp_jax.rules import RULES
@@ -75,6 +75,7 @@ def examine(
     Raises:
         ExactnessError: our numbers are not those of plain autodiff.
     """
+    call = _outside(call)
     known = _key(request, call, size)
     if again or known not in _verdicts:
         try:
@@ -87,6 +88,17 @@ def examine(
     if isinstance(found, exactness.ExactnessError):
         raise found.with_traceback(None) from None
     return found
+
+
+def _outside(call: Call) -> Call:
+    """The call, its loss traced with types that belong to no `shard_map`."""
+    arrays = (call.parameters.trained, call.rows)
+    if not compat.manual_axes(arrays):
+        return call
+    plain = lambda shape, leaf: jax.ShapeDtypeStruct(shape, leaf.dtype)  # noqa: E731
+    trained = [plain(leaf.shape, leaf) for leaf in call.parameters.trained]
+    row = jax.tree.map(lambda leaf: plain(leaf.shape[1:], leaf), call.rows)
+    return call._replace(known=program_of(call.loss, trained, row))
 
 
 def _key(request: Request, call: Call, size: int) -> Hashable:
@@ -246,7 +258,9 @@ def _one(tried: Tried, trial: stand_ins.Trial, where: str) -> str:
         _judged(tried, measure, sides, (*inputs, k), trial, where)
         for k, sides in _all_sides(tried, measure, (plain, known), inputs, bounds)
     ]
-    return "agrees" if "agrees" in outcomes else outcomes[0]
+    if "agrees" in outcomes:
+        return "agrees"
+    return outcomes[0] if outcomes else "not usable: norms are too large to be squared"
 
 
 Plain = tuple[list[list[Any]], list[list[float]]]  # gradients of all rows, lengths of their leaves

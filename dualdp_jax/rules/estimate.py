@@ -47,9 +47,10 @@ def stable_norm(array: Any, start: int = 1) -> Any:
     largest = jnp.abs(array).max(axes, keepdims=True)
     # Scaled to at most 16: the inverse of the largest float32 would be flushed itself.
     scale = 16 / jnp.maximum(largest, 1e8 * jnp.finfo(array.dtype).tiny)
-    # Of numbers that XLA knows it would compute scale ** 2, which overflows.
-    scale = jax.lax.optimization_barrier(jnp.where(jnp.isfinite(largest), scale, 1))
-    return jnp.sqrt(jnp.square(array * scale).sum(axes)) / scale.reshape(array.shape[:start])
+    scale = jnp.where(jnp.isfinite(largest), scale, 1)
+    # Else XLA may square the two factors apart, and overflow, where it knows their numbers.
+    scaled = jax.lax.optimization_barrier(array * scale)
+    return jnp.sqrt(jnp.square(scaled).sum(axes)) / scale.reshape(array.shape[:start])
 
 
 def of_gradients(grads: Any, lengths: Any = None) -> Estimate:
