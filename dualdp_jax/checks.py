@@ -241,7 +241,7 @@ def amplified(
     errors = [error(start, plain(jax.tree.map(shaken, inputs))) for _ in range(_DRAWS)]
     largest = max((found for found in errors if math.isfinite(found)), default=0.0)
     # A loss that differs from itself, where nothing was moved, explains nothing.
-    return largest if 2 * error(start, plain(inputs)) < largest else 0.0
+    return largest if 10 * error(start, plain(inputs)) < largest else 0.0
 
 
 def moved(measure: Measure, start: list[Any], other: list[Any]) -> float:
