@@ -238,18 +238,21 @@ def power_of_ten(error: float) -> str:
     return f"1e{round(math.log10(max(error, 1e-99))):+03d}"
 
 
-def failure(sides: Sides, where: str, advice: str) -> ExactnessError:
+def failure(
+    sides: Sides, where: str, advice: str, unit: str = "the clipping bound"
+) -> ExactnessError:
     """The error of a failed check.
 
     Args:
         sides: of the example that differs.
         where: what was compared, such as "the contribution of one example to the clipped sum".
         advice: the way out, one sentence.
+        unit: what the error is measured in.
     """
     size, names = power_of_ten(sides.error), sides.parameters
     return ExactnessError(
         f"A spot check failed: {where} differs from plain autodiff of that example's own loss by "
-        f"{size} of the clipping bound (parameters {', '.join(map(repr, names)) or 'none'}). "
+        f"{size} of {unit} (parameters {', '.join(map(repr, names)) or 'none'}). "
         f"Nothing was released for this batch. {advice}",
         parameters=names,
         relative_error=size,

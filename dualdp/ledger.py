@@ -277,23 +277,35 @@ class Ledger:
             AccountingError: the step is out of order, past the plan, or past its target epsilon; or
                 the run belongs to another process.
         """
-        self._require_run()
+        self.expect(step)
         place, reading = self._position, self._read()
-        if place.is_open and place.step == step:
+        if place.is_open:
             return reading.of_step[step][-1]
-        if step != place.step or place.is_open:
-            raise AccountingError(
-                f"step={step} came after {place.step} recorded releases. Expected "
-                f"step={place.step}; a step is released once, in order."
-            )
         earlier = reading.of_step.get(step)
-        if not earlier:
-            self._refuse_past_the_end(step)
         entry = earlier[-1] if earlier else self._release(step, place.branch)
         branches = (int(made["branch"]) for made in earlier or ())
         sealed = frozenset(b for b in branches if (step, b) in reading.seals)
         self._position = place._replace(is_open=True, earlier=sealed)
         return entry
+
+    def expect(self, step: int) -> None:
+        """Refuse a step that could not be recorded; nothing is written.
+
+        Raises:
+            AccountingError: the step is out of order, past the plan, or past its target epsilon; or
+                the run belongs to another process.
+        """
+        self._require_run()
+        place = self._position
+        if place.is_open and place.step == step:
+            return
+        if step != place.step or place.is_open:
+            raise AccountingError(
+                f"step={step} came after {place.step} recorded releases. Expected "
+                f"step={place.step}; a step is released once, in order."
+            )
+        if not self._read().of_step.get(step):
+            self._refuse_past_the_end(step)
 
     def steps_ahead(self, num_steps: int) -> range:
         """The next steps of a loop that does not show its sums, once all of them may be recorded.

@@ -212,7 +212,7 @@ def auto(setting: Setting) -> Prepared:
     problem = Problem(setting)
 
     def takes(batch: Any) -> str:
-        found = dpj.explain(problem.loss, problem.params, *batch)
+        found = dpj.explain(problem.loss, problem.params, *batch, check="off")
         if found["way"] == "vmap":
             return "vmap"
         forms: dict[str, list[str]] = {}

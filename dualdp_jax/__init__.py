@@ -4,7 +4,7 @@
 from dualdp_jax import weights as weights
 from dualdp_jax.checkpoint import load_checkpoint as load_checkpoint
 from dualdp_jax.checkpoint import save_checkpoint as save_checkpoint
-from dualdp_jax.choices import explain as explain
+from dualdp_jax.explanation import explain as explain
 from dualdp_jax.data import Chunk as Chunk
 from dualdp_jax.data import LogicalBatch as LogicalBatch
 from dualdp_jax.data import PlannedLoader as PlannedLoader

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from dualdp import twin
+from dualdp.exactness import ExactnessError
 from dualdp.ledger import Ledger
 from dualdp.plan import PrivacyPlan
 from dualdp.randomness import RootKey
@@ -190,6 +191,23 @@ class Account:
     def at(self, step: int) -> AbstractContextManager[None]:
         """A place where a lost process is told as such, whatever it is that fails first."""
         return self._group.collective(_place(step))
+
+    def shared(self, step: int, failed: ExactnessError | None) -> ExactnessError | None:
+        """The failed spot check of a step, on every process; of several that of the first one.
+
+        Args:
+            step: that was checked.
+            failed: what this process found, if anything.
+        """
+        found = None if failed is None else [str(failed), failed.parameters, failed.relative_error]
+        place = f"the spot check of {_place(step)}"
+        words = self._group.gather(place, b"" if found is None else json.dumps(found).encode())
+        if not any(words):
+            return None
+        if failed is not None:
+            return failed
+        message, parameters, error = json.loads(next(word for word in words if word))
+        return ExactnessError(message, parameters=parameters, relative_error=error)
 
     def written(self, place: str, whole: Callable[[], Any], write: Callable[[Any], Any]) -> Any:
         """What process 0 wrote, once it is written; the ledger is in a file from here on."""

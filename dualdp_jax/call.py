@@ -3,16 +3,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dualdp import UnsupportedLayerError
+from dualdp_jax import compat
 from dualdp_jax.parameters import Parameters, split
 
 Row = tuple[list[Any], Any]  # arrays of one example, and its position
+
+
+class Program(NamedTuple):
+    """The loss of one example as jax sees it.
+
+    Attributes:
+        jaxpr: open, of (trained leaves, row); its first result is the loss, the others are aux.
+        consts: arrays that it closes over.
+        structure: of (loss, aux).
+    """
+
+    jaxpr: Any
+    consts: Sequence[Any]
+    structure: Any
 
 
 class Call(NamedTuple):
@@ -23,12 +40,33 @@ class Call(NamedTuple):
         rows: arrays (n, ...) and positions (n,); `jax.vmap` over both gives single examples.
         num_examples: n.
         loss: (trained leaves, row) to (loss (), aux) of one example.
+        known: the loss traced, where that was done already.
     """
 
     parameters: Parameters
     rows: Row
     num_examples: int
     loss: Callable[[list[Any], Row], tuple[Any, Any]]
+    known: Program | None = None
+
+    @property
+    def program(self) -> Program:
+        """The loss traced, for rows of these shapes."""
+        if self.known is not None:
+            return self.known
+        types = jax.tree.map(compat.type_of_row, self.rows)
+        return program_of(self.loss, self.parameters.trained, types)
+
+
+def program_of(loss: Callable[..., Any], trained: list[Any], row: Any) -> Program:
+    """A loss traced for parameters and a row of these types."""
+    closed, structure = compat.trace(loss, trained, row)
+    return Program(*compat.open_jaxpr(closed), structure)
+
+
+def traced(call: Call) -> Call:
+    """The same call, its loss traced once for all who ask; n >= 1."""
+    return call._replace(known=call.program)
 
 
 def build(
@@ -67,7 +105,45 @@ def build(
         return checked_loss(result, has_aux)
 
     rows = ([jnp.asarray(leaf) for leaf in arrays], jnp.asarray(positions))
-    return Call(parameters, rows, num_examples, loss)
+    call = Call(parameters, rows, num_examples, loss)
+    inside = compat.manual_axes((rows, parameters.trained, parameters.others, key))
+    return _of_each_device(call, inside) if inside and num_examples else call
+
+
+def _of_each_device(call: Call, inside: set[str]) -> Call:
+    """A call inside a `shard_map`, so that the gradient of an example stays on its device.
+
+    jax adds up the gradient of what is the same on all devices over the devices; they have other
+    examples, so the parameters are marked as values of each device.
+
+    Args:
+        call: with the arrays of one device.
+        inside: names of the axes of the `shard_map`.
+
+    Raises:
+        UnsupportedLayerError: the loss of an example, or its gradient, is spread over devices.
+    """
+    jaxpr = call.program.jaxpr
+    exchanged = compat.collectives(jaxpr, inside)
+    if exchanged:
+        raise UnsupportedLayerError(
+            f"loss_fn exchanges numbers between devices ({', '.join(sorted(exchanged))}), so the "
+            "loss of one example would depend on others. Expected the loss of one example; to "
+            "split one over devices use a mesh of automatic axes instead of shard_map."
+        )
+    axes = compat.varying_axes(jaxpr.outvars[0].aval)
+    named = zip(call.parameters.names, call.parameters.trained, strict=True)
+    split = [name for name, leaf in named if compat.varying_axes(leaf) - axes]
+    if split:
+        raise UnsupportedLayerError(
+            f"The parameters {split} differ between devices over which the examples do not, so a "
+            "norm would be that of one part. Expected them whole on each device of the shard_map, "
+            "or a mesh of automatic axes."
+        )
+    mark = lambda leaf: compat.vary(leaf, axes)  # noqa: E731
+    trained = [mark(leaf) for leaf in call.parameters.trained]
+    rows = jax.tree.map(mark, call.rows)
+    return call._replace(parameters=replace(call.parameters, trained=trained), rows=rows)
 
 
 def split_batch(batch: tuple[Any, ...]) -> tuple[list[Any], int, Callable[[list[Any]], Any]]:

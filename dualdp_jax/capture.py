@@ -13,6 +13,7 @@ Source: Bu et al. 2023 (book-keeping); Rochette et al. 2019; here for any functi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -34,7 +35,7 @@ class Capture(NamedTuple):
         operands: their data operands, leading axes (n, *loops).
         cotangents: gradients of their results, leading axes (n, *loops).
         kept: parameter index to per-sample gradient, (n, *shape), of all its other uses.
-        convolves: whether, beside the uses, examples have a convolution kernel of their own.
+        convolves: whether, beside the uses, examples may have convolution kernels of their own.
     """
 
     losses: Any
@@ -46,9 +47,27 @@ class Capture(NamedTuple):
     convolves: bool
 
 
-def _one(rows: Any) -> Any:
-    """Shape of one example of (n, ...)."""
-    return jax.ShapeDtypeStruct(rows.shape[1:], rows.dtype)
+def mapping(
+    convolves: Callable[[], bool], arrays: Any
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """How a function of one example becomes one of all: `jax.vmap`, but where XLA gets that wrong.
+
+    Convolutions with a kernel for each example become one with groups of the batch, of which XLA's
+    partitioner loses most where arrays are spread over devices (found in jax 0.10.2; a test watches
+    it). Where they may be, such examples are worked on one after the other.
+
+    Args:
+        convolves: () -> whether examples have kernels, or gradients of kernels, of their own.
+        arrays: the rows and the parameters.
+    """
+    if compat.may_span_devices(arrays) and convolves():
+        return one_by_one
+    return jax.vmap
+
+
+def one_by_one(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of one example as one of all, one after the other."""
+    return lambda rows: jax.lax.map(function, rows)
 
 
 def capture(call: Call, rows: Row) -> Capture:
@@ -62,9 +81,7 @@ def capture(call: Call, rows: Row) -> Capture:
         RuntimeError: a parameter reaches the loss by a way that was not seen.
     """
     trained = call.parameters.trained
-    shapes = jax.tree.map(_one, rows)
-    closed, structure = compat.trace(call.loss, trained, shapes)
-    jaxpr, consts = compat.open_jaxpr(closed)
+    jaxpr, consts, structure = call.program
 
     def forward(scope: Scope, row: Row) -> tuple[Any, Any]:
         slots = [parameter(index, value) for index, value in enumerate(scope.values)]
@@ -73,10 +90,10 @@ def capture(call: Call, rows: Row) -> Capture:
         return jax.tree.unflatten(structure, [scope.enter(results[0]), *plain])
 
     plan = Scope(trained, trained)
-    jax.eval_shape(lambda row: forward(plan, row), shapes)
+    jax.eval_shape(lambda row: forward(plan, row), jax.tree.map(compat.type_of_row, rows))
     _check_all_seen(call, jaxpr, plan)
     wanted = sorted(plan.wanted)
-    zeros = [jnp.zeros(shape.shape, shape.dtype) for shape in plan.shapes]
+    zeros = [compat.vary(jnp.zeros(p.shape, p.dtype), p.axes) for p in plan.results]
     own_zeros = {index: jnp.zeros_like(trained[index]) for index in wanted}
 
     def one(row: Row) -> Any:
@@ -90,7 +107,8 @@ def capture(call: Call, rows: Row) -> Capture:
         cotangents, kept = pull(jnp.ones_like(loss))
         return loss, aux, operands, cotangents, kept
 
-    losses, aux, operands, cotangents, kept = jax.vmap(one)(rows)
+    each = mapping(lambda: plan.convolves, (rows, trained))
+    losses, aux, operands, cotangents, kept = each(one)(rows)
     return Capture(losses, aux, plan.uses, operands, cotangents, kept, plan.convolves)
 
 

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What "auto" decides for a model, by shapes alone: used by the methods, and told to people."""
+"""What is decided about a model by shapes alone: what "auto" does, and what XLA gets wrong."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from dualdp import UnsupportedLayerError
 from dualdp_jax import compat, ghost
-from dualdp_jax.call import Call, Row, build
+from dualdp_jax.call import Call, Row, traced
 from dualdp_jax.capture import Capture, capture
 from dualdp_jax.interpret import CONVOLUTION
 from dualdp_jax.rules import Choice, small
+from dualdp_jax.rules.kinds import num_examples
 
 
 def survey(call: Call, rows: Row) -> tuple[Capture, list[Choice]]:
@@ -33,13 +33,21 @@ def survey(call: Call, rows: Row) -> tuple[Capture, list[Choice]]:
 def is_small(call: Call, rows: Row) -> bool:
     """Whether "auto" leaves the whole model to `vmap(grad)`."""
     parameters = sum(leaf.size for leaf in call.parameters.trained)
-    if not small.is_worth_a_look(rows[1].shape[0], parameters):
+    if not small.is_worth_a_look(num_examples(rows[1]), parameters):
         return False
     return all(choice.is_small for choice in survey(call, rows)[1])
 
 
-def check_devices(call: Call, method: str) -> None:
-    """Refuse what XLA is known to compute wrongly for arrays spread over devices.
+def has_own_kernels(call: Call, rows: Row, *, of_weights: bool = True) -> bool:
+    """Whether examples have convolution kernels of their own, or (of weights) their gradients."""
+    taken, _ = survey(call, rows)
+    return taken.convolves or (
+        of_weights and any(use.primitive == CONVOLUTION for use in taken.uses)
+    )
+
+
+def prepared(call: Call, method: str) -> Call:
+    """The call as a method takes it: traced once, and refused where XLA would get it wrong.
 
     Examples that each have a convolution kernel, or a gradient of one, are one convolution with
     batch groups, whose partitioning loses most of them (found in jax 0.10.2; a test watches it).
@@ -54,69 +62,15 @@ def check_devices(call: Call, method: str) -> None:
             "have to name its sharding. Expected a mesh of automatic axes: jax.make_mesh(shape, "
             "names, axis_types=(jax.sharding.AxisType.Auto,) * len(names))."
         )
-    if method == "loop" or call.num_examples == 0 or not compat.spans_devices(arrays):
-        return
-    taken, _ = survey(call, call.rows)
-    kernels = method == "vmap" and any(use.primitive == CONVOLUTION for use in taken.uses)
-    if kernels or taken.convolves:
+    if method == "loop" or call.num_examples == 0:
+        return call
+    spans_devices = compat.spans_devices(arrays)
+    if method != "vmap" or spans_devices:
+        call = traced(call)
+    if spans_devices and has_own_kernels(call, call.rows, of_weights=method == "vmap"):
         raise UnsupportedLayerError(
             "XLA computes wrong gradients for convolutions with a kernel per example when arrays "
             f"are spread over several devices, and method={method!r} needs one here. Use "
             "method='auto' or 'book_keeping' for kernels that are parameters, else one device."
         )
-
-
-def explain(
-    loss_fn: Callable[..., Any],
-    what: Any,
-    *batch: Any,
-    has_aux: bool = False,
-    key: Any = None,
-    trainable: Any = None,
-) -> dict[str, Any]:
-    """What method "auto" does with a model, as plain data that can be written to a run's record.
-
-    It depends on shapes, dtypes and this library's version; nothing is timed, so that every
-    process and a resumed run decide alike. Nothing is computed.
-
-    Args:
-        loss_fn: as for `clipped_grad_sum`.
-        what: as for `clipped_grad_sum`.
-        *batch: as for `clipped_grad_sum`, of the physical batch size.
-        has_aux: as for `clipped_grad_sum`.
-        key: as for `clipped_grad_sum`.
-        trainable: as for `clipped_grad_sum`.
-
-    Returns:
-        `{"way": "vmap" or "uses", "uses": [...], "instantiated": [...]}`: for a model that is small
-        enough, `vmap(grad)` as a whole; else each use of a parameter for itself: "parameters",
-        "primitive", "form" of its norm, and whether its per-sample gradients are kept. Parameters
-        under "instantiated" have uses without a rule, so that all their gradients are formed.
-
-    >>> import jax.numpy as jnp
-    >>> loss = lambda p, x: jnp.sum(x @ p["w"] + p["b"])
-    >>> params = {"w": jnp.ones((900, 500)), "b": jnp.ones(500)}
-    >>> found = explain(loss, params, jnp.ones((8, 900)))
-    >>> found["uses"][0]["primitive"], found["uses"][0]["form"], found["instantiated"]
-    ('dot_general', 'lengths', ['b'])
-    """
-    call = build(loss_fn, what, batch, has_aux=has_aux, key=key, trainable=trainable)
-    if call.num_examples == 0:
-        raise ValueError("The batch has no examples. Expected at least one, for its shapes.")
-    names = call.parameters.names
-    taken, choices = survey(call, call.rows)
-    users = {number: len(group) for group in ghost.users(taken).values() for number in group}
-    uses = [
-        {
-            "parameters": [names[index] for index in sorted(use.sources)],
-            "primitive": use.primitive,
-            "form": {0: "gradients", 1: choice.form}.get(users.get(number, 0), "pairs"),
-            "keeps": choice.keeps or number not in users,
-        }
-        for number, (use, choice) in enumerate(zip(taken.uses, choices, strict=True))
-    ]
-    return {
-        "way": "vmap" if is_small(call, call.rows) else "uses",
-        "uses": uses,
-        "instantiated": [names[index] for index in sorted(taken.kept)],
-    }
+    return call

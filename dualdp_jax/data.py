@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Callable, Iterator
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import jax
 import numpy as np
@@ -37,9 +40,9 @@ class Chunk(NamedTuple):
     indices: Any
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LogicalBatch:
-    """What the sampler drew for one step.
+    """What the sampler drew for one step; its arrays can't be written to.
 
     Attributes:
         plan: the plan that drew it.
@@ -71,6 +74,8 @@ class PlannedLoader:
 
     Guarantees:
         Every drawn example is in exactly one chunk, unmasked.  [test_loader_cuts_no_draw]
+        A batch that was changed after it was drawn is told apart.
+            [test_a_changed_batch_is_refused]
         `len` is the number of batches of the coming pass.  [test_length_is_true]
     """
 
@@ -92,6 +97,7 @@ class PlannedLoader:
         shards = 1 if layout is None else layout.num_shards
         own = plan.physical_batch_size or -(-default_rows(plan) // shards)
         self.physical_batch_size = own * shards
+        self._drawn: WeakKeyDictionary[LogicalBatch, tuple[list[Any], bytes]] = WeakKeyDictionary()
 
     def __len__(self) -> int:
         """Batches of the pass that would begin now."""
@@ -115,14 +121,51 @@ class PlannedLoader:
     def batch(self, step: int) -> LogicalBatch:
         """The logical batch of a step: a pure function of the plan's key and the step."""
         pieces = physical_batches(self._plan.batch_indices(step), self.physical_batch_size)
-        chunks = tuple(Chunk(self._rows(index), mask, index) for index, mask in pieces)
-        return LogicalBatch(self._plan, step, chunks)
+        return self.hand_out(step, (Chunk(self._rows(i), mask, i) for i, mask in pieces))
+
+    def hand_out(self, step: int, chunks: Iterable[Chunk]) -> LogicalBatch:
+        """A batch of these chunks, which the engine takes for what the sampler drew.
+
+        For `dualdp_jax.testing`, which asks what a step does with chosen examples.
+        """
+        batch = LogicalBatch(self._plan, step, tuple(jax.tree.map(_frozen, c) for c in chunks))
+        self._drawn[batch] = jax.tree.leaves(batch.chunks), _digest(batch.chunks)
+        return batch
+
+    def drew(self, batch: Any) -> bool:
+        """Whether a batch is one that this loader drew, as it drew it."""
+        found = self._drawn.get(batch) if isinstance(batch, LogicalBatch) else None
+        if found is None or batch.plan is not self._plan:
+            return False
+        leaves = jax.tree.leaves(batch.chunks)
+        is_same = len(leaves) == len(found[0]) and all(map(operator.is_, leaves, found[0]))
+        is_written = any(isinstance(x, np.ndarray) and x.flags.writeable for x in leaves)
+        return is_same and not is_written and _digest(batch.chunks) == found[1]
 
     def _rows(self, indices: Any) -> tuple[Any, ...]:
         """The examples of some rows, as arguments of the loss."""
         layout = self._layout
         read = (lambda leaf: leaf[indices]) if layout is None else partial(layout.rows, at=indices)
         return self.rebuild([read(leaf) for leaf in self._arrays])
+
+
+def _frozen(leaf: Any) -> Any:
+    """A leaf whose numbers can't be changed; of an array the batch's own copy."""
+    if not isinstance(leaf, np.ndarray):
+        return leaf
+    own = leaf if leaf.base is None and leaf.flags.owndata else leaf.copy()
+    own.flags.writeable = False
+    return own.view()  # which can't be made writeable again
+
+
+def _digest(chunks: Sequence[Chunk]) -> bytes:
+    """SHA-256 of which examples are in which rows."""
+    state = hashlib.sha256()
+    for chunk in chunks:
+        for part in (chunk.mask, chunk.indices):
+            state.update(repr((part.shape, part.dtype.str)).encode())
+            state.update(np.ascontiguousarray(part).view(np.uint8).data)
+    return state.digest()
 
 
 def default_rows(plan: Any) -> int:

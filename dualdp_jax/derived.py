@@ -14,12 +14,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from dualdp_jax import compat
 
 Undo = Callable[[Any], Any]
 CASTS = ("convert_element_type", "copy", "copy_p")
+#: Primitives that hand each number on once, where the result has as many as the operand.
+PERMUTATIONS = ("transpose", "rev", "reshape", "squeeze", "expand_dims", "broadcast_in_dim")
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,17 +130,17 @@ def _order(eqn: Any, inputs: Sequence[Derived]) -> tuple[int, ...] | None:
 def _inverse(eqn: Any, shape: tuple[int, ...]) -> Undo | None:
     """The inverse of one equation that only moves numbers about; casts are left out on purpose.
 
-    A gradient in float32 is not rounded to the cast's bfloat16 on its way back.
+    A gradient in float32 is not rounded to the cast's bfloat16 on its way back. The inverse of a
+    permutation is its transpose, which jax derives, whatever order the equation reads in.
     """
     name, out = eqn.primitive.name, eqn.outvars[0].aval
-    if name == "transpose":
-        order = tuple(int(axis) for axis in np.argsort(eqn.params["permutation"]))
-        return lambda cotangent: cotangent.transpose(order)
-    if name == "rev":
-        return lambda cotangent: jax.lax.rev(cotangent, eqn.params["dimensions"])
     if name in CASTS and jnp.issubdtype(out.dtype, jnp.floating):
         return lambda cotangent: cotangent
-    keeps_order = name in ("reshape", "squeeze", "expand_dims", "broadcast_in_dim")
-    if keeps_order and out.size == math.prod(shape):
-        return lambda cotangent: cotangent.reshape(shape)
-    return None
+    if name not in PERMUTATIONS or out.size != math.prod(shape):
+        return None
+
+    def undo(cotangent: Any) -> Any:
+        like = compat.vary(jnp.zeros(shape, cotangent.dtype), compat.varying_axes(cotangent))
+        return jax.linear_transpose(lambda x: compat.bind(eqn, x)[0], like)(cotangent)[0]
+
+    return undo

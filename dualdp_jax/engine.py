@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import optax
 
-from dualdp import AccountingError, _validate, run_registry
+from dualdp import AccountingError, _validate, exactness, run_registry
 from dualdp.accountants import require_bound
 from dualdp.ledger import Ledger
 from dualdp.plan import PrivacyPlan
@@ -31,6 +31,8 @@ from dualdp_jax.call import build, split_batch
 from dualdp_jax.data import LogicalBatch, PlannedLoader, examples_of
 from dualdp_jax.parameters import split
 from dualdp_jax.sharding import Layout, layout_of, pieces, shardings
+from dualdp_jax.spot_checks import SpotChecks
+from dualdp_jax.spot_checks import Step as ComputedStep
 from dualdp_jax.training import Run, Stages, TrainState, check_step, continued, first_state
 
 Step = Callable[[TrainState, LogicalBatch], tuple[TrainState, dict[str, Any]]]
@@ -53,8 +55,12 @@ class PrivacyEngine:
             of n models.
 
     Guarantees:
-        A release is recorded before it is computed, once per step, in order.
-            [test_step_records_before_it_dispatches]
+        A release is recorded before its noise is drawn, once per step, in order.
+            [test_step_records_before_it_releases]
+        A step whose spot check fails is neither recorded nor released.
+            [test_a_failed_check_releases_and_records_nothing]
+        A run with spot checks and one without them end with the same bits.
+            [test_checks_change_nothing]
     """
 
     def __init__(self, accountant: str | None = None, secure_mode: bool = False) -> None:
@@ -65,8 +71,11 @@ class PrivacyEngine:
         self._has_begun = self._is_detached = False
         self._own_loop: PlannedLoader | None = None  # of a run whose step is the user's own
         self._run: Run | None = None
+        self._loader: PlannedLoader | None = None
+        self._checks: SpotChecks | None = None
+        self._rate = 0.0  # of checked steps
+        self._is_checked = False  # whether the first step was, or the one after a failure
         self._account: Account | None = None  # shared by several processes
-        self._recorded: int | None = None  # step that is recorded and perhaps not sealed
         self._loaded: TrainState | None = None  # what a checkpoint held
         self._last: tuple[Any, LogicalBatch, Any] | None = None  # params, batch, seal
 
@@ -96,6 +105,7 @@ class PrivacyEngine:
         method: str = "auto",
         data_sharding: Any = None,
         ledger: str | os.PathLike[str] | None = None,
+        checks: float | None = None,
         **plan_arguments: Any,
     ) -> tuple[Step, TrainState, PlannedLoader]:
         """Step, first state and loader of a private run.
@@ -117,6 +127,9 @@ class PrivacyEngine:
                 the rows of its devices.
             ledger: a new file for the record of releases; None keeps it in memory, until the first
                 checkpoint.
+            checks: share of steps at which two examples are compared with plain autodiff of their
+                own losses before anything is released, one of five of these as a whole batch;
+                None for 1/50, 0 for none, which the ledger says. The first step is always checked.
             **plan_arguments: without a plan, those of `PrivacyPlan` (expected_batch_size,
                 noise_multiplier, max_grad_norm, target_epsilon, on_budget, ...), or epochs=
                 instead of num_steps=, target_delta= instead of delta=, and
@@ -138,6 +151,7 @@ class PrivacyEngine:
                 opened.  [test_a_loss_for_a_batch_is_told_so_before_anything_is_recorded]
         """
         self._refuse_a_second_run()
+        rate = exactness.checked_rate(checks)
         if not hasattr(optimizer, "init") or not hasattr(optimizer, "update"):
             raise TypeError(
                 f"optimizer is a {type(optimizer).__name__}. Expected an optax transformation, "
@@ -173,7 +187,9 @@ class PrivacyEngine:
             check_data(layout.group, examples)
             check_run(layout.group, run, state)
         self._begin(plan, ledger, layout, "PrivacyEngine.make_private", run_registry.OWN_STEP)
-        self._run = run
+        self._run, self._loader = run, loader
+        self._checks, self._rate = SpotChecks(run), rate
+        self.ledger.note(checks=rate)
         return self._step, state, loader
 
     def make_private_with_epsilon(
@@ -317,27 +333,59 @@ class PrivacyEngine:
         return ledger.position, end
 
     def _step(self, state: TrainState, batch: LogicalBatch) -> tuple[TrainState, dict[str, Any]]:
-        """One release: record, add up, seal, add noise, update."""
+        """One release: add up, check, record, seal, add noise, update.
+
+        Raises:
+            ExactnessError: the spot check of this step failed. Nothing of it was recorded or
+                released, and the same batch may be tried again.
+        """
         run, ledger = self._attached(), self._running()
-        check_step(ledger.plan, state, batch)
-        if self._recorded != batch.step:  # else an error stopped it before anything was released
-            ledger.record(batch.step)
-            self._recorded = batch.step
+        check_step(self._loader, state, batch)
+        ledger.expect(batch.step)
         with nullcontext() if self._account is None else self._account.at(batch.step):
-            totals, each = run.totals(state.params, batch, ledger.max_grad_norm)
-            counts = {}
+            bound = ledger.max_grad_norm
+            computed = run.computed(state.params, batch, bound)
+            due = exactness.check_at(
+                ledger.plan, batch.step, self._rate, is_first=not self._is_checked
+            )
+            if due is not None:
+                self._check(computed, due)
+            totals, each, counts = computed.totals, computed.each, {}
+            del computed  # what the sums were made of takes memory
             if ledger.plan.is_adaptive:
                 counts = {"num_below": int(totals.num_below), "num_rows": int(totals.num_rows)}
             trained = run.parameters.arrays(state.params)[0]
+            ledger.record(batch.step)
             seal = self._seal(batch.step, trained, totals.sums, **counts)
-        self._recorded = None
         self._last = (state.params, batch, seal)
         state, metrics = run.release(state, totals, batch.step, seal)
         if run.has_aux:
-            metrics["unprotected_aux"] = [aux for _, aux in each]
+            metrics["unprotected_aux"] = [part.aux for part in each]
         if ledger.plan.noise == "secure":
             metrics = {}
         return state, {"step": batch.step, **metrics}
+
+    def _check(self, step: ComputedStep, due: exactness.Check) -> None:
+        """Check a step whose totals are known, on all processes together.
+
+        Raises:
+            ExactnessError: it failed, on one of them at least.
+        """
+        assert self._checks is not None
+        failed, is_checked, ledger = None, False, self._running()
+        try:
+            is_checked = self._checks.check(step, due)
+        except exactness.ExactnessError as error:
+            failed = error
+        if self._account is not None:
+            failed = self._account.shared(due.step, failed)
+        if failed is not None:
+            self._is_checked = False
+            ledger.check_failed(due.step, failed)
+            raise failed.with_traceback(None) from None
+        if is_checked:
+            self._is_checked = True
+            ledger.check_passed(due.step)
 
     def _seal(
         self, step: int, trained: list[Any] | None, sums: list[Any] | None, **counts: int

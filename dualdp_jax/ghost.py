@@ -11,12 +11,14 @@ import jax
 import jax.numpy as jnp
 
 from dualdp_jax import compat, tied
-from dualdp_jax.bounds import Clip
+from dualdp_jax.bounds import Clip, Clipped
 from dualdp_jax.call import Call, Row
-from dualdp_jax.capture import Capture, capture
+from dualdp_jax.capture import Capture, capture, mapping
 from dualdp_jax.interpret import Use
+from dualdp_jax.norms import Accuracy, Settled, Source, settled
 from dualdp_jax.rules import Choice
-from dualdp_jax.rules.product import sq_norm, weighted_sum, widen
+from dualdp_jax.rules.estimate import Estimate, of_gradients
+from dualdp_jax.rules.product import weighted_sum, widen
 
 Keeps = Callable[[Use, Any, Any], bool]
 
@@ -86,26 +88,32 @@ def _formed(call: Call, parts: list[tied.Part]) -> dict[int, Any]:
     return total
 
 
-def _sq_norms_of(call: Call, found: Found) -> list[Any]:
-    """Squared norms per trained leaf, (n,)."""
+def _norms_of(call: Call, found: Found, accuracy: Accuracy, mask: Any = None) -> Settled:
+    """Norms per trained leaf."""
     zeros = jnp.zeros(found.capture.losses.shape, call.parameters.dtype)
 
-    def one(index: int) -> Any:
+    def one(index: int) -> Source:
         if index in found.kept:
-            return sq_norm(found.kept[index])
+            return Source(of_gradients(found.kept[index]))
         if index not in found.ghosts:
-            return zeros
+            return Source(Estimate(zeros))
         parts = _parts(found.capture, found.ghosts[index])
-        uses = [use for use, *_ in parts]
-        if len(parts) > 1:
-            again = lambda arrays: [(u, *a) for u, a in zip(uses, arrays, strict=True)]  # noqa: E731
-            return tied.sq_norms(parts, lambda arrays: _formed(call, again(arrays))[index])
-        ((use, operands, cotangents),) = parts
-        if use.rule.sq_norms is None:
-            return sq_norm(use.rule.grads(use.spec, operands, cotangents))
-        return use.rule.sq_norms(use.spec, operands, cotangents)
+        uses, arrays = [use for use, *_ in parts], [part[1:] for part in parts]
+        form = lambda arrays: _formed(  # noqa: E731
+            call, [(use, *a) for use, a in zip(uses, arrays, strict=True)]
+        )[index]
+        estimate = tied.norms(parts) if len(parts) > 1 else _estimate(*parts[0])
+        return Source(estimate, arrays, form)
 
-    return [one(index) for index in range(len(call.parameters.trained))]
+    return settled([one(i) for i in range(len(call.parameters.trained))], accuracy, mask)
+
+
+def _estimate(use: Use, operands: Any, cotangents: Any) -> Estimate:
+    """Norms of the gradients of one use."""
+    if use.rule.norms is None:
+        return of_gradients(use.rule.grads(use.spec, operands, cotangents))
+    found = use.rule.norms(use.spec, operands, cotangents)
+    return found if isinstance(found, Estimate) else Estimate(jnp.square(found))
 
 
 def _sum_of(call: Call, found: Found, index: int, factors: Any) -> Any:
@@ -132,56 +140,68 @@ def grads(call: Call, rows: Row) -> Any:
     return out, found.capture.losses, found.capture.aux
 
 
-def sq_norms(keeps: Keeps, call: Call, rows: Row) -> Any:
+def sq_norms(keeps: Keeps, call: Call, rows: Row, accuracy: Accuracy) -> Any:
     """Squared norms per leaf, losses, aux."""
     found = find(call, rows, keeps)
-    return _sq_norms_of(call, found), found.capture.losses, found.capture.aux
+    return _norms_of(call, found, accuracy).sq_norms, found.capture.losses, found.capture.aux
 
 
-def clipped(keeps: Keeps, call: Call, rows: Row, mask: Any, clip: Clip) -> Any:
-    """Sums per leaf, norms, losses, aux: one forward, one backward, one product per use."""
+def clipped(keeps: Keeps, call: Call, rows: Row, mask: Any, clip: Clip) -> Clipped:
+    """Clipped sums by one forward, one backward, and one product per use."""
     found = find(call, rows, keeps)
-    norms, factors = clip(_sq_norms_of(call, found), mask)
-    sums = [_sum_of(call, found, index, factor) for index, factor in enumerate(factors)]
-    return sums, norms, found.capture.losses, found.capture.aux
+    norms, factors = clip(_norms_of(call, found, clip.accuracy, mask), mask)
+    sums = [_sum_of(call, found, i, factors[group]) for i, group in enumerate(clip.groups)]
+    return Clipped(sums, norms, factors, found.capture.losses, found.capture.aux)
 
 
-def reweighted(call: Call, rows: Row, mask: Any, clip: Clip) -> Any:
+def reweighted(call: Call, rows: Row, mask: Any, clip: Clip) -> Clipped:
     """The same in two passes: norms, then one backward of the losses times their factors.
 
     Rows that are dropped are replaced by one that counts, so that their numbers, perhaps nan, do
     not enter the second pass. Groups with factors of their own take a backward each.
 
     Raises:
-        ValueError: the loss computes in low precision: the second pass would round otherwise than
-            the first, and contributions would exceed the bound.
+        ValueError: the second pass would not give what the norms were taken of.
 
     Source: Lee & Kifer 2021, algorithm 2; Li et al. 2022, section 4.
     """
-    _check_precision(call, rows)
-    squares, losses, aux = sq_norms(never, call, rows)
-    norms, factors = clip(squares, mask)
+    _check_second_pass(call, rows)
+    found = find(call, rows, never)
+    norms, factors = clip(_norms_of(call, found, clip.accuracy, mask), mask)
+    each = mapping(lambda: found.capture.convolves, (rows, call.parameters.trained))
     sums: dict[int, Any] = {}
-    for factor in {id(f): f for f in factors}.values():
-        members = [i for i, f in enumerate(factors) if f is factor]
-        sums |= _second_pass(call, rows, factor, members)
-    return [sums[index] for index in range(len(factors))], norms, losses, aux
+    for group, factor in factors.items():
+        members = [i for i, own in enumerate(clip.groups) if own == group]
+        sums |= _second_pass(call, rows, factor, members, each)
+    in_order = [sums[index] for index in range(len(sums))]
+    return Clipped(in_order, norms, factors, found.capture.losses, found.capture.aux)
 
 
-def _check_precision(call: Call, rows: Row) -> None:
-    """Refuse a loss in which the second pass would not give what the norms were taken of."""
-    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), rows)
-    closed, _ = compat.trace(call.loss, call.parameters.trained, shapes)
-    low = compat.low_precision_dtypes(compat.open_jaxpr(closed)[0])
+def _check_second_pass(call: Call, rows: Row) -> None:
+    """Refuse a loss whose gradients are not multiplied by a factor when the loss is.
+
+    In low precision they round otherwise; a custom backward may do with a cotangent what it likes.
+    """
+    trained, shapes = call.parameters.trained, jax.tree.map(compat.type_of_row, rows)
+    advice, forward = "Use method='book_keeping'.", call.program.jaxpr
+    if any(map(compat.has_own_backward, forward.eqns)):
+        raise ValueError(
+            "method='two_pass' multiplies the loss by the clip factor, and a custom_vjp in it may "
+            f"not hand that factor on, so that contributions would exceed the bound. {advice}"
+        )
+    backward, _ = compat.trace(jax.grad(lambda *args: call.loss(*args)[0]), trained, shapes)
+    low = compat.low_precision_dtypes(compat.open_jaxpr(backward)[0])
+    low |= compat.low_precision_dtypes(forward)
     if low:
         raise ValueError(
             f"method='two_pass' would sum gradients in {', '.join(sorted(low))}, "
-            "which the loss computes in, and exceed the bound by its rounding. Use "
-            "method='book_keeping'."
+            f"which the loss computes in, and exceed the bound by its rounding. {advice}"
         )
 
 
-def _second_pass(call: Call, rows: Row, factor: Any, members: list[int]) -> dict[int, Any]:
+def _second_pass(
+    call: Call, rows: Row, factor: Any, members: list[int], each: Callable[..., Any]
+) -> dict[int, Any]:
     """Gradient of the sum of factor times loss, for some of the parameters."""
     counts = factor != 0
     index = jnp.where(counts, jnp.arange(factor.shape[0]), jnp.argmax(counts))
@@ -192,7 +212,7 @@ def _second_pass(call: Call, rows: Row, factor: Any, members: list[int]) -> dict
         values = list(trained)
         for member, part in zip(members, parts, strict=True):
             values[member] = part
-        losses = jax.vmap(lambda row: call.loss(values, row)[0])(rows)
+        losses = each(lambda row: call.loss(values, row)[0])(rows)
         return jnp.sum(widen(losses) * factor.astype(widen(losses).dtype))
 
     grads = jax.grad(total)([trained[member] for member in members])
@@ -205,9 +225,7 @@ def _second_pass(call: Call, rows: Row, factor: Any, members: list[int]) -> dict
 
 def footprint(keeps: Keeps, call: Call) -> int:
     """Bytes of operands, cotangents and kept gradients of one example."""
-    row = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct((1, *leaf.shape[1:]), leaf.dtype), call.rows
-    )
+    row = jax.eval_shape(lambda rows: jax.tree.map(lambda leaf: leaf[:1], rows), call.rows)
 
     def held(row: Row) -> Any:
         found = find(call, row, keeps)

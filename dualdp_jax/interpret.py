@@ -49,6 +49,20 @@ class Use:
     order: tuple[int, ...] | None = None
 
 
+class Result(NamedTuple):
+    """What a use gives.
+
+    Attributes:
+        shape: of the array.
+        dtype: of the array.
+        axes: of a `shard_map`, over which it varies.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    axes: frozenset[str]
+
+
 class Waiting(NamedTuple):
     """A weight that meets data, not run until something reads the result.
 
@@ -72,13 +86,13 @@ class Scope:
     Attributes:
         values: the parameters of this scope.
         probed: the same plus their probes.
-        probes: zeros to be added at the uses, in order; None while shapes are found out.
+        probes: zeros to be added at the uses, in order; None while the results are found out.
         uses: what was found, in order.
         operands: the data operands kept at each use.
-        shapes: shape of the result at each use.
+        results: what each use gives.
         wanted: parameters that are used outside the rules.
         blocked: parameters that reach a place where no gradient passes.
-        convolves: whether, beside the uses, examples have a convolution kernel of their own.
+        convolves: whether, beside the uses, examples may have convolution kernels of their own.
         plans: what a first run over the body of a loop has found, by equation.
     """
 
@@ -87,7 +101,7 @@ class Scope:
     probes: list[Any] | None = None
     uses: list[Use] = field(default_factory=list)
     operands: list[tuple[Any, ...]] = field(default_factory=list)
-    shapes: list[Any] = field(default_factory=list)
+    results: list[Result] = field(default_factory=list)
     wanted: set[int] = field(default_factory=set)
     blocked: set[int] = field(default_factory=set)
     convolves: bool = False
@@ -141,10 +155,13 @@ def _step(scope: Scope, eqn: Any, inputs: list[Any]) -> list[Any]:
     name = eqn.primitive.name
     holds_weight = any(map(_is_weight, inputs))
     is_waiting = any(isinstance(item, Waiting) for item in inputs)
-    if (holds_weight or is_waiting) and name in compat.WRAPPERS:
+    convolves = CONVOLUTION in compat.primitives_of(eqn)
+    if (holds_weight or is_waiting or convolves) and name in compat.WRAPPERS:
         jaxpr, consts = compat.open_jaxpr(eqn.params[compat.WRAPPERS[name]])
         return run(scope, jaxpr, consts, inputs)
-    if all(isinstance(item, Derived) for item in inputs):
+    is_derived = all(isinstance(item, Derived) for item in inputs)
+    # A custom backward may be no linear map: it must see the whole cotangent, and not its parts.
+    if is_derived and not (holds_weight and compat.has_own_backward(eqn)):
         return _derived(scope, eqn, inputs)
     if holds_weight and name == "scan":
         return _scan(scope, eqn, inputs)
@@ -154,8 +171,8 @@ def _step(scope: Scope, eqn: Any, inputs: list[Any]) -> list[Any]:
     if position is not None:
         found = Waiting(eqn, inputs, position)
         return [found if RULES[name].takes_sums else _use(scope, found)]
-    if holds_weight or (name == CONVOLUTION and not isinstance(inputs[1], Derived)):
-        scope.convolves |= CONVOLUTION in compat.primitives_of(eqn)
+    shares_kernel = name == CONVOLUTION and isinstance(inputs[1], Derived) and not holds_weight
+    scope.convolves |= convolves and not is_derived and not shares_kernel
     return compat.bind(eqn, *(scope.enter(item) for item in inputs))
 
 
@@ -201,7 +218,7 @@ def _use(scope: Scope, found: Waiting) -> Any:
         )
     )
     scope.operands.append(others)
-    scope.shapes.append(jax.ShapeDtypeStruct(result.shape, result.dtype))
+    scope.results.append(Result(result.shape, result.dtype, compat.varying_axes(result)))
     probe = scope.take_probes(1)
     return result if probe is None else result + probe[0]
 
@@ -263,7 +280,7 @@ def _loop(scope: Scope, eqn: Any, inputs: list[Any]) -> Loop:
 
 
 def _plan(scope: Scope, loop: Loop) -> Scope:
-    """What one step of the body holds, found from shapes alone."""
+    """What one step of the body holds, found from types alone."""
     key = (id(loop.eqn), loop.kinds)
     if key not in scope.plans:
         values = [item.value for item in loop.given]
@@ -274,23 +291,15 @@ def _plan(scope: Scope, loop: Loop) -> Scope:
             found.append(inner)
             return loop.body(inner, carry, slices)
 
-        cut = lambda stacked, value: _slice_shape(value) if stacked else _shape(value)  # noqa: E731
+        kinds = [compat.type_of_row if stacked else compat.type_of for stacked in loop.is_stacked]
         jax.eval_shape(
             one,
-            [cut(s, v) for s, v in zip(loop.is_stacked, values, strict=True)],
-            [_shape(value) for value in loop.carry],
-            [_slice_shape(value) for value in loop.scanned],
+            [kind(value) for kind, value in zip(kinds, values, strict=True)],
+            [compat.type_of(value) for value in loop.carry],
+            [compat.type_of_row(value) for value in loop.scanned],
         )
         scope.plans[key] = found[-1]
     return scope.plans[key]
-
-
-def _shape(value: Any) -> Any:
-    return jax.ShapeDtypeStruct(jnp.shape(value), jnp.result_type(value))
-
-
-def _slice_shape(value: Any) -> Any:
-    return jax.ShapeDtypeStruct(value.shape[1:], value.dtype)
 
 
 def _scan(scope: Scope, eqn: Any, inputs: list[Any]) -> list[Any]:
@@ -326,9 +335,7 @@ def _scan(scope: Scope, eqn: Any, inputs: list[Any]) -> list[Any]:
     carry, (outputs, operands) = jax.lax.scan(step, loop.carry, xs, length=length, **options)
     scope.uses += [_lifted(use, loop) for use in plan.uses]
     scope.operands += operands
-    scope.shapes += [
-        jax.ShapeDtypeStruct((length, *shape.shape), shape.dtype) for shape in plan.shapes
-    ]
+    scope.results += [found._replace(shape=(length, *found.shape)) for found in plan.results]
     return [*carry, *outputs]
 
 

@@ -11,12 +11,16 @@ import jax
 
 from dualdp import _validate
 from dualdp_jax import ghost
-from dualdp_jax.bounds import Clip
+from dualdp_jax.bounds import Clip, Clipped
 from dualdp_jax.call import Call, Row
-from dualdp_jax.choices import is_small
-from dualdp_jax.rules.product import sq_norm, weighted_sum
+from dualdp_jax.capture import mapping, one_by_one
+from dualdp_jax.choices import has_own_kernels, is_small
+from dualdp_jax.norms import Accuracy, Source, settled
+from dualdp_jax.rules.estimate import of_gradients
+from dualdp_jax.rules.product import weighted_sum
 
-Map = Callable[..., Any]
+Map = Callable[[Callable[..., Any]], Callable[..., Any]]  # of one example to that of all
+Mapped = Callable[[Call, Row], Map]
 
 
 class Method(NamedTuple):
@@ -24,18 +28,21 @@ class Method(NamedTuple):
 
     Attributes:
         grads: (call, rows) to (per-sample gradients, (n, *shape) per leaf; losses (n,); aux).
-        sq_norms: (call, rows) to (squared norms, (n,) per leaf; losses; aux).
-        clipped: (call, rows, mask, clip) to (sums per leaf, norms (n,), losses, aux).
+        sq_norms: (call, rows, accuracy) to (squared norms, (n,) per leaf; losses; aux).
+        clipped: (call, rows, mask, clip) to `Clipped`.
         footprint: call to the bytes that one example keeps alive because of privacy.
+        keeps: (use, operands, cotangents) to whether the per-sample gradients of a use are kept;
+            None where no use is worked on for itself.
     """
 
     grads: Callable[[Call, Row], Any]
-    sq_norms: Callable[[Call, Row], Any]
-    clipped: Callable[[Call, Row, Any, Clip], Any]
+    sq_norms: Callable[[Call, Row, Accuracy], Any]
+    clipped: Callable[[Call, Row, Any, Clip], Clipped]
     footprint: Callable[[Call], int]
+    keeps: ghost.Keeps | None = None
 
 
-def _grads(each: Map, call: Call, rows: Row) -> Any:
+def _grads(mapped: Mapped, call: Call, rows: Row) -> Any:
     """Per-sample gradients by automatic differentiation of each example's loss."""
 
     def one(row: Row) -> Any:
@@ -43,32 +50,36 @@ def _grads(each: Map, call: Call, rows: Row) -> Any:
         (value, aux), grads = jax.value_and_grad(loss, has_aux=True)(call.parameters.trained)
         return grads, value, aux
 
-    return each(one)(rows)
+    return mapped(call, rows)(one)(rows)
 
 
-def _sq_norms(each: Map, call: Call, rows: Row) -> Any:
-    grads, losses, aux = _grads(each, call, rows)
-    return [sq_norm(grad) for grad in grads], losses, aux
+def _sq_norms(mapped: Mapped, call: Call, rows: Row, accuracy: Accuracy) -> Any:
+    grads, losses, aux = _grads(mapped, call, rows)
+    sources = [Source(of_gradients(grad)) for grad in grads]
+    return settled(sources, accuracy).sq_norms, losses, aux
 
 
-def _clipped(each: Map, call: Call, rows: Row, mask: Any, clip: Clip) -> Any:
-    grads, losses, aux = _grads(each, call, rows)
-    norms, factors = clip([sq_norm(grad) for grad in grads], mask)
-    sums = [weighted_sum(f, grad) for f, grad in zip(factors, grads, strict=True)]
-    return sums, norms, losses, aux
+def _clipped(mapped: Mapped, call: Call, rows: Row, mask: Any, clip: Clip) -> Clipped:
+    grads, losses, aux = _grads(mapped, call, rows)
+    sources = [Source(of_gradients(grad)) for grad in grads]
+    norms, factors = clip(settled(sources, clip.accuracy, mask), mask)
+    pairs = zip(clip.groups, grads, strict=True)
+    sums = [weighted_sum(factors[group], grad) for group, grad in pairs]
+    return Clipped(sums, norms, factors, losses, aux)
 
 
-def _differentiated(each: Map) -> Method:
+def _differentiated(mapped: Mapped) -> Method:
     return Method(
-        partial(_grads, each),
-        partial(_sq_norms, each),
-        partial(_clipped, each),
+        partial(_grads, mapped),
+        partial(_sq_norms, mapped),
+        partial(_clipped, mapped),
         lambda call: ghost.num_bytes(call.parameters.trained),
     )
 
 
-def _one_by_one(function: Callable[[Row], Any]) -> Callable[[Row], Any]:
-    return partial(jax.lax.map, function)
+def _all_at_once(call: Call, rows: Row) -> Map:
+    """`vmap`, where XLA computes the gradients of all kernels rightly."""
+    return mapping(lambda: has_own_kernels(call, rows), (rows, call.parameters.trained))
 
 
 def _captured(keeps: ghost.Keeps) -> Method:
@@ -77,6 +88,7 @@ def _captured(keeps: ghost.Keeps) -> Method:
         partial(ghost.sq_norms, keeps),
         partial(ghost.clipped, keeps),
         partial(ghost.footprint, keeps),
+        keeps,
     )
 
 
@@ -84,8 +96,8 @@ METHODS: dict[str, Method] = {
     "book_keeping": _captured(ghost.never),
     "two_pass": _captured(ghost.never)._replace(clipped=ghost.reweighted),
     "materialize": _captured(ghost.always),
-    "vmap": _differentiated(jax.vmap),
-    "loop": _differentiated(_one_by_one),
+    "vmap": _differentiated(_all_at_once),
+    "loop": _differentiated(lambda call, rows: one_by_one),
 }
 
 
@@ -100,7 +112,9 @@ def _cheapest(name: str) -> Callable[..., Any]:
 
 
 _BY_COST = _captured(ghost.keeps_by_cost)
-AUTO = Method(_cheapest("grads"), _cheapest("sq_norms"), _cheapest("clipped"), _BY_COST.footprint)
+AUTO = _BY_COST._replace(
+    grads=_cheapest("grads"), sq_norms=_cheapest("sq_norms"), clipped=_cheapest("clipped")
+)
 
 
 def choose(method: str) -> Method:

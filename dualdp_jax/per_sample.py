@@ -3,20 +3,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dualdp import _validate
-from dualdp_jax import bounds
-from dualdp_jax.call import Call, Row, build
-from dualdp_jax.choices import check_devices
-from dualdp_jax.methods import Method, choose
-from dualdp_jax.rules.product import widen
+from dualdp.exactness import CHECKS
+from dualdp_jax import bounds, checks, compat, first_calls, trials
+from dualdp_jax.call import Call, build, traced
+from dualdp_jax.choices import prepared
+from dualdp_jax.methods import choose
+from dualdp_jax.request import GRADS, NORMS, SUM, Answer, Request, answer, chunk_size
+from dualdp_jax.rules.estimate import stable_norm
+from dualdp_jax.sharding import whole
 
-Work = Callable[[Row, Any], tuple[Any, Any]]  # (rows, mask) to (sums, values per example)
+_draws = np.random.default_rng(0)  # of the examples that are checked outside of a plan
 
 
 class ClippedGradSum(NamedTuple):
@@ -45,6 +48,7 @@ def per_sample_grads(
     has_aux: bool = False,
     key: Any = None,
     trainable: Any = None,
+    check: str = "first",
 ) -> Any:
     """Gradient of each example's own loss.
 
@@ -60,27 +64,22 @@ def per_sample_grads(
         has_aux: whether `loss_fn` returns (loss, aux).
         key: random key; example k gets `fold_in(key, k)`.
         trainable: pytree of bools like `what`, or a prefix of it; False freezes.
+        check: "first" compares two examples with plain `jax.grad` at the first call for a loss,
+            parameters and shapes (without n); "always" at every call; "off" never. Inside `jit`
+            stand-ins are compared while the program is traced; `explain` says what came of it.
 
     Returns:
         Pytree like `what`, leaves (n, *shape), None where nothing is trained; with `has_aux` the
         pair (grads, aux). For an `nnx.Module`: like `nnx.state(what, nnx.Param)`.
+
+    Raises:
+        ExactnessError: the check failed.
     """
     call = build(loss_fn, what, batch, has_aux=has_aux, key=key, trainable=trainable)
-    chosen = choose(method)
-    check_devices(call, method)
-
-    def work(rows: Row, mask: Any) -> tuple[Any, Any]:
-        grads, _, aux = chosen.grads(call, rows)
-        return (), (grads, aux)
-
-    if call.num_examples == 0:
-        grads, aux = [jnp.zeros((0, *p.shape), p.dtype) for p in call.parameters.trained], None
-    else:
-        mask = bounds.checked_mask(None, call.num_examples)
-        size = _chunk_size(call, chosen, physical_batch_size, max_memory)
-        _, (grads, aux) = _in_chunks(work, call.rows, mask, size)
-    result = call.parameters.like(grads)
-    return (result, aux) if has_aux else result
+    sizes = (physical_batch_size, max_memory)
+    found = _answered(loss_fn, call, Request(GRADS, method), sizes, check, "per_sample_grads")
+    result = call.parameters.like(found.leaves)
+    return (result, found.aux) if has_aux else result
 
 
 def per_sample_norms(
@@ -94,6 +93,7 @@ def per_sample_norms(
     has_aux: bool = False,
     key: Any = None,
     trainable: Any = None,
+    check: str = "first",
 ) -> Any:
     """L2 norm of each example's gradient.
 
@@ -108,32 +108,21 @@ def per_sample_norms(
         has_aux: as for `per_sample_grads`.
         key: as for `per_sample_grads`.
         trainable: as for `per_sample_grads`.
+        check: as for `per_sample_grads`.
 
     Returns:
         (n,) float32, or float64 where the parameters are; with `per_parameter` a pytree of such;
         with `has_aux` the pair (norms, aux).
+
+    Raises:
+        ExactnessError: the check failed.
     """
     call = build(loss_fn, what, batch, has_aux=has_aux, key=key, trainable=trainable)
-    chosen = choose(method)
-    check_devices(call, method)
-
-    def work(rows: Row, mask: Any) -> tuple[Any, Any]:
-        sq_norms, _, aux = chosen.sq_norms(call, rows)
-        return (), (sq_norms, aux)
-
-    dtype = call.parameters.dtype
-    if call.num_examples == 0:
-        sq_norms, aux = [jnp.zeros(0, dtype) for _ in call.parameters.trained], None
-    else:
-        mask = bounds.checked_mask(None, call.num_examples)
-        size = _chunk_size(call, chosen, physical_batch_size, max_memory)
-        _, (sq_norms, aux) = _in_chunks(work, call.rows, mask, size)
-    if per_parameter:
-        norms = call.parameters.like([jnp.sqrt(sq) for sq in sq_norms])
-    else:
-        zeros = jnp.zeros(call.num_examples, dtype)
-        norms = jnp.sqrt(sum((sq.astype(dtype) for sq in sq_norms), zeros))
-    return (norms, aux) if has_aux else norms
+    request = Request(NORMS, method, per_parameter=bool(per_parameter))
+    sizes = (physical_batch_size, max_memory)
+    found = _answered(loss_fn, call, request, sizes, check, "per_sample_norms")
+    norms = call.parameters.like(found.leaves) if per_parameter else found.norms
+    return (norms, found.aux) if has_aux else norms
 
 
 def clipped_grad_sum(
@@ -149,6 +138,7 @@ def clipped_grad_sum(
     has_aux: bool = False,
     key: Any = None,
     trainable: Any = None,
+    check: str = "first",
 ) -> ClippedGradSum:
     """Sum over the examples of their clipped gradients.
 
@@ -166,111 +156,82 @@ def clipped_grad_sum(
         has_aux: as for `per_sample_grads`.
         key: as for `per_sample_grads`.
         trainable: as for `per_sample_grads`.
+        check: as for `per_sample_grads`; what two examples contribute to the sum is compared, and
+            the sum of all with that of plain autodiff.
 
     Returns:
         `ClippedGradSum`. With n = 0 it holds zeros and `loss_fn` is not called (aux is None).
 
+    Raises:
+        ExactnessError: the check failed.
+
     Guarantees:
-        Each example contributes a vector of norm at most C (1 + 1e-4), measured in float64 on what
-            is summed.  [test_contributions_are_bounded]
+        Each example contributes a vector of norm at most C, measured in float64 on what is summed.
+            [test_contributions_are_bounded, test_no_contribution_is_beyond_the_bound]
         A masked example, or one whose norm is not finite, contributes exactly zero.
             [test_broken_examples_contribute_zero]
 
     Source: Abadi et al. 2016, Algorithm 1, lines "clip gradient" and "add noise" (the sum).
     """
     call = build(loss_fn, what, batch, has_aux=has_aux, key=key, trainable=trainable)
-    return clipped_call(
-        call,
-        clip=bounds.clipper(call.parameters, clipping, max_grad_norm),
-        mask=mask,
-        method=method,
-        physical_batch_size=physical_batch_size,
-        max_memory=max_memory,
-    )
+    clip = bounds.clipper(call.parameters, clipping, max_grad_norm)
+    sizes = (physical_batch_size, max_memory)
+    request = Request(SUM, method, clip)
+    found = _answered(loss_fn, call, request, sizes, check, "clipped_grad_sum", mask)
+    grads = call.parameters.like(found.leaves)
+    return ClippedGradSum(grads, found.norms, found.losses, found.aux)
 
 
-def clipped_call(
+def _answered(
+    loss_fn: Callable[..., Any],
     call: Call,
-    *,
-    clip: bounds.Clip,
+    request: Request,
+    sizes: tuple[int | None, int | None],
+    check: str,
+    where: str,
     mask: Any = None,
-    method: str = "auto",
-    physical_batch_size: int | None = None,
-    max_memory: int | None = None,
-) -> ClippedGradSum:
-    """`clipped_grad_sum` of a call in normal form."""
-    chosen = choose(method)
-    check_devices(call, method)
-    size = _chunk_size(call, chosen, physical_batch_size, max_memory)
-    full_mask = bounds.checked_mask(mask, call.num_examples)
-
-    def work(rows: Row, rows_mask: Any) -> tuple[Any, Any]:
-        sums, norms, losses, aux = chosen.clipped(call, rows, rows_mask, clip)
-        losses = jnp.where(rows_mask, jax.lax.stop_gradient(widen(losses)), 0)
-        return sums, (norms, losses, aux)
-
-    if call.num_examples == 0:
-        sums = [jnp.zeros(p.shape, widen(p).dtype) for p in call.parameters.trained]
-        norms = losses = jnp.zeros(0, call.parameters.dtype)
-        aux = None
-    else:
-        may_skip = mask is not None
-        sums, (norms, losses, aux) = _in_chunks(work, call.rows, full_mask, size, may_skip)
-    return ClippedGradSum(call.parameters.like(sums), norms, losses, aux)
-
-
-def _chunk_size(
-    call: Call, chosen: Method, physical_batch_size: int | None, max_memory: int | None
-) -> int:
-    """Examples worked on at once."""
-    size = max(call.num_examples, 1)
-    if physical_batch_size is not None:
-        limit = _validate.integer("physical_batch_size", physical_batch_size, minimum=1)
-        size = min(size, limit)
-    if max_memory is not None:
-        budget = _validate.integer("max_memory", max_memory, minimum=1)
-        one = max(chosen.footprint(call), 1) if call.num_examples else 1
-        if budget < one:
-            raise ValueError(
-                f"max_memory={budget} bytes do not hold what one example needs ({one} bytes). "
-                "Expected at least that."
-            )
-        size = min(size, budget // one)
-    return size
-
-
-def _in_chunks(
-    work: Work, rows: Row, mask: Any, size: int, may_skip: bool = False
-) -> tuple[Any, Any]:
-    """Run `work` over ceil(n / size) chunks: sums are added, values per example joined.
+) -> Answer:
+    """The answer to a request, checked where that is due.
 
     Args:
-        work: (rows, mask) of one chunk to (sums, values per example).
-        rows: pytree of (n, ...).
-        mask: (n,) bool.
-        size: rows of a chunk; the last one is padded by repeating the last row, masked.
-        may_skip: leave out chunks that are all padding, when they run.
+        loss_fn: the user's, to tell calls apart.
+        call: the examples and their loss.
+        request: what is asked.
+        sizes: physical_batch_size and max_memory.
+        check: see `per_sample_grads`.
+        where: name of the public function.
+        mask: (n,) bool, or None.
     """
-    num_rows = mask.shape[0]
-    if size >= num_rows:
-        return work(rows, mask)
-    chunks = -(-num_rows // size)
-    index = jnp.minimum(jnp.arange(chunks * size), num_rows - 1)
-    shape = lambda leaf: leaf[index].reshape((chunks, size) + leaf.shape[1:])  # noqa: E731
-    padded = jax.tree.map(shape, rows)
-    masks = shape(mask) & (jnp.arange(chunks * size) < num_rows).reshape(chunks, size)
-    empty = jax.tree.map(
-        lambda out: jnp.zeros(out.shape, out.dtype),
-        jax.eval_shape(work, jax.tree.map(lambda leaf: leaf[0], padded), masks[0]),
-    )
+    _validate.choice("check", check, CHECKS)
+    choose(request.method)
+    call = prepared(call, request.method)
+    size = chunk_size(call, request.method, *sizes)
+    if check == "off" or call.num_examples == 0:
+        return answer(request, call, mask, size)
+    if compat.in_trace() or compat.is_traced(call.rows, call.parameters.trained, mask):
+        call = traced(call)
+        trials.examine(request, call, size, where, again=check == "always")
+        return answer(request, call, mask, size)
+    found = answer(request, call, mask, size)
+    kind = first_calls.kind_of(loss_fn, call, request, size)
+    rows = _chosen_rows(found, call.num_examples, mask)
+    if rows and (check == "always" or first_calls.is_new(kind)):
+        asked = checks.Asked(request, traced(call), mask, size, found)
+        checks.examine(asked, rows, where)
+        first_calls.remember(kind)
+    return found
 
-    def step(sums: Any, chunk: Any) -> tuple[Any, Any]:
-        if may_skip:
-            added, values = jax.lax.cond(chunk[1].any(), work, lambda *_: empty, *chunk)
-        else:
-            added, values = work(*chunk)
-        return jax.tree.map(jnp.add, sums, added), values
 
-    sums, values = jax.lax.scan(step, empty[0], (padded, masks))
-    join = lambda leaf: leaf.reshape((chunks * size,) + leaf.shape[2:])[:num_rows]  # noqa: E731
-    return sums, jax.tree.map(join, values)
+def _chosen_rows(found: Answer, num_examples: int, mask: Any) -> Sequence[int]:
+    """The rows that are compared: one that is drawn, and the one with the largest gradient."""
+    counted = np.arange(num_examples)
+    if mask is not None:
+        counted = counted[np.asarray(whole(jnp.asarray(mask)))]
+    if not len(counted):
+        return ()
+    norms = found.norms
+    if norms is None:
+        parts = [stable_norm(leaf) for leaf in found.leaves]
+        norms = stable_norm(jnp.stack([part.astype(jnp.float32) for part in parts], 1))
+    sizes = np.nan_to_num(np.asarray(whole(norms))[counted], nan=-1, posinf=-1)
+    return sorted({int(_draws.choice(counted)), int(counted[np.argmax(sizes)])})

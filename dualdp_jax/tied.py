@@ -15,7 +15,8 @@ import jax.numpy as jnp
 
 from dualdp import costs
 from dualdp_jax.interpret import Use
-from dualdp_jax.rules.product import HIGHEST, gram_is_safe, widen
+from dualdp_jax.rules.estimate import Estimate, of_gram
+from dualdp_jax.rules.product import HIGHEST, widen
 
 Part = tuple[Use, Any, Any]  # a use, its operands (n, ...), its cotangents (n, ...)
 
@@ -61,32 +62,14 @@ def prefers_pairs(parts: list[Part]) -> bool:
     return costs.prefers_gram(t=t, d_in=rows, d_out=columns)
 
 
-def sq_norms(parts: list[Part], form: Any) -> Any:
-    """Squared norms of the summed gradients, (n,).
-
-    Args:
-        parts: the uses of one matrix.
-        form: operands and cotangents of all the parts to the summed gradients, (n, *shape); used
-            for examples whose pairs cancel, one after the other.
-    """
+def norms(parts: list[Part]) -> Estimate:
+    """Norms of the summed gradients of the uses of one matrix, (n,)."""
     factors = [found for part in parts if (found := factors_of(part)) is not None]
-    norms: Any = 0.0
-    size: Any = 0.0
+    squares: Any = 0.0
     for i, one in enumerate(factors):
-        norms = norms + _pairs(one, one) + sum(2 * _pairs(one, other) for other in factors[:i])
-        size = size + _size(one)
-    is_safe = gram_is_safe(norms, size[:, None])
-    arrays = [part[1:] for part in parts]
-
-    def recomputed(norms: Any) -> Any:
-        def one(example: Any) -> Any:
-            norm, safe, row = example
-            formed = lambda: jnp.square(form(jax.tree.map(lambda x: x[None], row))).sum()  # noqa: E731
-            return jax.lax.cond(safe, lambda: norm, formed)
-
-        return jax.lax.map(one, (norms, is_safe, arrays))
-
-    return jax.lax.cond(is_safe.all(), lambda norms: norms, recomputed, norms)
+        squares = squares + _pairs(one, one) + sum(2 * _pairs(one, other) for other in factors[:i])
+    left, right = (jnp.concatenate(rows, 1) for rows in zip(*map(_sq_lengths, factors), strict=True))
+    return of_gram(squares, left, right, parts[0][0].spec.shape)
 
 
 def _pairs(a: Factors, b: Factors) -> Any:
@@ -104,9 +87,9 @@ def _pairs(a: Factors, b: Factors) -> Any:
     return (lefts * rights).sum((1, 2))
 
 
-def _size(factors: Factors) -> Any:
-    """Sum over t of |l| |r|, (n,)."""
-    lengths = jnp.sqrt(jnp.square(factors.right).sum(2))
-    if not factors.is_lookup:
-        lengths = lengths * jnp.sqrt(jnp.square(widen(factors.left)).sum(2))
-    return lengths.sum(1)
+def _sq_lengths(factors: Factors) -> tuple[Any, Any]:
+    """Squared lengths of the factors, each (n, t)."""
+    right = jnp.square(factors.right).sum(2)
+    if factors.is_lookup:
+        return jnp.ones_like(right), right
+    return jnp.square(widen(factors.left)).sum(2), right

@@ -17,13 +17,15 @@ import optax
 
 from dualdp_jax import bounds, compat
 from dualdp_jax.call import Call, build, split_batch
-from dualdp_jax.data import LogicalBatch
+from dualdp_jax.choices import prepared
+from dualdp_jax.data import Loader, LogicalBatch
 from dualdp_jax.methods import choose
 from dualdp_jax.noise import Release, noised_mean, release_at
 from dualdp_jax.parameters import Parameters, split
-from dualdp_jax.per_sample import clipped_call
+from dualdp_jax.request import SUM, Request, answer
 from dualdp_jax.rules.product import widen
 from dualdp_jax.sharding import Layout, shardings, whole
+from dualdp_jax.spot_checks import Step
 
 
 class TrainState(NamedTuple):
@@ -69,6 +71,20 @@ class Totals(NamedTuple):
     num_below: Any
 
 
+class Each(NamedTuple):
+    """What a chunk gives for its rows.
+
+    Attributes:
+        norms: (rows,) of the whole gradients, 0 for padding.
+        factors: clipping group -> (rows,).
+        aux: stacked over the rows, or None.
+    """
+
+    norms: Any
+    factors: dict[str, Any]
+    aux: Any
+
+
 class Stages(NamedTuple):
     """The gradients of one step on their way to the optimizer, for inspection only.
 
@@ -110,7 +126,7 @@ class Run:
 
     def __post_init__(self) -> None:
         choose(self.method)
-        self._clipper(self.parameters, 1.0)  # refuses shares of other groups
+        self.clipper(self.parameters, 1.0)  # refuses shares of other groups
         object.__setattr__(self, "_jitted", self._compiled())
         # Once per run and on the device: made anew in each step it would be a transfer of the
         # size of the parameters.
@@ -144,15 +160,31 @@ class Run:
             "grads": jax.jit(self.layout.each(self._grads, trained)),
         }
 
-    def totals(self, params: Any, batch: LogicalBatch, bound: float) -> tuple[Totals, list[Any]]:
-        """What the logical batch adds up to, and per chunk (norms, aux)."""
-        totals, each = self._nothing, []
+    def computed(self, params: Any, batch: LogicalBatch, bound: float) -> Step:
+        """What the logical batch adds up to, and everything that went into it."""
+        parts, each = self._nothing, []
         inputs, dropout = self._inputs(params, batch)
         limit = np.asarray(bound, self.parameters.dtype)
         for arrays, rows in inputs:
-            totals, part = self._jitted["add"](*arrays, totals, rows, dropout, limit)
-            each.append(part)
-        return totals if self.layout is None else self._jitted["collect"](totals), each
+            parts, one = self._jitted["add"](*arrays, parts, rows, dropout, limit)
+            each.append(one)
+        masks = [np.asarray(chunk.mask) for chunk in batch.chunks]
+        return Step(inputs, dropout, masks, each, parts, self._collected(parts), bound)
+
+    def _collected(self, parts: Totals) -> Totals:
+        """Totals added up over the devices of a mesh."""
+        return parts if self.layout is None else self._jitted["collect"](parts)
+
+    def sums(
+        self, trained: Any, others: Any, rows: Any, dropout: Any, bound: float, after: Totals | None
+    ) -> list[Any]:
+        """The clipped sums of a chunk, added to parts of totals (None: to zeros).
+
+        By the program that makes the totals of a step.
+        """
+        limit, start = np.asarray(bound, self.parameters.dtype), after or self._nothing
+        parts, _ = self._jitted["add"](trained, others, start, rows, dropout, limit)
+        return self._collected(parts).sums
 
     def release(
         self, state: TrainState, totals: Totals, step: int, seal: Any
@@ -168,8 +200,8 @@ class Run:
 
     def stages(self, params: Any, batch: LogicalBatch, seal: Any, per_sample: bool) -> Stages:
         """The stages of a step that was released, computed once more from its inputs."""
-        totals, each = self.totals(params, batch, seal.max_grad_norm)
-        like = self.parameters.like
+        step = self.computed(params, batch, seal.max_grad_norm)
+        like, sums = self.parameters.like, step.totals.sums
         kept = lambda parts: np.concatenate(  # noqa: E731
             [whole(p)[c.mask] for p, c in zip(parts, batch.chunks, strict=True)]
         )
@@ -179,9 +211,9 @@ class Run:
             chunks = [self._jitted["grads"](*arrays, rows, dropout) for arrays, rows in inputs]
             grads = like([kept(leaf) for leaf in zip(*chunks, strict=True)])
         return Stages(
-            kept([norms for norms, _ in each]),
-            like(totals.sums),
-            jax.jit(noised_mean)(like(totals.sums), self._numbers(batch.step, seal, totals.sums)),
+            kept([part.norms for part in step.each]),
+            like(sums),
+            jax.jit(noised_mean)(like(sums), self._numbers(batch.step, seal, sums)),
             grads,
         )
 
@@ -204,7 +236,7 @@ class Run:
             like=self.parameters.like(sums),
         )
 
-    def _call(self, trained: Any, others: Any, rows: Any, dropout: Any) -> Call:
+    def call(self, trained: Any, others: Any, rows: Any, dropout: Any) -> Call:
         """The rows of a chunk in normal form, with the dropout keys of (plan, step, example)."""
         arrays, _, indices = rows
         key = compat.wrap_key(dropout)
@@ -221,7 +253,7 @@ class Run:
             positions=indices.astype(jnp.uint32),
         )
 
-    def _clipper(self, parameters: Parameters, bound: Any) -> bounds.Clip:
+    def clipper(self, parameters: Parameters, bound: Any) -> bounds.Clip:
         """The clipper of a step with this C."""
         shares, clipping = self.plan.group_shares, self.plan.clipping
         if shares is None:
@@ -231,7 +263,7 @@ class Run:
     def _add_chunk(
         self, trained: Any, others: Any, totals: Totals, rows: Any, dropout: Any, bound: Any
     ) -> tuple[Totals, Any]:
-        """Totals with one more chunk, and the norms and aux of its examples."""
+        """Totals with one more chunk, and what it gives for its rows."""
         work = self._chunk
         if self.layout is not None:
             work = self.layout.spread(work, self.parameters.trained)
@@ -239,16 +271,17 @@ class Run:
         return jax.tree.map(jnp.add, totals, Totals(sums, *numbers)), each
 
     def _chunk(self, trained: Any, others: Any, rows: Any, dropout: Any, bound: Any) -> Any:
-        """Sums, numbers (see `Totals`) and (norms, aux) of some rows."""
-        call, mask = self._call(trained, others, rows, dropout), rows[1]
-        clip = self._clipper(call.parameters, bound)
-        result = clipped_call(call, clip=clip, mask=mask, method=self.method)
+        """Sums, numbers (see `Totals`) and `Each` of some rows."""
+        call, mask = self.call(trained, others, rows, dropout), rows[1]
+        clip = self.clipper(call.parameters, bound)
+        call = prepared(call, self.method)
+        result = answer(Request(SUM, self.method, clip), call, mask, call.num_examples)
         numbers = (
             result.losses.sum().astype(self.parameters.dtype),
             mask.sum(dtype=jnp.int32),
             (mask & (result.norms <= bound)).sum(dtype=jnp.int32),
         )
-        return jax.tree.leaves(result.grads), numbers, (result.norms, result.aux)
+        return result.leaves, numbers, Each(result.norms, result.factors, result.aux)
 
     def _update(
         self, trained: Any, opt_state: Any, totals: Totals, release: Release
@@ -268,7 +301,7 @@ class Run:
 
     def _grads(self, trained: Any, others: Any, rows: Any, dropout: Any) -> list[Any]:
         """Per-sample gradients of a chunk, (rows, *shape) per trained leaf."""
-        call = self._call(trained, others, rows, dropout)
+        call = self.call(trained, others, rows, dropout)
         return list(choose(self.method).grads(call, call.rows)[0])
 
 
@@ -301,16 +334,21 @@ def continued(loaded: TrainState, fresh: TrainState) -> TrainState:
     return loaded
 
 
-def check_step(plan: Any, state: TrainState, batch: LogicalBatch) -> None:
-    """Refuse what the ledger could not account."""
+def check_step(loader: Loader, state: TrainState, batch: LogicalBatch) -> None:
+    """Refuse what the ledger could not account.
+
+    Raises:
+        TypeError: the step is traced, or the batch is not one that the loader drew.
+    """
     if compat.is_traced(state) or compat.in_trace():
         raise TypeError(
             "step was called inside jit, scan or grad, where it would be recorded once for many "
             "releases. Call it from Python; for a jitted loop use clipped_grad_sum, "
             "add_noise(plan) and engine.record(num_steps=k)."
         )
-    if not isinstance(batch, LogicalBatch) or batch.plan is not plan:
+    if not loader.drew(batch):
         raise TypeError(
-            f"batch is a {type(batch).__name__} that this engine's loader did not draw. Expected "
-            "one of its batches: only they are what the accountant assumes."
+            f"batch is a {type(batch).__name__} that this engine's loader did not draw, or that was "
+            "changed since. Expected one of its batches as it is: only they are what the "
+            "accountant assumes. Augment examples in loss_fn (needs_key=True gives each a key)."
         )

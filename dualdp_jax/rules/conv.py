@@ -17,9 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from dualdp import costs
+from dualdp_jax import compat
 from dualdp_jax.rules import small
-from dualdp_jax.rules.kinds import Choice, Rule, Spec
-from dualdp_jax.rules.product import HIGHEST, drop, gram_is_safe, scaled, sq_norm, widen
+from dualdp_jax.rules.estimate import Estimate, beside, of_gradients, of_gram, rounding
+from dualdp_jax.rules.kinds import Choice, Rule, Spec, num_examples
+from dualdp_jax.rules.product import HIGHEST, drop, scaled, sq_norm, widen
 
 
 def _accepts(params: Mapping[str, Any], position: int, shapes: Sequence[Any]) -> bool:
@@ -105,10 +107,11 @@ def _all_grads(spec: Spec, x: Any, grads_out: Any) -> Any:
 def _prefers_patches(spec: Spec, grads_out: Any) -> bool:
     """By the inputs per group, and the numbers in all patches."""
     rhs, out = (spec.params["dimension_numbers"][i] for i in (1, 2))
-    positions = grads_out.size // grads_out.shape[1 + out[1]]
+    positions = math.prod(grads_out.shape[1:]) // grads_out.shape[1 + out[1]]
     channels = spec.shape[rhs[1]]
     inputs = channels * spec.params["feature_group_count"]
-    return small.prefers_patches(channels, positions * inputs * _num_offsets(spec))
+    numbers = num_examples(grads_out) * positions * inputs * _num_offsets(spec)
+    return small.prefers_patches(channels, numbers)
 
 
 def _by_loop(function: Callable[..., Any], combine: Callable[[Any], Any]) -> Callable[..., Any]:
@@ -148,27 +151,37 @@ def weight_grads(spec: Spec, others: tuple[Any, ...], grads_out: Any) -> Any:
     return _to_weight(spec, _all_grads(spec, others[0], grads_out))
 
 
-def weight_sq_norms(spec: Spec, others: tuple[Any, ...], grads_out: Any) -> Any:
-    """Squared norms, (n,), by the cheapest exact way; see `product.sq_norms` for the Gram form."""
+def weight_norms(spec: Spec, others: tuple[Any, ...], grads_out: Any) -> Estimate:
+    """Norms, (n,), by the cheapest way."""
     x, grads_out = widen(others[0]), widen(grads_out)
-    if not costs.convolution_prefers_gram(**_sizes(spec, x, grads_out)):
-        return _formed(spec, x, grads_out)
-    norms, is_safe = _gram(spec, x, grads_out)
-    return jax.lax.cond(
-        is_safe.all(), lambda *_: norms, lambda *args: _formed(spec, *args), x, grads_out
-    )
+    if costs.convolution_prefers_gram(**_sizes(spec, x, grads_out)):
+        return _gram(spec, x, grads_out)
+    return _formed(spec, x, grads_out)
 
 
-def _formed(spec: Spec, x: Any, grads_out: Any) -> Any:
-    """Squared norms through the gradients, (n,), one kernel offset after the other."""
+def _formed(spec: Spec, x: Any, grads_out: Any) -> Estimate:
+    """Norms through the gradients, (n,), one kernel offset after the other."""
+    left, right = _sq_lengths(spec, x, grads_out)
+    lengths = jnp.sqrt(left) * jnp.sqrt(right)
     if _prefers_patches(spec, grads_out):
-        return sq_norm(_all_grads(spec, x, grads_out))
+        return of_gradients(_all_grads(spec, x, grads_out), lengths)
     parts = [sq_norm(grads) for grads in _offset_grads(spec, x, grads_out)]
-    return sum(parts[1:], parts[0])
+    return Estimate(sum(parts[1:], parts[0]), rounding=rounding(lengths))
 
 
-def _gram(spec: Spec, x: Any, grads_out: Any) -> tuple[Any, Any]:
-    """Squared norms by products of pixels, and whether their rounding error is negligible, (n,).
+def _sq_lengths(spec: Spec, x: Any, grads_out: Any) -> tuple[Any, Any]:
+    """Squared lengths of the patches, and of the output's gradients at their places, (n, g, t)."""
+    grads, spatial = _grouped(spec, grads_out)
+    x = _padded(spec, x)
+    pixels = jnp.square(x.reshape(*x.shape[:-1], grads.shape[2], -1)).sum(-1)
+    every = slice(None)
+    patches = sum(pixels[(every, every, *window)] for window in _windows(spec, spatial))
+    left = jnp.reshape(patches, grads.shape[:3])
+    return left.swapaxes(1, 2), jnp.square(grads).sum(3).swapaxes(1, 2)
+
+
+def _gram(spec: Spec, x: Any, grads_out: Any) -> Estimate:
+    """Norms by products of pixels, (n,).
 
     The product of two patches is the sum, over the kernel's offsets, of products of two pixels:
     these are found once for all pixels, and read as each offset sees them.
@@ -180,17 +193,13 @@ def _gram(spec: Spec, x: Any, grads_out: Any) -> tuple[Any, Any]:
     gram = lambda v: jnp.einsum("npgi,nqgi->ngpq", v, v, precision=HIGHEST)  # noqa: E731
     of_pixels = gram(pixels).reshape(n, groups, *shape, *shape)
     of_grads = gram(grads).reshape(n, groups, shape[0], *spatial, shape[0], *spatial)
-    lengths = jnp.square(pixels).sum(3).reshape(n, *shape, groups)
     norms: Any = 0.0
-    patches: Any = 0.0
     for window in _windows(spec, spatial):
         every = slice(None)
         seen = of_pixels[(every, every, every, *window, every, *window)]
         norms = norms + (seen * of_grads).reshape(*of_grads.shape[:2], -1).sum((1, 2))
-        patches = patches + lengths[(every, every, *window)]
-    patches = jnp.sqrt(patches).reshape(grads.shape[:3])
-    size = (patches * jnp.sqrt(jnp.square(grads).sum(3))).sum(1)
-    return norms, gram_is_safe(norms, size)
+    sizes = _num_offsets(spec) * pixels.shape[3], grads.shape[3]
+    return of_gram(norms, *_sq_lengths(spec, x, grads_out), sizes)
 
 
 def weighted_sum(spec: Spec, others: tuple[Any, ...], grads_out: Any, weights: Any) -> Any:
@@ -202,7 +211,8 @@ def weighted_sum(spec: Spec, others: tuple[Any, ...], grads_out: Any, weights: A
     def convolve(kernel: Any) -> Any:
         return jax.vmap(lambda one: jax.lax.conv_general_dilated_p.bind(one, kernel, **options))(x)
 
-    pull = jax.linear_transpose(convolve, jax.ShapeDtypeStruct(spec.shape, cotangents.dtype))
+    like = jnp.zeros(spec.shape, cotangents.dtype)
+    pull = jax.linear_transpose(convolve, compat.vary(like, compat.varying_axes(cotangents)))
     return pull(cotangents)[0]
 
 
@@ -235,14 +245,14 @@ def choice(spec: Spec, others: tuple[Any, ...], grads_out: Any) -> Choice:
     sizes = _sizes(spec, others[0], grads_out)
     if costs.convolution_prefers_gram(**sizes):
         return Choice("gram")
-    fits = grads_out.shape[0] * math.prod(spec.shape) <= small.CACHED
+    fits = num_examples(grads_out) * math.prod(spec.shape) <= small.CACHED
     return Choice("gradients", fits or costs.keeps_convolution(t=sizes["t"]))
 
 
 RULE = Rule(
     _accepts,
     _by_loop(weight_grads, lambda steps: jnp.moveaxis(steps, 0, 1)),
-    _by_loop(weight_sq_norms, lambda steps: steps.sum(0)),
+    _by_loop(weight_norms, beside),
     _by_loop(weighted_sum, lambda steps: steps),
     choice,
 )

@@ -9,12 +9,14 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from dualdp import costs
 from dualdp_jax.rules import small
-from dualdp_jax.rules.kinds import Choice, Rule, Spec
-from dualdp_jax.rules.product import outer, sq_norms, weighted_outer
+from dualdp_jax.rules.estimate import Estimate, of_gradients, of_gram, of_lengths
+from dualdp_jax.rules.kinds import Choice, Rule, Spec, num_examples
+from dualdp_jax.rules.product import HIGHEST, outer, weighted_outer, widen
 
 
 class _Axes(NamedTuple):
@@ -78,9 +80,27 @@ def weight_grads(spec: Spec, others: tuple[Any, ...], grads_out: Any) -> Any:
     return _to_weight(spec, outer(*factors(spec, others, grads_out)), _own(spec, grads_out))
 
 
-def weight_sq_norms(spec: Spec, others: tuple[Any, ...], grads_out: Any) -> Any:
-    """Squared norms, (n,)."""
-    return sq_norms(*factors(spec, others, grads_out))
+def weight_norms(spec: Spec, others: tuple[Any, ...], grads_out: Any) -> Estimate:
+    """Norms by the cheapest way: lengths for one position, else the Gram form or the gradients.
+
+    Source: Li et al. 2022, eq. 3 (Gram form); Goodfellow 2015 (one position).
+    """
+    acts, grads = map(widen, factors(spec, others, grads_out))
+    t, d_in, d_out = acts.shape[2], acts.shape[3], grads.shape[3]
+    if t == 1:
+        return of_lengths(acts[:, :, 0], grads[:, :, 0])
+    if costs.prefers_gram(t=t, d_in=d_in, d_out=d_out):
+        return gram_norms(acts, grads)
+    lengths = [jnp.sqrt(jnp.square(x).sum(3)) for x in (acts, grads)]
+    return of_gradients(outer(acts, grads), lengths[0] * lengths[1])
+
+
+def gram_norms(acts: Any, grads: Any) -> Estimate:
+    """Norms of the sums over t of acts (n, b, t, i) x grads (n, b, t, o) by their inner products."""
+    gram = lambda x: jnp.einsum("nbti,nbsi->nbts", x, x, precision=HIGHEST)  # noqa: E731
+    squares = (gram(acts) * gram(grads)).sum((1, 2, 3))
+    left, right = (jnp.square(x).sum(3) for x in (acts, grads))
+    return of_gram(squares, left, right, (acts.shape[3], grads.shape[3]))
 
 
 def weighted_sum(spec: Spec, others: tuple[Any, ...], grads_out: Any, weights: Any) -> Any:
@@ -92,8 +112,8 @@ def weighted_sum(spec: Spec, others: tuple[Any, ...], grads_out: Any, weights: A
 def choice(spec: Spec, others: tuple[Any, ...], grads_out: Any) -> Choice:
     """Which norm is the cheapest, and whether the gradients are worth keeping."""
     acts, grads = jax.eval_shape(partial(factors, spec), others, grads_out)
-    n, _, t, d_in = acts.shape
-    sizes = {"t": t, "d_in": d_in, "d_out": grads.shape[3]}
+    _, _, t, d_in = acts.shape
+    n, sizes = num_examples(acts), {"t": t, "d_in": d_in, "d_out": grads.shape[3]}
     is_kept = costs.keeps_gradient(n=n, **sizes)
     steps = math.prod(grads_out.shape[1 : 1 + len(spec.loops)])
     is_small = small.is_small("product" if t == 1 else "products", math.prod(spec.shape), n * steps)
@@ -114,4 +134,4 @@ def _accepts(params: Mapping[str, Any], position: int, shapes: Sequence[Any]) ->
     return True
 
 
-RULE = Rule(_accepts, weight_grads, weight_sq_norms, weighted_sum, choice, outer_products)
+RULE = Rule(_accepts, weight_grads, weight_norms, weighted_sum, choice, outer_products)

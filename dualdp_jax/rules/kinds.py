@@ -6,8 +6,28 @@ Letters: n examples, l loop steps, b blocks (independent products), t positions,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any, NamedTuple
+
+_as_if: ContextVar[int | None] = ContextVar("num_examples", default=None)
+
+
+def num_examples(array: Any) -> int:
+    """The number of examples that a choice is made for: axis 0 of (n, ...), or that of `as_if`."""
+    found = _as_if.get()
+    return int(array.shape[0]) if found is None else found
+
+
+@contextlib.contextmanager
+def as_if(number: int) -> Iterator[None]:
+    """Make the choices of so many examples for a batch of another size, in this thread."""
+    token = _as_if.set(number)
+    try:
+        yield
+    finally:
+        _as_if.reset(token)
 
 
 class Spec(NamedTuple):
@@ -53,7 +73,8 @@ class Rule(NamedTuple):
         accepts: (params, position, shapes of all operands) to whether the rule holds here.
         grads: (spec, other operands, grads_out) to per-sample gradients, (n, *own, *shape) with
             an axis for each loop that has a weight of its own; summed over the other loops.
-        sq_norms: the same to their squared norms, (n,), without keeping them; None: from `grads`.
+        norms: the same to their norms, an `Estimate` or (n,), without keeping them; an array is
+            taken as exact where it is finite. None: from `grads`.
         weighted_sum: (spec, other operands, grads_out, factors (n,)) to the sum over the examples
             of factor times gradient, (*own, *shape), float32 or wider; an example of factor 0 is
             dropped, whatever its numbers are. None: from `grads`.
@@ -67,7 +88,7 @@ class Rule(NamedTuple):
 
     accepts: Callable[[Mapping[str, Any], int, Sequence[Any]], bool]
     grads: Callable[..., Any]
-    sq_norms: Callable[..., Any] | None = None
+    norms: Callable[..., Any] | None = None
     weighted_sum: Callable[..., Any] | None = None
     choice: Callable[..., Choice] | None = None
     factors: Callable[..., Any] | None = None

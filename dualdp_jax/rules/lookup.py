@@ -11,8 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from dualdp_jax import compat
 from dualdp_jax.rules import small
-from dualdp_jax.rules.kinds import Choice, Rule, Spec
+from dualdp_jax.rules.estimate import Estimate, of_lengths, rounding
+from dualdp_jax.rules.kinds import Choice, Rule, Spec, num_examples
 from dualdp_jax.rules.product import scaled, sq_norm, widen
 
 
@@ -33,10 +35,13 @@ def _rows(spec: Spec, others: tuple[Any, ...], grads_out: Any) -> tuple[Any, Any
 
     Numbers outside the table, whose gradient is dropped, become the number of rows. A loop with a
     table of its own at every step counts as one higher table.
+
+    Raises:
+        ValueError: the rows can't be counted in the integers that there are.
     """
     (indices,) = others
     num_rows, lead = spec.shape[0], 1 + len(spec.loops)
-    numbers = indices[..., 0]
+    numbers = _wide_integers(indices[..., 0])
     mode = str(spec.params["mode"]).rpartition(".")[2].upper()
     if mode == "CLIP":
         numbers = jnp.clip(numbers, 0, num_rows - 1)
@@ -46,6 +51,11 @@ def _rows(spec: Spec, others: tuple[Any, ...], grads_out: Any) -> tuple[Any, Any
         if stacked:
             step = jax.lax.broadcasted_iota(numbers.dtype, numbers.shape, 1 + axis)
             numbers, total = numbers + step * total, total * numbers.shape[1 + axis]
+    if total >= jnp.iinfo(numbers.dtype).max:
+        raise ValueError(
+            f"A table of {num_rows} rows in loops of {total // num_rows} steps has more rows than "
+            f"{numbers.dtype} counts. Use method='vmap', or jax.enable_x64."
+        )
     numbers = jnp.where(inside, numbers, total)
     grads_out = _spread(spec, indices, grads_out)
     offsets = [lead + axis for axis in spec.params["dimension_numbers"].offset_dims]
@@ -54,6 +64,18 @@ def _rows(spec: Spec, others: tuple[Any, ...], grads_out: Any) -> tuple[Any, Any
     width = math.prod(spec.shape[1:])
     n = grads_out.shape[0]
     return numbers.reshape(n, -1), rows.reshape(n, -1, width), total
+
+
+def _wide_integers(numbers: Any) -> Any:
+    """Indices of any dtype as int32, or int64 where they are wider and jax has it.
+
+    Arithmetic in their own dtype would wrap around: 256 rows are no uint8. Unsigned numbers beyond
+    the largest signed one stay outside every table.
+    """
+    wide = jnp.result_type(jnp.int32, jnp.int64 if numbers.dtype.itemsize > 4 else jnp.int32)
+    if jnp.issubdtype(numbers.dtype, jnp.unsignedinteger) and numbers.dtype.itemsize >= wide.itemsize:
+        numbers = jnp.minimum(numbers, jnp.iinfo(wide).max)
+    return numbers.astype(wide)
 
 
 def _spread(spec: Spec, indices: Any, grads_out: Any) -> Any:
@@ -93,18 +115,21 @@ def weight_grads(spec: Spec, others: tuple[Any, ...], grads_out: Any) -> Any:
     return _to_table(spec, grads_out, jax.vmap(add)(numbers, widen(rows)))
 
 
-def weight_sq_norms(spec: Spec, others: tuple[Any, ...], grads_out: Any) -> Any:
-    """Squared norms, (n,): gradients of the same row are added up first, (t, d).
+def weight_norms(spec: Spec, others: tuple[Any, ...], grads_out: Any) -> Estimate:
+    """Norms, (n,): gradients of the same row are added up first, (t, d).
 
     Where only the sum of all rows is used, their gradients are equal, and what counts is how often
     each row was looked up.
     """
     numbers, rows, total = _rows(spec, others, grads_out)
     if not _adds_all_rows(spec, others[0]):
-        return _sq_norms(numbers, widen(rows), total)
-    tiny = rows.shape[2] * jnp.finfo(jnp.float32).tiny
+        rows = widen(rows)
+        moved = rounding(jnp.sqrt(jnp.square(rows).sum(2)))
+        return Estimate(_sq_norms(numbers, rows, total), rounding=moved)
     ones = jnp.ones((*numbers.shape, 1), widen(rows).dtype)
-    return _sq_norms(numbers, ones, total) * (sq_norm(grads_out) + tiny)
+    counts = jnp.sqrt(_sq_norms(numbers, ones, total))
+    row = widen(grads_out).reshape(numbers.shape[0], 1, -1)
+    return of_lengths(counts[:, None, None], row)
 
 
 def _adds_all_rows(spec: Spec, indices: Any) -> bool:
@@ -134,7 +159,8 @@ def _sq_norms_by_table(numbers: Any, rows: Any, *, total: int) -> Any:
         return table, jnp.square(added).reshape(few, -1).sum(1)
 
     cut = (numbers.reshape(-1, few, t), rows.reshape(-1, few * t, width))
-    return jax.lax.scan(step, jnp.zeros(few * (total + 1), jnp.int32), cut)[1].reshape(n)
+    table = compat.vary(jnp.zeros(few * (total + 1), jnp.int32), compat.varying_axes(numbers))
+    return jax.lax.scan(step, table, cut)[1].reshape(n)
 
 
 def _at_once(n: int, total: int) -> int:
@@ -180,7 +206,7 @@ def weighted_sum(spec: Spec, others: tuple[Any, ...], grads_out: Any, weights: A
 
 def choice(spec: Spec, others: tuple[Any, ...], grads_out: Any) -> Choice:
     """How the norm is found, and whether a table for every example and step is small."""
-    copies = math.prod(grads_out.shape[: 1 + len(spec.loops)])
+    copies = num_examples(grads_out) * math.prod(grads_out.shape[1 : 1 + len(spec.loops)])
     form = "counts" if _adds_all_rows(spec, others[0]) else "rows"
     return Choice(form, False, small.is_small("lookup", math.prod(spec.shape), copies))
 
@@ -192,5 +218,5 @@ def outer_products(spec: Spec, others: tuple[Any, ...], grads_out: Any) -> Any:
 
 
 RULE = Rule(
-    _accepts, weight_grads, weight_sq_norms, weighted_sum, choice, outer_products, takes_sums=True
+    _accepts, weight_grads, weight_norms, weighted_sum, choice, outer_products, takes_sums=True
 )

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights in products: the gradient is the sum over t of acts (n, b, t, i) x grads (n, b, t, o).
-
-Dot products and (through their patches) convolutions share this form and the choice between its
-two exact norms.
-"""
+"""Weights in products: the gradient is the sum over t of acts (n, b, t, i) x grads (n, b, t, o)."""
 
 from __future__ import annotations
 
@@ -11,8 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-
-from dualdp import costs
 
 HIGHEST = jax.lax.Precision.HIGHEST
 
@@ -58,52 +52,3 @@ def weighted_outer(acts: Any, grads_out: Any, factors: Any) -> Any:
     """Sum over the examples of factor times gradient, (b, i, o): one product."""
     (acts,) = drop(factors, acts)
     return jnp.einsum("nbti,nbto->bio", acts, scaled(factors, grads_out), precision=HIGHEST)
-
-
-def sq_norms(acts: Any, grads_out: Any) -> Any:
-    """Squared norms of the gradients, (n,), by the cheapest exact way.
-
-    The Gram form cancels where positions do; its rounding error is bounded, and a batch in which
-    the bound is too large for one example is done by the gradients themselves.
-
-    Source: Li et al. 2022, eq. 3; for t = 1 Goodfellow 2015.
-    """
-    acts, grads_out = widen(acts), widen(grads_out)
-    t, d_in, d_out = acts.shape[2], acts.shape[3], grads_out.shape[3]
-    if t == 1:
-        tiny = jnp.finfo(acts.dtype).tiny
-        rows = [jnp.square(x).sum((2, 3)) + x.shape[3] * tiny for x in (acts, grads_out)]
-        return (rows[0] * rows[1]).sum(1)
-    if not costs.prefers_gram(t=t, d_in=d_in, d_out=d_out):
-        return _formed(acts, grads_out)
-    norms, is_safe = _gram(acts, grads_out)
-    return jax.lax.cond(
-        is_safe.all(), lambda *_: norms, lambda *args: _formed(*args), acts, grads_out
-    )
-
-
-def _formed(acts: Any, grads_out: Any) -> Any:
-    """Squared norms through the gradients, (n,)."""
-    return jnp.square(outer(acts, grads_out)).sum((1, 2, 3))
-
-
-def _gram(acts: Any, grads_out: Any) -> tuple[Any, Any]:
-    """Squared norms by the Gram form, and whether its rounding error is negligible, (n,)."""
-    gram = lambda x: jnp.einsum("nbti,nbsi->nbts", x, x, precision=HIGHEST)  # noqa: E731
-    norms = (gram(acts) * gram(grads_out)).sum((1, 2, 3))
-    lengths = [jnp.sqrt(jnp.square(x).sum(3)) for x in (acts, grads_out)]
-    size = (lengths[0] * lengths[1]).sum(2)
-    return norms, gram_is_safe(norms, size)
-
-
-def gram_is_safe(norms: Any, size: Any) -> Any:
-    """Whether the rounding error of a Gram form is negligible, (n,).
-
-    The form adds t * t products of inner products, of size at most (sum of |act| |grad|) ** 2.
-
-    Args:
-        norms: (n,) squared norms that it gave.
-        size: (n, b) sum over t of |act| |grad|.
-    """
-    bound = 4 * jnp.finfo(norms.dtype).eps * jnp.square(size).sum(1)
-    return (bound <= 1e-4 * norms) | ~jnp.isfinite(bound)

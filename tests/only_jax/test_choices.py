@@ -12,6 +12,7 @@ from jax import lax
 
 import dualdp_jax as dpj
 from dualdp_jax import methods, tied
+from dualdp_jax import norms as norms_module
 
 RNG = np.random.default_rng(0)
 
@@ -57,6 +58,7 @@ def test_the_record_says_what_auto_does(name, monkeypatch):
     loss, params, x, way, form = made(name)
     found = dpj.explain(loss, params, x)
     assert (found["way"], found["uses"][0]["form"]) == (way, form)
+    assert found["check"]["status"] == "passed", found["check"]
     assert json.loads(json.dumps(found)) == found
     calls = []
     vmap = methods.METHODS["vmap"]
@@ -82,7 +84,9 @@ def test_the_record_names_every_use_and_what_is_instantiated():
     w, b, table = arrays((900, 400), (400,), (5000, 900))
     loss = lambda p, i: jnp.sum(p["table"][i].sum(0) @ p["w"] + p["b"])  # noqa: E731
     found = dpj.explain(loss, {"w": w, "b": b, "table": table}, jnp.zeros((8, 5), int))
+    assert found.pop("check")["status"] == "passed"
     assert found == {
+        "method": "auto",
         "way": "uses",
         "uses": [
             {"parameters": ["table"], "primitive": "gather", "form": "counts", "keeps": False},
@@ -98,7 +102,10 @@ def test_choices_depend_on_shapes_alone_and_nothing_is_run():
         return dense(p, x)
 
     _, params, x, *_ = made("few positions")
-    assert dpj.explain(loss, params, x) == dpj.explain(loss, params, 1e3 * x)
+    found = dpj.explain(loss, params, x, check="off")
+    assert found == dpj.explain(loss, params, 1e3 * x, check="off")
+    assert found["check"] == {"status": "off"}
+    assert "side effects" in dpj.explain(loss, params, x)["check"]["reason"]
     jax.effects_barrier()
 
 
@@ -162,7 +169,7 @@ def test_uses_that_cancel_are_formed_one_example_at_a_time(monkeypatch):
     assert {u["form"] for u in dpj.explain(loss, {"w": w}, x)["uses"]} == {"pairs"}
     truth = norms("loop")
     np.testing.assert_allclose(norms("book_keeping"), truth, rtol=1e-3)
-    monkeypatch.setattr(tied, "gram_is_safe", lambda norms, size: jnp.ones(norms.shape, bool))
+    monkeypatch.setattr(norms_module, "_fine", lambda estimates, accuracy, mask: {})
     assert np.nanmax(np.abs(norms("book_keeping") / truth - 1)) > 1e-2  # or a root of less than 0
 
 

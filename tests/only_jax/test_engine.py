@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine on JAX: plan, loader, ledger, step."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import jax
@@ -184,13 +185,17 @@ def test_length_is_true():
     ],
     ids=["plain", "bfloat16", "adaptive", "schedules"],
 )
-def test_two_compilations_serve_every_draw(changes, dtype):
+@pytest.mark.parametrize(("checks", "programs"), [(0, 2), (1, 6)])
+def test_two_compilations_serve_every_draw(changes, dtype, checks, programs):
+    """And four more all checks: one example's gradient, a chunk's, and the two comparisons."""
     events = []
     plan = make_plan(
         **{"expected_batch_size": 3, "physical_batch_size": 2, "num_steps": 12} | changes
     )
     start = jax.tree.map(lambda leaf: leaf.astype(dtype or leaf.dtype), params())
-    _, step, state, loader = private(plan=plan, params=start, optimizer=optax.adam(0.1))
+    _, step, state, loader = private(
+        plan=plan, params=start, optimizer=optax.adam(0.1), checks=checks
+    )
     assert len({len(batch.chunks) for batch in loader}) > 2
     jax.monitoring.register_event_duration_secs_listener(
         lambda name, seconds, **kwargs: events.append(name)
@@ -200,7 +205,7 @@ def test_two_compilations_serve_every_draw(changes, dtype):
             state, _ = step(state, batch)
     finally:
         jax.monitoring.clear_event_listeners()
-    assert sum("backend_compile" in name for name in events) == 2
+    assert sum("backend_compile" in name for name in events) == programs
 
 
 def test_an_empty_draw_releases_noise():
@@ -214,7 +219,9 @@ def test_an_empty_draw_releases_noise():
     assert len(engine.ledger) == 1
 
 
-def test_step_records_before_it_dispatches():
+def test_a_step_that_fails_before_its_totals_is_not_recorded():
+    """Totals release nothing, so nothing is accounted; the batch can be tried again."""
+
     def broken(params, x, y):
         if is_broken:
             raise RuntimeError("no loss today")
@@ -223,9 +230,27 @@ def test_step_records_before_it_dispatches():
     is_broken = False
     engine, step, state, loader = private(loss_fn=broken, plan=make_plan())
     is_broken = True
+    batch = next(iter(loader))
     with pytest.raises(RuntimeError, match="no loss today"):
-        step(state, next(iter(loader)))
+        step(state, batch)
+    assert len(engine.ledger) == 0
+    is_broken = False
+    step(state, batch)
     assert len(engine.ledger) == 1
+
+
+def test_step_records_before_it_releases(monkeypatch):
+    engine, step, state, loader = private(plan=make_plan())
+    recorded = []
+
+    def no_noise(*arguments):
+        recorded.append(len(engine.ledger))
+        raise MemoryError("no noise today")
+
+    monkeypatch.setattr(type(engine._run), "release", no_noise)
+    with pytest.raises(MemoryError, match="no noise today"):
+        step(state, next(iter(loader)))
+    assert recorded == [1]
 
 
 def test_a_batch_is_released_once():
@@ -254,6 +279,60 @@ def test_foreign_batches_are_refused():
     for batch in ((X, Y), next(iter(other))):
         with pytest.raises(TypeError, match="that this engine's loader did not draw"):
             step(state, batch)
+
+
+CHANGES = {
+    "chunks repeated": lambda b: replace(b, chunks=b.chunks * 2),
+    "a chunk left out": lambda b: replace(b, chunks=b.chunks[1:]),
+    "mask set": lambda b: with_chunk(b, mask=np.ones_like(b.chunks[-1].mask)),
+    "indices changed": lambda b: with_chunk(b, indices=b.chunks[-1].indices + 1),
+    "other rows": lambda b: with_chunk(b, args=b.chunks[0].args),
+    "another step": lambda b: replace(b, step=b.step + 1),
+    "a copy": replace,
+}
+
+
+def with_chunk(batch, **changes):
+    """The batch, its last chunk changed."""
+    return replace(batch, chunks=(*batch.chunks[:-1], batch.chunks[-1]._replace(**changes)))
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_changed_batch_is_refused(name):
+    """known_failures 84: 10.6 C from 12 examples."""
+    engine, step, state, loader = private(plan=make_plan(physical_batch_size=5))
+    batch = next(iter(loader))
+    with pytest.raises(TypeError, match="or that was changed since"):
+        step(state, CHANGES[name](batch))
+    assert len(engine.ledger) == 0
+    step(state, batch)
+
+
+def test_the_arrays_of_a_batch_cannot_be_written():
+    data = {"x": X, "y": [jnp.asarray(Y)]}
+    _, step, state, loader = private(
+        plan=make_plan(physical_batch_size=5),
+        data=(data,),
+        loss_fn=lambda p, d: loss_fn(p, d["x"], d["y"][0]),
+    )
+    batch = next(iter(loader))
+    (rows,) = batch.chunks[0].args
+    for array in (batch.chunks[0].mask, batch.chunks[0].indices, rows["x"]):
+        with pytest.raises(ValueError, match="read-only"):
+            array[:] = 1
+        with pytest.raises(ValueError, match="cannot set WRITEABLE flag"):
+            array.flags.writeable = True
+    rows["x"] = rows["x"] * 100  # a container that the batch holds
+    with pytest.raises(TypeError, match="or that was changed since"):
+        step(state, batch)
+    again = next(iter(loader))
+    mask = again.chunks[-1].mask
+    assert not mask.all()
+    mask.base.flags.writeable = True
+    mask.base[:] = True
+    with pytest.raises(TypeError, match="or that was changed since"):
+        step(state, again)
+    assert X.flags.writeable
 
 
 def drops(params, x, y, key):
@@ -700,7 +779,8 @@ def test_detach_ends_the_run_and_keeps_the_account(tmp_path):
             use()
     assert engine.get_epsilon(delta=1e-3) == spent
     assert len(engine.ledger) == 1
-    assert path.read_text().count("\n") == 3  # header, release, seal
+    kinds = [record.get("kind") for record in engine.ledger.read(path)]
+    assert kinds == [None, "note", "note", "release", "seal"]  # the rate of checks, the first one
 
 
 def test_your_own_loop_has_account_and_batches():
