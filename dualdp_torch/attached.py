@@ -17,6 +17,8 @@ from .optimizer import PrivateStep
 from .recorder import Recorder
 from .release import Alone, Together
 from .run import Lent, Run
+from .step_checks import StepChecks
+from .tape import Tape
 
 
 class Attached(Run):
@@ -39,10 +41,11 @@ class Attached(Run):
             unwrapped(module),
             method=method,
             when=lambda: self._step is not None and self._step.is_waiting(),
-            check=lambda loss: self._require_step().check_loss(loss),
+            tape=Tape(),
             terms=lambda: self._require_step().terms(),
         )
         choices, shards = self._settings.choices, recorder.shards
+        reduction = self._settings.loss_reduction
         release: Alone | Together = Alone(self.ledger, shards)
         if self._group is not None:
             release = Together(self.ledger, self._group, recorder.parameters, choices, shards)
@@ -51,10 +54,11 @@ class Attached(Run):
             optimizer,
             self.ledger,
             release,
-            loss_reduction=self._settings.loss_reduction,
+            loss_reduction=reduction,
             keep=METHODS[method] or "all",
             keep_per_sample=lambda: self.keep_per_sample,
             choices=choices,
+            checks=StepChecks(recorder, self.ledger, self._settings.checks, reduction),
             decides=self._is_first,
             noise_layout=lambda: self.noise_layout,
         )

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from dualdp import AccountingError
+from dualdp.exactness import checked_rate
 from dualdp.ledger import Ledger
 from dualdp.plan import PrivacyPlan
 from dualdp.twin import Twin
@@ -74,6 +75,7 @@ class PrivacyEngine(Attached):
         poisson_sampling: bool | None = None,
         grad_sample_mode: str = "auto",
         ledger: str | os.PathLike[str] | None = None,
+        checks: float | None = None,
         **others: Any,
     ) -> Parts:
         """Set up DP-SGD; the loop stays the user's.
@@ -96,6 +98,9 @@ class PrivacyEngine(Attached):
             poisson_sampling: False for shuffled batches, accounted without amplification.
             grad_sample_mode: "auto" or one of `GRAD_SAMPLE_MODES`.
             ledger: a new file for the record of releases; None keeps it in memory.
+            checks: share of steps at which examples are checked against plain autodiff of their
+                own losses, in [0, 1]; None for `dualdp.exactness.RATE`, 0 for never. The ledger
+                holds it.
             **others: arguments of Opacus' method, as far as they have a meaning here.
 
         Returns:
@@ -117,7 +122,7 @@ class PrivacyEngine(Attached):
             "poisson_sampling": poisson_sampling,
             **others,
         }
-        settings = Settings(loss_reduction, grad_sample_mode)
+        settings = Settings(loss_reduction, grad_sample_mode, checks=checked_rate(checks))
         settings.whole, settings.has_target = plan is not None, bool(plan or target_delta)
         if plan is None:
             plan = plan_of(data_loader, given, **self._of_plans)
@@ -138,6 +143,7 @@ class PrivacyEngine(Attached):
         loss_reduction: str = "mean",
         grad_sample_mode: str = "auto",
         ledger: str | os.PathLike[str] | None = None,
+        checks: float | None = None,
         **others: Any,
     ) -> Parts:
         """`make_private` with the noise that spends `target_epsilon` in so many epochs or steps.
@@ -153,6 +159,7 @@ class PrivacyEngine(Attached):
             loss_reduction: as there.
             grad_sample_mode: as there.
             ledger: as there.
+            checks: as there.
             **others: further arguments of `make_private`, max_grad_norm among them.
 
         Returns:
@@ -164,7 +171,9 @@ class PrivacyEngine(Attached):
         given = {"target_epsilon": target_epsilon, "target_delta": target_delta, **others}
         steps = steps_of(data_loader, epochs, num_steps)
         plan = plan_of(data_loader, given, **self._of_plans, **steps)
-        settings = Settings(loss_reduction, grad_sample_mode, has_target=True)
+        settings = Settings(
+            loss_reduction, grad_sample_mode, has_target=True, checks=checked_rate(checks)
+        )
         return self._start(module, optimizer, data_loader, plan, settings, ledger)
 
     def _start(
@@ -193,6 +202,7 @@ class PrivacyEngine(Attached):
         planned = on_all(self._group, "make_private", prepared)
         open_ledger = partial(new_ledger, plan, ledger) if self._is_first else partial(Twin, plan)
         self._ledger = on_all(self._group, "the ledger", open_ledger)
+        self._ledger.note(checks=settings.checks)
         self._settings = settings
         self._attach(module, optimizer)
         return module, optimizer, planned
@@ -284,6 +294,7 @@ class PrivacyEngine(Attached):
             begin,
             lambda *drawn: self._require_step().announce(*drawn),
             ALONE if self._group is None else Share(self._group.rank, self._group.size),
+            lambda number: self._step.leave(number) if self._step is not None else None,
         )
 
     def detach(self) -> None:

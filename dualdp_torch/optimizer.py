@@ -20,10 +20,10 @@ from .distributed import device_kind
 from .noise import noisy_mean
 from .normals import STREAM
 from .recorder import Recorder
-from .reduction import check_reduction
 from .release import Alone, Passing, Together
 from .rules.base import Tensor
 from .sharded import Terms
+from .step_checks import StepChecks
 
 _STACK = f"torch {torch.__version__}, stream {STREAM}"  # whose generator the noise comes from
 _AMP = "_step_supports_amp_scaling"  # makes GradScaler.step call `step` and leave the rest to it
@@ -98,6 +98,7 @@ class PrivateStep:
         keep_per_sample: () -> whether `stages` is to hold the per-sample gradients.
         choices: table of `choices.of_run`, filled as the layers are met.
         decides: as there.
+        checks: spot checks of the run.
         noise_layout: () -> as `layout` of `noisy_mean`.
     """
 
@@ -112,9 +113,11 @@ class PrivateStep:
         keep: str,
         keep_per_sample: Callable[[], bool],
         choices: dict[str, str],
+        checks: StepChecks,
         decides: bool = True,
         noise_layout: Callable[[], Any] = lambda: None,
     ) -> None:
+        self._checks = checks
         self._recorder, self.optimizer, self._ledger = recorder, optimizer, ledger
         self._shards = recorder.shards
         self._reduction, self._keep, self._complete = loss_reduction, keep, release
@@ -122,7 +125,7 @@ class PrivateStep:
         self._choices, self._decides, self._pass = choices, decides, 0
         self._seeded = ledger.plan.seed is not None
         self._draw: Draw | None = None
-        self._batch: Any = None
+        self._lost: int | None = None
         self._forget()
         self.stages: Stages | None = None
         self._scaled_itself = vars(optimizer).get(_AMP)
@@ -132,6 +135,7 @@ class PrivateStep:
     def detach(self) -> None:
         """Leave the optimizer as it was."""
         self._handle.remove()
+        self._checks.end()
         delattr(self.optimizer, _AMP)
         if self._scaled_itself is not None:
             setattr(self.optimizer, _AMP, self._scaled_itself)
@@ -154,11 +158,21 @@ class PrivateStep:
 
     def begin(self) -> int:
         """The number of the pass that begins; what an abandoned pass left behind is dropped."""
-        self._draw = self._batch = None
+        self._draw = self._lost = None
         self._forget()
+        self._checks.end()
         self._recorder.clear()
         self._pass += 1
         return self._pass
+
+    def leave(self, number: int) -> None:
+        """A pass ends or is given up; the loop is no longer recorded.
+
+        Args:
+            number: of the pass.
+        """
+        if number == self._pass:
+            self._checks.end()
 
     def announce(self, draw: Draw, batch: Any, number: int) -> None:
         """The loader hands out a batch.
@@ -171,24 +185,28 @@ class PrivateStep:
                 "Another pass over the loader has begun, so this one cannot go on: examples would "
                 "count twice. Expected one iterator at a time."
             )
+        self._require_whole()
         if self._draw is not None:
             raise RuntimeError(
                 f"The batch of step {self._draw.step} got no optimizer.step(). Expected one for "
                 "every batch of the loader: which batches count must not depend on the data."
             )
-        self._draw, self._batch = draw, batch
+        self._draw = draw
         self.stages = None  # as much memory as two models
+        self._checks.begin(draw, batch)
 
-    def check_loss(self, loss: Tensor) -> None:
-        """Refuse a loss that is not what was declared."""
-        recorder = self._recorder
-        check_reduction(
-            loss,
-            self._reduction,
-            n=recorder.n,
-            after=recorder.left_at,
-            labels=_integers(self._batch),
-        )
+    def _require_whole(self) -> None:
+        """Refuse to go on with a logical batch of which a part was lost.
+
+        Raises:
+            RuntimeError: one was.
+        """
+        if self._lost is not None:
+            raise RuntimeError(
+                f"Step {self._lost} failed after a part of its logical batch was added up, and the "
+                "sums are dropped. Begin a new pass over the loader, which begins this step again "
+                "with the same examples."
+            )
 
     # ------------------------------------------------------------------ the optimizer's side
 
@@ -205,19 +223,49 @@ class PrivateStep:
             with torch.enable_grad():
                 once = _Once(closure())
             args, kwargs = (args[0],), {**kwargs, "closure": once}
-        draw = self._draw
-        check_holds(optimizer, self._recorder.parameters)
-        self._recorder.require_backward()
+        self._require_whole()
+        try:
+            self._carry_out(self._draw)
+        except BaseException:
+            self._begin_again(self._draw)
+            raise
+        self._draw = None
+        return args, kwargs
+
+    def _carry_out(self, draw: Draw) -> None:
+        """Add up one physical batch; release the logical one that it completes."""
+        recorder = self._recorder
+        check_holds(self.optimizer, recorder.parameters)
+        self._require_all(draw)
+        self._checks.criterion(draw)
         if draw.is_last:
             self._complete.begin(draw.step)
         self._add(draw)
-        self._recorder.clear()
-        self._draw = self._batch = None
+        recorder.clear()
         if draw.is_last:
             self._release(draw.step)
         else:
             self._set_gradients({})
-        return args, kwargs
+        self._checks.end()
+
+    def _require_all(self, draw: Draw) -> None:
+        """Refuse a step without a backward over the whole batch."""
+        n = self._recorder.require_backward()
+        if n != len(draw.mask):
+            raise RuntimeError(
+                f"The model saw {n} examples but the loader gave {len(draw.mask)}. Expected the "
+                "whole batch, once."
+            )
+
+    def _begin_again(self, draw: Draw) -> None:
+        """A step failed: nothing of it is used; it begins again from its forward.
+
+        Sums that other parts of the logical batch were added to may be incomplete.
+        """
+        if draw.part or self._ledger.position > draw.step:
+            self._lost = draw.step
+        self._forget()
+        self._recorder.begin_again()
 
     def terms(self) -> Terms:
         """What the batch that was handed out is clipped with.
@@ -241,12 +289,6 @@ class PrivateStep:
 
     def _add(self, draw: Draw) -> None:
         """Add the clipped gradients of one physical batch to the logical batch's sum."""
-        recorder, n = self._recorder, len(draw.mask)
-        if recorder.n is not None and recorder.n != n:
-            raise RuntimeError(
-                f"The model saw {recorder.n} examples but the loader gave {n}. Expected the whole "
-                "batch, once."
-            )
         mask = self.terms().mask
         with torch.no_grad(), of_run(self._choices, seeded=self._seeded, decides=self._decides):
             self._sums, norms = self._clipped(draw)
@@ -338,13 +380,3 @@ def _refuse_scaler(optimizer: Any) -> None:
         "in bfloat16 or float32, which need no scaler, and call loss.backward() and "
         "optimizer.step()."
     )
-
-
-def _integers(batch: Any) -> list[Tensor]:
-    """The tensors of a batch that may hold class labels; mappings of any class are opened."""
-    if torch.is_tensor(batch):
-        return [batch] if batch.dtype in (torch.int64, torch.int32) else []
-    if isinstance(batch, Mapping):
-        batch = list(batch.values())
-    parts = batch if isinstance(batch, list | tuple) else ()
-    return [tensor for part in parts for tensor in _integers(part)]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -43,6 +44,32 @@ def float_leaves(outputs: Any) -> list[Tensor]:
         for leaf in pytree.tree_leaves(outputs)
         if torch.is_tensor(leaf) and leaf.is_floating_point()
     ]
+
+
+class _HandOut(torch.autograd.Function):
+    """Hands an output on under another name, at which its gradient is heard.
+
+    The gradient that arrives is that of the loop alone: what other outputs, made from this one,
+    receive is added further below. The same numbers are no view, so that they may be changed in
+    place as if the model had returned them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, heard: Callable[[Tensor], None], out: Tensor) -> Tensor:
+        """The same tensor, as another one."""
+        ctx.heard = heard
+        ctx.set_materialize_grads(False)
+        return out.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[None, Tensor | None]:
+        """Tell of the gradient, and hand it on."""
+        if grad is not None:
+            ctx.heard(grad)
+        return None, grad
+
+
+hand_out: Callable[[Callable[[Tensor], None], Tensor], Tensor] = _HandOut.apply
 
 
 class Silent:

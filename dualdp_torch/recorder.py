@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -28,14 +27,15 @@ from .fallback import again_by_vmap, generator_state, replayed, reweighted
 from .gradients import Captured, Gradients
 from .layered import Layered
 from .layout import Layout
-from .outputs import Silent, float_leaves, projected
+from .outputs import Silent, hand_out, projected
 from .parts import complete, is_narrow
-from .reduction import current_losses, last_node
 from .rules.base import Tensor
 from .sharded import Shards, Terms, check_sharded
+from .tape import Tape, lift
 from .uses import Derived, Use, eagerly, trainable_parameters
 from .validate import refuse_mixing_modules
 
+_CALL = "_compiled_call_impl"  # of a module: what is called in the place of its forward and hooks
 #: Methods that need the recorded forward and backward only.
 RECORDED = ("auto", "book_keeping", "two_pass", "materialize", "vmap")
 
@@ -47,7 +47,7 @@ class Recorder:
         model: the module, which is left as it is; `detach` removes every hook.
         method: one of `RECORDED`.
         when: () -> whether a forward that begins now is to be recorded.
-        check: called with the loss when its backward reaches the model, where it can be seen.
+        tape: a record of what the loop does outside of the model; it need not be open.
         terms: () -> what the batch is clipped with; with them the layers of a model in pieces are
             clipped while the backward runs, where they are clipped one by one.
 
@@ -62,12 +62,12 @@ class Recorder:
         *,
         method: str,
         when: Callable[[], bool],
-        check: Callable[[Tensor], None],
+        tape: Tape,
         terms: Callable[[], Terms] | None = None,
     ) -> None:
         refuse_mixing_modules(model)
         check_sharded(model, method)
-        self.model, self.method, self._when, self._check = model, method, when, check
+        self.model, self.method, self._when, self.tape = model, method, when, tape
         self.shards, self._terms = Shards.of(model), terms
         self.parameters = trainable_parameters(model)
         self._inside = self.shards.plain if self.shards else self.parameters
@@ -80,7 +80,7 @@ class Recorder:
         self._mode: Any = None
         self._capture: Any = None
         self._examination = Examination(model, self._inside, self.shards, self._pause)
-        self._paused, self._thread = False, threading.get_ident()
+        self._paused, self._is_inside, self._eager = False, False, contextlib.ExitStack()
         self.clear()
         self._handles: list[Any] = [
             # Before FSDP's own hook, which begins a forward that ours may precede by others.
@@ -90,6 +90,8 @@ class Recorder:
             model.register_forward_hook(self._leave, with_kwargs=True, always_call=True),
             *(node.register_prehook(partial(self._escaped, name)) for name, node in nodes),
         ]
+        self._compiled = vars(model).get(_CALL)
+        vars(model)[_CALL] = _Guarded(self, self._compiled or model._call_impl)
 
     def __reduce__(self) -> Any:
         return Silent, ()
@@ -105,8 +107,7 @@ class Recorder:
         self._by_vmap = False
         self._generators: Any = None
         self._cotangents: dict[int, Tensor] = {}
-        self._without_graph = False
-        self.left_at: int | None = None
+        self._without_graph = self._in_backward = False
         self.layered: Layered | None = None
         self._heard: set[Use] = set()
 
@@ -115,15 +116,19 @@ class Recorder:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        if isinstance(vars(self.model).get(_CALL), _Guarded):
+            vars(self.model).pop(_CALL)
+            if self._compiled is not None:
+                vars(self.model)[_CALL] = self._compiled
 
     @contextlib.contextmanager
     def _pause(self) -> Iterator[None]:
         """The model may be called without being recorded."""
-        self._paused = True
+        before, self._paused = self._paused, True
         try:
             yield
         finally:
-            self._paused = False
+            self._paused = before
 
     # ------------------------------------------------------------------ forward
 
@@ -131,46 +136,50 @@ class Recorder:
         """The model is entered."""
         if self._paused or not torch.is_grad_enabled() or not self._when():
             return
+        with self.tape.quiet():
+            self._require_one_forward()
+            self._batch = batch = Batch((args, kwargs))
+        self._is_inside = True
+        self.tape.enter_model(args, kwargs, batch.n)
+        self._generators = generator_state()
+        problem = self._examination.begin(batch)
+        if self.method == "vmap" or problem:
+            self._without_graph = self._by_vmap = True
+            torch.set_grad_enabled(False)
+        skip = self._examination.skip
+        self._mode = self._capture = Capture(self._names, self._listen, skip, self.model)
+        self._eager.enter_context(eagerly())
+        self._mode.__enter__()
+        self.n = batch.n
+
+    def _require_one_forward(self) -> None:
+        """Refuse a second forward for one batch, and parameters that are others than before."""
+        if self._in_backward and not self.has_gradients:  # which failed
+            self.begin_again()
         if self._mode is not None or self.n is not None:
             raise RuntimeError(
                 "The model was called twice for one batch. Expected one recorded forward per "
                 "backward; put further calls under torch.no_grad()."
             )
-        current = trainable_parameters(model)
+        current = trainable_parameters(self.model)
         if {self._names.get(id(p)) for p in current.values()} != set(self.parameters):
             changed = sorted(set(current) ^ set(self.parameters)) or sorted(current)
             raise RuntimeError(
                 f"The parameters {changed} were frozen, unfrozen or replaced after set-up. Set "
                 "up again, so that what is clipped is what is trained."
             )
-        self._batch = Batch((args, kwargs))
-        self._generators = generator_state()
-        problem = self._examination.begin(self._batch)
-        if self.method == "vmap" or problem:
-            self._without_graph = self._by_vmap = True
-            torch.set_grad_enabled(False)
-        skip = self._examination.skip
-        self._mode = self._capture = Capture(self._names, self._listen, skip, self.model)
-        self._eager = eagerly()
-        self._eager.__enter__()
-        self._mode.__enter__()
-        self.n, self._thread = self._batch.n, threading.get_ident()
 
     def _leave(self, model: nn.Module, args: Any, kwargs: Any, outputs: Any) -> Any:
         """The model is left, by return or by exception."""
         if self._mode is None or self._paused:
             return None
-        mode, self._mode = self._mode, None
-        mode.__exit__(None, None, None)
-        self._eager.__exit__(None, None, None)
-        if self._without_graph:
-            self._without_graph = False
-            torch.set_grad_enabled(True)
         if outputs is None:  # an exception, which torch is handling
             if self.shards is not None:
                 self.shards.explain(sys.exc_info()[1])
-            self.clear()
+            self.abandon()
             return None
+        mode = self._mode
+        self._leave_forward()
         if not self._by_vmap:
             if mode.checkpointed:
                 raise UnsupportedLayerError(
@@ -182,10 +191,33 @@ class Recorder:
             self._begin_layers()
             if self.shards is not None and (self.layered or self.method == "two_pass"):
                 self.shards.require_same_way(use.held.values() for use in self._uses)
-        if self._by_vmap or self.method == "two_pass":
-            outputs = self._listen_to_outputs(outputs)
-        self.left_at = last_node(float_leaves(outputs))
-        return outputs
+        leaves, spec = pytree.tree_flatten(outputs)
+        leaves = [self._handed_out(leaf) for leaf in leaves]
+        self.tape.leave_model(leaves)
+        self._is_inside = False
+        return pytree.tree_unflatten(leaves, spec)
+
+    def _leave_forward(self) -> None:
+        """Function modes and gradients are what they were before the forward."""
+        mode, self._mode = self._mode, None
+        if mode is not None:
+            lift(mode)
+        self._eager.close()
+        if self._without_graph:
+            self._without_graph = False
+            torch.set_grad_enabled(True)
+
+    def abandon(self) -> None:
+        """The forward did not end: nothing of it is left."""
+        if self._is_inside and not self._paused:
+            self._is_inside = False
+            self._leave_forward()
+            self.begin_again()
+
+    def begin_again(self) -> None:
+        """Forget the forward that was recorded, and all that the loop did since."""
+        self.clear()
+        self.tape.rewind()
 
     def _begin_layers(self) -> None:
         """Have the backward of a model in pieces clip layer by layer, if that is the clipping."""
@@ -211,7 +243,7 @@ class Recorder:
         def arrived(grad: Tensor) -> None:
             if self._paused or use not in self._uses:
                 return
-            self._check_first(use in self._heard)
+            self._arrived(use in self._heard)
             self._heard.add(use)
             use.grads_out = grad.detach()
             if self.layered is not None:
@@ -219,40 +251,48 @@ class Recorder:
 
         out.register_hook(arrived)
 
-    def _check_first(self, came_before: bool) -> None:
-        """Refuse a second backward, and losses that the check refuses or that can't be found."""
+    def _arrived(self, came_before: bool) -> None:
+        """A gradient came to the recorded forward.
+
+        Raises:
+            RuntimeError: by a second backward, or by one that nobody can see.
+        """
         if came_before:
             raise RuntimeError(
                 "backward ran twice over one recorded forward. Expected one backward per step; "
                 "add the losses before calling backward."
             )
-        if not self.has_gradients:
-            losses = current_losses(self._thread)
-            if not losses:
-                raise RuntimeError(
-                    "A backward ran whose loss could not be found, so it can't be checked. "
-                    "Expected loss.backward(), torch.autograd.backward or torch.autograd.grad, "
-                    "called from Python; call one of them."
-                )
-            for loss in losses:
-                self._check(loss)
-            self.has_gradients = True  # not before: who catches the error is checked again
+        self.tape.reached()
+        if not self._in_backward:
+            self._in_backward, self.has_gradients = True, False
+            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
 
-    def _listen_to_outputs(self, outputs: Any) -> Any:
-        """The outputs, made to hear the gradients of the loss."""
-        leaves, spec = pytree.tree_flatten(outputs)
-        for i, leaf in enumerate(leaves):
-            if torch.is_tensor(leaf) and leaf.is_floating_point():
-                if not leaf.requires_grad:  # computed without a graph
-                    leaves[i] = leaf.detach().requires_grad_() * 1  # no leaf: in-place is legal
-                leaves[i].register_hook(partial(self._hear, len(self._outputs)))
-                self._outputs.append(leaf.detach())
-        return pytree.tree_unflatten(leaves, spec)
+    def _backward_ended(self) -> None:
+        """The backward came to its end; one that fails never does."""
+        self._in_backward, self.has_gradients = False, True
+
+    def _handed_out(self, leaf: Any) -> Any:
+        """One output, made to hear the gradients of the loop."""
+        if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+            return leaf
+        if self._by_vmap:  # computed without a graph
+            leaf = leaf.detach().requires_grad_()
+        if not leaf.requires_grad:
+            return leaf
+        self._outputs.append(leaf.detach())
+        return hand_out(partial(self._hear, len(self._outputs) - 1), leaf)
 
     def _hear(self, position: int, grad: Tensor) -> None:
         """The gradient of one output arrived."""
-        self._check_first(position in self._cotangents)
+        if self._paused or position >= len(self._outputs):
+            return
+        self._arrived(position in self._cotangents)
         self._cotangents[position] = grad.detach()
+
+    @property
+    def cotangents(self) -> list[Tensor | None]:
+        """The gradient that each output received from the loop, None where none arrived."""
+        return [self._cotangents.get(i) for i in range(len(self._outputs))]
 
     def _escaped(self, name: str, grads: Any) -> None:
         """A gradient reached a parameter without passing through a captured call."""
@@ -349,3 +389,17 @@ class Recorder:
         batch = Batch((*self._batch.arguments(), self._scaled_cotangents(scale)))
         with self._pause():
             return again_by_vmap(self.model, projected, batch, self.parameters)
+
+
+class _Guarded:
+    """A module's call that leaves nothing behind, whatever ends it."""
+
+    def __init__(self, recorder: Recorder, call: Callable[..., Any]) -> None:
+        self._recorder, self._call = recorder, call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self._call(*args, **kwargs)
+        except BaseException:  # Ctrl-C too, for which torch runs no hook
+            self._recorder.abandon()
+            raise

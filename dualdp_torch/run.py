@@ -114,16 +114,20 @@ class Run:
         """The accountant of what was released so far."""
         return self.ledger.accountant
 
-    def get_epsilon(self, delta: float | None = None) -> float:
+    def get_epsilon(self, delta: float | None = None, *, accept_unverified: bool = False) -> float:
         """Epsilon spent so far.
 
         Args:
             delta: in (0, 1); may be left out when a plan or target named it.
+            accept_unverified: a run in which a spot check failed has an answer, too.
 
         Raises:
+            AccountingError: a spot check failed in this run.
             ValueError: no delta.
         """
         ledger = self.ledger
         if delta is None and not self._settings.has_target:
             raise ValueError("delta is missing. Expected a number in (0, 1), e.g. delta=1e-5.")
-        return ledger.get_epsilon(ledger.plan.delta if delta is None else delta)
+        return ledger.get_epsilon(
+            ledger.plan.delta if delta is None else delta, accept_unverified=accept_unverified
+        )
