@@ -119,7 +119,8 @@ def join_aux(parts: list[Any], sizes: list[int]) -> Any:
     """Auxiliary outputs of consecutive pieces as those of the whole.
 
     Raises:
-        ValueError: a tensor without the piece's examples on axis 0.
+        ValueError: a tensor without the piece's examples on axis 0, or something else that differs
+            between the pieces.
     """
     if len(parts) < 2:
         return parts[0] if parts else None
@@ -127,6 +128,11 @@ def join_aux(parts: list[Any], sizes: list[int]) -> Any:
     leaves = []
     for pieces in zip(*(leaves for leaves, _ in flat), strict=True):
         if not torch.is_tensor(pieces[0]):
+            if any(piece is not pieces[0] and piece != pieces[0] for piece in pieces):
+                raise ValueError(
+                    f"aux holds a {type(pieces[0]).__name__} that differs between the chunks of "
+                    "the batch. Expected tensors with the examples on axis 0, which can be joined."
+                )
             leaves.append(pieces[0])
             continue
         for piece, size in zip(pieces, sizes, strict=True):

@@ -5,23 +5,27 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from dualdp import _validate
+from dualdp import UnsupportedLayerError, _validate
+from dualdp.exactness import CHECKS
 
 from .batch import Batch, check_losses
 from .capture import Capture
-from .fallback import by_loop, by_vmap
+from .fallback import by_loop, by_vmap, gradients_set_aside
 from .gradients import Captured, Gradients
 from .memory import PART, SURELY_FREE, free_memory
-from .proof import Proof, prove, untouched_generators
+from .proof import Proof, prove
+from .random_state import untouched_generators
 from .remembered import Remembered, known
 from .rows import MOVED, moved_use
 from .rules.base import Tensor
+from .state import Start, State, refuse_written, restored
 from .uses import ChangedInPlaceError, SecondOrderError, eagerly, trainable_parameters
 from .validate import refuse_mixing_modules
 
@@ -43,7 +47,15 @@ class _NoCapture(Exception):
 
 @dataclass
 class Call:
-    """One call of a public function, its arguments checked."""
+    """One call of a public function, its arguments checked.
+
+    Attributes:
+        check: "first", "always" or "off": when its numbers are compared with the definition.
+        purpose: what was called, and how: a first call of each is checked.
+        is_checked: they are compared, for this piece of the batch.
+        was_compared: they were.
+        start: what the forward began from that the gradients come from, if kept.
+    """
 
     loss_fn: LossFn
     model: nn.Module
@@ -55,6 +67,11 @@ class Call:
     mask: Tensor | None = None
     max_memory: int | None = None
     found: Remembered | None = None
+    check: str = "off"
+    purpose: tuple[str, ...] = ()
+    is_checked: bool = False
+    was_compared: bool = False
+    start: Start | None = None
 
     @classmethod
     def checked(
@@ -67,9 +84,17 @@ class Call:
         physical_batch_size: int | None,
         max_memory: int | None,
         mask: Tensor | None = None,
+        check: str = "off",
+        purpose: tuple[str, ...] = (),
     ) -> Call:
         """Check everything before anything runs."""
         _validate.choice("method", method, METHODS)
+        _validate.choice("check", check, CHECKS)
+        if torch.is_inference_mode_enabled():
+            raise RuntimeError(
+                "A per-sample gradient was asked for inside torch.inference_mode(), where nothing "
+                "has a gradient. Expected the call outside of it."
+            )
         if not isinstance(model, nn.Module):
             raise TypeError(f"The model is a {type(model).__name__}. Expected a torch.nn.Module.")
         if not callable(loss_fn):
@@ -88,6 +113,7 @@ class Call:
             raise ValueError(f"mask is {came}. Expected a bool tensor of shape ({taken.n},).")
         parameters = trainable_parameters(model)
         call = cls(loss_fn, model, taken, parameters, method, has_aux, physical_batch_size, mask)
+        call.check, call.purpose = check, (method, *purpose)
         if max_memory is not None:
             call.max_memory = _validate.integer("max_memory", max_memory, minimum=1)
         return call
@@ -129,7 +155,8 @@ class Call:
         own = {p.untyped_storage().data_ptr() for p in self.model.parameters()}
         with (
             eagerly(),
-            untouched_generators(few.tensors()[0].device),
+            untouched_generators(self.model),
+            restored(self.model, self._found().writes),
             torch.autograd.graph.saved_tensors_hooks(
                 lambda t: t if t.untyped_storage().data_ptr() in own else pack(t), lambda t: t
             ),
@@ -145,35 +172,106 @@ class Call:
     def pieces(self) -> Iterator[tuple[slice, Call]]:
         """(rows, call) for every piece of the batch that is worked on at once."""
         self._fit()
+        due = self._is_due()
         for rows, batch in self.batch.chunks(self.chunk):
-            yield (
-                rows,
-                Call(
-                    self.loss_fn,
-                    self.model,
-                    batch,
-                    self.parameters,
-                    self.method,
-                    self.has_aux,
-                    None,
-                    None if self.mask is None else self.mask[rows],
-                    found=self.found,
-                ),
-            )
+            mask = None if self.mask is None else self.mask[rows]
+            piece = replace(self, batch=batch, mask=mask, chunk=None)
+            piece.is_checked = due and batch.n > 1 and (mask is None or bool(mask.any()))
+            yield rows, piece
+            due = due and not piece.was_compared
+
+    def _is_due(self) -> bool:
+        """Whether numbers of this call are to be compared with the definition."""
+        if self.check == "off" or self.method == "loop" or self.batch.n < 2 or not self.parameters:
+            return False
+        return self.check == "always" or self.purpose not in self._found().checked
+
+    def on(self, model: nn.Module, batch: Batch, parameters: dict[str, Any]) -> Call:
+        """The same call on another model and batch, whose numbers a check asks for."""
+        return replace(
+            self, model=model, batch=batch, parameters=parameters, found=None, is_checked=True
+        )
+
+    @contextlib.contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """A context in which forwards leave generators, buffers and gradients as they were."""
+        with (
+            eagerly(),
+            torch.enable_grad(),
+            untouched_generators(self.model),
+            restored(self.model, self._found().writes),
+        ):
+            yield
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """A context in which a forward draws what the one did that the gradients come from."""
+        with self.unchanged():
+            with nullcontext() if self.start is None else self.start.replayed(self.model):
+                yield
+
+    def compared(self) -> None:
+        """The numbers of this piece were compared with the definition, and agree."""
+        self.was_compared = True
+        self._found().checked.add(self.purpose)
 
     def gradients(self) -> tuple[Gradients, Tensor, Any]:
-        """The gradients, the losses (n,), and aux."""
-        with eagerly():
-            if self.method == "loop" or self.batch.n == 1:
-                self._prove_separate()
-                return by_loop(*self._arguments)
-            if self.method == "vmap":
-                self._prove_separate()
-                return by_vmap(*self._arguments)
-            try:
-                return self._captured()
-            except (_NoCapture, ChangedInPlaceError, SecondOrderError):
-                return by_vmap(*self._arguments)
+        """The gradients, the losses (n,), and aux.
+
+        Raises:
+            UnsupportedLayerError: the losses depend on other examples, a forward writes what it
+                saw, or a function of the model differentiates by itself.
+        """
+        with eagerly(), torch.enable_grad(), gradients_set_aside(self.parameters):
+            before = State(self.model)
+            found = self._by_method()
+            self._refuse_written(before.written())
+        return found
+
+    def _refuse_written(self, names: list[str]) -> None:
+        """Refuse buffers that a forward has written, unless it writes the same on every batch."""
+        allowed = self._found().writes
+        if not allowed.issuperset(names):
+            run = lambda batch: self.loss_fn(self.model, *batch.arguments())  # noqa: E731
+            refuse_written(self.model, run, self.batch, names)
+            allowed.update(names)
+
+    def _by_method(self) -> tuple[Gradients, Tensor, Any]:
+        """The gradients by the call's method, or by the next one that is exact."""
+        if self.method == "loop" or self.batch.n == 1:
+            self._prove_separate()
+            self._begin_forward()
+            return by_loop(*self._arguments)
+        if self.method == "vmap":
+            self._prove_separate()
+            self._begin_forward()
+            return by_vmap(*self._arguments)
+        try:
+            found = self._captured()
+        except (_NoCapture, ChangedInPlaceError, SecondOrderError):
+            self._begin_forward()
+            return by_vmap(*self._arguments)
+        self._refuse_own_gradients()
+        return found or by_loop(*self._arguments)
+
+    def _begin_forward(self) -> None:
+        """Keep the generators' states, if this forward may be run again."""
+        if self.is_checked or self.method == "two_pass":
+            self.start = Start.of(self.model, self._found().writes)
+
+    def _refuse_own_gradients(self) -> None:
+        """Refuse functions that write `p.grad` in their backward, which no capture sees.
+
+        Raises:
+            UnsupportedLayerError: one did.
+        """
+        written = [name for name, p in self.parameters.items() if p.grad is not None]
+        if written:
+            raise UnsupportedLayerError(
+                f"A function of the model differentiates by itself and wrote the gradient of "
+                f"{written[0]!r} in its backward, as reversible blocks do, so no layer's input and "
+                'output show it. Use method="loop", which is exact for every model.'
+            )
 
     def _found(self) -> Remembered:
         """What is known from earlier calls; looked up once, for all pieces of a batch."""
@@ -201,28 +299,37 @@ class Call:
     def _prove(self, proofs: dict[Any, Proof]) -> Proof | None:
         """Make a proof and remember it if it is complete."""
         proof = prove(
-            self.model, self.loss_fn, self.batch, self.parameters, self.mask, self.has_aux
+            self.model,
+            self.loss_fn,
+            self.batch,
+            self.parameters,
+            self.mask,
+            self.has_aux,
+            self._found().writes,
         )
         if proof is not None and proof.complete:
             proofs["problem" if proof.problem else proof.signatures] = proof
         return proof
 
-    def _captured(self) -> tuple[Gradients, Tensor, Any]:
-        """Gradients from captured uses, as far as they are proved."""
+    def _captured(self) -> tuple[Gradients, Tensor, Any] | None:
+        """Gradients from captured uses, as far as they are proved; None of too few examples."""
         proofs = self._found()
         fresh = None if proofs else self._prove(proofs)
         if "problem" in proofs:
             raise _NoCapture(proofs["problem"].problem)
         skip = next((p.skip for p in (*proofs.values(), fresh) if p), frozenset())
-        with torch.enable_grad(), Capture(self._names, skip=skip, model=self.model) as capture:
+        self._begin_forward()
+        with Capture(self._names, skip=skip, model=self.model) as capture:
             out = self.loss_fn(self.model, *self.batch.arguments())
             losses, aux = out if self.has_aux else (out, None)
+        if capture.stand_ins:  # plain autograd would miss them, as they are gone by now
+            self.is_checked = False
         losses = check_losses(losses, self.batch.n)
         total = losses if self.mask is None else losses.masked_fill(~self.mask, 0)
         signatures = tuple(use.signature for use in capture.uses)
         proof = proofs.get(signatures) or fresh or self._prove(proofs)
         if proof is None:  # one example, or none, with a finite loss: too few to be told apart
-            return by_loop(*self._arguments)
+            return None
         if proof.problem or proof.signatures != signatures:
             raise _NoCapture("the uses of parameters differ from those that were examined")
         if capture.moves.matter(self.batch.n):

@@ -4,20 +4,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from dualdp import _validate
-from dualdp.clipping import CLIPPING, factors_for, group_bounds
+from dualdp.clipping import AUTOMATIC_OFFSET, CLIPPING, factors_for, group_bounds
 
-from .gradients import Gradients
+from .gradients import Gradients, Limits
 from .rules.base import Tensor, sq_norms
 from .sharded import Shards
 
 #: Below such a bound it matters that squares underflow; above, all that are lost in 2^40 numbers
 #: change a norm by less than C * 1e-6.
 _LEAST_BOUND = 1e-10
+SecondPass = Callable[[Tensor], dict[str, Tensor] | None]
 
 
 def group_of(name: str) -> str:
@@ -61,12 +63,40 @@ def refuse_two_pass(method: str, clipping: str) -> None:
         )
 
 
-def whole_norms(squares: Mapping[str, Tensor], n: int) -> Tensor:
-    """(n,) norms of whole gradients, from the squared norms of their parameters."""
+def limits_of(bounds: Mapping[str, float], clipping: str) -> Limits:
+    """How exact squared norms must be for these clip factors."""
+    if clipping == "per_layer":
+        return Limits(group_of, bounds)
+    return Limits(lambda name: "", {"": AUTOMATIC_OFFSET} if clipping == "automatic" else bounds)
+
+
+def whole_norms(squares: Mapping[str, Tensor], n: int, dtype: torch.dtype | None = None) -> Tensor:
+    """(n,) norms of whole gradients in `dtype`, from the squared norms of their parameters."""
     if not squares:
         return torch.zeros(n)
-    dtype = max((s.dtype for s in squares.values()), key=lambda d: d.itemsize)
-    return torch.stack([s.to(dtype) for s in squares.values()]).sum(0).sqrt()
+    widest = max((s.dtype for s in squares.values()), key=lambda d: d.itemsize)
+    return torch.stack([s.to(widest) for s in squares.values()]).sum(0).sqrt().to(dtype or widest)
+
+
+def norms_of(gradients: Gradients, limits: Limits, n: int) -> tuple[dict[str, Tensor], Tensor]:
+    """Squared norms by parameter, and the norms (n,) of whole gradients.
+
+    A norm whose square float32 can't hold is formed in float64, so that it is no broken example's.
+
+    Args:
+        gradients: of n examples.
+        limits: how exact the norms must be.
+        n: examples.
+    """
+    squares = gradients.sq_norms(limits)
+    norms = whole_norms(squares, n)
+    finite = norms < torch.inf  # nor nan
+    if bool(finite.all()):
+        return squares, norms
+    rows = (~finite).nonzero().flatten()
+    for name, exact in gradients.exact_sq_norms(rows).items():
+        squares[name] = squares[name].double().index_put_((rows,), exact)
+    return squares, whole_norms(squares, n, norms.dtype)
 
 
 def _squares_of_minute_gradients(gradients: Gradients) -> dict[str, Tensor]:
@@ -91,9 +121,89 @@ def _factors(
     found: dict[str, Tensor] = {}
     for group, bound in bounds.items():
         members = {name: s for name, s in squares.items() if group_of(name) == group}
-        factors = factors_for(clipping, whole_norms(members, len(norms)), bound, xp=torch)
+        lengths = whole_norms(members, len(norms), norms.dtype)
+        factors = factors_for(clipping, lengths, bound, xp=torch)
         found |= dict.fromkeys(members, factors.masked_fill(~norms.isfinite(), 0))
     return found
+
+
+@dataclass(frozen=True)
+class Factors:
+    """Clip factors of n examples.
+
+    Attributes:
+        of: parameter -> (n,) factors, those of its group.
+        norms: (n,) before clipping, 0 for padding.
+        rows: of the examples that count, or None for all: a factor 0 would not remove a nan.
+    """
+
+    of: dict[str, Tensor]
+    norms: Tensor
+    rows: Tensor | None
+
+    def only(self, row: int) -> Factors:
+        """The factors that leave one example."""
+        rows = torch.tensor([row], device=self.norms.device)
+        kept = torch.zeros_like(self.norms).index_fill_(0, rows, 1.0)
+        return Factors({name: f * kept for name, f in self.of.items()}, self.norms, rows)
+
+
+def clip_factors(
+    gradients: Gradients, n: int, bounds: Mapping[str, Any], clipping: str, mask: Tensor | None
+) -> Factors:
+    """Clip factors of n examples.
+
+    Args:
+        gradients: of n examples.
+        n: examples.
+        bounds: from `clipping_bounds`.
+        clipping: one of `dualdp.clipping.CLIPPING`.
+        mask: (n,) bool, False for padding, or None.
+
+    Guarantees:
+        Contributions are bounded also where squares underflow.
+            [test_contributions_are_bounded_where_squares_underflow]
+    """
+    squares, norms = norms_of(gradients, limits_of(bounds, clipping), n)
+    counted = norms < torch.inf  # nor nan
+    if mask is not None:
+        mask = mask.to(norms.device)
+        counted, norms = counted & mask, norms.where(mask, 0)
+    rows = None if bool(counted.all()) else counted.nonzero().flatten()
+    lengths = norms
+    if min(bounds.values()) < _LEAST_BOUND and squares:
+        squares = _squares_of_minute_gradients(gradients)
+        lengths = whole_norms(squares, n)
+    return Factors(_factors(squares, lengths, bounds, clipping), norms, rows)
+
+
+def clipped_sums(
+    gradients: Gradients,
+    factors: Factors,
+    second_pass: SecondPass | None = None,
+    shards: Shards | None = None,
+    formed: Callable[[str, Tensor], Tensor] = lambda name, total: total,
+) -> dict[str, Tensor]:
+    """Name -> sum over the examples of factor times gradient.
+
+    Args:
+        gradients: of n examples.
+        factors: of the same.
+        second_pass: factors (n,) -> the sum, by another way than the gradients' own, or None where
+            that turned out to be another function of the data; not taken where its backward would
+            form the sum in a precision below float32, or would round what cancels otherwise.
+        shards: of a model in pieces: each sum becomes this process' piece of the sum over all,
+            before the next one is formed.
+        formed: what each sum passes through as soon as it is formed: name, sum -> sum.
+    """
+    if second_pass is not None and passes_again(gradients, factors.rows, shards):
+        shared = next(iter(factors.of.values()))
+        sums = second_pass(_counting(shared, factors.rows))
+        if sums is not None:
+            return {name: formed(name, total) for name, total in sums.items()}
+    reduce = (lambda name, total: total) if shards is None else shards.reduce
+    each = gradients.sums(factors.of, factors.rows)
+    return {name: formed(name, reduce(name, total)) for name, total in each}
 
 
 def clip_and_sum(
@@ -102,8 +212,9 @@ def clip_and_sum(
     bounds: Mapping[str, Any],
     clipping: str,
     mask: Tensor | None,
-    second_pass: Callable[[Tensor], dict[str, Tensor]] | None = None,
+    second_pass: SecondPass | None = None,
     shards: Shards | None = None,
+    formed: Callable[[str, Tensor], Tensor] = lambda name, total: total,
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Name -> clipped sum, and the norms (n,) before clipping, 0 for padding.
 
@@ -113,44 +224,25 @@ def clip_and_sum(
         bounds: from `clipping_bounds`.
         clipping: one of `dualdp.clipping.CLIPPING`.
         mask: (n,) bool, False for padding, or None.
-        second_pass: factors (n,) -> the sum, by another way than the gradients' own; not taken
-            where its backward would form the sum in a precision below float32.
-        shards: of a model in pieces: each sum becomes this process' piece of the sum over all,
-            before the next one is formed.
-
-    Guarantees:
-        Contributions are bounded also where squares underflow.
-            [test_contributions_are_bounded_where_squares_underflow]
+        second_pass: as in `clipped_sums`.
+        shards: as in `clipped_sums`.
+        formed: as in `clipped_sums`.
     """
-    least = min(bounds.values())
-    squares = gradients.sq_norms(least)
-    norms = whole_norms(squares, n)
-    counted = norms < torch.inf  # nor nan
-    if mask is not None:
-        mask = mask.to(norms.device)
-        counted, norms = counted & mask, norms.where(mask, 0)
-    # A factor 0 would not remove a nan, 0 * nan = nan: the rows themselves are left out.
-    rows = None if bool(counted.all()) else counted.nonzero().flatten()
-    lengths = norms
-    if least < _LEAST_BOUND and squares:
-        squares = _squares_of_minute_gradients(gradients)
-        lengths = whole_norms(squares, n)
-    factors = _factors(squares, lengths, bounds, clipping)
-    narrow = gradients.is_narrow
-    if second_pass is not None and not narrow and _all_pass_again(rows, shards):
-        return second_pass(_counting(next(iter(factors.values())), rows)), norms
-    sums = gradients.sums(factors, rows)
-    return {name: shards.reduce(name, t) if shards else t for name, t in sums}, norms
+    factors = clip_factors(gradients, n, bounds, clipping, mask)
+    return clipped_sums(gradients, factors, second_pass, shards, formed), factors.norms
 
 
-def _all_pass_again(rows: Tensor | None, shards: Shards | None) -> bool:
+def passes_again(gradients: Gradients, rows: Tensor | None, shards: Shards | None = None) -> bool:
     """Whether a second pass gives the sum; over the same rows, so that dropout is the same.
 
     Where all processes must go the same way, one without any row that counts goes along.
     """
+    if gradients.is_narrow:
+        return False
     if shards is None:
-        return rows is None
-    return shards.first_that(rows is not None and len(rows) > 0) is None
+        return rows is None and not gradients.one_sum
+    some_left_out = rows is not None and len(rows) > 0
+    return shards.first_that(some_left_out or gradients.one_sum) is None
 
 
 def _counting(factors: Tensor, rows: Tensor | None) -> Tensor:

@@ -26,7 +26,7 @@ from torch import nn
 
 from dualdp.exactness import REPEATED, TOLERANCE, power_of_ten
 
-from .random_state import untouched
+from .random_state import untouched_generators
 from .replay import Replayed, ReplayError, Rows, Script, name_of
 from .rules.base import Tensor
 from .tape import Tape, slots_of
@@ -236,7 +236,7 @@ class CriterionCheck:
             What is wrong, or None; then the code is known from now on.
         """
         trial = _Trial(tape, cotangents, self.declared)
-        with untouched(model), torch.enable_grad():
+        with untouched_generators(model), torch.enable_grad():
             finding = trial.identity()
             if finding is not None or trial.is_empty:
                 return finding

@@ -12,7 +12,8 @@ from torch import nn
 from dualdp import UnsupportedLayerError
 
 from .batch import Batch, check_losses
-from .proof import prove, untouched_generators
+from .proof import prove
+from .random_state import untouched_generators
 from .uses import trainable_parameters
 from .validate import Finding
 
@@ -34,7 +35,7 @@ def dry_run(model: nn.Module, loss_fn: Callable[..., Any], batch: tuple[Any, ...
         raise ValueError(
             "Fewer than two losses of the batch are finite. Expected a batch to train on."
         )
-    with untouched_generators(examples.tensors()[0].device):
+    with untouched_generators(model):
         losses = check_losses(loss_fn(model, *examples.arguments()), examples.n)
     values = list(parameters.values())
     grads = torch.autograd.grad(losses.sum(), values, allow_unused=True)

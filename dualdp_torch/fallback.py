@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,49 +20,101 @@ from .batch import Batch, check_losses, join_aux
 from .gradients import Formed
 from .parts import wide
 from .rules.base import Tensor
-from .uses import refuse_reentrant_checkpoints
-
-Generators = tuple[Tensor, list[Tensor]]
 
 
-def generator_state() -> Generators:
-    """The states of the host's generator and of those of all devices that are in use.
+def plain_gradients(
+    loss: Callable[[], Tensor], parameters: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Gradient of one scalar by plain `backward()`, which leaves every `p.grad` as it was.
 
-    A forward may move its inputs, so theirs is not the only device that it draws on.
+    Not by `torch.autograd.grad`: functions that differentiate by themselves, as reversible blocks
+    do, put a part of the gradient into `p.grad`.
+
+    Args:
+        loss: () -> the scalar.
+        parameters: name -> parameter.
+
+    Returns:
+        Name -> (*shape), float32 or wider.
     """
-    return torch.get_rng_state(), _on_devices()
-
-
-def _on_devices() -> list[Tensor]:
-    """The states of the generators of CUDA devices, if any is in use."""
-    states: list[Tensor] = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    return states
+    with gradients_set_aside(parameters), torch.enable_grad():
+        total = loss()
+        if total.requires_grad:
+            total.backward()  # type: ignore[no-untyped-call]
+        return {
+            name: torch.zeros_like(p, dtype=wide(p.dtype))
+            if p.grad is None
+            else p.grad.detach().to_dense().to(wide(p.dtype))
+            for name, p in parameters.items()
+        }
 
 
 @contextlib.contextmanager
-def replayed(state: Generators) -> Iterator[None]:
-    """The same random numbers again, after which the generators go on where they were."""
-    with torch.random.fork_rng(range(len(state[1]))):
-        torch.set_rng_state(state[0])
-        for device, of_device in enumerate(state[1]):
-            torch.cuda.set_rng_state(of_device, device)
+def gradients_set_aside(parameters: Mapping[str, Tensor]) -> Iterator[None]:
+    """No parameter has a `p.grad` inside; afterwards each has its own again."""
+    kept = {name: p.grad for name, p in parameters.items()}
+    _set_aside.append(kept)
+    try:
+        for p in parameters.values():
+            p.grad = None
         yield
+    finally:
+        _set_aside.pop()
+        for name, p in parameters.items():
+            p.grad = kept[name]
+
+
+def are_set_aside() -> bool:
+    """Whether a backward that runs now is one of ours, whose gradients nobody else sees."""
+    return bool(_set_aside)
+
+
+_set_aside: list[Any] = []  # of the process: hooks may run in another thread than the backward
+
+
+#: Relative difference of the losses of two forwards that are one function of the data.
+_ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-5}
 
 
 def reweighted(
-    losses: Callable[[], Tensor], parameters: Mapping[str, Tensor], factors: Tensor
-) -> dict[str, Tensor]:
-    """Name -> gradient of the sum of factor times loss: the second pass (Lee & Kifer 2021)."""
+    losses: Callable[[], Tensor],
+    parameters: Mapping[str, Tensor],
+    factors: Tensor,
+    expected: Tensor | None = None,
+) -> dict[str, Tensor] | None:
+    """Name -> gradient of the sum of factor times loss: the second pass (Lee & Kifer 2021).
+
+    Args:
+        losses: () -> (n,) losses.
+        parameters: name -> parameter.
+        factors: (n,).
+        expected: (n,) losses of the first pass; None where there are none to compare with.
+
+    Returns:
+        The sums, or None where the second pass is another function than the first: the model drew
+        other random numbers, or changed.
+    """
     with torch.enable_grad():
         each = losses()
+        if expected is not None and not is_same_forward(each.detach(), expected):
+            return None
         total = (each * factors.to(each.dtype)).sum()
     found: tuple[Tensor | None, ...] = (None,) * len(parameters)
     if total.requires_grad:
         found = torch.autograd.grad(total, [*parameters.values()], allow_unused=True)
     return {
-        name: torch.zeros_like(p, dtype=wide(p.dtype)) if g is None else g.to(wide(p.dtype))
+        name: torch.zeros_like(p, dtype=wide(p.dtype))
+        if g is None
+        else g.to_dense().to(wide(p.dtype))
         for (name, p), g in zip(parameters.items(), found, strict=True)
     }
+
+
+def is_same_forward(ours: Tensor, theirs: Tensor) -> bool:
+    """Whether the losses of two forwards differ by rounding at most, as those of other draws do."""
+    scale = theirs.abs() + theirs.abs().nanmean()
+    apart = (ours - theirs).abs() > _ROUNDING.get(theirs.dtype, 2e-2) * scale
+    return not bool((apart | (ours.isfinite() != theirs.isfinite())).any())
 
 
 class _Call(nn.Module):
@@ -149,19 +202,18 @@ def by_loop(
 ) -> tuple[Formed, Tensor, Any]:
     """Gradients of every example, one at a time: slow, obvious, the truth."""
     formed: dict[str, list[Tensor]] = {name: [] for name in parameters}
-    losses, auxes = [], []
-    for k in range(batch.n):
-        out = loss_fn(model, *batch.rows(slice(k, k + 1)).arguments())
+    losses: list[Tensor] = []
+    auxes: list[Any] = []
+
+    def loss_of(row: int) -> Tensor:
+        out = loss_fn(model, *batch.rows(slice(row, row + 1)).arguments())
         loss, aux = out if has_aux else (out, None)
-        loss = check_losses(loss, 1)
-        found: tuple[Tensor | None, ...] = (None,) * len(parameters)
-        if loss.requires_grad:
-            found = torch.autograd.grad(loss.sum(), [*parameters.values()], allow_unused=True)
-        if k == 0 or any(g is None for g in found):
-            refuse_reentrant_checkpoints(loss)
-        for (name, p), g in zip(parameters.items(), found, strict=True):
-            formed[name].append(torch.zeros_like(p) if g is None else g.to_dense())
-        losses.append(loss.detach())
+        losses.append(check_losses(loss, 1).detach())
         auxes.append(aux)
-    stacked = {name: torch.stack([g.detach() for g in gs]) for name, gs in formed.items()}
+        return loss.sum()
+
+    for row in range(batch.n):
+        for name, g in plain_gradients(partial(loss_of, row), parameters).items():
+            formed[name].append(g)
+    stacked = {name: torch.stack(grads) for name, grads in formed.items()}
     return Formed(stacked), torch.cat(losses), join_aux(auxes, [1] * batch.n)

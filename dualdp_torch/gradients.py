@@ -8,19 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
-from . import choices
+from . import choices, memory
 from .layout import Layout
 from .parts import Part, is_narrow, joined, leads_to, pick, tied, widened
 from .parts import wide as wide
-from .rules.base import Norms, Tensor, sq_norms, weighted_sum
+from .rules.base import Norms, Tensor, exact_sq_norms, sq_norms, weighted_sum
+from .rules.linear import GRAM_TOLERANCE
 from .uses import Derived, Use
 
-#: The Gram form is recomputed where its error may exceed this share of max(C, norm)^2.
-GRAM_TOLERANCE = 1e-4
+#: Squares below are too small to be compared.
+_LEAST = 1e-30
 #: Numbers of n gradients up to which those of one shape, as norms and biases have them, are copied
 #: into one tensor and share calls: copying more takes longer than the calls.
 SMALL = 1 << 14
@@ -31,21 +33,48 @@ def _added(terms: list[Tensor]) -> Tensor:
     return terms[0] if len(terms) == 1 else torch.stack(terms).sum(0)
 
 
+@dataclass(frozen=True)
+class Limits:
+    """The numbers that clip factors are made of, against which errors of norms are judged.
+
+    Attributes:
+        group_of: parameter -> its clipping group.
+        floors: group -> the number below which its norm needs no relative precision: C, or what
+            automatic clipping adds to the norm; 0 for groups without one.
+    """
+
+    group_of: Callable[[str], str] = str
+    floors: Mapping[str, float] = field(default_factory=dict)
+
+
 class Gradients(Protocol):
     """The gradients of n examples.
 
     Attributes:
         is_narrow: backward computed some of them in a precision below float32.
+        doubt: (n,) the largest bound on the error of a norm, in units of what is tolerated, of the
+            examples whose norms came from products; None before `sq_norms`, or without any.
+        one_sum: some examples' sums must come from the same numbers as their norms.
     """
 
     is_narrow: bool
+    doubt: Tensor | None
+
+    @property
+    def one_sum(self) -> bool:
+        """As above."""
+        ...
 
     def grads(self) -> dict[str, Tensor]:
         """Name -> (n, *shape)."""
         ...
 
-    def sq_norms(self, max_grad_norm: float | None) -> dict[str, Tensor]:
-        """Name -> (n,); `max_grad_norm` bounds the precision that is needed."""
+    def sq_norms(self, limits: Limits) -> dict[str, Tensor]:
+        """Name -> (n,), as precise as `limits` asks; not finite where a square overflows."""
+        ...
+
+    def exact_sq_norms(self, rows: Tensor) -> dict[str, Tensor]:
+        """Name -> (rows,) float64 of some examples, where float32 can't hold a square."""
         ...
 
     def sums(
@@ -62,6 +91,9 @@ class Gradients(Protocol):
 class Formed:
     """Gradients that lie in memory: name -> (n, *shape)."""
 
+    doubt: Tensor | None = None
+    one_sum = False
+
     def __init__(self, formed: dict[str, Tensor]) -> None:
         self.is_narrow = is_narrow(formed.values())
         self._formed = {name: g.to(wide(g.dtype)) for name, g in formed.items()}
@@ -70,9 +102,13 @@ class Formed:
         """Name -> (n, *shape)."""
         return self._formed
 
-    def sq_norms(self, max_grad_norm: float | None) -> dict[str, Tensor]:
+    def sq_norms(self, limits: Limits) -> dict[str, Tensor]:
         """Name -> (n,)."""
         return {name: sq_norms(g) for name, g in self._formed.items()}
+
+    def exact_sq_norms(self, rows: Tensor) -> dict[str, Tensor]:
+        """Name -> (rows,) float64 of some examples."""
+        return {name: exact_sq_norms(g[rows]) for name, g in self._formed.items()}
 
     def sums(
         self, factors: Mapping[str, Tensor], rows: Tensor | None
@@ -88,6 +124,10 @@ class Formed:
 
 class Captured:
     """Gradients as products of what the uses of each parameter saw.
+
+    Norms from products of activations have a bound on their error. Where it is too large for what
+    the clip factor is made of, the example's gradient is formed, and the sum takes what was formed:
+    a product over the batch would round otherwise, and what positions cancel is rounding.
 
     Args:
         uses: with their gradients.
@@ -117,6 +157,8 @@ class Captured:
         self._parts: dict[str, list[Part]] = {name: [] for name in (*parameters, *derived)}
         self._kept: dict[str, Tensor] = {}
         self._alike: list[tuple[list[str], Tensor]] = []  # kept small ones, (n, names, *shape)
+        self._apart: dict[str, list[tuple[Tensor, Tensor]]] = {}  # (rows, gradients), formed
+        self.doubt: Tensor | None = None
         self.is_narrow = is_narrow(parameters.values())
         for use, layout in zip(uses, layouts, strict=True):
             if use.grads_out is None or layout is None:
@@ -194,7 +236,12 @@ class Captured:
             return tied(parts)
         return parts[0].sq_norms() if parts[0].norms_are_cheaper() else None
 
-    def sq_norms(self, max_grad_norm: float | None) -> dict[str, Tensor]:
+    @property
+    def one_sum(self) -> bool:
+        """Whether some gradients were formed for their norms and must be what is summed."""
+        return bool(self._apart)
+
+    def sq_norms(self, limits: Limits) -> dict[str, Tensor]:
         """Name -> (n,)."""
         found: dict[str, Tensor] = {}
         bounds: dict[str, Tensor] = {}
@@ -225,9 +272,10 @@ class Captured:
                     found[name] = sq_norms(formed)
         for names in small.values():
             found |= self._sq_norms_of_alike(names)
+        found = {name: found[name] for name in self._parameters}
         if bounds:
-            self._recompute(found, bounds, max_grad_norm or 0.0)
-        return {name: found[name] for name in self._parameters}
+            self._form_doubtful(found, bounds, limits)
+        return found
 
     def _sq_norms_of_alike(self, names: list[str]) -> dict[str, Tensor]:
         """Name -> (n,) of kept gradients of one shape; several lie in one tensor from here on."""
@@ -239,17 +287,52 @@ class Captured:
         squares = sq_norms(together.flatten(0, 1)).view(together.shape[:2])
         return dict(zip(names, squares.unbind(1), strict=True))
 
-    def _recompute(
-        self, found: dict[str, Tensor], bounds: Mapping[str, Tensor], max_grad_norm: float
+    def _form_doubtful(
+        self, found: dict[str, Tensor], bounds: Mapping[str, Tensor], limits: Limits
     ) -> None:
-        """Form the gradients of the examples whose Gram norms may have cancelled."""
-        total = torch.stack(list(found.values())).sum(0)
-        error = torch.stack(list(bounds.values())).sum(0)
-        doubtful = error > GRAM_TOLERANCE * total.clamp(min=max_grad_norm**2)
-        rows = doubtful.nonzero().flatten()
-        for name in bounds if len(rows) else ():
-            formed = _added([part.grads(rows) for part in self._parts[name]])
-            found[name][rows] = sq_norms(formed)
+        """Form the gradients of the examples whose norms may be wrong by too much, by group."""
+        members: dict[str, list[str]] = {}
+        for name in found:
+            members.setdefault(limits.group_of(name), []).append(name)
+        groups = [group for group, names in members.items() if not bounds.keys().isdisjoint(names)]
+        total = torch.stack([_added([found[name] for name in members[g]]) for g in groups])
+        error = torch.stack(
+            [_added([bounds[name] for name in members[g] if name in bounds]) for g in groups]
+        )
+        least = [max(limits.floors.get(group, 0.0) ** 2, _LEAST) for group in groups]
+        floors = least[0] if len(set(least)) == 1 else total.new_tensor(least).unsqueeze(1)
+        doubt = error / (total.clamp(min=floors) * GRAM_TOLERANCE)  # (groups, n)
+        doubtful = ~(doubt <= 1)  # nan and infinities are
+        if bool(doubtful.any()):
+            for group, rows in zip(groups, doubtful, strict=True):
+                for name in members[group] if bool(rows.any()) else ():
+                    if name in bounds:
+                        self._form_apart(name, rows.nonzero().flatten(), found)
+            doubt = doubt.masked_fill(doubtful, 0)
+        self.doubt = doubt.amax(0)
+
+    def _form_apart(self, name: str, rows: Tensor, found: dict[str, Tensor]) -> None:
+        """Form and keep one parameter's gradients of some examples; their norms are theirs."""
+        shape = self._parameters[name].shape
+        for piece in memory.pieces(len(rows), shape.numel(), found[name]):
+            part = rows[piece]
+            formed = _added([p.grads(part) for p in self._parts[name]])
+            found[name][part] = sq_norms(formed)
+            self._apart.setdefault(name, []).append((part, formed))
+
+    def exact_sq_norms(self, rows: Tensor) -> dict[str, Tensor]:
+        """Name -> (rows,) float64 of some examples, their gradients formed."""
+        pulled_back = self._pulled_back()
+        found = {}
+        for name in self._parameters:
+            if name in self._kept:
+                found[name] = exact_sq_norms(self._kept[name][rows])
+                continue
+            terms = [part.grads(rows) for part in self._parts[name]]
+            terms += [pulled_back[name][rows]] if name in pulled_back else []
+            zeros = torch.zeros(len(rows), dtype=torch.float64, device=rows.device)
+            found[name] = exact_sq_norms(_added(terms)) if terms else zeros
+        return found
 
     def sums(
         self, factors: Mapping[str, Tensor], rows: Tensor | None
@@ -272,13 +355,32 @@ class Captured:
         """Sum over the examples of factor times gradient of one parameter."""
         if name in self._kept:
             return weighted_sum(pick(factors, rows), pick(self._kept[name], rows))
-        terms = [part.sum(factors, rows) for part in self._parts[name]]
+        terms: list[Tensor] = []
+        if name in self._apart:
+            rows, terms = self._sums_apart(name, factors, rows)
+        if rows is None or len(rows) or not terms:
+            terms += [part.sum(factors, rows) for part in self._parts[name]]
         for other in (other for other, below in self._below.items() if name in below):
             pulled = self._pull_back(
                 other, [name], lambda part: part.sum(factors, rows), per_sample=False
             )
             terms += pulled.values()
         return _added(terms) if terms else self._zeros(name)
+
+    def _sums_apart(
+        self, name: str, factors: Tensor, rows: Tensor | None
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The rows that are left for the product over the batch, and the sums of the others."""
+        left = torch.ones(self._n, dtype=torch.bool, device=factors.device)
+        if rows is not None:
+            left = torch.zeros_like(left).index_fill_(0, rows, True)
+        sums = []
+        for part, formed in self._apart[name]:
+            wanted = left[part]
+            sums.append(weighted_sum(factors[part][wanted], formed[wanted]))
+        for part, _ in self._apart[name]:
+            left[part] = False
+        return left.nonzero().flatten(), sums
 
     def forget(self) -> None:
         """Free inputs, gradients of outputs, and kept gradients."""

@@ -20,7 +20,7 @@ from .distributed import device_kind
 from .noise import noisy_mean
 from .normals import STREAM
 from .recorder import Recorder
-from .release import Alone, Passing, Together
+from .release import Alone, Together
 from .rules.base import Tensor
 from .sharded import Terms
 from .step_checks import StepChecks
@@ -306,13 +306,9 @@ class PrivateStep:
         if self._keep_per_sample() and recorder.shards is None:
             grads = gradients.grads()
             self._grads.append({name: g[draw.mask.to(g.device)] for name, g in grads.items()})
-        if second_pass is None and recorder.shards is None:
-            early = Passing(gradients, formed)
-            return clip_and_sum(early, n, bounds, clipping, mask)
-        sums, norms = clip_and_sum(
-            gradients, n, bounds, clipping, mask, second_pass, recorder.shards
+        return clip_and_sum(
+            gradients, n, bounds, clipping, mask, second_pass, recorder.shards, formed
         )
-        return {name: formed(name, total) for name, total in sums.items()}, norms
 
     def _formed(self, name: str, total: Tensor, is_whole: bool) -> Tensor:
         """One sum with what came before in the logical batch; it may be sent while others form."""

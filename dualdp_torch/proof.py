@@ -25,14 +25,16 @@ from dualdp import UnsupportedLayerError
 from .batch import Batch, check_losses
 from .capture import Capture
 from .layout import Layout, belongs_to, candidates
+from .random_state import RandomState, seed_generators, untouched_generators
 from .remembered import known as known
 from .rows import refuse_moved as refuse_moved
 from .rules.base import Tensor
+from .state import State, refuse_written, restored
 from .uses import SecondOrderError, Use, eagerly
 from .validate import refuse_mixing_modules
 
-#: Examples that the proof looks at.
-EXAMPLES = 4
+#: Examples that the proof looks at, and seeds under which a model that draws is looked at.
+EXAMPLES, DRAWS = 4, 5
 #: Largest relative difference of one example's loss alone and in the batch, by the lowest dtype.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 #: Uses without examples (tables of positions and the like) that are looked for.
@@ -63,8 +65,20 @@ class Proof:
         return all(found or i in self.unreached for i, found in enumerate(self.layouts))
 
 
-class _NoRandomness(TorchFunctionMode):
+class NoRandomness(TorchFunctionMode):
     """Dropout off, and the same constant for every random draw that has examples in its shape."""
+
+    _constant = True
+
+    @classmethod
+    @contextlib.contextmanager
+    def of_dropout(cls) -> Iterator[None]:
+        """Inside, an active mode switches dropout off and lets everything else be drawn."""
+        cls._constant = False
+        try:
+            yield
+        finally:
+            cls._constant = True
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -78,7 +92,7 @@ class _NoRandomness(TorchFunctionMode):
             args = (*args[:at], *(0.0 for _ in args[at : at + 1]), *args[at + 1 :])
             kwargs |= {name: 0.0} if name in kwargs else {}
         out = func(*args, **kwargs)
-        return out.detach().fill_(0.5) if func in _RANDOM else out
+        return out.detach().fill_(0.5) if self._constant and func in _RANDOM else out
 
 
 _RECURRENT = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
@@ -98,14 +112,6 @@ _RANDOM = {
 }
 
 
-@contextlib.contextmanager
-def untouched_generators(device: torch.device) -> Iterator[None]:
-    """Draws nothing from the user's random numbers."""
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices):
-        yield
-
-
 def prove(
     model: nn.Module,
     loss_fn: Callable[..., Any],
@@ -113,6 +119,7 @@ def prove(
     parameters: dict[str, nn.Parameter],
     mask: Tensor | None = None,
     has_aux: bool = False,
+    writes: set[str] | None = None,
 ) -> Proof | None:
     """Examine the model on a few examples.
 
@@ -123,6 +130,7 @@ def prove(
         parameters: trainable parameters by name.
         mask: (n,) bool, False for padding.
         has_aux: the loss comes with an auxiliary output.
+        writes: gets the names of the buffers that a forward writes, the same on every batch.
 
     Returns:
         The proof, or None when the batch holds fewer than two examples with finite losses.
@@ -137,11 +145,14 @@ def prove(
         return check_losses(out[0] if has_aux else out, part.n)
 
     tolerance = _tolerance(model, parameters, batch)
-    device = batch.tensors()[0].device
-    buffers = _versions(model)
-    with eagerly(), untouched_generators(device), _NoRandomness():
+    with eagerly(), untouched_generators(model), restored(model), NoRandomness():
+        before = State(model)
         whole = _without_graph(losses_of, batch)
-        _check_buffers(model, buffers)
+        written = before.written()
+        if written:
+            refuse_written(model, losses_of, batch, written)
+        if writes is not None:
+            writes.update(written)
         good = whole.isfinite()
         if mask is not None:
             good = good & mask.to(good.device)
@@ -158,7 +169,10 @@ def prove(
             nested, losses = str(error), _without_graph(losses_of, few)
         problem = _apart(losses.detach(), whole[chosen], tolerance, "in a smaller batch")
         problem = problem or _differs_alone(losses_of, few, losses.detach(), tolerance)
-        if problem and not _agrees_in_double(model, loss_fn, few, has_aux):
+        if problem and not _agrees_in_double(model, loss_fn, batch, chosen, has_aux):
+            raise UnsupportedLayerError(problem)
+        problem = _draws_join(model, losses_of, few, tolerance)
+        if problem:
             raise UnsupportedLayerError(problem)
         if nested:
             return Proof((), (), nested)
@@ -182,21 +196,6 @@ def _without_graph(losses_of: Callable[[Batch], Tensor], batch: Batch) -> Tensor
     except RuntimeError:
         with torch.enable_grad():
             return losses_of(batch).detach()
-
-
-def _versions(model: nn.Module) -> dict[str, tuple[Tensor, int]]:
-    """Name -> buffer and its version."""
-    return {name: (buffer, buffer._version) for name, buffer in model.named_buffers()}
-
-
-def _check_buffers(model: nn.Module, before: dict[str, tuple[Tensor, int]]) -> None:
-    """Refuse a model whose forward has changed or replaced a buffer."""
-    for name, (buffer, version) in _versions(model).items():
-        if name not in before or buffer is not before[name][0] or version != before[name][1]:
-            raise UnsupportedLayerError(
-                f"The buffer {name!r} changes in forward: it carries the examples of one batch "
-                "into the next without noise. Freeze it, or call the module's eval()."
-            )
 
 
 def _spread(indices: Tensor, count: int) -> Tensor:
@@ -248,23 +247,59 @@ def _differs_alone(
     return None
 
 
+def _draws_join(
+    model: nn.Module, losses_of: Callable[[Batch], Tensor], few: Batch, tolerance: float
+) -> str | None:
+    """How the first example's loss depends on the others under some random numbers, or None.
+
+    Examples that are mixed by chance, with random weights or on every other call, are not mixed
+    while random numbers are switched off. So the same numbers are drawn with others beside the
+    first example, for several seeds. Dropout, which mixes nothing, stays off: packed sequences
+    draw its masks in the order of their lengths.
+    """
+    rows = torch.arange(few.n)
+    replaced = [few.rows(r) for r in (torch.cat([rows[:1], rows[1:].flip(0)]), rows * 0)]
+    with NoRandomness.of_dropout(), untouched_generators(model):
+        start = RandomState.of(model)
+        _without_graph(losses_of, few)
+        if start.is_as_before(model):
+            return None
+        for seed in range(DRAWS):
+            seed_generators(model, seed)
+            drawn = RandomState.of(model)
+            first = _without_graph(losses_of, few)[:1]
+            for others in replaced:
+                drawn.put()
+                again = _without_graph(losses_of, others)[:1]
+                problem = _apart(again, first, tolerance, "beside others, on the same draws")
+                if problem:
+                    return problem
+    return None
+
+
 def _agrees_in_double(
-    model: nn.Module, loss_fn: Callable[..., Any], few: Batch, has_aux: bool
+    model: nn.Module, loss_fn: Callable[..., Any], batch: Batch, chosen: Tensor, has_aux: bool
 ) -> bool:
-    """Whether what looked like mixing was rounding: losses that cancel agree in float64."""
+    """Whether what looked like mixing was rounding: losses that cancel agree in float64.
+
+    All of the comparison is repeated: the whole batch, the few that were chosen, and each alone.
+    """
     if any(hasattr(p, "device_mesh") for p in model.parameters()):  # no copy of a sharded model
         return False
-    tensors = [t.double() if t.is_floating_point() else t for t in few.tensors()]
-    exact, batch = copy.deepcopy(model).double(), Batch(few.with_tensors(tensors))
+    tensors = [t.double() if t.is_floating_point() else t for t in batch.tensors()]
+    exact, every = copy.deepcopy(model).double(), Batch(batch.with_tensors(tensors))
+    tolerance = TOLERANCE[torch.float64]
 
     def losses_of(part: Batch) -> Tensor:
         out = loss_fn(exact, *part.arguments())
         return check_losses(out[0] if has_aux else out, part.n)
 
     try:
-        together = _without_graph(losses_of, batch)
-        precise = together.dtype == torch.float64
-        return precise and not _differs_alone(losses_of, batch, together, TOLERANCE[torch.float64])
+        whole, few = _without_graph(losses_of, every), every.rows(chosen)
+        together = _without_graph(losses_of, few)
+        if together.dtype != torch.float64 or _apart(together, whole[chosen], tolerance, ""):
+            return False
+        return not _differs_alone(losses_of, few, together, tolerance)
     except (RuntimeError, TypeError, ValueError):  # the model can't be run in float64
         return False
 

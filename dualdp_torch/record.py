@@ -16,9 +16,9 @@ from dualdp import _validate
 from dualdp.exactness import CHECKS
 
 from .call import METHODS
-from .clip import clip_and_sum, clipping_bounds, refuse_two_pass, whole_norms
+from .clip import clip_and_sum, clipping_bounds, norms_of, refuse_two_pass
 from .criterion_check import REDUCTIONS, CriterionCheck
-from .gradients import Gradients
+from .gradients import Gradients, Limits
 from .recorder import RECORDED, Recorder
 from .rules.base import Tensor
 from .tape import Tape
@@ -83,10 +83,10 @@ class Record:
 
     def norms(self, *, per_parameter: bool = False) -> Any:
         """(n,) norms of whole gradients, or name -> (n,)."""
-        squares = self._read().sq_norms(None)
+        squares, norms = norms_of(self._read(), Limits(), self._recorder.n or 0)
         if per_parameter:
-            return {name: square.sqrt() for name, square in squares.items()}
-        return whole_norms(squares, self._recorder.n or 0)
+            return {name: s.sqrt().to(norms.dtype) for name, s in squares.items()}
+        return norms
 
     def clipped_sum(
         self, *, max_grad_norm: Any, clipping: str = "flat", mask: Tensor | None = None

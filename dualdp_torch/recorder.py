@@ -22,13 +22,15 @@ from dualdp import UnsupportedLayerError
 
 from .batch import Batch
 from .capture import Capture
+from .clip import SecondPass
 from .examination import Examination
-from .fallback import again_by_vmap, generator_state, replayed, reweighted
+from .fallback import again_by_vmap, are_set_aside, reweighted
 from .gradients import Captured, Gradients
 from .layered import Layered
 from .layout import Layout
 from .outputs import Silent, hand_out, projected
 from .parts import complete, is_narrow
+from .random_state import RandomState
 from .rules.base import Tensor
 from .sharded import Shards, Terms, check_sharded
 from .tape import Tape, lift
@@ -141,7 +143,7 @@ class Recorder:
             self._batch = batch = Batch((args, kwargs))
         self._is_inside = True
         self.tape.enter_model(args, kwargs, batch.n)
-        self._generators = generator_state()
+        self._generators = RandomState.of(model)
         problem = self._examination.begin(batch)
         if self.method == "vmap" or problem:
             self._without_graph = self._by_vmap = True
@@ -296,7 +298,7 @@ class Recorder:
 
     def _escaped(self, name: str, grads: Any) -> None:
         """A gradient reached a parameter without passing through a captured call."""
-        if self._paused:
+        if self._paused or are_set_aside():
             return
         if not self._when():
             raise RuntimeError(
@@ -361,7 +363,7 @@ class Recorder:
 
     def second_pass(
         self, scale: float, free: Callable[[], None] = lambda: None
-    ) -> Callable[[Tensor], dict[str, Tensor]] | None:
+    ) -> SecondPass | None:
         """Factors (n,) -> clipped sum by a second forward and backward, for method="two_pass".
 
         Args:
@@ -375,9 +377,9 @@ class Recorder:
         def losses() -> Tensor:
             return projected(self.model, args, kwargs, cotangents)
 
-        def run(factors: Tensor) -> dict[str, Tensor]:
+        def run(factors: Tensor) -> dict[str, Tensor] | None:
             free()
-            with self._pause(), replayed(self._generators):
+            with self._pause(), self._generators.replayed(self.model):
                 if self.shards is not None:
                     return self.shards.reweighted(losses, factors)
                 return reweighted(losses, self.parameters, factors)

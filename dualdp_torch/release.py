@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from dualdp.ledger import Ledger
@@ -13,7 +13,6 @@ from dualdp.sealing import Seal
 from dualdp.twin import Twin, news, num_lines
 
 from .distributed import Group, Reduction, fingerprints
-from .gradients import Gradients
 from .rules.base import Tensor
 from .sharded import Shards
 
@@ -177,27 +176,6 @@ class Together:
         """Refuse tensors whose bits differ between processes, by name."""
         if len(set(words)) > 1:
             self._group.same(what, dict(zip(names, ours, strict=True)), hint, shown=False)
-
-
-class Passing:
-    """Gradients whose sums pass through a function, each as soon as it is formed.
-
-    Args:
-        gradients: as they are.
-        formed: name, sum -> the sum that is handed out.
-    """
-
-    def __init__(self, gradients: Gradients, formed: Callable[[str, Tensor], Tensor]) -> None:
-        self._gradients, self._formed = gradients, formed
-        self.grads, self.sq_norms = gradients.grads, gradients.sq_norms
-        self.forget, self.is_narrow = gradients.forget, gradients.is_narrow
-
-    def sums(
-        self, factors: Mapping[str, Tensor], rows: Tensor | None
-    ) -> Iterator[tuple[str, Tensor]]:
-        """(name, sum), one by one."""
-        for name, total in self._gradients.sums(factors, rows):
-            yield name, self._formed(name, total)
 
 
 def _word(numbers: list[int]) -> str:

@@ -27,11 +27,17 @@ class Remembered(dict[Any, "Proof"]):
 
     Attributes:
         bytes_each: bytes that one example makes a call keep, by which gradients it keeps.
+        checked: calls whose numbers were compared with the definition (`spot_check`).
+        writes: buffers that a forward writes, the same on every batch.
+        passes_differ: a second forward is another function than the first.
     """
 
     def __init__(self, referents: list[Callable[[], Any]]) -> None:
         super().__init__()
         self.bytes_each: dict[str, int] = {}
+        self.checked: set[Any] = set()
+        self.writes: set[str] = set()
+        self.passes_differ = False
         self._referents = referents
 
     def is_alive(self) -> bool:
@@ -52,6 +58,8 @@ def known(model: nn.Module, loss_fn: Callable[..., Any], batch: Batch) -> Rememb
         _loss_token(loss_fn, referents),
         batch.signature(),
         tuple([module.training for module in modules]),
+        _switches(modules),
+        torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"),
         tuple(
             [
                 (id(p), p.requires_grad)
@@ -72,6 +80,12 @@ def known(model: nn.Module, loss_fn: Callable[..., Any], batch: Batch) -> Rememb
     return found
 
 
+def _switches(modules: Iterable[nn.Module]) -> tuple[Any, ...]:
+    """Flags and words that modules keep as attributes: they choose what a forward does."""
+    kinds = (bool, str)
+    return tuple([v for m in modules for v in vars(m).values() if type(v) in kinds])
+
+
 def _loss_token(loss_fn: Any, referents: list[Callable[[], Any]]) -> Any:
     """Equal for a function that is made anew at every step over the same things."""
     if isinstance(loss_fn, types.MethodType):
@@ -83,7 +97,7 @@ def _loss_token(loss_fn: Any, referents: list[Callable[[], Any]]) -> Any:
     if not isinstance(loss_fn, types.FunctionType):
         return _id(loss_fn, referents)
     cells = [cell.cell_contents for cell in loss_fn.__closure__ or ()]
-    defaults = loss_fn.__defaults__ or ()
+    defaults = (*(loss_fn.__defaults__ or ()), *(loss_fn.__kwdefaults__ or {}).values())
     return loss_fn.__code__, _tokens(cells, referents), _tokens(defaults, referents)
 
 

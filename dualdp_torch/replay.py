@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .random_state import TorchState, torch_state
+from .random_state import TorchState
 from .rules.base import Tensor
 from .tape import MADE, OTHER, Call, Inputs, Numbers, Slice, Slot, Tape, is_in_place, slots_of
 
@@ -176,7 +176,7 @@ class Script:
         stops = {b.position: b for b in self.tape.backwards}
         inputs = self.tape.inputs
         if finds_draws and self.tape.start is not None:
-            self.tape.start.restore()
+            self.tape.start.put()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             entered = inputs is None
@@ -185,7 +185,7 @@ class Script:
                     entered = True
                     found.inputs = self._inputs(inputs, env, rows)
                     if finds_draws and self.tape.after is not None:
-                        self.tape.after.restore()
+                        self.tape.after.put()
                 if position < len(self.tape.calls):
                     self._call(position, env, rows, found, finds_draws)
             for backward in stops.values():
@@ -237,9 +237,9 @@ class Script:
         args = filled(call.args, now, numbers, rows.dtype)
         kwargs = filled(call.kwargs, now, numbers, rows.dtype)
         self._protect(call, args)
-        before = torch_state() if finds else None
+        before = TorchState.now() if finds else None
         if position in self.draws:
-            self.draws[position].restore()
+            self.draws[position].put()
         try:
             with _as_then(call, rows.dtype), _replayed(call.generators):
                 out = _function(call, rows.dtype)(*args, **kwargs)
@@ -248,7 +248,7 @@ class Script:
         except Exception as error:
             reason = str(error).strip().split("\n")[0]
             raise ReplayError(f"{name_of(call.function)} fails there ({reason})") from error
-        drew = bool(call.generators) or (before is not None and not before.is_same(torch_state()))
+        drew = bool(call.generators) or (before is not None and not before.is_same(TorchState.now()))
         if before is not None and drew:
             found.draws[position] = before
         if call.out is None:

@@ -26,7 +26,7 @@ from torch.overrides import (
 )
 from torch.utils import _pytree as pytree
 
-from .random_state import TorchState, torch_state
+from .random_state import TorchState
 from .rules.base import Tensor
 
 #: Where a tensor of the record comes from.
@@ -218,7 +218,7 @@ class Tape(TorchFunctionMode):
         """
         self.end()
         self._forget()
-        self.n, self.start = n, torch_state()
+        self.n, self.start = n, TorchState.now()
         if batch is not None:
             found = _Opened()
             found.open(batch, _DEPTH)
@@ -277,7 +277,7 @@ class Tape(TorchFunctionMode):
         """
         if not self._is_open:
             return
-        self.after = torch_state()
+        self.after = TorchState.now()
         for tensor in outputs:
             if isinstance(tensor, Tensor):
                 slot = self._new(tensor, OUTPUT if tensor.requires_grad else ROW)

@@ -49,6 +49,12 @@ def sq_norms(grads: Tensor) -> Tensor:
     return rest
 
 
+def exact_sq_norms(grads: Tensor) -> Tensor:
+    """(n, ...) -> (n,) float64, where squares of float32 numbers neither overflow nor vanish."""
+    flat = grads.reshape(len(grads), math.prod(grads.shape[1:]))
+    return torch.linalg.vector_norm(flat, dim=1, dtype=torch.float64).square_()
+
+
 def weighted_sum(factors: Tensor, grads: Tensor) -> Tensor:
     """(n,), (n, *shape) -> shape."""
     factors = factors.to(grads.dtype)

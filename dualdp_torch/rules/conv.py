@@ -161,7 +161,9 @@ def weight_sq_norms(
     options["transposed"] = transposed
     parts = memory.pieces(len(acts), math.prod(shape), acts)
     grads = (weight_grads(acts[p], grads_out[p], shape=shape, **options) for p in parts)
-    return torch.cat([sq_norms(grad) for grad in grads]), None
+    norms = torch.cat([sq_norms(grad) for grad in grads])
+    # Pixels that several windows see count once for each kernel point.
+    return norms, linear.formed_error(acts, grads_out).mul_(math.prod(shape[2:]))
 
 
 def _grouped(grads_out: Tensor, options: Mapping[str, Any]) -> Tensor:

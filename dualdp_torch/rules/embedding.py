@@ -69,7 +69,10 @@ def weight_sq_norms(
         return sq_norms(g), None
     sums = g.new_zeros(n * t, shape[1])
     sums.index_add_(0, _slots(ids, shape[0]), g.reshape(n * t, shape[1]))
-    return sq_norms(sums.view(n, t, shape[1])), None
+    lengths = torch.linalg.vector_norm(g, dim=2).sum(1)
+    share = linear.FORMED * torch.finfo(g.dtype).eps
+    error = lengths.square_().mul_(share**2 / linear.GRAM_TOLERANCE)
+    return sq_norms(sums.view(n, t, shape[1])), error
 
 
 def weight_sum(

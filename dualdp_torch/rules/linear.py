@@ -18,6 +18,12 @@ from .products import product, products
 #: The Gram form's rounding error is below eps (GRAM_ERROR (sum_t l_t)^2 + GRAM_SPREAD sum_t l_t^2),
 #: l_t = |a_t| |g_t|: single products err by up to 8 eps (measured, 512 inputs), but not together.
 GRAM_ERROR, GRAM_SPREAD = 2.0, 12.0
+#: Rounding of a formed gradient: below FORMED eps times the product of the lengths of both factors.
+FORMED = 4.0
+#: Squares that underflow: what is lost of a product of up to 2^20 terms, in units of `tiny`.
+LOST = 2.0**20
+#: A squared norm is not trusted where its error may exceed this share of what it is compared with.
+GRAM_TOLERANCE = 1e-4
 #: Multiplications that cost as much as moving one number, by the libraries of `products`.
 MOVE = 64.0
 
@@ -41,7 +47,8 @@ def weight_grads(acts: Tensor, grads_out: Tensor, **_: Any) -> Tensor:
 def _gram_norms(acts: Tensor, grads_out: Tensor) -> Norms:
     """(n, ..., i), (n, ..., o) -> (n,), without the gradient."""
     if _positions(acts) == 1:
-        return sq_norms(acts) * sq_norms(grads_out), None
+        a, g = sq_norms(acts), sq_norms(grads_out)
+        return a * g, (a + g) * (LOST * torch.finfo(a.dtype).tiny)
     a, g = flatten_positions(acts), flatten_positions(grads_out)
     return gram_norms(products(a, a), products(g, g))
 
@@ -52,8 +59,9 @@ def gram_norms(by_acts: Tensor, by_grads: Tensor) -> Norms:
     What cancels is the sum over pairs of positions, each no more than their lengths' product; on
     the diagonals the squares of those lengths stand.
     """
-    a, g = (x.diagonal(dim1=-2, dim2=-1).sqrt() for x in (by_acts, by_grads))
-    error = gram_error(a * g)
+    a, g = (x.diagonal(dim1=-2, dim2=-1).sqrt().flatten(1) for x in (by_acts, by_grads))
+    lost = a.sum(1).square_().add_(g.sum(1).square_()) * (LOST * torch.finfo(a.dtype).tiny)
+    error = gram_error(a * g).add_(lost)
     return by_acts.mul_(by_grads).flatten(1).sum(1).clamp(min=0), error
 
 
@@ -111,15 +119,27 @@ def _uses_gram(acts: Tensor, grads_out: Tensor) -> bool:
 def weight_sq_norms(acts: Tensor, grads_out: Tensor, **_: Any) -> Norms:
     """(n,); the cheaper of Gram form and forming the gradient (Li et al. 2022, eq. 3).
 
-    The Gram form cancels in finite precision: the caller forms the gradient of the examples where
-    the bound on its error is too large.
+    Both cancel in finite precision: the caller forms the gradient of the examples where the bound
+    on the error is too large, and takes what it formed for the sum, too.
     """
     if _uses_gram(acts, grads_out):
         return _gram_norms(acts, grads_out)
     a, g = flatten_positions(acts), flatten_positions(grads_out)
     numbers = a.shape[2] * g.shape[2]
     rows = memory.pieces(len(a), numbers, a)
-    return torch.cat([sq_norms(weight_grads(a[part], g[part])) for part in rows]), None
+    norms = torch.cat([sq_norms(weight_grads(a[part], g[part])) for part in rows])
+    return norms, formed_error(a, g)
+
+
+def formed_error(acts: Tensor, grads_out: Tensor) -> Tensor:
+    """(n, ...), (n, ...) -> (n,) bound on the error of squared norms of a gradient formed twice.
+
+    Once for its norm, and once in the product that sums over the examples: where positions cancel,
+    the two differ by rounding. The bound is that of the length, squared and in the units in which
+    the caller compares bounds of squares (`GRAM_TOLERANCE`).
+    """
+    share = FORMED * torch.finfo(acts.dtype).eps
+    return sq_norms(acts).mul_(sq_norms(grads_out)).mul_(share**2 / GRAM_TOLERANCE)
 
 
 def gram_error(lengths: Tensor) -> Tensor:

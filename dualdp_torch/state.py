@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a forward may leave behind on a model: nothing that depends on the examples.
+
+A buffer or frozen parameter that a forward writes carries the examples of one batch, raw, into the
+`state_dict`. Counters of steps and the vectors of spectral norm's power iteration are written too,
+but the same whatever the batch is, and pass.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from dualdp import UnsupportedLayerError
+
+from .batch import Batch
+from .random_state import RandomState, untouched_generators
+from .rules.base import Tensor
+
+
+class State:
+    """Identity and version of every buffer and frozen parameter of a model, at one moment.
+
+    Args:
+        model: the model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._seen = {name: (t, t._version) for name, t in _untrained(model)}
+
+    def written(self) -> list[str]:
+        """Names of what was changed, replaced, added or removed since."""
+        now = {name: (t, t._version) for name, t in _untrained(self._model)}
+        names = now.keys() | self._seen.keys()
+        return sorted(n for n in names if not _is_same(now.get(n), self._seen.get(n)))
+
+
+def _is_same(a: tuple[Tensor, int] | None, b: tuple[Tensor, int] | None) -> bool:
+    """Whether both are one tensor at one version."""
+    return a is not None and b is not None and a[0] is b[0] and a[1] == b[1]
+
+
+def _untrained(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Name and tensor of the buffers and frozen parameters."""
+    yield from model.named_buffers()
+    yield from ((name, p) for name, p in model.named_parameters() if not p.requires_grad)
+
+
+@contextlib.contextmanager
+def restored(model: nn.Module, names: Iterable[str] | None = None) -> Iterator[None]:
+    """What a forward writes to these buffers inside is taken back; None stands for all buffers."""
+    tensors = dict(_untrained(model))
+    if names is None:
+        names = [name for name, _ in model.named_buffers()]
+    kept = {name: tensors[name].detach().clone() for name in names if name in tensors}
+    try:
+        yield
+    finally:
+        now = dict(_untrained(model))
+        with torch.no_grad():
+            for name, value in kept.items():
+                if name in now and not _same(now[name], value):
+                    now[name].copy_(value)
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a forward begins from: the generators, and the buffers that it writes.
+
+    Attributes:
+        random: states of the generators.
+        buffers: name -> value.
+    """
+
+    random: RandomState
+    buffers: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, model: nn.Module, written: Iterable[str]) -> Start:
+        """What the next forward begins from.
+
+        Args:
+            model: the model.
+            written: names of the buffers that a forward writes.
+        """
+        tensors = dict(_untrained(model)) if written else {}
+        kept = {name: tensors[name].detach().clone() for name in written if name in tensors}
+        return cls(RandomState.of(model), kept)
+
+    def on(self, model: nn.Module) -> Start:
+        """The same for a copy of the model, whose own generators go on from where they are."""
+        own = RandomState.of(model).own
+        return replace(self, random=replace(self.random, own=own))
+
+    def has_drawn(self, model: nn.Module) -> bool:
+        """Whether numbers were drawn since."""
+        return not self.random.is_as_before(model)
+
+    @contextlib.contextmanager
+    def replayed(self, model: nn.Module) -> Iterator[None]:
+        """A context that begins from here, after which everything is as it was before."""
+        with untouched_generators(model), restored(model, self.buffers):
+            self.random.put()
+            tensors = dict(_untrained(model)) if self.buffers else {}
+            with torch.no_grad():
+                for name, value in self.buffers.items():
+                    tensors[name].copy_(value)
+            yield
+
+
+def refuse_written(
+    model: nn.Module, run: Callable[[Batch], object], batch: Batch, names: list[str]
+) -> None:
+    """Refuse what a forward has written, unless it writes the same on every batch.
+
+    Args:
+        model: the model.
+        run: a batch -> a forward of the model on it.
+        batch: whose forward has written.
+        names: from `State.written`.
+
+    Raises:
+        UnsupportedLayerError: a value depends on the batch, or a tensor was replaced.
+    """
+    state, found = RandomState.of(model), []
+    others = [o for o in _others(batch) if _differs(o, batch)]  # none: nothing can be told
+    for rows in (batch, *others):
+        with torch.no_grad(), restored(model, names), state.replayed(model):
+            run(rows)
+            now = dict(_untrained(model))
+            found.append({n: now[n].detach().clone() for n in names if n in now})
+    for name in names:
+        if others and all(_same(found[0].get(name), values.get(name)) for values in found):
+            continue
+        kind = "frozen parameter" if name in dict(model.named_parameters()) else "buffer"
+        raise UnsupportedLayerError(
+            f"The {kind} {name!r} changes in forward, by what the examples are: it carries them "
+            "into the state_dict without noise. Freeze it, or call the module's eval()."
+        )
+
+
+def _same(a: Tensor | None, b: Tensor | None) -> bool:
+    """Whether two values of a buffer are equal, nan included."""
+    if a is None or b is None or a.shape != b.shape:
+        return False
+    return bool(torch.isclose(a, b, rtol=0, atol=0, equal_nan=True).all())
+
+
+def _others(batch: Batch) -> Iterator[Batch]:
+    """Batches of other values and of another size, whose tensors hold only numbers of this one.
+
+    The positions of each example are turned about, numbers halved; of several examples, the first
+    one is left out or stands in for the last.
+    """
+    yield Batch(batch.with_tensors([_turned(t) for t in batch.tensors()]))
+    if batch.n > 1:
+        rows = torch.arange(batch.n)
+        yield batch.rows(rows[1:])
+        yield batch.rows(rows.clamp(max=batch.n - 2))
+
+
+def _differs(other: Batch, batch: Batch) -> bool:
+    """Whether another batch holds anything else."""
+    pairs = zip(other.tensors(), batch.tensors(), strict=True)
+    return any(a.shape != b.shape or not torch.equal(a, b) for a, b in pairs)
+
+
+def _turned(tensor: Tensor) -> Tensor:
+    """Another tensor of the same shape, with the numbers of each row elsewhere."""
+    other = tensor.flip(list(range(1, tensor.dim())) or [0])
+    return other * 0.5 if tensor.is_floating_point() else other
