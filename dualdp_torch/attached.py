@@ -37,15 +37,18 @@ class Attached(Run):
         method = GRAD_SAMPLE_MODES[self._settings.grad_sample_mode]
         if module is not unwrapped(module):
             self._lent.set(module, **QUIET)
+        reduction, rate = self._settings.loss_reduction, self._settings.checks
+        checks = StepChecks(self.ledger, rate, reduction, (method, self.plan.clipping))
         self._recorder = recorder = Recorder(
             unwrapped(module),
             method=method,
             when=lambda: self._step is not None and self._step.is_waiting(),
             tape=Tape(),
             terms=lambda: self._require_step().terms(),
+            is_due=checks.is_due,
         )
+        checks.attach(recorder)
         choices, shards = self._settings.choices, recorder.shards
-        reduction = self._settings.loss_reduction
         release: Alone | Together = Alone(self.ledger, shards)
         if self._group is not None:
             release = Together(self.ledger, self._group, recorder.parameters, choices, shards)
@@ -58,7 +61,7 @@ class Attached(Run):
             keep=METHODS[method] or "all",
             keep_per_sample=lambda: self.keep_per_sample,
             choices=choices,
-            checks=StepChecks(recorder, self.ledger, self._settings.checks, reduction),
+            checks=checks,
             decides=self._is_first,
             noise_layout=lambda: self.noise_layout,
         )

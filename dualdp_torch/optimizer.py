@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from dualdp.exactness import ExactnessError
 from dualdp.ledger import Ledger
 
 from .choices import of_run
-from .clip import clip_and_sum, clipping_bounds
+from .clip import clip_factors, clipped_sums, clipping_bounds, passes_again
 from .data import Draw
 from .distributed import device_kind
 from .noise import noisy_mean
@@ -23,8 +24,10 @@ from .recorder import Recorder
 from .release import Alone, Together
 from .rules.base import Tensor
 from .sharded import Terms
+from .spot_check import Engine
 from .step_checks import StepChecks
 
+Formed = Callable[[str, Tensor], Tensor]
 _STACK = f"torch {torch.__version__}, stream {STREAM}"  # whose generator the noise comes from
 _AMP = "_step_supports_amp_scaling"  # makes GradScaler.step call `step` and leave the rest to it
 
@@ -142,6 +145,8 @@ class PrivateStep:
 
     def _forget(self) -> None:
         """No part of a logical batch was added up."""
+        self._failure: Exception | None = None
+        self._checks.has_passed = False
         self._sums: dict[str, Tensor] = {}
         self._norms: list[Tensor] = []
         self._grads: list[dict[str, Tensor]] = []
@@ -166,13 +171,13 @@ class PrivateStep:
         return self._pass
 
     def leave(self, number: int) -> None:
-        """A pass ends or is given up; the loop is no longer recorded.
+        """A pass ends or is given up.
 
         Args:
             number: of the pass.
         """
         if number == self._pass:
-            self._checks.end()
+            self._checks.leave_loader()
 
     def announce(self, draw: Draw, batch: Any, number: int) -> None:
         """The loader hands out a batch.
@@ -224,29 +229,27 @@ class PrivateStep:
                 once = _Once(closure())
             args, kwargs = (args[0],), {**kwargs, "closure": once}
         self._require_whole()
+        self._require_all(self._draw)
+        check_holds(self.optimizer, self._recorder.parameters)
         try:
             self._carry_out(self._draw)
-        except BaseException:
-            self._begin_again(self._draw)
+        except ExactnessError as error:
+            self._ledger.check_failed(self._draw.step, error)
             raise
-        self._draw = None
+        finally:
+            self._end(self._draw)
         return args, kwargs
 
     def _carry_out(self, draw: Draw) -> None:
         """Add up one physical batch; release the logical one that it completes."""
-        recorder = self._recorder
-        check_holds(self.optimizer, recorder.parameters)
-        self._require_all(draw)
-        self._checks.criterion(draw)
-        if draw.is_last:
-            self._complete.begin(draw.step)
-        self._add(draw)
-        recorder.clear()
+        with torch.no_grad(), of_run(self._choices, seeded=self._seeded, decides=self._decides):
+            self._add(draw)
+        self._recorder.clear()
         if draw.is_last:
             self._release(draw.step)
         else:
             self._set_gradients({})
-        self._checks.end()
+        self._draw = None
 
     def _require_all(self, draw: Draw) -> None:
         """Refuse a step without a backward over the whole batch."""
@@ -257,11 +260,15 @@ class PrivateStep:
                 "whole batch, once."
             )
 
-    def _begin_again(self, draw: Draw) -> None:
-        """A step failed: nothing of it is used; it begins again from its forward.
+    def _end(self, draw: Draw) -> None:
+        """The batch was stepped on, or the step failed: then it begins again from its forward.
 
-        Sums that other parts of the logical batch were added to may be incomplete.
+        Nothing of a step that failed is used. Sums that other parts of its logical batch were added
+        to may be incomplete.
         """
+        if self._draw is None:
+            self._checks.end()
+            return
         if draw.part or self._ledger.position > draw.step:
             self._lost = draw.step
         self._forget()
@@ -288,27 +295,77 @@ class PrivateStep:
         )
 
     def _add(self, draw: Draw) -> None:
-        """Add the clipped gradients of one physical batch to the logical batch's sum."""
-        mask = self.terms().mask
-        with torch.no_grad(), of_run(self._choices, seeded=self._seeded, decides=self._decides):
-            self._sums, norms = self._clipped(draw)
-        self._norms.append(norms if mask is None else norms[mask.to(norms.device)])
+        """Add the clipped gradients of one physical batch to the logical batch's sum.
 
-    def _clipped(self, draw: Draw) -> tuple[dict[str, Tensor], Tensor]:
-        """Name -> clipped sum of the logical batch so far, and norms of the recorded one."""
-        recorder, (scale, bounds, clipping, mask) = self._recorder, self.terms()
+        They are checked before the step is recorded as a release, and before any of them is sent.
+        """
+        recorder, terms = self._recorder, self.terms()
         formed = partial(self._formed, is_whole=draw.is_last)
+        self._check(lambda: self._checks.criterion(draw))
         if recorder.layered is not None:
+            self._begin(draw)
             sums, norms = recorder.layered.finish()
-            return {name: formed(name, total) for name, total in sums.items()}, norms
-        gradients, n = recorder.gradients(scale, self._keep), len(draw.mask)
-        second_pass = recorder.second_pass(scale, gradients.forget)
+            self._sums = {name: formed(name, total) for name, total in sums.items()}
+        else:
+            norms = self._add_captured(draw, terms, formed)
+        self._norms.append(norms if terms.mask is None else norms[terms.mask.to(norms.device)])
+
+    def _add_captured(self, draw: Draw, terms: Terms, formed: Formed) -> Tensor:
+        """As `_add`, of gradients that are there once the backward is over; their norms (n,)."""
+        recorder = self._recorder
+        gradients = recorder.gradients(terms.scale, self._keep)
         if self._keep_per_sample() and recorder.shards is None:
             grads = gradients.grads()
             self._grads.append({name: g[draw.mask.to(g.device)] for name, g in grads.items()})
-        return clip_and_sum(
-            gradients, n, bounds, clipping, mask, second_pass, recorder.shards, formed
+        n, second_pass = len(draw.mask), recorder.second_pass(terms.scale, gradients.forget)
+        factors = clip_factors(gradients, n, terms.bounds, terms.clipping, terms.mask)
+        if self._failure is not None or not self._checks.is_due(recorder.known):
+            self._begin(draw)
+            self._sums = clipped_sums(gradients, factors, second_pass, recorder.shards, formed)
+            return factors.norms
+        passes = second_pass is not None and passes_again(gradients, factors.rows)
+        sums = clipped_sums(gradients, factors, second_pass, recorder.shards)
+
+        def contribution(row: int) -> dict[str, Tensor]:
+            only = factors.only(row)
+            found = second_pass(next(iter(only.of.values()))) if passes and second_pass else None
+            return clipped_sums(gradients, only) if found is None else found
+
+        numbers = Engine(
+            factors.norms,
+            recorder.losses(terms.scale),
+            contribution,
+            sums=sums,
+            factors=factors.of,
+            bounds=terms.bounds,
+            clipping=terms.clipping,
+            doubt=gradients.doubt,
         )
+        self._check(lambda: self._checks.model(draw, numbers, terms))
+        self._begin(draw)
+        self._sums = {name: formed(name, total) for name, total in sums.items()}
+        return factors.norms
+
+    def _check(self, check: Callable[[], None]) -> None:
+        """Carry out a check; of several processes, all are told before one of them stops."""
+        try:
+            check()
+        except (ExactnessError, ValueError) as failure:
+            if self._complete.is_alone:
+                raise
+            self._failure = self._failure or failure
+
+    def _begin(self, draw: Draw) -> None:
+        """Begin the release that this batch completes, unless a check failed on some process.
+
+        Raises:
+            ExactnessError, ValueError: one did.
+        """
+        if draw.is_last:
+            self._complete.agree(draw.step, self._failure)
+            if self._checks.has_passed:
+                self._ledger.check_passed(draw.step)
+            self._complete.begin(draw.step)
 
     def _formed(self, name: str, total: Tensor, is_whole: bool) -> Tensor:
         """One sum with what came before in the logical batch; it may be sent while others form."""

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,19 @@ from .rules.base import Tensor
 
 def projected(model: nn.Module, args: Any, kwargs: Any, cotangents: Any = None) -> Tensor:
     """(n,) one number per example from the model's outputs: their product with `cotangents`."""
-    leaves = float_leaves(model(*args, **kwargs))
+    return combined(float_leaves(model(*args, **kwargs)), cotangents)
+
+
+def combined(leaves: Sequence[Tensor], cotangents: Sequence[Tensor] | None = None) -> Tensor:
+    """(n,) one number per example: the product of its outputs with what they received.
+
+    Args:
+        leaves: floating-point outputs of a model.
+        cotangents: of the same shapes; None for fixed numbers.
+
+    Raises:
+        UnsupportedLayerError: an output does not hold the examples on axis 0, or there is none.
+    """
     n = len(leaves[0]) if leaves and leaves[0].dim() else 0
     total = None
     for position, leaf in enumerate(leaves):

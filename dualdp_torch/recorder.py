@@ -24,15 +24,18 @@ from .batch import Batch
 from .capture import Capture
 from .clip import SecondPass
 from .examination import Examination
-from .fallback import again_by_vmap, are_set_aside, reweighted
+from .fallback import again_by_vmap, are_set_aside, is_same_forward, reweighted
 from .gradients import Captured, Gradients
 from .layered import Layered
 from .layout import Layout
-from .outputs import Silent, hand_out, projected
+from .outputs import Silent, combined, float_leaves, hand_out, projected
 from .parts import complete, is_narrow
-from .random_state import RandomState
+from .random_state import untouched_generators
+from .remembered import Remembered
 from .rules.base import Tensor
 from .sharded import Shards, Terms, check_sharded
+from .spot_check import Subject
+from .state import Start, State, refuse_written, restored
 from .tape import Tape, lift
 from .uses import Derived, Use, eagerly, trainable_parameters
 from .validate import refuse_mixing_modules
@@ -52,8 +55,11 @@ class Recorder:
         tape: a record of what the loop does outside of the model; it need not be open.
         terms: () -> what the batch is clipped with; with them the layers of a model in pieces are
             clipped while the backward runs, where they are clipped one by one.
+        is_due: what is known of the model -> whether the forward that begins may be run again.
 
     Attributes:
+        start: what the recorded forward began from, if it may be run again.
+        has_drawn: whether it drew random numbers; known where it may be run again.
         shards: of a model under `fully_shard`, else None; then all processes record together.
         layered: the clipped sums of the recorded batch, where the backward forms them.
     """
@@ -66,11 +72,12 @@ class Recorder:
         when: Callable[[], bool],
         tape: Tape,
         terms: Callable[[], Terms] | None = None,
+        is_due: Callable[[Remembered], bool] = lambda known: False,
     ) -> None:
         refuse_mixing_modules(model)
         check_sharded(model, method)
         self.model, self.method, self._when, self.tape = model, method, when, tape
-        self.shards, self._terms = Shards.of(model), terms
+        self.shards, self._terms, self._is_due = Shards.of(model), terms, is_due
         self.parameters = trainable_parameters(model)
         self._inside = self.shards.plain if self.shards else self.parameters
         tables = (self.parameters, self._inside)
@@ -106,8 +113,11 @@ class Recorder:
         self._derived: dict[str, Derived] = {}
         self._layouts: tuple[Layout | None, ...] = ()
         self._outputs: list[Tensor] = []
+        self._hearing: list[int] = []
         self._by_vmap = False
-        self._generators: Any = None
+        self.start: Start | None = None
+        self.has_drawn = False
+        self._written: list[str] = []
         self._cotangents: dict[int, Tensor] = {}
         self._without_graph = self._in_backward = False
         self.layered: Layered | None = None
@@ -143,8 +153,10 @@ class Recorder:
             self._batch = batch = Batch((args, kwargs))
         self._is_inside = True
         self.tape.enter_model(args, kwargs, batch.n)
-        self._generators = RandomState.of(model)
         problem = self._examination.begin(batch)
+        if self.method == "two_pass" or self._is_due(self.known):
+            self.start = Start.of(model, self._examination.writes)
+        self._state = State(model)
         if self.method == "vmap" or problem:
             self._without_graph = self._by_vmap = True
             torch.set_grad_enabled(False)
@@ -180,7 +192,8 @@ class Recorder:
                 self.shards.explain(sys.exc_info()[1])
             self.abandon()
             return None
-        mode = self._mode
+        mode, self._written = self._mode, self._state.written()
+        self.has_drawn = self.start is not None and self.start.has_drawn(self.model)
         self._leave_forward()
         if not self._by_vmap:
             if mode.checkpointed:
@@ -264,9 +277,10 @@ class Recorder:
                 "backward ran twice over one recorded forward. Expected one backward per step; "
                 "add the losses before calling backward."
             )
+        begins = not self._in_backward
+        self._in_backward, self.has_gradients = True, False
         self.tape.reached()
-        if not self._in_backward:
-            self._in_backward, self.has_gradients = True, False
+        if begins:
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
 
     def _backward_ended(self) -> None:
@@ -279,9 +293,10 @@ class Recorder:
             return leaf
         if self._by_vmap:  # computed without a graph
             leaf = leaf.detach().requires_grad_()
+        self._outputs.append(leaf.detach())
         if not leaf.requires_grad:
             return leaf
-        self._outputs.append(leaf.detach())
+        self._hearing.append(len(self._outputs) - 1)
         return hand_out(partial(self._hear, len(self._outputs) - 1), leaf)
 
     def _hear(self, position: int, grad: Tensor) -> None:
@@ -293,8 +308,8 @@ class Recorder:
 
     @property
     def cotangents(self) -> list[Tensor | None]:
-        """The gradient that each output received from the loop, None where none arrived."""
-        return [self._cotangents.get(i) for i in range(len(self._outputs))]
+        """What each output with a gradient received from the loop, None where nothing came."""
+        return [self._cotangents.get(i) for i in self._hearing]
 
     def _escaped(self, name: str, grads: Any) -> None:
         """A gradient reached a parameter without passing through a captured call."""
@@ -324,6 +339,7 @@ class Recorder:
             RuntimeError: no forward or no backward was recorded.
         """
         n = self.require_backward()
+        self._refuse_written()
         if self._by_vmap:
             return self._vmapped(scale)
         for use, layout in zip(self._uses, self._layouts, strict=True):
@@ -337,6 +353,33 @@ class Recorder:
             keep=keep if self.shards is None else "small",
             gathered=self.shards.gathered if self.shards else None,
         )
+
+    @property
+    def known(self) -> Remembered:
+        """What is remembered of the model on batches like the recorded one."""
+        return self._examination.known
+
+    def _refuse_written(self) -> None:
+        """Refuse buffers that the forward has written, unless it writes the same on every batch.
+
+        Raises:
+            UnsupportedLayerError: it does not, or, of a model in pieces, nobody has tried.
+        """
+        names, allowed = self._written, self.known.writes
+        if allowed.issuperset(names):
+            return
+        if self.shards is not None:
+            raise UnsupportedLayerError(
+                f"The buffers {names} of a model under fully_shard changed in forward. Freeze them."
+            )
+        with self._pause():
+            refuse_written(self.model, self._call, self._batch, names)
+        allowed.update(names)
+
+    def _call(self, batch: Batch) -> Any:
+        """A forward of the model on other arguments."""
+        args, kwargs = batch.arguments()
+        return self.model(*args, **kwargs)
 
     def require_backward(self) -> int:
         """The number of examples of the recorded forward and backward.
@@ -370,21 +413,85 @@ class Recorder:
             scale: as in `gradients`.
             free: called first, to give back the memory of what the first pass left.
         """
+        start = self.start
         if self.method != "two_pass" or self._by_vmap or is_narrow(self._outputs):
             return None
-        (args, kwargs), cotangents = self._batch.arguments(), self._scaled_cotangents(scale)
+        if start is None or self.known.passes_differ:
+            return None
+        cotangents = self._scaled_cotangents(scale)
 
-        def losses() -> Tensor:
-            return projected(self.model, args, kwargs, cotangents)
+        def again() -> Tensor:
+            outputs = self._repeated()
+            if outputs is None:
+                raise UnsupportedLayerError(
+                    "The second forward of method two_pass gives other outputs than the first: "
+                    "the model draws random numbers that can't be drawn again, or changes. Use "
+                    'grad_sample_mode="auto".'
+                )
+            return combined(outputs, cotangents)
 
         def run(factors: Tensor) -> dict[str, Tensor] | None:
+            if self._passes_differ():
+                return None
             free()
-            with self._pause(), self._generators.replayed(self.model):
+            with self._pause(), start.replayed(self.model):
                 if self.shards is not None:
-                    return self.shards.reweighted(losses, factors)
-                return reweighted(losses, self.parameters, factors)
+                    return self.shards.reweighted(again, factors)
+                return reweighted(again, self.parameters, factors)
 
         return run
+
+    def _repeated(self) -> list[Tensor] | None:
+        """The outputs of a second forward, if they are those of the recorded one."""
+        outputs = float_leaves(self._call(self._batch))
+        pairs = list(zip(outputs, self._outputs, strict=True))
+        is_same = all(ours.shape == theirs.shape for ours, theirs in pairs)
+        is_same = is_same and all(is_same_forward(o.detach(), t) for o, t in pairs)
+        return outputs if is_same else None
+
+    def _passes_differ(self) -> bool:
+        """Whether a second forward is another function of the data, tried once for each model."""
+        known, purpose = self.known, ("second pass",)
+        if purpose not in known.checked and self.shards is None and self.start is not None:
+            with self.unchanged(), self.start.replayed(self.model), torch.no_grad():
+                known.passes_differ = self._repeated() is None
+            known.checked.add(purpose)
+        return known.passes_differ
+
+    # ------------------------------------------------------------------ checks
+
+    def losses(self, scale: float) -> Tensor:
+        """(n,) the products of each example's outputs with what they received."""
+        return combined(self._outputs, self._scaled_cotangents(scale))
+
+    @property
+    def outputs(self) -> list[Tensor]:
+        """The floating-point outputs of the recorded forward."""
+        return self._outputs
+
+    def subject(self, scale: float, mask: Tensor | None = None) -> Subject:
+        """The definition of the recorded gradients: those of each row of `losses`, alone.
+
+        Args:
+            scale: what undoes the loss's reduction.
+            mask: (n,) bool, False for padding, or None.
+        """
+        assert self.start is not None
+        batch = Batch((*self._batch.arguments(), self._scaled_cotangents(scale)))
+        return Subject(projected, self.model, batch, self.parameters, self.start, mask=mask)
+
+    @contextlib.contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """A context in which the model may be run, and is afterwards as it was."""
+        with (
+            self._pause(),
+            self.tape.quiet(),
+            eagerly(),
+            torch.enable_grad(),
+            untouched_generators(self.model),
+            restored(self.model, self.known.writes),
+        ):
+            yield
 
     def _vmapped(self, scale: float) -> Gradients:
         """The gradients through `vmap` over the model, from the gradients of its outputs."""

@@ -248,7 +248,9 @@ class Script:
         except Exception as error:
             reason = str(error).strip().split("\n")[0]
             raise ReplayError(f"{name_of(call.function)} fails there ({reason})") from error
-        drew = bool(call.generators) or (before is not None and not before.is_same(TorchState.now()))
+        drew = bool(call.generators) or (
+            before is not None and not before.is_same(TorchState.now())
+        )
         if before is not None and drew:
             found.draws[position] = before
         if call.out is None:

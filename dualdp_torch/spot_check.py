@@ -134,7 +134,7 @@ class _Side(NamedTuple):
 Again = Callable[[Subject], Engine]
 
 
-class _Precisions(TorchDispatchMode):
+class Precisions(TorchDispatchMode):
     """Sees the floating-point dtypes of everything that is computed."""
 
     def __init__(self) -> None:
@@ -184,7 +184,7 @@ def check(
     Raises:
         ExactnessError: they differ.
     """
-    comparison = _Comparison(subject, again, what)
+    comparison = Comparison(subject, again, what)
     if not has_drawn:
         rows = chosen_rows(engine, subject.mask, drawn)
         for row in rows:
@@ -226,8 +226,8 @@ def chosen_rows(engine: Engine, mask: Tensor | None, drawn: float) -> list[int]:
 
 
 @dataclass(frozen=True)
-class _Comparison:
-    """The comparisons of one batch, each repeated before it counts.
+class Comparison:
+    """Comparisons of one batch, each of them repeated before it counts.
 
     Attributes:
         subject: the definition.
@@ -239,25 +239,38 @@ class _Comparison:
     again: Again
     what: str
 
-    def of_row(self, engine: Engine, row: int) -> None:
-        """Norm and contribution of one example."""
+    def of_row(
+        self,
+        engine: Engine,
+        row: int,
+        alone: Callable[[Subject, int], dict[str, Tensor]] = Subject.alone,
+        how: str = "",
+    ) -> None:
+        """Norm and contribution of one example.
+
+        Args:
+            engine: its numbers.
+            row: the example.
+            alone: subject, row -> name -> gradient of that example, by plain autograd.
+            how: how it was computed, for the error.
+        """
         side = _Side(float(engine.norms[row]), engine.contribution(row))
 
         def plain(subject: Subject) -> _Side:
-            return _clipped(subject.alone(row), engine)
+            return _clipped(alone(subject, row), engine)
 
         def exact() -> exactness.Sides:
             double = self.subject.in_double()
             numbers = self.again(double)
             ours = _Side(float(numbers.norms[row]), numbers.contribution(row))
-            return _sides(ours, _clipped(double.alone(row), numbers), numbers)
+            return _sides(ours, _clipped(alone(double, row), numbers), numbers)
 
         self._judge(
             side,
             plain,
             lambda ours, theirs: _sides(ours, theirs, engine),
             exact,
-            f"{self.what} of one example",
+            f"{self.what} of one example{how}",
         )
 
     def of_sum(self, engine: Engine, drawn: float) -> None:
@@ -315,7 +328,7 @@ class _Comparison:
         dtypes = {wide(p.dtype) for p in self.subject.parameters.values()}
         if found.error <= exactness.TOLERANCE["float32" if torch.float32 in dtypes else "float64"]:
             return
-        with _Precisions() as precisions:
+        with Precisions() as precisions:
             plain(self.subject)
 
         def repeated() -> float | None:

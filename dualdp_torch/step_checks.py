@@ -13,8 +13,12 @@ from dualdp.ledger import Ledger
 
 from .criterion_check import CarriedNumberError, CriterionCheck, Finding
 from .data import Draw
+from .model_check import IMPOSSIBLE, ModelCheck
 from .record import sum_of_squares
 from .recorder import Recorder
+from .remembered import Remembered
+from .sharded import Terms
+from .spot_check import Engine
 
 _ROWS = 4  # examples that a whole check of the criterion looks at
 _ADVICE = (
@@ -27,16 +31,28 @@ class StepChecks:
     """Decides for each physical batch what is checked, and checks it.
 
     Args:
-        recorder: listens to the model; its tape is opened with each batch.
         ledger: of the run.
         rate: share of steps that are checked; 0 is off.
         reduction: "mean" or "sum".
+        purpose: method and clipping: a first call of each is checked.
+
+    Attributes:
+        due: the check that was drawn for the batch at hand, or None.
+        has_passed: gradients of the step at hand were compared, and agree.
     """
 
-    def __init__(self, recorder: Recorder, ledger: Ledger, rate: float, reduction: str) -> None:
-        self._recorder, self._ledger, self._rate = recorder, ledger, rate
+    def __init__(
+        self, ledger: Ledger, rate: float, reduction: str, purpose: tuple[str, ...]
+    ) -> None:
+        self._ledger, self._rate, self._purpose = ledger, rate, ("loop", *purpose)
         self._criterion = CriterionCheck(reduction)
+        self._draw: Draw | None = None
         self.due: Check | None = None
+        self.has_passed = False
+
+    def attach(self, recorder: Recorder) -> None:
+        """Check what this recorder records; its tape is opened with each batch."""
+        self._recorder = recorder
 
     def begin(self, draw: Draw, batch: Any) -> None:
         """A batch is handed out.
@@ -45,7 +61,7 @@ class StepChecks:
             draw: which rows it holds.
             batch: as the loop gets it.
         """
-        self.due = None
+        self.due, self._draw = None, draw
         if not self._rate:
             return
         due = exactness.check_at(self._ledger.plan, draw.step, self._rate)
@@ -55,21 +71,35 @@ class StepChecks:
 
     def end(self) -> None:
         """The batch was stepped on, or is given up."""
-        self.due = None
+        self.due = self._draw = None
         self._recorder.tape.clear()
+
+    def leave_loader(self) -> None:
+        """The loader is gone; a batch that it handed out may still be stepped on."""
+        if self._draw is None:
+            self.end()
+        else:
+            self._recorder.tape.leave_loader()
 
     def criterion(self, draw: Draw) -> None:
         """Check what the loop computes outside of the model, if that is due.
 
         Raises:
+            RuntimeError: the loop was not seen.
             ValueError: code that is met for the first time mixes examples, or is reduced otherwise
                 than declared.
             ExactnessError: code that was found right before does.
         """
-        tape = self._recorder.tape
-        if not tape.is_open:
+        if not self._rate:
             return
+        tape = self._recorder.tape
         tape.end()
+        if not tape.backwards:
+            raise RuntimeError(
+                "The loop was left before its backward, so the loss of this batch was not seen. "
+                "Call model, backward() and optimizer.step() in the loop that takes the batches, "
+                "in one thread."
+            )
         n, rows = len(draw.mask), draw.mask.nonzero().flatten().tolist()
         if n < 2 or not rows:
             return
@@ -97,6 +127,44 @@ class StepChecks:
             raise _failed(finding)
         if finding is not None:
             raise ValueError(finding.text)
+
+    def is_first(self, known: Remembered) -> bool:
+        """Whether the model is run in a way in which it was never checked.
+
+        Args:
+            known: what is remembered of the model on such batches.
+        """
+        draw = self._draw
+        if draw is None or not self._rate or len(draw.mask) < 2 or not bool(draw.mask.any()):
+            return False
+        return self._purpose not in known.checked
+
+    def is_due(self, known: Remembered) -> bool:
+        """Whether the gradients of the batch at hand are to be checked."""
+        return self.due is not None or self.is_first(known)
+
+    def model(self, draw: Draw, numbers: Engine, terms: Terms) -> None:
+        """Check the gradients of a batch.
+
+        Args:
+            draw: which rows it holds.
+            numbers: what came out for it.
+            terms: what it was clipped with.
+
+        Raises:
+            ExactnessError: they are not what the definition says.
+        """
+        known = self._recorder.known
+        is_first = self.is_first(known)
+        plan = self._ledger.plan
+        check = self.due or exactness.check_at(plan, draw.step, self._rate, is_first=True)
+        assert check is not None
+        trial = ModelCheck(self._recorder, numbers, terms)
+        if trial.run(check, is_first=is_first):
+            known.checked.add(self._purpose)
+            self.has_passed = True
+        if trial.is_impossible:
+            self._ledger.check_impossible(IMPOSSIBLE)
 
     def _chosen(self, check: Check, rows: list[int], count: int) -> list[int]:
         """So many examples: drawn ones, and the one whose outputs received the largest gradient."""

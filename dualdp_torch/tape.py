@@ -33,7 +33,8 @@ from .rules.base import Tensor
 ROW, OUTPUT, OTHER, MADE = "row", "output", "other", "made"
 _DEPTH = 5  # of objects that are opened in search of the batch's tensors
 _LONG = 64  # numbers of a list that are kept apart; a longer one counts as one
-_MOST = 4096  # calls of a record after which those without a trace are dropped
+_MOST = 256  # calls of a record after which those without a trace are dropped
+_UNUSED = 1024  # calls after which a batch whose loader is gone is given up
 #: Functions that begin a backward, with their arguments up to the weights of the losses.
 _BACKWARDS: dict[Any, tuple[str, ...]] = {
     torch.Tensor.backward: ("self", "gradient"),
@@ -202,7 +203,7 @@ class Tape(TorchFunctionMode):
         self.rows_by_size = True
         self._rows: dict[int, Tensor] = {}
         self._ids: dict[int, Slot] = {}
-        self._most = _MOST
+        self._most, self._is_last = _MOST, False
         self._reached = self.in_backward = False
         self._losses: list[Tensor] = []
         self._ignored: list[Tensor] = []
@@ -237,6 +238,11 @@ class Tape(TorchFunctionMode):
         self._is_open = False
         lift(self)
 
+    def leave_loader(self) -> None:
+        """The loader is gone; only a forward on its last batch, as it is, begins a record again."""
+        self._is_last = True
+        self.end()
+
     def clear(self) -> None:
         """Record no more and free everything."""
         self.end()
@@ -259,14 +265,15 @@ class Tape(TorchFunctionMode):
             kwargs: named ones.
             n: examples.
         """
-        if not self._is_open:
+        if self.start is None:
             return
-        self._above = lift(self) or 0
+        self._is_open, self._above = True, lift(self) or 0
         self.n = n if self.n is None else self.n
         tokens, numbers = list[Any](), list[float]()
         taken = self._take((args, kwargs), tokens, numbers)
         for slot in slots_of(taken):
-            slot.kind = ROW if slot.kind == OTHER else slot.kind
+            is_row = slot.kind == OTHER and self.rows_by_size
+            slot.kind = ROW if is_row else slot.kind
         self.inputs = Inputs(taken, numbers, tuple(tokens), len(self.calls))
 
     def leave_model(self, outputs: Iterable[Any]) -> None:
@@ -286,9 +293,9 @@ class Tape(TorchFunctionMode):
 
     def rewind(self) -> None:
         """Forget the recorded forward and what came after it: it failed, or is to be repeated."""
-        if not self._is_open:
-            return
-        if not any(mode is self for mode in _get_current_function_mode_stack()):
+        if self.start is not None and not self._is_last:
+            self._is_open = True
+            lift(self)
             join(self, self._above)
         if self.inputs is not None:
             del self.calls[self.inputs.position :]
@@ -331,6 +338,8 @@ class Tape(TorchFunctionMode):
             self.calls.append(call)
             if len(self.calls) > self._most:
                 self._shorten()
+            if self._is_last and len(self.calls) > _UNUSED:
+                self.end()
         return out
 
     def _note_ignored(self, call: Mapping[str, Any]) -> None:
@@ -353,6 +362,9 @@ class Tape(TorchFunctionMode):
         self.calls = kept[::-1]
         if self.inputs is not None:
             self.inputs = self.inputs._replace(position=before)
+        for slot in self.slots:
+            if slot.kind == OTHER and slot.index not in wanted:
+                slot.value = slot.version = None
         self._most = max(_MOST, 2 * len(self.calls))
 
     def _backward(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks the gradients of a recorded batch against plain autograd, from what its outputs received.
+
+The gradient of example k is that of the product of its outputs and what they received, which the
+model gives for k alone. Where the forward draws random numbers, an example alone would draw others:
+then a few examples are compared with dropout and the like switched off. Forms that keep the size of
+the batch are compared under its own draws, only k's outputs having a gradient: first in the batch,
+then among other examples, since who they are must not matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from dualdp import exactness
+from dualdp.exactness import Check, ExactnessError
+
+from .call import Call
+from .fallback import plain_gradients
+from .outputs import float_leaves
+from .per_sample import clipped_numbers
+from .proof import NoRandomness
+from .recorder import Recorder
+from .rules.base import Tensor
+from .sharded import Terms
+from .spot_check import Comparison, Engine, Precisions, Subject, chosen_rows
+
+#: Of a batch that draws, so many examples, or an eighth, are compared without the draws.
+_FEW = 4
+#: Outputs are compared more closely than gradients.
+_CLOSER = 0.1
+IMPOSSIBLE = (
+    "The model draws random numbers that can't be drawn again, so examples are compared with these "
+    "switched off, and no form of the check sees the whole batch."
+)
+
+
+class ModelCheck:
+    """The comparisons of one recorded batch.
+
+    Args:
+        recorder: which recorded it.
+        numbers: what came out for it.
+        terms: what it was clipped with.
+
+    Attributes:
+        is_impossible: its draws can't be repeated.
+    """
+
+    def __init__(self, recorder: Recorder, numbers: Engine, terms: Terms) -> None:
+        self._recorder, self._numbers, self._terms = recorder, numbers, terms
+        self._subject = recorder.subject(terms.scale, terms.mask)
+        self._comparison = Comparison(self._subject, self._again, "the clipped contribution")
+        self.is_impossible = False
+
+    def run(self, check: Check, *, is_first: bool) -> bool:
+        """Compare, and raise if something differs.
+
+        Args:
+            check: what was drawn for the step; the forms that look at the whole batch take turns.
+            is_first: all of them are due.
+
+        Returns:
+            Whether something was compared; not so if no example counts.
+
+        Raises:
+            ExactnessError: the numbers differ from plain autograd, or depend on other examples.
+        """
+        recorder = self._recorder
+        rows = chosen_rows(self._numbers, self._subject.mask, check.fractions[0])
+        if not rows:
+            return False
+        with recorder.unchanged():
+            if recorder.has_drawn:
+                self._without_draws(rows, check)
+            else:
+                for row in rows:
+                    self._comparison.of_row(self._numbers, row)
+                self._same_output(torch.tensor(rows[:1]), 0, rows[0])
+            if not is_first and not check.is_whole:
+                return True
+            if recorder.has_drawn and not self._comparison.draws_again(self._numbers):
+                self.is_impossible = True
+                return True
+            if is_first or check.draw(2, 1) == 0:
+                self._comparison.of_sum(self._numbers, check.fractions[2])
+            if is_first or check.draw(2, 1) == 1:
+                self._among_others(rows[0], check)
+        return True
+
+    def _again(self, subject: Subject) -> Engine:
+        """The numbers of another batch or model, by the same method."""
+        call = Call.checked(
+            subject.loss_fn,
+            subject.model,
+            subject.batch.arguments(),
+            method=self._recorder.method,
+            has_aux=False,
+            physical_batch_size=None,
+            max_memory=None,
+            mask=subject.mask,
+        )
+        call = call.on(subject.model, subject.batch, dict(subject.parameters))
+        with subject.start.replayed(subject.model):
+            return clipped_numbers(call, self._terms.bounds, self._terms.clipping)[0]
+
+    def _without_draws(self, rows: Sequence[int], check: Check) -> None:
+        """Compare examples with themselves alone, both without random numbers."""
+        n = self._subject.batch.n
+        first, count = check.draw(n, 1), min(n, max(_FEW, n // 8))
+        index = torch.tensor(list(dict.fromkeys([*rows, *((first + i) % n for i in range(count))])))
+        few = _with_rows(self._subject, index)
+        comparison = Comparison(few, self._again, "the clipped contribution")
+        with NoRandomness():
+            numbers = self._again(few)
+            for place in range(len(rows)):
+                comparison.of_row(numbers, place)
+
+    def _among_others(self, row: int, check: Check) -> None:
+        """Compare one example in its batch, and among other examples."""
+        n = self._subject.batch.n
+        generator = torch.Generator().manual_seed(check.draw(1 << 30, 3))
+        index = torch.randint(n, (n,), generator=generator)
+        index[row] = row
+
+        def in_batch(subject: Subject, row: int) -> dict[str, Tensor]:
+            return plain_gradients(lambda: subject.losses()[row], subject.parameters)
+
+        def among(subject: Subject, row: int) -> dict[str, Tensor]:
+            return in_batch(_with_rows(subject, index), row)
+
+        self._comparison.of_row(self._numbers, row, in_batch, " in its batch")
+        self._comparison.of_row(self._numbers, row, among, " among other examples")
+        self._same_output(index, row, row)
+
+    def _same_output(self, index: Tensor, place: int, row: int) -> None:
+        """Refuse outputs of an example that depend on the others.
+
+        Args:
+            index: rows of the batch that the model is run on.
+            place: where the example stands among them.
+            row: where it stands in the batch.
+
+        Raises:
+            ExactnessError: they do.
+        """
+        with torch.no_grad(), Precisions() as precisions:
+            apart = _apart(self._outputs(self._subject, index), self._recorder.outputs, place, row)
+        if apart <= _CLOSER * exactness.TOLERANCE[precisions.lowest]:
+            return
+        exact = self._apart_in_double(index, place, row)
+        if exact is not None and exact <= exactness.REPEATED:
+            return
+        size = exactness.power_of_ten(apart)
+        raise ExactnessError(
+            "A spot check failed: the model's outputs for one example depend on the other examples "
+            f"of the batch (by {size} of them). Nothing was released for this batch. Change what "
+            "mixes examples (statistics of the batch, a mean over it, attention over examples).",
+            relative_error=size,
+            unprotected_details={"apart": apart},
+        )
+
+    def _outputs(self, subject: Subject, index: Tensor) -> list[Tensor]:
+        """The model's outputs on rows of the batch, under its draws."""
+        args, kwargs, _ = subject.batch.rows(index).arguments()
+        with subject.start.replayed(subject.model):
+            return [leaf.detach() for leaf in float_leaves(subject.model(*args, **kwargs))]
+
+    def _apart_in_double(self, index: Tensor, place: int, row: int) -> float | None:
+        """The difference in float64; None where the model can't be run in it."""
+        try:
+            double = self._subject.in_double()
+            with torch.no_grad():
+                whole = self._outputs(double, torch.arange(double.batch.n))
+                return _apart(self._outputs(double, index), whole, place, row)
+        except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError):
+            return None
+
+
+def _with_rows(subject: Subject, index: Tensor) -> Subject:
+    """The subject on other rows of its batch."""
+    mask = None if subject.mask is None else subject.mask[index.to(subject.mask.device)]
+    return replace(subject, batch=subject.batch.rows(index), mask=mask)
+
+
+def _apart(ours: Sequence[Tensor], theirs: Sequence[Tensor], place: int, row: int) -> float:
+    """The largest difference of two rows, relative to the mean size of the numbers there."""
+    worst = 0.0
+    for a, b in zip(ours, theirs, strict=True):
+        x, y = a[place].double(), b[row].double()
+        if x.shape != y.shape:
+            return float("inf")
+        size = float(b.double().abs().nanmean())
+        gaps = (x - y).abs() / (y.abs() + size).clamp(min=1e-300)
+        gaps = gaps.where(x.isfinite() & y.isfinite(), (x != y) & ~(x.isnan() & y.isnan()))
+        worst = max(worst, float(gaps.max()) if gaps.numel() else 0.0)
+    return worst
