@@ -81,8 +81,8 @@ class Script:
         tape: a closed record with at least one backward.
 
     Attributes:
-        live: positions of those calls, of calls that returned Python values, and of all that were
-            in place.
+        live: positions of those calls, and of calls on what comes from the batch that were in place
+            or returned Python values.
         sources: tensors that they take from elsewhere.
         draws: as in `Replayed`, once a first replay has found them.
     """
@@ -92,16 +92,20 @@ class Script:
         self.draws: dict[int, TorchState] = {}
         self.sources: list[Slot] = []
         self._given: dict[int, Tensor] = {}
+        self._from_rows = self._following()
         self.live = self._live()
         self._cut = self._cut_out()
-        kept = {slot.index for slot in self.sources if slot.version is None}
-        self._protected = {
-            slot.value.untyped_storage().data_ptr()
-            for slot in self.sources
-            if slot.value is not None
-            and slot.index not in kept
-            and slot.value.layout is torch.strided
-        }
+        held = [slot.value for slot in self.sources if slot.version is not None]
+        self._protected = {place for place in map(_storage, held) if place is not None}
+
+    def _following(self) -> set[int]:
+        """Slots that what the loader or the model gave leads to."""
+        tape = self.tape
+        found = {slot.index for slot in tape.slots if tape.may_be_rows(slot)}
+        for call in tape.calls:
+            if any(slot.index in found for slot in slots_of((call.args, call.kwargs))):
+                found |= {slot.index for slot in slots_of(call.out)}
+        return found
 
     def _live(self) -> list[int]:
         """Positions, in order; the sources are found on the way."""
@@ -113,10 +117,12 @@ class Script:
         found = list[int]()
         for position, call in reversed(list(enumerate(tape.calls[:last]))):
             outs = [slot.index for slot in slots_of(call.out)]
+            used = {slot.index for slot in slots_of((call.args, call.kwargs))}
             makes = any(index in wanted for index in outs)
             is_given = bool(outs) and all(index in self._given for index in outs)
-            if (makes and not is_given) or is_in_place(call.function) or not outs:
-                wanted |= {slot.index for slot in slots_of((call.args, call.kwargs))}
+            acts = is_in_place(call.function) or not outs
+            if (makes and not is_given) or (acts and used & (wanted | self._from_rows)):
+                wanted |= used
                 found.append(position)
         self.sources = [s for s in tape.slots if s.index in wanted and s.kind != MADE]
         return found[::-1]
@@ -143,11 +149,17 @@ class Script:
         return found
 
     def strangers(self) -> list[Slot]:
-        """Tensors from elsewhere through which a gradient could go."""
+        """Tensors from elsewhere through which a gradient of the losses could go."""
         tape = self.tape
-        used = [s for p in self.live if tape.calls[p].grad for s in slots_of(tape.calls[p][1:3])]
-        used += [loss for backward in tape.backwards for loss in backward.losses]
-        return [slot for slot in used if slot.kind == OTHER and slot.requires_grad]
+        losses = [loss for backward in tape.backwards for loss in backward.losses]
+        met = {slot.index: slot for slot in losses}
+        for position in reversed(self.live):
+            call = tape.calls[position]
+            outs = [*slots_of(call.out), *(slots_of(call.args) if call.out is None else ())]
+            if call.grad and any(slot.index in met for slot in outs):
+                met |= {slot.index: slot for slot in slots_of((call.args, call.kwargs))}
+        found = {i: s for i, s in met.items() if s.kind == OTHER and s.requires_grad}
+        return list(found.values())
 
     # ------------------------------------------------------------------ one replay
 
@@ -271,11 +283,17 @@ class Script:
         if not is_in_place(call.function) and "out" not in call.kwargs:
             return
         target = args[0] if args else None
-        if torch.is_tensor(target) and target.layout is torch.strided:
-            if target.untyped_storage().data_ptr() in self._protected:
-                raise ReplayError(
-                    f"{name_of(call.function)} writes to a tensor that is kept from step to step"
-                )
+        if torch.is_tensor(target) and _storage(target) in self._protected:
+            raise ReplayError(
+                f"{name_of(call.function)} writes to a tensor that is kept from step to step"
+            )
+
+
+def _storage(tensor: Tensor | None) -> int | None:
+    """Where the numbers of a tensor lie, if it has a storage of its own."""
+    if tensor is None or type(tensor) not in (Tensor, torch.nn.Parameter):
+        return None
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else None
 
 
 def _gradients(losses: list[tuple[Tensor, Tensor | None]], leaves: list[Tensor]) -> list[Tensor]:

@@ -141,6 +141,8 @@ class StepChecks:
 
     def is_due(self, known: Remembered) -> bool:
         """Whether the gradients of the batch at hand are to be checked."""
+        if self._recorder.shards is not None:
+            return False
         return self.due is not None or self.is_first(known)
 
     def model(self, draw: Draw, numbers: Engine, terms: Terms) -> None:

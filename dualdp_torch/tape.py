@@ -307,7 +307,9 @@ class Tape(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        is_seen = func not in _UNSEEN and not (func == _GRAD and type(args[0]) is nn.Parameter)
+        is_seen = func not in _UNSEEN and not (
+            func == _GRAD and isinstance(args[0], nn.Parameter)
+        )
         if not is_seen or not self._is_open or self._is_quiet or self.in_backward:
             return func(*args, **kwargs) if kwargs else func(*args)
         if func in _BACKWARDS:
@@ -491,6 +493,12 @@ class Tape(TorchFunctionMode):
             tuple([slot.signature(n) for slot in self.slots]),
             tuple([bool(some) for some in self._ignored]),
         )
+
+    def may_be_rows(self, slot: Slot) -> bool:
+        """Whether a tensor from elsewhere is, or may hold, rows of the batch."""
+        if slot.kind in (ROW, OUTPUT):
+            return True
+        return self.rows_by_size and slot.kind == OTHER and not isinstance(slot.value, nn.Parameter)
 
     def row_axis(self, slot: Slot) -> int | None:
         """The axis of a tensor from elsewhere that holds the examples, or None."""
