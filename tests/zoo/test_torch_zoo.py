@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ordinary PyTorch models: a private step is that of a plain float64 loop, or is refused."""
+
+import importlib.util
+
+import pytest
+
+import dualdp_torch as dpt
+from dualdp import ExactnessError, UnsupportedLayerError
+from tests.zoo import torch_check
+from tests.zoo.torch_packages import torchvision
+from tests.zoo.torch_zoo import MAY_BE_REFUSED, PACKAGES, TORCH
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # code from outside warns about itself
+REFUSALS = (UnsupportedLayerError, ExactnessError)
+
+
+def call(problem, bound):
+    """Clipped sum and norms of the functional call."""
+    loss_fn, model = problem.loss_fn, problem.model
+    return dpt.clipped_grad_sum(loss_fn, model, *problem.batch, max_grad_norm=bound)[:2]
+
+
+def check_calls(entry):
+    """Float32 and float64."""
+    if entry.refusal is not None:
+        with pytest.raises(REFUSALS, match=entry.refusal):
+            call(entry.build(), 1.0)
+        return
+    problem = entry.build()
+    truth = torch_check.truth_of(problem)
+    bound = float(truth.norms.median())
+    for each in torch_check.precisions(problem):
+        torch_check.assert_exact(each, truth, bound, *call(each, bound))
+
+
+def check_engine(entry):
+    """A step of the user's own loop."""
+    if entry.engine_refusal is not None:
+        with pytest.raises(REFUSALS, match=entry.engine_refusal):
+            torch_check.engine_step(entry.build(), 1.0)
+        return
+    problem = entry.build()
+    truth = torch_check.truth_of(problem)
+    bound = float(truth.norms.median())
+    torch_check.assert_exact(problem, truth, bound, *torch_check.engine_step(problem, bound))
+
+
+@pytest.mark.parametrize("entry", TORCH, ids=lambda entry: entry.name)
+def test_clipped_grad_sum_is_that_of_the_loop(entry):
+    check_calls(entry)
+
+
+@pytest.mark.parametrize("entry", TORCH, ids=lambda entry: entry.name)
+def test_a_step_of_the_engine_is_that_of_the_loop(entry):
+    check_engine(entry)
+
+
+@pytest.mark.parametrize(
+    ("package", "entry"),
+    [
+        pytest.param(package, entry, id=f"{package}-{entry.name}", marks=pytest.mark.slow)
+        for package, table in PACKAGES.items()
+        for entry in table
+    ],
+)
+def test_models_of_packages(package, entry):
+    """Where the package is installed; it is no requirement of the tests."""
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    if importlib.util.find_spec("torchvision"):
+        torchvision()  # before anything else looks for it
+    check_calls(entry)
+    check_engine(entry)
+
+
+@pytest.mark.parametrize("attribute", ["refusal", "engine_refusal"])
+def test_at_most_one_model_in_ten_is_refused(attribute):
+    others = [entry for entry in TORCH if entry.name not in MAY_BE_REFUSED]
+    refused = [entry.name for entry in others if getattr(entry, attribute) is not None]
+    assert len(refused) <= len(others) / 10, refused
+
+
+def test_names_are_unique():
+    for table in (TORCH, *PACKAGES.values()):
+        assert len({entry.name for entry in table}) == len(table)
+
+
+def test_the_check_sees_a_wrong_sum():
+    """Of one example too much, of a parameter left out, of factors that are one."""
+    problem = TORCH[0].build()
+    truth = torch_check.truth_of(problem)
+    bound = float(truth.norms.median())
+    sums, norms = call(problem, bound)
+    name = next(iter(sums))
+    faults = [
+        {**sums, name: sums[name] * 1.01},
+        {**sums, name: sums[name] * 0},
+        {key: grads.sum(0).float() for key, grads in truth.grads.items()},
+    ]
+    for fault in faults:
+        with pytest.raises(AssertionError):
+            torch_check.assert_exact(problem, truth, bound, fault, norms)
+    with pytest.raises(AssertionError):
+        torch_check.assert_exact(problem, truth, bound, sums, norms * 1.01)

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The zoo of PyTorch: every model by name, and what is refused, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tests.zoo import torch_handmade, torch_language, torch_packages, torch_vision
+from tests.zoo.entry import Entry, Problem
+
+#: Reversible layers, experts by index, and attention that was refused once: no share of these is
+#: asked for.
+MAY_BE_REFUSED = {"deberta", "deberta_v2", "mixtral", "mixtral_eager", "reformer"}
+_VMAP = "torch.func.vmap can't run this model"
+_BATCH_NORM = "batch_norm was called with batch statistics"
+_OF_TIMM = "BatchNormAct2d .* can't be replaced by itself"
+#: Name -> reason, of the functional calls.
+REFUSED = {
+    "reformer": "(?i)differentiates|autograd.Function|spot check",  # reversible layers
+    "recurrent_gemma": _VMAP,  # an autograd.Function without setup_context
+    "mixtral_eager": _VMAP,  # tokens go to their expert by `nonzero`
+    "ibert": "The buffer 'ibert.embeddings.embeddings_act1.x_min' changes in forward",
+    "bit": _BATCH_NORM,  # of weights
+    "weight_standardised_by_batch_norm": _BATCH_NORM,
+    "experts_by_index": _VMAP,
+    "energy": _VMAP,  # differentiates by its input
+    # packages
+    "loha": _VMAP,
+    "nf_resnet26": _BATCH_NORM,
+    **dict.fromkeys(
+        (
+            *("resnetv2_50", "skresnet18", "efficientnet_lite0", "mobilenetv3_small_050"),
+            *("mobilenetv4_conv_small", "ghostnet_050", "repvgg_a0", "xception41"),
+            *("mobilevit_xxs", "coatnet_nano_rw_224", "maxvit_pico_rw_256"),
+        ),
+        _OF_TIMM,
+    ),
+}
+#: Name -> reason, of the engine, where it is another.
+REFUSED_BY_ENGINE = {
+    "reformer": "(?i)outside the recorded forward|differentiates|spot check",
+    "vit_mae": r"The model returned a tensor of shape \(\)",
+    "energy": "calls grad inside the forward",
+    "loha": "goes through vmap",
+}
+
+
+def _entries(models: dict[str, Callable[[], Problem]]) -> tuple[Entry, ...]:
+    return tuple(
+        Entry(name, build, REFUSED.get(name), REFUSED_BY_ENGINE.get(name, REFUSED.get(name)))
+        for name, build in models.items()
+    )
+
+
+#: Every model that is tested wherever the tests run.
+TORCH = _entries({**torch_language.MODELS, **torch_vision.MODELS, **torch_handmade.MODELS})
+#: Package -> models that are tested where it is installed.
+PACKAGES = {
+    "torchvision": _entries(torch_packages.TORCHVISION),
+    "timm": _entries(torch_packages.TIMM),
+    "peft": _entries(torch_packages.PEFT),
+}
