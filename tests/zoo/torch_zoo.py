@@ -53,7 +53,11 @@ def _entries(models: dict[str, Callable[[], Problem]]) -> tuple[Entry, ...]:
 
 
 #: Every model that is tested wherever the tests run.
-TORCH = _entries({**torch_language.MODELS, **torch_vision.MODELS, **torch_handmade.MODELS})
+TORCH = (
+    *_entries(torch_language.MODELS),
+    *_entries(torch_vision.MODELS),
+    *_entries(torch_handmade.MODELS),
+)
 #: Package -> models that are tested where it is installed.
 PACKAGES = {
     "torchvision": _entries(torch_packages.TORCHVISION),

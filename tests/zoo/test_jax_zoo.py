@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ordinary JAX models: a private step is that of a plain float64 loop, or is refused."""
+
+import jax
+import numpy as np
+import pytest
+
+from dualdp import ExactnessError, UnsupportedLayerError
+from tests.zoo import jax_check
+from tests.zoo.jax_models import JAX
+
+REFUSALS = (UnsupportedLayerError, ExactnessError)
+jax.config.update("jax_disable_most_optimizations", True)  # they cost more than they save here
+#: Those of the fast tier: a model of every kind.
+FAST = {
+    *("bytes", "stacked_layers", "selective_state_space", "experts_by_weights", "in_shard_map"),
+    *("graph", "convolutions", "linen_experts", "linen_lora", "nnx_cnn", "eqx_lstm", "hk_tokens"),
+    *("experts_by_ragged_dot", "custom_gradient", "nnx_weight_norm", "linen_u_net"),
+}
+
+
+def entries():
+    """Parameters of a test, marked slow where they are."""
+    slow = [pytest.mark.slow]
+    return [
+        pytest.param(entry, id=entry.name, marks=[] if entry.name in FAST else slow)
+        for entry in JAX
+    ]
+
+
+def check(entry, step, refusal):
+    """Exact, or refused for the reason that the table gives."""
+    problem = entry.build()
+    if refusal is not None:
+        with pytest.raises(REFUSALS, match=refusal):
+            step(problem, 1.0)
+        return
+    truth = jax_check.truth_of(problem)
+    bound = float(np.median(truth.norms))
+    jax_check.assert_exact(truth, bound, *step(problem, bound))
+
+
+@pytest.mark.parametrize("entry", entries())
+def test_clipped_grad_sum_is_that_of_the_loop(entry):
+    check(entry, jax_check.call, entry.refusal)
+
+
+@pytest.mark.parametrize("entry", entries())
+def test_a_step_of_the_engine_is_that_of_the_loop(entry):
+    check(entry, jax_check.engine_step, entry.engine_refusal)
+
+
+def test_at_most_one_model_in_ten_is_refused():
+    refused = [entry.name for entry in JAX if entry.refusal or entry.engine_refusal]
+    assert len(refused) <= len(JAX) / 10, refused
+
+
+def test_names_are_unique():
+    assert len({entry.name for entry in JAX}) == len(JAX)
+    assert FAST <= {entry.name for entry in JAX}
+
+
+def test_the_check_sees_a_wrong_sum():
+    """One leaf a hundredth too large, or left out, or nothing clipped."""
+    problem = JAX[0].build()
+    truth = jax_check.truth_of(problem)
+    bound = float(np.median(truth.norms))
+    sums, norms = jax_check.call(problem, bound)
+    unclipped = [grad.sum(0).astype(np.float32) for grad in truth.grads]
+    for fault in ([sums[0] * 1.01, *sums[1:]], [sums[0] * 0, *sums[1:]], unclipped):
+        with pytest.raises(AssertionError):
+            jax_check.assert_exact(truth, bound, fault, norms)
+    with pytest.raises(AssertionError):
+        jax_check.assert_exact(truth, bound, sums, norms * 1.01)
