@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import copy
 import pathlib
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
@@ -17,6 +16,7 @@ from dualdp import PrivacyPlan
 from dualdp.clipping import MARGIN
 
 Sums = dict[str, torch.Tensor]
+Criterion = Callable[..., torch.Tensor]
 _PACKAGES = ("dualdp", "dualdp_torch")
 
 
@@ -32,7 +32,7 @@ def is_refusal(error: BaseException) -> bool:
 
 def clipped_sum(
     model: nn.Module,
-    criterion: Callable[..., torch.Tensor],
+    criterion: Criterion,
     data: tuple[torch.Tensor, ...],
     *,
     bound: float,
@@ -65,35 +65,87 @@ def clipped_sum(
         engine.detach()
 
 
+def _clipped(rows: Iterable[list[torch.Tensor]], names: list[str], bound: float) -> Sums:
+    """Name -> sum of the gradients of all rows, each scaled to norm at most C / (1 + margin)."""
+    total: Sums = {}
+    for grads in rows:
+        norm = torch.stack([g.square().sum() for g in grads]).sum().sqrt()
+        factor = (bound / (1 + MARGIN["float64"]) / norm).clamp(max=1.0)
+        for name, g in zip(names, grads, strict=True):
+            total[name] = total.get(name, torch.zeros_like(g)) + factor * g
+    return total
+
+
 def expected_sum(
-    model: nn.Module,
-    criterion: Callable[..., torch.Tensor],
-    data: tuple[torch.Tensor, ...],
-    *,
-    bound: float,
+    model: nn.Module, criterion: Criterion, data: tuple[torch.Tensor, ...], *, bound: float
 ) -> Sums:
     """The same by the definition: plain autograd of the criterion on each row alone."""
     named = dict(model.named_parameters())
-    total = {name: torch.zeros_like(p) for name, p in named.items()}
-    for k in range(len(data[0])):
-        loss = criterion(model, *(part[k : k + 1] for part in data))
-        grads = torch.autograd.grad(loss, list(named.values()))
-        norm = torch.stack([g.square().sum() for g in grads]).sum().sqrt()
-        factor = (bound / (1 + MARGIN["float64"]) / norm).clamp(max=1.0)
-        for name, g in zip(named, grads, strict=True):
-            total[name] += factor * g
-    return total
+    rows = (
+        torch.autograd.grad(
+            criterion(model, *(part[k : k + 1] for part in data)), list(named.values())
+        )
+        for k in range(len(data[0]))
+    )
+    return _clipped(rows, list(named), bound)
+
+
+class _Listening(nn.Module):
+    """The model, whose outputs and inputs are kept."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.inputs, self.outputs = x, self.model(x)
+        self.outputs.retain_grad()
+        return self.outputs
+
+
+def rows_believed(
+    model: nn.Module, criterion: Criterion, data: tuple[torch.Tensor, ...], reduction: str
+) -> list[list[torch.Tensor]]:
+    """Gradient of each row from the gradients that its outputs received, and nothing else.
+
+    An engine that does not look at the criterion clips these. A mean is undone by the number of
+    rows.
+    """
+    listening = _Listening(model)
+    parameters = list(model.parameters())
+    criterion(listening, *data).backward(inputs=[listening.outputs])
+    n = len(data[0])
+    heard = listening.outputs.grad * (n if reduction == "mean" else 1)
+    return [
+        list(
+            torch.autograd.grad(
+                (model(listening.inputs[k : k + 1]) * heard[k : k + 1]).sum(), parameters
+            )
+        )
+        for k in range(n)
+    ]
+
+
+def sum_believed(
+    model: nn.Module,
+    criterion: Criterion,
+    data: tuple[torch.Tensor, ...],
+    *,
+    bound: float,
+    reduction: str,
+) -> Sums:
+    """The clipped sum of `rows_believed`."""
+    names = [name for name, _ in model.named_parameters()]
+    return _clipped(rows_believed(model, criterion, data, reduction), names, bound)
+
+
+def median_norm(rows: Iterable[list[torch.Tensor]]) -> float:
+    """The median of the norms of rows' gradients."""
+    norms = [torch.stack([g.square().sum() for g in grads]).sum().sqrt() for grads in rows]
+    return float(torch.stack(norms).median())
 
 
 def distance(one: Sums, other: Sums) -> float:
     """L2 distance of two sums."""
     assert one.keys() == other.keys()
     return float(sum((one[name] - other[name]).square().sum() for name in one)) ** 0.5
-
-
-def plain_gradient(
-    model: nn.Module, criterion: Callable[..., torch.Tensor], data: tuple[Any, ...]
-) -> list[torch.Tensor]:
-    """What a loop without privacy gets."""
-    loss = criterion(model, *data)
-    return list(torch.autograd.grad(loss, list(model.parameters())))

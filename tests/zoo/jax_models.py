@@ -349,7 +349,9 @@ class Experts(linen.Module):
         gate = linen.softmax(linen.Dense(3)(x))
         chosen = jax.nn.one_hot(gate.argmax(-1), 3)
         place = jnp.cumsum(chosen, 0) * chosen
-        dispatch = chosen[..., None] * jax.nn.one_hot(place.astype(jnp.int32) - 1, 3)  # (t, expert, capacity)
+        dispatch = chosen[..., None] * jax.nn.one_hot(
+            place.astype(jnp.int32) - 1, 3
+        )  # (t, expert, capacity)
         inner = jnp.einsum("tec,td->ecd", dispatch, x)
         experts = linen.vmap(linen.Dense, variable_axes={"params": 0}, split_rngs={"params": True})
         out = experts(WIDTH)(inner)

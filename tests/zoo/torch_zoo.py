@@ -57,10 +57,10 @@ TORCH = (
     *_entries(torch_language.MODELS),
     *_entries(torch_vision.MODELS),
     *_entries(torch_handmade.MODELS),
+    *_entries(torch_packages.PEFT),
 )
 #: Package -> models that are tested where it is installed.
 PACKAGES = {
     "torchvision": _entries(torch_packages.TORCHVISION),
     "timm": _entries(torch_packages.TIMM),
-    "peft": _entries(torch_packages.PEFT),
 }
