@@ -298,15 +298,16 @@ class Call:
 
     def _prove(self, proofs: dict[Any, Proof]) -> Proof | None:
         """Make a proof and remember it if it is complete."""
-        proof = prove(
-            self.model,
-            self.loss_fn,
-            self.batch,
-            self.parameters,
-            self.mask,
-            self.has_aux,
-            self._found().writes,
-        )
+        with gradients_set_aside(self.parameters):
+            proof = prove(
+                self.model,
+                self.loss_fn,
+                self.batch,
+                self.parameters,
+                self.mask,
+                self.has_aux,
+                self._found().writes,
+            )
         if proof is not None and proof.complete:
             proofs["problem" if proof.problem else proof.signatures] = proof
         return proof

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -135,17 +135,23 @@ class Factors:
         of: parameter -> (n,) factors, those of its group.
         norms: (n,) before clipping, 0 for padding.
         rows: of the examples that count, or None for all: a factor 0 would not remove a nan.
+        squares: parameter -> (n,) squared norms.
     """
 
     of: dict[str, Tensor]
     norms: Tensor
     rows: Tensor | None
+    squares: dict[str, Tensor]
 
     def only(self, row: int) -> Factors:
         """The factors that leave one example."""
         rows = torch.tensor([row], device=self.norms.device)
         kept = torch.zeros_like(self.norms).index_fill_(0, rows, 1.0)
-        return Factors({name: f * kept for name, f in self.of.items()}, self.norms, rows)
+        return replace(self, of={name: f * kept for name, f in self.of.items()}, rows=rows)
+
+    def lengths(self, name: str) -> float:
+        """Root of the sum of squares of what each example adds to one parameter's sum."""
+        return float((self.of[name].square() * self.squares[name]).nansum().sqrt())
 
 
 def clip_factors(
@@ -174,7 +180,7 @@ def clip_factors(
     if min(bounds.values()) < _LEAST_BOUND and squares:
         squares = _squares_of_minute_gradients(gradients)
         lengths = whole_norms(squares, n)
-    return Factors(_factors(squares, lengths, bounds, clipping), norms, rows)
+    return Factors(_factors(squares, lengths, bounds, clipping), norms, rows, squares)
 
 
 def clipped_sums(

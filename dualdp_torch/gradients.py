@@ -15,7 +15,7 @@ import torch
 
 from . import choices, memory
 from .layout import Layout
-from .parts import Part, is_narrow, joined, leads_to, pick, tied, widened
+from .parts import Part, is_narrow, joined, leads_to, pick, tied
 from .parts import wide as wide
 from .rules.base import Norms, Tensor, exact_sq_norms, sq_norms, weighted_sum
 from .rules.linear import GRAM_TOLERANCE
@@ -189,22 +189,34 @@ class Captured:
         """Name -> (n, *shape): what reaches parameters through tensors computed from them."""
         found: dict[str, Tensor] = {}
         for name, below in self._below.items():
-            pulled = self._pull_back(name, below, lambda part: part.grads(), per_sample=True)
+            with self._gathered(below):  # also without any use: other processes may have some
+                pulled = self._pulled(name, below, None) if self._parts[name] else {}
             for parameter, grad in pulled.items():
                 found[parameter] = found[parameter] + grad if parameter in found else grad
         return found
 
-    def _pull_back(
-        self, name: str, below: Iterable[str], form: Callable[[Part], Tensor], *, per_sample: bool
-    ) -> dict[str, Tensor]:
-        """What the uses of a derived tensor give, as gradients of the parameters below it."""
+    def _pulled(self, name: str, below: Iterable[str], rows: Tensor | None) -> dict[str, Tensor]:
+        """Parameter -> (rows, *shape): what the uses of a derived tensor give it."""
         only = {parameter: self._parameters[parameter] for parameter in below}
-        with self._gathered(only):  # also without any use: other processes may have some
-            if not self._parts[name]:
-                return {}
-            grads = _added([form(part) for part in self._parts[name]])
-            found = self._derived[name].pull_back(grads, only, per_sample=per_sample)
-        return {parameter: widened(grad) for parameter, grad in found.items()}
+        grads = _added([part.grads(rows) for part in self._parts[name]])
+        return self._derived[name].pull_back(grads, only, per_sample=True)[0]
+
+    def _sum_of_pulled(
+        self, name: str, parameter: str, factors: Tensor, rows: Tensor | None
+    ) -> list[Tensor]:
+        """Sum over the examples of factor times what a derived tensor gives one parameter."""
+        only = {parameter: self._parameters[parameter]}
+        total = _added([part.sum(factors, rows) for part in self._parts[name]])
+        found, is_exact = self._derived[name].pull_back(total, only, per_sample=False)
+        if is_exact:
+            return list(found.values())
+        # Rounded to the derived tensor's precision: each example alone, as its norm was.
+        rows = torch.arange(self._n, device=factors.device) if rows is None else rows
+        terms = []
+        for piece in memory.pieces(len(rows), only[parameter].numel(), factors):
+            each = self._pulled(name, only, rows[piece])
+            terms += [weighted_sum(factors[rows[piece]], grad) for grad in each.values()]
+        return [_added(terms)] if terms else []
 
     def _formed(self, name: str, pulled_back: Mapping[str, Tensor]) -> Tensor:
         """(n, *shape): the whole gradient of one parameter."""
@@ -340,7 +352,7 @@ class Captured:
         """(name, shape): one weighted product per use, formed when it is asked for."""
         ready = self._sums_of_alike(factors) if rows is None else {}
         for name in self._parameters:
-            yield name, ready.pop(name) if name in ready else self._sum(name, factors[name], rows)
+            yield name, ready.pop(name) if name in ready else self.sum(name, factors[name], rows)
 
     def _sums_of_alike(self, factors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Name -> (*shape) of small kept gradients that one tensor of factors weighs."""
@@ -351,7 +363,7 @@ class Captured:
                 found.update(zip(names, weighted_sum(weights, together).unbind(0), strict=True))
         return found
 
-    def _sum(self, name: str, factors: Tensor, rows: Tensor | None) -> Tensor:
+    def sum(self, name: str, factors: Tensor, rows: Tensor | None) -> Tensor:
         """Sum over the examples of factor times gradient of one parameter."""
         if name in self._kept:
             return weighted_sum(pick(factors, rows), pick(self._kept[name], rows))
@@ -361,10 +373,9 @@ class Captured:
         if rows is None or len(rows) or not terms:
             terms += [part.sum(factors, rows) for part in self._parts[name]]
         for other in (other for other, below in self._below.items() if name in below):
-            pulled = self._pull_back(
-                other, [name], lambda part: part.sum(factors, rows), per_sample=False
-            )
-            terms += pulled.values()
+            with self._gathered([name]):
+                if self._parts[other]:
+                    terms += self._sum_of_pulled(other, name, factors, rows)
         return _added(terms) if terms else self._zeros(name)
 
     def _sums_apart(

@@ -19,7 +19,6 @@ from dualdp import exactness
 from dualdp.exactness import Check, ExactnessError
 
 from .call import Call
-from .fallback import plain_gradients
 from .outputs import float_leaves
 from .per_sample import clipped_numbers
 from .proof import NoRandomness
@@ -82,7 +81,7 @@ class ModelCheck:
                 self._same_output(torch.tensor(rows[:1]), 0, rows[0])
             if not is_first and not check.is_whole:
                 return True
-            if recorder.has_drawn and not self._comparison.draws_again(self._numbers):
+            if recorder.has_drawn and not self._subject.draws_as(self._numbers.losses):
                 self.is_impossible = True
                 return True
             if is_first or check.draw(2, 1) == 0:
@@ -126,14 +125,11 @@ class ModelCheck:
         index = torch.randint(n, (n,), generator=generator)
         index[row] = row
 
-        def in_batch(subject: Subject, row: int) -> dict[str, Tensor]:
-            return plain_gradients(lambda: subject.losses()[row], subject.parameters)
+        def among_others(subject: Subject, row: int) -> dict[str, Tensor]:
+            return _with_rows(subject, index).among(row)
 
-        def among(subject: Subject, row: int) -> dict[str, Tensor]:
-            return in_batch(_with_rows(subject, index), row)
-
-        self._comparison.of_row(self._numbers, row, in_batch, " in its batch")
-        self._comparison.of_row(self._numbers, row, among, " among other examples")
+        self._comparison.of_row(self._numbers, row, Subject.among, " in its batch")
+        self._comparison.of_row(self._numbers, row, among_others, " among other examples")
         self._same_output(index, row, row)
 
     def _same_output(self, index: Tensor, place: int, row: int) -> None:

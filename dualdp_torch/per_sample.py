@@ -6,7 +6,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +15,7 @@ from . import spot_check
 from .batch import join_aux
 from .call import Call
 from .clip import (
+    Factors,
     clip_factors,
     clipped_sums,
     clipping_bounds,
@@ -31,6 +31,8 @@ from .rules.base import Tensor
 from .spot_check import Engine, Subject
 
 LossFn = Callable[..., Any]
+#: Parameters whose sums the two passes of "two_pass" are compared by.
+WITNESSES = 3
 
 
 class ClippedSum(NamedTuple):
@@ -278,6 +280,7 @@ def _grads(call: Call) -> tuple[Engine, Any]:
         formed=formed,
         sums={name: grad.sum(0) for name, grad in formed.items()},
         factors=dict.fromkeys(formed, torch.ones_like(norms)),
+        runs_examples=isinstance(gradients, Formed),
     )
     return numbers, aux
 
@@ -287,7 +290,14 @@ def _norms(call: Call, limits: Limits) -> tuple[Engine, Any]:
     gradients, losses, aux = call.gradients()
     squares, norms = norms_of(gradients, limits, call.batch.n)
     lengths = {name: square.sqrt().to(norms.dtype) for name, square in squares.items()}
-    numbers = Engine(norms, losses, lambda row: {}, lengths=lengths, doubt=gradients.doubt)
+    numbers = Engine(
+        norms,
+        losses,
+        lambda row: {},
+        lengths=lengths,
+        doubt=gradients.doubt,
+        runs_examples=isinstance(gradients, Formed),
+    )
     return numbers, aux
 
 
@@ -296,10 +306,14 @@ def clipped_numbers(call: Call, bounds: Mapping[str, Any], clipping: str) -> tup
     gradients, losses, aux = call.gradients()
     factors = clip_factors(gradients, call.batch.n, bounds, clipping, call.mask)
     second_pass = None
-    is_captured = call.method == "two_pass" and isinstance(gradients, Captured)
-    has_second = is_captured and bool(call.parameters) and not is_narrow([losses])
-    if has_second and passes_again(gradients, factors.rows):
-        second_pass = partial(_second_pass, call, gradients.forget, losses)
+    if (
+        call.method == "two_pass"
+        and isinstance(gradients, Captured)
+        and call.parameters
+        and not is_narrow([losses])
+        and passes_again(gradients, factors.rows)
+    ):
+        second_pass = _SecondPass(call, gradients, factors, losses)
 
     def contribution(row: int) -> dict[str, Tensor]:
         only = factors.only(row)
@@ -320,6 +334,7 @@ def clipped_numbers(call: Call, bounds: Mapping[str, Any], clipping: str) -> tup
         bounds=bounds,
         clipping=clipping,
         doubt=gradients.doubt,
+        runs_examples=isinstance(gradients, Formed),
     )
     return numbers, aux
 
@@ -328,25 +343,49 @@ class _PassesDifferError(Exception):
     """The second pass of a call is another function of the data than the first."""
 
 
-def _second_pass(
-    call: Call, forget: Callable[[], None], losses: Tensor, factors: Tensor
-) -> dict[str, Tensor]:
+class _SecondPass:
     """The clipped sum by a backward of the reweighted losses, under the same random numbers.
 
-    Raises:
-        _PassesDifferError: the losses are others than those of the first pass.
+    The losses of both passes must agree, and so must the sums of the smallest parameters: where a
+    loss hardly depends on the dropout masks, its gradient still does.
+
+    Args:
+        call: of the first pass.
+        gradients: of the first pass, forgotten when the second one begins.
+        factors: of the first pass.
+        losses: (n,) of the first pass.
     """
-    forget()  # two passes need the memory of one
 
-    def again() -> Tensor:
-        out = call.loss_fn(call.model, *call.batch.arguments())
-        return out[0] if call.has_aux else out
+    def __init__(self, call: Call, gradients: Captured, factors: Factors, losses: Tensor) -> None:
+        self._call, self._gradients, self._losses = call, gradients, losses
+        smallest = sorted(call.parameters, key=lambda name: call.parameters[name].numel())
+        self._witnesses = {
+            name: (gradients.sum(name, factors.of[name], None), factors.lengths(name))
+            for name in smallest[:WITNESSES]
+        }
 
-    with call.again():
-        sums = reweighted(again, call.parameters, factors, losses)
-    if sums is None:
-        raise _PassesDifferError
-    return sums
+    def __call__(self, weights: Tensor) -> dict[str, Tensor]:
+        """The sum of weights (n,) times gradients.
+
+        Raises:
+            _PassesDifferError: this pass is another function of the data than the first.
+        """
+        call = self._call
+        self._gradients.forget()  # two passes need the memory of one
+
+        def losses() -> Tensor:
+            out = call.loss_fn(call.model, *call.batch.arguments())
+            return out[0] if call.has_aux else out
+
+        with call.again():
+            sums = reweighted(losses, call.parameters, weights, self._losses)
+        if sums is None:
+            raise _PassesDifferError
+        for name, (total, length) in self._witnesses.items():
+            if float((sums[name] - total).norm()) > 1e-2 * length:
+                raise _PassesDifferError
+        self._witnesses = {}  # they are of the first weights
+        return sums
 
 
 def _check(call: Call, numbers: Engine, again: Callable[[Call], Engine]) -> None:

@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from dualdp import UnsupportedLayerError
+from dualdp import UnsupportedLayerError, exactness
 
 from .batch import Batch, check_losses
 from .capture import Capture
@@ -147,8 +147,9 @@ def prove(
     tolerance = _tolerance(model, parameters, batch)
     with eagerly(), untouched_generators(model), restored(model), NoRandomness():
         before = State(model)
+        drawn = RandomState.of(model)
         whole = _without_graph(losses_of, batch)
-        written = before.written()
+        has_drawn, written = not drawn.is_as_before(model), before.written()
         if written:
             refuse_written(model, losses_of, batch, written)
         if writes is not None:
@@ -167,8 +168,10 @@ def prove(
                 losses = losses_of(few)
         except SecondOrderError as error:
             nested, losses = str(error), _without_graph(losses_of, few)
-        problem = _apart(losses.detach(), whole[chosen], tolerance, "in a smaller batch")
-        problem = problem or _differs_alone(losses_of, few, losses.detach(), tolerance)
+        problem = None
+        if not has_drawn:  # else a batch of another size draws other numbers
+            problem = _apart(losses.detach(), whole[chosen], tolerance, "in a smaller batch")
+            problem = problem or _differs_alone(losses_of, few, losses.detach(), tolerance)
         if problem and not _agrees_in_double(model, loss_fn, batch, chosen, has_aux):
             raise UnsupportedLayerError(problem)
         problem = _draws_join(model, losses_of, few, tolerance)
@@ -226,12 +229,11 @@ def _apart(got: Tensor, expected: Tensor, tolerance: float, how: str) -> str | N
     apart = (got - expected).abs() > tolerance * scale
     if not bool(apart.any()) and bool(got.isfinite().all()):
         return None
-    worst = int((got - expected).abs().argmax())
+    size = exactness.power_of_ten(float(((got - expected).abs() / scale).max()))
     return (
-        f"The loss of an example is {float(expected[worst]):.6g} in the batch and "
-        f"{float(got[worst]):.6g} {how}: the losses depend on other examples, so no per-sample "
-        "gradient exists. Remove what mixes examples (batch statistics, a mean over the batch, "
-        "attention over examples)."
+        f"The loss of an example is another one {how} than in the batch (relative difference "
+        f"{size}): the losses depend on other examples, so no per-sample gradient exists. Remove "
+        "what mixes examples (batch statistics, a mean over the batch, attention over examples)."
     )
 
 

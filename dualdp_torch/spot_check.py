@@ -13,6 +13,7 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +29,7 @@ from .clip import group_of
 from .fallback import is_same_forward, plain_gradients
 from .parts import wide
 from .proof import NoRandomness
+from .random_state import seed_generators, untouched_generators
 from .rules.base import Tensor
 from .state import Start
 
@@ -42,7 +44,7 @@ _ADVICE = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Engine:
     """An engine's numbers for one batch.
 
@@ -56,6 +58,7 @@ class Engine:
         bounds: clipping group -> C; None where nothing is clipped.
         clipping: one of `dualdp.clipping.CLIPPING`.
         doubt: (n,) the error bound of each norm in units of what is tolerated, or None.
+        runs_examples: the loss function ran on one example, as `vmap` does, and not on the batch.
         formed: name -> (n, *shape) gradients, where they are asked for.
         lengths: name -> (n,) norms of the parameters' gradients, where they are asked for.
     """
@@ -68,6 +71,7 @@ class Engine:
     bounds: Mapping[str, float] | None = None
     clipping: str = "flat"
     doubt: Tensor | None = None
+    runs_examples: bool = False
     formed: Grads = field(default_factory=dict)
     lengths: Grads = field(default_factory=dict)
 
@@ -77,7 +81,7 @@ class Engine:
         return {name: group_of(name) if layers else "" for name in names}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Subject:
     """The definition: losses of examples, each of which has the gradient that it has alone.
 
@@ -109,6 +113,28 @@ class Subject:
     def alone(self, row: int) -> dict[str, Tensor]:
         """Name -> gradient of one example's own loss, by plain autograd."""
         return plain_gradients(lambda: self.losses(slice(row, row + 1)).sum(), self.parameters)
+
+    def among(self, row: int) -> dict[str, Tensor]:
+        """Name -> gradient of one example's loss in the batch, by plain autograd."""
+        return plain_gradients(lambda: self.losses()[row], self.parameters)
+
+    def draws(self) -> bool:
+        """Whether a forward draws random numbers."""
+        with self.start.replayed(self.model), torch.no_grad():
+            self.loss_fn(self.model, *self.batch.arguments())
+            return self.start.has_drawn(self.model)
+
+    def draws_as(self, losses: Tensor) -> bool:
+        """Whether a plain forward draws what another forward drew, whose losses these are.
+
+        Equal losses show it only if other draws give others: those of a normalised output may not.
+        """
+        with torch.no_grad():
+            same = is_same_forward(self.losses(), losses)
+            with untouched_generators(self.model):
+                seed_generators(self.model, 1)
+                other = replace(self, start=Start.of(self.model, self.start.buffers))
+                return same and not is_same_forward(other.losses(), losses)
 
     def in_double(self) -> Subject:
         """The same in float64, on a copy of the model."""
@@ -184,22 +210,16 @@ def check(
     Raises:
         ExactnessError: they differ.
     """
-    comparison = Comparison(subject, again, what)
     if not has_drawn:
-        rows = chosen_rows(engine, subject.mask, drawn)
-        for row in rows:
-            comparison.of_row(engine, row)
-        if rows:
-            comparison.of_sum(engine, drawn)
-        return bool(rows)
+        return Comparison(subject, again, what).of_batch(engine, drawn)
     with NoRandomness():
-        quiet = again(subject)
-        rows = chosen_rows(quiet, subject.mask, drawn)
-        for row in rows:
-            comparison.of_row(quiet, row)
-    if rows and comparison.draws_again(engine):
-        comparison.of_sum(engine, drawn)
-    return bool(rows)
+        # Draws from NumPy or Python can't be switched off: an example alone would get other ones.
+        is_alone = engine.runs_examples or not subject.draws()
+        quiet = Comparison(subject, again, what, is_alone)
+        compared = quiet.of_batch(again(subject), drawn)
+    if compared and subject.draws_as(engine.losses):
+        Comparison(subject, again, what, is_alone=False).of_sum(engine, drawn)
+    return compared
 
 
 def chosen_rows(engine: Engine, mask: Tensor | None, drawn: float) -> list[int]:
@@ -227,23 +247,34 @@ def chosen_rows(engine: Engine, mask: Tensor | None, drawn: float) -> list[int]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Comparisons of one batch, each of them repeated before it counts.
+    """The comparisons of one batch, each repeated before it counts.
 
     Attributes:
         subject: the definition.
         again: the engine's numbers for another subject.
         what: what is compared.
+        is_alone: an example's loss is computed alone, and not in the batch.
     """
 
     subject: Subject
     again: Again
     what: str
+    is_alone: bool = True
+
+    def of_batch(self, engine: Engine, drawn: float) -> bool:
+        """Two examples and the sum; returns whether some example counts."""
+        rows = chosen_rows(engine, self.subject.mask, drawn)
+        for row in rows:
+            self.of_row(engine, row)
+        if rows:
+            self.of_sum(engine, drawn)
+        return bool(rows)
 
     def of_row(
         self,
         engine: Engine,
         row: int,
-        alone: Callable[[Subject, int], dict[str, Tensor]] = Subject.alone,
+        definition: Callable[[Subject, int], dict[str, Tensor]] | None = None,
         how: str = "",
     ) -> None:
         """Norm and contribution of one example.
@@ -251,19 +282,21 @@ class Comparison:
         Args:
             engine: its numbers.
             row: the example.
-            alone: subject, row -> name -> gradient of that example, by plain autograd.
-            how: how it was computed, for the error.
+            definition: subject, row -> name -> gradient of that example by plain autograd; None
+                for the example alone, or in its batch where `is_alone` is False.
+            how: what the gradient was compared with, for the error.
         """
         side = _Side(float(engine.norms[row]), engine.contribution(row))
 
         def plain(subject: Subject) -> _Side:
-            return _clipped(alone(subject, row), engine)
+            own = Subject.alone if self.is_alone else Subject.among
+            return _clipped((definition or own)(subject, row), engine)
 
         def exact() -> exactness.Sides:
             double = self.subject.in_double()
             numbers = self.again(double)
             ours = _Side(float(numbers.norms[row]), numbers.contribution(row))
-            return _sides(ours, _clipped(alone(double, row), numbers), numbers)
+            return _sides(ours, plain(double), numbers)
 
         self._judge(
             side,
@@ -284,13 +317,31 @@ class Comparison:
         group = each[min(int(drawn * len(each)), len(each) - 1)]
         members = [name for name, own in groups.items() if own == group]
 
-        def plain(subject: Subject, numbers: Engine) -> _Side:
-            weights = (numbers.factors or {})[members[0]]
+        def weights(numbers: Engine) -> Tensor:
+            return (numbers.factors or {})[members[0]]
+
+        def together(subject: Subject, numbers: Engine) -> _Side:
             only = {name: subject.parameters[name] for name in members}
-            return _Side(0.0, plain_gradients(lambda: _weighted(subject, weights), only))
+            return _Side(0.0, plain_gradients(lambda: _weighted(subject, weights(numbers)), only))
+
+        def one_by_one(subject: Subject, numbers: Engine) -> _Side:
+            total = {name: torch.zeros_like(p) for name, p in of_engine(engine).parts.items()}
+            for row, factor in enumerate(weights(numbers).tolist()):
+                if subject.mask is None or bool(subject.mask[row]):
+                    each = subject.alone(row)
+                    total = {
+                        name: t.to(each[name]) + factor * each[name] for name, t in total.items()
+                    }
+            return _Side(0.0, total)
 
         def of_engine(numbers: Engine) -> _Side:
             return _Side(0.0, {name: (numbers.sums or {})[name] for name in members})
+
+        found = _sum_sides(of_engine(engine), together(self.subject, engine), engine)
+        if self._is_close(found):
+            return
+        # A backward that is not linear in what comes down is another one for the whole batch.
+        plain = one_by_one if self.is_alone else together
 
         def exact() -> exactness.Sides:
             double = self.subject.in_double()
@@ -305,10 +356,18 @@ class Comparison:
             f"{self.what} over the batch",
         )
 
-    def draws_again(self, engine: Engine) -> bool:
-        """Whether a plain forward draws what the engine's drew, as far as the losses show it."""
-        with torch.no_grad():
-            return is_same_forward(self.subject.losses(), engine.losses)
+    def _is_close(self, found: exactness.Sides) -> bool:
+        """Whether both sides are equal in the precision that takes part."""
+        dtypes = {wide(p.dtype) for p in self.subject.parameters.values()}
+        strict = exactness.TOLERANCE["float32" if torch.float32 in dtypes else "float64"]
+        return found.error <= strict or found.error <= exactness.TOLERANCE[self._precision]
+
+    @cached_property
+    def _precision(self) -> str:
+        """The lowest precision of a forward, which is run to see it."""
+        with Precisions() as precisions, torch.no_grad():
+            self.subject.losses(slice(0, 1) if self.is_alone else None)
+        return precisions.lowest
 
     def _judge(
         self,
@@ -325,11 +384,8 @@ class Comparison:
         """
         expected = plain(self.subject)
         found = compared(side, expected)
-        dtypes = {wide(p.dtype) for p in self.subject.parameters.values()}
-        if found.error <= exactness.TOLERANCE["float32" if torch.float32 in dtypes else "float64"]:
+        if self._is_close(found):
             return
-        with Precisions() as precisions:
-            plain(self.subject)
 
         def repeated() -> float | None:
             try:
@@ -343,7 +399,7 @@ class Comparison:
             rounded = _roundings(self.subject)
             return max(compared(plain(subject), expected).error for subject in rounded)
 
-        if exactness.is_wrong(found, precisions.lowest, repeated, moved):
+        if exactness.is_wrong(found, self._precision, repeated, moved):
             raise exactness.failure(found, what, _ADVICE) from None
 
 

@@ -137,22 +137,51 @@ class Derived:
 
     def pull_back(
         self, grads: Tensor, parameters: Mapping[str, Tensor], *, per_sample: bool
-    ) -> dict[str, Tensor]:
-        """Gradients of the value, (n, *shape) or (*shape), as gradients of the parameters."""
+    ) -> tuple[dict[str, Tensor], bool]:
+        """Gradients of the value as gradients of the parameters it was computed from.
+
+        Where the value is narrower than float32, each gradient goes down in three parts that are
+        exact in its precision, and the results are added in float32: rounding a sum of many
+        examples would move it by more than one of them contributes.
+
+        Args:
+            grads: (n, *shape) or (*shape).
+            parameters: name -> parameter.
+            per_sample: `grads` has the examples on axis 0.
+
+        Returns:
+            Name -> (n, *shape) or (*shape), float32 or wider, and whether nothing was rounded to
+            the value's precision on the way.
+        """
         if self.value._version != self.version:
             raise ChangedInPlaceError(
                 "A tensor computed from parameters was changed in place after it was used. Use the "
                 'out-of-place operation, or method="vmap".'
             )
-        found = torch.autograd.grad(
-            self.value,
-            list(parameters.values()),
-            grads.to(self.value.dtype),
-            is_grads_batched=per_sample,
-            retain_graph=True,
-            allow_unused=True,
-        )
-        return {n: g for n, g in zip(parameters, found, strict=True) if g is not None}
+        dtype = self.value.dtype
+
+        def down(part: Tensor) -> dict[str, Tensor]:
+            found = torch.autograd.grad(
+                self.value,
+                list(parameters.values()),
+                part,
+                is_grads_batched=per_sample,
+                retain_graph=True,
+                allow_unused=True,
+            )
+            pairs = zip(parameters, found, strict=True)
+            return {n: g.float() if g.dtype.itemsize < 4 else g for n, g in pairs if g is not None}
+
+        if dtype.itemsize >= 4:
+            return down(grads.to(dtype)), True
+        high = grads.to(dtype)
+        middle = (grads - high).to(dtype)
+        low = (grads - high - middle).to(dtype)
+        found, *others = down(high), down(middle), down(low)
+        coarse = (high.view(torch.int16) & ~15).view(dtype)  # fewer digits: the rest is exact, too
+        halves = down(coarse), down(high - coarse)
+        is_exact = all(torch.equal(halves[0][n] + halves[1][n], g) for n, g in found.items())
+        return {n: g + others[0][n] + others[1][n] for n, g in found.items()}, is_exact
 
 
 def refuse_reentrant_checkpoints(total: Tensor) -> None:

@@ -68,7 +68,9 @@ def multi_head_attention(
     else:
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
     out = out.transpose(1, 2).flatten(2)  # (n, l, e)
-    return F.linear(out, out_proj_weight, out_proj_bias).transpose(0, 1), found
+    out = F.linear(out, out_proj_weight, out_proj_bias).transpose(0, 1)
+    # Masks are drawn in the order of memory: a dropout after this one draws what it draws plainly.
+    return (out.contiguous() if dropout else out), found
 
 
 def _project(

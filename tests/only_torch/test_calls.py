@@ -11,10 +11,11 @@ from torch.nn import functional as F
 
 import dualdp_torch as dpt
 import dualdp_torch.per_sample
-from dualdp import ExactnessError
+from dualdp import ExactnessError, UnsupportedLayerError
 from dualdp_torch.rules.base import Rule
 from tests import reference
-from tests.only_torch.checks import assert_exact, data, ids, randomise
+from tests.closeness import assert_grads_close
+from tests.only_torch.checks import assert_exact, data, ids, randomise, truth_of
 
 N = 4
 loss_fn = reference.loss_fn
@@ -373,3 +374,93 @@ def test_a_model_is_examined_once():
             counts.append(len(seen))
         assert counts[1:] == [1, 1]
         assert counts[0] > 1
+
+
+@pytest.mark.parametrize("method", dpt.METHODS)
+@pytest.mark.parametrize("n", [1, 4])
+def test_gradients_are_on_inside_a_call(n, method):
+    """Whatever the caller's context: under no_grad, the loop had found zeros."""
+    expected = dpt.clipped_grad_sum(loss_fn, model, data(n, 6), max_grad_norm=0.1)
+    with torch.no_grad():
+        found = dpt.clipped_grad_sum(loss_fn, model, data(n, 6), max_grad_norm=0.1, method=method)
+    for name, total in expected.grads.items():
+        torch.testing.assert_close(found.grads[name], total)
+    with (
+        torch.inference_mode(),
+        pytest.raises(RuntimeError, match="inside torch.inference_mode.* the call outside of it"),
+    ):
+        dpt.per_sample_norms(loss_fn, model, data(n, 6), method=method)
+
+
+def test_plain_numbers_in_aux_must_be_those_of_the_whole_batch():
+    def loss(model, x, aux):
+        return loss_fn(model, x), {"x": x, "aux": aux(x)}
+
+    def call(aux, **options):
+        return dpt.per_sample_norms(loss, model, data(5, 6), aux, has_aux=True, **options)
+
+    found = call(lambda x: "same", physical_batch_size=2)[1]
+    assert found["aux"] == "same"
+    assert torch.equal(found["x"], data(5, 6))
+    with pytest.raises(ValueError, match="aux holds a float that differs between the chunks"):
+        call(lambda x: float(x.mean()), physical_batch_size=2)
+    with pytest.raises(ValueError, match="aux holds a int that differs between the chunks"):
+        call(len, physical_batch_size=2)
+    assert call(len)[1]["aux"] == 5
+
+
+class Reversible(torch.autograd.Function):
+    """x + f(x), whose backward computes f again and differentiates it by itself."""
+
+    @staticmethod
+    def forward(ctx, x, f):
+        ctx.f = f
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return x + f(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            y = x + ctx.f(x)
+        torch.autograd.backward(y, grad)
+        return x.grad, None
+
+
+class Block(nn.Module):
+    """Three layers, the middle one inside a reversible block."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.inner, self.last = nn.Linear(6, 5), nn.Linear(5, 5), nn.Linear(5, 2)
+        self.plain = False
+
+    def forward(self, x):
+        h = self.first(x)
+        return self.last(h + self.inner(h) if self.plain else Reversible.apply(h, self.inner))
+
+
+@pytest.mark.parametrize("method", dpt.METHODS)
+def test_functions_that_differentiate_by_themselves(method):
+    """Their parameters' gradients go to `p.grad`, which no capture sees: only the loop is right."""
+    block = randomise(Block())
+    block.inner.weight.grad = torch.ones(5, 5)
+    if method == "loop":
+        found = dpt.per_sample_grads(loss_fn, block, data(N, 6), method=method)
+        block.plain = True
+        truth = truth_of(block, loss_fn, data(N, 6))
+        assert_grads_close({name: g.numpy() for name, g in found.items()}, truth, "float32")
+    else:
+        with pytest.raises(UnsupportedLayerError, match='Use method="loop", which is exact'):
+            dpt.per_sample_grads(loss_fn, block, data(N, 6), method=method)
+    assert torch.equal(block.inner.weight.grad, torch.ones(5, 5))
+    assert block.inner.bias.grad is None
+
+
+def test_hooks_on_accumulated_gradients_are_refused():
+    layer = nn.Linear(6, 2)
+    layer.weight.register_post_accumulate_grad_hook(lambda p: None)
+    with pytest.raises(UnsupportedLayerError, match="'weight' has a gradient hook"):
+        dpt.per_sample_norms(loss_fn, layer, data(N, 6))

@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The batch axis is proved, never guessed; a model that mixes examples is refused."""
 
+import random
+import re
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -289,3 +293,71 @@ def test_columns_picked_by_keyword_or_by_position_are_no_permutation():
         return rows.index_select(2, torch.tensor([5, 4, 3, 2, 1, 0]))
 
     assert_exact(randomise(Apply(pick, _same)), data(N, 5, 6))
+
+
+class Mixes(nn.Module):
+    """Joins examples in some way, from the moment that `on` says so."""
+
+    def __init__(self, how, on=True):
+        super().__init__()
+        self.first, self.second, self.how, self.on = nn.Linear(6, 6), nn.Linear(6, 3), how, on
+
+    def forward(self, x):
+        h = self.first(x)
+        if self.on:
+            h = MIXES[self.how](h)
+        return self.second(h.tanh())
+
+
+def _mixstyle(h):
+    mean = h.mean(1, keepdim=True).detach()
+    share = torch.distributions.Beta(0.1, 0.1).sample((len(h), 1))
+    return h - mean + share * mean + (1 - share) * mean[torch.randperm(len(h))]
+
+
+MIXES = {
+    "mean of many": lambda h: h - h.mean(0) if len(h) > 4 else h,
+    "detached mean": lambda h: h - h.detach().mean(0),
+    "mixup by torch": lambda h: 0.5 * (h + h.flip(0)) if torch.rand(1) < 0.5 else h,
+    "mixup by numpy": lambda h: 0.5 * (h + h.flip(0)) if np.random.rand() < 0.5 else h,  # noqa: NPY002
+    "mixup by random": lambda h: 0.5 * (h + h.flip(0)) if random.random() < 0.5 else h,
+    "mixstyle": _mixstyle,
+}
+
+
+@pytest.mark.parametrize("method", dpt.METHODS)
+@pytest.mark.parametrize("how", MIXES)
+def test_mixing_by_size_and_by_chance_is_refused(how, method):
+    """Also mixing that a few examples do not show, or that random numbers decide."""
+    torch.manual_seed(0)
+    with pytest.raises(UnsupportedLayerError, match="The loss of an example is another one"):
+        dpt.per_sample_norms(reference.loss_fn, Mixes(how), data(8, 6), method=method)
+
+
+@pytest.mark.parametrize("method", dpt.METHODS)
+def test_mixing_that_is_switched_on_later_is_refused(method):
+    """By an attribute, by a keyword default of the same code, and by what a closure holds."""
+    model, x = Mixes("detached mean", on=False), data(8, 6)
+    dpt.per_sample_norms(reference.loss_fn, model, x, method=method)
+    model.on = True
+    with pytest.raises(UnsupportedLayerError, match="The loss of an example is another one"):
+        dpt.per_sample_norms(reference.loss_fn, model, x, method=method)
+
+    def loss_of(mixes):
+        def loss(model, x, *, mixes=mixes):
+            h = model(x)
+            return (h - h.mean(0) if mixes else h).square().sum(1)
+
+        return loss
+
+    plain = nn.Linear(6, 3)
+    dpt.per_sample_norms(loss_of(False), plain, x, method=method)
+    with pytest.raises(UnsupportedLayerError, match="The loss of an example is another one"):
+        dpt.per_sample_norms(loss_of(True), plain, x, method=method)
+
+
+def test_a_refusal_shows_no_number_of_the_data():
+    x = data(8, 6)
+    with pytest.raises(UnsupportedLayerError, match="relative difference 1e[+-]0") as caught:
+        dpt.per_sample_norms(reference.loss_fn, Mixes("detached mean"), x)
+    assert not re.search(r"\d\.\d", str(caught.value))
