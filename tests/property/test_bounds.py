@@ -27,9 +27,11 @@ N = 8
 #: What is lost by the margin that clip factors are divided by, and rounding.
 BELOW = 1 - 3e-4
 BOUNDS = (1e-4, 0.1, 100.0)
-MAGNITUDES = (1e-20, 1e-10, 1.0, 1e10, 1e20)
+MAGNITUDES = (1e-20, 1e-10, 1.0, 30.0, 1e10, 1e20)
 DTYPES = ("float32", "float64", "bfloat16")
 METHODS = tuple(dpt.METHODS)
+#: Norms whose squares no float32 holds.
+HUGE = 1e18
 #: Combinations of a model that the fast tier looks at.
 SAMPLE = 24
 _EXACT = torch.float64
@@ -164,8 +166,8 @@ class Problem:
             axes = (
                 tuple(range(2, len(shape))) if "conv" in name else tuple(range(1, len(shape) - 1))
             )
-            rest = weights[::2].mean(axes, keepdim=True)
-            weights[::2] = weights[::2] - rest * (1 - 1e-4)
+            some = weights[::2] if case is not None else weights[::2, :-1]  # a view
+            some -= some.mean(axes, keepdim=True) * (1 - 1e-4)
         self.weights = weights.flatten(1).to(self.dtype)
         self._known: dict[tuple[float, float, int], Norms] = {}
         dpt.clipped_grad_sum(loss_fn, self.model, *self.batch(1.0, 1.0), max_grad_norm=1.0)
@@ -223,8 +225,11 @@ def grouped(norms: dict[str, float], clipping: str) -> dict[str, float]:
     return {group: math.hypot(*found) for group, found in names.items()}
 
 
-def fault(problem: Problem, asked: Combination) -> str | None:
-    """What is wrong with the contribution of one example, or None."""
+def fault(problem: Problem, asked: Combination, *, huge: bool = False) -> str | None:
+    """What is wrong with the contribution of one example, or None.
+
+    With `huge` norms above `HUGE` are bounded from below, without it all others.
+    """
     mask = torch.arange(N) == asked.row
     batch = problem.batch(asked.inputs, asked.loss)
     found = dpt.clipped_grad_sum(
@@ -247,7 +252,8 @@ def fault(problem: Problem, asked: Combination) -> str | None:
         size = sizes[group]
         if not size <= bound:
             return f"{asked} group {group!r}: {size / bound:.6g} of its bound"
-        if not is_finite:  # such an example contributes nothing
+        is_huge = norm > HUGE and asked.dtype != "float64"
+        if not is_finite or is_huge != huge:  # what is not finite contributes nothing
             continue
         # What plain autograd loses itself, where positions cancel.
         rounding = 1 + 4 * abs(rounded[group] - norm) / norm + 64 * problem.eps if norm else 1.0
@@ -259,10 +265,10 @@ def fault(problem: Problem, asked: Combination) -> str | None:
     return None
 
 
-def faults(name: str, chosen: list[Combination]) -> list[str]:
+def faults(name: str, chosen: list[Combination], *, huge: bool = False) -> list[str]:
     """What is wrong with a model."""
     problems = {dtype: Problem(name, dtype) for dtype in {one.dtype for one in chosen}}
-    found = [fault(problems[one.dtype], one) for one in chosen]
+    found = [fault(problems[one.dtype], one, huge=huge) for one in chosen]
     return [message for message in found if message is not None]
 
 
@@ -271,6 +277,40 @@ def test_one_contribution_is_at_most_the_bound_and_reaches_it(name):
     chosen = random.Random(name).sample(combinations(), SAMPLE)
     found = faults(name, chosen)
     assert not found, "\n".join(found[:10])
+
+
+def ordinary(clipping):
+    """The combinations of one clipping at scales that float32 can square."""
+    return [
+        one
+        for one in combinations()
+        if one.clipping == clipping
+        and one.dtype == "float32"
+        and 1e-20 < one.inputs * one.loss < 1e20
+        and max(one.inputs, one.loss) < 1e20
+    ]
+
+
+def test_a_large_layer_hides_no_other():
+    """The error of a group's norm is judged by that group, and not by the whole model."""
+    found = faults("hidden", ordinary("per_layer"))
+    assert not found, "\n".join(found[:10])
+
+
+@pytest.mark.parametrize("name", [case.name for case in WIDE])
+def test_automatic_clipping_has_no_bound_to_judge_by(name):
+    """The factor is C / (norm + 0.01), so that an error of the norm counts however large C is."""
+    found = faults(name, ordinary("automatic"))
+    assert not found, "\n".join(found[:10])
+
+
+@pytest.mark.parametrize(
+    "name", ["linear_2d", "linear_3d", "cnn", "token_net", "raw", "wide_linear"]
+)
+def test_a_huge_gradient_is_clipped_and_not_dropped(name):
+    """Its norm is finite, though its square is not in float32."""
+    found = faults(name, [one for one in combinations() if one.loss == 1e20], huge=True)
+    assert not found, f"{len(found)}:\n" + "\n".join(found[:10])
 
 
 @pytest.mark.slow
