@@ -86,7 +86,7 @@ def truth_of(problem: Problem) -> Truth:
     return Truth(grads, norms)
 
 
-def call(problem: Problem, bound: float) -> tuple[list[Any], Any]:
+def call(problem: Problem, bound: float, method: str = "auto") -> tuple[list[Any], Any]:
     """Clipped sum, one array for each trained leaf, and norms of the functional call."""
 
     def run(batch: Any) -> Any:
@@ -96,6 +96,7 @@ def call(problem: Problem, bound: float) -> tuple[list[Any], Any]:
             *batch,
             max_grad_norm=bound,
             trainable=problem.trainable,
+            method=method,
         )
         return jax.tree.leaves(found.grads), found.norms
 

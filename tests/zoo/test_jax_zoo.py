@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ordinary JAX models: a private step is that of a plain float64 loop, or is refused."""
 
+from functools import partial
+
 import jax
 import numpy as np
 import pytest
 
 from dualdp import ExactnessError, UnsupportedLayerError
+from dualdp_jax.methods import METHODS
 from tests.zoo import jax_check
 from tests.zoo.jax_models import JAX
 
@@ -48,6 +51,13 @@ def test_clipped_grad_sum_is_that_of_the_loop(entry):
 @pytest.mark.parametrize("entry", entries())
 def test_a_step_of_the_engine_is_that_of_the_loop(entry):
     check(entry, jax_check.engine_step, entry.engine_refusal)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("entry", JAX, ids=lambda entry: entry.name)
+def test_every_method_is_that_of_the_loop(entry, method):
+    check(entry, partial(jax_check.call, method=method), entry.refusal)
 
 
 def test_at_most_one_model_in_ten_is_refused():

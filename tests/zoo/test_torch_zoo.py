@@ -2,6 +2,7 @@
 """Ordinary PyTorch models: a private step is that of a plain float64 loop, or is refused."""
 
 import importlib.util
+from functools import partial
 
 import pytest
 
@@ -12,13 +13,15 @@ from tests.zoo.torch_packages import torchvision
 from tests.zoo.torch_zoo import MAY_BE_REFUSED, PACKAGES, TORCH
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # code from outside warns about itself
+SLOW = pytest.mark.slow
 REFUSALS = (UnsupportedLayerError, ExactnessError)
 
 
-def call(problem, bound):
+def call(problem, bound, method="auto"):
     """Clipped sum and norms of the functional call."""
     loss_fn, model = problem.loss_fn, problem.model
-    return dpt.clipped_grad_sum(loss_fn, model, *problem.batch, max_grad_norm=bound)[:2]
+    options = {"max_grad_norm": bound, "method": method}
+    return dpt.clipped_grad_sum(loss_fn, model, *problem.batch, **options)[:2]
 
 
 def check_calls(entry):
@@ -54,6 +57,32 @@ def test_clipped_grad_sum_is_that_of_the_loop(entry):
 @pytest.mark.parametrize("entry", TORCH, ids=lambda entry: entry.name)
 def test_a_step_of_the_engine_is_that_of_the_loop(entry):
     check_engine(entry)
+
+
+def check_never_wrong(entry, step):
+    """Right, or refused for whatever reason."""
+    try:
+        problem = entry.build()
+        found = step(problem, 1.0)
+    except REFUSALS:
+        return
+    truth = torch_check.truth_of(entry.build())  # the step has changed the model
+    torch_check.assert_exact(entry.build(), truth, 1.0, *found)
+
+
+@pytest.mark.parametrize(
+    "mode", ["ghost", *(pytest.param(m, marks=SLOW) for m in ("ew", "functorch"))]
+)
+@pytest.mark.parametrize("entry", TORCH, ids=lambda entry: entry.name)
+def test_no_mode_of_the_engine_is_wrong(entry, mode):
+    check_never_wrong(entry, partial(torch_check.engine_step, mode=mode))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["book_keeping", "two_pass", "materialize", "vmap", "loop"])
+@pytest.mark.parametrize("entry", TORCH, ids=lambda entry: entry.name)
+def test_no_method_is_wrong(entry, method):
+    check_never_wrong(entry, partial(call, method=method))
 
 
 @pytest.mark.parametrize(

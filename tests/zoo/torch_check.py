@@ -142,7 +142,7 @@ class Rows(Dataset):
         return rows(self._batch, k)
 
 
-def engine_step(problem: Problem, bound: float) -> tuple[Grads, torch.Tensor]:
+def engine_step(problem: Problem, bound: float, mode: str = "auto") -> tuple[Grads, torch.Tensor]:
     """Clipped sum, and norms in the batch's order: one step of the user's own loop.
 
     All examples are in it, shuffled. What is released is the sum, divided: the noise is off.
@@ -156,7 +156,11 @@ def engine_step(problem: Problem, bound: float) -> tuple[Grads, torch.Tensor]:
     loader = DataLoader(Rows((*batch, torch.arange(N))), batch_size=N)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     model, optimizer, loader = engine.make_private(
-        module=model, optimizer=optimizer, data_loader=loader, plan=plan
+        module=model,
+        optimizer=optimizer,
+        data_loader=loader,
+        plan=plan,
+        grad_sample_mode=mode,
     )
     try:
         for *batch, order in loader:
