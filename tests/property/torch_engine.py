@@ -11,13 +11,14 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import dualdp
 import dualdp_torch as dpt
 from dualdp import PrivacyPlan
 from dualdp.clipping import MARGIN
 
 Sums = dict[str, torch.Tensor]
 Criterion = Callable[..., torch.Tensor]
-_PACKAGES = ("dualdp", "dualdp_torch")
+_PACKAGES = tuple(pathlib.Path(package.__file__).parent for package in (dualdp, dpt))
 
 
 def is_refusal(error: BaseException) -> bool:
@@ -27,7 +28,8 @@ def is_refusal(error: BaseException) -> bool:
         frames = frames.tb_next
     if frames is None:
         return False
-    return pathlib.Path(frames.tb_frame.f_code.co_filename).parent.name in _PACKAGES
+    raised_in = pathlib.Path(frames.tb_frame.f_code.co_filename)
+    return any(raised_in.is_relative_to(package) for package in _PACKAGES)
 
 
 def clipped_sum(
@@ -106,7 +108,7 @@ class _Listening(nn.Module):
 def rows_believed(
     model: nn.Module, criterion: Criterion, data: tuple[torch.Tensor, ...], reduction: str
 ) -> list[list[torch.Tensor]]:
-    """Gradient of each row from the gradients that its outputs received, and nothing else.
+    """Return each row's gradient, made of the gradients that its outputs received alone.
 
     An engine that does not look at the criterion clips these. A mean is undone by the number of
     rows.
