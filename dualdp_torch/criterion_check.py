@@ -462,28 +462,35 @@ class _Trial:
         for guess in guesses if meanings is None else guesses[:1]:
             if guess is _constant and worst is not None and self.n > _FEW:
                 break
-            for copies in (1, 2):
-                rows = Rows(
-                    torch.full((copies,), row),
-                    0,
-                    number=partial(self._number, copies, guess, meanings),
-                )
+            for rows in self._alone(row, guess, meanings):
                 try:
                     found = self.script.run(rows)
                 except ReplayError as error:
                     reason = reason or str(error)
                     continue
-                finding = self._differs_alone(found, rows, row, copies)
+                finding = self._differs_alone(found, rows, row, len(rows.index))
                 if finding is None:
                     self.guess = guess
                     return None
                 worst = worst or finding
-                break
+                if not self.script.has_free_draws:
+                    break
         return worst or Finding(
             f"The loss can't be computed for one example alone: {reason}. "
             "Write it for any number of rows, without Python loops over them and without data that "
             "were read out of tensors; or use clipped_grad_sum.",
         )
+
+    def _alone(
+        self, row: int, guess: Meaning, meanings: dict[tuple[int, int], Number] | None
+    ) -> Iterator[Rows]:
+        """The row alone; twice, for code that needs two; with draws of both kinds."""
+        for copies in (1, 2):
+            number = partial(self._number, copies, guess, meanings)
+            rows = Rows(torch.full((copies,), row), 0, number=number)
+            yield rows
+            if self.script.has_free_draws:
+                yield replace(rows, whole_draws=True)
 
     def _number(
         self,

@@ -31,6 +31,7 @@ class Rows:
         number: position of a call, position and value of a number of its arguments -> what stands
             there among m rows.
         dtype: of all floating-point numbers; None for that of the record.
+        whole_draws: what is drawn from nothing is the same for every row, whatever its size.
     """
 
     index: Tensor
@@ -38,6 +39,7 @@ class Rows:
     others: float = 1.0
     number: Callable[[int, int, float], float] = lambda call, i, value: value
     dtype: torch.dtype | None = None
+    whole_draws: bool = False
 
     def pick(self, tensor: Tensor, axis: int) -> Tensor:
         """These rows of a tensor."""
@@ -147,6 +149,11 @@ class Script:
                 elif used & external:
                     external.add(slot.index)
         return found
+
+    @property
+    def has_free_draws(self) -> bool:
+        """Whether numbers were drawn from nothing, that may belong to rows or not."""
+        return any(not _takes(self.tape.calls[position]) for position in self.draws)
 
     def strangers(self) -> list[Slot]:
         """Tensors from elsewhere through which a gradient of the losses could go."""
@@ -268,7 +275,8 @@ class Script:
         if call.out is None:
             found.reads[position] = out
             return
-        index = rows.index if at_full_size else None
+        is_whole = rows.whole_draws and not _takes(call)
+        index = rows.index if at_full_size and not is_whole else None
         for slot, tensor in _pairs(call.out, out):
             if index is not None and slot.shape[:1] == (self.n,):
                 tensor = tensor.index_select(0, index.to(tensor.device))
@@ -287,6 +295,11 @@ class Script:
             raise ReplayError(
                 f"{name_of(call.function)} writes to a tensor that is kept from step to step"
             )
+
+
+def _takes(call: Call) -> bool:
+    """Whether a call takes a tensor."""
+    return next(slots_of((call.args, call.kwargs)), None) is not None
 
 
 def _storage(tensor: Tensor | None) -> int | None:
