@@ -29,7 +29,7 @@ from dualdp.exactness import REPEATED, TOLERANCE, power_of_ten
 from .random_state import untouched_generators
 from .replay import Replayed, ReplayError, Rows, Script, name_of
 from .rules.base import Tensor
-from .tape import Tape, slots_of
+from .tape import OTHER, Slot, Tape, slots_of
 
 REDUCTIONS = ("mean", "sum")
 #: Loops that are remembered.
@@ -235,7 +235,7 @@ class CriterionCheck:
         Returns:
             What is wrong, or None; then the code is known from now on.
         """
-        trial = _Trial(tape, cotangents, self.declared)
+        trial = _Trial(tape, cotangents, self.declared, model)
         with untouched_generators(model), torch.enable_grad():
             finding = trial.identity()
             if finding is not None or trial.is_empty:
@@ -292,8 +292,15 @@ class _Trial:
         read: as in `Known`.
     """
 
-    def __init__(self, tape: Tape, cotangents: Sequence[Tensor | None], declared: str) -> None:
+    def __init__(
+        self,
+        tape: Tape,
+        cotangents: Sequence[Tensor | None],
+        declared: str,
+        model: nn.Module,
+    ) -> None:
         self.tape, self.script, self.declared = tape, Script(tape), declared
+        self._model = model
         self.n = tape.n or 0
         values = [slot.value for slot in tape.outputs]
         self._heard = [
@@ -345,6 +352,13 @@ class _Trial:
             return (
                 f"a tensor of shape {tuple(stale[0].shape)} was changed in place where the change "
                 "could not be seen. Use an operation that makes a new tensor"
+            )
+        kept = _kept_on(self._model, script.sources)
+        if kept:
+            return (
+                f"a tensor of shape {kept[0]} enters it that is kept on the module, as its "
+                f"attribute {kept[1]!r}, from one forward to the loss. Return it from the model's "
+                "forward, with the examples on axis 0"
             )
         strangers = script.strangers()
         if strangers:
@@ -576,6 +590,21 @@ class _Trial:
         return ""
 
 
+def _kept_on(model: nn.Module, slots: Sequence[Slot]) -> tuple[tuple[int, ...], str] | None:
+    """Shape and name of a tensor that is a plain attribute of a module, if one of them is."""
+    held = {
+        id(value): name
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if isinstance(value, Tensor)
+    }
+    for slot in slots:
+        name = held.get(id(slot.ref())) if slot.kind == OTHER and slot.ref() is not None else None
+        if name is not None:
+            return tuple(slot.shape), name
+    return None
+
+
 def _replacements(n: int, row: int, seed: int) -> Iterator[Rows]:
     """Ways to replace all rows but one: drawn with repetition, copied, scaled."""
     rng = np.random.default_rng([seed, row])
@@ -606,7 +635,7 @@ def _row(tensors: Sequence[Tensor], place: int, n: int) -> Tensor:
 def _row_norms(tensors: Sequence[Tensor], n: int) -> Tensor:
     """(n,) norms of the rows of all tensors together."""
     squares = [
-        t.double().flatten(1).square().sum(1).cpu() for t in tensors if t.dim() and len(t) == n
+        t.double().reshape(n, -1).square().sum(1).cpu() for t in tensors if t.dim() and len(t) == n
     ]
     squares = [s if s.dim() else s[None] for s in squares]
     norms = torch.stack(squares).sum(0).sqrt() if squares else torch.zeros(n)

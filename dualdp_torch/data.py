@@ -25,6 +25,7 @@ from dualdp import AccountingError, _validate
 from dualdp.batches import num_physical_batches, physical_batches
 from dualdp.randomness import counter
 
+from .collate_check import CheckedCollate
 from .normals import keyed_generator
 from .rules.base import Tensor
 
@@ -144,6 +145,7 @@ class PlannedLoader:
             out.
         share: of this process.
         leave: called with the number of a pass that ends, or is given up.
+        checks: share of the batches whose `collate_fn` is checked.
 
     Guarantees:
         `len` is the number of batches of the pass that runs, else of the coming one; of the last
@@ -161,6 +163,7 @@ class PlannedLoader:
         announce: Callable[[Draw, Any, int], None],
         share: Share = ALONE,
         leave: Callable[[int], None] = lambda number: None,
+        checks: float = 0.0,
     ) -> None:
         check_loader(loader)
         _check_share(loader, share)
@@ -173,6 +176,8 @@ class PlannedLoader:
         self._options = {name: getattr(loader, name) for name in _KEPT if hasattr(loader, name)}
         if not loader.pin_memory_device:
             self._options.pop("pin_memory_device", None)
+        period = round(1 / checks) if checks else 0
+        self._options["collate_fn"] = CheckedCollate(loader.collate_fn, period)
         self._plan, self._span, self._begin, self._announce = plan, span, begin, announce
         self._leave, self._share = leave, share
         self._use_size(plan.physical_batch_size)

@@ -197,7 +197,7 @@ class PrivacyEngine(Attached):
 
         def prepared() -> PlannedLoader:
             check(unwrapped(module), optimizer, plan, settings)
-            return self._planned(loader, plan)
+            return self._planned(loader, plan, settings)
 
         planned = on_all(self._group, "make_private", prepared)
         open_ledger = partial(new_ledger, plan, ledger) if self._is_first else partial(Twin, plan)
@@ -271,14 +271,18 @@ class PrivacyEngine(Attached):
         self._agreed((*self._saved[:2], data_loader), self.plan, self._settings)
         until = self._settings.pass_end
         planned = on_all(
-            self._group, "resume", lambda: self._planned(data_loader, self.plan, until)
+            self._group,
+            "resume",
+            lambda: self._planned(data_loader, self.plan, self._settings, until),
         )
         (module, optimizer, at_resume), self._saved = self._saved, None
         self._attach(module, optimizer)
         at_resume()
         return module, optimizer, planned
 
-    def _planned(self, loader: DataLoader[Any], plan: PrivacyPlan, until: int = 0) -> PlannedLoader:
+    def _planned(
+        self, loader: DataLoader[Any], plan: PrivacyPlan, settings: Settings, until: int = 0
+    ) -> PlannedLoader:
         """The loader of the plan's batches; `until` ends a pass that a checkpoint interrupted."""
         span = partial(self._span, len(loader), until)
 
@@ -295,6 +299,7 @@ class PrivacyEngine(Attached):
             lambda *drawn: self._require_step().announce(*drawn),
             ALONE if self._group is None else Share(self._group.rank, self._group.size),
             lambda number: self._step.leave(number) if self._step is not None else None,
+            settings.checks,
         )
 
     def detach(self) -> None:

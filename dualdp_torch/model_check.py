@@ -19,6 +19,8 @@ from dualdp import exactness
 from dualdp.exactness import Check, ExactnessError
 
 from .call import Call
+from .clip import clip_factors, clipped_sums
+from .fallback import plain_gradients
 from .outputs import float_leaves
 from .per_sample import clipped_numbers
 from .proof import NoRandomness
@@ -26,6 +28,7 @@ from .recorder import Recorder
 from .rules.base import Tensor
 from .sharded import Terms
 from .spot_check import Comparison, Engine, Precisions, Subject, chosen_rows
+from .tape import Tape
 
 #: Of a batch that draws, so many examples, or an eighth, are compared without the draws.
 _FEW = 4
@@ -112,11 +115,16 @@ class ModelCheck:
         first, count = check.draw(n, 1), min(n, max(_FEW, n // 8))
         index = torch.tensor(list(dict.fromkeys([*rows, *((first + i) % n for i in range(count))])))
         few = _with_rows(self._subject, index)
-        comparison = Comparison(few, self._again, "the clipped contribution")
         with NoRandomness():
+            # Draws from NumPy or Python can't be switched off: an example alone would get others.
+            comparison = replace(self._comparison, subject=few, is_alone=not few.draws())
             numbers = self._again(few)
             for place in range(len(rows)):
-                comparison.of_row(numbers, place)
+                self._compare_row(comparison, numbers, place)
+
+    def _compare_row(self, comparison: Comparison, numbers: Engine, row: int) -> None:
+        """One example, and the example alone."""
+        comparison.of_row(numbers, row)
 
     def _among_others(self, row: int, check: Check) -> None:
         """Compare one example in its batch, and among other examples."""
@@ -174,6 +182,64 @@ class ModelCheck:
                 return _apart(self._outputs(double, index), whole, place, row)
         except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError):
             return None
+
+
+class WholeStepCheck(ModelCheck):
+    """The comparisons of a batch whose loss was computed in the recorded forward.
+
+    The loss of one example alone is that of a forward on its row alone, whatever comes between the
+    layers and the loss. Forms that keep the size of the batch would need the losses one by one.
+    """
+
+    def run(self, check: Check, *, is_first: bool) -> bool:
+        """As in `ModelCheck`; each example is compared with itself alone."""
+        rows = chosen_rows(self._numbers, self._subject.mask, check.fractions[0])
+        with self._recorder.unchanged():
+            if rows and self._recorder.has_drawn:
+                self._without_draws(rows, check)
+            for row in () if self._recorder.has_drawn else rows:
+                self._compare_row(self._comparison, self._numbers, row)
+        return bool(rows)
+
+    def _compare_row(self, comparison: Comparison, numbers: Engine, row: int) -> None:
+        """One example, and the loss of its row alone."""
+
+        def alone(subject: Subject, row: int) -> dict[str, Tensor]:
+            args, kwargs = subject.batch.rows(slice(row, row + 1)).arguments()
+
+            def loss() -> Tensor:
+                with subject.start.replayed(subject.model):
+                    found: Tensor = subject.model.loss(*args, **kwargs)  # type: ignore[operator]
+                    return found
+
+            return plain_gradients(loss, subject.parameters)
+
+        comparison.of_row(numbers, row, alone)
+
+    def _again(self, subject: Subject) -> Engine:
+        """The numbers of another batch or model, recorded anew."""
+        return recorded(subject, self._recorder.method, self._terms)
+
+
+def recorded(subject: Subject, method: str, terms: Terms) -> Engine:
+    """The numbers of a forward that computes its loss, recorded once more."""
+    recorder = Recorder(subject.model, method=method, when=lambda: True, tape=Tape())
+    args, kwargs = subject.batch.arguments()
+    n = subject.batch.n
+    try:
+        with subject.start.replayed(subject.model), torch.enable_grad():
+            subject.model.loss(*args, **kwargs).backward()  # type: ignore[operator]
+        gradients = recorder.gradients(1.0 if terms.scale == 1 else float(n), "small")
+        factors = clip_factors(gradients, n, terms.bounds, terms.clipping, subject.mask)
+        return Engine(
+            factors.norms,
+            factors.norms,
+            lambda row: clipped_sums(gradients, factors.only(row)),
+            bounds=terms.bounds,
+            clipping=terms.clipping,
+        )
+    finally:
+        recorder.detach()
 
 
 def _with_rows(subject: Subject, index: Tensor) -> Subject:

@@ -84,6 +84,14 @@ class _HandOut(torch.autograd.Function):
 hand_out: Callable[[Callable[[Tensor], None], Tensor], Tensor] = _HandOut.apply
 
 
+class WholeStep(nn.Module):
+    """A module whose forward computes the loss, too, from outputs that nobody else sees."""
+
+    def loss(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The scalar loss of a forward on these arguments, for a check."""
+        raise NotImplementedError
+
+
 class Silent:
     """What a copy of a recorded model has in the recorder's place: it is not recorded.
 

@@ -28,7 +28,7 @@ from .fallback import again_by_vmap, are_set_aside, is_same_forward, reweighted
 from .gradients import Captured, Gradients
 from .layered import Layered
 from .layout import Layout
-from .outputs import Silent, combined, float_leaves, hand_out, projected
+from .outputs import Silent, WholeStep, combined, float_leaves, hand_out, projected
 from .parts import complete, is_narrow
 from .random_state import untouched_generators
 from .remembered import Remembered
@@ -59,6 +59,7 @@ class Recorder:
 
     Attributes:
         start: what the recorded forward began from, if it may be run again.
+        computes_loss: the model's forward does, so that only uses of parameters are heard.
         has_drawn: whether it drew random numbers; known where it may be run again.
         shards: of a model under `fully_shard`, else None; then all processes record together.
         layered: the clipped sums of the recorded batch, where the backward forms them.
@@ -77,6 +78,7 @@ class Recorder:
         refuse_mixing_modules(model)
         check_sharded(model, method)
         self.model, self.method, self._when, self.tape = model, method, when, tape
+        self.computes_loss = isinstance(model, WholeStep)
         self.shards, self._terms, self._is_due = Shards.of(model), terms, is_due
         self.parameters = trainable_parameters(model)
         self._inside = self.shards.plain if self.shards else self.parameters
@@ -206,6 +208,9 @@ class Recorder:
             self._begin_layers()
             if self.shards is not None and (self.layered or self.method == "two_pass"):
                 self.shards.require_same_way(use.held.values() for use in self._uses)
+        if self.computes_loss:
+            self._is_inside = False
+            return outputs
         leaves, spec = pytree.tree_flatten(outputs)
         leaves = [self._handed_out(leaf) for leaf in leaves]
         self.tape.leave_model(leaves)
@@ -462,6 +467,8 @@ class Recorder:
 
     def losses(self, scale: float) -> Tensor:
         """(n,) the products of each example's outputs with what they received."""
+        if self.computes_loss:
+            return torch.zeros(self.n or 0)
         return combined(self._outputs, self._scaled_cotangents(scale))
 
     @property
@@ -477,6 +484,10 @@ class Recorder:
             mask: (n,) bool, False for padding, or None.
         """
         assert self.start is not None
+        if self.computes_loss:
+            return Subject(
+                projected, self.model, self._batch, self.parameters, self.start, mask=mask
+            )
         batch = Batch((*self._batch.arguments(), self._scaled_cotangents(scale)))
         return Subject(projected, self.model, batch, self.parameters, self.start, mask=mask)
 

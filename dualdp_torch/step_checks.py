@@ -13,7 +13,7 @@ from dualdp.ledger import Ledger
 
 from .criterion_check import CarriedNumberError, CriterionCheck, Finding
 from .data import Draw
-from .model_check import IMPOSSIBLE, ModelCheck
+from .model_check import IMPOSSIBLE, ModelCheck, WholeStepCheck
 from .record import sum_of_squares
 from .recorder import Recorder
 from .remembered import Remembered
@@ -67,7 +67,8 @@ class StepChecks:
         due = exactness.check_at(self._ledger.plan, draw.step, self._rate)
         if due is not None and draw.part == due.draw(draw.parts, 3):
             self.due = due
-        self._recorder.tape.begin(batch, len(draw.mask))
+        if not self._recorder.computes_loss:
+            self._recorder.tape.begin(batch, len(draw.mask))
 
     def end(self) -> None:
         """The batch was stepped on, or is given up."""
@@ -90,7 +91,7 @@ class StepChecks:
                 than declared.
             ExactnessError: code that was found right before does.
         """
-        if not self._rate:
+        if not self._rate or self._recorder.computes_loss:
             return
         tape = self._recorder.tape
         tape.end()
@@ -161,7 +162,8 @@ class StepChecks:
         plan = self._ledger.plan
         check = self.due or exactness.check_at(plan, draw.step, self._rate, is_first=True)
         assert check is not None
-        trial = ModelCheck(self._recorder, numbers, terms)
+        whole = self._recorder.computes_loss
+        trial = (WholeStepCheck if whole else ModelCheck)(self._recorder, numbers, terms)
         if trial.run(check, is_first=is_first):
             known.checked.add(self._purpose)
             self.has_passed = True

@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 from torch.overrides import (
@@ -80,12 +81,16 @@ class Slot:
         shape: when it was met first.
         dtype: of its numbers.
         requires_grad: when it was met first.
+        is_late: it was met after data of the batch had been read into lists or arrays.
     """
 
-    __slots__ = ("dtype", "index", "kind", "ref", "requires_grad", "shape", "value", "version")
+    __slots__ = (
+        *("dtype", "index", "is_late", "kind", "ref", "requires_grad", "shape", "value"),
+        "version",
+    )
 
-    def __init__(self, index: int, kind: str, tensor: Tensor) -> None:
-        self.index, self.kind = index, kind
+    def __init__(self, index: int, kind: str, tensor: Tensor, is_late: bool = False) -> None:
+        self.index, self.kind, self.is_late = index, kind, is_late
         self.ref = weakref.ref(tensor)
         self.shape, self.dtype = tensor.shape, tensor.dtype
         self.requires_grad = tensor.requires_grad
@@ -203,7 +208,7 @@ class Tape(TorchFunctionMode):
         self.rows_by_size = True
         self._rows: dict[int, Tensor] = {}
         self._ids: dict[int, Slot] = {}
-        self._most, self._is_last = _MOST, False
+        self._most, self._is_last, self._was_read = _MOST, False, False
         self._reached = self.in_backward = False
         self._losses: list[Tensor] = []
         self._ignored: list[Tensor] = []
@@ -272,8 +277,7 @@ class Tape(TorchFunctionMode):
         tokens, numbers = list[Any](), list[float]()
         taken = self._take((args, kwargs), tokens, numbers)
         for slot in slots_of(taken):
-            is_row = slot.kind == OTHER and self.rows_by_size
-            slot.kind = ROW if is_row else slot.kind
+            slot.kind = ROW if self.may_be_rows(slot) else slot.kind
         self.inputs = Inputs(taken, numbers, tuple(tokens), len(self.calls))
 
     def leave_model(self, outputs: Iterable[Any]) -> None:
@@ -307,9 +311,7 @@ class Tape(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        is_seen = func not in _UNSEEN and not (
-            func == _GRAD and isinstance(args[0], nn.Parameter)
-        )
+        is_seen = func not in _UNSEEN and not (func == _GRAD and isinstance(args[0], nn.Parameter))
         if not is_seen or not self._is_open or self._is_quiet or self.in_backward:
             return func(*args, **kwargs) if kwargs else func(*args)
         if func in _BACKWARDS:
@@ -333,6 +335,8 @@ class Tape(TorchFunctionMode):
         if func in _IGNORING:
             self._note_ignored(dict(zip(_IGNORING[func], args, strict=False)) | kwargs)
         made = self._made(out)
+        if made is None and isinstance(out, list | np.ndarray):
+            self._was_read = True
         if len(self.slots) > met or any(type(token) is int for token in tokens):
             call = Call(
                 func, taken, named, made, grad, autocast, numbers, tuple(tokens), generators
@@ -455,7 +459,7 @@ class Tape(TorchFunctionMode):
 
     def _new(self, tensor: Tensor, kind: str) -> Slot:
         """A new slot of a tensor."""
-        slot = self._ids[id(tensor)] = Slot(len(self.slots), kind, tensor)
+        slot = self._ids[id(tensor)] = Slot(len(self.slots), kind, tensor, self._was_read)
         self.slots.append(slot)
         return slot
 
@@ -498,7 +502,8 @@ class Tape(TorchFunctionMode):
         """Whether a tensor from elsewhere is, or may hold, rows of the batch."""
         if slot.kind in (ROW, OUTPUT):
             return True
-        return self.rows_by_size and slot.kind == OTHER and not isinstance(slot.value, nn.Parameter)
+        is_named = slot.kind != OTHER or isinstance(slot.value, nn.Parameter)
+        return self.rows_by_size and not is_named and not slot.is_late
 
     def row_axis(self, slot: Slot) -> int | None:
         """The axis of a tensor from elsewhere that holds the examples, or None."""
@@ -506,9 +511,7 @@ class Tape(TorchFunctionMode):
             return 0 if slot.shape[:1] == (self.n,) else None
         if slot.kind == ROW:
             return list(slot.shape).index(self.n) if self.n in slot.shape else None
-        named = slot.kind != OTHER or isinstance(slot.value, nn.Parameter)
-        by_size = self.rows_by_size and not named and slot.shape[:1] == (self.n,)
-        return 0 if by_size else None
+        return 0 if self.may_be_rows(slot) and slot.shape[:1] == (self.n,) else None
 
 
 class Numbers(NamedTuple):
