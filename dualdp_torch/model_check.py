@@ -81,7 +81,7 @@ class ModelCheck:
             else:
                 for row in rows:
                     self._comparison.of_row(self._numbers, row)
-                self._same_output(torch.tensor(rows[:1]), 0, rows[0])
+                self._same_output(self._subject, torch.tensor(rows[:1]), 0, rows[0])
             if not is_first and not check.is_whole:
                 return True
             if recorder.has_drawn and not self._subject.draws_as(self._numbers.losses):
@@ -121,6 +121,7 @@ class ModelCheck:
             numbers = self._again(few)
             for place in range(len(rows)):
                 self._compare_row(comparison, numbers, place)
+            self._same_output_of_few(comparison)
 
     def _compare_row(self, comparison: Comparison, numbers: Engine, row: int) -> None:
         """One example, and the example alone."""
@@ -138,12 +139,13 @@ class ModelCheck:
 
         self._comparison.of_row(self._numbers, row, Subject.among, " in its batch")
         self._comparison.of_row(self._numbers, row, among_others, " among other examples")
-        self._same_output(index, row, row)
+        self._same_output(self._subject, index, row, row)
 
-    def _same_output(self, index: Tensor, place: int, row: int) -> None:
+    def _same_output(self, subject: Subject, index: Tensor, place: int, row: int) -> None:
         """Refuse outputs of an example that depend on the others.
 
         Args:
+            subject: of the batch.
             index: rows of the batch that the model is run on.
             place: where the example stands among them.
             row: where it stands in the batch.
@@ -152,10 +154,10 @@ class ModelCheck:
             ExactnessError: they do.
         """
         with torch.no_grad(), Precisions() as precisions:
-            apart = _apart(self._outputs(self._subject, index), self._recorder.outputs, place, row)
+            apart = _apart(_outputs(subject), _outputs(_with_rows(subject, index)), row, place)
         if apart <= _CLOSER * exactness.TOLERANCE[precisions.lowest]:
             return
-        exact = self._apart_in_double(index, place, row)
+        exact = _apart_in_double(subject, index, row, place)
         if exact is not None and exact <= exactness.REPEATED:
             return
         size = exactness.power_of_ten(apart)
@@ -167,21 +169,27 @@ class ModelCheck:
             unprotected_details={"apart": apart},
         )
 
-    def _outputs(self, subject: Subject, index: Tensor) -> list[Tensor]:
-        """The model's outputs on rows of the batch, under its draws."""
-        args, kwargs, _ = subject.batch.rows(index).arguments()
-        with subject.start.replayed(subject.model):
-            return [leaf.detach() for leaf in float_leaves(subject.model(*args, **kwargs))]
+    def _same_output_of_few(self, comparison: Comparison) -> None:
+        """The outputs of the first of a few examples, which is alone in another batch."""
+        if comparison.is_alone:
+            self._same_output(comparison.subject, torch.tensor([0]), 0, 0)
 
-    def _apart_in_double(self, index: Tensor, place: int, row: int) -> float | None:
-        """The difference in float64; None where the model can't be run in it."""
-        try:
-            double = self._subject.in_double()
-            with torch.no_grad():
-                whole = self._outputs(double, torch.arange(double.batch.n))
-                return _apart(self._outputs(double, index), whole, place, row)
-        except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError):
-            return None
+
+def _outputs(subject: Subject) -> list[Tensor]:
+    """The model's outputs on a batch, under its draws."""
+    args, kwargs, _ = subject.batch.arguments()
+    with subject.start.replayed(subject.model):
+        return [leaf.detach() for leaf in float_leaves(subject.model(*args, **kwargs))]
+
+
+def _apart_in_double(subject: Subject, index: Tensor, row: int, place: int) -> float | None:
+    """The difference of two rows in float64; None where the model can't be run in it."""
+    try:
+        double = subject.in_double()
+        with torch.no_grad():
+            return _apart(_outputs(double), _outputs(_with_rows(double, index)), row, place)
+    except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError):
+        return None
 
 
 class WholeStepCheck(ModelCheck):
@@ -216,6 +224,9 @@ class WholeStepCheck(ModelCheck):
 
         comparison.of_row(numbers, row, alone)
 
+    def _same_output_of_few(self, comparison: Comparison) -> None:
+        """Nothing: the loss is what is compared, and nobody else sees the outputs."""
+
     def _again(self, subject: Subject) -> Engine:
         """The numbers of another batch or model, recorded anew."""
         return recorded(subject, self._recorder.method, self._terms)
@@ -248,15 +259,15 @@ def _with_rows(subject: Subject, index: Tensor) -> Subject:
     return replace(subject, batch=subject.batch.rows(index), mask=mask)
 
 
-def _apart(ours: Sequence[Tensor], theirs: Sequence[Tensor], place: int, row: int) -> float:
-    """The largest difference of two rows, relative to the mean size of the numbers there."""
+def _apart(whole: Sequence[Tensor], other: Sequence[Tensor], row: int, place: int) -> float:
+    """The largest difference of a row of a batch and one of another, relative to the numbers."""
     worst = 0.0
-    for a, b in zip(ours, theirs, strict=True):
-        x, y = a[place].double(), b[row].double()
+    for a, b in zip(whole, other, strict=True):
+        x, y = a[row].double(), b[place].double()
         if x.shape != y.shape:
             return float("inf")
-        size = float(b.double().abs().nanmean())
-        gaps = (x - y).abs() / (y.abs() + size).clamp(min=1e-300)
+        size = float(a.double().abs().nanmean())
+        gaps = (x - y).abs() / (x.abs() + size).clamp(min=1e-300)
         gaps = gaps.where(x.isfinite() & y.isfinite(), (x != y) & ~(x.isnan() & y.isnan()))
         worst = max(worst, float(gaps.max()) if gaps.numel() else 0.0)
     return worst

@@ -35,7 +35,7 @@ from .remembered import Remembered
 from .rules.base import Tensor
 from .sharded import Shards, Terms, check_sharded
 from .spot_check import Subject
-from .state import Start, State, refuse_written, restored
+from .state import Start, State, attributes_kept, refuse_written, restored
 from .tape import Tape, lift
 from .uses import Derived, Use, eagerly, trainable_parameters
 from .validate import refuse_mixing_modules
@@ -471,11 +471,6 @@ class Recorder:
             return torch.zeros(self.n or 0)
         return combined(self._outputs, self._scaled_cotangents(scale))
 
-    @property
-    def outputs(self) -> list[Tensor]:
-        """The floating-point outputs of the recorded forward."""
-        return self._outputs
-
     def subject(self, scale: float, mask: Tensor | None = None) -> Subject:
         """The definition of the recorded gradients: those of each row of `losses`, alone.
 
@@ -501,6 +496,7 @@ class Recorder:
             torch.enable_grad(),
             untouched_generators(self.model),
             restored(self.model, self.known.writes),
+            attributes_kept(self.model),
         ):
             yield
 
