@@ -8,8 +8,10 @@ there the other rows are replaced, under the same draws.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import random
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +20,7 @@ import torch
 
 from .rules.base import Tensor
 
+_ROWS = 4  # of a batch that are looked at
 Collate = Callable[[list[Any]], Any]
 
 
@@ -45,9 +48,9 @@ class CheckedCollate:
         kept, state = copy.deepcopy(rows), _Draws()
         batch = self._collate(rows)
         with state.kept():
-            first = self._count // self._period
-            for row in (first % len(rows), (first + len(rows) // 2) % len(rows)):
-                check(self._collate, kept, batch, state, row)
+            first, apart = self._count // self._period, max(1, len(rows) // _ROWS)
+            for k in range(min(_ROWS, len(rows))):
+                check(self._collate, kept, batch, state, (first + k * apart) % len(rows))
         return batch
 
 
@@ -95,29 +98,39 @@ def check(collate: Collate, rows: list[Any], batch: Any, state: _Draws, row: int
 
     def again(chosen: Sequence[int]) -> Any:
         state.put()
-        return collate([copy.deepcopy(rows[i]) for i in chosen])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return collate([copy.deepcopy(rows[i]) for i in chosen])
 
-    n = len(rows)
-    if differs(batch, again([row]), n, row, 1, 0) is None:
-        return
-    state.put()
-    torch.rand(1), random.random(), np.random.random()  # noqa: NPY002
-    other = collate(copy.deepcopy(rows))
-    is_random = differs(batch, other, n, row, n, row) is not None
-    compared, what = 0, differs(batch, again([row]), n, row, 1, 0)
-    for chosen in _others(n, row) if is_random else ():
-        found = again(chosen)
-        if _shapes(found) != _shapes(batch):
+    n, what = len(rows), "it can't be made of one row"
+    with contextlib.suppress(Exception):
+        found = differs(batch, again([row]), n, row, 1, 0)
+        if found is None:
+            return
+        what = found
+    compared = False
+    for chosen in _others(n, row) if _is_random(collate, rows, batch, state) else ():
+        other = again(chosen)
+        if _shapes(other) != _shapes(batch):
             continue  # other draws
-        compared, what = compared + 1, differs(batch, found, n, row, n, row)
-        if what is not None:
+        found, compared = differs(batch, other, n, row, n, row), True
+        if found is not None:
+            what, compared = found, False
             break
-    if not compared or what is not None:
+    if not compared:
         raise ValueError(
             f"collate_fn makes a row of the batch from the other rows, too: {what}. One example "
             "would enter the gradients of others. Prepare each row by itself in the data set; only "
             "padding, a constant at one end of an axis, may depend on the batch."
         )
+
+
+def _is_random(collate: Collate, rows: list[Any], batch: Any, state: _Draws) -> bool:
+    """Whether the same rows make another batch under other draws."""
+    state.put()
+    torch.rand(1), random.random(), np.random.random()  # noqa: NPY002
+    other, n = collate(copy.deepcopy(rows)), len(rows)
+    return any(differs(batch, other, n, row, n, row) is not None for row in range(n))
 
 
 def _others(n: int, row: int) -> Iterator[list[int]]:

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from dualdp.exactness import REPEATED, TOLERANCE, power_of_ten
+from dualdp.exactness import REPEATED, TOLERANCE, ExactnessError, power_of_ten
 
 from .random_state import untouched_generators
 from .replay import Replayed, ReplayError, Rows, Script, name_of
@@ -270,6 +270,23 @@ class CriterionCheck:
             }
         if len(self._known) > REMEMBERED:
             self._known.popitem(last=False)
+
+
+def error_of(finding: Finding, is_known: bool) -> Exception:
+    """The error of a finding: of code that was right before, or of code that is new.
+
+    Args:
+        finding: what is wrong.
+        is_known: the code was checked before, and used since.
+    """
+    if not is_known:
+        return ValueError(finding.text)
+    return ExactnessError(
+        f"A spot check failed: {finding.text} Nothing was released for this batch. Correct the "
+        "loop and begin a new run; the releases before are not vouched for.",
+        relative_error=power_of_ten(finding.error),
+        unprotected_details={"error": finding.error},
+    )
 
 
 class CarriedNumberError(ValueError):
@@ -683,3 +700,13 @@ def _is_same(ours: Any, theirs: Any) -> bool:
         return bool(np.array_equal(np.asarray(ours), np.asarray(theirs), equal_nan=True))
     except (TypeError, ValueError):
         return repr(ours) == repr(theirs)
+
+
+def sum_of_squares(cotangents: list[Tensor | None], n: int) -> np.ndarray[Any, Any]:
+    """(n,) squared norms of what the outputs of each example received; 0 where not finite."""
+    total = np.zeros(n)
+    for grad in cotangents:
+        if grad is not None and grad.dim() and len(grad) == n:
+            squares = grad.detach().double().reshape(n, -1).square().sum(1)
+            total += torch.nan_to_num(squares, 0, 0, 0).cpu().numpy()
+    return total

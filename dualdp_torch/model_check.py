@@ -19,8 +19,9 @@ from dualdp import exactness
 from dualdp.exactness import Check, ExactnessError
 
 from .call import Call
-from .clip import clip_factors, clipped_sums
+from .clip import Factors, clip_factors, clipped_sums, norms_of
 from .fallback import plain_gradients
+from .gradients import Gradients, Limits
 from .outputs import float_leaves
 from .per_sample import clipped_numbers
 from .proof import NoRandomness
@@ -107,7 +108,10 @@ class ModelCheck:
         )
         call = call.on(subject.model, subject.batch, dict(subject.parameters))
         with subject.start.replayed(subject.model):
-            return clipped_numbers(call, self._terms.bounds, self._terms.clipping)[0]
+            if self._terms.bounds:
+                return clipped_numbers(call, self._terms.bounds, self._terms.clipping)[0]
+            gradients, losses, _ = call.gradients()
+            return unclipped(gradients, losses)
 
     def _without_draws(self, rows: Sequence[int], check: Check) -> None:
         """Compare examples with themselves alone, both without random numbers."""
@@ -173,6 +177,21 @@ class ModelCheck:
         """The outputs of the first of a few examples, which is alone in another batch."""
         if comparison.is_alone:
             self._same_output(comparison.subject, torch.tensor([0]), 0, 0)
+
+
+def unclipped(gradients: Gradients, losses: Tensor) -> Engine:
+    """The numbers of a batch whose gradients are added up as they are."""
+    n = len(losses)
+    squares, norms = norms_of(gradients, Limits(), n)
+    factors = Factors(dict.fromkeys(squares, torch.ones_like(norms)), norms, None, squares)
+    return Engine(
+        norms,
+        losses,
+        lambda row: clipped_sums(gradients, factors.only(row)),
+        sums=clipped_sums(gradients, factors),
+        factors=factors.of,
+        doubt=gradients.doubt,
+    )
 
 
 def _outputs(subject: Subject) -> list[Tensor]:

@@ -13,14 +13,17 @@ import torch
 from torch import nn
 
 from dualdp import _validate
-from dualdp.exactness import CHECKS
+from dualdp.exactness import CHECKS, Check
 
 from .call import METHODS
 from .clip import clip_and_sum, clipping_bounds, norms_of, refuse_two_pass
-from .criterion_check import REDUCTIONS, CriterionCheck
+from .criterion_check import REDUCTIONS, CriterionCheck, error_of, sum_of_squares
 from .gradients import Gradients, Limits
+from .model_check import ModelCheck, unclipped
 from .recorder import RECORDED, Recorder
+from .remembered import Remembered
 from .rules.base import Tensor
+from .sharded import Terms
 from .tape import Tape
 
 _checked: weakref.WeakKeyDictionary[nn.Module, dict[str, CriterionCheck]] = (
@@ -33,37 +36,68 @@ class Record:
 
     def __init__(self, recorder: Recorder, loss_reduction: str, keep: str, check: str) -> None:
         self._recorder, self._reduction, self._keep = recorder, loss_reduction, keep
-        self._check = check
+        self._check, self._is_checked = check, check == "off"
         self._gradients: Gradients | None = None
 
     def check(self) -> None:
-        """Refuse a loss that is not what was declared; once a backward was recorded.
+        """Check loss and gradients, once a backward was recorded, if that is due.
 
         Raises:
-            ValueError: it mixes examples, or is reduced otherwise.
+            ExactnessError: gradients are not those of each example's loss alone.
+            ValueError: the loss mixes examples, or is reduced otherwise than declared.
         """
-        recorder, tape = self._recorder, self._recorder.tape
-        if not tape.backwards or not recorder.has_gradients:
+        recorder = self._recorder
+        if self._is_checked or not recorder.has_gradients:
             return
-        tape.end()
+        self._is_checked = True
+        recorder.tape.end()
+        n = recorder.n or 0
+        if n > 1:
+            drawn = np.random.default_rng(n).random(4)
+            self._check_criterion(n, drawn)
+            self._check_gradients(n, Check(0, True, tuple(drawn)))
+        recorder.tape.clear()
+
+    def _check_criterion(self, n: int, drawn: Any) -> None:
+        """Check what the block computed outside of the model."""
+        recorder, tape = self._recorder, self._recorder.tape
         own = _checked.setdefault(recorder.model, {})
         criterion = own.setdefault(self._reduction, CriterionCheck(self._reduction))
-        if (tape.n or 0) < 2 or (self._check == "first" and criterion.knows(tape)):
-            tape.clear()
+        is_known = criterion.knows(tape)
+        if is_known and self._check == "first":
             return
-        sizes = sum_of_squares(recorder.cotangents, tape.n or 0)
-        rows = {int(np.argmax(sizes)), int(np.random.default_rng(tape.n).integers(len(sizes)))}
-        finding = criterion.check(tape, recorder.cotangents, sorted(rows), recorder.model)
+        sizes = sum_of_squares(recorder.cotangents, n)
+        rows = list(dict.fromkeys([int(np.argmax(sizes)), *map(int, drawn * n)]))
+        finding = criterion.check(tape, recorder.cotangents, rows, recorder.model)
         if finding is not None:
-            raise ValueError(finding.text)
-        tape.clear()
+            raise error_of(finding, is_known)
+
+    def _check_gradients(self, n: int, check: Check) -> None:
+        """Check the gradients that the block recorded."""
+        recorder, gradients = self._recorder, self._read()
+        if recorder.start is None or not recorder.parameters:
+            return
+        terms = Terms(self._scale, {}, "flat", None)
+        trial = ModelCheck(recorder, unclipped(gradients, recorder.losses(self._scale)), terms)
+        if trial.run(check, is_first=True):
+            recorder.known.checked.add(self.purpose)
+
+    @property
+    def purpose(self) -> tuple[str, ...]:
+        """What is checked on a first call."""
+        return "record_per_sample", self._recorder.method
+
+    def is_due(self, known: Remembered) -> bool:
+        """Whether the gradients of the forward that begins are to be checked."""
+        is_first = self._check == "first" and self.purpose not in known.checked
+        return self._check == "always" or is_first
 
     def _read(self) -> Gradients:
         """The gradients, taken from the recorder once."""
         if self._gradients is None:
             self._recorder.require_backward()
-            self.check()
             self._gradients = self._recorder.gradients(self._scale, self._keep)
+            self.check()
         return self._gradients
 
     @property
@@ -114,17 +148,23 @@ def record_per_sample(
         A `Record`, readable after backward and after the block.
 
     Raises:
+        ExactnessError: a check failed.
         ValueError: an unknown word, or a loss that mixes examples or contradicts `loss_reduction`.
         UnsupportedLayerError: the model mixes examples, or a trainable parameter reaches the loss
             outside its forward.
     """
     _validate.choice("loss_reduction", loss_reduction, REDUCTIONS)
     _validate.choice("method", method, RECORDED)
-
     _validate.choice("check", check, CHECKS)
-    tape = Tape()
-    recorder = Recorder(model, method=method, when=lambda: True, tape=tape)
-    record = Record(recorder, loss_reduction, METHODS[method] or "all", check)
+    tape, blocks = Tape(), list[Record]()
+    recorder = Recorder(
+        model,
+        method=method,
+        when=lambda: True,
+        tape=tape,
+        is_due=lambda known: blocks[0].is_due(known),
+    )
+    blocks.append(record := Record(recorder, loss_reduction, METHODS[method] or "all", check))
     try:
         if check != "off":
             tape.begin()
@@ -133,13 +173,3 @@ def record_per_sample(
     finally:
         tape.end()
         recorder.detach()
-
-
-def sum_of_squares(cotangents: list[Tensor | None], n: int) -> np.ndarray[Any, Any]:
-    """(n,) squared norms of what the outputs of each example received; 0 where not finite."""
-    total = np.zeros(n)
-    for grad in cotangents:
-        if grad is not None and grad.dim() and len(grad) == n:
-            squares = grad.detach().double().reshape(n, -1).square().sum(1)
-            total += torch.nan_to_num(squares, 0, 0, 0).cpu().numpy()
-    return total

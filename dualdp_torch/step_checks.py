@@ -8,23 +8,24 @@ from typing import Any
 import numpy as np
 
 from dualdp import exactness
-from dualdp.exactness import Check, ExactnessError
+from dualdp.exactness import Check
 from dualdp.ledger import Ledger
 
-from .criterion_check import CarriedNumberError, CriterionCheck, Finding
+from .criterion_check import (
+    CarriedNumberError,
+    CriterionCheck,
+    Finding,
+    error_of,
+    sum_of_squares,
+)
 from .data import Draw
 from .model_check import IMPOSSIBLE, ModelCheck, WholeStepCheck
-from .record import sum_of_squares
 from .recorder import Recorder
 from .remembered import Remembered
 from .sharded import Terms
 from .spot_check import Engine
 
 _ROWS = 4  # examples that a whole check of the criterion looks at
-_ADVICE = (
-    "Nothing was released for this batch. Correct the loop and begin a new run; the releases "
-    "before are not vouched for."
-)
 
 
 class StepChecks:
@@ -107,7 +108,7 @@ class StepChecks:
         try:
             is_known = self._criterion.knows(tape)
         except CarriedNumberError as error:
-            raise _failed(Finding(str(error))) from None
+            raise error_of(Finding(str(error)), is_known=True) from None
         if is_known and self.due is None:
             return
         check = self.due or exactness.check_at(
@@ -124,10 +125,8 @@ class StepChecks:
             seed=check.draw(1 << 30, 2),
             is_whole=is_whole,
         )
-        if finding is not None and is_known:
-            raise _failed(finding)
         if finding is not None:
-            raise ValueError(finding.text)
+            raise error_of(finding, is_known)
 
     def is_first(self, known: Remembered) -> bool:
         """Whether the model is run in a way in which it was never checked.
@@ -181,13 +180,3 @@ class StepChecks:
             else []
         )
         return list(dict.fromkeys((rows[int(np.argmax(sizes))], *drawn)))
-
-
-def _failed(finding: Finding) -> ExactnessError:
-    """The error of a check of code that was found right before."""
-    size = exactness.power_of_ten(finding.error)
-    return ExactnessError(
-        f"A spot check failed: {finding.text} {_ADVICE}",
-        relative_error=size,
-        unprotected_details={"error": finding.error},
-    )

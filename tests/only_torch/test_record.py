@@ -213,10 +213,15 @@ def test_functions_without_a_rule_go_through_vmap():
 def test_dropout_cannot_be_replayed_by_vmap():
     model, x, y = classify()
     model = nn.Sequential(nn.Dropout(0.5), model)
-    with dpt.record_per_sample(model, loss_reduction="mean", method="vmap") as record:
+    for check in ("first", "off"):
+        with pytest.raises(UnsupportedLayerError, match="randomness"):
+            grads_by_vmap(model, x, y, check)
+
+
+def grads_by_vmap(model, x, y, check):
+    with dpt.record_per_sample(model, loss_reduction="mean", method="vmap", check=check) as record:
         F.cross_entropy(model(x), y).backward()
-    with pytest.raises(UnsupportedLayerError, match="randomness"):
-        record.grads()
+    return record.grads()
 
 
 def test_mixing_models_are_refused():
