@@ -228,17 +228,22 @@ class PrivateStep:
             with torch.enable_grad():
                 once = _Once(closure())
             args, kwargs = (args[0],), {**kwargs, "closure": once}
+        with self._recorder.tape.aside():
+            self._step(self._draw)
+        return args, kwargs
+
+    def _step(self, draw: Draw) -> None:
+        """Carry out the step of a batch; one that fails leaves nothing of it behind."""
         self._require_whole()
-        self._require_all(self._draw)
+        self._require_all(draw)
         check_holds(self.optimizer, self._recorder.parameters)
         try:
-            self._carry_out(self._draw)
+            self._carry_out(draw)
         except ExactnessError as error:
-            self._ledger.check_failed(self._draw.step, error)
+            self._ledger.check_failed(draw.step, error)
             raise
         finally:
-            self._end(self._draw)
-        return args, kwargs
+            self._end(draw)
 
     def _carry_out(self, draw: Draw) -> None:
         """Add up one physical batch; release the logical one that it completes."""

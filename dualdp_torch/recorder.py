@@ -150,11 +150,11 @@ class Recorder:
         """The model is entered."""
         if self._paused or not torch.is_grad_enabled() or not self._when():
             return
-        with self.tape.quiet():
+        with self.tape.aside():
             self._require_one_forward()
             self._batch = batch = Batch((args, kwargs))
-        self._is_inside = True
-        self.tape.enter_model(args, kwargs, batch.n)
+            self._is_inside = True
+            self.tape.enter_model(args, kwargs, batch.n)
         problem = self._examination.begin(batch)
         if self.method == "two_pass" or self._is_due(self.known):
             self.start = Start.of(model, self._examination.writes)
@@ -491,7 +491,7 @@ class Recorder:
         """A context in which the model may be run, and is afterwards as it was."""
         with (
             self._pause(),
-            self.tape.quiet(),
+            self.tape.aside(),
             eagerly(),
             torch.enable_grad(),
             untouched_generators(self.model),

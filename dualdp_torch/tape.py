@@ -61,6 +61,8 @@ _UNSEEN = {
     *(torch.Tensor.is_contiguous, torch.Tensor.get_device, torch.Tensor.data_ptr),
     *(torch.is_floating_point, torch.is_complex, torch.Tensor.__repr__, torch.Tensor.__format__),
     *(torch.Tensor.register_hook, torch.Tensor.retain_grad, torch.Tensor.grad.__set__),
+    *(torch._C._set_grad_enabled, torch.ops.profiler._record_function_enter_new._op),
+    torch.ops.profiler._record_function_exit._RecordFunction,
 }
 _GRAD = _getter("grad")
 #: Functions whose weights depend on whether a target has this value, with their arguments.
@@ -193,7 +195,7 @@ class Tape(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._is_open, self._is_quiet, self._above = False, False, 0
+        self._is_open, self._is_inside, self._above = False, False, 0
         self._forget()
 
     def _forget(self) -> None:
@@ -230,7 +232,7 @@ class Tape(TorchFunctionMode):
             found.open(batch, _DEPTH)
             self._rows = {id(t): t for t in found.tensors}
             self.rows_by_size = found.has_data or not found.tensors
-        self._is_open, self._above = True, 0
+        self._is_open, self._is_inside, self._above = True, False, 0
         join(self, 0)
 
     @property
@@ -240,8 +242,9 @@ class Tape(TorchFunctionMode):
 
     def end(self) -> None:
         """Record no more; what was recorded stays."""
-        self._is_open = False
-        lift(self)
+        if self._is_open:
+            self._is_open = False
+            lift(self)
 
     def leave_loader(self) -> None:
         """The loader is gone; only a forward on its last batch, as it is, begins a record again."""
@@ -254,13 +257,17 @@ class Tape(TorchFunctionMode):
         self._forget()
 
     @contextlib.contextmanager
-    def quiet(self) -> Iterator[None]:
-        """Nothing is recorded inside."""
-        before, self._is_quiet = self._is_quiet, True
+    def aside(self) -> Iterator[None]:
+        """Nothing is recorded inside; afterwards recording goes on, unless it ended there."""
+        above = lift(self) if self._is_open else None
+        if above is not None:
+            self._above = above
         try:
             yield
         finally:
-            self._is_quiet = before
+            if above is not None and self._is_open and not self._is_inside:
+                lift(self)
+                join(self, above)
 
     def enter_model(self, args: Any, kwargs: Any, n: int) -> None:
         """The recorded forward begins: its functions are not the loop's.
@@ -272,7 +279,8 @@ class Tape(TorchFunctionMode):
         """
         if self.start is None:
             return
-        self._is_open, self._above = True, lift(self) or 0
+        self._above = lift(self) or self._above
+        self._is_open = self._is_inside = True
         self.n = n if self.n is None else self.n
         tokens, numbers = list[Any](), list[float]()
         taken = self._take((args, kwargs), tokens, numbers)
@@ -288,7 +296,7 @@ class Tape(TorchFunctionMode):
         """
         if not self._is_open:
             return
-        self.after = TorchState.now()
+        self.after, self._is_inside = TorchState.now(), False
         for tensor in outputs:
             if isinstance(tensor, Tensor):
                 slot = self._new(tensor, OUTPUT if tensor.requires_grad else ROW)
@@ -297,6 +305,7 @@ class Tape(TorchFunctionMode):
 
     def rewind(self) -> None:
         """Forget the recorded forward and what came after it: it failed, or is to be repeated."""
+        self._is_inside = False
         if self.start is not None and not self._is_last:
             self._is_open = True
             lift(self)
@@ -312,7 +321,7 @@ class Tape(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         is_seen = func not in _UNSEEN and not (func == _GRAD and isinstance(args[0], nn.Parameter))
-        if not is_seen or not self._is_open or self._is_quiet or self.in_backward:
+        if not is_seen or not self._is_open or self.in_backward:
             return func(*args, **kwargs) if kwargs else func(*args)
         if func in _BACKWARDS:
             return self._backward(func, args, kwargs or {})
@@ -610,6 +619,9 @@ def _listed(value: Any) -> list[Any]:
 def lift(mode: TorchFunctionMode) -> int | None:
     """Take a mode off this thread's stack, wherever it is; how many were above it, if it was."""
     stack = _get_current_function_mode_stack()
+    if stack and stack[-1] is mode:
+        _pop_mode()
+        return 0
     place = next((i for i, other in enumerate(stack) if other is mode), None)
     if place is None:
         return None
@@ -622,7 +634,9 @@ def lift(mode: TorchFunctionMode) -> int | None:
 
 def join(mode: TorchFunctionMode, above: int) -> None:
     """Put a mode on this thread's stack, below as many others."""
-    held = [_pop_mode() for _ in range(min(above, len(_get_current_function_mode_stack())))]
+    held = list[Any]()
+    if above:
+        held = [_pop_mode() for _ in _get_current_function_mode_stack()[-above:]]
     _push_mode(mode)
     for other in reversed(held):
         _push_mode(other)
