@@ -9,6 +9,7 @@ plain numbers: which steps are checked, what counts as equal, and how a failure 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -125,8 +126,14 @@ def check_at(plan: PrivacyPlan, step: int, rate: float, *, is_first: bool = Fals
 
 def _fractions(plan: PrivacyPlan, number: int) -> list[float]:
     """Five uniform numbers in [0, 1)."""
-    words = bits(plan.step_key("check", number), 5, width=64)
-    return [float(word) for word in (words >> np.uint64(11)) * 2.0**-53]
+    return list(_uniform(plan.step_key("check", number).tobytes()))
+
+
+@functools.lru_cache(maxsize=16)  # the steps of one block ask the same
+def _uniform(key: bytes) -> tuple[float, ...]:
+    """Five uniform numbers in [0, 1), from the two words of a key."""
+    words = bits(np.frombuffer(key, np.uint32), 5, width=64)
+    return tuple([float(word) for word in (words >> np.uint64(11)) * 2.0**-53])
 
 
 @dataclass(frozen=True)

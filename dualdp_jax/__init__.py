@@ -4,11 +4,11 @@
 from dualdp_jax import weights as weights
 from dualdp_jax.checkpoint import load_checkpoint as load_checkpoint
 from dualdp_jax.checkpoint import save_checkpoint as save_checkpoint
-from dualdp_jax.explanation import explain as explain
 from dualdp_jax.data import Chunk as Chunk
 from dualdp_jax.data import LogicalBatch as LogicalBatch
 from dualdp_jax.data import PlannedLoader as PlannedLoader
 from dualdp_jax.engine import PrivacyEngine as PrivacyEngine
+from dualdp_jax.explanation import explain as explain
 from dualdp_jax.methods import METHODS as METHODS
 from dualdp_jax.noise import noisy_mean as noisy_mean
 from dualdp_jax.per_sample import ClippedGradSum as ClippedGradSum

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -303,8 +304,8 @@ def examine(asked: Asked, rows: Sequence[int], where: str) -> None:
         if sides is not None and exactness.is_wrong(
             sides,
             precision,
-            lambda k=k: repeated(asked, k),
-            lambda k=k: moved_example(asked, k, precision),
+            partial(repeated, asked, k),
+            partial(moved_example, asked, k, precision),
         ):
             unit = "the clipping bound" if asked.request.kind == SUM else "its norm"
             raise exactness.failure(sides, f"what {where} gave for an example", ADVICE, unit)
@@ -412,9 +413,7 @@ def sides_of(
     return measure.sides(known, norm, gaps, sizes)
 
 
-def _in_double(
-    asked: Asked, compare: Callable[[Asked], exactness.Sides | None]
-) -> float | None:
+def _in_double(asked: Asked, compare: Callable[[Asked], exactness.Sides | None]) -> float | None:
     """The error of a comparison of the same call in float64; None where its loss has none."""
 
     def wide(leaf: Any) -> Any:

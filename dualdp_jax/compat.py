@@ -93,7 +93,8 @@ def vary(value: Any, axes: frozenset[str]) -> Any:
         return value
     if hasattr(jax.lax, "pcast"):
         return jax.lax.pcast(value, missing, to="varying")
-    return jax.lax.pvary(value, missing)  # jax before pcast
+    pvary: Any = getattr(jax.lax, "pvary")  # noqa: B009, jax before pcast
+    return pvary(value, missing)
 
 
 def type_of(value: Any) -> Any:
@@ -230,10 +231,15 @@ def compiled(function: Callable[..., Any], inputs: Sequence[Any], options: Any) 
         return lowered.compile()
 
 
+def setting(name: str) -> Any:
+    """A setting of jax, as it is on this thread."""
+    return getattr(jax.config, name)
+
+
 def thread_settings() -> Callable[[], Any]:
     """The settings of this thread that decide about numbers, as a context for another thread."""
-    x64, precision = jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision
-    promotion = jax.config.jax_numpy_dtype_promotion
+    x64, precision = setting("jax_enable_x64"), setting("jax_default_matmul_precision")
+    promotion = setting("jax_numpy_dtype_promotion")
 
     @contextlib.contextmanager
     def settings() -> Iterator[None]:
@@ -320,7 +326,9 @@ def jaxprs_of(eqn: Any) -> list[Any]:
 
 def primitives_of(eqn: Any) -> set[str]:
     """Names of the primitives of an equation, those of nested jaxprs included."""
-    return {eqn.primitive.name}.union(e.primitive.name for j in jaxprs_of(eqn) for e in equations(j))
+    return {eqn.primitive.name}.union(
+        e.primitive.name for j in jaxprs_of(eqn) for e in equations(j)
+    )
 
 
 def has_own_backward(eqn: Any) -> bool:

@@ -340,6 +340,7 @@ class PrivacyEngine:
                 released, and the same batch may be tried again.
         """
         run, ledger = self._attached(), self._running()
+        assert self._loader is not None
         check_step(self._loader, state, batch)
         ledger.expect(batch.step)
         with nullcontext() if self._account is None else self._account.at(batch.step):

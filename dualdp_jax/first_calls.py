@@ -3,16 +3,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
 import weakref
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
 import numpy as np
 
+from dualdp_jax import compat
 from dualdp_jax.call import Call
 from dualdp_jax.request import Request
 from dualdp_jax.rules import RULES
@@ -60,7 +62,7 @@ def kind_of(loss_fn: Any, call: Call, request: Request, size: int) -> Hashable:
         None if clip is None else (clip.clipping, tuple(clip.groups)),
         size < call.num_examples,
         tuple(RULES.items()),
-        jax.config.jax_enable_x64,
+        compat.setting("jax_enable_x64"),
     )
 
 
@@ -108,15 +110,18 @@ def _array(value: Any) -> Hashable:
     return "array", tuple(value.shape), str(value.dtype)
 
 
+def _nothing() -> None:
+    """What is left of an object that is gone."""
+
+
 class _Same:
     """Equal to itself of the same living object, and to nothing else."""
 
     def __init__(self, value: Any) -> None:
         self.number = id(value)
-        try:
+        self.value: Callable[[], Any] = _nothing
+        with contextlib.suppress(TypeError):  # else nothing tells whether it still lives
             self.value = weakref.ref(value)
-        except TypeError:  # nothing tells whether it still lives
-            self.value = lambda: None
 
     def __hash__(self) -> int:
         return hash(self.number)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Norms that are right to within what clipping allows: estimates, and the gradients where they fail.
+"""Norms right to within what clipping allows: estimates, and the gradients where they fail.
 
 An estimate's error is compared with the number that the clip factor is made of, of the parameter's
 own clipping group: its norm, or the bound where that is larger. What exceeds it, overflows, or is
@@ -92,17 +92,16 @@ def settled(sources: Sequence[Source], accuracy: Accuracy, mask: Any = None) -> 
     estimates = [source.estimate for source in sources]
     found = [estimate.sq_norms for estimate in estimates]
     fine = _fine(estimates, accuracy, mask)
-    cheap = [i for i in fine if estimates[i].again is not None]
-    if cheap:
-        agains = [estimates[i].again or (lambda: None) for i in cheap]
+    agains = {i: again for i in fine if (again := estimates[i].again) is not None}
+    if agains:
         again = jax.lax.cond(
-            jnp.stack([fine[i].all() for i in cheap]).all(),
-            lambda: [found[i] for i in cheap],
-            lambda: [function() for function in agains],
+            jnp.stack([fine[i].all() for i in agains]).all(),
+            lambda: [found[i] for i in agains],
+            lambda: [function() for function in agains.values()],
         )
-        for i, sq_norms in zip(cheap, again, strict=True):
+        for i, sq_norms in zip(agains, again, strict=True):
             found[i] = sq_norms
-    for i in fine.keys() - set(cheap):
+    for i in fine.keys() - agains.keys():
         found[i] = _by_forming(sources[i], found[i], fine[i])
     return Settled(found, [estimate.rounding for estimate in estimates])
 
@@ -126,9 +125,7 @@ def _fine(estimates: Sequence[Estimate], accuracy: Accuracy, mask: Any) -> dict[
         sq_norm = total([finite(estimates[i].sq_norms) for i in members])
         error = total([finite(estimates[i].errors) for i in some])
         floor = jnp.asarray(accuracy.floors[some[0]], sq_norm.dtype)
-        allowed = jnp.maximum(
-            accuracy.margin * sq_norm, jnp.square(accuracy.margin / 2 * floor)
-        )
+        allowed = jnp.maximum(accuracy.margin * sq_norm, jnp.square(accuracy.margin / 2 * floor))
         for i in some:
             small = estimates[i].errors * len(some) <= allowed
             fine[i] = known[i] & ((error <= allowed) | small)
@@ -137,12 +134,16 @@ def _fine(estimates: Sequence[Estimate], accuracy: Accuracy, mask: Any) -> dict[
 
 def _by_forming(source: Source, sq_norms: Any, fine: Any) -> Any:
     """The norms, of some examples from their gradients: one after the other, in little memory."""
+    formed = source.formed
+    assert formed is not None
+
+    def form(row: Any) -> Any:
+        return jnp.square(stable_norm(formed(row))[0])
 
     def one(example: Any) -> Any:
         known, is_fine, row = example
         lifted = jax.tree.map(lambda x: x[None], row)
-        form = lambda: jnp.square(stable_norm(source.formed(lifted))[0]).astype(known.dtype)  # noqa: E731
-        return jax.lax.cond(is_fine, lambda: known, form)
+        return jax.lax.cond(is_fine, lambda: known, lambda: form(lifted).astype(known.dtype))
 
     again = lambda: jax.lax.map(one, (sq_norms, fine, source.arrays))  # noqa: E731
     return jax.lax.cond(fine.all(), lambda: sq_norms, again)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is asked of a call, and the answer: per-sample gradients, their norms, or the clipped sum."""
+"""What is asked of a call, and its answer: per-sample gradients, norms, or the clipped sum."""
 
 from __future__ import annotations
 
@@ -104,6 +104,7 @@ def _norms(request: Request, call: Call, size: int) -> Answer:
 def _sum(request: Request, call: Call, mask: Any, size: int) -> Clipped:
     """The clipped sum."""
     chosen, clip = choose(request.method), request.clip
+    assert clip is not None
     full_mask = checked_mask(mask, call.num_examples)
 
     def work(rows: Row, rows_mask: Any) -> tuple[Any, Any]:

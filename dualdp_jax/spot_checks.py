@@ -220,7 +220,7 @@ class SpotChecks:
 
     @cached_property
     def _plain(self) -> Callable[..., Any]:
-        """(trained, others, row (1, ...), dropout) to one gradient and the lengths of its leaves."""
+        """(trained, others, row (1, ...), dropout) to one gradient and its leaves' lengths."""
 
         def gradient(trained: Any, others: Any, row: Any, dropout: Any) -> Any:
             call = self.run.call(trained, others, row, dropout)
@@ -230,7 +230,7 @@ class SpotChecks:
 
     @cached_property
     def _plain_sum(self) -> Callable[..., Any]:
-        """(trained, others, rows with factors, dropout) to a gradient and the lengths of its leaves.
+        """(trained, others, rows with factors, dropout) to a gradient and its leaves' lengths.
 
         It is that of the sum over the rows of factor times loss.
         """
@@ -320,4 +320,3 @@ def _with_lengths(leaves: list[Any]) -> tuple[list[Any], list[Any]]:
 def _floats(values: Sequence[Any]) -> list[float]:
     """Numbers on the device, as floats."""
     return [float(whole(value)) for value in values]
-

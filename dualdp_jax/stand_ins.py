@@ -87,7 +87,7 @@ def array(
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         keys = jax.random.split(jax.random.key(int(rng.integers(1 << 30))), math.prod(shape))
         return keys.reshape(shape)
-    if dtype == bool:
+    if jnp.issubdtype(dtype, jnp.bool_):
         return rng.random(shape) < 0.5
     if jnp.issubdtype(dtype, jnp.integer):
         most = min(limit or _UNKNOWN, int(jnp.iinfo(dtype).max) + 1)

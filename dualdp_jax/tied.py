@@ -68,8 +68,10 @@ def norms(parts: list[Part]) -> Estimate:
     squares: Any = 0.0
     for i, one in enumerate(factors):
         squares = squares + _pairs(one, one) + sum(2 * _pairs(one, other) for other in factors[:i])
-    left, right = (jnp.concatenate(rows, 1) for rows in zip(*map(_sq_lengths, factors), strict=True))
-    return of_gram(squares, left, right, parts[0][0].spec.shape)
+    left, right = (
+        jnp.concatenate(rows, 1) for rows in zip(*map(_sq_lengths, factors), strict=True)
+    )
+    return of_gram(squares, left, right, (parts[0][0].spec.shape[0], parts[0][0].spec.shape[1]))
 
 
 def _pairs(a: Factors, b: Factors) -> Any:

@@ -18,7 +18,7 @@ import optax
 from dualdp_jax import bounds, compat
 from dualdp_jax.call import Call, build, split_batch
 from dualdp_jax.choices import prepared
-from dualdp_jax.data import Loader, LogicalBatch
+from dualdp_jax.data import LogicalBatch, PlannedLoader
 from dualdp_jax.methods import choose
 from dualdp_jax.noise import Release, noised_mean, release_at
 from dualdp_jax.parameters import Parameters, split
@@ -334,7 +334,7 @@ def continued(loaded: TrainState, fresh: TrainState) -> TrainState:
     return loaded
 
 
-def check_step(loader: Loader, state: TrainState, batch: LogicalBatch) -> None:
+def check_step(loader: PlannedLoader, state: TrainState, batch: LogicalBatch) -> None:
     """Refuse what the ledger could not account.
 
     Raises:
@@ -348,7 +348,7 @@ def check_step(loader: Loader, state: TrainState, batch: LogicalBatch) -> None:
         )
     if not loader.drew(batch):
         raise TypeError(
-            f"batch is a {type(batch).__name__} that this engine's loader did not draw, or that was "
-            "changed since. Expected one of its batches as it is: only they are what the "
+            f"batch is a {type(batch).__name__} that this engine's loader did not draw, or that "
+            "was changed since. Expected one of its batches as it is: only they are what the "
             "accountant assumes. Augment examples in loss_fn (needs_key=True gives each a key)."
         )

@@ -60,9 +60,7 @@ def forget() -> None:
     _verdicts.clear()
 
 
-def examine(
-    request: Request, call: Call, size: int, where: str, *, again: bool = False
-) -> Verdict:
+def examine(request: Request, call: Call, size: int, where: str, *, again: bool = False) -> Verdict:
     """Try a call that is being traced, or say what came of it when it was tried before.
 
     Args:
@@ -115,8 +113,8 @@ def _key(request: Request, call: Call, size: int) -> Hashable:
         call.num_examples,
         size,
         tuple(RULES.items()),
-        jax.config.jax_enable_x64,
-        jax.config.jax_default_matmul_precision,
+        compat.setting("jax_enable_x64"),
+        compat.setting("jax_default_matmul_precision"),
     )
 
 

@@ -11,14 +11,14 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from dualdp import _validate, run_arguments
+from dualdp import _validate, exactness, run_arguments
 from dualdp.plan import PrivacyPlan
 
 from .clip import clipping_bounds, refuse_two_pass
+from .criterion_check import REDUCTIONS
 from .data import check_loader, expected_batch_size
 from .optimizer import check_holds
 from .recorder import RECORDED
-from .reduction import REDUCTIONS
 from .sharded import check_sharded
 from .validate import refuse_mixing_modules
 
@@ -50,6 +50,7 @@ class Settings:
         pass_end: step that ends the pass which a checkpoint interrupted.
         choices: how each layer's norm was computed, see `dualdp_torch.choices`; a resume goes the
             same ways, whatever the cost model of its version says.
+        checks: share of steps at which examples are checked; 0 is off.
     """
 
     loss_reduction: str
@@ -58,6 +59,7 @@ class Settings:
     has_target: bool = False
     pass_end: int = 0
     choices: dict[str, str] = field(default_factory=dict)
+    checks: float = exactness.RATE
 
 
 def check(

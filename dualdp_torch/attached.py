@@ -20,6 +20,8 @@ from .optimizer import PrivateStep
 from .recorder import Recorder
 from .release import Alone, Together
 from .run import Lent, Run
+from .step_checks import StepChecks
+from .tape import Tape
 
 #: Models and optimizers that an engine trains.
 _in_use: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -61,13 +63,17 @@ class Attached(Run):
         method = GRAD_SAMPLE_MODES[self._settings.grad_sample_mode]
         if module is not unwrapped(module):
             self._lent.set(module, **QUIET)
+        reduction, rate = self._settings.loss_reduction, self._settings.checks
+        checks = StepChecks(self.ledger, rate, reduction, (method, self.plan.clipping))
         self._recorder = recorder = Recorder(
             unwrapped(module),
             method=method,
             when=lambda: self._step is not None and self._step.is_waiting(),
-            check=lambda loss: self._require_step().check_loss(loss),
+            tape=Tape(),
             terms=lambda: self._require_step().terms(),
+            is_due=checks.is_due,
         )
+        checks.attach(recorder)
         choices, shards = self._settings.choices, recorder.shards
         release: Alone | Together = Alone(self.ledger, shards)
         if self._group is not None:
@@ -77,10 +83,11 @@ class Attached(Run):
             optimizer,
             self.ledger,
             release,
-            loss_reduction=self._settings.loss_reduction,
+            loss_reduction=reduction,
             keep=METHODS[method] or "all",
             keep_per_sample=lambda: self.keep_per_sample,
             choices=choices,
+            checks=checks,
             decides=self._is_first,
             noise_layout=lambda: self.noise_layout,
         )

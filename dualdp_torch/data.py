@@ -25,6 +25,7 @@ from dualdp import AccountingError, _validate
 from dualdp.batches import num_physical_batches, physical_batches
 from dualdp.randomness import counter
 
+from .collate_check import CheckedCollate
 from .normals import keyed_generator
 from .rules.base import Tensor
 
@@ -41,13 +42,20 @@ class Draw(NamedTuple):
         step: the logical batch it is part of.
         indices: row of the data set for each row of the batch.
         mask: (rows,) bool, False for padding.
-        is_last: it completes the logical batch.
+        part: its number among the physical batches of the logical one.
+        parts: how many those are.
     """
 
     step: int
     indices: list[int]
     mask: Tensor
-    is_last: bool
+    part: int = 0
+    parts: int = 1
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it completes the logical batch."""
+        return self.part == self.parts - 1
 
 
 class Share(NamedTuple):
@@ -81,9 +89,9 @@ def draws(
         parts = list(physical_batches(drawn[share.rank :: share.size], size))
         missing = share.num_batches(len(drawn), size) - len(parts)
         parts += missing * list(physical_batches(drawn[:0], size))
-        for k, (indices, mask) in enumerate(parts, 1):
+        for k, (indices, mask) in enumerate(parts):
             rows = mask if mask.any() else np.arange(len(mask)) == 0  # no static shape is needed
-            yield Draw(step, indices[rows].tolist(), torch.from_numpy(mask[rows]), k == len(parts))
+            yield Draw(step, indices[rows].tolist(), torch.from_numpy(mask[rows]), k, len(parts))
 
 
 class _Batches:
@@ -136,6 +144,8 @@ class PlannedLoader:
         announce: called with each `Draw`, its batch and the number of its pass, before it is handed
             out.
         share: of this process.
+        leave: called with the number of a pass that ends, or is given up.
+        checks: share of the batches whose `collate_fn` is checked.
 
     Guarantees:
         `len` is the number of batches of the pass that runs, else of the coming one; of the last
@@ -152,6 +162,8 @@ class PlannedLoader:
         begin: Callable[[], int],
         announce: Callable[[Draw, Any, int], None],
         share: Share = ALONE,
+        leave: Callable[[int], None] = lambda number: None,
+        checks: float = 0.0,
     ) -> None:
         check_loader(loader)
         _check_share(loader, share)
@@ -164,8 +176,10 @@ class PlannedLoader:
         self._options = {name: getattr(loader, name) for name in _KEPT if hasattr(loader, name)}
         if not loader.pin_memory_device:
             self._options.pop("pin_memory_device", None)
+        period = round(1 / checks) if checks else 0
+        self._options["collate_fn"] = CheckedCollate(loader.collate_fn, period)
         self._plan, self._span, self._begin, self._announce = plan, span, begin, announce
-        self._share = share
+        self._leave, self._share = leave, share
         self._use_size(plan.physical_batch_size)
 
     def _use_size(self, size: int | None) -> None:
@@ -228,6 +242,7 @@ class PlannedLoader:
                 yield batch
         finally:
             self._running = None
+            self._leave(number)
 
 
 class BatchMemoryManager:

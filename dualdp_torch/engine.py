@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from dualdp import AccountingError, run_registry
 from dualdp.accountants import require_bound
+from dualdp.exactness import checked_rate
 from dualdp.ledger import Ledger
 from dualdp.plan import PrivacyPlan
 from dualdp.run_arguments import names_delta, refuse_beside_target
@@ -84,6 +85,7 @@ class PrivacyEngine(Attached):
         poisson_sampling: bool | None = None,
         grad_sample_mode: str = "auto",
         ledger: str | os.PathLike[str] | None = None,
+        checks: float | None = None,
         **others: Any,
     ) -> Parts:
         """Set up DP-SGD; the loop stays the user's.
@@ -106,6 +108,9 @@ class PrivacyEngine(Attached):
             poisson_sampling: False for shuffled batches, accounted without amplification.
             grad_sample_mode: "auto" or one of `GRAD_SAMPLE_MODES`.
             ledger: a new file for the record of releases; None keeps it in memory.
+            checks: share of steps at which examples are checked against plain autodiff of their
+                own losses, in [0, 1]; None for `dualdp.exactness.RATE`, 0 for never. The ledger
+                holds it.
             **others: further fields of `PrivacyPlan` (sampler, neighboring_relation, seed, noise,
                 delta, num_steps, ...), epochs= instead of num_steps=, and arguments of Opacus'
                 method, as far as they have a meaning here.
@@ -133,7 +138,7 @@ class PrivacyEngine(Attached):
             "poisson_sampling": poisson_sampling,
             **others,
         }
-        settings = Settings(loss_reduction, grad_sample_mode)
+        settings = Settings(loss_reduction, grad_sample_mode, checks=checked_rate(checks))
         settings.whole, settings.has_target = plan is not None, names_delta(plan, given)
         plan = plan_of(data_loader, plan, given, **self._of_plans)
         return self._start(module, optimizer, data_loader, plan, settings, ledger)
@@ -151,6 +156,7 @@ class PrivacyEngine(Attached):
         loss_reduction: str = "mean",
         grad_sample_mode: str = "auto",
         ledger: str | os.PathLike[str] | None = None,
+        checks: float | None = None,
         **others: Any,
     ) -> Parts:
         """`make_private` with the noise that spends `target_epsilon` in so many epochs or steps.
@@ -166,6 +172,7 @@ class PrivacyEngine(Attached):
             loss_reduction: as there.
             grad_sample_mode: as there.
             ledger: as there.
+            checks: as there.
             **others: further arguments of `make_private`, max_grad_norm among them.
 
         Returns:
@@ -187,7 +194,9 @@ class PrivacyEngine(Attached):
             method="make_private_with_epsilon",
             **self._of_plans,
         )
-        settings = Settings(loss_reduction, grad_sample_mode, has_target=True)
+        settings = Settings(
+            loss_reduction, grad_sample_mode, has_target=True, checks=checked_rate(checks)
+        )
         return self._start(module, optimizer, data_loader, plan, settings, ledger)
 
     def _start(
@@ -206,13 +215,14 @@ class PrivacyEngine(Attached):
 
         def prepared() -> PlannedLoader:
             check(unwrapped(module), optimizer, plan, settings)
-            return self._planned(loader, plan)
+            return self._planned(loader, plan, settings)
 
         planned = on_all(self._group, "make_private", prepared)
         open_ledger = partial(new_ledger, plan, ledger)
         if not self._is_first:
             open_ledger = partial(following_ledger, plan)
         self._ledger = on_all(self._group, "the ledger", open_ledger)
+        self._ledger.note(checks=settings.checks)
         self._settings = settings
         self._attach(module, optimizer)
         return module, optimizer, planned
@@ -281,7 +291,9 @@ class PrivacyEngine(Attached):
         self._agreed((*self._saved[:2], data_loader), self.plan, self._settings)
         until = self._settings.pass_end
         planned = on_all(
-            self._group, "resume", lambda: self._planned(data_loader, self.plan, until)
+            self._group,
+            "resume",
+            lambda: self._planned(data_loader, self.plan, self._settings, until),
         )
         run_registry.draw_by_engine(self.ledger)
         (module, optimizer, at_resume), self._saved = self._saved, None
@@ -330,7 +342,9 @@ class PrivacyEngine(Attached):
         self._own_loop = loader
         return loader
 
-    def _planned(self, loader: DataLoader[Any], plan: PrivacyPlan, until: int = 0) -> PlannedLoader:
+    def _planned(
+        self, loader: DataLoader[Any], plan: PrivacyPlan, settings: Settings, until: int = 0
+    ) -> PlannedLoader:
         """The loader of the plan's batches; `until` ends a pass that a checkpoint interrupted."""
         span = partial(self._span, len(loader), until)
 
@@ -346,6 +360,8 @@ class PrivacyEngine(Attached):
             begin,
             lambda *drawn: self._require_step().announce(*drawn),
             ALONE if self._group is None else Share(self._group.rank, self._group.size),
+            lambda number: self._step.leave(number) if self._step is not None else None,
+            settings.checks,
         )
 
     def detach(self) -> None:

@@ -16,7 +16,9 @@ from .batch import Batch
 from .capture import Capture
 from .layout import Layout, of_single
 from .outputs import projected
-from .proof import Proof, known, prove, refuse_moved
+from .proof import prove
+from .remembered import Remembered, known
+from .rows import refuse_moved
 from .sharded import Shards
 
 
@@ -34,6 +36,7 @@ class Examination:
 
     Attributes:
         skip: positions of uses that hold no examples.
+        known: what is remembered of the model on batches like the last one.
     """
 
     def __init__(
@@ -44,7 +47,7 @@ class Examination:
         pause: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._model, self._inside, self._shards, self._pause = model, inside, shards, pause
-        self._proofs: dict[Any, Proof] = {}
+        self.known = Remembered([])
         self.skip: frozenset[int] = frozenset()
 
     def begin(self, batch: Batch) -> str | None:
@@ -56,9 +59,9 @@ class Examination:
         Raises:
             UnsupportedLayerError: they can't, and the model is in pieces.
         """
-        self._batch, self._proofs = batch, known(self._model, projected, batch)
-        self._complete(lambda: not self._proofs)
-        problem = self._proofs["problem"].problem if "problem" in self._proofs else None
+        self._batch, self.known = batch, known(self._model, projected, batch)
+        self._complete(lambda: not self.known)
+        problem = self.known["problem"].problem if "problem" in self.known else None
         if problem and self._shards is not None:
             raise UnsupportedLayerError(
                 f"{problem}, so its gradients need vmap, which can't gather the parameters of a "
@@ -67,8 +70,13 @@ class Examination:
             )
         # One example alone proves nothing; what it skips must be what other processes skip.
         before = self.skip if self._shards is not None else frozenset()
-        self.skip = next((proof.skip for proof in self._proofs.values()), before)
+        self.skip = next((proof.skip for proof in self.known.values()), before)
         return problem
+
+    @property
+    def writes(self) -> set[str]:
+        """Names of the buffers that a forward writes, the same on every batch."""
+        return self.known.writes
 
     def layouts(self, capture: Capture, outputs: Any) -> tuple[Layout | None, ...]:
         """Where the examples lie in the uses of the forward that has ended.
@@ -80,7 +88,7 @@ class Examination:
         Raises:
             UnsupportedLayerError: it can't be told, or the data brought examples elsewhere.
         """
-        proofs, signatures = self._proofs, tuple(use.signature for use in capture.uses)
+        proofs, signatures = self.known, tuple(use.signature for use in capture.uses)
         self._complete(lambda: signatures not in proofs or not proofs[signatures].complete)
         if self._batch.n == 1:
             found = tuple(
@@ -129,7 +137,7 @@ class Examination:
     def _prove(self, batch: Batch) -> None:
         """Examine the model on a batch and remember the result if it is complete."""
         with self._pause(), torch.enable_grad():
-            proof = prove(self._model, projected, batch, dict(self._inside))
+            proof = prove(self._model, projected, batch, dict(self._inside), writes=self.writes)
         is_ours = batch.signature() == self._batch.signature()
         if is_ours and proof is not None and (proof.complete or proof.signatures):
-            self._proofs["problem" if proof.problem else proof.signatures] = proof
+            self.known["problem" if proof.problem else proof.signatures] = proof

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ except ModuleNotFoundError:  # the same code under its older name
 from .arguments import GRAD_SAMPLE_MODES
 from .engine import PrivacyEngine
 from .hosted import Hosted, HostedLoader, wider
-from .outputs import float_leaves
+from .outputs import WholeStep, float_leaves
 from .rules.base import Tensor
 from .run import Lent
 
@@ -248,13 +248,13 @@ def refuse(trainer: Any, pl_module: LightningModule) -> None:
             raise ValueError(f"This can't be made private: {text}.")
 
 
-class _WholeStep(nn.Module):
+class _WholeStep(WholeStep):
     """A `training_step` that calls several modules, as one module with their outputs."""
 
     def __init__(self, pl_module: LightningModule) -> None:
         super().__init__()
         self.inner, self._step = pl_module, pl_module.training_step
-        self._depth, self._is_live = 0, False
+        self._depth, self._is_live, self._is_heard = 0, False, True
         self.result: Any = None
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
@@ -265,6 +265,16 @@ class _WholeStep(nn.Module):
             return self.result
         finally:
             self._is_live, self.result = False, None
+
+    def loss(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The loss of a `training_step` that nobody hears of."""
+        self._is_heard = False
+        try:
+            result = self.run(*args, **kwargs)
+        finally:
+            self._is_heard = True
+        loss: Tensor = result["loss"] if isinstance(result, Mapping) else result
+        return loss
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._depth += 1
@@ -285,7 +295,8 @@ class _WholeStep(nn.Module):
                 "The modules that training_step calls have no rules for some of their parameters. "
                 "Put them into one module (self.model) that training_step calls once."
             )
-        with self._listening() as outputs, _silent(self.inner, not is_real):
+        is_silent = not (is_real and self._is_heard)
+        with self._listening() as outputs, _silent(self.inner, is_silent):
             result = self._step(*args, **kwargs)
         if is_real:
             self.result = result

@@ -11,20 +11,23 @@ from typing import Any
 import torch
 from torch import nn
 
+from dualdp.exactness import ExactnessError
 from dualdp.ledger import Ledger
 
 from .choices import of_run
-from .clip import clip_and_sum, clipping_bounds
+from .clip import clip_factors, clipped_sums, clipping_bounds, passes_again
 from .data import Draw
 from .distributed import device_kind
 from .noise import noised_mean
 from .normals import STREAM
 from .recorder import Recorder
-from .reduction import check_reduction
 from .release import Alone, Together
 from .rules.base import Tensor
 from .sharded import Terms
+from .spot_check import Engine
+from .step_checks import StepChecks
 
+Formed = Callable[[str, Tensor], Tensor]
 _STACK = f"torch {torch.__version__}, stream {STREAM}"  # whose generator the noise comes from
 _AMP = "_step_supports_amp_scaling"  # makes GradScaler.step call `step` and leave the rest to it
 
@@ -98,6 +101,7 @@ class PrivateStep:
         keep_per_sample: () -> whether `stages` is to hold the per-sample gradients.
         choices: table of `choices.of_run`, filled as the layers are met.
         decides: as there.
+        checks: spot checks of the run.
         noise_layout: () -> as `layout` of `noised_mean`.
     """
 
@@ -112,9 +116,11 @@ class PrivateStep:
         keep: str,
         keep_per_sample: Callable[[], bool],
         choices: dict[str, str],
+        checks: StepChecks,
         decides: bool = True,
         noise_layout: Callable[[], Any] = lambda: None,
     ) -> None:
+        self._checks = checks
         self._recorder, self.optimizer, self._ledger = recorder, optimizer, ledger
         self._shards = recorder.shards
         self._reduction, self._keep, self._complete = loss_reduction, keep, release
@@ -122,7 +128,7 @@ class PrivateStep:
         self._choices, self._decides, self._pass = choices, decides, 0
         self._seeded = ledger.plan.seed is not None
         self._draw: Draw | None = None
-        self._batch: Any = None
+        self._lost: int | None = None
         self._forget()
         self.stages: Stages | None = None
         self._scaled_itself = vars(optimizer).get(_AMP)
@@ -132,12 +138,15 @@ class PrivateStep:
     def detach(self) -> None:
         """Leave the optimizer as it was."""
         self._handle.remove()
+        self._checks.end()
         delattr(self.optimizer, _AMP)
         if self._scaled_itself is not None:
             setattr(self.optimizer, _AMP, self._scaled_itself)
 
     def _forget(self) -> None:
         """No part of a logical batch was added up."""
+        self._failure: Exception | None = None
+        self._checks.has_passed = False
         self._sums: dict[str, Tensor] = {}
         self._norms: list[Tensor] = []
         self._grads: list[dict[str, Tensor]] = []
@@ -154,11 +163,21 @@ class PrivateStep:
 
     def begin(self) -> int:
         """The number of the pass that begins; what an abandoned pass left behind is dropped."""
-        self._draw = self._batch = None
+        self._draw = self._lost = None
         self._forget()
+        self._checks.end()
         self._recorder.clear()
         self._pass += 1
         return self._pass
+
+    def leave(self, number: int) -> None:
+        """A pass ends or is given up.
+
+        Args:
+            number: of the pass.
+        """
+        if number == self._pass:
+            self._checks.leave_loader()
 
     def announce(self, draw: Draw, batch: Any, number: int) -> None:
         """The loader hands out a batch.
@@ -171,24 +190,28 @@ class PrivateStep:
                 "Another pass over the loader has begun, so this one cannot go on: examples would "
                 "count twice. Expected one iterator at a time."
             )
+        self._require_whole()
         if self._draw is not None:
             raise RuntimeError(
                 f"The batch of step {self._draw.step} got no optimizer.step(). Expected one for "
                 "every batch of the loader: which batches count must not depend on the data."
             )
-        self._draw, self._batch = draw, batch
+        self._draw = draw
         self.stages = None  # as much memory as two models
+        self._checks.begin(draw, batch)
 
-    def check_loss(self, loss: Tensor) -> None:
-        """Refuse a loss that is not what was declared."""
-        recorder = self._recorder
-        check_reduction(
-            loss,
-            self._reduction,
-            n=recorder.n,
-            after=recorder.left_at,
-            labels=_integers(self._batch),
-        )
+    def _require_whole(self) -> None:
+        """Refuse to go on with a logical batch of which a part was lost.
+
+        Raises:
+            RuntimeError: one was.
+        """
+        if self._lost is not None:
+            raise RuntimeError(
+                f"Step {self._lost} failed after a part of its logical batch was added up, and the "
+                "sums are dropped. Begin a new pass over the loader, which begins this step again "
+                "with the same examples."
+            )
 
     # ------------------------------------------------------------------ the optimizer's side
 
@@ -205,19 +228,56 @@ class PrivateStep:
             with torch.enable_grad():
                 once = _Once(closure())
             args, kwargs = (args[0],), {**kwargs, "closure": once}
-        draw = self._draw
-        check_holds(optimizer, self._recorder.parameters)
-        self._recorder.require_backward()
-        if draw.is_last:
-            self._complete.begin(draw.step)
-        self._add(draw)
+        with self._recorder.tape.aside():
+            self._step(self._draw)
+        return args, kwargs
+
+    def _step(self, draw: Draw) -> None:
+        """Carry out the step of a batch; one that fails leaves nothing of it behind."""
+        self._require_whole()
+        self._require_all(draw)
+        check_holds(self.optimizer, self._recorder.parameters)
+        try:
+            self._carry_out(draw)
+        except ExactnessError as error:
+            self._ledger.check_failed(draw.step, error)
+            raise
+        finally:
+            self._end(draw)
+
+    def _carry_out(self, draw: Draw) -> None:
+        """Add up one physical batch; release the logical one that it completes."""
+        with torch.no_grad(), of_run(self._choices, seeded=self._seeded, decides=self._decides):
+            self._add(draw)
         self._recorder.clear()
-        self._draw = self._batch = None
         if draw.is_last:
             self._release(draw.step)
         else:
             self._set_gradients({})
-        return args, kwargs
+        self._draw = None
+
+    def _require_all(self, draw: Draw) -> None:
+        """Refuse a step without a backward over the whole batch."""
+        n = self._recorder.require_backward()
+        if n != len(draw.mask):
+            raise RuntimeError(
+                f"The model saw {n} examples but the loader gave {len(draw.mask)}. Expected the "
+                "whole batch, once."
+            )
+
+    def _end(self, draw: Draw) -> None:
+        """The batch was stepped on, or the step failed: then it begins again from its forward.
+
+        Nothing of a step that failed is used. Sums that other parts of its logical batch were added
+        to may be incomplete.
+        """
+        if self._draw is None:
+            self._checks.end()
+            return
+        if draw.part or self._ledger.position > draw.step:
+            self._lost = draw.step
+        self._forget()
+        self._recorder.begin_again()
 
     def terms(self) -> Terms:
         """What the batch that was handed out is clipped with.
@@ -240,33 +300,77 @@ class PrivateStep:
         )
 
     def _add(self, draw: Draw) -> None:
-        """Add the clipped gradients of one physical batch to the logical batch's sum."""
-        recorder, n = self._recorder, len(draw.mask)
-        if recorder.n is not None and recorder.n != n:
-            raise RuntimeError(
-                f"The model saw {recorder.n} examples but the loader gave {n}. Expected the whole "
-                "batch, once."
-            )
-        mask = self.terms().mask
-        with torch.no_grad(), of_run(self._choices, seeded=self._seeded, decides=self._decides):
-            self._sums, norms = self._clipped(draw)
-        self._norms.append(norms if mask is None else norms[mask.to(norms.device)])
+        """Add the clipped gradients of one physical batch to the logical batch's sum.
 
-    def _clipped(self, draw: Draw) -> tuple[dict[str, Tensor], Tensor]:
-        """Name -> clipped sum of the logical batch so far, and norms of the recorded one."""
-        recorder, (scale, bounds, clipping, mask) = self._recorder, self.terms()
+        They are checked before the step is recorded as a release, and before any of them is sent.
+        """
+        recorder, terms = self._recorder, self.terms()
         formed = partial(self._formed, is_whole=draw.is_last)
+        self._check(lambda: self._checks.criterion(draw))
         if recorder.layered is not None:
+            self._begin(draw)
             sums, norms = recorder.layered.finish()
-            return {name: formed(name, total) for name, total in sums.items()}, norms
-        gradients, n = recorder.gradients(scale, self._keep), len(draw.mask)
-        second_pass = recorder.second_pass(scale, gradients.forget)
+            self._sums = {name: formed(name, total) for name, total in sums.items()}
+        else:
+            norms = self._add_captured(draw, terms, formed)
+        self._norms.append(norms if terms.mask is None else norms[terms.mask.to(norms.device)])
+
+    def _add_captured(self, draw: Draw, terms: Terms, formed: Formed) -> Tensor:
+        """As `_add`, of gradients that are there once the backward is over; their norms (n,)."""
+        recorder = self._recorder
+        gradients = recorder.gradients(terms.scale, self._keep)
         if self._keep_per_sample() and recorder.shards is None:
             grads = gradients.grads()
             self._grads.append({name: g[draw.mask.to(g.device)] for name, g in grads.items()})
-        return clip_and_sum(
-            gradients, n, bounds, clipping, mask, second_pass, recorder.shards, formed
+        n, second_pass = len(draw.mask), recorder.second_pass(terms.scale, gradients.forget)
+        factors = clip_factors(gradients, n, terms.bounds, terms.clipping, terms.mask)
+        if self._failure is not None or not self._checks.is_due(recorder.known):
+            self._begin(draw)
+            self._sums = clipped_sums(gradients, factors, second_pass, recorder.shards, formed)
+            return factors.norms
+        passes = second_pass is not None and passes_again(gradients, factors.rows)
+        sums = clipped_sums(gradients, factors, second_pass, recorder.shards)
+
+        def contribution(row: int) -> dict[str, Tensor]:
+            only = factors.only(row)
+            found = second_pass(next(iter(only.of.values()))) if passes and second_pass else None
+            return clipped_sums(gradients, only) if found is None else found
+
+        numbers = Engine(
+            factors.norms,
+            recorder.losses(terms.scale),
+            contribution,
+            sums=sums,
+            factors=factors.of,
+            bounds=terms.bounds,
+            clipping=terms.clipping,
+            doubt=gradients.doubt,
         )
+        self._check(lambda: self._checks.model(draw, numbers, terms))
+        self._begin(draw)
+        self._sums = {name: formed(name, total) for name, total in sums.items()}
+        return factors.norms
+
+    def _check(self, check: Callable[[], None]) -> None:
+        """Carry out a check; of several processes, all are told before one of them stops."""
+        try:
+            check()
+        except (ExactnessError, ValueError) as failure:
+            if self._complete.is_alone:
+                raise
+            self._failure = self._failure or failure
+
+    def _begin(self, draw: Draw) -> None:
+        """Begin the release that this batch completes, unless a check failed on some process.
+
+        Raises:
+            ExactnessError, ValueError: one did.
+        """
+        if draw.is_last:
+            self._complete.agree(draw.step, self._failure)
+            if self._checks.has_passed:
+                self._ledger.check_passed(draw.step)
+            self._complete.begin(draw.step)
 
     def _formed(self, name: str, total: Tensor, is_whole: bool) -> Tensor:
         """One sum with what came before in the logical batch; it may be sent while others form."""
@@ -334,13 +438,3 @@ def _refuse_scaler(optimizer: Any) -> None:
         "in bfloat16 or float32, which need no scaler, and call loss.backward() and "
         "optimizer.step()."
     )
-
-
-def _integers(batch: Any) -> list[Tensor]:
-    """The tensors of a batch that may hold class labels; mappings of any class are opened."""
-    if torch.is_tensor(batch):
-        return [batch] if batch.dtype in (torch.int64, torch.int32) else []
-    if isinstance(batch, Mapping):
-        batch = list(batch.values())
-    parts = batch if isinstance(batch, list | tuple) else ()
-    return [tensor for part in parts for tensor in _integers(part)]

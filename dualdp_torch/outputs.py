@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +17,19 @@ from .rules.base import Tensor
 
 def projected(model: nn.Module, args: Any, kwargs: Any, cotangents: Any = None) -> Tensor:
     """(n,) one number per example from the model's outputs: their product with `cotangents`."""
-    leaves = float_leaves(model(*args, **kwargs))
+    return combined(float_leaves(model(*args, **kwargs)), cotangents)
+
+
+def combined(leaves: Sequence[Tensor], cotangents: Sequence[Tensor] | None = None) -> Tensor:
+    """(n,) one number per example: the product of its outputs with what they received.
+
+    Args:
+        leaves: floating-point outputs of a model.
+        cotangents: of the same shapes; None for fixed numbers.
+
+    Raises:
+        UnsupportedLayerError: an output does not hold the examples on axis 0, or there is none.
+    """
     n = len(leaves[0]) if leaves and leaves[0].dim() else 0
     total = None
     for position, leaf in enumerate(leaves):
@@ -43,6 +56,40 @@ def float_leaves(outputs: Any) -> list[Tensor]:
         for leaf in pytree.tree_leaves(outputs)
         if torch.is_tensor(leaf) and leaf.is_floating_point()
     ]
+
+
+class _HandOut(torch.autograd.Function):
+    """Hands an output on under another name, at which its gradient is heard.
+
+    The gradient that arrives is that of the loop alone: what other outputs, made from this one,
+    receive is added further below. The same numbers are no view, so that they may be changed in
+    place as if the model had returned them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, heard: Callable[[Tensor], None], out: Tensor) -> Tensor:
+        """The same tensor, as another one."""
+        ctx.heard = heard
+        ctx.set_materialize_grads(False)
+        return out.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[None, Tensor | None]:
+        """Tell of the gradient, and hand it on."""
+        if grad is not None:
+            ctx.heard(grad)
+        return None, grad
+
+
+hand_out: Callable[[Callable[[Tensor], None], Tensor], Tensor] = _HandOut.apply
+
+
+class WholeStep(nn.Module):
+    """A module whose forward computes the loss, too, from outputs that nobody else sees."""
+
+    def loss(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The scalar loss of a forward on these arguments, for a check."""
+        raise NotImplementedError
 
 
 class Silent:

@@ -239,8 +239,8 @@ def clipped_grad_sum(
     grads: dict[str, Tensor] = {}
     norms, losses, auxes, sizes = [], [], [], []
     for _, piece in call.pieces():
-        numbers, aux = _clipped(piece, bounds, clipping)
-        _check(piece, numbers, lambda call: _clipped(call, bounds, clipping)[0])
+        numbers, aux = clipped_numbers(piece, bounds, clipping)
+        _check(piece, numbers, lambda call: clipped_numbers(call, bounds, clipping)[0])
         for name, total in (numbers.sums or {}).items():
             grads[name] = grads[name].add_(total) if name in grads else total
         norms.append(numbers.norms)
@@ -301,7 +301,7 @@ def _norms(call: Call, limits: Limits) -> tuple[Engine, Any]:
     return numbers, aux
 
 
-def _clipped(call: Call, bounds: Mapping[str, Any], clipping: str) -> tuple[Engine, Any]:
+def clipped_numbers(call: Call, bounds: Mapping[str, Any], clipping: str) -> tuple[Engine, Any]:
     """The clipped sum of one piece of a batch, and aux."""
     gradients, losses, aux = call.gradients()
     factors = clip_factors(gradients, call.batch.n, bounds, clipping, call.mask)
@@ -324,7 +324,7 @@ def _clipped(call: Call, bounds: Mapping[str, Any], clipping: str) -> tuple[Engi
     try:
         sums = clipped_sums(gradients, factors, second_pass)
     except _PassesDifferError:
-        return _clipped(replace(call, method="book_keeping"), bounds, clipping)
+        return clipped_numbers(replace(call, method="book_keeping"), bounds, clipping)
     numbers = Engine(
         factors.norms,
         losses,

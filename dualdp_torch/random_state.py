@@ -7,7 +7,7 @@ import contextlib
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -69,6 +69,35 @@ class RandomState:
         with untouched_generators(model):
             self.put()
             yield
+
+
+class TorchState(NamedTuple):
+    """States of torch's global generators alone, which cost little to keep.
+
+    Attributes:
+        host: that of the processor.
+        devices: those of each CUDA device, where any is in use.
+    """
+
+    host: Tensor
+    devices: list[Tensor]
+
+    @classmethod
+    def now(cls) -> TorchState:
+        """The states as they are now."""
+        on_cuda = torch.cuda.is_initialized()
+        return cls(torch.get_rng_state(), torch.cuda.get_rng_state_all() if on_cuda else [])
+
+    def put(self) -> None:
+        """Bring the generators to these states."""
+        torch.set_rng_state(self.host)
+        for device, state in enumerate(self.devices):
+            torch.cuda.set_rng_state(state, device)
+
+    def is_same(self, other: TorchState) -> bool:
+        """Whether nothing was drawn between the two."""
+        pairs = [(self.host, other.host), *zip(self.devices, other.devices, strict=False)]
+        return all(torch.equal(ours, theirs) for ours, theirs in pairs)
 
 
 @contextlib.contextmanager

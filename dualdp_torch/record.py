@@ -4,49 +4,100 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from dualdp import _validate
+from dualdp.exactness import CHECKS, Check
 
 from .call import METHODS
 from .clip import clip_and_sum, clipping_bounds, norms_of, refuse_two_pass
+from .criterion_check import REDUCTIONS, CriterionCheck, error_of, sum_of_squares
 from .gradients import Gradients, Limits
+from .model_check import ModelCheck, unclipped
 from .recorder import RECORDED, Recorder
-from .reduction import REDUCTIONS, check_reduction
+from .remembered import Remembered
 from .rules.base import Tensor
+from .sharded import Terms
+from .tape import Tape
 
-
-class _SeeBackward(TorchFunctionMode):
-    """Sees which loss `backward` is called on."""
-
-    def __init__(self, check: Callable[[Tensor], None]) -> None:
-        super().__init__()
-        self._check = check
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func is torch.Tensor.backward:
-            self._check(args[0])
-        return func(*args, **(kwargs or {}))
+_checked: weakref.WeakKeyDictionary[nn.Module, dict[str, CriterionCheck]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 class Record:
     """The gradients of one recorded forward and backward."""
 
-    def __init__(self, recorder: Recorder, loss_reduction: str, keep: str) -> None:
+    def __init__(self, recorder: Recorder, loss_reduction: str, keep: str, check: str) -> None:
         self._recorder, self._reduction, self._keep = recorder, loss_reduction, keep
+        self._check, self._is_checked = check, check == "off"
         self._gradients: Gradients | None = None
+
+    def check(self) -> None:
+        """Check loss and gradients, once a backward was recorded, if that is due.
+
+        Raises:
+            ExactnessError: gradients are not those of each example's loss alone.
+            ValueError: the loss mixes examples, or is reduced otherwise than declared.
+        """
+        recorder = self._recorder
+        if self._is_checked or not recorder.has_gradients:
+            return
+        self._is_checked = True
+        recorder.tape.end()
+        n = recorder.n or 0
+        if n > 1:
+            drawn = np.random.default_rng(n).random(4)
+            self._check_criterion(n, drawn)
+            self._check_gradients(n, Check(0, True, tuple(drawn)))
+        recorder.tape.clear()
+
+    def _check_criterion(self, n: int, drawn: Any) -> None:
+        """Check what the block computed outside of the model."""
+        recorder, tape = self._recorder, self._recorder.tape
+        own = _checked.setdefault(recorder.model, {})
+        criterion = own.setdefault(self._reduction, CriterionCheck(self._reduction))
+        is_known = criterion.knows(tape)
+        if is_known and self._check == "first":
+            return
+        sizes = sum_of_squares(recorder.cotangents, n)
+        rows = list(dict.fromkeys([int(np.argmax(sizes)), *map(int, drawn * n)]))
+        finding = criterion.check(tape, recorder.cotangents, rows, recorder.model)
+        if finding is not None:
+            raise error_of(finding, is_known)
+
+    def _check_gradients(self, n: int, check: Check) -> None:
+        """Check the gradients that the block recorded."""
+        recorder, gradients = self._recorder, self._read()
+        if recorder.start is None or not recorder.parameters:
+            return
+        terms = Terms(self._scale, {}, "flat", None)
+        trial = ModelCheck(recorder, unclipped(gradients, recorder.losses(self._scale)), terms)
+        if trial.run(check, is_first=True):
+            recorder.known.checked.add(self.purpose)
+
+    @property
+    def purpose(self) -> tuple[str, ...]:
+        """What is checked on a first call."""
+        return "record_per_sample", self._recorder.method
+
+    def is_due(self, known: Remembered) -> bool:
+        """Whether the gradients of the forward that begins are to be checked."""
+        is_first = self._check == "first" and self.purpose not in known.checked
+        return self._check == "always" or is_first
 
     def _read(self) -> Gradients:
         """The gradients, taken from the recorder once."""
         if self._gradients is None:
+            self._recorder.require_backward()
             self._gradients = self._recorder.gradients(self._scale, self._keep)
+            self.check()
         return self._gradients
 
     @property
@@ -83,7 +134,7 @@ class Record:
 
 @contextlib.contextmanager
 def record_per_sample(
-    model: nn.Module, *, loss_reduction: str, method: str = "auto"
+    model: nn.Module, *, loss_reduction: str, method: str = "auto", check: str = "first"
 ) -> Iterator[Record]:
     """Record one forward and one backward of a loop that the user owns.
 
@@ -91,24 +142,34 @@ def record_per_sample(
         model: the module.
         loss_reduction: "mean" or "sum": what turns the examples' losses into the loss.
         method: one of `RECORDED`.
+        check: "first" checks code that is new, "always" every block, "off" none.
 
     Yields:
         A `Record`, readable after backward and after the block.
 
     Raises:
-        ValueError: an unknown word, or a loss whose graph contradicts `loss_reduction`.
+        ExactnessError: a check failed.
+        ValueError: an unknown word, or a loss that mixes examples or contradicts `loss_reduction`.
         UnsupportedLayerError: the model mixes examples, or a trainable parameter reaches the loss
             outside its forward.
     """
     _validate.choice("loss_reduction", loss_reduction, REDUCTIONS)
     _validate.choice("method", method, RECORDED)
-
-    def check(loss: Tensor) -> None:
-        check_reduction(loss, loss_reduction)
-
-    recorder = Recorder(model, method=method, when=lambda: True, check=check)
+    _validate.choice("check", check, CHECKS)
+    tape, blocks = Tape(), list[Record]()
+    recorder = Recorder(
+        model,
+        method=method,
+        when=lambda: True,
+        tape=tape,
+        is_due=lambda known: blocks[0].is_due(known),
+    )
+    blocks.append(record := Record(recorder, loss_reduction, METHODS[method] or "all", check))
     try:
-        with _SeeBackward(check):
-            yield Record(recorder, loss_reduction, METHODS[method] or "all")
+        if check != "off":
+            tape.begin()
+        yield record
+        record.check()
     finally:
+        tape.end()
         recorder.detach()

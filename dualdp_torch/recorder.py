@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -25,19 +24,23 @@ from .batch import Batch
 from .capture import Capture
 from .clip import SecondPass
 from .examination import Examination
-from .fallback import again_by_vmap, are_set_aside, reweighted
+from .fallback import again_by_vmap, are_set_aside, is_same_forward, reweighted
 from .gradients import Captured, Gradients
 from .layered import Layered
 from .layout import Layout
-from .outputs import Silent, float_leaves, projected
+from .outputs import Silent, WholeStep, combined, float_leaves, hand_out, projected
 from .parts import complete, is_narrow
-from .random_state import RandomState
-from .reduction import current_losses, last_node
+from .random_state import untouched_generators
+from .remembered import Remembered
 from .rules.base import Tensor
 from .sharded import Shards, Terms, check_sharded
+from .spot_check import Subject
+from .state import Start, State, attributes_kept, refuse_written, restored
+from .tape import Tape, lift
 from .uses import Derived, Use, eagerly, trainable_parameters
 from .validate import refuse_mixing_modules
 
+_CALL = "_compiled_call_impl"  # of a module: what is called in the place of its forward and hooks
 #: Methods that need the recorded forward and backward only.
 RECORDED = ("auto", "book_keeping", "two_pass", "materialize", "vmap")
 
@@ -49,11 +52,15 @@ class Recorder:
         model: the module, which is left as it is; `detach` removes every hook.
         method: one of `RECORDED`.
         when: () -> whether a forward that begins now is to be recorded.
-        check: called with the loss when its backward reaches the model, where it can be seen.
+        tape: a record of what the loop does outside of the model; it need not be open.
         terms: () -> what the batch is clipped with; with them the layers of a model in pieces are
             clipped while the backward runs, where they are clipped one by one.
+        is_due: what is known of the model -> whether the forward that begins may be run again.
 
     Attributes:
+        start: what the recorded forward began from, if it may be run again.
+        computes_loss: the model's forward does, so that only uses of parameters are heard.
+        has_drawn: whether it drew random numbers; known where it may be run again.
         shards: of a model under `fully_shard`, else None; then all processes record together.
         layered: the clipped sums of the recorded batch, where the backward forms them.
     """
@@ -64,13 +71,15 @@ class Recorder:
         *,
         method: str,
         when: Callable[[], bool],
-        check: Callable[[Tensor], None],
+        tape: Tape,
         terms: Callable[[], Terms] | None = None,
+        is_due: Callable[[Remembered], bool] = lambda known: False,
     ) -> None:
         refuse_mixing_modules(model)
         check_sharded(model, method)
-        self.model, self.method, self._when, self._check = model, method, when, check
-        self.shards, self._terms = Shards.of(model), terms
+        self.model, self.method, self._when, self.tape = model, method, when, tape
+        self.computes_loss = isinstance(model, WholeStep)
+        self.shards, self._terms, self._is_due = Shards.of(model), terms, is_due
         self.parameters = trainable_parameters(model)
         self._inside = self.shards.plain if self.shards else self.parameters
         tables = (self.parameters, self._inside)
@@ -82,7 +91,7 @@ class Recorder:
         self._mode: Any = None
         self._capture: Any = None
         self._examination = Examination(model, self._inside, self.shards, self._pause)
-        self._paused, self._thread = False, threading.get_ident()
+        self._paused, self._is_inside, self._eager = False, False, contextlib.ExitStack()
         self.clear()
         self._handles: list[Any] = [
             # Before FSDP's own hook, which begins a forward that ours may precede by others.
@@ -92,6 +101,8 @@ class Recorder:
             model.register_forward_hook(self._leave, with_kwargs=True, always_call=True),
             *(node.register_prehook(partial(self._escaped, name)) for name, node in nodes),
         ]
+        self._compiled = vars(model).get(_CALL)
+        vars(model)[_CALL] = _Guarded(self, self._compiled or model._call_impl)
 
     def __reduce__(self) -> Any:
         return Silent, ()
@@ -104,11 +115,13 @@ class Recorder:
         self._derived: dict[str, Derived] = {}
         self._layouts: tuple[Layout | None, ...] = ()
         self._outputs: list[Tensor] = []
+        self._hearing: list[int] = []
         self._by_vmap = False
-        self._generators: Any = None
+        self.start: Start | None = None
+        self.has_drawn = False
+        self._written: list[str] = []
         self._cotangents: dict[int, Tensor] = {}
-        self._without_graph = False
-        self.left_at: int | None = None
+        self._without_graph = self._in_backward = False
         self.layered: Layered | None = None
         self._heard: set[Use] = set()
 
@@ -117,15 +130,19 @@ class Recorder:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        if isinstance(vars(self.model).get(_CALL), _Guarded):
+            vars(self.model).pop(_CALL)
+            if self._compiled is not None:
+                vars(self.model)[_CALL] = self._compiled
 
     @contextlib.contextmanager
     def _pause(self) -> Iterator[None]:
         """The model may be called without being recorded."""
-        self._paused = True
+        before, self._paused = self._paused, True
         try:
             yield
         finally:
-            self._paused = False
+            self._paused = before
 
     # ------------------------------------------------------------------ forward
 
@@ -133,46 +150,53 @@ class Recorder:
         """The model is entered."""
         if self._paused or not torch.is_grad_enabled() or not self._when():
             return
+        with self.tape.aside():
+            self._require_one_forward()
+            self._batch = batch = Batch((args, kwargs))
+            self._is_inside = True
+            self.tape.enter_model(args, kwargs, batch.n)
+        problem = self._examination.begin(batch)
+        if self.method == "two_pass" or self._is_due(self.known):
+            self.start = Start.of(model, self._examination.writes)
+        self._state = State(model)
+        if self.method == "vmap" or problem:
+            self._without_graph = self._by_vmap = True
+            torch.set_grad_enabled(False)
+        skip = self._examination.skip
+        self._mode = self._capture = Capture(self._names, self._listen, skip, self.model)
+        self._eager.enter_context(eagerly())
+        self._mode.__enter__()
+        self.n = batch.n
+
+    def _require_one_forward(self) -> None:
+        """Refuse a second forward for one batch, and parameters that are others than before."""
+        if self._in_backward and not self.has_gradients:  # which failed
+            self.begin_again()
         if self._mode is not None or self.n is not None:
             raise RuntimeError(
                 "The model was called twice for one batch. Expected one recorded forward per "
                 "backward; put further calls under torch.no_grad()."
             )
-        current = trainable_parameters(model)
+        current = trainable_parameters(self.model)
         if {self._names.get(id(p)) for p in current.values()} != set(self.parameters):
             changed = sorted(set(current) ^ set(self.parameters)) or sorted(current)
             raise RuntimeError(
                 f"The parameters {changed} were frozen, unfrozen or replaced after set-up. Set "
                 "up again, so that what is clipped is what is trained."
             )
-        self._batch = Batch((args, kwargs))
-        self._generators = RandomState.of(model)
-        problem = self._examination.begin(self._batch)
-        if self.method == "vmap" or problem:
-            self._without_graph = self._by_vmap = True
-            torch.set_grad_enabled(False)
-        skip = self._examination.skip
-        self._mode = self._capture = Capture(self._names, self._listen, skip, self.model)
-        self._eager = eagerly()
-        self._eager.__enter__()
-        self._mode.__enter__()
-        self.n, self._thread = self._batch.n, threading.get_ident()
 
     def _leave(self, model: nn.Module, args: Any, kwargs: Any, outputs: Any) -> Any:
         """The model is left, by return or by exception."""
         if self._mode is None or self._paused:
             return None
-        mode, self._mode = self._mode, None
-        mode.__exit__(None, None, None)
-        self._eager.__exit__(None, None, None)
-        if self._without_graph:
-            self._without_graph = False
-            torch.set_grad_enabled(True)
         if outputs is None:  # an exception, which torch is handling
             if self.shards is not None:
                 self.shards.explain(sys.exc_info()[1])
-            self.clear()
+            self.abandon()
             return None
+        mode, self._written = self._mode, self._state.written()
+        self.has_drawn = self.start is not None and self.start.has_drawn(self.model)
+        self._leave_forward()
         if not self._by_vmap:
             if mode.checkpointed:
                 raise UnsupportedLayerError(
@@ -184,10 +208,36 @@ class Recorder:
             self._begin_layers()
             if self.shards is not None and (self.layered or self.method == "two_pass"):
                 self.shards.require_same_way(use.held.values() for use in self._uses)
-        if self._by_vmap or self.method == "two_pass":
-            outputs = self._listen_to_outputs(outputs)
-        self.left_at = last_node(float_leaves(outputs))
-        return outputs
+        if self.computes_loss:
+            self._is_inside = False
+            return outputs
+        leaves, spec = pytree.tree_flatten(outputs)
+        leaves = [self._handed_out(leaf) for leaf in leaves]
+        self.tape.leave_model(leaves)
+        self._is_inside = False
+        return pytree.tree_unflatten(leaves, spec)
+
+    def _leave_forward(self) -> None:
+        """Function modes and gradients are what they were before the forward."""
+        mode, self._mode = self._mode, None
+        if mode is not None:
+            lift(mode)
+        self._eager.close()
+        if self._without_graph:
+            self._without_graph = False
+            torch.set_grad_enabled(True)
+
+    def abandon(self) -> None:
+        """The forward did not end: nothing of it is left."""
+        if self._is_inside and not self._paused:
+            self._is_inside = False
+            self._leave_forward()
+            self.begin_again()
+
+    def begin_again(self) -> None:
+        """Forget the forward that was recorded, and all that the loop did since."""
+        self.clear()
+        self.tape.rewind()
 
     def _begin_layers(self) -> None:
         """Have the backward of a model in pieces clip layer by layer, if that is the clipping."""
@@ -213,7 +263,7 @@ class Recorder:
         def arrived(grad: Tensor) -> None:
             if self._paused or use not in self._uses:
                 return
-            self._check_first(use in self._heard)
+            self._arrived(use in self._heard)
             self._heard.add(use)
             use.grads_out = grad.detach()
             if self.layered is not None:
@@ -221,40 +271,50 @@ class Recorder:
 
         out.register_hook(arrived)
 
-    def _check_first(self, came_before: bool) -> None:
-        """Refuse a second backward, and losses that the check refuses or that can't be found."""
+    def _arrived(self, came_before: bool) -> None:
+        """A gradient came to the recorded forward.
+
+        Raises:
+            RuntimeError: by a second backward, or by one that nobody can see.
+        """
         if came_before:
             raise RuntimeError(
                 "backward ran twice over one recorded forward. Expected one backward per step; "
                 "add the losses before calling backward."
             )
-        if not self.has_gradients:
-            losses = current_losses(self._thread)
-            if not losses:
-                raise RuntimeError(
-                    "A backward ran whose loss could not be found, so it can't be checked. "
-                    "Expected loss.backward(), torch.autograd.backward or torch.autograd.grad, "
-                    "called from Python; call one of them."
-                )
-            for loss in losses:
-                self._check(loss)
-            self.has_gradients = True  # not before: who catches the error is checked again
+        begins = not self._in_backward
+        self._in_backward, self.has_gradients = True, False
+        self.tape.reached()
+        if begins:
+            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
 
-    def _listen_to_outputs(self, outputs: Any) -> Any:
-        """The outputs, made to hear the gradients of the loss."""
-        leaves, spec = pytree.tree_flatten(outputs)
-        for i, leaf in enumerate(leaves):
-            if torch.is_tensor(leaf) and leaf.is_floating_point():
-                if not leaf.requires_grad:  # computed without a graph
-                    leaves[i] = leaf.detach().requires_grad_() * 1  # no leaf: in-place is legal
-                leaves[i].register_hook(partial(self._hear, len(self._outputs)))
-                self._outputs.append(leaf.detach())
-        return pytree.tree_unflatten(leaves, spec)
+    def _backward_ended(self) -> None:
+        """The backward came to its end; one that fails never does."""
+        self._in_backward, self.has_gradients = False, True
+
+    def _handed_out(self, leaf: Any) -> Any:
+        """One output, made to hear the gradients of the loop."""
+        if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+            return leaf
+        if self._by_vmap:  # computed without a graph
+            leaf = leaf.detach().requires_grad_()
+        self._outputs.append(leaf.detach())
+        if not leaf.requires_grad:
+            return leaf
+        self._hearing.append(len(self._outputs) - 1)
+        return hand_out(partial(self._hear, len(self._outputs) - 1), leaf)
 
     def _hear(self, position: int, grad: Tensor) -> None:
         """The gradient of one output arrived."""
-        self._check_first(position in self._cotangents)
+        if self._paused or position >= len(self._outputs):
+            return
+        self._arrived(position in self._cotangents)
         self._cotangents[position] = grad.detach()
+
+    @property
+    def cotangents(self) -> list[Tensor | None]:
+        """What each output with a gradient received from the loop, None where nothing came."""
+        return [self._cotangents.get(i) for i in self._hearing]
 
     def _escaped(self, name: str, grads: Any) -> None:
         """A gradient reached a parameter without passing through a captured call."""
@@ -284,6 +344,7 @@ class Recorder:
             RuntimeError: no forward or no backward was recorded.
         """
         n = self.require_backward()
+        self._refuse_written()
         if self._by_vmap:
             return self._vmapped(scale)
         for use, layout in zip(self._uses, self._layouts, strict=True):
@@ -297,6 +358,33 @@ class Recorder:
             keep=keep if self.shards is None else "small",
             gathered=self.shards.gathered if self.shards else None,
         )
+
+    @property
+    def known(self) -> Remembered:
+        """What is remembered of the model on batches like the recorded one."""
+        return self._examination.known
+
+    def _refuse_written(self) -> None:
+        """Refuse buffers that the forward has written, unless it writes the same on every batch.
+
+        Raises:
+            UnsupportedLayerError: it does not, or, of a model in pieces, nobody has tried.
+        """
+        names, allowed = self._written, self.known.writes
+        if allowed.issuperset(names):
+            return
+        if self.shards is not None:
+            raise UnsupportedLayerError(
+                f"The buffers {names} of a model under fully_shard changed in forward. Freeze them."
+            )
+        with self._pause():
+            refuse_written(self.model, self._call, self._batch, names)
+        allowed.update(names)
+
+    def _call(self, batch: Batch) -> Any:
+        """A forward of the model on other arguments."""
+        args, kwargs = batch.arguments()
+        return self.model(*args, **kwargs)
 
     def require_backward(self) -> int:
         """The number of examples of the recorded forward and backward.
@@ -330,24 +418,104 @@ class Recorder:
             scale: as in `gradients`.
             free: called first, to give back the memory of what the first pass left.
         """
+        start = self.start
         if self.method != "two_pass" or self._by_vmap or is_narrow(self._outputs):
             return None
-        (args, kwargs), cotangents = self._batch.arguments(), self._scaled_cotangents(scale)
+        if start is None or self.known.passes_differ:
+            return None
+        cotangents = self._scaled_cotangents(scale)
 
-        def losses() -> Tensor:
-            return projected(self.model, args, kwargs, cotangents)
+        def again() -> Tensor:
+            outputs = self._repeated()
+            if outputs is None:
+                raise UnsupportedLayerError(
+                    "The second forward of method two_pass gives other outputs than the first: "
+                    "the model draws random numbers that can't be drawn again, or changes. Use "
+                    'grad_sample_mode="auto".'
+                )
+            return combined(outputs, cotangents)
 
         def run(factors: Tensor) -> dict[str, Tensor] | None:
+            if self._passes_differ():
+                return None
             free()
-            with self._pause(), self._generators.replayed(self.model):
+            with self._pause(), start.replayed(self.model):
                 if self.shards is not None:
-                    return self.shards.reweighted(losses, factors)
-                return reweighted(losses, self.parameters, factors)
+                    return self.shards.reweighted(again, factors)
+                return reweighted(again, self.parameters, factors)
 
         return run
+
+    def _repeated(self) -> list[Tensor] | None:
+        """The outputs of a second forward, if they are those of the recorded one."""
+        outputs = float_leaves(self._call(self._batch))
+        pairs = list(zip(outputs, self._outputs, strict=True))
+        is_same = all(ours.shape == theirs.shape for ours, theirs in pairs)
+        is_same = is_same and all(is_same_forward(o.detach(), t) for o, t in pairs)
+        return outputs if is_same else None
+
+    def _passes_differ(self) -> bool:
+        """Whether a second forward is another function of the data, tried once for each model."""
+        known, purpose = self.known, ("second pass",)
+        if purpose not in known.checked and self.shards is None and self.start is not None:
+            with self.unchanged(), self.start.replayed(self.model), torch.no_grad():
+                known.passes_differ = self._repeated() is None
+            known.checked.add(purpose)
+        return known.passes_differ
+
+    # ------------------------------------------------------------------ checks
+
+    def losses(self, scale: float) -> Tensor:
+        """(n,) the products of each example's outputs with what they received."""
+        if self.computes_loss:
+            return torch.zeros(self.n or 0)
+        return combined(self._outputs, self._scaled_cotangents(scale))
+
+    def subject(self, scale: float, mask: Tensor | None = None) -> Subject:
+        """The definition of the recorded gradients: those of each row of `losses`, alone.
+
+        Args:
+            scale: what undoes the loss's reduction.
+            mask: (n,) bool, False for padding, or None.
+        """
+        assert self.start is not None
+        if self.computes_loss:
+            return Subject(
+                projected, self.model, self._batch, self.parameters, self.start, mask=mask
+            )
+        batch = Batch((*self._batch.arguments(), self._scaled_cotangents(scale)))
+        return Subject(projected, self.model, batch, self.parameters, self.start, mask=mask)
+
+    @contextlib.contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """A context in which the model may be run, and is afterwards as it was."""
+        with (
+            self._pause(),
+            self.tape.aside(),
+            eagerly(),
+            torch.enable_grad(),
+            untouched_generators(self.model),
+            restored(self.model, self.known.writes),
+            attributes_kept(self.model),
+        ):
+            yield
 
     def _vmapped(self, scale: float) -> Gradients:
         """The gradients through `vmap` over the model, from the gradients of its outputs."""
         batch = Batch((*self._batch.arguments(), self._scaled_cotangents(scale)))
         with self._pause():
             return again_by_vmap(self.model, projected, batch, self.parameters)
+
+
+class _Guarded:
+    """A module's call that leaves nothing behind, whatever ends it."""
+
+    def __init__(self, recorder: Recorder, call: Callable[..., Any]) -> None:
+        self._recorder, self._call = recorder, call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self._call(*args, **kwargs)
+        except BaseException:  # Ctrl-C too, for which torch runs no hook
+            self._recorder.abandon()
+            raise

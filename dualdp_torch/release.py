@@ -43,6 +43,8 @@ class Alone:
         shards: of a model in pieces.
     """
 
+    is_alone = True
+
     def __init__(self, ledger: Ledger, shards: Shards | None = None) -> None:
         self._ledger, self._shards = ledger, shards
         self._had_others = Group.current() is not None
@@ -59,6 +61,9 @@ class Alone:
                 "a model of its own on the same data and account only that one. Call "
                 "init_process_group before make_private."
             )
+
+    def agree(self, step: int, failure: Exception | None) -> None:
+        """Nobody else needs to be asked: what a check finds is raised where it is found."""
 
     def formed(self, name: str, total: Tensor) -> None:
         """Nothing needs to be sent."""
@@ -100,6 +105,8 @@ class Together:
         Processes whose parameters or sums differ stop.  [test_what_differs_between_ranks_is_named]
     """
 
+    is_alone = False
+
     def __init__(
         self,
         ledger: Ledger,
@@ -113,25 +120,37 @@ class Together:
         self._choices = choices
         self._known: set[str] = set(choices)
 
-    def begin(self, step: int) -> None:
-        """Record the step, once all are there with the same parameters.
+    def agree(self, step: int, failure: Exception | None) -> None:
+        """Stop if a check has failed on any process, all of them with its error.
+
+        Args:
+            step: of the run.
+            failure: what was found on this process.
 
         Raises:
+            ExactnessError: a spot check failed.
             RuntimeError: a process is lost, or at another step.
-            ValueError: parameters differ between processes.
+            ValueError: a loss was refused, or parameters differ between processes.
         """
         ledger, place = self._ledger, f"step {step}"
         ours = fingerprints(self._parameters.values())
-
-        def opened() -> Any:
-            ledger.record(step)
-            return num_lines(ledger), _word(ours)
-
-        lines, words = zip(*self._group.together(place, opened), strict=True)
+        told = num_lines(ledger), _word(ours), failure
+        lines, words, failures = zip(*self._group.gather(place, told), strict=True)
+        for error in (failure, *failures):
+            if error is not None:
+                raise error from None
         hint = "Give all the same optimizer and learning rates, and change parameters nowhere else."
         self._compare(words, "parameters before " + place, self._parameters, ours, hint)
         self._told = min(lines[1:])
-        self._reduction = Reduction(self._group, place, self._parameters)
+
+    def begin(self, step: int) -> None:
+        """Record the step, on which all agree.
+
+        Raises:
+            AccountingError: it may not be run.
+        """
+        self._ledger.record(step)
+        self._reduction = Reduction(self._group, f"step {step}", self._parameters)
 
     def formed(self, name: str, total: Tensor) -> None:
         """A sum of this process is complete, so that it can be sent while others are formed."""

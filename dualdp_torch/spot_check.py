@@ -160,7 +160,7 @@ class _Side(NamedTuple):
 Again = Callable[[Subject], Engine]
 
 
-class _Precisions(TorchDispatchMode):
+class Precisions(TorchDispatchMode):
     """Sees the floating-point dtypes of everything that is computed."""
 
     def __init__(self) -> None:
@@ -211,14 +211,14 @@ def check(
         ExactnessError: they differ.
     """
     if not has_drawn:
-        return _Comparison(subject, again, what).of_batch(engine, drawn)
+        return Comparison(subject, again, what).of_batch(engine, drawn)
     with NoRandomness():
         # Draws from NumPy or Python can't be switched off: an example alone would get other ones.
         is_alone = engine.runs_examples or not subject.draws()
-        quiet = _Comparison(subject, again, what, is_alone)
+        quiet = Comparison(subject, again, what, is_alone)
         compared = quiet.of_batch(again(subject), drawn)
     if compared and subject.draws_as(engine.losses):
-        _Comparison(subject, again, what, is_alone=False).of_sum(engine, drawn)
+        Comparison(subject, again, what, is_alone=False).of_sum(engine, drawn)
     return compared
 
 
@@ -246,7 +246,7 @@ def chosen_rows(engine: Engine, mask: Tensor | None, drawn: float) -> list[int]:
 
 
 @dataclass(frozen=True)
-class _Comparison:
+class Comparison:
     """The comparisons of one batch, each repeated before it counts.
 
     Attributes:
@@ -270,13 +270,27 @@ class _Comparison:
             self.of_sum(engine, drawn)
         return bool(rows)
 
-    def of_row(self, engine: Engine, row: int) -> None:
-        """Norm and contribution of one example."""
+    def of_row(
+        self,
+        engine: Engine,
+        row: int,
+        definition: Callable[[Subject, int], dict[str, Tensor]] | None = None,
+        how: str = "",
+    ) -> None:
+        """Norm and contribution of one example.
+
+        Args:
+            engine: its numbers.
+            row: the example.
+            definition: subject, row -> name -> gradient of that example by plain autograd; None
+                for the example alone, or in its batch where `is_alone` is False.
+            how: what the gradient was compared with, for the error.
+        """
         side = _Side(float(engine.norms[row]), engine.contribution(row))
 
         def plain(subject: Subject) -> _Side:
-            grads = subject.alone(row) if self.is_alone else subject.among(row)
-            return _clipped(grads, engine)
+            own = Subject.alone if self.is_alone else Subject.among
+            return _clipped((definition or own)(subject, row), engine)
 
         def exact() -> exactness.Sides:
             double = self.subject.in_double()
@@ -289,7 +303,7 @@ class _Comparison:
             plain,
             lambda ours, theirs: _sides(ours, theirs, engine),
             exact,
-            f"{self.what} of one example",
+            f"{self.what} of one example{how}",
         )
 
     def of_sum(self, engine: Engine, drawn: float) -> None:
@@ -351,7 +365,7 @@ class _Comparison:
     @cached_property
     def _precision(self) -> str:
         """The lowest precision of a forward, which is run to see it."""
-        with _Precisions() as precisions, torch.no_grad():
+        with Precisions() as precisions, torch.no_grad():
             self.subject.losses(slice(0, 1) if self.is_alone else None)
         return precisions.lowest
 

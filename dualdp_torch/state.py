@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -66,6 +67,45 @@ def restored(model: nn.Module, names: Iterable[str] | None = None) -> Iterator[N
             for name, value in kept.items():
                 if name in now and not _same(now[name], value):
                     now[name].copy_(value)
+
+
+@contextlib.contextmanager
+def attributes_kept(model: nn.Module) -> Iterator[None]:
+    """Plain attributes of modules, lists and mappings among them, are afterwards what they were."""
+    kept = [(vars(m), dict(vars(m)), _containers(vars(m))) for m in model.modules()]
+    try:
+        yield
+    finally:
+        for now, then, containers in kept:
+            if not _is_alike(now, then):
+                now.clear()
+                now.update(then)
+            for container, content in containers:
+                _refill(container, content)
+
+
+def _containers(attributes: dict[str, Any]) -> list[tuple[Any, Any]]:
+    """(container, copy of it) of the lists, mappings and sets among attributes."""
+    kinds = (list, dict, set)
+    return [(v, v.copy()) for v in attributes.values() if isinstance(v, kinds)]
+
+
+def _refill(container: Any, content: Any) -> None:
+    """Give a container the content that it had."""
+    if isinstance(container, dict):
+        if not _is_alike(container, content):
+            container.clear()
+            container.update(content)
+    elif isinstance(container, list):
+        container[:] = content
+    elif container != content:
+        container.clear()
+        container.update(content)
+
+
+def _is_alike(a: dict[Any, Any], b: dict[Any, Any]) -> bool:
+    """Whether two mappings hold the same things under the same names."""
+    return a.keys() == b.keys() and all(a[name] is b[name] for name in a)
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,7 @@ def weight_norms(spec: Spec, others: tuple[Any, ...], grads_out: Any) -> Estimat
 
 
 def gram_norms(acts: Any, grads: Any) -> Estimate:
-    """Norms of the sums over t of acts (n, b, t, i) x grads (n, b, t, o) by their inner products."""
+    """Norms of the sums over t of acts (n, b, t, i) x grads (n, b, t, o), by inner products."""
     gram = lambda x: jnp.einsum("nbti,nbsi->nbts", x, x, precision=HIGHEST)  # noqa: E731
     squares = (gram(acts) * gram(grads)).sum((1, 2, 3))
     left, right = (jnp.square(x).sum(3) for x in (acts, grads))

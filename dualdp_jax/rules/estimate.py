@@ -104,4 +104,5 @@ def rounding(lengths: Any) -> Any:
 
 def beside(parts: Estimate) -> Estimate:
     """Estimates of parts side by side, (p, n), as one of the whole."""
-    return Estimate(*(None if part is None else part.sum(0) for part in parts))
+    added = lambda part: None if part is None else part.sum(0)  # noqa: E731
+    return Estimate(added(parts.sq_norms), added(parts.errors), rounding=added(parts.rounding))

@@ -73,7 +73,10 @@ def _wide_integers(numbers: Any) -> Any:
     the largest signed one stay outside every table.
     """
     wide = jnp.result_type(jnp.int32, jnp.int64 if numbers.dtype.itemsize > 4 else jnp.int32)
-    if jnp.issubdtype(numbers.dtype, jnp.unsignedinteger) and numbers.dtype.itemsize >= wide.itemsize:
+    if (
+        jnp.issubdtype(numbers.dtype, jnp.unsignedinteger)
+        and numbers.dtype.itemsize >= wide.itemsize
+    ):
         numbers = jnp.minimum(numbers, jnp.iinfo(wide).max)
     return numbers.astype(wide)
 

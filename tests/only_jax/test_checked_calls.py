@@ -49,7 +49,10 @@ MODELS = {
 FUNCTIONS = {
     "per_sample_grads": (dpj.per_sample_grads, "grads"),
     "per_sample_norms": (dpj.per_sample_norms, "norms"),
-    "clipped_grad_sum": (functools.partial(dpj.clipped_grad_sum, max_grad_norm=0.1), "weighted_sum"),
+    "clipped_grad_sum": (
+        functools.partial(dpj.clipped_grad_sum, max_grad_norm=0.1),
+        "weighted_sum",
+    ),
 }
 
 

@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 
 import dualdp_jax as dpj
-from dualdp_jax import methods, tied
+from dualdp_jax import methods
 from dualdp_jax import norms as norms_module
 
 RNG = np.random.default_rng(0)

@@ -127,7 +127,9 @@ def square(p, x, y):
 
 def convolved(p, x, y):
     names = ("NHC", "HIO", "NHC")
-    out = jax.lax.conv_general_dilated(x[None], p["w"][None], (1,), "VALID", dimension_numbers=names)
+    out = jax.lax.conv_general_dilated(
+        x[None], p["w"][None], (1,), "VALID", dimension_numbers=names
+    )
     return 0.5 * jnp.sum((out[0] - y) ** 2)
 
 
@@ -241,7 +243,9 @@ def test_a_backward_that_is_no_linear_map_gets_the_whole_cotangent(loss, method)
 def test_two_passes_refuse_a_custom_backward(loss):
     """76: contributions of 3.5 C, because the loss is multiplied by the clip factor."""
     params, x = {"u": draw(8, 16), "w": draw(16, 16)}, draw(5, 12, 8)
-    with pytest.raises(ValueError, match="method='two_pass' multiplies the loss by the clip factor"):
+    with pytest.raises(
+        ValueError, match="method='two_pass' multiplies the loss by the clip factor"
+    ):
         dpj.clipped_grad_sum(loss, params, x, max_grad_norm=1.0, method="two_pass")
 
 

@@ -17,7 +17,7 @@ import dualdp_jax as dpj
 from dualdp import AccountingError
 from dualdp.plan import PrivacyPlan
 from dualdp.verification import verify
-from dualdp_jax import bounds, checks, ghost, methods, norms, request, tied, training
+from dualdp_jax import bounds, ghost, methods, norms, request, tied, training
 from dualdp_jax.rules import RULES, lookup, product
 
 N, ROWS, STEPS = 64, 16, 220
@@ -197,9 +197,7 @@ class Fault(NamedTuple):
 
 
 FAULTS = {
-    "lengths too small": Fault(
-        mlp, "book_keeping", of_rule("dot_general", "norms", shrunk)
-    ),
+    "lengths too small": Fault(mlp, "book_keeping", of_rule("dot_general", "norms", shrunk)),
     "lengths too small, one row in eight": Fault(
         mlp,
         "book_keeping",

@@ -209,7 +209,7 @@ def test_a_step_without_backward_or_batch_is_refused():
     _, model, optimizer, loader = start(plan=plan())
     with pytest.raises(RuntimeError, match="without a batch of the loader"):
         optimizer.step()
-    _, x, _ = first_batch(loader)
+    _batches, x, _ = first_batch(loader)
     with pytest.raises(RuntimeError, match="No forward was recorded"):
         optimizer.step()
     model(x)
@@ -255,7 +255,7 @@ def test_parameters_that_change_after_set_up_are_refused(change):
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
     _, model, _, loader = start((model, optimizer, loader), plan=plan())
     model[0].bias.requires_grad_(not change)
-    _, x, _ = first_batch(loader)
+    _batches, x, _ = first_batch(loader)
     with pytest.raises(RuntimeError, match=r"\['0.bias'\] were frozen, unfrozen or replaced"):
         model(x)
 
@@ -387,7 +387,7 @@ def test_outputs_without_the_examples_are_refused(function, match):
     model = Returns(function)
     parts = model, torch.optim.SGD(model.parameters(), lr=0.1), build()[2]
     _, model, _, loader = start(parts, plan=plan())
-    _, x, _ = first_batch(loader)
+    _batches, x, _ = first_batch(loader)
     with pytest.raises(UnsupportedLayerError, match=match):
         model(x)
 

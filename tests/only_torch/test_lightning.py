@@ -68,6 +68,22 @@ class LitClassifier(L.LightningModule):
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
 
+class LitSum(LitAutoEncoder):
+    """A sum where a mean was declared, in a step that calls two modules."""
+
+    def training_step(self, batch, batch_idx):
+        x = batch[0].flatten(1)
+        return nn.functional.mse_loss(self.decoder(self.encoder(x)), x, reduction="sum")
+
+
+class LitMixing(LitClassifier):
+    """A criterion that compares the examples, in a step that calls one module."""
+
+    def training_step(self, batch, batch_idx):
+        out = self(batch[0])
+        return (out - out.detach().mean(0)).square().mean()
+
+
 class LitTested(LitAutoEncoder):
     def test_step(self, batch, batch_idx):
         self.log("test_loss", LitAutoEncoder.training_step(self, batch, batch_idx))
@@ -357,3 +373,33 @@ def test_modules_without_rules_need_one_call(tmp_path):
 def test_a_callback_that_comes_late_is_refused():
     with pytest.raises(RuntimeError, match="was added during training"):
         PrivacyCallback(plan=plan()).on_after_backward(None, None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "match"),
+    [
+        (LitSum, dualdp.ExactnessError, "A spot check failed"),
+        (LitMixing, ValueError, "The loss mixes the examples"),
+    ],
+)
+def test_steps_of_lightning_are_checked(kind, error, match, tmp_path):
+    callback = PrivacyCallback(plan=plan(), loss_reduction="mean")
+    with pytest.raises(error, match=match):
+        trainer(tmp_path, callback).fit(kind(), data())
+    assert len(callback.engine.ledger) == 0
+    callback = PrivacyCallback(plan=plan(), checks=0)
+    trainer(tmp_path, callback).fit(kind(), data())  # nobody looks
+    assert '"checks": 0' in callback.engine.ledger.to_json().replace("0.0", "0")
+
+
+@pytest.mark.parametrize("kind", [LitAutoEncoder, LitClassifier, LitOwnLayers])
+def test_every_step_of_lightning_may_be_checked(kind, tmp_path):
+    ends = []
+    for checks in (0.0, 1.0):
+        torch.manual_seed(5)
+        callback = PrivacyCallback(plan=plan(seed=3), checks=checks)
+        lit = kind()
+        trainer(tmp_path / str(checks), callback).fit(lit, data())
+        ends.append(lit.state_dict())
+    assert callback.engine.ledger.last_check == STEPS - 1
+    assert same(*ends)
