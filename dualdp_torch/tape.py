@@ -44,14 +44,14 @@ _BACKWARDS: dict[Any, tuple[str, ...]] = {
 }
 
 
-def _getter(name: str) -> Any:
-    return getattr(torch.Tensor, name).__get__
+def _attribute(name: str) -> Any:
+    return getattr(torch.Tensor, name)
 
 
 #: Functions that tell nothing of a tensor's numbers and make no tensor of them.
 _UNSEEN = {
     *(
-        _getter(name)
+        _attribute(name).__get__
         for name in (
             *("requires_grad", "is_leaf", "grad_fn", "device", "dtype", "layout", "ndim"),
             *("is_cuda", "is_cpu", "is_meta", "is_sparse", "retains_grad", "output_nr", "_version"),
@@ -60,11 +60,11 @@ _UNSEEN = {
     *(torch.Tensor.dim, torch.Tensor.is_floating_point, torch.Tensor.is_complex),
     *(torch.Tensor.is_contiguous, torch.Tensor.get_device, torch.Tensor.data_ptr),
     *(torch.is_floating_point, torch.is_complex, torch.Tensor.__repr__, torch.Tensor.__format__),
-    *(torch.Tensor.register_hook, torch.Tensor.retain_grad, vars(torch.Tensor)["grad"].__set__),
+    *(torch.Tensor.register_hook, torch.Tensor.retain_grad, _attribute("grad").__set__),
     *(torch._C._set_grad_enabled, torch.ops.profiler._record_function_enter_new._op),
     torch.ops.profiler._record_function_exit._RecordFunction,
 }
-_GRAD = _getter("grad")
+_GRAD = _attribute("grad").__get__
 #: Functions whose weights depend on whether a target has this value, with their arguments.
 _IGNORING = {
     function: ("input", "target", "weight", "size_average", "ignore_index")
