@@ -50,11 +50,12 @@ class Capture(NamedTuple):
 def mapping(
     convolves: Callable[[], bool], arrays: Any
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """How a function of one example becomes one of all: `jax.vmap`, but where XLA gets that wrong.
+    """How a function of one example becomes one of all: `jax.vmap`, but where that is wrong.
 
     Convolutions with a kernel for each example become one with groups of the batch, of which XLA's
     partitioner loses most where arrays are spread over devices (found in jax 0.10.2; a test watches
-    it). Where they may be, such examples are worked on one after the other.
+    it). Where they may be, such examples are worked on one after the other; so they are where an
+    operation has no rule for a batch (`jax.lax.ragged_dot`).
 
     Args:
         convolves: () -> whether examples have kernels, or gradients of kernels, of their own.
@@ -62,7 +63,19 @@ def mapping(
     """
     if compat.may_span_devices(arrays) and convolves():
         return one_by_one
-    return jax.vmap
+    return all_at_once
+
+
+def all_at_once(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of one example as one of all: by `jax.vmap` if it can."""
+
+    def each(rows: Any) -> Any:
+        try:
+            return jax.vmap(function)(rows)
+        except NotImplementedError:  # by jax, for an operation that it knows no batches of
+            return one_by_one(function)(rows)
+
+    return each
 
 
 def one_by_one(function: Callable[..., Any]) -> Callable[..., Any]:

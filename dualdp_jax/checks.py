@@ -22,6 +22,7 @@ from dualdp.clipping import AUTOMATIC_OFFSET
 from dualdp_jax import compat
 from dualdp_jax.bounds import Clip
 from dualdp_jax.call import Call, Row
+from dualdp_jax.capture import all_at_once
 from dualdp_jax.norms import RESOLUTION, margin_for
 from dualdp_jax.request import NORMS, SUM, Answer, Request, answer
 from dualdp_jax.rules.product import widen
@@ -58,7 +59,7 @@ def plain_sum(call: Call, factors: Any) -> list[Any]:
     rows = row_at(call.rows, index)
 
     def loss(trained: list[Any]) -> Any:
-        losses = widen(jax.vmap(lambda row: call.loss(trained, row)[0])(rows))
+        losses = widen(all_at_once(lambda row: call.loss(trained, row)[0])(rows))
         return jnp.sum(losses * factors.astype(losses.dtype))
 
     grads = jax.grad(loss)(call.parameters.trained)

@@ -231,6 +231,11 @@ def compiled(function: Callable[..., Any], inputs: Sequence[Any], options: Any) 
         return lowered.compile()
 
 
+def evaluated(jaxpr: Any, consts: Any, *inputs: Any) -> list[Any]:
+    """The outputs of an open jaxpr."""
+    return list(jax.core.eval_jaxpr(jaxpr, consts, *inputs))
+
+
 def setting(name: str) -> Any:
     """A setting of jax, as it is on this thread."""
     return getattr(jax.config, name)

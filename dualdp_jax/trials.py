@@ -162,7 +162,7 @@ class Tried:
 
         def loss(trained: Any, row: Any) -> tuple[Any, Any]:
             inputs = [*trained, *jax.tree.leaves(row)]
-            return jax.core.eval_jaxpr(self.jaxpr, consts, *inputs)[0], None
+            return compat.evaluated(self.jaxpr, consts, *inputs)[0], None
 
         parameters = replace(self.call.parameters, trained=list(trained))
         return Call(parameters, rows, rows[1].shape[0], loss)

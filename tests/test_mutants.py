@@ -101,10 +101,8 @@ def mean_taken_for_a_sum(stack, patch):
     right = engine.make_private
 
     def confused(self, **arguments):
-        return right(self, **{**arguments, "loss_reduction": "mean"})
+        return right(self, **{**arguments, "loss_reduction": "mean", "checks": 0.0})
 
-    optimizer = importlib.import_module("dualdp_torch.optimizer")
-    patch.setattr(optimizer, "check_reduction", lambda *args, **kwargs: None)
     patch.setattr(engine, "make_private", confused)
     return STEPS[stack]()
 

@@ -13,7 +13,7 @@ import contextlib
 import json
 import os
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from dualdp._validate import AccountingError
@@ -28,10 +28,12 @@ class Mark:
     Attributes:
         ledger: path of the run's ledger; "" where it is kept in memory.
         opened: hash of the ledger's last line when the run was begun or resumed last.
+        key: SHA-256 of the key; a file that was deleted may have left the mark of another one.
     """
 
     ledger: str = ""
     opened: str = ""
+    key: str = ""
 
 
 def note_file(sha256: str, path: str | os.PathLike[str]) -> None:
@@ -61,18 +63,18 @@ def marks(sha256: str) -> list[tuple[Path, Mark]]:
     files = sorted(_files.get(sha256, ()))
     if not files:
         return []  # a key without a file is nowhere else
-    found = []
-    for path in (*map(beside, files), *(folder / sha256 for folder in folders())):
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            found.append((path, _parsed(path.read_text(encoding="utf-8", errors="replace"))))
-    return found
+    paths = (*map(beside, files), *(folder / sha256 for folder in folders()))
+    found = [(path, mark) for path in paths if (mark := _read(path)) is not None]
+    return [(path, mark) for path, mark in found if mark.key in ("", sha256)]
 
 
-def _parsed(text: str) -> Mark:
-    """The mark, or an empty one for text that is none."""
+def _read(path: Path) -> Mark | None:
+    """The mark of this path, an empty one for text that is none; None where no file is."""
     try:
-        data = json.loads(text)
-        return Mark(str(data["ledger"]), str(data["opened"]))
+        data = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+        return Mark(str(data["ledger"]), str(data["opened"]), str(data["key"]))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
     except (KeyError, TypeError, ValueError, RecursionError):
         return Mark()
 
@@ -91,9 +93,11 @@ def leave(sha256: str, mark: Mark, *, is_new: bool) -> None:
     if not _files.get(sha256):
         return
     files = sorted(path for path in _files[sha256] if os.path.exists(path))
-    text, made = json.dumps(asdict(mark)), list[Path]()
+    text, made = json.dumps(asdict(replace(mark, key=sha256))), list[Path]()
     try:
         for path in (_folder() / sha256, *map(beside, files)):
+            if (left := _read(path)) is not None and left.key not in ("", sha256):
+                path.unlink(missing_ok=True)
             _write(path, text, is_new)
             made.append(path)
     except BaseException as error:

@@ -267,8 +267,21 @@ def test_a_key_that_is_saved_after_its_run_began_is_marked(tmp_path, state):
     assert not state.exists()  # a key without a file is nowhere else
     plan.save_key(tmp_path / "key")
     mark = json.loads(used_keys.beside(tmp_path / "key").read_text())
-    assert mark == {"ledger": str(tmp_path / "ledger"), "opened": ledger.last_hash}
+    assert mark == {
+        "ledger": str(tmp_path / "ledger"),
+        "opened": ledger.last_hash,
+        "key": plan.root.sha256,
+    }
     assert f"records in {tmp_path / 'ledger'}" in begin(plan.to_json(), tmp_path / "key")
+
+
+def test_the_mark_of_a_key_that_was_deleted_is_not_that_of_the_next(tmp_path, state):
+    dualdp.Ledger(make()).plan.save_key(tmp_path / "key")
+    (tmp_path / "key").unlink()
+    plan = make()
+    plan.save_key(tmp_path / "key")
+    assert begin(plan.to_json(), tmp_path / "key") == ""
+    assert "was used by a run" in begin(plan.to_json(), tmp_path / "key")
 
 
 def test_a_copied_ledger_can_not_go_on_beside_the_other(tmp_path, state):

@@ -491,7 +491,7 @@ PLACES = {
     "norms": (private_step, "clip_factors"),
     "sums": (private_step, "clipped_sums"),
     "before them": (recorder, "complete"),
-    "noise": (private_step, "noisy_mean"),
+    "noise": (private_step, "noised_mean"),
 }
 
 
