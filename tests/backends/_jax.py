@@ -70,7 +70,9 @@ def _results(case: Case, method: str, max_grad_norm: float = 1.0) -> Any:
     model = build(case)
 
     def compute(params: Params, x: Any, bound: Any) -> Any:
-        loss_fn, options = model.loss_fn, {"method": method, "trainable": model.trainable}
+        # What is compared with the loop here need not be tried while it is traced as well.
+        options = {"method": method, "trainable": model.trainable, "check": "off"}
+        loss_fn = model.loss_fn
         return (
             backend.per_sample_grads(loss_fn, params, x, **options),
             backend.per_sample_norms(loss_fn, params, x, **options),
@@ -111,7 +113,7 @@ def _clipped(case: Case, method: str, mask: Any, bound: float, options: Options)
     model = build(case)
 
     def compute(params: Params, x: Any, mask: Any, bound: Any) -> Any:
-        options_ = {**options, "method": method, "trainable": model.trainable}
+        options_ = {"check": "off", **options, "method": method, "trainable": model.trainable}
         return backend.clipped_grad_sum(
             model.loss_fn, params, x, max_grad_norm=bound, mask=mask, **options_
         )
