@@ -135,9 +135,10 @@ class ModelCheck:
         """Compare one example in its batch, and among other examples."""
         n = self._subject.batch.n
         generator = torch.Generator().manual_seed(check.draw(1 << 30, 3))
-        # Zero times the gradient of a broken example is nan, which a plain backward can't leave out.
+        # Zero times the gradient of a broken example is nan: a plain backward can't leave it out.
         whole = self._numbers.norms.isfinite().cpu()
-        index = whole.nonzero().flatten()[torch.randint(int(whole.sum()), (n,), generator=generator)]
+        drawn = torch.randint(int(whole.sum()), (n,), generator=generator)
+        index = whole.nonzero().flatten()[drawn]
         index[row] = row
 
         def in_its_batch(subject: Subject, row: int) -> dict[str, Tensor]:

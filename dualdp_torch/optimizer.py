@@ -368,8 +368,6 @@ class PrivateStep:
         """
         if draw.is_last:
             self._complete.agree(draw.step, self._failure)
-            if self._checks.has_passed:
-                self._ledger.check_passed(draw.step)
             self._complete.begin(draw.step)
 
     def _formed(self, name: str, total: Tensor, is_whole: bool) -> Tensor:
@@ -387,6 +385,7 @@ class PrivateStep:
             name: torch.cat([part[name] for part in self._grads])
             for name in (self._grads[0] if self._grads else ())
         }
+        has_passed = self._checks.has_passed
         self._forget()
         counts: tuple[int, ...] = ()
         if ledger.plan.is_adaptive:
@@ -395,7 +394,14 @@ class PrivateStep:
         # What decides the normals beside the key: a repeated release must repeat them too.
         places = [(device_kind(total.device), str(total.dtype)) for total in sums.values()]
         stack = repr((_STACK, places, layout))
-        sums, seal = self._complete(step, sums, counts=counts, stack=stack)
+        sums, seal = self._complete(
+            step,
+            sums,
+            counts=counts,
+            stack=stack,
+            is_checked=self._checks.of_step(step),
+            has_passed=has_passed,
+        )
         with torch.no_grad():
             mean = noised_mean(
                 sums,

@@ -5,9 +5,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
+
+from dualdp import exactness
 from dualdp.ledger import Ledger
 from dualdp.sealing import Seal
 from dualdp.twin import Twin, news, num_lines
@@ -69,7 +73,14 @@ class Alone:
         """Nothing needs to be sent."""
 
     def __call__(
-        self, step: int, sums: Sums, *, counts: Counts = (), stack: str
+        self,
+        step: int,
+        sums: Sums,
+        *,
+        counts: Counts = (),
+        stack: str,
+        is_checked: bool = False,
+        has_passed: bool = False,
     ) -> tuple[Sums, Seal]:
         """Record the step, then seal it.
 
@@ -78,10 +89,14 @@ class Alone:
             sums: name -> clipped sum.
             counts: with an adaptive bound, examples below it and examples in all.
             stack: what decides the normals beside the key.
+            is_checked: what several processes add up is compared with what each of them had.
+            has_passed: the gradients of this step agreed with the definition, which is noted.
 
         Returns:
             The sums that noise is added to, and the numbers of the noise.
         """
+        if has_passed:
+            self._ledger.check_passed(step)
         self._ledger.record(step)
         return sums, _sealed(self._ledger, step, _parts(sums, self._shards), counts, stack)
 
@@ -158,18 +173,30 @@ class Together:
             self._reduction.add(name, total)
 
     def __call__(
-        self, step: int, sums: Sums, *, counts: Counts = (), stack: str
+        self,
+        step: int,
+        sums: Sums,
+        *,
+        counts: Counts = (),
+        stack: str,
+        is_checked: bool = False,
+        has_passed: bool = False,
     ) -> tuple[Sums, Seal]:
         """As `Alone`, after `begin`; the sums that come back are those of all processes.
 
         Raises:
+            ExactnessError: they are not what the processes had, added up.
             RuntimeError: a process is lost.
             ValueError: sums differ between processes.
         """
         group, ledger, place = self._group, self._ledger, f"step {step}"
         totals = group.count(f"the counts of {place}", *counts) if counts else ()
         if self._shards is None:
-            sums = self._reduction.finish(sums)
+            own, sums = sums, self._reduction.finish(sums)
+            if is_checked:
+                self._check_reduction(step, own, sums)
+        if has_passed:
+            ledger.check_passed(step)
         parts, shown = _parts(sums, self._shards), sums if self._shards is None else {}
         reduced = fingerprints(shown.values())
 
@@ -189,12 +216,59 @@ class Together:
             return sums, ledger.follow(found[0])
         return sums, Seal(*found[0]["seal"])
 
+    def _check_reduction(self, step: int, own: Sums, total: Sums) -> None:
+        """Compare reduced sums with those of each process, in one direction that nobody planned.
+
+        Raises:
+            ExactnessError: they are not their sum; on all processes alike.
+        """
+        told = _projected(own, step), _projected(total, step)
+        owns, totals = zip(*self._group.gather(f"the sums of step {step}", told), strict=True)
+        for parts, reduced in zip(zip(*owns, strict=True), zip(*totals, strict=True), strict=True):
+            if len({total.along for total in reduced}) > 1:
+                continue  # other bits on other processes, which the seal names
+            size = sum(part.length for part in parts)
+            error = abs(reduced[0].along - sum(part.along for part in parts)) / (size or 1)
+            tolerance = min(exactness.TOLERANCE[part.precision] for part in parts)
+            if not error <= tolerance and math.isfinite(size):
+                told_error = exactness.power_of_ten(error)
+                raise exactness.ExactnessError(
+                    "A spot check failed: the sum over the processes differs from what each of "
+                    f"them had, added up, by {told_error} of it (parameter {parts[0].name!r}). "
+                    "Nothing was released for this batch. Report it, with the backend of the "
+                    "process group and the version of torch.",
+                    relative_error=told_error,
+                    unprotected_details={"error": error},
+                )
+
     def _compare(
         self, words: Iterable[str], what: str, names: Iterable[str], ours: list[int], hint: str
     ) -> None:
         """Refuse tensors whose bits differ between processes, by name."""
         if len(set(words)) > 1:
             self._group.same(what, dict(zip(names, ours, strict=True)), hint, shown=False)
+
+
+class _Projection(NamedTuple):
+    """A tensor as two numbers: how far it goes in a direction, and its length."""
+
+    name: str
+    precision: str
+    along: float
+    length: float
+
+
+def _projected(sums: Sums, step: int) -> list[_Projection]:
+    """Each sum in a direction of its own, drawn from the step: the same on all processes."""
+    generator = torch.Generator().manual_seed(step)
+    found = []
+    for name, total in sums.items():
+        signs = torch.randint(2, total.shape, generator=generator, dtype=torch.int8)
+        signs = (2 * signs - 1).to(total)
+        along, length = (total * signs).sum(dtype=torch.float64), torch.linalg.vector_norm(total)
+        precision = str(total.dtype).removeprefix("torch.")
+        found.append(_Projection(name, precision, float(along), float(length)))
+    return found
 
 
 def _word(numbers: list[int]) -> str:

@@ -55,6 +55,15 @@ class StepChecks:
         """Check what this recorder records; its tape is opened with each batch."""
         self._recorder = recorder
 
+    def of_step(self, step: int) -> bool:
+        """Whether something of a step is checked; the same on all processes."""
+        if not self._rate:
+            return False
+        is_first = step == 0
+        return (
+            exactness.check_at(self._ledger.plan, step, self._rate, is_first=is_first) is not None
+        )
+
     def begin(self, draw: Draw, batch: Any) -> None:
         """A batch is handed out.
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dualdp_torch import release
-from tests.distributed import parallel, refusals
+from tests.distributed import parallel, planted, refusals
 from tests.distributed import sharded_models as models
 from tests.distributed.spawn import together
 from tests.only_torch.loop import plan, start
@@ -44,6 +44,21 @@ def test_two_ranks_end_where_one_ends(tmp_path):
     ranks = together(parallel.runs, 2, tmp_path, *names)
     for name in names:
         assert_ends_alike(name, ranks)
+
+
+def test_faults_of_a_group_are_stopped_on_all_ranks(tmp_path):
+    """In the reduction, and on one rank: caught after they began, and missed without checks."""
+    ranks = together(planted.everything, 2, tmp_path)
+    for name in planted.FAULTS:
+        for checked, unchecked in (rank[name] for rank in ranks):
+            stopped, said, failed, _ = checked
+            assert stopped is not None, name
+            assert planted.BEGINS <= stopped < planted.STEPS
+            assert "A spot check failed" in said
+            assert failed["step"] == stopped
+            assert failed["last_passed"] is None or failed["last_passed"] < stopped
+            assert unchecked == (None, None, None, planted.STEPS)
+        assert ranks[0][name][0][:3] == ranks[1][name][0][:3]
 
 
 def test_a_group_that_comes_after_the_set_up_is_refused(monkeypatch):
