@@ -139,6 +139,10 @@ _SHOWN: dict[str, list[tuple[str, str, Cell]]] = {
         ("time per epoch", "epoch", _seconds),
         ("time of the first epoch, with all that is compiled or proved once", "epoch", _first),
     ],
+    "checks": [
+        (f"A step of the engine, noise and optimizer included: {_TIMES}", "step", _ratio),
+        ("What spot checks cost on average, % of a step without them", "share of checks", _value),
+    ],
     "scale": [
         (_TIMES, "gradient", _ratio),
         ("exponent of the cost along one axis", "slope", _value),

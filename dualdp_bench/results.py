@@ -26,7 +26,7 @@ SCHEMA = 2
 PARTIAL = ".partial"
 CHECKOUT = Path(__file__).parent.parent / "benchmarks" / "results"
 FOLDER = CHECKOUT if CHECKOUT.is_dir() else Path("out/benchmarks")
-SUITES = ("run", "layers", "memory", "accounting", "end-to-end", "scale", "noise")
+SUITES = ("run", "layers", "memory", "checks", "accounting", "end-to-end", "scale", "noise")
 STACKS = ("torch", "jax", "core")
 PACKAGES = (
     "dualdp", "numpy", "scipy", "torch", "jax", "jaxlib", "flax", "optax", "opacus",

@@ -7,18 +7,19 @@ Every suite is a generator of lists of rows, so that a run shows its numbers as 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
+from dualdp.exactness import RATE, WHOLE
 from dualdp_bench import gate, workloads
 from dualdp_bench import layers as single
-from dualdp_bench.measure import Protocol
+from dualdp_bench.measure import Protocol, interleave
 from dualdp_bench.results import Row
-from dualdp_bench.session import SHORT, Session
+from dualdp_bench.session import QUICK, SHORT, Session
 from dualdp_bench.systems import AUTO, LOOP, MULTI, NON_PRIVATE, Setting, reason
 
 Rows = Iterator[list[Row]]
@@ -55,6 +56,9 @@ QUICK_SPEED: list[Point] = [
 GPU_BATCHES = (64, 256, 1024, 2048)
 # The papers' three strategies (naive, crb, multi), and ours; a stack has those that it knows.
 SWEPT = (NON_PRIVATE, AUTO, MULTI, LOOP)
+# Engines by their rate of spot checks: none; prepared for one that doesn't come; at every step.
+RATES = {"checks=0": 0.0, "between checks": 1e-9, "every step checked": 1.0}
+CHECKED = ("mlp", "mnist", "embed", "lstm", "gpt")
 # Slopes: ours beside the model's own and those of per-sample gradients that are written out.
 SCALED = (NON_PRIVATE, AUTO, MULTI)
 # What is compared on single layers beside those and the peers: in JAX the methods are the ways.
@@ -130,6 +134,61 @@ def layers(session: Session) -> Rows:
     for axis, name, sizes, n in session.thin(single.SWEEPS[place]):
         if session.wanted(name):
             yield session.layer(single.network(name, sizes), n, axis, (*SWEPT, *forced))
+
+
+def checks(session: Session) -> Rows:
+    """Steps of an engine without spot checks, between two of them, and with; what they cost."""
+    for name, options, n in speed_points(session):
+        if name not in (session.workloads or CHECKED):
+            continue
+        workload = workloads.create(name, **options)
+        if known := session.known(suite="checks", workload=name, options=workload.options):
+            yield known
+            continue
+        yield _cost_of_checks(session, Setting(workload, n, device=session.device))
+
+
+def _cost_of_checks(session: Session, setting: Setting) -> list[Row]:
+    """Seconds of an engine's step by rate of its checks, and their share of a step on average."""
+    stack, workload = session.stack, setting.workload
+    batch = stack.load(setting, *workload.batch(setting.n))
+    plain = stack.systems[NON_PRIVATE](setting).update
+    assert plain is not None
+    engines = {name: stack.engine(setting, rate) for name, rate in RATES.items()}
+
+    def several(step: Callable[[], Any]) -> None:
+        for _ in range(WHOLE):  # of which one looks at the whole batch, where all are checked
+            stack.wait(step())
+
+    calls = {name: partial(several, step) for name, step in engines.items()}
+    calls[NON_PRIVATE] = partial(several, lambda: plain(batch))
+    usual = QUICK if session.quick else Protocol(rounds=15, patience=20.0)
+    timings = interleave(calls, replace(session.protocol or usual, far=math.inf))
+    row = Row(
+        suite="checks",
+        stack=stack.name,
+        workload=workload.name,
+        options=workload.options,
+        batch=setting.n,
+        system="",
+        quantity="step",
+    )
+    seconds = {name: timing.median / WHOLE for name, timing in timings.items()}
+    steps = [
+        replace(
+            row,
+            system=name,
+            seconds=seconds[name],
+            spread=timing.spread / WHOLE,
+            rounds=len(timing.seconds),
+            first=timing.first,
+            ratio=seconds[name] / seconds[NON_PRIVATE],
+        )
+        for name, timing in timings.items()
+    ]
+    without, between, checked = (seconds[name] for name in RATES)
+    share = (between - without + RATE * (checked - between)) / without
+    return [*steps, replace(row, system=AUTO, quantity="share of checks", value=100 * share)]
 
 
 def memory(session: Session) -> Rows:
@@ -275,6 +334,7 @@ SUITES = {
     "run": run,
     "layers": layers,
     "memory": memory,
+    "checks": checks,
     "end-to-end": end_to_end,
     "scale": scale,
 }

@@ -69,6 +69,20 @@ class Setting:
             seed=self.seed,
         )
 
+    def run_of_batches(self) -> PrivacyPlan:
+        """A run of batches of n examples, drawn from two n."""
+        return PrivacyPlan(
+            num_examples=2 * self.n,
+            sampler="shuffle",
+            expected_batch_size=self.n,
+            num_steps=None,
+            noise_multiplier=NOISE_MULTIPLIER,
+            max_grad_norm=self.max_grad_norm,
+            delta=1e-5,
+            accountant="rdp",
+            seed=self.seed,
+        )
+
 
 @dataclass(frozen=True)
 class Prepared:
@@ -99,6 +113,7 @@ class Stack:
         load: (setting, x, y) -> batch on the device.
         wait: blocks until an outcome is there.
         device: name of what is measured on, for "cpu" or "cuda".
+        engine: (setting, rate of spot checks) -> a call that makes one step of an engine's run.
         forced: names of systems that only compare the ways of a layer: `layers` alone has them.
     """
 
@@ -107,6 +122,7 @@ class Stack:
     load: Callable[[Setting, np.ndarray, np.ndarray], Any]
     wait: Callable[[Any], Any]
     device: Callable[[str], str]
+    engine: Callable[[Setting, float], Callable[[], Any]]
     forced: tuple[str, ...] = ()
 
     def choose(self, names: list[str] | None) -> list[str]:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -225,6 +225,30 @@ def auto(setting: Setting) -> Prepared:
     return replace(dualdp(setting, "auto"), takes=takes)
 
 
+def engine(setting: Setting, checks: float) -> Callable[[], Any]:
+    """A call that makes one step of a run of `PrivacyEngine`."""
+    import dualdp.jax as dpj
+
+    problem = Problem(setting)
+    step, state, loader = dpj.PrivacyEngine().make_private(
+        loss_fn=problem.loss,
+        params=problem.params,
+        optimizer=optax.sgd(LEARNING_RATE),
+        data=setting.workload.batch(2 * setting.n),
+        plan=setting.run_of_batches(),
+        checks=checks,
+    )
+
+    def states() -> Iterator[Any]:
+        now = state
+        while True:
+            for batch in loader:
+                now, _ = step(now, batch)
+                yield now.params
+
+    return partial(next, states())
+
+
 def device_name(device: str) -> str:
     """The processor or accelerator that JAX uses."""
     found = jax.devices()[0]
@@ -244,4 +268,4 @@ def _systems() -> dict[str, Callable[[Setting], Prepared]]:
     return {NON_PRIVATE: non_private} | ours | {AUTO: auto} | people | peers_jax.SYSTEMS
 
 
-STACK = Stack("jax", _systems(), load, jax.block_until_ready, device_name)
+STACK = Stack("jax", _systems(), load, jax.block_until_ready, device_name, engine)

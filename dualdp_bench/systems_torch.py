@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.func import functional_call, grad, vmap
+from torch.utils.data import DataLoader, TensorDataset
 
 from dualdp_bench import results, workloads_torch
 from dualdp_bench.systems import (
@@ -235,6 +236,31 @@ def forced(setting: Setting, way: str) -> Prepared:
     return dualdp(setting, "auto", partial(choices.forced, **able))
 
 
+def engine(setting: Setting, checks: float) -> Callable[[], Any]:
+    """A call that makes one step of a run of `PrivacyEngine`."""
+    import dualdp.torch as dpt
+
+    problem = Problem(setting)
+    data = load(setting, *setting.workload.batch(2 * setting.n))
+    _, optimizer, loader = dpt.PrivacyEngine().make_private(
+        module=problem.model,
+        optimizer=problem.optimizer,
+        data_loader=DataLoader(TensorDataset(*data), batch_size=setting.n),
+        plan=setting.run_of_batches(),
+        checks=checks,
+    )
+
+    def steps() -> Iterator[None]:
+        while True:
+            for batch in loader:
+                optimizer.zero_grad(set_to_none=True)
+                problem.losses(problem.model, *batch).mean().backward()
+                optimizer.step()
+                yield
+
+    return partial(next, steps())
+
+
 def device_name(device: str) -> str:
     """The processor or GPU that the tensors live on."""
     return torch.cuda.get_device_name() if device == "cuda" else results.processor()
@@ -266,4 +292,4 @@ _WAYS = dict.fromkeys(way for ways in choices.OPERATIONS.values() for way in way
 FORCED: dict[str, Callable[[Setting], Prepared]] = {"dualdp:measured": measured} | {
     f"dualdp:{way}": partial(forced, way=way) for way in _WAYS
 }
-STACK = Stack("torch", _systems(), load, wait, device_name, tuple(FORCED))
+STACK = Stack("torch", _systems(), load, wait, device_name, engine, tuple(FORCED))

@@ -236,6 +236,8 @@ class Call:
 
     def _refuse_written(self, names: list[str]) -> None:
         """Refuse buffers that a forward has written, unless it writes the same on every batch."""
+        if not names:
+            return
         allowed = self._found().writes
         if not allowed.issuperset(names):
             run = lambda batch: self.loss_fn(self.model, *batch.arguments())  # noqa: E731

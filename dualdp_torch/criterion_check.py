@@ -263,9 +263,9 @@ class CriterionCheck:
                     values.add(value)
                     if isinstance(value, float) or len(values) > _MOST_VALUES:
                         known.meanings[at] = Number("free", value)
-        elif n == known.n:
+        elif n == known.n and numbers != known.numbers:
             known.meanings = {
-                at: Number("is" if v == known.numbers[at] else "free", v)
+                at: known.guess(v, n) if v == known.numbers[at] else Number("free", v)
                 for at, v in numbers.items()
             }
         if len(self._known) > REMEMBERED:

@@ -308,21 +308,26 @@ class Captured:
         for name in found:
             members.setdefault(limits.group_of(name), []).append(name)
         groups = [group for group, names in members.items() if not bounds.keys().isdisjoint(names)]
-        total = torch.stack([_added([found[name] for name in members[g]]) for g in groups])
-        error = torch.stack(
-            [_added([bounds[name] for name in members[g] if name in bounds]) for g in groups]
-        )
-        least = [max(limits.floors.get(group, 0.0) ** 2, _LEAST) for group in groups]
-        floors = least[0] if len(set(least)) == 1 else total.new_tensor(least).unsqueeze(1)
-        doubt = error / (total.clamp(min=floors) * margin_of(total.dtype))  # (groups, n)
+        doubts = [
+            self._group_doubt(members[g], limits.floors.get(g, 0.0), found, bounds) for g in groups
+        ]
+        self.doubt = doubts[0] if len(doubts) == 1 else torch.stack(doubts).amax(0)
+
+    def _group_doubt(
+        self, names: list[str], floor: float, found: dict[str, Tensor], bounds: Mapping[str, Tensor]
+    ) -> Tensor:
+        """(n,) error bound of one group's norms in units of what is tolerated; formed, it is 0."""
+        total = _added([found[name] for name in names])
+        error = _added([bounds[name] for name in names if name in bounds])
+        tolerated = total.clamp(min=max(floor**2, _LEAST)).mul_(margin_of(total.dtype))
+        doubt = error / tolerated
         doubtful = ~(doubt <= 1)  # nan and infinities are
-        if bool(doubtful.any()):
-            for group, rows in zip(groups, doubtful, strict=True):
-                for name in members[group] if bool(rows.any()) else ():
-                    if name in bounds:
-                        self._form_apart(name, rows.nonzero().flatten(), found)
-            doubt = doubt.masked_fill(doubtful, 0)
-        self.doubt = doubt.amax(0)
+        if not bool(doubtful.any()):
+            return doubt
+        for name in names:
+            if name in bounds:
+                self._form_apart(name, doubtful.nonzero().flatten(), found)
+        return doubt.masked_fill(doubtful, 0)
 
     def _form_apart(self, name: str, rows: Tensor, found: dict[str, Tensor]) -> None:
         """Form and keep one parameter's gradients of some examples; their norms are theirs."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -31,19 +31,53 @@ class State:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._seen = {name: (t, t._version) for name, t in _untrained(model)}
+        self._model, self._seen = model, _places(model)
 
     def written(self) -> list[str]:
         """Names of what was changed, replaced, added or removed since."""
-        now = {name: (t, t._version) for name, t in _untrained(self._model)}
-        names = now.keys() | self._seen.keys()
-        return sorted(n for n in names if not _is_same(now.get(n), self._seen.get(n)))
+        now = _places(self._model)
+        if len(now) == len(self._seen) and all(map(_is_same, now, self._seen)):
+            return []
+        before, after = self._named(self._seen), self._named(now)
+        names = before.keys() | after.keys()
+        return sorted(n for n in names if not _is_same(after.get(n), before.get(n)))
+
+    def _named(self, places: list[_Place]) -> dict[str, _Place]:
+        """The places by the names of their tensors."""
+        prefixes = {id(m): f"{name}." if name else "" for name, m in self._model.named_modules()}
+        return {prefixes.get(id(place.module), "") + place.key: place for place in places}
 
 
-def _is_same(a: tuple[Tensor, int] | None, b: tuple[Tensor, int] | None) -> bool:
+class _Place(NamedTuple):
+    """A tensor of a module at one version."""
+
+    module: nn.Module
+    key: str
+    tensor: Tensor
+    version: int
+
+
+def _is_same(a: _Place | None, b: _Place | None) -> bool:
     """Whether both are one tensor at one version."""
-    return a is not None and b is not None and a[0] is b[0] and a[1] == b[1]
+    return a is not None and b is not None and a.tensor is b.tensor and a.version == b.version
+
+
+def _places(model: nn.Module) -> list[_Place]:
+    """Buffers and frozen parameters, found without making names: this runs at every forward."""
+    found, waiting, met = list[_Place](), [model], set[int]()
+    while waiting:
+        module = waiting.pop()
+        if id(module) in met:
+            continue
+        met.add(id(module))
+        waiting += [child for child in module._modules.values() if child is not None]
+        for key, tensor in module._buffers.items():
+            if tensor is not None:
+                found.append(_Place(module, key, tensor, tensor._version))
+        for key, p in module._parameters.items():
+            if p is not None and not p.requires_grad:
+                found.append(_Place(module, key, p, p._version))
+    return found
 
 
 def _untrained(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -5,11 +5,12 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import dualdp
 import dualdp_torch as dpt
 from tests.only_torch.checks import randomise
+from tests.only_torch.loop import plan
 
 ROWS, T, V = 26, 5, 7
 
@@ -393,3 +394,21 @@ def test_words_that_are_padded_by_the_batch():
         return F.cross_entropy(model(b["words"], lengths=b["lengths"]), b["y"])
 
     train(randomise(Pooled()), loop, Items(), collate=padded, steps=4)
+
+
+def test_shapes_are_read_in_batches_of_one_size():
+    """Nothing tells what a number means where all batches have one size: it stays a guess."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Embedding(20, 6), nn.Linear(6, 20)), torch.randint(20, (16, 5))
+    _, optimizer, loader = dpt.PrivacyEngine().make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(TensorDataset(x, x.flip(1)), batch_size=8),
+        plan=plan(num_examples=16, expected_batch_size=8, num_steps=12, sampler="shuffle"),
+        checks=1.0,
+    )
+    for ids, targets in loader:
+        each = F.cross_entropy(model(ids).flatten(0, 1), targets.flatten(), reduction="none")
+        each.view(targets.shape).mean(1).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
