@@ -25,6 +25,10 @@ from .remembered import Remembered
 from .sharded import Terms
 from .spot_check import Engine
 
+IN_PIECES = (
+    "The model lies in pieces over several processes (fully_shard), none of which can run an "
+    "example alone: the loop's loss is checked, the gradients are not."
+)
 _ROWS = 4  # examples that a whole check of the criterion looks at
 
 
@@ -74,6 +78,8 @@ class StepChecks:
         self.due, self._draw = None, draw
         if not self._rate:
             return
+        if self._recorder.shards is not None:
+            self._ledger.check_impossible(IN_PIECES)
         due = exactness.check_at(self._ledger.plan, draw.step, self._rate)
         if due is not None and draw.part == due.draw(draw.parts, 3):
             self.due = due

@@ -61,6 +61,16 @@ def gradient_is_the_noisy_mean_of_one_device():
         engine.detach()
 
 
+def the_ledger_says_what_is_not_checked():
+    """The record of all processes holds it once."""
+    engine, model, optimizer, batches = began()
+    for _ in range(2):
+        models.step(model, optimizer, next(batches))
+    assert engine.ledger.to_json().count("check_impossible") == 1
+    assert "fully_shard" in engine.ledger.to_json()
+    engine.detach()
+
+
 def gradients_are_there_after_the_last_physical_batch_only():
     engine, model, optimizer, batches = began(physical_batch_size=2)
     seen = []
