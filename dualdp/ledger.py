@@ -60,6 +60,7 @@ class Reading:
         last_check: step of the last spot check that passed.
         failed_check: what the record says of one that failed.
         impossible: reasons why numbers can't be checked.
+        check_rate: share of steps that are checked, as it was noted last; None if it never was.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class Reading:
         self.last_check: int | None = None
         self.failed_check: Record | None = None
         self.impossible: set[str] = set()
+        self.check_rate: float | None = None
         for record in records:
             self.take(record)
         self.accountant = spending.spent_by(plan, self.entries, accountant)
@@ -98,6 +100,8 @@ class Reading:
             self.last_check = int(found["step"])
         elif isinstance(found, dict):
             self.failed_check = found
+        if "checks" in note:
+            self.check_rate = float(note["checks"])
         if "check_impossible" in note:
             self.impossible.add(str(note["check_impossible"]))
 
@@ -504,6 +508,11 @@ class Ledger:
         self._append({"kind": "note", **facts})
 
     # ------------------------------------------------------------------ spot checks
+
+    @property
+    def check_rate(self) -> float | None:
+        """Share of steps that are checked, as the record says; None where it does not."""
+        return self._read().check_rate
 
     def check_passed(self, step: int) -> None:
         """Write down that the numbers of a step agreed with the definition (`dualdp.exactness`)."""

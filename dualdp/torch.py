@@ -26,6 +26,7 @@ from dualdp_torch import Rule as Rule
 from dualdp_torch import Stages as Stages
 from dualdp_torch import clipped_grad_sum as clipped_grad_sum
 from dualdp_torch import consolidate_checkpoint as consolidate_checkpoint
+from dualdp_torch import explain as explain
 from dualdp_torch import fix as fix
 from dualdp_torch import load_checkpoint as load_checkpoint
 from dualdp_torch import load_sharded_checkpoint as load_sharded_checkpoint

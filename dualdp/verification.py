@@ -321,8 +321,9 @@ def _checks(found: Verification) -> tuple[bool | None, str]:
     rates = [float(note["checks"]) for note in notes if "checks" in note]
     if not rates:
         return None, "The record does not say: an own loop, or a version before checks were made."
-    if not rates[-1]:
-        return None, "Off (checks=0): nothing but the rules vouches for the gradients."
+    if not all(rates):
+        part = "" if not any(rates) else " for a part of the run"
+        return None, f"Off (checks=0){part}: nothing but the rules vouches for the gradients."
     impossible = [str(note["check_impossible"]) for note in notes if "check_impossible" in note]
     limits = f"; not checked: {'; '.join(impossible)}" if impossible else ""
     last = max((int(check["step"]) for check in checks), default=None)

@@ -151,6 +151,8 @@ class PrivacyEngine:
                 opened.  [test_a_loss_for_a_batch_is_told_so_before_anything_is_recorded]
         """
         self._refuse_a_second_run()
+        if checks is None and self._loaded is not None:
+            checks = self.ledger.check_rate
         rate = exactness.checked_rate(checks)
         if not hasattr(optimizer, "init") or not hasattr(optimizer, "update"):
             raise TypeError(

@@ -14,6 +14,7 @@ from dualdp import UnsupportedLayerError
 
 from .batch import Batch
 from .capture import Capture
+from .fallback import gradients_set_aside
 from .layout import Layout, of_single
 from .outputs import projected
 from .proof import prove
@@ -136,7 +137,7 @@ class Examination:
 
     def _prove(self, batch: Batch) -> None:
         """Examine the model on a batch and remember the result if it is complete."""
-        with self._pause(), torch.enable_grad():
+        with self._pause(), gradients_set_aside(self._inside), torch.enable_grad():
             proof = prove(self._model, projected, batch, dict(self._inside), writes=self.writes)
         is_ours = batch.signature() == self._batch.signature()
         if is_ours and proof is not None and (proof.complete or proof.signatures):

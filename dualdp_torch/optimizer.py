@@ -308,6 +308,7 @@ class PrivateStep:
         formed = partial(self._formed, is_whole=draw.is_last)
         self._check(lambda: self._checks.criterion(draw))
         if recorder.layered is not None:
+            recorder.refuse_written()
             self._begin(draw)
             sums, norms = recorder.layered.finish()
             self._sums = {name: formed(name, total) for name, total in sums.items()}

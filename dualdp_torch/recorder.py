@@ -24,7 +24,13 @@ from .batch import Batch
 from .capture import Capture
 from .clip import SecondPass
 from .examination import Examination
-from .fallback import again_by_vmap, are_set_aside, is_same_forward, reweighted
+from .fallback import (
+    again_by_vmap,
+    are_set_aside,
+    gradients_set_aside,
+    is_same_forward,
+    reweighted,
+)
 from .gradients import Captured, Gradients
 from .layered import Layered
 from .layout import Layout
@@ -325,6 +331,8 @@ class Recorder:
                 "A backward ran without a batch of the loader that make_private returned. Train on "
                 "the batches of that loader only."
             )
+        for p in self.parameters.values():  # what other parameters got before is raw
+            p.grad = None
         raise UnsupportedLayerError(
             f"Parameter {name!r} reached the loss outside the recorded forward of the model, where "
             "its gradient can't be clipped per example. Use it inside the model's forward, or call "
@@ -344,7 +352,7 @@ class Recorder:
             RuntimeError: no forward or no backward was recorded.
         """
         n = self.require_backward()
-        self._refuse_written()
+        self.refuse_written()
         if self._by_vmap:
             return self._vmapped(scale)
         for use, layout in zip(self._uses, self._layouts, strict=True):
@@ -364,7 +372,7 @@ class Recorder:
         """What is remembered of the model on batches like the recorded one."""
         return self._examination.known
 
-    def _refuse_written(self) -> None:
+    def refuse_written(self) -> None:
         """Refuse buffers that the forward has written, unless it writes the same on every batch.
 
         Raises:
@@ -503,7 +511,7 @@ class Recorder:
     def _vmapped(self, scale: float) -> Gradients:
         """The gradients through `vmap` over the model, from the gradients of its outputs."""
         batch = Batch((*self._batch.arguments(), self._scaled_cotangents(scale)))
-        with self._pause():
+        with self._pause(), gradients_set_aside(self.parameters):
             return again_by_vmap(self.model, projected, batch, self.parameters)
 
 

@@ -450,4 +450,4 @@ def test_names_of_both_faces():
     assert dpt.ClippedGradSum.__name__ == dpj.ClippedGradSum.__name__ == "ClippedGradSum"
     assert dpt.ClippedSum is dpt.ClippedGradSum
     assert dpj.Loader is dpj.PlannedLoader
-    assert {"PlannedLoader", "LogicalBatch", "Chunk"} <= set(vars(dpt)) & set(vars(dpj))
+    assert {"PlannedLoader", "LogicalBatch", "Chunk", "explain"} <= set(vars(dpt)) & set(vars(dpj))

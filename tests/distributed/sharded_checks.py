@@ -71,6 +71,25 @@ def the_ledger_says_what_is_not_checked():
     engine.detach()
 
 
+def a_buffer_that_is_written_later_is_refused():
+    """It would carry examples, raw, into the state_dict; whichever way the sums are formed."""
+    for clipping in ("flat", "per_layer"):
+        writes, (built, _) = [], models.build("mlp", torch.float32)
+        built.register_buffer("seen", torch.zeros(()))
+
+        def write(module, args, writes=writes):
+            if writes:
+                module.seen.add_(args[0].mean())
+
+        built.register_forward_pre_hook(write)
+        engine, model, optimizer, batches = began(model=models.shard(built), clipping=clipping)
+        models.step(model, optimizer, next(batches))
+        writes.append(True)
+        with pytest.raises(UnsupportedLayerError, match="buffers .'seen'. of a model under fully_"):
+            models.step(model, optimizer, next(batches))
+        engine.detach()
+
+
 def gradients_are_there_after_the_last_physical_batch_only():
     engine, model, optimizer, batches = began(physical_batch_size=2)
     seen = []

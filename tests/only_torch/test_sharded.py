@@ -82,6 +82,7 @@ def test_sharded_models_keep_the_guards_and_name_what_is_refused(tmp_path, size)
 
 FIRST = [
     "the_ledger_says_what_is_not_checked",
+    "a_buffer_that_is_written_later_is_refused",
     "gradient_is_the_noisy_mean_of_one_device",
     "planted_faults_are_seen",
     "one_whole_gradient_is_alive_at_a_time",

@@ -38,6 +38,7 @@ def test_reversible_blocks_are_refused_in_the_loop(mode):
     for x, y, _ in loader:
         with pytest.raises(UnsupportedLayerError, match=match):
             once(model, optimizer, x, y % 2)
+        assert all(p.grad is None for p in model.parameters())
         with pytest.raises((RuntimeError, UnsupportedLayerError)):
             optimizer.step()
         break
