@@ -36,6 +36,14 @@ TOLERANCE = {
     "bfloat16": 3e-2,
     "float16": 3e-2,
 }
+#: Distance of 1 and the next number, of each precision.
+UNIT = {
+    "float64": 2.0**-52,
+    "float32": 2.0**-23,
+    "tf32": 2.0**-10,
+    "float16": 2.0**-10,
+    "bfloat16": 2.0**-8,
+}
 #: Largest error of the comparison that is repeated in float64: a sum of many numbers may cancel.
 REPEATED = 1e-6
 #: A difference is rounding where plain autodiff moves by this share of it when inputs are rounded.
@@ -227,11 +235,12 @@ def is_wrong(
         moved: () -> how far plain autodiff moves when its inputs are rounded otherwise, in the
             units of `Sides.error`.
     """
-    tolerance = TOLERANCE[precision]
-    if sides.error <= tolerance:
-        return False
-    if not sides.excess <= 1 + tolerance:
+    # A loss may compute in half precision; the sums are formed in float32 or wider.
+    formed_in = "float32" if precision in ("bfloat16", "float16") else precision
+    if not sides.excess <= 1 + TOLERANCE[formed_in]:
         return True
+    if sides.error <= TOLERANCE[precision]:
+        return False
     exact = repeated()
     if exact is not None and not exact <= REPEATED:
         return True

@@ -29,14 +29,6 @@ from dualdp_jax.rules.product import widen
 from dualdp_jax.sharding import whole
 
 ADVICE = 'Use method="loop", which is plain autodiff, and report the model.'
-#: Relative rounding of one number, by precision.
-UNIT = {
-    "float64": 2.0**-52,
-    "float32": 2.0**-23,
-    "tf32": 2.0**-10,
-    "float16": 2.0**-10,
-    "bfloat16": 2.0**-8,
-}
 #: What rounding may add to a difference of two sums of many examples, in units of the sum's length
 #: times the tolerance.
 OF_SUM = {"float64": 0.02, "float32": 0.02, "tf32": 1.0, "float16": 1.0, "bfloat16": 1.0}
@@ -339,7 +331,7 @@ def moved_example(asked: Asked, k: int, precision: str) -> float:
     return amplified(
         lambda inputs: plain_gradient(with_trained(call, inputs[0]), inputs[1]),
         (call.parameters.trained, row_at(call.rows, k)),
-        UNIT[precision],
+        exactness.UNIT[precision],
         lambda start, other: moved(measure, start, other),
     )
 
@@ -350,7 +342,7 @@ def moved_sum(asked: Asked, group: str, factors: Any, precision: str) -> float:
     return amplified(
         lambda inputs: plain_sum(with_trained(call, inputs[0])._replace(rows=inputs[1]), factors),
         (call.parameters.trained, call.rows),
-        UNIT[precision],
+        exactness.UNIT[precision],
         lambda start, other: _of_sum(measure, start, other, group, precision).error,
     )
 

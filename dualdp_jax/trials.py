@@ -23,7 +23,7 @@ import numpy as np
 from dualdp import exactness
 from dualdp_jax import checks, compat, stand_ins
 from dualdp_jax.call import Call, program_of
-from dualdp_jax.checks import ADVICE, UNIT, Measure
+from dualdp_jax.checks import ADVICE, Measure
 from dualdp_jax.request import SUM, Request, answer
 from dualdp_jax.rules import RULES
 from dualdp_jax.rules.kinds import as_if
@@ -329,7 +329,7 @@ def _judged(
         return checks.amplified(
             lambda inputs: tried.plain(*inputs, consts),
             (trained, checks.row_at(rows, k)),
-            UNIT[tried.precision],
+            exactness.UNIT[tried.precision],
             lambda start, other: checks.moved(measure, start, other),
         )
 

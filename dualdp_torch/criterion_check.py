@@ -13,6 +13,7 @@ time is checked on that very batch; known code on the steps that are drawn.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -36,6 +37,10 @@ REDUCTIONS = ("mean", "sum")
 REMEMBERED = 256
 #: Values of one integer in known code, each of which is checked; further ones are not.
 _MOST_VALUES = 16
+#: Numbers of a tensor from elsewhere that is compared from batch to batch.
+_SMALL = 1 << 16
+#: Integers of a loop that are read each for itself, where no reading of all alike will do.
+_UNCLEAR = 6
 #: Up to so many examples, an integer that equals their number may well be another one.
 _FEW = 8
 _WAY_OUT = (
@@ -53,6 +58,18 @@ _CARRIED = (
     "loss was complete, and a number that the loss uses afterwards differs from one batch to the "
     "next, or was computed from them: other examples may enter the loss by it. Keep it a tensor, "
     "or read what is logged after backward()."
+)
+
+
+_FOREIGN = (
+    "A tensor that the loss uses was made where nobody saw it (from_numpy, a script, another "
+    "thread, an earlier batch), and differs from one batch to the next: examples may enter the "
+    "loss by it. Compute it in this loop with torch functions, make it from a Python number, or "
+    "give each example its own row of it in the data set."
+)
+_DECIDED = (
+    "The loop decides by data that it read (item(), tolist(), numpy()) what it computes "
+    "afterwards, so another batch has another loss. Use torch.where, or decide after backward()."
 )
 
 
@@ -147,11 +164,16 @@ class Known:
         meanings: what they mean, once batches of two sizes told; None before.
         others: further values of integers that were checked.
         read: position of the first call that returned data as Python values, or None.
+        foreign: (position of a call, position among its tensors) -> digest of a tensor that no call
+            made and that holds no rows.
+        decided: what was called up to that read, and what of it mattered afterwards.
     """
 
     n: int
     numbers: dict[tuple[int, int], float]
     guess: Meaning
+    foreign: dict[tuple[int, int], Any] = field(default_factory=dict)
+    decided: tuple[Any, Any] = ((), ())
     meanings: dict[tuple[int, int], Number] | None = None
     others: dict[tuple[int, int], set[float]] = field(default_factory=dict)
     read: int | None = None
@@ -182,6 +204,8 @@ class CriterionCheck:
         known = self._known.get(tape.signature())
         if known is None:
             return False
+        if _foreign(tape, known.foreign) != known.foreign:
+            raise CarriedNumberError(_FOREIGN)
         numbers, n = _numbers(tape, known.numbers), tape.n or 0
         if known.meanings is None:
             if n == known.n and numbers == known.numbers:
@@ -248,14 +272,30 @@ class CriterionCheck:
                     return finding
             if trial.carries():
                 return Finding(_CARRIED)
+            if known is None and self._decides(trial):
+                return Finding(_DECIDED)
         self._remember(tape, trial, known)
         return None
+
+    def _decides(self, trial: _Trial) -> bool:
+        """Whether other code came after the same reads of data, in a batch before."""
+        prefix, after = trial.decided()
+        same = [known for known in self._known.values() if prefix and known.decided[0] == prefix]
+        return any(known.decided[1] != after for known in same)
 
     def _remember(self, tape: Tape, trial: _Trial, known: Known | None) -> None:
         """The code was found right, with the numbers that it used."""
         numbers, n = _numbers(tape, trial.script.live), tape.n or 0
         if known is None:
-            self._known[tape.signature()] = Known(n, numbers, trial.guess, read=trial.read)
+            self._known[tape.signature()] = Known(
+                n,
+                numbers,
+                trial.guess,
+                foreign=_foreign(tape, trial.script.live),
+                decided=trial.decided(),
+                meanings=trial.meanings,
+                read=trial.read,
+            )
         elif known.meanings is not None:
             for at, value in numbers.items():
                 if not known.meanings[at].fits(value, n):
@@ -299,6 +339,25 @@ def _numbers(tape: Tape, positions: Any) -> dict[tuple[int, int], float]:
     return {(at, i): v for at in calls for i, v in enumerate(tape.calls[at].numbers)}
 
 
+def _foreign(tape: Tape, positions: Any) -> dict[tuple[int, int], Any]:
+    """Digests of the tensors of some calls that nobody saw being made, by their places."""
+    found: dict[tuple[int, int], Any] = {}
+    for at in sorted({at if isinstance(at, int) else at[0] for at in positions}):
+        call = tape.calls[at]
+        for i, slot in enumerate(slots_of((call.args, call.kwargs))):
+            if slot.kind == OTHER and not slot.requires_grad and tape.row_axis(slot) is None:
+                found[at, i] = _digest(slot.value)
+    return found
+
+
+def _digest(tensor: Tensor | None) -> Any:
+    """What tells a small tensor from another one; parameters may be trained, and pass."""
+    if tensor is None or isinstance(tensor, nn.Parameter) or tensor.numel() > _SMALL:
+        return None
+    whole = tensor.detach().cpu().contiguous().flatten()
+    return tensor.dtype, tuple(tensor.shape), whole.view(torch.uint8).numpy().tobytes()
+
+
 class _Trial:
     """The replays of one batch.
 
@@ -306,6 +365,7 @@ class _Trial:
         script: the calls that matter.
         is_empty: no example has a gradient, so that nothing can be seen.
         guess: what numbers of the code were taken for.
+        meanings: the same, where each number has its own; else None.
         read: as in `Known`.
     """
 
@@ -328,6 +388,7 @@ class _Trial:
         self.is_empty, self._data = False, set[int]()
         self.read: int | None = None
         self.guess: Meaning = _exactly_n
+        self.meanings: dict[tuple[int, int], Number] | None = None
         self._scale = float(self.n) if declared == "mean" else 1.0
         self._all = torch.arange(self.n)
 
@@ -473,12 +534,12 @@ class _Trial:
         """Whether a number of the code is one that was read before it, or made of two of them."""
         if self.read is None:
             return False
-        read = [
-            v for at, value in self._same.reads.items() if at in self._data for v in _floats(value)
-        ]
+        values = [value for at, value in self._same.reads.items() if at in self._data]
+        read = [v for value in values if not isinstance(value, list) for v in _floats(value)]
+        listed = {v for value in values if isinstance(value, list) for v in _floats(value)}
         later = [at for at in self.script.live if at > self.read]
         numbers = [v for at in later for v in self.tape.calls[at].numbers if type(v) is float]
-        made = {*read, *(1 - v for v in read)}
+        made = {*read, *(1 - v for v in read), *(v for v in listed if v % 1)}
         for a in read[:_MOST_VALUES]:
             made |= {a + b for b in read[:_MOST_VALUES]} | {a * b for b in read[:_MOST_VALUES]}
             made |= {a - b for b in read[:_MOST_VALUES]} | {a / b for b in read if b}
@@ -490,11 +551,11 @@ class _Trial:
     def alone(self, row: int, meanings: dict[tuple[int, int], Number] | None) -> Finding | None:
         """Replay the row alone; its gradient must be 1 / n of that, or 1."""
         reason, worst = "", None
-        guesses = [_exactly_n, _multiple_of_n, _integer_n, _constant]
-        for guess in guesses if meanings is None else guesses[:1]:
-            if guess is _constant and worst is not None and self.n > _FEW:
-                break
-            for rows in self._alone(row, guess, meanings):
+        for guess, each in self._readings(meanings):
+            is_guess = guess is _constant or (each is not None and each is not meanings)
+            if is_guess and worst is not None and self.n > _FEW:
+                continue
+            for rows in self._alone(row, guess, each):
                 try:
                     found = self.script.run(rows)
                 except ReplayError as error:
@@ -503,6 +564,7 @@ class _Trial:
                 finding = self._differs_alone(found, rows, row, len(rows.index))
                 if finding is None:
                     self.guess = guess
+                    self.meanings = each if meanings is None else None
                     return None
                 worst = worst or finding
                 if not self.script.has_free_draws:
@@ -512,6 +574,34 @@ class _Trial:
             "Write it for any number of rows, without Python loops over them and without data that "
             "were read out of tensors; or use clipped_grad_sum.",
         )
+
+    def _readings(
+        self, meanings: dict[tuple[int, int], Number] | None
+    ) -> Iterator[tuple[Meaning, dict[tuple[int, int], Number] | None]]:
+        """What the numbers of the code may mean: as learned, all alike, or each for itself."""
+        if meanings is not None:
+            yield _exactly_n, meanings
+        for guess in (_exactly_n, _multiple_of_n, _integer_n, _constant):
+            yield guess, None
+        numbers = _numbers(self.tape, self.script.live)
+        unclear = [at for at, v in numbers.items() if type(v) is int and v and v % self.n == 0]
+        for chosen in itertools.product((True, False), repeat=min(len(unclear), _UNCLEAR)):
+            if any(chosen) and not all(chosen):
+                each = {at: _constant(v, self.n) for at, v in numbers.items()}
+                each |= {
+                    at: _multiple_of_n(numbers[at], self.n)
+                    for at, counts in zip(unclear, chosen, strict=False)
+                    if counts
+                }
+                yield _exactly_n, each
+
+    def decided(self) -> tuple[Any, Any]:
+        """All calls up to the first read of data, and those after it that matter; or nothing."""
+        if self.read is None:
+            return (), ()
+        calls, read = self.tape.calls, self.read
+        after = tuple([calls[at].tokens for at in self.script.live if at > read])
+        return tuple([call.tokens for call in calls[: read + 1]]), after
 
     def _alone(
         self, row: int, guess: Meaning, meanings: dict[tuple[int, int], Number] | None

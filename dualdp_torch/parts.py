@@ -13,7 +13,7 @@ from dualdp import UnsupportedLayerError
 
 from .layout import Layout
 from .rules import embedding, linear
-from .rules.base import Norms, Tensor, weighted_sum
+from .rules.base import Norms, Tensor, weighted_sum, without_autocast
 from .uses import Derived, Use
 
 
@@ -69,6 +69,7 @@ class Part:
         grads_out: Tensor = widened(self.kept_grads_out)
         return grads_out
 
+    @without_autocast
     def _call(self, function: Any, acts: Any, grads_out: Tensor) -> Any:
         return function(acts, grads_out, shape=self.use.shapes[self.slot], **self.use.options)
 
@@ -124,6 +125,7 @@ def joined(parts: list[Part]) -> list[Part]:
     return found
 
 
+@without_autocast
 def tied(parts: list[Part]) -> Norms | None:
     """(n,) squared norms and error bounds of a table that is embedding and head at once."""
     by_rule = {id(part.use.rule): part for part in parts}

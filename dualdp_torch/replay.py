@@ -27,7 +27,8 @@ class Rows:
     Attributes:
         index: (m,) rows of the batch, one for each place; all the same one, unless m = n.
         place: where the row stands that is looked at.
-        others: factor by which the floating-point numbers of all other rows are multiplied.
+        others: factor by which the floating-point numbers of all other rows are multiplied; where
+            it is not 1, their truth values are turned, too.
         number: position of a call, position and value of a number of its arguments -> what stands
             there among m rows.
         dtype: of all floating-point numbers; None for that of the record.
@@ -44,8 +45,11 @@ class Rows:
     def pick(self, tensor: Tensor, axis: int) -> Tensor:
         """These rows of a tensor."""
         rows = tensor.index_select(axis, self.index.to(tensor.device))
-        if self.others == 1.0 or not rows.is_floating_point():
+        if self.others == 1.0 or not (rows.is_floating_point() or rows.dtype is torch.bool):
             return rows
+        if rows.dtype is torch.bool:
+            own = torch.arange(len(self.index), device=rows.device) == self.place
+            return rows ^ ~own.view(*[-1 if i == axis else 1 for i in range(rows.dim())])
         factors = torch.full((len(self.index),), self.others, dtype=rows.dtype, device=rows.device)
         factors[self.place] = 1.0
         return rows * factors.view(*[-1 if i == axis else 1 for i in range(rows.dim())])
@@ -163,7 +167,7 @@ class Script:
         for position in reversed(self.live):
             call = tape.calls[position]
             outs = [*slots_of(call.out), *(slots_of(call.args) if call.out is None else ())]
-            if call.grad and any(slot.index in met for slot in outs):
+            if call.grad and any(slot.index in met and slot.requires_grad for slot in outs):
                 met |= {slot.index: slot for slot in slots_of((call.args, call.kwargs))}
         found = {i: s for i, s in met.items() if s.kind == OTHER and s.requires_grad}
         return list(found.values())

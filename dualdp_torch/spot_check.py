@@ -396,7 +396,7 @@ class Comparison:
                 return None
 
         def moved() -> float:
-            rounded = _roundings(self.subject)
+            rounded = _roundings(self.subject, exactness.UNIT[self._precision])
             return max(compared(plain(subject), expected).error for subject in rounded)
 
         if exactness.is_wrong(found, self._precision, repeated, moved):
@@ -452,8 +452,13 @@ def _sum_sides(ours: _Side, theirs: _Side, engine: Engine) -> exactness.Sides:
     return replace(found, sizes=dict.fromkeys(found.sizes, 0.0))
 
 
-def _roundings(subject: Subject) -> Iterator[Subject]:
-    """The subject with parameters and inputs rounded otherwise; parameters end as they were."""
+def _roundings(subject: Subject, unit: float) -> Iterator[Subject]:
+    """The subject with parameters and inputs rounded otherwise; parameters end as they were.
+
+    Args:
+        subject: of which plain gradients are asked.
+        unit: of the lowest precision that takes part, as `exactness.UNIT` has it.
+    """
     parameters = list(subject.parameters.values())
     kept = [p.detach().clone() for p in parameters]
     generator = torch.Generator().manual_seed(0)
@@ -462,7 +467,7 @@ def _roundings(subject: Subject) -> Iterator[Subject]:
         if not value.is_floating_point():
             return value
         noise = torch.randn(value.shape, generator=generator).to(value)
-        return value * (1 + 4 * torch.finfo(value.dtype).eps * noise)
+        return value * (1 + max(4 * torch.finfo(value.dtype).eps, unit) * noise)
 
     try:
         for _ in range(_ROUNDINGS):

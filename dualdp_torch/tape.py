@@ -360,6 +360,8 @@ class Tape(TorchFunctionMode):
     def _note_ignored(self, call: Mapping[str, Any]) -> None:
         """Whether some targets are ignored is part of what the code does."""
         target = call["target"]
+        if torch._C._functorch.is_functorch_wrapped_tensor(target):
+            return  # of one example, whose loss is its own
         if call.get("reduction", "mean") == "mean" and not target.is_floating_point():
             self._ignored.append((target == call.get("ignore_index", -100)).any())
 
@@ -436,11 +438,17 @@ class Tape(TorchFunctionMode):
             slot = self._slot(value)
             tokens.append(slot.index)
             return slot
+        if isinstance(value, np.generic):
+            value = value.item()
         kind = type(value)
         if kind is int or kind is float:
             numbers.append(value)
             tokens.append(kind)
             return value
+        if kind is np.ndarray and value.dtype != object:
+            numbers.append(hash(value.tobytes()))
+            tokens.append((kind, value.dtype.str, value.ndim))
+            return Numbers(value.copy())
         if kind is tuple or kind is list or kind is torch.Size:
             if len(value) > _LONG and all(type(v) in (int, float) for v in value):
                 numbers.append(hash(tuple(value)))
@@ -479,7 +487,8 @@ class Tape(TorchFunctionMode):
             known = slot is not None and slot.ref() is out
             return slot if known else self._new(out, MADE)
         if isinstance(out, tuple | list):
-            return tuple([self._made(v) for v in out])
+            made = tuple([self._made(v) for v in out])
+            return made if any(True for _ in slots_of(made)) else None  # lists of numbers are read
         return None
 
     def _keep(self, targets: Any) -> None:

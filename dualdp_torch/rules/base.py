@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -32,6 +34,25 @@ def is_transposed(grads: Tensor) -> bool:
     return grads.dim() == 3 and not grads.is_contiguous() and grads.mT.is_contiguous()
 
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def without_autocast(function: _Function) -> _Function:
+    """A function of our own arithmetic, which keeps its precision where the caller's is lowered."""
+
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        on = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
+        if not on:
+            return function(*args, **kwargs)
+        with contextlib.ExitStack() as stack:
+            for device in on:
+                stack.enter_context(torch.autocast(device, enabled=False))
+            return function(*args, **kwargs)
+
+    return cast("_Function", called)
+
+
 _BLOCK = 1024  # numbers that float32 adds up without losing digits
 
 
@@ -55,6 +76,7 @@ def exact_sq_norms(grads: Tensor) -> Tensor:
     return torch.linalg.vector_norm(flat, dim=1, dtype=torch.float64).square_()
 
 
+@without_autocast
 def weighted_sum(factors: Tensor, grads: Tensor) -> Tensor:
     """(n,), (n, *shape) -> shape."""
     factors = factors.to(grads.dtype)

@@ -268,8 +268,8 @@ X, W = RNG.normal(size=(EXAMPLES, 6)), RNG.normal(size=(3, 6))
 SHARES = {2.0: True, -2.0: True, 0.1: False}
 PRECISIONS = ("float32", "float64")
 BOUND = 1e-2  # every example is clipped
-#: In PyTorch the example with the largest gradient is looked at when it is drawn, one time in eight;
-#: always only where no norm has an error bound.
+#: In PyTorch the example with the largest gradient is looked at when it is drawn, one time in
+#: eight, and always only where no norm has an error bound.
 TURNS = 60
 
 
