@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Data that leave torch in a loop and come back: as arrays, numbers, decisions, tensors."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import dualdp_torch as dpt
+from dualdp import ExactnessError
+from tests import reference
+from tests.only_torch.checks import data, randomise
+from tests.only_torch.loop import build, dataset, plan, start
+
+REFUSALS = (ValueError, ExactnessError)
+
+
+def run(loss, steps=6, engines=None, **options):
+    """A run with `loss(out, x, y)` -> scalar; its engine is handed out in `engines`, too."""
+    engine, model, optimizer, loader = start(plan=plan(num_steps=steps), **options)
+    if engines is not None:
+        engines.append(engine)
+    for x, y, _ in loader:
+        optimizer.zero_grad()
+        loss(model(x), x, y).backward()
+        optimizer.step()
+    return engine
+
+
+def each(out, y):
+    return F.cross_entropy(out, y, reduction="none")
+
+
+def clamped_now_and_then(out, x, y):
+    losses = each(out, y)
+    is_odd = int(1e6 * losses.mean().item()) % 2
+    return (losses.clamp(max=1.0) if is_odd else losses).mean()
+
+
+def of_earlier_batches():
+    """The mean of the outputs of earlier batches, kept outside of the loop."""
+    centres = [torch.zeros(3)]
+
+    def loss(out, x, y):
+        found = (each(out, y) + (out * centres[-1]).sum(1)).mean()
+        centres.append(out.detach().mean(0))
+        return found
+
+    return loss
+
+
+def in_a_thread(function, *arguments):
+    with ThreadPoolExecutor(1) as threads:
+        return threads.submit(function, *arguments).result()
+
+
+WRONG = {
+    "counts of an array": lambda out, x, y: F.cross_entropy(
+        out, y, weight=torch.tensor(1.0 / (1 + np.bincount(y.numpy(), minlength=3))).float()
+    ),
+    "weights from an array": lambda out, x, y: (
+        each(out, y) * torch.from_numpy(1.0 / (1 + np.bincount(y.numpy(), minlength=3)))[y]
+    ).mean(),
+    "a number of NumPy": lambda out, x, y: each(out, y).mean() * np.float64(x.numpy().std()),
+    "the largest of a list": lambda out, x, y: each(out, y).mean() / max(x[:, 0].abs().tolist()),
+    "another code": clamped_now_and_then,
+    "another thread": lambda out, x, y: (
+        each(out, y) + out @ in_a_thread(torch.mean, out.detach(), 0)
+    ).mean(),
+    "earlier batches": of_earlier_batches(),
+}
+
+
+@pytest.mark.parametrize("checks", [None, 1.0])
+@pytest.mark.parametrize("loss", [pytest.param(f, id=name) for name, f in WRONG.items()])
+def test_data_that_come_back_are_refused(loss, checks):
+    """On the first batch, or as soon as a second one shows that they are data."""
+    with pytest.raises(REFUSALS):
+        run(loss, steps=12, checks=checks)
+
+
+def test_a_run_whose_data_came_back_is_not_vouched_for():
+    engines = []
+    with pytest.raises(ExactnessError, match="A tensor that the loss uses was made where nobody"):
+        run(of_earlier_batches(), engines=engines)
+    with pytest.raises(Exception, match="not vouched for"):
+        engines[0].get_epsilon(delta=1e-5)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_masks_that_are_nearly_always_true_are_seen_through(reduction):
+    """A mean over a mask that is false for few rows: others decide how much one weighs."""
+    x, y, _ = dataset().tensors
+    model, optimizer, _ = build()
+    _, optimizer, loader = dpt.PrivacyEngine().make_private(
+        module=model,
+        optimizer=optimizer,
+        data_loader=DataLoader(TensorDataset(x, y, torch.ones(len(x), dtype=torch.bool))),
+        plan=plan(),
+        loss_reduction=reduction,
+    )
+    x, y, kept = next(iter(loader))
+    ((each(model(x), y) * kept).sum() / kept.sum()).backward()
+    with pytest.raises(ValueError, match="mixes the examples|but the loss is a mean"):
+        optimizer.step()
+
+
+RIGHT = {
+    "lists for the log": lambda out, x, y: (len(y.tolist()) and each(out, y)).mean(),
+    "constants from NumPy": lambda out, x, y: (
+        each(out, y) * torch.from_numpy(np.array([1.0, 0.5, 2.0]))[y]
+    ).mean(),
+    "a number of NumPy that stays": lambda out, x, y: each(out, y).mean() * np.float32(0.5),
+    "a teacher that is detached": lambda out, x, y: (
+        each(out, y) + (out - TEACHER(x).detach()).square().sum(1)
+    ).mean(),
+    "a mask of each row": lambda out, x, y: ((out * (x[:, :3] > 0)).square().sum(1)).mean(),
+}
+TEACHER = nn.Linear(6, 3)
+
+
+@pytest.mark.parametrize("loss", [pytest.param(f, id=name) for name, f in RIGHT.items()])
+def test_what_is_no_data_passes(loss):
+    assert len(run(loss, checks=1.0).ledger) == 6
+
+
+@pytest.mark.parametrize("n", [3, 4, 8, 12, 16])
+def test_sizes_that_equal_the_number_of_rows_are_told_apart(n):
+    """Positions, classes and rows: which is which is tried, each for itself."""
+    model = randomise(nn.Sequential(nn.Embedding(16, 5), nn.Linear(5, 4)))
+    words = torch.randint(16, (n, 8))
+
+    def loop(model, words):
+        out = model(words)
+        rows, positions, classes = out.shape
+        losses = F.cross_entropy(
+            out.view(rows * positions, classes), words.view(rows * positions) % 4, reduction="none"
+        )
+        losses.view(rows, positions).mean(1).mean().backward()
+
+    with dpt.record_per_sample(model, loss_reduction="mean") as record:
+        loop(model, words)
+    assert record.norms().shape == (n,)
+
+
+@pytest.mark.parametrize("method", ["auto", "materialize", "vmap", "loop"])
+def test_our_own_arithmetic_is_not_autocast(method):
+    """Autocast around the call lowers the loss, not the norms and sums made of its gradients."""
+    model, n = randomise(nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))), 4
+    mask = torch.arange(n) == 1
+    with torch.autocast("cpu", torch.bfloat16):
+        found = dpt.clipped_grad_sum(
+            lambda m, x: m(x).float().square().sum((1, 2)),
+            model,
+            data(n, 9, 6),
+            max_grad_norm=1e-2,
+            mask=mask,
+            method=method,
+        )
+    length = torch.stack([g.double().square().sum() for g in found.grads.values()]).sum().sqrt()
+    assert 1e-2 * (1 - 3e-4) <= float(length) <= 1e-2
+
+
+def test_norms_under_autocast_are_float32():
+    with torch.autocast("cpu", torch.bfloat16):
+        norms = dpt.per_sample_norms(reference.loss_fn, build()[0], data(5, 6))
+    assert norms.dtype == torch.float32
