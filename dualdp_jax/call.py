@@ -166,6 +166,8 @@ def split_batch(batch: tuple[Any, ...]) -> tuple[list[Any], int, Callable[[list[
             "same number on axis 0 of each."
         )
 
+    _refuse_lists_of_numbers(batch, next(iter(lengths.values())))
+
     def rebuild(example: list[Any]) -> Any:
         items = iter(example)
         leaves = [
@@ -175,6 +177,18 @@ def split_batch(batch: tuple[Any, ...]) -> tuple[list[Any], int, Callable[[list[
 
     arrays = [leaf for (_, leaf), array in zip(flat, is_array, strict=True) if array]
     return arrays, next(iter(lengths.values())), rebuild
+
+
+def _refuse_lists_of_numbers(batch: Any, n: int) -> None:
+    """Refuse a list of one number for each example, all of which every example would get."""
+    is_list = lambda node: isinstance(node, list)  # noqa: E731
+    for node in filter(is_list, jax.tree.leaves(batch, is_leaf=is_list)):
+        if len(node) == n and all(isinstance(value, bool | int | float) for value in node):
+            raise TypeError(
+                f"The batch holds a list of {n} Python numbers, one for each example, and lists "
+                "are handed on whole: every example would see the numbers of all others. Expected "
+                "an array, such as np.asarray(y)."
+            )
 
 
 def _num_rows(path: Any, leaf: Any) -> int:

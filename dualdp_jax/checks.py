@@ -49,6 +49,8 @@ def plain_sum(call: Call, factors: Any) -> list[Any]:
     counts = factors != 0
     index = jnp.where(counts, jnp.arange(counts.shape[0]), jnp.argmax(counts))
     rows = row_at(call.rows, index)
+    if any(map(compat.has_own_backward, call.program.jaxpr.eqns)):
+        return _sum_one_by_one(call, rows, factors)
 
     def loss(trained: list[Any]) -> Any:
         losses = widen(all_at_once(lambda row: call.loss(trained, row)[0])(rows))
@@ -56,6 +58,17 @@ def plain_sum(call: Call, factors: Any) -> list[Any]:
 
     grads = jax.grad(loss)(call.parameters.trained)
     return [jnp.where(counts.any(), widen(grad), 0) for grad in grads]
+
+
+def _sum_one_by_one(call: Call, rows: Row, factors: Any) -> list[Any]:
+    """As `plain_sum`, for backwards that need not be linear in what comes down to them."""
+
+    def of(k: Any) -> list[Any]:
+        grads = plain_gradient(call, row_at(rows, k))
+        return [jnp.where(factors[k] == 0, 0, factors[k] * grad) for grad in grads]
+
+    add = lambda totals, k: (jax.tree.map(jnp.add, totals, of(k)), None)  # noqa: E731
+    return list(jax.lax.scan(add, of(0), jnp.arange(1, factors.shape[0]))[0])
 
 
 def row_at(rows: Row, k: Any) -> Row:

@@ -185,6 +185,7 @@ class PrivacyEngine:
             opt_shardings=None if layout is None else shardings(state.opt_state),
         )
         _try_one_example(run, examples)
+        _try_update(run, state)
         if layout is not None and layout.group is not None:
             check_data(layout.group, examples)
             check_run(layout.group, run, state)
@@ -553,6 +554,20 @@ def _try_one_example(run: Run, examples: tuple[Any, ...]) -> None:
 
     arrays = run.parameters.trained, run.parameters.others
     jax.eval_shape(loss, *arrays, shapes, jax.random.key(0))
+
+
+def _try_update(run: Run, state: TrainState) -> None:
+    """Trace an update of the optimizer, so that one which needs more is refused before the run.
+
+    Raises:
+        TypeError: the optimizer wants more than gradients, its state and the parameters.
+    """
+    trained = run.parameters.like(run.parameters.arrays(state.params)[0])
+    try:
+        jax.eval_shape(run.optimizer.update, trained, state.opt_state, trained)
+    except TypeError as error:
+        error.add_note("An optimizer gets the noisy gradients, its state and the parameters only.")
+        raise
 
 
 def _check_key_argument(

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import io_callback
 
 from dualdp import AccountingError, _validate, run_registry
 from dualdp.randomness import secure
@@ -236,7 +237,7 @@ def traced_mean(
         max_grad_norm: as there.
 
     Raises:
-        TypeError: the step is a constant, or `vmap` is around.
+        TypeError: the step is a constant, or `vmap`, `shard_map` or `pmap` is around.
         ValueError: the plan's bound is learned, and none was given.
     """
     if not compat.is_traced(step):
@@ -244,6 +245,11 @@ def traced_mean(
             f"{source} got step={step} as a constant inside jit, scan or vmap: every call of the "
             "compiled function would add the same noise. Expected the step as an argument of that "
             "function (or in the carry of the scan), or the call outside of it."
+        )
+    if axes := sorted(compat.manual_axes(grads)):
+        raise TypeError(
+            f"{source} is inside shard_map or pmap, over {axes}: each device would ask for the "
+            "noise of the step. Expected it outside, on the sums of all devices."
         )
     if plan.is_adaptive and max_grad_norm is None:
         raise ValueError(
@@ -264,7 +270,8 @@ def traced_mean(
 
     @jax.custom_batching.custom_vmap
     def noisy(grads: Any, step: Any) -> Any:
-        release = jax.pure_callback(ask_host, release_shapes(plan, like), step)
+        # Not pure: two calls of one step must not become one, whose noise both sums would get.
+        release = io_callback(ask_host, release_shapes(plan, like), step)
         return noised_mean(grads, release)
 
     @noisy.def_vmap

@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ordinary programs whose numbers were wrong without a word (known_failures, part F)."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import dualdp_jax as dpj
+from dualdp import PrivacyPlan
+from dualdp.ledger import Ledger
 from dualdp_jax.methods import METHODS
 from tests.only_jax.workers import launch, spread
 
@@ -301,3 +306,85 @@ def test_a_shard_map_with_its_defaults():
     """74: the gradient of a replicated parameter was summed over the devices."""
     (found,) = launch.reports("spread", "fast", processes=1, devices=4, seconds=200)
     assert found == {check.__name__: "held" for check in spread.FAST}
+
+
+# ---------------------------------------------------------------------- one noise for two sums
+
+
+def twice(mean, a, b, step):
+    helper = jax.jit(lambda g: mean(g, step))
+    return helper(a), helper(b)
+
+
+def scanned(mean, a, b, step):
+    return jax.lax.scan(lambda c, g: (c, mean(g, step)), 0, jnp.stack([a, b]))[1]
+
+
+def mapped(mean, a, b, step):
+    return jax.lax.map(lambda g: mean(g, step), jnp.stack([a, b]))
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+@pytest.mark.parametrize("way", [twice, scanned, mapped])
+def test_one_noise_is_not_given_to_two_sums_of_a_program(way, seed):
+    """XLA makes one call of two that are equal, unless they have effects."""
+    plan = PrivacyPlan(
+        num_examples=20,
+        expected_batch_size=4,
+        num_steps=3,
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        delta=1e-5,
+        accountant="rdp",
+        seed=seed,
+    )
+    ledger = Ledger(plan)
+    ledger.record(0)
+    ledger.seal(0, None)
+    mean = lambda g, step: dpj.noisy_mean({"w": g}, plan, step)["w"]  # noqa: E731
+    program = jax.jit(functools.partial(way, mean))
+    a, b = jnp.zeros(3), jnp.ones(3)
+    with pytest.raises(Exception, match="handed out"):
+        jax.block_until_ready(program(a, b, 0))
+
+
+@pytest.mark.parametrize("method", ["auto", "vmap", "loop", "book_keeping"])
+def test_a_backward_that_is_not_linear_raises_nothing(method):
+    """The sum of the losses has another gradient than the losses; the definition is theirs."""
+
+    @jax.custom_vjp
+    def clipped(w):
+        return jnp.round(w * 8) / 8
+
+    clipped.defvjp(lambda w: (clipped(w), None), lambda _, g: (jnp.clip(g, -0.1, 0.1),))
+    loss = lambda p, x: ((x @ clipped(p["w"])) ** 2).sum()  # noqa: E731
+    rng = np.random.default_rng(0)
+    params = {"w": rng.normal(size=(5, 4)).astype("f")}
+    x = rng.normal(size=(6, 5)).astype("f")
+    found = dpj.clipped_grad_sum(loss, params, x, max_grad_norm=0.2, method=method, check="always")
+    each = [jax.grad(loss)(params, row)["w"] for row in x]
+    expected = sum(g * min(1, 0.2 / (1 + 1e-4) / np.linalg.norm(g)) for g in each)
+    np.testing.assert_allclose(found.grads["w"], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_list_of_labels_is_refused():
+    """Lists are handed on whole: each example's loss would read the labels of all."""
+    loss = lambda p, x, y: ((x @ p - jnp.asarray(y)) ** 2).mean()  # noqa: E731
+    with pytest.raises(TypeError, match="list of 6 Python numbers, one for each example"):
+        dpj.clipped_grad_sum(loss, jnp.ones(3), np.ones((6, 3), "f"), [1.0] * 6, max_grad_norm=1.0)
+
+
+def test_an_optimizer_that_wants_more_is_refused_before_the_run():
+    with pytest.raises(TypeError, match="value"):
+        dpj.PrivacyEngine().make_private(
+            loss_fn=lambda p, x: ((x @ p["w"]) ** 2).sum(),
+            params={"w": np.ones(3, "f")},
+            optimizer=optax.lbfgs(),
+            data=np.ones((8, 3), "f"),
+            expected_batch_size=4,
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+            num_steps=2,
+            accountant="rdp",
+            seed=1,
+        )
