@@ -88,15 +88,22 @@ def norms_of(gradients: Gradients, limits: Limits, n: int) -> tuple[dict[str, Te
         limits: how exact the norms must be.
         n: examples.
     """
+    return _norms_of(gradients, limits, n)[:2]
+
+
+def _norms_of(
+    gradients: Gradients, limits: Limits, n: int
+) -> tuple[dict[str, Tensor], Tensor, bool]:
+    """As `norms_of`, and whether all of them were finite at once."""
     squares = gradients.sq_norms(limits)
-    norms = whole_norms(squares, n)
+    norms = whole_norms(squares, n) if gradients.total is None else gradients.total.sqrt()
     finite = norms < torch.inf  # nor nan
     if bool(finite.all()):
-        return squares, norms
+        return squares, norms, True
     rows = (~finite).nonzero().flatten()
     for name, exact in gradients.exact_sq_norms(rows).items():
         squares[name] = squares[name].double().index_put_((rows,), exact)
-    return squares, whole_norms(squares, n, norms.dtype)
+    return squares, whole_norms(squares, n, norms.dtype), False
 
 
 def _squares_of_minute_gradients(gradients: Gradients) -> dict[str, Tensor]:
@@ -170,12 +177,14 @@ def clip_factors(
         Contributions are bounded also where squares underflow.
             [test_contributions_are_bounded_where_squares_underflow]
     """
-    squares, norms = norms_of(gradients, limits_of(bounds, clipping), n)
-    counted = norms < torch.inf  # nor nan
-    if mask is not None:
-        mask = mask.to(norms.device)
-        counted, norms = counted & mask, norms.where(mask, 0)
-    rows = None if bool(counted.all()) else counted.nonzero().flatten()
+    squares, norms, are_finite = _norms_of(gradients, limits_of(bounds, clipping), n)
+    rows = None
+    if mask is not None or not are_finite:
+        counted = norms < torch.inf  # nor nan
+        if mask is not None:
+            mask = mask.to(norms.device)
+            counted, norms = counted & mask, norms.where(mask, 0)
+        rows = None if bool(counted.all()) else counted.nonzero().flatten()
     lengths = norms
     if min(bounds.values()) < _LEAST_BOUND and squares:
         squares = _squares_of_minute_gradients(gradients)

@@ -55,11 +55,17 @@ class Gradients(Protocol):
         is_narrow: backward computed some of them in a precision below float32.
         doubt: (n,) the largest bound on the error of a norm, in units of what is tolerated, of the
             examples whose norms came from products; None before `sq_norms`, or without any.
+        total: (n,) squared norms of the whole gradients; None where `sq_norms` did not add them up.
         one_sum: some examples' sums must come from the same numbers as their norms.
     """
 
     is_narrow: bool
-    doubt: Tensor | None
+    total: Tensor | None
+
+    @property
+    def doubt(self) -> Tensor | None:
+        """As above."""
+        ...
 
     @property
     def one_sum(self) -> bool:
@@ -93,6 +99,7 @@ class Formed:
     """Gradients that lie in memory: name -> (n, *shape)."""
 
     doubt: Tensor | None = None
+    total: Tensor | None = None
     one_sum = False
 
     def __init__(self, formed: dict[str, Tensor]) -> None:
@@ -159,7 +166,8 @@ class Captured:
         self._kept: dict[str, Tensor] = {}
         self._alike: list[tuple[list[str], Tensor]] = []  # kept small ones, (n, names, *shape)
         self._apart: dict[str, list[tuple[Tensor, Tensor]]] = {}  # (rows, gradients), formed
-        self.doubt: Tensor | None = None
+        self._doubts: list[tuple[Tensor, Tensor]] = []  # (error, what is tolerated) of each group
+        self.total: Tensor | None = None
         self.is_narrow = is_narrow(parameters.values())
         for use, layout in zip(uses, layouts, strict=True):
             if use.grads_out is None or layout is None:
@@ -250,6 +258,13 @@ class Captured:
         return parts[0].sq_norms() if parts[0].norms_are_cheaper() else None
 
     @property
+    def doubt(self) -> Tensor | None:
+        """(n,) the largest error bound of a norm, in units of what is tolerated; None without."""
+        if not self._doubts:
+            return None
+        return torch.stack([error / tolerated for error, tolerated in self._doubts]).amax(0)
+
+    @property
     def one_sum(self) -> bool:
         """Whether some gradients were formed for their norms and must be what is summed."""
         return bool(self._apart)
@@ -308,26 +323,25 @@ class Captured:
         for name in found:
             members.setdefault(limits.group_of(name), []).append(name)
         groups = [group for group, names in members.items() if not bounds.keys().isdisjoint(names)]
-        doubts = [
+        self._doubts = [
             self._group_doubt(members[g], limits.floors.get(g, 0.0), found, bounds) for g in groups
         ]
-        self.doubt = doubts[0] if len(doubts) == 1 else torch.stack(doubts).amax(0)
 
     def _group_doubt(
         self, names: list[str], floor: float, found: dict[str, Tensor], bounds: Mapping[str, Tensor]
-    ) -> Tensor:
-        """(n,) error bound of one group's norms in units of what is tolerated; formed, it is 0."""
+    ) -> tuple[Tensor, Tensor]:
+        """(n,) error bound of one group's norms, 0 of formed ones; and (n,) what is tolerated."""
         total = _added([found[name] for name in names])
         error = _added([bounds[name] for name in names if name in bounds])
         tolerated = total.clamp(min=max(floor**2, _LEAST)).mul_(margin_of(total.dtype))
-        doubt = error / tolerated
-        doubtful = ~(doubt <= 1)  # nan and infinities are
-        if not bool(doubtful.any()):
-            return doubt
+        if bool((error <= tolerated).all()):
+            self.total = total if len(names) == len(found) else None
+            return error, tolerated
+        doubtful = ~(error <= tolerated)  # nan and infinities are
         for name in names:
             if name in bounds:
                 self._form_apart(name, doubtful.nonzero().flatten(), found)
-        return doubt.masked_fill(doubtful, 0)
+        return error.masked_fill(doubtful, 0), tolerated
 
     def _form_apart(self, name: str, rows: Tensor, found: dict[str, Tensor]) -> None:
         """Form and keep one parameter's gradients of some examples; their norms are theirs."""

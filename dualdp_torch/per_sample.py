@@ -295,7 +295,7 @@ def _norms(call: Call, limits: Limits) -> tuple[Engine, Any]:
         losses,
         lambda row: {},
         lengths=lengths,
-        doubt=gradients.doubt,
+        doubt=gradients.doubt if call.is_checked else None,
         runs_examples=isinstance(gradients, Formed),
     )
     return numbers, aux
@@ -333,7 +333,7 @@ def clipped_numbers(call: Call, bounds: Mapping[str, Any], clipping: str) -> tup
         factors=factors.of,
         bounds=bounds,
         clipping=clipping,
-        doubt=gradients.doubt,
+        doubt=gradients.doubt if call.is_checked else None,
         runs_examples=isinstance(gradients, Formed),
     )
     return numbers, aux

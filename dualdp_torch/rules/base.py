@@ -42,11 +42,10 @@ def without_autocast(function: _Function) -> _Function:
 
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
-        on = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
-        if not on:
+        if not (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")):
             return function(*args, **kwargs)
         with contextlib.ExitStack() as stack:
-            for device in on:
+            for device in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
                 stack.enter_context(torch.autocast(device, enabled=False))
             return function(*args, **kwargs)
 

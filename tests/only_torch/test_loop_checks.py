@@ -147,13 +147,15 @@ def factors(fault):
 
 def whole_norm(fault):
     """A norm without its smallest part."""
-    right = clip.whole_norms
+    right = clip._norms_of
 
-    def wrong(squares, n, *dtype):
-        few = dict(list(squares.items())[:-1]) if fault.is_on and len(squares) > 1 else squares
-        return right(few, n, *dtype)
+    def wrong(*arguments):
+        squares, norms, are_finite = right(*arguments)
+        if fault.is_on and len(squares) > 1:
+            norms = clip.whole_norms(dict(list(squares.items())[:-1]), len(norms))
+        return squares, norms, are_finite
 
-    fault.patch.setattr(clip, "whole_norms", wrong)
+    fault.patch.setattr(clip, "_norms_of", wrong)
 
 
 def sums(fault):
