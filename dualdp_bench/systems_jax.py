@@ -234,7 +234,7 @@ def engine(setting: Setting, checks: float) -> Callable[[], Any]:
         loss_fn=problem.loss,
         params=problem.params,
         optimizer=optax.sgd(LEARNING_RATE),
-        data=setting.workload.batch(2 * setting.n),
+        data=load(setting, *setting.workload.batch(2 * setting.n)),
         plan=setting.run_of_batches(),
         checks=checks,
     )

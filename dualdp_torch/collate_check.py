@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import default_collate
 
 from .rules.base import Tensor
 
@@ -41,7 +42,9 @@ class CheckedCollate:
         Raises:
             ValueError: a row of it depends on the other rows.
         """
-        is_due = bool(self._period) and len(rows) > 1 and self._count % self._period == 0
+        is_new = self._collate is not default_collate  # which takes each row by itself
+        is_due = is_new and bool(self._period) and len(rows) > 1
+        is_due = is_due and self._count % self._period == 0
         self._count += len(rows) > 1
         if not is_due:
             return self._collate(rows)

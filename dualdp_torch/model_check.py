@@ -82,7 +82,8 @@ class ModelCheck:
             else:
                 for row in rows:
                     self._comparison.of_row(self._numbers, row)
-                self._same_output(self._subject, torch.tensor(rows[:1]), 0, rows[0])
+                first = torch.tensor(rows[:1])
+                self._same_output(self._subject, first, 0, rows[0], self._recorder.outputs)
             if not is_first and not check.is_whole:
                 return True
             if recorder.has_drawn and not self._subject.draws_as(self._numbers.losses):
@@ -153,7 +154,14 @@ class ModelCheck:
         self._comparison.of_row(self._numbers, row, among_others, " among other examples")
         self._same_output(self._subject, index, row, row)
 
-    def _same_output(self, subject: Subject, index: Tensor, place: int, row: int) -> None:
+    def _same_output(
+        self,
+        subject: Subject,
+        index: Tensor,
+        place: int,
+        row: int,
+        recorded: Sequence[Tensor] | None = None,
+    ) -> None:
         """Refuse outputs of an example that depend on the others.
 
         Args:
@@ -161,12 +169,14 @@ class ModelCheck:
             index: rows of the batch that the model is run on.
             place: where the example stands among them.
             row: where it stands in the batch.
+            recorded: outputs for the batch; None if they are to be computed.
 
         Raises:
             ExactnessError: they do.
         """
         with torch.no_grad(), Precisions() as precisions:
-            apart = _apart(_outputs(subject), _outputs(_with_rows(subject, index)), row, place)
+            whole = _outputs(subject) if recorded is None else recorded
+            apart = _apart(whole, _outputs(_with_rows(subject, index)), row, place)
         if apart <= _CLOSER * exactness.TOLERANCE[precisions.lowest]:
             return
         exact = _apart_in_double(subject, index, row, place)

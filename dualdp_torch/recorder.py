@@ -318,6 +318,11 @@ class Recorder:
         self._cotangents[position] = grad.detach()
 
     @property
+    def outputs(self) -> list[Tensor]:
+        """What the recorded forward returned, in floating-point tensors."""
+        return self._outputs
+
+    @property
     def cotangents(self) -> list[Tensor | None]:
         """What each output with a gradient received from the loop, None where nothing came."""
         return [self._cotangents.get(i) for i in self._hearing]

@@ -13,7 +13,7 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -413,7 +413,8 @@ def _weighted(subject: Subject, weights: Tensor) -> Tensor:
 
 def _clipped(plain: dict[str, Tensor], engine: Engine) -> _Side:
     """A gradient as it should enter the sum; it is scaled in place."""
-    lengths = {name: float(torch.linalg.vector_norm(g.double())) for name, g in plain.items()}
+    norm = partial(torch.linalg.vector_norm, dtype=torch.float64)
+    lengths = {name: float(norm(g)) for name, g in plain.items()}
     groups = engine.groups(plain)
     for group, bound in (engine.bounds or {}).items():
         members = [name for name, own in groups.items() if own == group]
@@ -429,9 +430,9 @@ def _sides(ours: _Side, theirs: _Side, engine: Engine) -> exactness.Sides:
     """Both sides as plain numbers."""
     gaps, sizes = {}, {}
     for name, part in ours.parts.items():
-        own = part.double()
-        gaps[name] = float(torch.linalg.vector_norm(own - theirs.parts[name].to(own.device)))
-        sizes[name] = float(torch.linalg.vector_norm(own))
+        gap = part - theirs.parts[name].to(part)
+        gaps[name] = float(torch.linalg.vector_norm(gap, dtype=torch.float64))
+        sizes[name] = float(torch.linalg.vector_norm(part, dtype=torch.float64))
     groups = engine.groups(gaps)
     bounds = {group: float(bound) for group, bound in (engine.bounds or {}).items()}
     largest = max(theirs.norm, _SMALLEST)

@@ -299,13 +299,13 @@ def largest_factor_wrong(owner, xp):
 
 
 def torch_norm_wrong(patch, error):
-    right = torch_clip.norms_of
+    right = torch_clip._norms_of
 
     def wrong(*arguments):
-        squares, norms = right(*arguments)
-        return squares, one_wrong(norms, error, torch)
+        squares, norms, are_finite = right(*arguments)
+        return squares, one_wrong(norms, error, torch), are_finite
 
-    patch.setattr(torch_clip, "norms_of", wrong)
+    patch.setattr(torch_clip, "_norms_of", wrong)
 
 
 def torch_rule_wrong(patch, error):
