@@ -56,32 +56,23 @@ class Setting:
     device: str = "cpu"
     seed: int = 0
 
-    def plan(self) -> PrivacyPlan:
-        """A run whose steps are such points."""
-        return PrivacyPlan(
-            num_examples=100 * self.n,
-            expected_batch_size=self.n,
-            num_steps=None,
-            noise_multiplier=NOISE_MULTIPLIER,
-            max_grad_norm=self.max_grad_norm,
-            delta=1e-5,
-            accountant="rdp",
-            seed=self.seed,
-        )
+    def plan(self, **changes: Any) -> PrivacyPlan:
+        """A run whose steps are such points; `changes` are arguments that differ."""
+        usual: dict[str, Any] = {
+            "num_examples": 100 * self.n,
+            "expected_batch_size": self.n,
+            "num_steps": None,
+            "noise_multiplier": NOISE_MULTIPLIER,
+            "max_grad_norm": self.max_grad_norm,
+            "delta": 1e-5,
+            "accountant": "rdp",
+            "seed": self.seed,
+        }
+        return PrivacyPlan(**{**usual, **changes})
 
     def run_of_batches(self) -> PrivacyPlan:
-        """A run of batches of n examples, drawn from two n."""
-        return PrivacyPlan(
-            num_examples=2 * self.n,
-            sampler="shuffle",
-            expected_batch_size=self.n,
-            num_steps=None,
-            noise_multiplier=NOISE_MULTIPLIER,
-            max_grad_norm=self.max_grad_norm,
-            delta=1e-5,
-            accountant="rdp",
-            seed=self.seed,
-        )
+        """A run of batches of n examples each, of two n."""
+        return self.plan(num_examples=2 * self.n, sampler="shuffle")
 
 
 @dataclass(frozen=True)

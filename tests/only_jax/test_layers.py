@@ -150,7 +150,13 @@ def compare(name, methods):
         assert np.asarray(results[0].norms).max() > 0
 
 
-@pytest.mark.parametrize("name", LAYERS)
+#: Long to compile, and each much like another one.
+LONG = ("gru", "cross_attention")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n in LONG else ()) for n in LAYERS]
+)
 def test_layers_of_flax_match_the_loop(name):
     compare(name, ["book_keeping"])
 

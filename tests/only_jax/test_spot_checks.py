@@ -253,10 +253,8 @@ FAULTS = {
 }
 #: One of each kind; the others are slow.
 USUAL = (
-    "lengths too small, one row in eight",
     "gram form without its error",
     "indices in their own dtype",
-    "two_pass with squared factors",
     "a row in eight is left out",
     "chunks are not added up",
 )

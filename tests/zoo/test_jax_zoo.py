@@ -17,7 +17,7 @@ jax.config.update("jax_disable_most_optimizations", True)  # they cost more than
 #: Those of the fast tier: a model of every kind.
 FAST = {
     *("bytes", "stacked_layers", "selective_state_space", "experts_by_weights", "in_shard_map"),
-    *("graph", "convolutions", "linen_experts", "linen_lora", "nnx_cnn", "eqx_lstm", "hk_tokens"),
+    *("graph", "linen_lora", "eqx_lstm", "hk_tokens"),
     *("experts_by_ragged_dot", "custom_gradient", "nnx_weight_norm", "linen_u_net"),
 }
 
