@@ -53,9 +53,16 @@ def test_a_step_of_the_engine_is_that_of_the_loop(entry):
     check(entry, jax_check.engine_step, entry.engine_refusal)
 
 
+#: Two methods for each model, in turn.
+TURNS = [
+    pytest.param(entry, tuple(METHODS)[(i + shift) % len(METHODS)], id=f"{entry.name}-{i + shift}")
+    for i, entry in enumerate(JAX)
+    for shift in (0, 2)
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("entry", JAX, ids=lambda entry: entry.name)
+@pytest.mark.parametrize(("entry", "method"), TURNS)
 def test_every_method_is_that_of_the_loop(entry, method):
     check(entry, partial(jax_check.call, method=method), entry.refusal)
 

@@ -78,9 +78,21 @@ def test_no_mode_of_the_engine_is_wrong(entry, mode):
     check_never_wrong(entry, partial(torch_check.engine_step, mode=mode))
 
 
+def two_each(entries, methods):
+    """(entry, method): two methods for each, in turn; `test_checks` takes more of them."""
+    methods = tuple(methods)
+    return [
+        pytest.param(entry, methods[(i + shift) % len(methods)], id=f"{entry.name}-{i + shift}")
+        for i, entry in enumerate(entries)
+        for shift in (0, 2)
+    ]
+
+
+METHODS = ("book_keeping", "two_pass", "materialize", "vmap", "loop")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["book_keeping", "two_pass", "materialize", "vmap", "loop"])
-@pytest.mark.parametrize("entry", TORCH, ids=lambda entry: entry.name)
+@pytest.mark.parametrize(("entry", "method"), two_each(TORCH, METHODS))
 def test_no_method_is_wrong(entry, method):
     check_never_wrong(entry, partial(call, method=method))
 
