@@ -79,7 +79,7 @@ def test_no_mode_of_the_engine_is_wrong(entry, mode):
 
 
 def two_each(entries, methods):
-    """(entry, method): two methods for each, in turn; `test_checks` takes more of them."""
+    """(entry, method): two methods for each, in turn; test_checks.py takes more of them."""
     methods = tuple(methods)
     return [
         pytest.param(entry, methods[(i + shift) % len(methods)], id=f"{entry.name}-{i + shift}")
