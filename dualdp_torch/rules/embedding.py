@@ -67,11 +67,15 @@ def weight_sq_norms(
     n, t = ids.shape
     if t == 1:
         return sq_norms(g), None
-    sums = g.new_zeros(n * t, shape[1])
-    sums.index_add_(0, _slots(ids, shape[0]), g.reshape(n * t, shape[1]))
-    distinct = g[:, :1] if g.stride(1) == 0 else g  # the gradient of a mean is one, t times
-    lengths = sq_norms(distinct).mul_(t * (t / distinct.shape[1]))
-    return sq_norms(sums.view(n, t, shape[1])), linear.rounding_error(lengths)
+    g = g.reshape(n * t, shape[1])
+    slots = _slots(ids, shape[0])
+    repeated = (slots != torch.arange(n * t, device=g.device)).nonzero().flatten()
+    added = g[repeated]
+    sums = g.index_fill(0, repeated, 0).index_add_(0, slots[repeated], added)
+    # Only what is added is rounded; where it cancels, the row it is added to is no longer.
+    lengths = 2 * torch.linalg.vector_norm(added, dim=1)
+    lengths = lengths.new_zeros(n).index_add_(0, repeated // t, lengths)
+    return sq_norms(sums.view(n, t, shape[1])), linear.rounding_error(lengths.square_())
 
 
 def weight_sum(

@@ -47,7 +47,7 @@ def _gram_norms(acts: Tensor, grads_out: Tensor) -> Norms:
     """(n, ..., i), (n, ..., o) -> (n,), without the gradient."""
     if _positions(acts) == 1:
         a, g = sq_norms(acts), sq_norms(grads_out)
-        return a * g, (a + g) * (LOST * torch.finfo(a.dtype).tiny)
+        return a * g, a.add_(g).mul_(LOST * torch.finfo(a.dtype).tiny)
     a, g = flatten_positions(acts), flatten_positions(grads_out)
     return gram_norms(products(a, a), products(g, g))
 

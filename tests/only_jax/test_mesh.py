@@ -5,6 +5,8 @@ import pytest
 
 from tests.only_jax.workers import launch, mesh
 
+pytestmark = pytest.mark.xdist_group("meshes")  # which share what one process reports
+
 
 @pytest.fixture(scope="module")
 def report():
