@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -56,7 +57,9 @@ class ModelCheck:
     def __init__(self, recorder: Recorder, numbers: Engine, terms: Terms) -> None:
         self._recorder, self._numbers, self._terms = recorder, numbers, terms
         self._subject = recorder.subject(terms.scale, terms.mask)
-        self._comparison = Comparison(self._subject, self._again, "the clipped contribution")
+        # Nothing refers back to this object, so that what it holds is freed with it.
+        again = partial(self._numbers_again, recorder, terms)
+        self._comparison = Comparison(self._subject, again, "the clipped contribution")
         self.is_impossible = False
 
     def run(self, check: Check, *, is_first: bool) -> bool:
@@ -95,13 +98,14 @@ class ModelCheck:
                 self._among_others(rows[0], check)
         return True
 
-    def _again(self, subject: Subject) -> Engine:
+    @staticmethod
+    def _numbers_again(recorder: Recorder, terms: Terms, subject: Subject) -> Engine:
         """The numbers of another batch or model, by the same method."""
         call = Call.checked(
             subject.loss_fn,
             subject.model,
             subject.batch.arguments(),
-            method=self._recorder.method,
+            method=recorder.method,
             has_aux=False,
             physical_batch_size=None,
             max_memory=None,
@@ -109,8 +113,8 @@ class ModelCheck:
         )
         call = call.on(subject.model, subject.batch, dict(subject.parameters))
         with subject.start.replayed(subject.model):
-            if self._terms.bounds:
-                return clipped_numbers(call, self._terms.bounds, self._terms.clipping)[0]
+            if terms.bounds:
+                return clipped_numbers(call, terms.bounds, terms.clipping)[0]
             gradients, losses, _ = call.gradients()
             return unclipped(gradients, losses)
 
@@ -123,7 +127,7 @@ class ModelCheck:
         with NoRandomness():
             # Draws from NumPy or Python can't be switched off: an example alone would get others.
             comparison = replace(self._comparison, subject=few, is_alone=not few.draws())
-            numbers = self._again(few)
+            numbers = comparison.again(few)
             for place in range(len(rows)):
                 self._compare_row(comparison, numbers, place)
             self._same_output_of_few(comparison)
@@ -264,9 +268,10 @@ class WholeStepCheck(ModelCheck):
     def _same_output_of_few(self, comparison: Comparison) -> None:
         """Nothing: the loss is what is compared, and nobody else sees the outputs."""
 
-    def _again(self, subject: Subject) -> Engine:
+    @staticmethod
+    def _numbers_again(recorder: Recorder, terms: Terms, subject: Subject) -> Engine:
         """The numbers of another batch or model, recorded anew."""
-        return recorded(subject, self._recorder.method, self._terms)
+        return recorded(subject, recorder.method, terms)
 
 
 def recorded(subject: Subject, method: str, terms: Terms) -> Engine:

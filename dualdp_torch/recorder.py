@@ -304,7 +304,9 @@ class Recorder:
             return leaf
         if self._by_vmap:  # computed without a graph
             leaf = leaf.detach().requires_grad_()
-        self._outputs.append(leaf.detach())
+        # Only what runs the model again needs the numbers; that there is an output, all do.
+        needed = self.start is not None or self._by_vmap
+        self._outputs.append(leaf.detach() if needed else leaf.detach().new_empty(0))
         if not leaf.requires_grad:
             return leaf
         self._hearing.append(len(self._outputs) - 1)
@@ -326,6 +328,12 @@ class Recorder:
     def cotangents(self) -> list[Tensor | None]:
         """What each output with a gradient received from the loop, None where nothing came."""
         return [self._cotangents.get(i) for i in self._hearing]
+
+    def free_outputs(self) -> None:
+        """Outputs and their gradients are not needed further, unless the model is run again."""
+        if self.start is None and not self._by_vmap:
+            self._cotangents = {i: g.new_empty(0) for i, g in self._cotangents.items()}
+            self.tape.free_outputs()
 
     def _escaped(self, name: str, grads: Any) -> None:
         """A gradient reached a parameter without passing through a captured call."""

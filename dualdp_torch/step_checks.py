@@ -108,6 +108,7 @@ class StepChecks:
             ExactnessError: code that was found right before does.
         """
         if not self._rate or self._recorder.computes_loss:
+            self._recorder.free_outputs()
             return
         tape = self._recorder.tape
         tape.end()
@@ -125,6 +126,7 @@ class StepChecks:
         except CarriedNumberError as error:
             raise error_of(Finding(str(error)), is_known=True) from None
         if is_known and self.due is None:
+            self._recorder.free_outputs()
             return
         check = self.due or exactness.check_at(
             self._ledger.plan, draw.step, self._rate, is_first=True

@@ -303,6 +303,11 @@ class Tape(TorchFunctionMode):
                 self.outputs += [slot] if tensor.requires_grad else []
         join(self, self._above)
 
+    def free_outputs(self) -> None:
+        """What the model returned is not needed further."""
+        for slot in self.outputs:
+            slot.value = None
+
     def rewind(self) -> None:
         """Forget the recorded forward and what came after it: it failed, or is to be repeated."""
         self._is_inside = False

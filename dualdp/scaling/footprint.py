@@ -121,7 +121,8 @@ def _of_examples(
         formed = max(first, SUM_BYTES * n * model.num_parameters)
         return [forward, {"per-sample gradients": formed} | sums]
     if method == "per_layer" and in_pieces:  # layer by layer while the backward runs
-        blocks = b * n * (activations(model) - 3 * model.positions * model.vocabulary)
+        # Of the logits, their gradient stays: the loop's loss is checked against it.
+        blocks = b * n * (activations(model) - 2 * model.positions * model.vocabulary)
         highway = b * n * OUTPUTS * model.positions * model.width
         one = {"activations": blocks, "one layer's highway gradients": highway}
         return [forward, one | norms | sums]

@@ -297,6 +297,7 @@ def report():
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("spread")
 @pytest.mark.parametrize("name", [check.__name__ for check in spread.CHECKS])
 def test_on_several_devices(report, name):
     assert report[name] == "held"

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`dualdp.scaling.memory` against the bytes of live tensors in a step of one or two processes."""
 
+import gc
 import weakref
 
 import pytest
@@ -77,7 +78,7 @@ class GPT(nn.Module):
         return self.head(self.blocks(self.words(x) + self.places))
 
 
-def peak_of_a_step(method, sizes, n, ranks=1):
+def peak_of_a_step(method, sizes, n, ranks=1, checks=None):
     """Bytes alive at the fullest moment of the second step; on several ranks the model is split."""
     torch.manual_seed(0)
     words = torch.randint(sizes.vocabulary, (3 * n * ranks, sizes.positions + 1))
@@ -99,6 +100,7 @@ def peak_of_a_step(method, sizes, n, ranks=1):
             poisson_sampling=False,
             grad_sample_mode="book_keeping" if by_layer else method,
             clipping="per_layer" if by_layer else "flat",
+            checks=checks,
         )
     alive = Alive()
     for p in model.parameters():
@@ -131,6 +133,19 @@ def test_the_fullest_moment_of_a_step_is_the_models(method, shape):
     assert sizes.num_parameters == pytest.approx(model, rel=0.01)
     expected = sum(scaling.memory(method, sizes, physical_batch_size=n).values())
     assert peak_of_a_step(method, sizes, n) == pytest.approx(expected, rel=TOLERANCE)
+
+
+def test_a_check_holds_nothing_after_its_step():
+    """The first step is always checked; what it took is free in the second, without a collection."""
+    sizes = scaling.Transformer(1, 32, 16, 200)
+    gc.disable()
+    try:
+        with_checks, without = (
+            peak_of_a_step("book_keeping", sizes, 8, checks=rate) for rate in (1e-9, 0)
+        )
+    finally:
+        gc.enable()
+    assert with_checks == pytest.approx(without, rel=0.02)
 
 
 SHARDED = ["plain", "book_keeping", "per_layer", "two_pass"]  # what the engine takes in pieces

@@ -247,8 +247,12 @@ def test_every_program_and_dtype(case):
 
 
 def check_larger(dtype):
-    """All programs on tables with more rows than the dtype has numbers."""
-    for program, method in itertools.product(PROGRAMS, WAYS):
+    """All programs on tables with more rows than the dtype has numbers.
+
+    Not "windows": where a slice begins is clamped in the dtype of the index, so that JAX's own
+    gradient of one example writes outside of the table.
+    """
+    for program, method in itertools.product(PROGRAMS.keys() - {"windows"}, ("auto", "vmap")):
         check(Case(program, dtype, "larger"), method)
 
 

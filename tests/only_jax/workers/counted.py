@@ -90,6 +90,7 @@ def counted(case, folder):
         plan=plan,
         method=case["method"],
         data_sharding=NamedSharding(mesh, P(("copy", "shard"))),
+        checks=0,
     )
     known = {path.name for path in folder.iterdir()}
     sent, chunks, before = [], 0, bytes_sent()

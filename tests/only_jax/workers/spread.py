@@ -111,10 +111,9 @@ def every_model_in_a_shard_map_is_right():
     for name, (loss, params, batch) in models().items():
         truth = jax.jit(lambda p, *b: results(loss, p, b, "loop"))(params, *batch)  # noqa: B023
         bound = 1e-3 if name == "cancelling" else 1e-5
-        for method in ALL:
-            for size in (None, 1):
-                found = on_devices(loss, params, batch, method, physical_batch_size=size)
-                assert_same(found, truth, bound)
+        for method, size in (*((method, None) for method in ALL), ("auto", 1), ("two_pass", 1)):
+            found = on_devices(loss, params, batch, method, physical_batch_size=size)
+            assert_same(found, truth, bound)
 
 
 def outside_jit_and_without_types_too():
