@@ -134,10 +134,12 @@ class Norms(NamedTuple):
     Attributes:
         rounded: in the precision of the model.
         exact: in float64.
+        moved: in float64, of numbers that differ by one rounding of that precision.
     """
 
     rounded: dict[str, float]
     exact: dict[str, float]
+    moved: dict[str, float]
 
 
 class Problem:
@@ -183,10 +185,23 @@ class Problem:
         key = inputs, loss, row
         if key not in self._known:
             alone = [part[row : row + 1] for part in self.batch(inputs, loss)]
-            self._known[key] = Norms(*(self._alone(alone, dtype) for dtype in (None, _EXACT)))
+            self._known[key] = Norms(
+                self._alone(alone), self._alone(alone, _EXACT), self._alone(self._moved(alone), _EXACT)
+            )
         return self._known[key]
 
-    def _alone(self, example: list[torch.Tensor], dtype: torch.dtype | None) -> dict[str, float]:
+    def _moved(self, example: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The example, its numbers rounded once more, up or down."""
+        generator = torch.Generator().manual_seed(6)
+        signs = [torch.randint(0, 2, t.shape, generator=generator) * 2 - 1 for t in example]
+        return [
+            t.double() * (1 + self.eps * sign) if t.is_floating_point() else t
+            for t, sign in zip(example, signs, strict=True)
+        ]
+
+    def _alone(
+        self, example: list[torch.Tensor], dtype: torch.dtype | None = None
+    ) -> dict[str, float]:
         """Parameter -> norm by plain autograd, in another precision if one is given."""
         cast = lambda t: t.to(dtype) if dtype and t.is_floating_point() else t  # noqa: E731
         values = {
@@ -246,7 +261,7 @@ def fault(problem: Problem, asked: Combination, *, huge: bool = False) -> str | 
     )
     bound = asked.bound / math.sqrt(len(sizes))
     norms = problem.norms(asked.inputs, asked.loss, asked.row)
-    rounded = grouped(norms.rounded, asked.clipping)
+    rounded, moved = (grouped(n, asked.clipping) for n in (norms.rounded, norms.moved))
     is_finite = all(map(math.isfinite, rounded.values()))
     for group, norm in grouped(norms.exact, asked.clipping).items():
         size = sizes[group]
@@ -255,8 +270,13 @@ def fault(problem: Problem, asked: Combination, *, huge: bool = False) -> str | 
         is_huge = norm > HUGE and asked.dtype != "float64"
         if not is_finite or is_huge != huge:  # what is not finite contributes nothing
             continue
-        # What plain autograd loses itself, where positions cancel.
-        rounding = 1 + 4 * abs(rounded[group] - norm) / norm + 64 * problem.eps if norm else 1.0
+        members = [name for name in norms.exact if group_of(name, asked.clipping) == group]
+        parts = [abs(norms.rounded[name] - norms.exact[name]) for name in members]
+        if max(parts) > norm / 4:  # plain autograd lost a gradient: a variance overflowed, say
+            continue
+        # What it loses where positions cancel, and may lose.
+        lost = max(abs(rounded[group] - norm), abs(moved[group] - norm))
+        rounding = 1 + 4 * lost / norm + 64 * problem.eps if norm else 1.0
         least = bound * BELOW / rounding
         if asked.clipping == "automatic":
             least *= norm / (norm + 0.01)
