@@ -186,7 +186,9 @@ class Problem:
         if key not in self._known:
             alone = [part[row : row + 1] for part in self.batch(inputs, loss)]
             self._known[key] = Norms(
-                self._alone(alone), self._alone(alone, _EXACT), self._alone(self._moved(alone), _EXACT)
+                self._alone(alone),
+                self._alone(alone, _EXACT),
+                self._alone(self._moved(alone), _EXACT),
             )
         return self._known[key]
 
@@ -337,5 +339,9 @@ def test_a_huge_gradient_is_clipped_and_not_dropped(name):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", MODELS)
 def test_every_contribution_is_at_most_the_bound_and_reaches_it(name, dtype):
-    found = faults(name, [one for one in combinations() if one.dtype == dtype])
+    """All combinations of float32, half of the others."""
+    every = [one for one in combinations() if one.dtype == dtype]
+    found = faults(
+        name, every if dtype == "float32" else random.Random(name).sample(every, len(every) // 2)
+    )
     assert not found, f"{len(found)}:\n" + "\n".join(found[:10])

@@ -40,18 +40,16 @@ named = {"ids": lambda entry: entry.name}
 
 WANTED = 10_000
 METHODS = ("auto", "book_keeping", "two_pass", "materialize")
-ROUNDS = 6  # batches of a functional call in PyTorch
+ROUNDS = 4  # batches of a functional call in PyTorch
 TORCH_STEPS, JAX_STEPS = 8, 60
 #: Fewest comparisons of a model: a call or step that is checked looks at one example or two, a call
 #: at the sum, too. On JAX, one step in five is looked at as a whole.
 OF_TORCH_CALLS = 2 * len(METHODS) * ROUNDS
 OF_TORCH_STEPS = TORCH_STEPS + 2
-OF_JAX_CALLS = 2
 OF_JAX_STEPS = 2 * JAX_STEPS
 
 IN_TORCH_CALLS = [entry for entry in TORCH if entry.refusal is None]
 IN_TORCH_ENGINE = [entry for entry in TORCH if entry.engine_refusal is None]
-IN_JAX_CALLS = [entry for entry in JAX if entry.refusal is None]
 IN_JAX_ENGINE = [entry for entry in JAX if entry.engine_refusal is None]
 
 
@@ -59,7 +57,6 @@ def test_there_are_ten_thousand_comparisons():
     pairs = (
         (IN_TORCH_CALLS, OF_TORCH_CALLS),
         (IN_TORCH_ENGINE, OF_TORCH_STEPS),
-        (IN_JAX_CALLS, OF_JAX_CALLS),
         (IN_JAX_ENGINE, OF_JAX_STEPS),
     )
     assert sum(len(entries) * fewest for entries, fewest in pairs) >= WANTED
@@ -190,6 +187,7 @@ def test_steps_in_torch_raise_nothing(entry, in_torch):
 
 
 # ---------------------------------------------------------------------- JAX, nothing wrong
+# Calls are checked where they are compared with the loop, in test_jax_zoo.py.
 
 
 @pytest.fixture
@@ -217,22 +215,6 @@ def jax_batch(batch, rng):
         return (part * (1 + 0.3 * rng.normal(size=part.shape))).astype(part.dtype)
 
     return tuple(map(moved, batch))
-
-
-@slow
-@pytest.mark.parametrize("entry", IN_JAX_CALLS, **named)
-def test_calls_in_jax_raise_nothing(entry, in_jax):
-    problem = entry.build()
-    batch = map(jnp.asarray, jax_batch(problem.batch, np.random.default_rng(1)))
-    dpj.clipped_grad_sum(
-        problem.loss_fn,
-        problem.model,
-        *batch,
-        max_grad_norm=1.0,
-        trainable=problem.trainable,
-        check="always",
-    )
-    assert in_jax.number >= OF_JAX_CALLS
 
 
 @slow
