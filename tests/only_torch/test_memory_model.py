@@ -136,7 +136,7 @@ def test_the_fullest_moment_of_a_step_is_the_models(method, shape):
 
 
 def test_a_check_holds_nothing_after_its_step():
-    """The first step is always checked; what it took is free in the second, without a collection."""
+    """The first step is always checked; what it took is free in the second, uncollected."""
     sizes = scaling.Transformer(1, 32, 16, 200)
     gc.disable()
     try:
