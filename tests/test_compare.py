@@ -61,7 +61,11 @@ def test_it_writes_both_files_and_three_tables(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("stack", "name"), [(dpt, "per_sample_grads"), (dpj, "per_sample_grads")], ids=["torch", "jax"]
+    ("stack", "name"),
+    [
+        pytest.param(dpt, "per_sample_grads", id="torch"),
+        pytest.param(dpj, "per_sample_grads", id="jax", marks=pytest.mark.slow),
+    ],
 )
 def test_a_perturbed_gradient_is_found_and_named(tmp_path, monkeypatch, stack, name):
     import jax

@@ -15,10 +15,15 @@ PRINTED = re.compile(r"^print\(.*\)  # (.*)$", re.MULTILINE)
 LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)(?:#[^)]*)?\)")
 
 
+#: Pages whose programs the fast tier runs.
+FIRST = ("README.md", "quickstart.md", "pitfalls.md", "concepts.md")
+
+
 def blocks():
     for page in PAGES:
+        marks = [] if page.name in FIRST else [pytest.mark.slow]
         for number, match in enumerate(BLOCK.finditer(page.read_text()), 1):
-            yield pytest.param(match.group(1), id=f"{page.name}-{number}")
+            yield pytest.param(match.group(1), id=f"{page.name}-{number}", marks=marks)
 
 
 @pytest.mark.parametrize("code", list(blocks()))

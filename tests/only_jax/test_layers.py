@@ -151,7 +151,7 @@ def compare(name, methods):
 
 
 #: Long to compile, and each much like another one.
-LONG = ("gru", "cross_attention")
+LONG = ("gru", "lstm", "cross_attention")
 
 
 @pytest.mark.parametrize(

@@ -159,7 +159,7 @@ def test_a_gram_form_that_overflows_is_not_taken_for_safe(loss, method):
 
 @pytest.mark.parametrize("method", ALL)
 @pytest.mark.parametrize("loss", [square, convolved, tied])
-@pytest.mark.parametrize("t", [1, 3])
+@pytest.mark.parametrize("t", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_squares_that_are_flushed_are_not_taken_for_zero(loss, t, method):
     """75: activations of 1e-21 against gradients of 1e18, and the other way round."""
     params = {"w": draw(200, 200, scale=0.05)}

@@ -273,6 +273,7 @@ def test_axes_turned_another_way_are_examined_again():
         assert_grads_close({name: g.numpy() for name, g in found.items()}, truth, "float32")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("way", "shape", "by"), [MOVED[0][:3], MOVED[-2][:3]])
 def test_a_call_leaves_no_tensor_to_the_garbage_collector(way, shape, by):
     """Activations in a cycle would stay for many steps."""

@@ -240,10 +240,12 @@ def test_a_replaced_example_moves_the_sum_by_its_own_part(case, method):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "case"), enumerate(CASES), ids=[_name(case) for case in CASES])
+@pytest.mark.parametrize(
+    ("number", "case"), [*enumerate(CASES)], ids=[_name(case) for case in CASES]
+)
 def test_every_program_and_dtype(number, case):
     """By the default, and by the other methods in turn."""
-    for method in ("auto", METHODS[number % len(METHODS)]):
+    for method in ("auto", WAYS[1 + number % len(METHODS)]):
         check(case, method)
 
 

@@ -13,7 +13,6 @@ from tests.zoo.torch_packages import torchvision
 from tests.zoo.torch_zoo import MAY_BE_REFUSED, PACKAGES, TORCH
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # code from outside warns about itself
-SLOW = pytest.mark.slow
 REFUSALS = (UnsupportedLayerError, ExactnessError)
 
 
@@ -70,9 +69,8 @@ def check_never_wrong(entry, step):
     torch_check.assert_exact(entry.build(), truth, 1.0, *found)
 
 
-@pytest.mark.parametrize(
-    "mode", ["ghost", *(pytest.param(m, marks=SLOW) for m in ("ew", "functorch"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["ghost", "ew", "functorch"])
 @pytest.mark.parametrize("entry", TORCH, ids=lambda entry: entry.name)
 def test_no_mode_of_the_engine_is_wrong(entry, mode):
     check_never_wrong(entry, partial(torch_check.engine_step, mode=mode))
