@@ -90,6 +90,7 @@ def test_a_perturbed_gradient_is_found_and_named(tmp_path, monkeypatch, stack, n
     assert json.loads((tmp_path / "compare.json").read_text())["agree"] is False
 
 
+@pytest.mark.slow
 def test_a_perturbed_training_is_found_and_named(tmp_path, monkeypatch):
     from dualdp.demo.torch_side import TorchRun
 

@@ -460,9 +460,13 @@ def results(name):
         return dict(zip(wanted, jax.jit(compute)(*make(CASES[name])), strict=True))
 
 
+#: Structures of the fast tier: every second one, with all that is run of it in one program.
+FAST = list(CASES)[::2]
+
+
 @pytest.mark.parametrize(
     ("method", "function", "name"),
-    RUNS,
+    [pytest.param(*run, marks=() if run[2] in FAST else pytest.mark.slow) for run in RUNS],
     ids=lambda value: value.__name__ if callable(value) else str(value),
 )
 def test_every_structure_matches_vmap(method, function, name):

@@ -69,7 +69,7 @@ def plant(patch, primitive, field):
     patch.setitem(RULES, primitive, right._replace(**{field: wrong}))
 
 
-@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("jit", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("primitive", MODELS)
 def test_a_wrong_rule_stops_the_call(primitive, name, jit, monkeypatch):

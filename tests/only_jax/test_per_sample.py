@@ -51,7 +51,7 @@ def assert_trees_close(a, b, rtol=1e-5):
 
 
 @pytest.mark.parametrize("method", [*METHODS, "auto"])
-@pytest.mark.parametrize("size", [None, 2, 5, 9])
+@pytest.mark.parametrize("size", [None, 2, 5, pytest.param(9, marks=pytest.mark.slow)])
 def test_clipped_sum_matches_the_loop(problem, method, size):
     params, x, y = problem
     grads = per_sample(params, x, y)

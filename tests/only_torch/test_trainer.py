@@ -142,7 +142,8 @@ def test_trainer_accumulates_and_calibrates(tmp_path):
     assert notes[0]["unprotected"] == ["loss", "train_loss"]
 
 
-@pytest.mark.parametrize("seed", [pytest.param(3, marks=pytest.mark.slow), None])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [3, None])
 def test_trainer_resumes(seed, tmp_path):
     saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": STEPS}
     if seed is None:  # two passes, and accumulation

@@ -32,7 +32,7 @@ SIZES = ("small", "whole")
 #: Dtypes that can't name all rows of an ordinary table.
 NARROW = ("uint8", "int8", "uint16", "int16")
 WAYS = ("auto", *METHODS)
-SAMPLE = 60
+SAMPLE = 40
 BOUND, TOLERANCE = 0.5, 1e-3
 
 
