@@ -287,8 +287,6 @@ class Script:
             env[slot.index] = rows.cast(tensor)
             if finds and slot.index in self._cut and slot.index not in self._given:
                 self._given[slot.index] = tensor.detach().clone()
-            if finds and slot.index in self._cut and slot.index not in self._given:
-                self._given[slot.index] = tensor.detach().clone()
 
     def _protect(self, call: Call, args: Any) -> None:
         """Refuse to change a tensor of the loop's own."""
