@@ -11,14 +11,13 @@ import pytest
 ROOT = Path(__file__).parents[2]
 BITWISE = (
     "tests/backends/test_noise.py",
-    "tests/only_jax/test_checkpoint.py",
     "tests/only_jax/test_noise.py",
     "tests/only_jax/test_normals.py",
 )
 
 
 @pytest.mark.slow
-def test_noise_and_checkpoints_are_right_without_the_flags_of_the_suite():
+def test_noise_is_right_without_the_flags_of_the_suite():
     """`conftest.py` asks for XLA's older emitters, whose sums and roots might round otherwise."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow"]
     done = subprocess.run(

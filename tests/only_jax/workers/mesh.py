@@ -71,8 +71,9 @@ def alone(model, dtype, **changes):
 def same_as_alone(model, mesh, dtype="float32", **changes):
     theirs, expected = alone(model, dtype, **changes)
     with jax.enable_x64(dtype == "float64"):
+        checks = None if model == "mlp" and not changes else 0
         engine, step, state, loader = begin(
-            MODELS[model](), dtype=dtype, run=plan(**changes), **where(mesh)
+            MODELS[model](), dtype=dtype, run=plan(**changes), checks=checks, **where(mesh)
         )
         placed = jax.tree.map(lambda leaf: leaf.sharding, (state.params, state.opt_state))
         state = train(step, state, loader)

@@ -125,7 +125,7 @@ def plan(**changes):
 
 
 def arguments(model, mesh=None, split=None, dtype="float32", data_axes="data", **changes):
-    """Of `make_private`, on one device or on a mesh."""
+    """Of `make_private`, on one device or on a mesh; spot checks compile programs of their own."""
     params, loss, data = model
     data = tuple(x.astype(dtype) if x.dtype.kind == "f" else x.astype("int32") for x in data)
     placed = {name: jnp.asarray(leaf, dtype) for name, leaf in params.items()}
@@ -140,6 +140,7 @@ def arguments(model, mesh=None, split=None, dtype="float32", data_axes="data", *
         "data": data,
         "needs_key": "words" in params,
         "data_sharding": sharding,
+        "checks": 0,
     } | changes
 
 
