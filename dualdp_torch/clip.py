@@ -78,8 +78,10 @@ def whole_norms(squares: Mapping[str, Tensor], n: int, dtype: torch.dtype | None
     return torch.stack([s.to(widest) for s in squares.values()]).sum(0).sqrt().to(dtype or widest)
 
 
-def norms_of(gradients: Gradients, limits: Limits, n: int) -> tuple[dict[str, Tensor], Tensor]:
-    """Squared norms by parameter, and the norms (n,) of whole gradients.
+def norms_of(
+    gradients: Gradients, limits: Limits, n: int
+) -> tuple[dict[str, Tensor], Tensor, bool]:
+    """Squared norms by parameter, the norms (n,) of whole gradients, and whether float32 held all.
 
     A norm whose square float32 can't hold is formed in float64, so that it is no broken example's.
 
@@ -88,15 +90,8 @@ def norms_of(gradients: Gradients, limits: Limits, n: int) -> tuple[dict[str, Te
         limits: how exact the norms must be.
         n: examples.
     """
-    return _norms_of(gradients, limits, n)[:2]
-
-
-def _norms_of(
-    gradients: Gradients, limits: Limits, n: int
-) -> tuple[dict[str, Tensor], Tensor, bool]:
-    """As `norms_of`, and whether all of them were finite at once."""
     squares = gradients.sq_norms(limits)
-    norms = whole_norms(squares, n) if gradients.total is None else gradients.total.sqrt()
+    norms = whole_norms(squares, n)
     finite = norms < torch.inf  # nor nan
     if bool(finite.all()):
         return squares, norms, True
@@ -177,7 +172,7 @@ def clip_factors(
         Contributions are bounded also where squares underflow.
             [test_contributions_are_bounded_where_squares_underflow]
     """
-    squares, norms, are_finite = _norms_of(gradients, limits_of(bounds, clipping), n)
+    squares, norms, are_finite = norms_of(gradients, limits_of(bounds, clipping), n)
     rows = None
     if mask is not None or not are_finite:
         counted = norms < torch.inf  # nor nan

@@ -55,12 +55,10 @@ class Gradients(Protocol):
         is_narrow: backward computed some of them in a precision below float32.
         doubt: (n,) the largest bound on the error of a norm, in units of what is tolerated, of the
             examples whose norms came from products; None before `sq_norms`, or without any.
-        total: (n,) squared norms of the whole gradients; None where `sq_norms` did not add them up.
         one_sum: some examples' sums must come from the same numbers as their norms.
     """
 
     is_narrow: bool
-    total: Tensor | None
 
     @property
     def doubt(self) -> Tensor | None:
@@ -99,7 +97,6 @@ class Formed:
     """Gradients that lie in memory: name -> (n, *shape)."""
 
     doubt: Tensor | None = None
-    total: Tensor | None = None
     one_sum = False
 
     def __init__(self, formed: dict[str, Tensor]) -> None:
@@ -167,7 +164,6 @@ class Captured:
         self._alike: list[tuple[list[str], Tensor]] = []  # kept small ones, (n, names, *shape)
         self._apart: dict[str, list[tuple[Tensor, Tensor]]] = {}  # (rows, gradients), formed
         self._doubts: list[tuple[Tensor, Tensor]] = []  # (error, what is tolerated) of each group
-        self.total: Tensor | None = None
         self.is_narrow = is_narrow(parameters.values())
         for use, layout in zip(uses, layouts, strict=True):
             if use.grads_out is None or layout is None:
@@ -270,7 +266,13 @@ class Captured:
         return bool(self._apart)
 
     def sq_norms(self, limits: Limits) -> dict[str, Tensor]:
-        """Name -> (n,)."""
+        """Name -> (n,).
+
+        Guarantees:
+            An earlier question, whatever its limits, leaves no gradient in a later sum.
+                [test_questions_to_a_record_may_be_repeated]
+        """
+        self._apart, self._doubts = {}, []
         found: dict[str, Tensor] = {}
         bounds: dict[str, Tensor] = {}
         small: dict[Any, list[str]] = {}
@@ -335,7 +337,6 @@ class Captured:
         error = _added([bounds[name] for name in names if name in bounds])
         tolerated = total.clamp(min=max(floor**2, _LEAST)).mul_(margin_of(total.dtype))
         if bool((error <= tolerated).all()):
-            self.total = total if len(names) == len(found) else None
             return error, tolerated
         doubtful = ~(error <= tolerated)  # nan and infinities are
         for name in names:

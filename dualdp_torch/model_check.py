@@ -204,7 +204,7 @@ class ModelCheck:
 def unclipped(gradients: Gradients, losses: Tensor) -> Engine:
     """The numbers of a batch whose gradients are added up as they are."""
     n = len(losses)
-    squares, norms = norms_of(gradients, Limits(), n)
+    squares, norms, _ = norms_of(gradients, Limits(), n)
     factors = Factors(dict.fromkeys(squares, torch.ones_like(norms)), norms, None, squares)
     return Engine(
         norms,

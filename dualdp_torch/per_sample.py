@@ -288,7 +288,7 @@ def _grads(call: Call) -> tuple[Engine, Any]:
 def _norms(call: Call, limits: Limits) -> tuple[Engine, Any]:
     """The norms of one piece of a batch, and aux."""
     gradients, losses, aux = call.gradients()
-    squares, norms = norms_of(gradients, limits, call.batch.n)
+    squares, norms, _ = norms_of(gradients, limits, call.batch.n)
     lengths = {name: square.sqrt().to(norms.dtype) for name, square in squares.items()}
     numbers = Engine(
         norms,

@@ -117,7 +117,7 @@ class Record:
 
     def norms(self, *, per_parameter: bool = False) -> Any:
         """(n,) norms of whole gradients, or name -> (n,)."""
-        squares, norms = norms_of(self._read(), Limits(), self._recorder.n or 0)
+        squares, norms, _ = norms_of(self._read(), Limits(), self._recorder.n or 0)
         if per_parameter:
             return {name: s.sqrt().to(norms.dtype) for name, s in squares.items()}
         return norms

@@ -12,6 +12,7 @@ from torch import nn
 import dualdp_torch as dpt
 from dualdp_torch import choices
 from dualdp_torch.call import METHODS
+from dualdp_torch.recorder import RECORDED
 from tests.only_torch.checks import data
 
 N = 8
@@ -66,6 +67,33 @@ def test_positions_that_cancel_beside_a_layer_with_a_large_gradient(clipping, bo
                 loss, Layer(), *cancelling(distance), max_grad_norm=bound, clipping=clipping
             )
         assert (found <= 1).all()
+
+
+def recorded(method, distance):
+    """Record of a batch whose positions cancel."""
+    torch.manual_seed(0)
+    model, batch = Layer(), cancelling(distance)
+    with dpt.record_per_sample(model, loss_reduction="sum", method=method) as record:
+        loss(model, *batch).sum().backward()
+    return record
+
+
+@pytest.mark.parametrize("way", ["gram", "keep", "discard"])
+@pytest.mark.parametrize("method", RECORDED)
+@pytest.mark.parametrize("distance", [1e-4, 1e-6])
+def test_questions_to_a_record_may_be_repeated(distance, method, way):
+    """What was formed for one answer is in no later one; norms are those of the bound asked for."""
+    with choices.forced(linear=way):
+        record = recorded(method, distance)
+        for bound in (100.0, 1e-6, 100.0, 1e-6):
+            record.norms()
+            first = recorded(method, distance).clipped_sum(max_grad_norm=bound)
+            for name, total in record.clipped_sum(max_grad_norm=bound).items():
+                assert (total - first[name]).norm() <= 1e-6 * N * bound
+            for row in range(N):
+                mask = torch.arange(N) == row
+                sums = record.clipped_sum(max_grad_norm=bound, mask=mask)
+                assert torch.stack([g.double().norm() for g in sums.values()]).norm() <= bound
 
 
 @pytest.mark.parametrize("method", METHODS)
