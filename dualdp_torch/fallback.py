@@ -114,7 +114,7 @@ def is_same_forward(ours: Tensor, theirs: Tensor) -> bool:
     """Whether the losses of two forwards differ by rounding at most, as those of other draws do."""
     # Outputs may be the largest tensors of a step: an eighth of them at a time.
     pairs = list(zip(*(torch.atleast_1d(x).chunk(8) for x in (ours, theirs)), strict=True))
-    total = sum(t.abs().nansum() for _, t in pairs)
+    total = sum(t.abs().nansum(dtype=wide(theirs.dtype)) for _, t in pairs)
     mean = total / sum(t.isnan().logical_not_().sum() for _, t in pairs)
     share = _ROUNDING.get(theirs.dtype, 2e-2)
 

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 import dualdp_torch as dpt
 from dualdp import UnsupportedLayerError
 from dualdp_torch import call
+from dualdp_torch.fallback import is_same_forward
 from tests.only_torch.checks import data
 
 N = 8
@@ -133,3 +134,11 @@ def test_masks_that_the_losses_hide_are_told_by_the_smallest_parameters():
     torch.manual_seed(0)
     x = 100 * data(N, 6)
     assert largest_contribution(begin_to_draw(Normalised("hidden"), x), x) <= 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_outputs_of_another_forward_are_told_apart(dtype):
+    """Also where the sum of their sizes exceeds the largest number of the dtype."""
+    outputs = torch.linspace(-4, 4, 1_000_000).to(dtype)
+    assert is_same_forward(outputs, outputs.clone())
+    assert not is_same_forward(outputs, outputs.roll(1000))
