@@ -22,6 +22,8 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+import dualdp
+
 SCHEMA = 2
 PARTIAL = ".partial"
 CHECKOUT = Path(__file__).parent.parent / "benchmarks" / "results"
@@ -29,7 +31,7 @@ FOLDER = CHECKOUT if CHECKOUT.is_dir() else Path("out/benchmarks")
 SUITES = ("run", "layers", "memory", "checks", "accounting", "end-to-end", "scale", "noise")
 STACKS = ("torch", "jax", "core")
 PACKAGES = (
-    "dualdp", "numpy", "scipy", "torch", "jax", "jaxlib", "flax", "optax", "opacus",
+    "numpy", "scipy", "torch", "jax", "jaxlib", "flax", "optax", "opacus",
     "backpack-for-pytorch", "jax-privacy", "dp-accounting", "prv-accountant",
 )  # fmt: skip
 
@@ -183,7 +185,7 @@ def processor() -> str:
 
 def versions() -> dict[str, str]:
     """Python and the installed packages that matter here."""
-    found = {"python": platform.python_version()}
+    found = {"python": platform.python_version(), "dualdp": dualdp.__version__}
     for package in PACKAGES:
         try:
             found[package] = metadata.version(package)
