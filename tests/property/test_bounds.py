@@ -273,12 +273,12 @@ def fault(problem: Problem, asked: Combination, *, huge: bool = False) -> str | 
         if not is_finite or is_huge != huge:  # what is not finite contributes nothing
             continue
         members = [name for name in norms.exact if group_of(name, asked.clipping) == group]
-        parts = [abs(norms.rounded[name] - norms.exact[name]) for name in members]
-        if max(parts) > norm / 4:  # plain autograd lost a gradient: a variance overflowed, say
+        lost = [norms.exact[name] for name in members if norms.rounded[name] == 0]
+        if math.hypot(*lost) > norm / 4:  # in plain autograd, too: a variance overflowed, say
             continue
-        # What it loses where positions cancel, and may lose.
-        lost = max(abs(rounded[group] - norm), abs(moved[group] - norm))
-        rounding = 1 + 4 * lost / norm + 64 * problem.eps if norm else 1.0
+        # What plain autograd loses where positions cancel; and what it may lose, if it was lucky.
+        error = max(4 * abs(rounded[group] - norm), abs(moved[group] - norm))
+        rounding = 1 + error / norm + 64 * problem.eps if norm else 1.0
         least = bound * BELOW / rounding
         if asked.clipping == "automatic":
             least *= norm / (norm + 0.01)
