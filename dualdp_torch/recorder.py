@@ -304,9 +304,9 @@ class Recorder:
             return leaf
         if self._by_vmap:  # computed without a graph
             leaf = leaf.detach().requires_grad_()
-        # Only what runs the model again needs the numbers; that there is an output, all do.
+        # The numbers are needed only where the model is run again.
         needed = self.start is not None or self._by_vmap
-        self._outputs.append(leaf.detach() if needed else leaf.detach().new_empty(0))
+        self._outputs.append(leaf.detach() if needed else leaf.new_empty(0))
         if not leaf.requires_grad:
             return leaf
         self._hearing.append(len(self._outputs) - 1)

@@ -72,7 +72,7 @@ def weight_sq_norms(
     repeated = (slots != torch.arange(n * t, device=g.device)).nonzero().flatten()
     added = g[repeated]
     sums = g.index_fill(0, repeated, 0).index_add_(0, slots[repeated], added)
-    # Only what is added is rounded; where it cancels, the row it is added to is no longer.
+    # Rounding matters where rows cancel: then the row that they are added to is about as long.
     lengths = 2 * torch.linalg.vector_norm(added, dim=1)
     lengths = lengths.new_zeros(n).index_add_(0, repeated // t, lengths)
     return sq_norms(sums.view(n, t, shape[1])), linear.rounding_error(lengths.square_())

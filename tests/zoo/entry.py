@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+import pytest
 
 #: Examples in a batch of the zoo.
 N = 4
@@ -25,6 +27,16 @@ class Problem(NamedTuple):
     loss_fn: Callable[..., Any]
     batch: tuple[Any, ...]
     trainable: Any = None
+
+
+def two_each(entries: Sequence[Any], methods: Iterable[str]) -> list[Any]:
+    """Parameters (entry, method) of a test: two methods for each entry, in turn."""
+    names = tuple(methods)
+    return [
+        pytest.param(entry, names[(i + shift) % len(names)], id=f"{entry.name}-{i + shift}")
+        for i, entry in enumerate(entries)
+        for shift in (0, 2)
+    ]
 
 
 @dataclass(frozen=True)

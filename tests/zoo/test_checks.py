@@ -50,6 +50,7 @@ OF_JAX_STEPS = 2 * JAX_STEPS
 
 IN_TORCH_CALLS = [entry for entry in TORCH if entry.refusal is None]
 IN_TORCH_ENGINE = [entry for entry in TORCH if entry.engine_refusal is None]
+IN_JAX_CALLS = [entry for entry in JAX if entry.refusal is None][::3]
 IN_JAX_ENGINE = [entry for entry in JAX if entry.engine_refusal is None]
 
 
@@ -187,7 +188,7 @@ def test_steps_in_torch_raise_nothing(entry, in_torch):
 
 
 # ---------------------------------------------------------------------- JAX, nothing wrong
-# Calls are checked where they are compared with the loop, in test_jax_zoo.py.
+# Calls inside jit are checked where they are compared with the loop, in test_jax_zoo.py.
 
 
 @pytest.fixture
@@ -215,6 +216,22 @@ def jax_batch(batch, rng):
         return (part * (1 + 0.3 * rng.normal(size=part.shape))).astype(part.dtype)
 
     return tuple(map(moved, batch))
+
+
+@slow
+@pytest.mark.parametrize("entry", IN_JAX_CALLS, **named)
+def test_calls_outside_of_jit_raise_nothing(entry, in_jax):
+    problem = entry.build()
+    batch = map(jnp.asarray, jax_batch(problem.batch, np.random.default_rng(1)))
+    dpj.clipped_grad_sum(
+        problem.loss_fn,
+        problem.model,
+        *batch,
+        max_grad_norm=1.0,
+        trainable=problem.trainable,
+        check="always",
+    )
+    assert in_jax.number >= 2
 
 
 @slow
@@ -281,13 +298,13 @@ def largest_factor_wrong(owner, xp):
 
 
 def torch_norm_wrong(patch, error):
-    right = torch_clip._norms_of
+    right = torch_clip.norms_of
 
     def wrong(*arguments):
         squares, norms, are_finite = right(*arguments)
         return squares, one_wrong(norms, error, torch), are_finite
 
-    patch.setattr(torch_clip, "_norms_of", wrong)
+    patch.setattr(torch_clip, "norms_of", wrong)
 
 
 def torch_rule_wrong(patch, error):

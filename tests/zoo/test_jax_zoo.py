@@ -10,6 +10,7 @@ import pytest
 from dualdp import ExactnessError, UnsupportedLayerError
 from dualdp_jax.methods import METHODS
 from tests.zoo import jax_check
+from tests.zoo.entry import two_each
 from tests.zoo.jax_models import JAX
 
 REFUSALS = (UnsupportedLayerError, ExactnessError)
@@ -53,16 +54,8 @@ def test_a_step_of_the_engine_is_that_of_the_loop(entry):
     check(entry, jax_check.engine_step, entry.engine_refusal)
 
 
-#: Two methods for each model, in turn.
-TURNS = [
-    pytest.param(entry, tuple(METHODS)[(i + shift) % len(METHODS)], id=f"{entry.name}-{i + shift}")
-    for i, entry in enumerate(JAX)
-    for shift in (0, 2)
-]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("entry", "method"), TURNS)
+@pytest.mark.parametrize(("entry", "method"), two_each(JAX, METHODS))
 def test_every_method_is_that_of_the_loop(entry, method):
     check(entry, partial(jax_check.call, method=method), entry.refusal)
 

@@ -9,6 +9,7 @@ import pytest
 import dualdp_torch as dpt
 from dualdp import ExactnessError, UnsupportedLayerError
 from tests.zoo import torch_check
+from tests.zoo.entry import two_each
 from tests.zoo.torch_packages import torchvision
 from tests.zoo.torch_zoo import MAY_BE_REFUSED, PACKAGES, TORCH
 
@@ -76,21 +77,8 @@ def test_no_mode_of_the_engine_is_wrong(entry, mode):
     check_never_wrong(entry, partial(torch_check.engine_step, mode=mode))
 
 
-def two_each(entries, methods):
-    """(entry, method): two methods for each, in turn; test_checks.py takes more of them."""
-    methods = tuple(methods)
-    return [
-        pytest.param(entry, methods[(i + shift) % len(methods)], id=f"{entry.name}-{i + shift}")
-        for i, entry in enumerate(entries)
-        for shift in (0, 2)
-    ]
-
-
-METHODS = ("book_keeping", "two_pass", "materialize", "vmap", "loop")
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("entry", "method"), two_each(TORCH, METHODS))
+@pytest.mark.parametrize(("entry", "method"), two_each(TORCH, [*dpt.METHODS][1:]))
 def test_no_method_is_wrong(entry, method):
     check_never_wrong(entry, partial(call, method=method))
 
