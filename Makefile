@@ -4,7 +4,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-slow check format bench docs fuzz clean
+.PHONY: demo test test-slow check format bench docs fuzz smoke clean
 
 demo: $(VENV)/.demo
 	$(VENV)/bin/dualdp compare --out out/demo
@@ -61,6 +61,20 @@ $(VENV)/.docs: $(VENV)/.created pyproject.toml constraints.txt
 # Hostile plans, ledgers, checkpoints and command lines, 5,000 of each.
 fuzz: $(VENV)/.test
 	$(PY) -m tests.fuzz --examples 5000
+
+# The wheel in an environment of its own: the core's tests, then one experiment on both stacks. Other
+# Pythons and versions: make smoke PYTHON=python3.13, make smoke PINS=constraints-lowest.txt
+PINS := constraints.txt
+SMOKE := out/smoke
+smoke:
+	rm -rf $(SMOKE)
+	$(PYTHON) -m venv $(SMOKE)/venv
+	$(SMOKE)/venv/bin/python -m pip wheel --quiet --no-deps --wheel-dir $(SMOKE) .
+	$(SMOKE)/venv/bin/python -m pip install --quiet --constraint $(PINS) \
+	  "$$(echo $(SMOKE)/*.whl)[demo,secure]" pytest pytest-xdist hypothesis mpmath
+	cp -r tests pyproject.toml $(SMOKE)
+	cd $(SMOKE) && venv/bin/python -m pytest -n 2 -m "not slow" tests/core
+	cd $(SMOKE) && venv/bin/dualdp compare --out demo
 
 clean:
 	rm -rf $(VENV) .venv-bench out build dist *.egg-info

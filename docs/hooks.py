@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts the examples and the benchmark reports, which lie outside docs/, on the site."""
+"""Put examples, benchmark reports and the picture of the packages on the site."""
 
 import re
+import runpy
 from pathlib import Path
 
 from mkdocs.structure.files import File
@@ -9,6 +10,7 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).parent.parent
 TEST = re.compile(r"\[(test_\w+)\](?!\()")
 OUTSIDE = re.compile(r"\]\((?:\.\./)+(examples/[\w-]+)\.py\)")
+SOURCE = re.compile(r"\[([^\]]+)\]\((?:\.\./)+dualdp[\w/.]*\)")
 
 
 def examples():
@@ -40,6 +42,8 @@ def on_files(files, config):
         for picture in path.parent.glob("*.png"):
             target = f"{folder}-{picture.name}"
             files.append(File.generated(config, target, abs_src_path=str(picture)))
+    draw = runpy.run_path(str(ROOT / "docs" / "house.py"))["draw"]
+    files.append(File.generated(config, "images/house.svg", content=draw()))
     return files
 
 
@@ -60,5 +64,5 @@ def on_config(config):
 
 
 def on_page_markdown(markdown, page, config, files):
-    """Links to files of examples/ lead to their pages; names of tests are no links."""
-    return TEST.sub(r"(`\1`)", OUTSIDE.sub(r"](\1.md)", markdown))
+    """Links to files of examples/ lead to their pages; source files and tests are no links."""
+    return TEST.sub(r"(`\1`)", OUTSIDE.sub(r"](\1.md)", SOURCE.sub(r"`\1`", markdown)))

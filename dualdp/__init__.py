@@ -1,23 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Differentially private training, written once, run on PyTorch or JAX.
+"""Differentially private training on PyTorch and JAX.
 
-`import dualdp` is the core: accounting, plans, sampling. `import dualdp.torch` and
-`import dualdp.jax` are the two backends; each needs its framework, the core needs neither.
+`dualdp` is the core: accounting, plans and sampling, without either framework. `dualdp.torch` and
+`dualdp.jax` are the two backends, which need their framework.
 """
 
-from . import accountants as accountants
-from . import layouts as layouts
-from . import mechanisms as mechanisms
-from . import port as port
-from . import schedules as schedules
-from ._validate import AccountingError as AccountingError
-from ._validate import UnsupportedLayerError as UnsupportedLayerError
-from .accountants.calibrate import get_epsilon as get_epsilon
-from .accountants.calibrate import get_noise_multiplier as get_noise_multiplier
-from .accountants.calibrate import get_num_steps as get_num_steps
-from .accountants.calibrate import get_sample_rate as get_sample_rate
-from .exactness import ExactnessError as ExactnessError
-from .ledger import Ledger as Ledger
-from .plan import PrivacyPlan as PrivacyPlan
-
-__version__ = "0.2.0"
+from dualdp import accountants as accountants
+from dualdp import mechanisms as mechanisms
+from dualdp import port as port
+from dualdp import schedules as schedules
+from dualdp._validate import AccountingError as AccountingError
+from dualdp._validate import UnsupportedLayerError as UnsupportedLayerError
+from dualdp._version import __version__ as __version__
+from dualdp.accountants.solve import get_epsilon as get_epsilon
+from dualdp.accountants.solve import get_noise_multiplier as get_noise_multiplier
+from dualdp.accountants.solve import get_num_steps as get_num_steps
+from dualdp.accountants.solve import get_sample_rate as get_sample_rate
+from dualdp.exactness import ExactnessError as ExactnessError
+from dualdp.ledger.ledger import Ledger as Ledger
+from dualdp.plan.plan import PrivacyPlan as PrivacyPlan
+from dualdp.porting import layouts as layouts

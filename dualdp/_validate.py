@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Argument checks, and the only place where the core's messages are worded.
+"""Argument checks, and the common error messages of the core.
 
-Every function takes the argument's name as the user typed it, returns the checked value as a plain
+Every function takes the argument's name as the user wrote it, returns the checked value as a plain
 Python object, and raises before anything has changed.
 """
 
@@ -12,19 +12,19 @@ import operator
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-LARGEST_INTEGER = (1 << 53) - 1  # that every JSON reader and float64 keeps exactly
+LARGEST_INTEGER = (1 << 53) - 1  # exact in every JSON reader and in float64
 
 
 class UnsupportedLayerError(ValueError):
-    """A model or layer has no per-sample gradient, or none that this library can prove right."""
+    """Model or layer without a per-sample gradient that is known to be correct."""
 
 
 class AccountingError(ValueError):
-    """A privacy statement was asked for that would not be true."""
+    """Request for a privacy statement that would not be true."""
 
 
 def real(name: str, value: Any) -> float:
-    """A finite or infinite real number that is not nan, a bool or a string."""
+    """Return a real number, finite or infinite; raise on nan, bool and str."""
     if isinstance(value, bool | str | bytes) or value is None:
         raise TypeError(f"{name}={value!r} is a {type(value).__name__}. Expected a number.")
     try:
@@ -41,7 +41,7 @@ def real(name: str, value: Any) -> float:
 
 
 def positive(name: str, value: Any) -> float:
-    """A finite number > 0."""
+    """Return a finite number > 0."""
     number = real(name, value)
     if not 0 < number < math.inf:
         raise ValueError(f"{name}={value!r} is out of range. Expected a finite number > 0.")
@@ -49,7 +49,7 @@ def positive(name: str, value: Any) -> float:
 
 
 def non_negative(name: str, value: Any) -> float:
-    """A finite number >= 0."""
+    """Return a finite number >= 0."""
     number = real(name, value)
     if not 0 <= number < math.inf:
         raise ValueError(f"{name}={value!r} is out of range. Expected a finite number >= 0.")
@@ -57,7 +57,7 @@ def non_negative(name: str, value: Any) -> float:
 
 
 def probability(name: str, value: Any, *, hint: str = "") -> float:
-    """A number in [0, 1]."""
+    """Return a number in [0, 1]."""
     number = real(name, value)
     if not 0 <= number <= 1:
         fix = f"; {hint}" if hint else ""
@@ -68,7 +68,7 @@ def probability(name: str, value: Any, *, hint: str = "") -> float:
 
 
 def open_probability(name: str, value: Any) -> float:
-    """A number in (0, 1), such as the delta of a run."""
+    """Return a number in (0, 1), such as the delta of a run."""
     number = real(name, value)
     if not 0 < number < 1:
         raise ValueError(f"{name}={value!r} is out of range. Expected a number between 0 and 1.")
@@ -76,12 +76,12 @@ def open_probability(name: str, value: Any) -> float:
 
 
 def sample_rate(value: Any) -> float:
-    """The probability with which one example joins a logical batch."""
+    """Return the probability with which one example joins a logical batch."""
     return probability("sample_rate", value, hint="use expected_batch_size / num_examples")
 
 
 def integer(name: str, value: Any, *, minimum: int = 0, maximum: int = LARGEST_INTEGER) -> int:
-    """An integer >= minimum (NumPy integers and integral floats such as 1e4 are welcome)."""
+    """Return an integer >= minimum; NumPy integers and integral floats such as 1e4 are accepted."""
     if isinstance(value, bool | str | bytes) or value is None:
         raise TypeError(f"{name}={value!r} is a {type(value).__name__}. Expected an integer.")
     if isinstance(value, float) and value.is_integer():
@@ -100,7 +100,7 @@ def integer(name: str, value: Any, *, minimum: int = 0, maximum: int = LARGEST_I
 
 
 def choice(name: str, value: Any, allowed: Iterable[str] | Mapping[str, Any]) -> str:
-    """One of the words of a table."""
+    """Return `value` if it is one of the allowed strings."""
     words = sorted(allowed)
     if not isinstance(value, str):
         raise TypeError(
@@ -112,7 +112,7 @@ def choice(name: str, value: Any, allowed: Iterable[str] | Mapping[str, Any]) ->
 
 
 def newer(name: str, kind: str, found: int, known: int) -> str:
-    """The sentence about a file that a later version of this library wrote."""
+    """Return the error message about a file of a later version of this library."""
     return (
         f"{name} is a {kind} of format {found}, and this version of dualdp reads format {known}. "
         "Expected an older file; or use the version of dualdp that wrote it, or a later one."

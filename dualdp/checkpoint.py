@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One file for a run between two steps: arrays, plan and position; key and ledger lie apart.
+"""Checkpoint files of a run: arrays, plan and position; key and ledger are separate files.
 
-The file is safetensors, so that any reader of that format finds the arrays, and nothing in it is
-code. Among the arrays is a JSON document, as bytes, since the format's own metadata end at 100 MB.
-Of the ledger it says the number of lines and the hash of the last, not the text.
+The file is safetensors, so any reader of that format finds the arrays, and it contains no code. One
+array is a JSON document, as bytes, since the format's own metadata end at 100 MB. The document has
+the number of lines of the ledger and the hash of the last, not the text.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dualdp import _validate
-from dualdp.ledger import Ledger, saved_lines
-from dualdp.plan import PrivacyPlan
+from dualdp.ledger.ledger import Ledger, saved_lines
+from dualdp.plan.plan import PrivacyPlan
 from dualdp.randomness import RootKey
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _FORMAT = "dualdp_checkpoint"
 _VERSION = 2
-_DOCUMENT = "document"  # the array that holds it; version 1 had it among the metadata
+_DOCUMENT = "document"  # array with the document; version 1 had it in the metadata
 Path_ = str | os.PathLike[str]
 
 
@@ -44,13 +44,13 @@ def _digest(arrays: Arrays, text: str) -> str:
 
 
 def write(path: Path_, arrays: Arrays, document: Mapping[str, Any]) -> None:
-    """Write a checkpoint in one go: the old file stays until the new one is whole on the disk.
+    """Write a checkpoint atomically: the old file remains until the new one is complete on disk.
 
     Args:
-        path: of the file; an existing one is replaced.
-        arrays: name -> array. NumPy has no bfloat16: such an array comes as uint16, and
-            `document["bfloat16"]` lists its name.
-        document: plain JSON data.
+        path: path of the file; an existing one is replaced.
+        arrays: mapping from name to array. NumPy has no bfloat16: such an array is passed as
+            uint16, and `document["bfloat16"]` lists its name.
+        document: mapping of plain JSON data.
 
     Guarantees:
         A process that is killed, or a disk that is full, leaves the old file as it was.
@@ -74,20 +74,15 @@ def write(path: Path_, arrays: Arrays, document: Mapping[str, Any]) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
-    _sync_folder(target.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Bring a rename to the disk."""
-    handle = os.open(folder, os.O_RDONLY)
+    handle = os.open(target.parent, os.O_RDONLY)
     try:
-        os.fsync(handle)
+        os.fsync(handle)  # flushes the rename to the disk
     finally:
         os.close(handle)
 
 
 def read(path: Path_) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
-    """Arrays and document of a checkpoint, proved to be as they were written.
+    """Return arrays and document of a checkpoint, after verifying its SHA-256.
 
     Raises:
         FileNotFoundError: there is no file.
@@ -127,11 +122,7 @@ def read(path: Path_) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
 
 
 def _as_object(text: str | bytes, name: str) -> dict[str, Any]:
-    """The JSON object of a text.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """JSON object of a text."""
     try:
         found = json.loads(text)
     except (RecursionError, ValueError):
@@ -144,7 +135,7 @@ def _as_object(text: str | bytes, name: str) -> dict[str, Any]:
 
 
 def without_text(document: Mapping[str, Any]) -> dict[str, Any]:
-    """A document that names where its ledger was, also of version 1, which held the whole text."""
+    """Return the document without the ledger's text, which version 1 contained."""
     state = document.get("ledger")
     if not isinstance(state, dict) or "text" not in state:
         return dict(document)
@@ -154,15 +145,7 @@ def without_text(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def require_version(document: Mapping[str, Any], name: str) -> None:
-    """Refuse what a later version of this library wrote, or what names no version.
-
-    Args:
-        document: of a checkpoint, or the part of it that names the version.
-        name: of the file or folder, for errors.
-
-    Raises:
-        ValueError: it is such a one.
-    """
+    """Raise if a document (of the file or folder `name`) is of a later version, or of none."""
     found = document.get(_FORMAT)
     if isinstance(found, int) and found > _VERSION:
         raise ValueError(_validate.newer(name, "checkpoint", found, _VERSION))
@@ -174,32 +157,28 @@ def require_version(document: Mapping[str, Any], name: str) -> None:
 
 
 def key_path(path: Path_) -> Path:
-    """Where the key of a checkpoint lies unless the user says otherwise."""
+    """Return the default path of the key of a checkpoint."""
     return Path(f"{os.fspath(path)}.key")
 
 
 def ledger_path(path: Path_) -> Path:
-    """Where a ledger goes that was in memory until its run was saved."""
+    """Return the path to which a ledger in memory is written when its run is saved."""
     return Path(f"{os.fspath(path)}.ledger")
 
 
 def numbered(folder: Path_, number: int) -> Path:
-    """Where a folder of sharded checkpoints has the one of this number."""
+    """Return the path of one sharded checkpoint in a folder."""
     return Path(folder).resolve() / str(number)
 
 
 def numbers(folder: Path_) -> list[int]:
-    """Of the sharded checkpoints in a folder that are whole: one gets its name once written."""
+    """Return the numbers of complete sharded checkpoints in a folder, sorted."""
     found = Path(folder).iterdir() if Path(folder).is_dir() else ()
     return sorted(int(entry.name) for entry in found if entry.name.isdigit())
 
 
 def require_numbered(folder: Path_, number: int) -> None:
-    """Refuse a folder that lacks the checkpoint of this number; 0 stands for none at all.
-
-    Raises:
-        FileNotFoundError: it does.
-    """
+    """Raise if a folder lacks the checkpoint of this number; 0 means that there is none."""
     if not number or not numbered(folder, number).is_dir():
         raise FileNotFoundError(
             f"{os.fspath(folder)} holds no checkpoint. Expected a folder of "
@@ -207,13 +186,8 @@ def require_numbered(folder: Path_, number: int) -> None:
         )
 
 
-def moved(document: Mapping[str, Any], folder: Path_, path: Path_) -> dict[str, Any]:
-    """The document of a folder's checkpoint for a file elsewhere, beside which the key is copied.
-
-    Args:
-        document: with what `pack_run` put there.
-        folder: of sharded checkpoints.
-        path: of the file.
+def relocated(document: Mapping[str, Any], folder: Path_, path: Path_) -> dict[str, Any]:
+    """Return the document of a folder's checkpoint for a file elsewhere, and copy the key there.
 
     Raises:
         ValueError: `<path>.key` holds another key.
@@ -227,20 +201,20 @@ def moved(document: Mapping[str, Any], folder: Path_, path: Path_) -> dict[str, 
             "checkpoint, or that file moved away."
         )
     file = Path(folder).resolve().parent / document["ledger_file"]
-    place = os.path.relpath(file, Path(path).resolve().parent)
-    return {**without_text(document), "ledger_file": place}
+    relative = os.path.relpath(file, Path(path).resolve().parent)
+    return {**without_text(document), "ledger_file": relative}
 
 
 def pack_run(ledger: Ledger, path: Path_) -> dict[str, Any]:
-    """What a checkpoint at `path` says of its run, with ledger and key safe on the disk.
+    """Return the entries about its run of a checkpoint at `path`; save ledger and key to the disk.
 
-    A ledger in memory goes to `<path>.ledger` from here on, so that what is released after the
-    checkpoint is on record too. The key goes to `<path>.key`, mode 0600, unless the plan has a
-    seed; whoever has both files can take the noise away, so publish neither with the model.
+    A ledger in memory is written to `<path>.ledger` from now on, so that later releases are on
+    record too. The key is written to `<path>.key`, mode 0600, unless the plan has a seed. Whoever
+    has both files can remove the noise, so publish neither with the model.
 
     Args:
-        ledger: of the engine, between two steps.
-        path: of the checkpoint.
+        ledger: `Ledger` of the engine, between two steps.
+        path: path of the checkpoint.
 
     Raises:
         AccountingError: a step is recorded but not released.
@@ -274,14 +248,14 @@ def unpack_run(
     key: RootKey | Path_ | None = None,
     ledger: Path_ | None = None,
 ) -> Ledger:
-    """The ledger (and its plan) of a checkpoint, ready for the step after it.
+    """Return the ledger (with its plan) of a checkpoint, ready for the next step.
 
     Args:
-        document: what `pack_run` gave.
-        path: of the checkpoint; key and ledger are looked for from there.
-        key: the key or its file; None for `<path>.key`.
-        ledger: the run's ledger file; None for the one that the checkpoint names, or, where that
-            is gone, for `<path>.ledger`.
+        document: mapping returned by `pack_run`.
+        path: path of the checkpoint; key and ledger paths are relative to it.
+        key: root key or path of its file; None for `<path>.key`.
+        ledger: path of the run's ledger; None for the one named in the checkpoint or, if that file
+            is missing, for `<path>.ledger`.
 
     Raises:
         FileNotFoundError: key or ledger file is missing.

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Spot checks: an engine's numbers for one example against the definition of its gradient.
+"""Spot checks: per-sample gradients of an engine against plain autodiff of single examples.
 
-The gradient of example k is plain autodiff of example k's own loss, alone. A spot check computes
-exactly that for two examples of a batch and compares it with the norm that the engine has for them
-and with what they contribute to the clipped sum. This module holds what both stacks share, in
-plain numbers: which steps are checked, what counts as equal, and how a failure is reported.
+A spot check computes the gradient of each of two examples' own loss by plain autodiff, and compares
+it with the engine's norm and with the contribution to the clipped sum. This module has the code
+common to both backends, in plain numbers: the choice of the checked steps, the tolerances and the
+error of a failed check.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ from typing import Any
 import numpy as np
 
 from dualdp import _validate
-from dualdp.plan import PrivacyPlan
+from dualdp.plan.plan import PrivacyPlan
 from dualdp.randomness import bits
 
-#: The words of `check=` of the functional calls.
+#: Values of `check=` of the functional calls.
 CHECKS = ("first", "always", "off")
 #: Share of an engine's steps at which two examples are checked.
 RATE = 1 / 50
-#: One of so many of these checks looks at the whole batch, too: one step in 250.
+#: Every fifth of these checks also compares the whole batch: one step in 250.
 WHOLE = 5
-_TURN = 1 << 52  # no block of steps has this number
-#: Largest error, in units of what the clip factor is made of, by the precision that takes part.
+_TURN = 1 << 52  # above every block number
+_TINY = np.finfo(np.float64).tiny
+#: Largest relative error, by the precision of the computation.
 TOLERANCE = {
     "float64": 1e-9,
     "float32": 1e-3,
@@ -36,7 +37,7 @@ TOLERANCE = {
     "bfloat16": 3e-2,
     "float16": 3e-2,
 }
-#: Distance of 1 and the next number, of each precision.
+#: Distance of 1 to the next larger number, by precision.
 UNIT = {
     "float64": 2.0**-52,
     "float32": 2.0**-23,
@@ -44,20 +45,20 @@ UNIT = {
     "float16": 2.0**-10,
     "bfloat16": 2.0**-8,
 }
-#: Largest error of the comparison that is repeated in float64: a sum of many numbers may cancel.
+#: Largest error of the comparison repeated in float64, where a sum of many numbers may cancel.
 REPEATED = 1e-6
-#: A difference is rounding where plain autodiff moves by this share of it when inputs are rounded.
+#: A difference is rounding if rounding the inputs changes plain autodiff by this share of it.
 ROUNDING = 0.1
 
 
 class ExactnessError(RuntimeError):
-    """What an engine was about to release is not what the definition says.
+    """Mismatch between an engine's gradient and plain autodiff, found before the release.
 
     Attributes:
-        parameters: names of those whose gradients differ most.
-        relative_error: rounded to a power of ten, such as "1e-02"; "inf" where it is not finite.
-        unprotected_details: the numbers of the comparison. They are of the private data: no
-            message, ledger or pickle holds them.
+        parameters: names of the parameters whose gradients differ most.
+        relative_error: str, rounded to a power of ten, such as "1e-02"; "inf" if not finite.
+        unprotected_details: mapping with the compared numbers. They are private data: no message,
+            ledger or pickle contains them.
     """
 
     def __init__(
@@ -77,18 +78,18 @@ class ExactnessError(RuntimeError):
 
 
 def _without_details(message: str, parameters: Iterable[str], error: str) -> ExactnessError:
-    """The error as another process gets it."""
+    """Error without private numbers, as unpickled in another process."""
     return ExactnessError(message, parameters=parameters, relative_error=error)
 
 
 @dataclass(frozen=True)
-class Check:
-    """A step that is checked.
+class SpotCheck:
+    """Spot check of one step.
 
     Attributes:
-        step: of the run.
-        is_whole: the forms that look at the whole batch are due, too.
-        fractions: four uniform numbers in [0, 1), for whatever else is drawn.
+        step: step of the run.
+        is_whole: bool, True if the whole batch is compared too.
+        fractions: four uniform numbers in [0, 1), for further random choices.
     """
 
     step: int
@@ -96,26 +97,23 @@ class Check:
     fractions: tuple[float, ...]
 
     def draw(self, count: int, which: int = 0) -> int:
-        """One of `count` things, by the fraction `which`."""
+        """Return a number in range(count), by the fraction `which`."""
         return min(int(self.fractions[which] * count), count - 1)
 
 
 def checked_rate(rate: Any) -> float:
-    """The rate of `checks=`, a share of steps in [0, 1]."""
+    """Return the validated rate of `checks=`, a share of steps in [0, 1]."""
     return _validate.probability("checks", RATE if rate is None else rate)
 
 
-def check_at(plan: PrivacyPlan, step: int, rate: float, *, is_first: bool = False) -> Check | None:
-    """The check of one step, or None where none is due.
+def check_at(
+    plan: PrivacyPlan, step: int, rate: float, *, is_first: bool = False
+) -> SpotCheck | None:
+    """Return the check of one step, or None if none is due; rate 0 is off.
 
-    One step of every 1 / rate consecutive ones is drawn, so that two checks are never further apart
-    than twice that; of every five such steps, one looks at the whole batch.
-
-    Args:
-        plan: with its key, from which the checked steps are drawn.
-        step: of the run.
-        rate: share of steps that are checked; 0 is off.
-        is_first: a check is due whatever was drawn, on the whole batch too.
+    One step of every 1 / rate consecutive ones is drawn, so consecutive checks are at most twice
+    that far apart. One in five such steps compares the whole batch, and so does a step with
+    `is_first`, whatever was drawn.
 
     Guarantees:
         Which steps are checked depends on key, step and rate alone.
@@ -125,37 +123,36 @@ def check_at(plan: PrivacyPlan, step: int, rate: float, *, is_first: bool = Fals
         return None
     period = max(1, round(1 / rate))
     block = step // period
-    place, *fractions = _fractions(plan, block)
-    if step % period != int(place * period) and not is_first:
+    position, *fractions = _fractions(plan, block)
+    if step % period != int(position * period) and not is_first:
         return None
     turn = int(_fractions(plan, _TURN)[0] * WHOLE)
-    return Check(step, is_first or block % WHOLE == turn, tuple(fractions))
+    return SpotCheck(step, is_first or block % WHOLE == turn, tuple(fractions))
 
 
 def _fractions(plan: PrivacyPlan, number: int) -> list[float]:
-    """Five uniform numbers in [0, 1)."""
     return list(_uniform(plan.step_key("check", number).tobytes()))
 
 
-@functools.lru_cache(maxsize=16)  # the steps of one block ask the same
+@functools.lru_cache(maxsize=16)  # the steps of one block use the same key
 def _uniform(key: bytes) -> tuple[float, ...]:
-    """Five uniform numbers in [0, 1), from the two words of a key."""
+    """Five uniform numbers in [0, 1), from the key of a block."""
     words = bits(np.frombuffer(key, np.uint32), 5, width=64)
     return tuple([float(word) for word in (words >> np.uint64(11)) * 2.0**-53])
 
 
 @dataclass(frozen=True)
 class Sides:
-    """One example's norm and contribution, as the engine has them and by plain autodiff.
+    """One example's norm and contribution, by the engine and by plain autodiff.
 
     Attributes:
-        norm: L2 norm of the whole gradient, the engine's; may be non-finite.
-        expected_norm: the same by plain autodiff.
-        gaps: parameter -> L2 norm of the difference of the two contributions.
-        sizes: parameter -> L2 norm of the engine's contribution.
-        groups: parameter -> its clipping group.
-        bounds: clipping group -> C, or the expected norm where nothing is clipped.
-        scale: what an error of the norm is measured in: the number that the clip factor is made of.
+        norm: L2 norm of the whole gradient by the engine; may be non-finite.
+        expected_norm: L2 norm of the whole gradient by plain autodiff.
+        gaps: mapping from parameter to L2 norm of the difference of the two contributions.
+        sizes: mapping from parameter to L2 norm of the engine's contribution.
+        groups: mapping from parameter to its clipping group.
+        bounds: mapping from clipping group to C, or to the expected norm without clipping.
+        scale: unit of the error of the norm: the number on which the clip factor depends.
     """
 
     norm: float
@@ -168,72 +165,58 @@ class Sides:
 
     @property
     def counts(self) -> bool:
-        """Whether the example contributes: one whose norm is not finite does not."""
+        """True if the example contributes, that is, has a finite norm."""
         return math.isfinite(self.norm)
 
     @property
     def error(self) -> float:
-        """The largest relative error of norm and contributions; inf where it is no number."""
+        """Largest relative error of norm and contributions; inf for nan."""
         if not self.counts:
             return 0.0 if not any(self.sizes.values()) else math.inf
-        errors = [abs(self.norm - self.expected_norm) / max(self.scale, _TINY), *self.group_errors]
+        errors = [abs(self.norm - self.expected_norm) / max(self.scale, _TINY)]
+        errors += self._by_bound(self.gaps)
         return math.inf if any(map(math.isnan, errors)) else max(errors)
 
     @property
-    def group_errors(self) -> list[float]:
-        """The error of each group's contribution, in units of its bound."""
-        return [_length(self.gaps, self._members(g)) / max(c, _TINY) for g, c in self._bounds]
-
-    @property
     def excess(self) -> float:
-        """How far the largest contribution of a group exceeds its bound, in units of the bound."""
-        return max(
-            (_length(self.sizes, self._members(g)) / max(c, _TINY) for g, c in self._bounds),
-            default=0.0,
-        )
+        """Largest contribution of a group in units of its bound; above 1 it exceeds the bound."""
+        return max(self._by_bound(self.sizes), default=0.0)
+
+    def _by_bound(self, lengths: Mapping[str, float]) -> list[float]:
+        """L2 norm of each group, in units of its bound; nan if a length is nan."""
+        return [
+            math.hypot(*(lengths[name] for name, own in self.groups.items() if own == group))
+            / max(bound, _TINY)
+            for group, bound in self.bounds.items()
+        ]
 
     @property
     def parameters(self) -> list[str]:
-        """The parameters that make most of the difference, the worst first; at most five."""
+        """Parameters with the largest differences, in decreasing order; at most five."""
         worst = max(self.gaps.values(), default=0.0)
         names = [n for n, gap in self.gaps.items() if not gap < 0.1 * worst]
         return sorted(names, key=lambda name: -self.gaps[name])[:5]
-
-    @property
-    def _bounds(self) -> Iterable[tuple[str, float]]:
-        return self.bounds.items()
-
-    def _members(self, group: str) -> list[str]:
-        return [name for name, own in self.groups.items() if own == group]
-
-
-_TINY = np.finfo(np.float64).tiny
-
-
-def _length(lengths: Mapping[str, float], names: Iterable[str]) -> float:
-    """L2 norm of vectors with these lengths, side by side; nan if one is."""
-    return math.hypot(*(lengths[name] for name in names))
 
 
 def is_wrong(
     sides: Sides,
     precision: str,
     repeated: Callable[[], float | None],
-    moved: Callable[[], float],
+    perturbed: Callable[[], float],
 ) -> bool:
-    """Whether a difference is a fault of the engine, and no rounding that the loss amplifies.
+    """Return True if a difference is a fault of the engine, not rounding amplified by the loss.
 
-    A difference beyond the tolerance is looked at twice more before it counts: both sides, engine
-    and plain autodiff, in float64; and plain autodiff again with everything that goes in moved by
-    a rounding. A contribution beyond its bound is never excused.
+    A difference beyond the tolerance is examined twice before it counts: both sides, engine and
+    plain autodiff, are computed in float64, and plain autodiff is repeated with its inputs changed
+    by a rounding error. A contribution beyond its bound is always a fault.
 
     Args:
-        sides: of one example.
+        sides: `Sides` of one example.
         precision: key of `TOLERANCE`.
-        repeated: () -> the error of the comparison in float64, engine and plain autodiff; None
-            where the model can't run in float64.
-        moved: () -> how far plain autodiff moves when its inputs are rounded otherwise, in the
-            units of `Sides.error`.
+        repeated: function () -> error of the comparison in float64, engine against plain autodiff;
+            None if the model can't run in float64.
+        perturbed: function () -> change of plain autodiff when its inputs are rounded otherwise,
+            in the units of `Sides.error`.
     """
     # A loss may compute in half precision; the sums are formed in float32 or wider.
     formed_in = "float32" if precision in ("bfloat16", "float16") else precision
@@ -244,11 +227,11 @@ def is_wrong(
     exact = repeated()
     if exact is not None and not exact <= REPEATED:
         return True
-    return not moved() >= ROUNDING * sides.error
+    return not perturbed() >= ROUNDING * sides.error
 
 
 def power_of_ten(error: float) -> str:
-    """An error rounded to a power of ten, which is all that is published of it."""
+    """Return an error rounded to a power of ten, the only precision that is published."""
     if not math.isfinite(error):
         return "inf"
     return f"1e{round(math.log10(max(error, 1e-99))):+03d}"
@@ -257,14 +240,7 @@ def power_of_ten(error: float) -> str:
 def failure(
     sides: Sides, where: str, advice: str, unit: str = "the clipping bound"
 ) -> ExactnessError:
-    """The error of a failed check.
-
-    Args:
-        sides: of the example that differs.
-        where: what was compared, such as "the contribution of one example to the clipped sum".
-        advice: the way out, one sentence.
-        unit: what the error is measured in.
-    """
+    """Return the error of a failed check."""
     size, names = power_of_ten(sides.error), sides.parameters
     return ExactnessError(
         f"A spot check failed: {where} differs from plain autodiff of that example's own loss by "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The JAX backend's public face: `import dualdp.jax as dpj`."""
+"""Public API of the JAX backend: `import dualdp.jax as dpj`."""
 
 try:
     import jax as _framework  # noqa: F401
@@ -36,4 +36,4 @@ from dualdp_jax import register_rule as register_rule
 from dualdp_jax import save_checkpoint as save_checkpoint
 from dualdp_jax import save_sharded_checkpoint as save_sharded_checkpoint
 from dualdp_jax import validate as validate
-from dualdp_jax import weights as weights
+from dualdp_jax.checkpoint import weights as weights

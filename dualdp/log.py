@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A log of a run to watch and to plot: steps, epsilon, and whatever else is written down.
+"""CSV log of a run, for monitoring and plots: steps, epsilon, and columns of the user.
 
 Numbers computed from the private data, such as losses and gradient norms, are not covered by
 epsilon. Their columns are called `unprotected_*`, the ledger notes that they were logged, and a run
-with secure noise keeps them out.
+with secure noise omits them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from dualdp import _validate
-from dualdp.ledger import Ledger
+from dualdp.ledger.ledger import Ledger
 
 Batch = TypeVar("Batch")
 UNPROTECTED = "unprotected_"
@@ -27,17 +27,17 @@ OWN = ("step", "epsilon")
 
 
 class Writer(Protocol):
-    """What TensorBoard's `SummaryWriter` offers."""
+    """Interface of TensorBoard's `SummaryWriter`."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> Any:
-        """Show one number."""
+        """Log one number."""
         ...
 
 
 def statistics(
     norms: ArrayLike, *, max_grad_norm: float, sum_norm: float, noise_norm: float
 ) -> dict[str, float]:
-    """What one looks at to choose the bound and the noise; none of it is private.
+    """Return statistics for the choice of clipping bound and noise; epsilon does not cover them.
 
     Args:
         norms: (n,) L2 norms of the examples' gradients.
@@ -48,7 +48,7 @@ def statistics(
 
     Returns:
         `unprotected_clip_fraction`, share of the examples above C; `unprotected_median_norm`;
-        `unprotected_signal_to_noise`, sum_norm / noise_norm. Those of no example are 0.
+        `unprotected_signal_to_noise`, sum_norm / noise_norm. Without examples the first two are 0.
     """
     norms = np.asarray(norms, dtype=np.float64)
     any_row = norms.size > 0
@@ -60,12 +60,12 @@ def statistics(
 
 
 class RunLog:
-    """A CSV file with a row for each time that `write` is called.
+    """CSV file with one row for each call of `write`.
 
     Args:
-        path: a new file.
-        ledger: of the engine; step and epsilon come from it.
-        writer: shows every number too, such as TensorBoard's `SummaryWriter`.
+        path: path of a new file.
+        ledger: `Ledger` of the engine, the source of step and epsilon.
+        writer: `Writer` that also receives every number, such as TensorBoard's `SummaryWriter`.
 
     Guarantees:
         Which unprotected columns were written stands in the ledger.
@@ -89,8 +89,8 @@ class RunLog:
         """Add a row: the number of steps taken, the epsilon spent, and these columns.
 
         Args:
-            **columns: finite numbers or nan; the first row decides which there are. Name what was
-                computed from the private data `unprotected_*`.
+            **columns: numbers or nan; the first row fixes their names. The names of columns
+                computed from the private data must begin with `unprotected_`.
 
         Returns:
             The row as it was written.
@@ -143,15 +143,15 @@ class RunLog:
 def progress(
     batches: Iterable[Batch], ledger: Ledger, *, delta: float | None = None
 ) -> Iterator[Batch]:
-    """A progress bar over a private loader that shows the epsilon spent so far.
+    """Iterate over a private loader with a progress bar that shows the epsilon spent so far.
 
     Args:
-        batches: the loader; its length, if it has one, is that of the bar.
-        ledger: of the engine.
-        delta: for epsilon; None for the plan's.
+        batches: loader; its length, if any, is the length of the bar.
+        ledger: `Ledger` of the engine.
+        delta: float, for epsilon; None for the plan's.
 
     Yields:
-        The batches as they come.
+        The batches of the loader.
     """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
     from rich.progress import TimeRemainingColumn as Remaining
@@ -171,13 +171,13 @@ def progress(
 
 
 def _number(name: str, value: Any) -> float:
-    """A number, from a scalar of any stack."""
+    """Float of a scalar of any framework."""
     value = value.item() if hasattr(value, "item") else value
     return float(value) if value != value else _validate.real(name, value)
 
 
 def read_log(path: str | os.PathLike[str]) -> dict[str, list[float]]:
-    """The columns of a log.
+    """Return the columns of a log.
 
     Raises:
         ValueError: the file is no log.

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mechanisms as data: what was released, in public facts only.
+"""Mechanisms as data: public facts about each release.
 
-An event describes one release, or one stretch of releases that can only be accounted together (an
-epoch of balls-in-bins). Events are frozen, hashable and turn into plain dictionaries, so that
-histories can be counted, stored and compared. They know nothing of epsilon: `dualdp.accountants`
-reads them.
+An event describes one release, or several releases that can only be accounted together (an epoch of
+balls-in-bins). Events are frozen, hashable and convert to plain dictionaries, so that histories can
+be counted, stored and compared. `dualdp.accountants` computes their epsilon.
 
 `noise_multiplier` is always noise standard deviation / max_grad_norm (Laplace: scale /
-sensitivity); the neighbouring relation belongs to the accountant, never to the event.
+sensitivity); the neighboring relation belongs to the accountant, never to the event.
 """
 
 from __future__ import annotations
@@ -39,34 +38,34 @@ _CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Mechanism:
-    """Base of all events; `releases` noisy outputs are accounted together."""
+    """Base class of all events; `releases` noisy outputs are accounted together."""
 
     @property
     def releases(self) -> int:
-        """How many releases form one unit that the accountant composes; 1 unless said otherwise."""
+        """Number of releases in one unit of composition, 1 by default."""
         return 1
 
     def __post_init__(self) -> None:
-        """Check every field by its name: a name means the same in all mechanisms."""
-        checks = {f.name: _CHECKS[f.name] for f in dataclasses.fields(self) if f.name in _CHECKS}
-        self._set(**{name: check(name, getattr(self, name)) for name, check in checks.items()})
+        """Validate every field by its name; a name has one meaning in all mechanisms."""
+        names = [field.name for field in dataclasses.fields(self) if field.name in _CHECKS]
+        self._set(**{name: _CHECKS[name](name, getattr(self, name)) for name in names})
 
     def _set(self, **values: Any) -> None:
-        """Store checked values; the dataclass is frozen for everybody else."""
+        """Set validated values on the frozen dataclass."""
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
 
 @dataclasses.dataclass(frozen=True)
 class Gaussian(Mechanism):
-    """Everybody takes part in a sum, Gaussian noise is added: sampling rate 1."""
+    """Gaussian noise on a sum over all examples: sampling rate 1."""
 
     noise_multiplier: float
 
 
 @dataclasses.dataclass(frozen=True)
 class PoissonSubsampledGaussian(Mechanism):
-    """Every example joins independently with probability `sample_rate`; Gaussian noise is added.
+    """Gaussian noise on a sum that each example joins with probability `sample_rate`.
 
     Source: Abadi et al. 2016, Algorithm 1.
     """
@@ -77,7 +76,7 @@ class PoissonSubsampledGaussian(Mechanism):
 
 @dataclasses.dataclass(frozen=True)
 class TruncatedPoissonSubsampledGaussian(Mechanism):
-    """Poisson draws, cut at random to `max_batch_size` where they are larger.
+    """Poisson sampling, truncated to a random subset of size `max_batch_size`.
 
     Source: Chua et al. 2024 (arXiv 2411.04205), section 3.
     """
@@ -90,7 +89,7 @@ class TruncatedPoissonSubsampledGaussian(Mechanism):
 
 @dataclasses.dataclass(frozen=True)
 class FixedSizeSubsampledGaussian(Mechanism):
-    """A batch of fixed size drawn without replacement, anew at each step.
+    """Sampling of a fixed-size batch without replacement, independently at each step.
 
     `sample_rate` is batch size / number of examples; only the relation `replace` is meaningful.
     """
@@ -101,10 +100,10 @@ class FixedSizeSubsampledGaussian(Mechanism):
 
 @dataclasses.dataclass(frozen=True)
 class BallsInBinsGaussian(Mechanism):
-    """Every example draws ONE of `num_bins` steps, independently; batch sizes vary.
+    """Independent assignment of every example to ONE of `num_bins` steps; batch sizes vary.
 
-    The draw is kept for `epochs_per_assignment` epochs, then drawn anew. Equal-sized shuffled
-    batches are another sampler: `ShuffledGaussian`.
+    The assignment is kept for `epochs_per_assignment` epochs, then drawn again. Shuffled batches of
+    equal size are another sampler, `ShuffledGaussian`.
 
     Source: Chua et al. 2024 (arXiv 2412.16802); random allocation of Feldman & Shenfeld 2025.
     """
@@ -115,7 +114,7 @@ class BallsInBinsGaussian(Mechanism):
 
     @property
     def releases(self) -> int:
-        """An unfinished epoch counts whole."""
+        """Number of steps in the epochs of one assignment."""
         return self.num_bins * self.epochs_per_assignment
 
 
@@ -123,8 +122,8 @@ class BallsInBinsGaussian(Mechanism):
 class ShuffledGaussian(Mechanism):
     """Full passes over the data in `num_batches` disjoint batches, without amplification.
 
-    The number of examples is public here: the batches are formed from slots, and adding or
-    removing an example fills or empties one slot.
+    The number of examples is public here: batches consist of slots, and adding or removing an
+    example fills or empties one slot.
     """
 
     noise_multiplier: float
@@ -132,7 +131,7 @@ class ShuffledGaussian(Mechanism):
 
     @property
     def releases(self) -> int:
-        """An unfinished epoch counts whole."""
+        """Number of steps in one pass."""
         return self.num_batches
 
 
@@ -163,7 +162,7 @@ class RandomizedResponse(Mechanism):
 
 @dataclasses.dataclass(frozen=True)
 class ApproximateDP(Mechanism):
-    """A black box of which only (epsilon, delta) is known, whatever the relation."""
+    """Mechanism of which only (epsilon, delta) is known, under any relation."""
 
     epsilon: float
     delta: float = 0.0
@@ -171,7 +170,7 @@ class ApproximateDP(Mechanism):
 
 @dataclasses.dataclass(frozen=True)
 class MassTable(Mechanism):
-    """The user's own mechanism: probability of each outcome with (p) and without (q) an example.
+    """User-defined mechanism: probability of each outcome with (p) and without (q) an example.
 
     Both directions are accounted. An outcome with q = 0 < p has infinite privacy loss.
     """
@@ -187,10 +186,10 @@ class MassTable(Mechanism):
                 f"p has {len(p)} outcomes but q has {len(q)}. Expected one probability for each "
                 "outcome in both."
             )
-        for name, row in (("p", p), ("q", q)):
-            if abs(math.fsum(row) - 1) > 1e-9:
+        for name, masses in (("p", p), ("q", q)):
+            if abs(math.fsum(masses) - 1) > 1e-9:
                 raise ValueError(
-                    f"{name} sums to {math.fsum(row)!r}. Expected the probabilities of all "
+                    f"{name} sums to {math.fsum(masses)!r}. Expected the probabilities of all "
                     "outcomes, which sum to 1 (to 1e-9); add the missing outcome."
                 )
         self._set(p=p, q=q)
@@ -198,7 +197,7 @@ class MassTable(Mechanism):
 
 @dataclasses.dataclass(frozen=True)
 class Composition(Mechanism):
-    """Several mechanisms run on the same data: pairs (mechanism, count)."""
+    """Composition of mechanisms on the same data: pairs (mechanism, count)."""
 
     events: tuple[tuple[Mechanism, int], ...]
 
@@ -214,7 +213,7 @@ _TYPES: dict[str, type[Mechanism]] = {cls.__name__: cls for cls in Mechanism.__s
 
 
 def require(event: Any) -> Mechanism:
-    """The event itself, if it is one."""
+    """Return the event if it is a `Mechanism`, else raise TypeError."""
     if not isinstance(event, Mechanism):
         raise TypeError(
             f"event={event!r} is a {type(event).__name__}. Expected a mechanism of "
@@ -223,46 +222,7 @@ def require(event: Any) -> Mechanism:
     return event
 
 
-def _truncated(
-    noise: float, rate: float, num_examples: int | None, max_batch_size: int | None
-) -> Mechanism:
-    if num_examples is None or max_batch_size is None:
-        raise AccountingError(
-            "sampler='truncated_poisson' needs num_examples and max_batch_size: its epsilon "
-            "depends on how often a batch is cut. Give both, or use sampler='poisson'."
-        )
-    return TruncatedPoissonSubsampledGaussian(noise, rate, num_examples, max_batch_size)
-
-
-def _balls_in_bins(noise_multiplier: float, sample_rate: float, *sizes: int | None) -> Mechanism:
-    bins = 0 if sample_rate == 0 else round(1 / sample_rate)
-    if bins < 1 or abs(bins * sample_rate - 1) > 1e-9:
-        near = max(1, bins)
-        raise AccountingError(
-            f"sample_rate={sample_rate!r} is not 1 / (number of batches of an epoch), which "
-            f"sampler='balls_in_bins' needs. Use 1/{near} or 1/{near + 1}."
-        )
-    return BallsInBinsGaussian(noise_multiplier, bins)
-
-
-def _shuffle(noise_multiplier: float, sample_rate: float, *sizes: int | None) -> Mechanism:
-    if sample_rate == 0:
-        raise AccountingError(
-            "sample_rate=0.0 with sampler='shuffle' says nothing about the length of an epoch. "
-            "Expected 1 / (number of batches of an epoch)."
-        )
-    # Rounded down: fewer batches in a pass are more participations in a given number of steps.
-    return ShuffledGaussian(noise_multiplier, max(1, math.floor(1 / sample_rate + 1e-9)))
-
-
-SAMPLERS: Mapping[str, Callable[[float, float, int | None, int | None], Mechanism]] = {
-    "poisson": lambda noise, rate, *sizes: PoissonSubsampledGaussian(noise, rate),
-    "truncated_poisson": _truncated,
-    "fixed_size": lambda noise, rate, *sizes: FixedSizeSubsampledGaussian(noise, rate),
-    "balls_in_bins": _balls_in_bins,
-    "shuffle": _shuffle,
-}
-
+SAMPLERS = ("poisson", "truncated_poisson", "fixed_size", "balls_in_bins", "shuffle")
 RELATIONS = ("add_or_remove", "replace", "zero_out")
 
 
@@ -274,17 +234,17 @@ def event(
     num_examples: int | None = None,
     max_batch_size: int | None = None,
 ) -> Mechanism:
-    """The mechanism that one step of a sampler is, so that no other can be accounted for it.
+    """Return the mechanism of one step of a sampler.
 
     Args:
         sampler: one of `SAMPLERS`.
         noise_multiplier: noise standard deviation / max_grad_norm, >= 0.
         sample_rate: expected batch size / number of examples, in [0, 1].
-        num_examples: size of the data set; needed by `truncated_poisson` only.
-        max_batch_size: where a batch is cut; needed by `truncated_poisson` only.
+        num_examples: size of the data set, for `truncated_poisson`.
+        max_batch_size: largest batch, for `truncated_poisson`.
 
     Returns:
-        A frozen mechanism; its `releases` says how many steps are accounted together.
+        Frozen mechanism; its `releases` is the number of steps accounted together.
 
     Raises:
         AccountingError: the sampler needs a fact that was not given.
@@ -295,14 +255,40 @@ def event(
     name = _validate.choice("sampler", sampler, SAMPLERS)
     noise = _validate.non_negative("noise_multiplier", noise_multiplier)
     rate = _validate.sample_rate(sample_rate)
-    return SAMPLERS[name](noise, rate, num_examples, max_batch_size)
+    if name == "poisson":
+        return PoissonSubsampledGaussian(noise, rate)
+    if name == "fixed_size":
+        return FixedSizeSubsampledGaussian(noise, rate)
+    if name == "truncated_poisson":
+        if num_examples is None or max_batch_size is None:
+            raise AccountingError(
+                "sampler='truncated_poisson' needs num_examples and max_batch_size: its epsilon "
+                "depends on how often a batch is cut. Give both, or use sampler='poisson'."
+            )
+        return TruncatedPoissonSubsampledGaussian(noise, rate, num_examples, max_batch_size)
+    if name == "balls_in_bins":
+        bins = 0 if rate == 0 else round(1 / rate)
+        if bins < 1 or abs(bins * rate - 1) > 1e-9:
+            near = max(1, bins)
+            raise AccountingError(
+                f"sample_rate={rate!r} is not 1 / (number of batches of an epoch), which "
+                f"sampler='balls_in_bins' needs. Use 1/{near} or 1/{near + 1}."
+            )
+        return BallsInBinsGaussian(noise, bins)
+    if rate == 0:
+        raise AccountingError(
+            "sample_rate=0.0 with sampler='shuffle' says nothing about the length of an epoch. "
+            "Expected 1 / (number of batches of an epoch)."
+        )
+    # Rounded down: with fewer batches in a pass, an example takes part more often.
+    return ShuffledGaussian(noise, max(1, math.floor(1 / rate + 1e-9)))
 
 
 def num_steps_of(*, epochs: float, num_examples: int, batch_size: int) -> int:
-    """Number of steps of `epochs` passes: the one place where epochs become steps.
+    """Return the number of steps of `epochs` passes over the data.
 
-    One pass takes ceil(num_examples / batch_size) steps, as a data loader does that keeps its last
-    batch; a fraction of a step counts whole.
+    One pass takes ceil(num_examples / batch_size) steps, as with a data loader that keeps its last
+    batch; a fraction of a step counts as one.
 
     >>> num_steps_of(epochs=2, num_examples=60_000, batch_size=256)
     470
@@ -318,18 +304,18 @@ def num_steps_of(*, epochs: float, num_examples: int, batch_size: int) -> int:
 
 
 def to_dict(event: Mechanism) -> dict[str, Any]:
-    """The event as plain data that JSON can hold; `from_dict` brings it back."""
+    """Return the event as plain data that JSON can represent, for `from_dict`."""
     record: dict[str, Any] = {"mechanism": type(require(event)).__name__}
     for field in dataclasses.fields(event):
         value = getattr(event, field.name)
         if isinstance(event, Composition):
-            value = [[to_dict(part), count] for part, count in value]
+            value = [[to_dict(inner), count] for inner, count in value]
         record[field.name] = list(value) if isinstance(value, tuple) else value
     return record
 
 
 def from_dict(record: Mapping[str, Any]) -> Mechanism:
-    """The event that `to_dict` described."""
+    """Return the event serialized by `to_dict`."""
     if not isinstance(record, Mapping):
         raise ValueError(f"record={record!r} is no event. Expected what to_dict wrote.")
     fields = dict(record)
@@ -337,7 +323,7 @@ def from_dict(record: Mapping[str, Any]) -> Mechanism:
     if name == "Composition":
         if "events" not in fields:
             raise ValueError("A stored Composition has no events. Expected what to_dict wrote.")
-        return Composition(tuple((from_dict(part), count) for part, count in fields["events"]))
+        return Composition(tuple((from_dict(inner), count) for inner, count in fields["events"]))
     known = {field.name for field in dataclasses.fields(_TYPES[name])}
     if set(fields) - known:
         raise ValueError(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Carry an experiment from one stack to the other, through NumPy and the table of `layouts`."""
+"""Conversion of models, optimizers and checkpoints between PyTorch and JAX, through NumPy."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from dualdp import _validate, leaves, matching, optimizers
+from dualdp import _validate
 from dualdp import checkpoint as files
+from dualdp.porting import matching, optimizer_state, parameter_map
+from dualdp.porting.parameter_map import ParameterMap
 from dualdp.randomness import RootKey
 
 Mapped = matching.Mapped
@@ -19,18 +21,18 @@ Path_ = str | os.PathLike[str]
 STACKS = ("jax", "torch")
 
 
-def match(model: Any, params: Any, mapping: Mapped | None = None) -> tuple[leaves.Leaf, ...]:
-    """Which parameter of a torch module is which leaf of a JAX model.
+def match(model: Any, params: Any, mapping: Mapped | None = None) -> tuple[ParameterMap, ...]:
+    """Match the parameters of a torch module with the leaves of a JAX model.
 
     Args:
-        model: an `nn.Module`.
-        params: a Flax model's parameters (linen dict, nnx module or state, nested dict).
-        mapping: for names that differ: torch name of a parameter or of a module -> JAX path joined
-            by "/", or (path, layout) such as ("head/w", "o i -> i o").
+        model: `nn.Module`.
+        params: parameters of a Flax model (linen dict, nnx module or state, nested dict).
+        mapping: mapping for names that differ, from a torch parameter or module to a JAX path
+            joined by "/", or (path, layout) such as ("head/w", "o i -> i o").
 
     Returns:
-        One `leaves.Leaf` per torch parameter; `noisy_mean(..., layout=)` of torch takes it, so
-        that both stacks draw the same portable noise.
+        One `ParameterMap` per torch parameter, also for `noisy_mean(..., layout=)` of torch,
+        so that both backends draw the same portable noise.
 
     Raises:
         ValueError: a parameter without partner, or partners whose shapes do not agree.
@@ -44,17 +46,16 @@ def match(model: Any, params: Any, mapping: Mapped | None = None) -> tuple[leave
 
 
 def suggest(model: Any, params: Any) -> dict[str, str]:
-    """A `mapping` by structure for modules that no name pairs: read it, correct it, pass it.
+    """Return a `mapping` by structure for modules without a match by name, to be reviewed.
 
-    Nothing is paired in this way unless you pass it: two layers of the same sizes in another order
-    would be swapped.
+    The mapping must be passed explicitly: layers of equal size in another order would be swapped.
 
     Args:
-        model: an `nn.Module`.
-        params: as in `match`.
+        model: `nn.Module`.
+        params: parameters of the JAX model, see `match`.
 
     Returns:
-        Torch module -> JAX path; a module that fits nowhere is not in it.
+        Mapping from torch module to JAX path, without unmatched modules.
     """
     import dualdp.jax as dpj
     import dualdp.torch as dpt
@@ -63,15 +64,15 @@ def suggest(model: Any, params: Any) -> dict[str, str]:
 
 
 def to_jax(model: Any, like: Any, mapping: Mapped | None = None) -> Any:
-    """Weights of a torch module in the layout of a JAX model.
+    """Return the weights of a torch module in the layout of a JAX model.
 
     Args:
-        model: an `nn.Module`.
+        model: `nn.Module`.
         like: parameters of the JAX model, for structure, shapes and dtypes.
-        mapping: as in `match`.
+        mapping: mapping for names that differ, see `match`.
 
     Returns:
-        A tree like `like`.
+        Tree like `like`.
 
     Raises:
         ValueError: see `match`; or a bias that JAX has no place for.
@@ -79,23 +80,22 @@ def to_jax(model: Any, like: Any, mapping: Mapped | None = None) -> Any:
     import dualdp.jax as dpj
     import dualdp.torch as dpt
 
-    arrays = leaves.to_jax(match(model, like, mapping), dpt.weights.to_numpy(model))
+    arrays = parameter_map.to_jax(match(model, like, mapping), dpt.weights.to_numpy(model))
     return dpj.weights.from_named(like, arrays)
 
 
 def to_torch(params: Any, like: Any, mapping: Mapped | None = None) -> dict[str, Any]:
-    """Parameters of a JAX model as the `state_dict` of a torch module.
+    """Return the parameters of a JAX model as the `state_dict` of a torch module.
 
-    Of torch's two biases of an RNN, which JAX holds as their sum, `bias_ih` gets it and `bias_hh`
-    is zero.
+    JAX holds the sum of torch's two RNN biases; `bias_ih` gets the sum and `bias_hh` is zero.
 
     Args:
         params: parameters of the JAX model.
-        like: the `nn.Module`, for names, shapes, dtypes and buffers.
-        mapping: as in `match`.
+        like: `nn.Module`, for names, shapes, dtypes and buffers.
+        mapping: mapping for names that differ, see `match`.
 
     Returns:
-        A `state_dict` of new tensors that `like.load_state_dict` takes.
+        `state_dict` of new tensors for `like.load_state_dict`.
 
     Raises:
         ValueError: see `match`.
@@ -103,18 +103,15 @@ def to_torch(params: Any, like: Any, mapping: Mapped | None = None) -> dict[str,
     import dualdp.jax as dpj
     import dualdp.torch as dpt
 
-    arrays = leaves.to_torch(match(like, params, mapping), dpj.weights.to_named(params))
+    arrays = parameter_map.to_torch(match(like, params, mapping), dpj.weights.to_named(params))
     return dpt.weights.state_dict(like, arrays)
 
 
-# ---------------------------------------------------------------------- optimizers
-
-
 def to_optax(optimizer: Any) -> Any:
-    """The optax transformation with the updates of a torch optimizer: its settings, not its state.
+    """Return the optax transformation with the settings, not the state, of a torch optimizer.
 
     Args:
-        optimizer: SGD, Adam, AdamW or RMSprop of torch.optim, with one group of parameters.
+        optimizer: SGD, Adam, AdamW or RMSprop of torch.optim, with one parameter group.
 
     Raises:
         ValueError: another optimizer, several groups, or settings that optax does not have.
@@ -140,18 +137,18 @@ def optimizer_to_jax(
     mapping: Mapped | None = None,
     steps: int | None = None,
 ) -> Any:
-    """State of a torch optimizer as that of an optax transformation.
+    """Return the state of a torch optimizer as the state of an optax transformation.
 
     Args:
-        optimizer: of torch.optim.
-        model: whose parameters it holds.
+        optimizer: optimizer of torch.optim.
+        model: `nn.Module` with the optimizer's parameters.
         like: state of optax's `init`, for structure, shapes and dtypes.
-        params: of the JAX model.
-        mapping: as in `match`.
-        steps: updates done, where optax counts them and torch does not (a schedule beside SGD).
+        params: parameters of the JAX model.
+        mapping: mapping for names that differ, see `match`.
+        steps: number of updates, if optax counts them and torch does not (a schedule with SGD).
 
     Returns:
-        A state like `like`.
+        State like `like`.
 
     Raises:
         ValueError: the two optimizers do not keep the same numbers.
@@ -160,7 +157,7 @@ def optimizer_to_jax(
 
     state = _torch_state(optimizer, model)
     wanted = dpj.weights.optimizer_state.to_named(like)
-    arrays = optimizers.to_jax(
+    arrays = optimizer_state.to_jax(
         state,
         match(model, params, mapping),
         {path: np.shape(array) for path, array in wanted.items()},
@@ -181,12 +178,12 @@ def optimizer_to_torch(
     """Load the state of an optax transformation into a torch optimizer.
 
     Args:
-        state: of optax.
-        params: of the JAX model.
-        optimizer: of torch.optim; its state is overwritten, its settings stay.
-        model: whose parameters it holds.
-        mapping: as in `match`.
-        steps: updates done, where torch counts them and optax does not (RMSprop).
+        state: optax state.
+        params: parameters of the JAX model.
+        optimizer: optimizer of torch.optim; its state is overwritten, its settings are kept.
+        model: `nn.Module` with the optimizer's parameters.
+        mapping: mapping for names that differ, see `match`.
+        steps: number of updates, if torch counts them and optax does not (RMSprop).
 
     Raises:
         ValueError: the two optimizers do not keep the same numbers.
@@ -194,7 +191,7 @@ def optimizer_to_torch(
     import dualdp.jax as dpj
     import dualdp.torch as dpt
 
-    arrays = optimizers.to_torch(
+    arrays = optimizer_state.to_torch(
         dpj.weights.optimizer_state.to_named(state),
         match(model, params, mapping),
         _torch_state(optimizer, model),
@@ -203,30 +200,27 @@ def optimizer_to_torch(
     dpt.weights.load_optimizer(optimizer, model, arrays)
 
 
-def _torch_state(optimizer: Any, model: Any) -> optimizers.TorchState:
-    """State and settings of a torch optimizer, of the parameters that are trained."""
+def _torch_state(optimizer: Any, model: Any) -> optimizer_state.TorchState:
+    """State and settings of a torch optimizer, for the trained parameters."""
     import dualdp.torch as dpt
 
-    return optimizers.TorchState.of(*dpt.weights.optimizer_state(optimizer, model))
-
-
-# ---------------------------------------------------------------------- checkpoints
+    return optimizer_state.TorchState.of(*dpt.weights.optimizer_state(optimizer, model))
 
 
 def checkpoint(
     path: Path_, out: Path_, *, to: str, like: Any, mapping: Mapped | None = None
 ) -> None:
-    """Write a checkpoint of one stack as one of the other; either stack loads both anyway.
+    """Convert a checkpoint of one backend to the other's format; loading does so automatically.
 
-    The key is copied to `<out>.key` (mode 0600) where it lies beside the first; the run's ledger
-    stays the one file that it is.
+    The key is copied to `<out>.key` (mode 0600) if it is beside the first file; the ledger file of
+    the run is not copied.
 
     Args:
-        path: of the checkpoint.
-        out: of the new one.
+        path: path of the checkpoint.
+        out: path of the new checkpoint.
         to: "torch" or "jax".
-        like: for torch a module and its optimizer, for JAX a `dualdp.jax.TrainState`.
-        mapping: as in `match`.
+        like: (module, optimizer) for torch, a `dualdp.jax.TrainState` for JAX.
+        mapping: mapping for names that differ, see `match`.
 
     Raises:
         ValueError: the checkpoint is one of that stack already, or does not fit.
@@ -235,27 +229,24 @@ def checkpoint(
     arrays, document = files.read(path)
     if document["stack"] == to:
         raise ValueError(f"{os.fspath(path)} is a checkpoint of {to} already. Expected another.")
-    backend = importlib.import_module(f"dualdp_{to}.checkpoint")
-    moved, said = backend.crossed(arrays, document, like, mapping)
+    backend = importlib.import_module(f"dualdp_{to}.checkpoint.single_file")
+    converted, new_document = backend.converted(arrays, document, like, mapping)
     ledger = Path(path).resolve().parent / document["ledger_file"]
-    said["ledger_file"] = os.path.relpath(ledger.resolve(), Path(out).resolve().parent)
+    new_document["ledger_file"] = os.path.relpath(ledger.resolve(), Path(out).resolve().parent)
     if files.key_path(path).exists() and not files.key_path(out).exists():
         RootKey.load(files.key_path(path)).save(files.key_path(out))
-    files.write(out, moved, said)
-
-
-# ---------------------------------------------------------------------- arrays
+    files.write(out, converted, new_document)
 
 
 def array_to_jax(tensor: Any) -> Any:
-    """A torch tensor as a JAX array, by DLPack without a copy where both stacks share the device.
+    """Return a torch tensor as a JAX array, by DLPack without a copy if the device is shared.
 
-    What shares memory changes with it: do not write into the tensor while the array is in use.
-    JAX copies what it can't share: strides that are no permutation of a whole array, memory that
-    is not aligned, and 64-bit numbers unless `jax_enable_x64` is set.
+    Shared memory changes with the tensor: do not write to the tensor while the array is in use.
+    JAX copies arrays that it can't share: strides other than a permutation of a whole array,
+    unaligned memory, and 64-bit numbers unless `jax_enable_x64` is set.
 
     Args:
-        tensor: of any device; without its graph.
+        tensor: tensor on any device, detached before conversion.
     """
     import dualdp.jax as dpj
     import dualdp.torch as dpt
@@ -264,12 +255,12 @@ def array_to_jax(tensor: Any) -> Any:
 
 
 def array_to_torch(array: Any) -> Any:
-    """A JAX array as a torch tensor, by DLPack without a copy where both stacks share the device.
+    """Return a JAX array as a torch tensor, by DLPack without a copy if the device is shared.
 
-    JAX's arrays never change, so do not write into the tensor: clone it first.
+    JAX arrays are immutable, so clone the tensor before you write to it.
 
     Args:
-        array: concrete, on one device.
+        array: concrete array on one device.
     """
     import dualdp.jax as dpj
     import dualdp.torch as dpt

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The PyTorch backend's public face: `import dualdp.torch as dpt`."""
+"""Public API of the PyTorch backend: `import dualdp.torch as dpt`."""
 
 try:
     import torch as _framework  # noqa: F401
@@ -38,4 +38,4 @@ from dualdp_torch import register_rule as register_rule
 from dualdp_torch import save_checkpoint as save_checkpoint
 from dualdp_torch import save_sharded_checkpoint as save_sharded_checkpoint
 from dualdp_torch import validate as validate
-from dualdp_torch import weights as weights
+from dualdp_torch.checkpoint import weights as weights

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts `PrivacyEngine` on a loss of yours to the test of `dualdp.testing`."""
+"""`PrivacyEngine` on a loss of the user's as an implementation to be tested by `dualdp.testing`."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from dualdp.batches import physical_batches
-from dualdp.plan import PrivacyPlan
-from dualdp.testing import plans
-from dualdp.testing.step import (
+from dualdp.audit import plans
+from dualdp.audit.protocol import (
     CANARY_FACTOR,
     LOSS_FACTOR,
     Event,
     Release,
     events_of,
 )
-from dualdp_jax.data import Chunk
-from dualdp_jax.engine import PrivacyEngine
+from dualdp.plan.batches import physical_batches
+from dualdp.plan.plan import PrivacyPlan
+from dualdp_jax.training.engine import PrivacyEngine
+from dualdp_jax.training.loader import Chunk
 
-_ROWS = 8  # of a chunk in `clipped_sum`
+_ROWS = 8  # rows of a chunk in `clipped_sum`
 
 
 class EngineStep:
-    """A `dualdp.testing.PrivateStep`: the engine, on a loss and data of yours.
+    """Engine on a user's loss and data, as a `dualdp.testing.PrivateStep`.
 
     Args:
         params: pytree of trained parameters.
-        loss_fn: (params, *example) to the scalar loss of one example.
-        data: arrays, examples on axis 0.
-        plan: of which noise_multiplier, max_grad_norm, sampler, clipping (flat or automatic),
-            noise and physical_batch_size are tested, at the values of step 0.
-        method: as in `make_private`.
-        needs_key: as in `make_private`.
+        loss_fn: callable (params, *example) -> scalar loss of one example.
+        data: sequence of arrays, examples on axis 0.
+        plan: `PrivacyPlan` whose noise_multiplier, max_grad_norm, sampler, clipping (flat or
+            automatic), noise and physical_batch_size are tested, at the values of step 0.
+        method: str, see `make_private`.
+        needs_key: bool, see `make_private`.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class EngineStep:
         self._engine: PrivacyEngine | None = None
 
     def plan_of(self, make: Callable[..., PrivacyPlan] = plans.of_run, **sizes: Any) -> PrivacyPlan:
-        """The plan of one test run."""
+        """Return the plan of one test run."""
         return make(self.plan, **sizes)
 
     def clipped_sum(self, rows: Sequence[int], factors: Sequence[float]) -> Any:
@@ -126,7 +126,7 @@ class EngineStep:
     def _run(
         self, loss_fn: Callable[..., Any], params: Any, data: tuple[Any, ...], plan: PrivacyPlan
     ) -> Iterator[Any]:
-        """The noisy means of a run whose optimizer keeps them and moves nothing."""
+        """Yield the noisy means of a run whose optimizer stores them and updates nothing."""
         step, state, loader = self._private(loss_fn, params, data, plan)
         for batch in loader:
             state, _ = step(state, batch)
@@ -135,7 +135,7 @@ class EngineStep:
     def _private(
         self, loss_fn: Callable[..., Any], params: Any, data: tuple[Any, ...], plan: PrivacyPlan
     ) -> Any:
-        """What `make_private` returns, with an optimizer that keeps the mean and moves nothing."""
+        """`make_private` with an optimizer that stores the noisy mean and updates nothing."""
         keeper = optax.GradientTransformation(
             lambda params: jax.tree.map(jnp.zeros_like, params),
             lambda updates, state, params=None: (jax.tree.map(jnp.zeros_like, updates), updates),
@@ -147,13 +147,13 @@ class EngineStep:
             optimizer=keeper,
             data=data,
             plan=plan,
-            checks=0,  # an audit finds what is wrong by itself
+            checks=0,  # the audit replaces spot checks
             **self._options,
         )
 
 
 def small_step(plan: PrivacyPlan) -> EngineStep:
-    """A small classifier on random data, for `dualdp audit`."""
+    """Return an `EngineStep` of a small classifier on random data, for `dualdp audit`."""
     rng = np.random.default_rng(0)
     params = {
         "first": rng.normal(size=(16, 32)).astype(np.float32) / 4,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stands in the way of training a model privately: where it is, and what to do instead."""
+"""Validation of a model for private training: findings with location, reason and fix."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dualdp import UnsupportedLayerError
+from dualdp._validate import UnsupportedLayerError
 from dualdp_jax import compat
-from dualdp_jax.call import Call, build
-from dualdp_jax.parameters import path_name, split
+from dualdp_jax.per_sample.call import Call, build
+from dualdp_jax.per_sample.parameters import path_name, split
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One obstacle.
+    """Obstacle to private training.
 
     Attributes:
-        path: where it is in the model, or "loss_fn".
-        kind: dtype of the parameter, or the class of the error.
-        reason: what is wrong.
-        fix: what to do.
+        path: str, path in the model, or "loss_fn".
+        kind: str, dtype of the parameter, or class of the error.
+        reason: str, description of the obstacle.
+        fix: str, advice.
     """
 
     path: str
@@ -48,17 +48,17 @@ def validate(
     """Dry run of a loss on a batch: nothing is released, nothing is compiled.
 
     Args:
-        loss_fn: as for `per_sample_grads`.
+        loss_fn: callable, see `per_sample_grads`.
         what: pytree of parameters, or an `nnx.Module`.
-        *batch: as for `per_sample_grads`; one example is enough.
-        has_aux: whether `loss_fn` returns (loss, aux).
+        *batch: pytrees, see `per_sample_grads`; one example is enough.
+        has_aux: bool, True if `loss_fn` returns (loss, aux).
         key: random key, if `loss_fn` takes one.
         trainable: pytree of bools like `what`; False freezes.
 
     Returns:
-        One finding for each leaf that can't be trained, each variable that one example would
-        change for the next, each trained parameter that gets no gradient, and a loss that is no
-        scalar of one example; empty when there is none.
+        List with a finding for each leaf that can't be trained, each variable that one example
+        would change for the next, each trained parameter that gets no gradient, and a loss that is
+        no scalar of one example; empty if there is none.
     """
     try:
         parameters = split(what, trainable)
@@ -82,7 +82,7 @@ def validate(
 
 
 def _untrainable(what: Any, trainable: Any) -> list[Finding]:
-    """The leaves of a pytree that are no real floating arrays and that nobody froze."""
+    """Findings for the leaves that are neither real floating arrays nor frozen."""
     flags = jax.tree.map(
         lambda flag, part: jax.tree.map(lambda _: flag, part),
         True if trainable is None else trainable,
@@ -100,16 +100,16 @@ def _untrainable(what: Any, trainable: Any) -> list[Finding]:
 
 
 def _of_error(error: Exception) -> Finding:
-    """An error of the calls themselves, as a finding."""
+    """Finding for an error of the per-sample calls."""
     reason, _, fix = str(error).partition(". ")
     return Finding("loss_fn", type(error).__name__, reason, fix)
 
 
 def _constant_gradients(call: Call) -> list[bool]:
-    """Per trained leaf: whether its gradient is zero whatever the numbers are.
+    """Per trained leaf: True if its gradient is zero whatever the numbers are.
 
-    Judged on the program, not on its values: a gradient that is zero at the start, as that of one
-    factor of a product whose other factor is zero, depends on them and counts.
+    Judged on the program, not on its values: a gradient that is zero at the start depends on them
+    and counts, such as that of one factor of a product whose other factor is zero.
     """
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), call.rows)
 

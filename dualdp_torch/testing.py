@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts `PrivacyEngine` on a model of yours to the test of `dualdp.testing`."""
+"""Adapter with which `dualdp.testing` audits `PrivacyEngine` on a model of the user's."""
 
 from __future__ import annotations
 
@@ -12,20 +12,19 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from dualdp.plan import PrivacyPlan
-from dualdp.testing import plans
-from dualdp.testing.step import CANARY_FACTOR, LOSS_FACTOR, Event, Release, events_of
-
-from .engine import PrivacyEngine
-from .rules.base import Tensor
+from dualdp.audit import plans
+from dualdp.audit.protocol import CANARY_FACTOR, LOSS_FACTOR, Event, Release, events_of
+from dualdp.plan.plan import PrivacyPlan
+from dualdp_torch.rules.base import Tensor
+from dualdp_torch.training.engine import PrivacyEngine
 
 
 class WithCanaries(nn.Module):
-    """A model and a canary vector; its outputs are the losses of the examples.
+    """Model with a vector of canaries, whose outputs are the losses of the examples.
 
     Args:
-        model: the user's.
-        loss_fn: (model, *batch) to the (n,) losses.
+        model: the user's model.
+        loss_fn: function of (model, *batch) that returns (n,) losses.
         num_canaries: length of the vector.
         scale: slope of an example's loss along its canary, gradient units.
     """
@@ -38,34 +37,34 @@ class WithCanaries(nn.Module):
         self.canaries = nn.Parameter(torch.zeros(num_canaries, 1))
 
     def forward(self, *batch: Tensor) -> Tensor:
-        """(*batch, row) to (n,) losses."""
+        """(*batch, row) -> (n,) losses."""
         own = self._loss_fn(self.model, *batch[:-1])
         moved = nn.functional.embedding(batch[-1], self.canaries)[:, 0]
         return LOSS_FACTOR * own + self._scale * moved.to(own.dtype)
 
 
 class WithFactors(nn.Module):
-    """A model whose examples' losses are multiplied by factors that come with the batch."""
+    """Model whose examples' losses are multiplied by factors that come with the batch."""
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Tensor]) -> None:
         super().__init__()
         self.model, self._loss_fn = model, loss_fn
 
     def forward(self, *batch: Tensor) -> Tensor:
-        """(*batch, factor) to (n,) losses."""
+        """(*batch, factor) -> (n,) losses."""
         return self._loss_fn(self.model, *batch[:-1]) * batch[-1]
 
 
 class EngineStep:
-    """A `dualdp.testing.PrivateStep`: the engine, on a model and data of yours.
+    """`dualdp.testing.PrivateStep` of `PrivacyEngine`, on a model and data of the user's.
 
     Args:
-        model: copied for every run.
-        loss_fn: (model, *batch) to the (n,) losses.
-        data: tensors, examples on axis 0.
-        plan: of which noise_multiplier, max_grad_norm, sampler, clipping (flat or automatic),
-            noise and physical_batch_size are tested, at the values of step 0.
-        grad_sample_mode: as in `make_private`.
+        model: model that is copied for every run.
+        loss_fn: function of (model, *batch) that returns (n,) losses.
+        data: sequence of tensors, examples on axis 0.
+        plan: `PrivacyPlan`, whose noise_multiplier, max_grad_norm, sampler, clipping (flat or
+            automatic), noise and physical_batch_size are tested, at the values of step 0.
+        grad_sample_mode: "auto" or another mode of `make_private`.
     """
 
     def __init__(
@@ -84,11 +83,11 @@ class EngineStep:
         self._engine: PrivacyEngine | None = None
 
     def plan_of(self, make: Callable[..., PrivacyPlan] = plans.of_run, **sizes: Any) -> PrivacyPlan:
-        """The plan of one test run."""
+        """Return the plan of one test run."""
         return make(self.plan, **sizes)
 
     def clipped_sum(self, rows: Sequence[int], factors: Sequence[float]) -> Any:
-        """See `PrivateStep`: one step of a run without noise, in which everybody takes part."""
+        """Return the sum of a step without noise in which all rows take part, see `PrivateStep`."""
         module = WithFactors(copy.deepcopy(self.model), self.loss_fn)
         index = torch.tensor(list(rows))
         scale = torch.tensor(list(factors), dtype=next(module.parameters()).dtype)
@@ -109,7 +108,7 @@ class EngineStep:
         expected_batch_size: float,
         seed: int | None,
     ) -> Iterator[Release]:
-        """See `PrivateStep`."""
+        """Yield the releases of a run on data with canaries, see `PrivateStep`."""
         scale = CANARY_FACTOR * self.claims.max_grad_norm
         module = WithCanaries(copy.deepcopy(self.model), self.loss_fn, num_canaries, scale)
         index = torch.arange(len(rows)) % self.num_examples
@@ -130,11 +129,11 @@ class EngineStep:
             yield Release(sums[0], sums[1:], plan.batch_indices(step))
 
     def events(self) -> list[Event]:
-        """See `PrivateStep`."""
+        """Return the accountant's events of the last run, see `PrivateStep`."""
         return events_of(self._engine.accountant.history if self._engine else ())
 
     def _run(self, module: nn.Module, data: Sequence[Tensor], plan: PrivacyPlan) -> Iterator[int]:
-        """Train with learning rate 0; after each release its number, the gradients in place."""
+        """Train with learning rate 0; yields each released step, with its gradients in `p.grad`."""
         optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
         self._engine = engine = PrivacyEngine()
         _, _, loader = engine.make_private(
@@ -156,7 +155,7 @@ class EngineStep:
 
 
 def small_step(plan: PrivacyPlan) -> EngineStep:
-    """A small classifier on random data, for `dualdp audit`."""
+    """Return a step on a small classifier and random data, for `dualdp audit`."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(256, 16, generator=generator)
     y = torch.randint(0, 4, (256,), generator=generator)

@@ -7,7 +7,7 @@ whose gradient is itself the rounding error of a cancellation.
 
 import numpy as np
 
-from dualdp.clipping import MARGIN
+from dualdp.plan.clipping import MARGIN
 
 RELATIVE = {"float32": 1e-5, "float64": 1e-10}
 FLOOR = {"float32": 1e-7, "float64": 1e-14}

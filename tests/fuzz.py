@@ -3,7 +3,7 @@
 
     python -m tests.fuzz --examples 2000        # a campaign; prints how many inputs were tried
 
-`tests/test_fuzz.py` runs a short one, and the corpus of `tests/cases/bad_inputs.json`.
+`tests/core/test_fuzz.py` runs a short one, and the corpus of `tests/cases/bad_inputs.json`.
 """
 
 import argparse
@@ -24,12 +24,12 @@ import numpy as np
 from hypothesis import strategies as st
 
 from dualdp import PrivacyPlan, accountants, checkpoint, mechanisms
-from dualdp.chain import Chain
-from dualdp.ledger import Ledger
+from dualdp.ledger.hash_chain import Chain
+from dualdp.ledger.ledger import Ledger
+from dualdp.ledger.verify import verify
 from dualdp.log import read_log
+from dualdp.plan.schedules import AdaptiveNorm
 from dualdp.randomness import RootKey, unlock
-from dualdp.schedules import AdaptiveNorm
-from dualdp.verification import verify
 
 SECONDS = 20  # that one input may take; a second is usual, this machine may be busy
 MEMORY = 1 << 30  # bytes that one input may take beside what the process has
@@ -243,7 +243,7 @@ def command(arguments):
     """The command line: a result or exit code 1 or 2 and a sentence."""
     from typer.testing import CliRunner
 
-    from dualdp.cli import app
+    from dualdp_tools.cli import app
 
     done = CliRunner().invoke(app, arguments)
     if done.exception is not None and not isinstance(done.exception, SystemExit):

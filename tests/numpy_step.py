@@ -5,8 +5,8 @@ import math
 
 import numpy as np
 
+from dualdp.audit.protocol import CANARY_FACTOR, LOSS_FACTOR
 from dualdp.testing import Claims, Event, Release
-from dualdp.testing.step import CANARY_FACTOR, LOSS_FACTOR
 from tests.closeness import factors_of
 
 #: Faults, each of which a released or published implementation has had, and the checks that see it.

@@ -2,6 +2,7 @@
 """The import rule (design.md, section 2), proved in fresh interpreters."""
 
 import ast
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,15 @@ ROOT = Path(__file__).parent.parent
 FRAMEWORKS = {"torch", "jax", "jaxlib", "flax", "optax"}
 # Modules of the core's folder that are there to look outward.
 FACES = {"dualdp/torch.py", "dualdp/jax.py"}
-SIDES = {"dualdp/demo/torch_side.py", "dualdp/demo/jax_side.py"}
+#: Folders and files of each package, from the ground up: each may import those before it.
+ORDER = runpy.run_path(str(ROOT / "docs" / "house.py"))["ORDER"]
+#: Packages, from the ground up; a backend does not import the other.
+FLOORS = {
+    "dualdp": set(),
+    "dualdp_torch": {"dualdp"},
+    "dualdp_jax": {"dualdp"},
+    "dualdp_tools": {"dualdp", "dualdp_torch", "dualdp_jax"},
+}
 BLOCK = """
 import sys
 class Blocked:
@@ -86,28 +95,62 @@ def test_core_tests_pass_without_any_framework():
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 
 
-@pytest.mark.parametrize("path", sorted(ROOT.glob("dualdp/**/*.py")), ids=str)
-def test_core_files_look_outward_only_where_they_may(path):
-    name = path.relative_to(ROOT).as_posix()
-    top, every = imports_of(path)
-    outward = lambda names: {  # noqa: E731
-        n for n in names if n.split(".")[0] in FRAMEWORKS | {"dualdp_torch", "dualdp_jax"}
-    }
-    if name in FACES | SIDES:
+def files():
+    """(path, package, place in it) of every file of the packages."""
+    for package in FLOORS:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            parts = path.relative_to(ROOT / package).with_suffix("").parts
+            yield pytest.param(path, package, parts[0], id="/".join((package, *parts)))
+
+
+def ours_in(path):
+    """Modules of ours that a file imports, also for annotations; a package where a name is its."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, "Expected the whole name of the module."
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            place = ROOT / name.replace(".", "/")
+            is_module = place.is_dir() or place.with_suffix(".py").exists()
+            module = name if is_module else name.rpartition(".")[0]
+            if module.split(".")[0] in FLOORS:
+                yield module
+
+
+@pytest.mark.parametrize(("path", "package", "place"), list(files()))
+def test_imports_run_down(path, package, place):
+    """Between packages, and between the folders inside each; for annotations, too."""
+    ours = {tuple(name.split(".")) for name in ours_in(path)}
+    if path.relative_to(ROOT).as_posix() in FACES:
+        assert {name[0] for name in ours} == {f"dualdp_{place}"}
         return
-    assert not outward(every), "the core imports no framework, not even lazily"
-    assert not {n for n in top if n in {"dualdp.torch", "dualdp.jax"}}
-    if not name.startswith(("dualdp/cli/", "dualdp/bench/", "dualdp/demo/")):
-        allowed = {"dualdp/port.py"}
-        assert name in allowed or not {"dualdp.torch", "dualdp.jax"} & every
+    assert {name[0] for name in ours} <= {package, *FLOORS[package]}
+    if place == "__init__":
+        return
+    below = ORDER[package][: ORDER[package].index(place) + 1]
+    for name in ours:
+        if name[0] == package:
+            assert ".".join(name[1:2]) in below, ".".join(name)
+        elif package != "dualdp_tools":
+            assert ".".join(name[1:2]) not in ("", "torch", "jax", "port"), ".".join(name)
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("dualdp/**/*.py")), ids=str)
+def test_the_core_names_no_framework(path):
+    if path.relative_to(ROOT).as_posix() not in FACES:
+        _, every = imports_of(path)
+        assert not {name.split(".")[0] for name in every} & FRAMEWORKS, "not even lazily"
 
 
 @pytest.mark.parametrize(("package", "other"), [("dualdp_torch", "jax"), ("dualdp_jax", "torch")])
-def test_backends_never_import_each_other(package, other):
+def test_a_backend_does_not_import_the_other_framework(package, other):
     for path in ROOT.glob(f"{package}/**/*.py"):
         _, every = imports_of(path)
-        roots = {name.split(".")[0] for name in every}
-        assert not roots & {other, f"dualdp_{other}"}, path
+        assert other not in {name.split(".")[0] for name in every}, path
 
 
 def test_import_leaves_the_users_settings_alone():

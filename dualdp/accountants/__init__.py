@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Accountants by name: `create("pld")`, or a class of your own through `register`."""
+"""Table of accountants by name: `create("pld")`, and `register` for a class of your own."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from dualdp import _validate
+from dualdp.accountants.base import Accountant as Accountant
 from dualdp.accountants.gdp import GDPAccountant as GDPAccountant
-from dualdp.accountants.history import Accountant as Accountant
 from dualdp.accountants.pld import PLDAccountant as PLDAccountant
 from dualdp.accountants.rdp import RDPAccountant as RDPAccountant
 
@@ -20,12 +20,12 @@ _TABLE: dict[str, Any] = {
 
 
 def create(name: str = "pld", **options: Any) -> Any:
-    """A fresh accountant with an empty history.
+    """Return a new accountant with an empty history.
 
     Args:
         name: `pld` (certified and tight, the default), `rdp`, `gdp` (an approximation), `prv`
-            (another word for `pld`), or a registered name.
-        **options: `neighboring_relation=`, `group_size=`, and what the class itself takes.
+            (a synonym of `pld`), or a registered name.
+        **options: `neighboring_relation=`, `group_size=`, and further arguments of the class.
 
     Returns:
         An `Accountant`.
@@ -34,7 +34,7 @@ def create(name: str = "pld", **options: Any) -> Any:
 
 
 def require_bound(name: str) -> str:
-    """The name, once it is that of an accountant which gives upper bounds.
+    """Return `name` if it is an accountant that gives upper bounds.
 
     Raises:
         AccountingError: it is an approximation, which no run may be accounted by.
@@ -53,11 +53,11 @@ def register(name: str, cls: Any, *, overwrite: bool = False) -> None:
     """Add an accountant of your own to the table of `create`.
 
     Args:
-        name: the word users will write.
-        cls: called as `cls(neighboring_relation=..., group_size=...)`; must offer `step`,
+        name: str, the name to be passed to `create`.
+        cls: class, called as `cls(neighboring_relation=..., group_size=...)`; must have `step`,
             `compose`, `get_epsilon`, `get_delta`, `epsilon_bounds`, `state_dict` and
-            `load_state_dict`. `Accountant` is a base that brings most of them.
-        overwrite: replace an existing name.
+            `load_state_dict`. The base class `Accountant` implements most of them.
+        overwrite: bool, True to replace an existing name.
 
     Raises:
         TypeError: the class lacks a method.
@@ -74,7 +74,7 @@ def register(name: str, cls: Any, *, overwrite: bool = False) -> None:
 
 
 def names() -> tuple[str, ...]:
-    """The words that `create` knows."""
+    """Names that `create` accepts, sorted."""
     return tuple(sorted(_TABLE))
 
 

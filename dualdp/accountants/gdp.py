@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gaussian differential privacy by the central limit theorem: an approximation, no guarantee."""
+"""Gaussian differential privacy by the central limit theorem: an approximation, not a bound."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import numpy as np
 
 from dualdp import _validate, mechanisms
 from dualdp._validate import AccountingError
-from dualdp.accountants.gaussian import gaussian_epsilon, gaussian_log_delta
-from dualdp.accountants.history import Accountant, as_gaussian, units
+from dualdp.accountants.base import Accountant, as_gaussian, units
+from dualdp.accountants.closed_forms import gaussian_epsilon, gaussian_log_delta
 from dualdp.mechanisms import Mechanism
 
 
 class GDPAccountant(Accountant):
-    """mu of the central limit theorem; epsilon may lie far BELOW the truth (75 times were seen).
+    """Accountant by the central limit theorem; its epsilon can be far BELOW the truth (75 times).
 
-    Every number must be asked for as an approximation: `get_epsilon(delta=..., approximate=True)`.
+    Results are given only on explicit request: `get_epsilon(delta=..., approximate=True)`.
     Its bounds are (0, e, inf): nothing is certified.
 
     Source: Dong, Roth & Su 2022; Bu, Dong, Long & Su 2020, equation (6).
@@ -27,26 +27,30 @@ class GDPAccountant(Accountant):
     name: ClassVar[str] = "gdp"
 
     def mu(self) -> float:
-        """sqrt(sum q^2 (e^{1/sigma^2} - 1)), with full batches exact: sum 1/sigma^2."""
-        shift = self._group_size * (2.0 if self._relation == "replace" else 1.0)
+        """Return sqrt(sum q^2 (e^{1/sigma^2} - 1)), with the exact 1/sigma^2 for full batches."""
         total = 0.0
         for event, count in self._counts.items():
-            number = units(event, count)
-            sigma = as_gaussian(event)
-            rate = 1.0 if sigma is not None else event.sample_rate  # type: ignore[attr-defined]
-            sigma = event.noise_multiplier if sigma is None else sigma  # type: ignore[attr-defined]
-            if number and rate:
-                total += number * _variance(sigma / shift, rate)
+            number, sigma, rate = units(event, count), as_gaussian(event), 1.0
+            if sigma is None:
+                sigma, rate = event.noise_multiplier, event.sample_rate  # type: ignore[attr-defined]
+            noise = sigma / self._sensitivity()
+            if not number or not rate:
+                continue
+            if noise == 0:
+                return math.inf
+            precision = noise**-2
+            one = precision if rate == 1 else rate**2 * float(np.expm1(min(precision, 700.0)))
+            total += number * one
         return math.sqrt(total)
 
     def get_epsilon(self, *, delta: float, approximate: bool = False) -> float:
-        """The approximation at `delta`; refused unless approximate=True."""
+        """Return the approximate epsilon at `delta`; raises unless approximate=True."""
         if not approximate:
             raise AccountingError(REFUSAL)
         return self.epsilon_bounds(delta=delta)[1]
 
     def get_delta(self, *, epsilon: float, approximate: bool = False) -> float:
-        """The approximation at `epsilon`; refused unless approximate=True."""
+        """Return the approximate delta at `epsilon`; raises unless approximate=True."""
         if not approximate:
             raise AccountingError(REFUSAL)
         mu = self.mu()
@@ -56,7 +60,7 @@ class GDPAccountant(Accountant):
     def epsilon_bounds(
         self, *, delta: float, rtol: float | None = None
     ) -> tuple[float, float, float]:
-        """(0, approximation, inf)."""
+        """Return (0, approximate epsilon, inf)."""
         return 0.0, gaussian_epsilon(self.mu(), _validate.probability("delta", delta)), math.inf
 
     def _check(self, event: Mechanism) -> None:
@@ -72,12 +76,3 @@ REFUSAL = (
     "accountant='gdp' is an approximation that can lie far below the true epsilon. "
     "Pass approximate=True to see it, or use accountant='pld' for a bound."
 )
-
-
-def _variance(sigma: float, rate: float) -> float:
-    """Variance of one step's privacy loss in the limit."""
-    if sigma == 0:
-        return math.inf
-    if rate == 1:
-        return sigma**-2
-    return rate**2 * float(np.expm1(min(sigma**-2, 700.0)))

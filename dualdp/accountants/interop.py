@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""To and from the histories of Opacus and the events of dp-accounting.
+"""Conversion from and to Opacus histories and dp-accounting events.
 
-Nothing is imported from either unless events are to be made for it: their objects are read by the
-names of their classes and fields, which are public.
+Their objects are read by the public names of their classes and fields. dp-accounting is imported
+only by `to_dp_event`, Opacus never.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from typing import Any
 
 from dualdp import _validate, mechanisms
 from dualdp._validate import AccountingError
-from dualdp.accountants.history import as_gaussian
+from dualdp.accountants.base import as_gaussian
 from dualdp.mechanisms import Composition, Mechanism
 
 History = Iterable[tuple[Mechanism, int]]
 
 
 def from_opacus(history: Iterable[tuple[float, float, int]]) -> Composition:
-    """The event of Opacus' `[(noise_multiplier, sample_rate, steps)]`.
+    """Return the composition of Opacus' `[(noise_multiplier, sample_rate, steps)]`.
 
     Args:
-        history: `accountant.history` of Opacus. Its sampler was Poisson only if the loader was made
-            with `poisson_sampling=True`; that is yours to know.
+        history: list of triples, `accountant.history` of Opacus. Its sampler was Poisson only if
+            the data loader was made with `poisson_sampling=True`, which the history doesn't record.
 
     Returns:
-        A composition for `Accountant.compose`.
+        Composition for `Accountant.compose`.
     """
     events = []
     for item in history:
@@ -41,7 +41,7 @@ def from_opacus(history: Iterable[tuple[float, float, int]]) -> Composition:
 
 
 def to_opacus(history: History) -> list[tuple[float, float, int]]:
-    """Opacus' history of `accountant.history`.
+    """Return `accountant.history` as an Opacus history.
 
     Raises:
         AccountingError: an event that Opacus has no word for.
@@ -62,14 +62,14 @@ def to_opacus(history: History) -> list[tuple[float, float, int]]:
 
 
 def from_dp_event(event: Any) -> Composition:
-    """The event of a dp-accounting `DpEvent`, read by its class and fields.
+    """Return the composition of a dp-accounting `DpEvent`, read by its class and fields.
 
     Args:
-        event: Gaussian, Laplace, randomised response, composed and self-composed, Poisson-sampled
-            and fixed-size-sampled Gaussian, truncated Poisson, NoOp.
+        event: `DpEvent`: Gaussian, Laplace, randomised response, composed, self-composed,
+            Poisson-sampled or fixed-size-sampled Gaussian, truncated Poisson, NoOp.
 
     Returns:
-        A composition for `Accountant.compose`.
+        Composition for `Accountant.compose`.
 
     Raises:
         AccountingError: an event that has no counterpart here.
@@ -78,7 +78,7 @@ def from_dp_event(event: Any) -> Composition:
 
 
 def _read(event: Any, count: int) -> list[tuple[Mechanism, int]]:
-    """Flat (mechanism, count) pairs."""
+    """Flat list of (mechanism, count) pairs of a dp-accounting event."""
     match type(event).__name__:
         case "NoOpDpEvent":
             return []
@@ -113,7 +113,7 @@ def _read(event: Any, count: int) -> list[tuple[Mechanism, int]]:
 
 
 def _one_gaussian(event: Any) -> float:
-    """Noise multiplier of the one Gaussian inside a sampling event."""
+    """Noise multiplier of the single Gaussian inside a sampling event."""
     inner = _read(event.event, 1)
     if len(inner) == 1 and inner[0][1] == 1 and isinstance(inner[0][0], mechanisms.Gaussian):
         return inner[0][0].noise_multiplier
@@ -128,7 +128,7 @@ def _unknown(event: Any) -> str:
 
 
 def to_dp_event(history: History) -> Any:
-    """dp-accounting's event of `accountant.history`.
+    """Return `accountant.history` as a dp-accounting event.
 
     Raises:
         AccountingError: dp-accounting has no event for a mechanism.
@@ -149,7 +149,7 @@ def to_dp_event(history: History) -> Any:
 
 
 def _write(event: Mechanism, d: Any) -> Any:
-    """One event in dp-accounting's words."""
+    """dp-accounting event of one mechanism."""
     match event:
         case mechanisms.Gaussian(sigma):
             return d.GaussianDpEvent(sigma)

@@ -1,45 +1,75 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The default accountant: privacy-loss distributions with a certificate on both sides."""
+"""Default accountant: privacy-loss distributions with certified lower and upper bounds."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import numpy as np
+from scipy.special import bdtrc
 
 from dualdp import _validate, mechanisms
 from dualdp._validate import AccountingError
-from dualdp.accountants import allocation, bracket, gaussian, pairs, scope, special
-from dualdp.accountants.cells import Family, Subsampled
-from dualdp.accountants.history import Accountant, as_gaussian, units
-from dualdp.accountants.lattice import Part
-from dualdp.accountants.memory import Memory, Rows
+from dualdp.accountants import closed_forms
+from dualdp.accountants.base import Accountant, as_gaussian, units
+from dualdp.accountants.pld_engine import balls_in_bins, dominating_pairs
+from dualdp.accountants.pld_engine import epsilon as certified
+from dualdp.accountants.pld_engine.bounds import Extra
+from dualdp.accountants.pld_engine.discretize import PairFamily, Term
+from dualdp.accountants.pld_engine.prefix_cache import PoissonHistory, PrefixCache
+from dualdp.accountants.pld_engine.window import Accuracy, Direction
 from dualdp.accountants.rdp import RDPAccountant
 from dualdp.mechanisms import Mechanism
 
 MIN_DELTA = 1e-150
-_LARGE = 2e3  # above this, or where the lattice gives up, the Renyi bound may be smaller
-_MANY = 64  # different mechanisms
-_NOTHING = 1e-9  # below this an epsilon is rounding, and is not refined
+MAX_DISCRETE = 1e4  # largest noise multiplier of a discrete Gaussian: 800,000 outcomes
+_LARGE = 2e3  # above this epsilon (inf if the lattice fails) the Renyi bound may be smaller
+_MANY = 64  # distinct mechanisms, above which the sums of earlier calls are cached
+_NOTHING = 1e-9  # a smaller epsilon is within rounding and is not refined
 _MAX_NOISE, _MIN_RATE = 1e100, 1e-47
-_SAMPLED = (
+
+_GAUSSIANS = (
+    mechanisms.Gaussian,
+    mechanisms.PoissonSubsampledGaussian,
+    mechanisms.FixedSizeSubsampledGaussian,
+    mechanisms.ShuffledGaussian,
+    mechanisms.BallsInBinsGaussian,
+)
+_POISSON = (
     mechanisms.PoissonSubsampledGaussian,
     mechanisms.TruncatedPoissonSubsampledGaussian,
 )
+_WITH_GROUPS = (
+    *_POISSON,
+    mechanisms.Gaussian,
+    mechanisms.ShuffledGaussian,
+    mechanisms.Laplace,
+    mechanisms.DiscreteGaussian,
+)
+_KNOWN = (
+    *_GAUSSIANS,
+    *_WITH_GROUPS,
+    mechanisms.RandomizedResponse,
+    mechanisms.ApproximateDP,
+    mechanisms.MassTable,
+)
+#: Mechanisms whose dominating pair no data set attains, so that it gives no lower bound.
+_NOT_ATTAINED = (mechanisms.BallsInBinsGaussian, mechanisms.FixedSizeSubsampledGaussian)
+
+Events = list[tuple[Mechanism, int]]
 
 
 class PLDAccountant(Accountant):
-    """Certified and tight: `get_epsilon` is an upper bound within about 1 % of the lower one.
+    """Accountant with certified bounds: `get_epsilon` is at most about 1 % above the lower bound.
 
-    Full-batch Gaussians and a single subsampled step are closed forms; everything else is composed
-    on a lattice (`lattice`, `compose`, `bounds`), in both directions of the relation.
+    Full-batch Gaussians and a single subsampled step have closed forms; everything else is composed
+    on a lattice, in both directions of the relation.
 
     Args:
-        neighboring_relation: `add_or_remove`, `zero_out` (the same pairs: the example's gradient
-            becomes 0), or `replace`.
-        group_size: examples of one user, by mixtures, not by the group lemma.
+        neighboring_relation: `add_or_remove`, `zero_out` (same dominating pairs: the example's
+            gradient becomes 0), or `replace`.
+        group_size: number of examples of one user; bounded by mixtures, not by the group lemma.
 
     Guarantees:
         lower <= epsilon <= upper, floating point included.
@@ -50,30 +80,31 @@ class PLDAccountant(Accountant):
 
     def __init__(self, *, neighboring_relation: str = "add_or_remove", group_size: int = 1) -> None:
         super().__init__(neighboring_relation=neighboring_relation, group_size=group_size)
-        self._rows, self._memory = Rows(), (Memory(), Memory())
+        self._poisson, self._caches = PoissonHistory(), (PrefixCache(), PrefixCache())
 
     def epsilon_bounds(
         self, *, delta: float, rtol: float | None = None
     ) -> tuple[float, float, float]:
-        """(lower, estimate, upper); the estimate is their middle.
+        """Return (lower bound, estimate, upper bound) of epsilon; the estimate is their mean.
 
         Args:
-            delta: in [0, 1].
-            rtol: refine both bounds until they are this close (relative to the upper one). None:
-                the upper bound is that of `get_epsilon`, the lower one within about 1 % of it.
+            delta: float in [0, 1].
+            rtol: float, relative difference to which both bounds are refined. With None the upper
+                bound is that of `get_epsilon`, and the lower one is within about 1 % of it.
         """
         target = _validate.probability("delta", delta)
         if rtol is not None:
             rtol = _validate.positive("rtol", rtol)
-        exact = self._exact(target)
+        events = self._units()
+        exact = self._exact(events, target)
         if exact is not None:
             return exact
-        upper = self._upper(target)
+        upper = self._upper(events, target)
         if upper < _NOTHING:
             return 0.0, upper, upper
-        lower, upper = bracket.two_sided(
-            self._directions(target, below=True),
-            self._directions(target) if rtol is not None else [],
+        lower, upper = certified.two_sided(
+            self._directions(events, target, below=True),
+            self._directions(events, target) if rtol is not None else [],
             target,
             rtol or 1e-2,
             upper,
@@ -82,110 +113,105 @@ class PLDAccountant(Accountant):
         return lower, middle, upper
 
     def get_epsilon(self, *, delta: float) -> float:
-        """Certified upper bound on epsilon at `delta`."""
+        """Return a certified upper bound on epsilon at `delta`."""
         target = _validate.probability("delta", delta)
-        rows = self._rows.of(self._counts) if self._grows() else None
-        if rows is not None and MIN_DELTA <= target < 1:
-            return self._upper_of_rows(rows, target)
-        exact = self._exact(target)
-        return self._upper(target) if exact is None else exact[2]
+        if len(self._counts) > _MANY and self._sensitivity() == 1:
+            # a growing run with a noise schedule asks again after every step
+            poisson = self._poisson.read(self._counts)
+            if poisson is not None and MIN_DELTA <= target < 1:
+                pairs, counts = poisson
+                directions = [
+                    Direction([Term(pairs, counts, flipped)], cache=cache)
+                    for flipped, cache in zip((False, True), self._caches, strict=True)
+                ]
+                mu = closed_forms.gaussian_mu(pairs.sigma, counts)
+                return self._smallest(directions, target, mu, None)
+        events = self._units()
+        exact = self._exact(events, target)
+        return self._upper(events, target) if exact is None else exact[2]
 
     def get_delta(self, *, epsilon: float) -> float:
-        """Certified upper bound on delta at `epsilon`."""
+        """Return a certified upper bound on delta at `epsilon`."""
         target = _validate.non_negative("epsilon", epsilon)
-        units_ = self._units()
-        if not units_:
+        events = self._units()
+        if not events:
             return 0.0
-        if any(special.noiseless(event) or special.hopeless(event) for event, _ in units_):
+        if any(_is_noiseless(event) or _underflows(event) for event, _ in events):
             return 1.0
-        mu = self._mu(units_)
+        mu = self._mu(events)
         if mu is not None:
-            return min(1.0, math.exp(gaussian.gaussian_log_delta(mu, target)) * (1 + 1e-11))
-        pure = special.pure(units_, self._factor())
+            return min(1.0, math.exp(closed_forms.gaussian_log_delta(mu, target)) * (1 + 1e-11))
+        pure = _pure_epsilon(events, self._sensitivity())
         if pure is not None and target >= pure:
             return 0.0
-        step = self._only_step(units_)
+        step = self._only_step(events)
         if step is not None:
-            logs = gaussian.single_step_log_delta(_noise(step), step.sample_rate, target)
+            logs = closed_forms.single_step_log_delta(_noise(step), step.sample_rate, target)
             return min(1.0, math.exp(max(logs)) * (1 + 1e-9))
-        best = self._mu_without_sampling(units_)
-        cap = 1.0 if best is None else math.exp(gaussian.gaussian_log_delta(best, target))
-        best_delta = cap
-        for share in (1e-5, 1e-12):  # an epoch of balls-in-bins is resolved for a certain delta
-            directions = self._directions(share)
-            best_delta = min(best_delta, max(bracket.upper_delta(d, target) for d in directions))
-            if not any(isinstance(e, mechanisms.BallsInBinsGaussian) for e, _ in units_):
+        mu = self._mu_without_sampling(events)
+        best = 1.0 if mu is None else math.exp(closed_forms.gaussian_log_delta(mu, target))
+        for assumed in (1e-5, 1e-12):  # balls-in-bins is discretized for an assumed delta
+            directions = self._directions(events, assumed)
+            best = min(best, max(certified.upper_delta(d, target) for d in directions))
+            if not any(isinstance(e, mechanisms.BallsInBinsGaussian) for e, _ in events):
                 break
-        return best_delta
+        return best
 
-    def _units(self) -> list[tuple[Mechanism, int]]:
-        """(event, units) that release anything."""
-        pairs_ = [(event, units(event, count)) for event, count in self._counts.items()]
+    def _units(self) -> Events:
+        """(event, units) of the events that release anything."""
         return [
             (event, number)
-            for event, number in pairs_
-            if number and getattr(event, "sample_rate", 1.0) > 0
+            for event, count in self._counts.items()
+            if (number := units(event, count)) and getattr(event, "sample_rate", 1.0) > 0
         ]
 
-    def _factor(self) -> float:
-        """How far one user moves a sum, in units of the clipping bound."""
-        return self._group_size * (2.0 if self._relation == "replace" else 1.0)
-
-    def _only_step(
-        self, events: list[tuple[Mechanism, int]]
-    ) -> mechanisms.PoissonSubsampledGaussian | None:
-        """The one Poisson-subsampled step, if the history is no more than that."""
-        if len(events) == 1 and events[0][1] == 1 and self._factor() == 1:
+    def _only_step(self, events: Events) -> mechanisms.PoissonSubsampledGaussian | None:
+        """Poisson-subsampled step that is the whole history, or None."""
+        if len(events) == 1 and events[0][1] == 1 and self._sensitivity() == 1:
             event = events[0][0]
             if isinstance(event, mechanisms.PoissonSubsampledGaussian):
                 return event
         return None
 
-    def _mu(self, events: Iterable[tuple[Mechanism, int]]) -> float | None:
-        """mu, if everything is a plain Gaussian."""
-        rows = [(as_gaussian(event), number) for event, number in events]
-        if any(sigma is None for sigma, _ in rows):
+    def _mu(self, events: Events) -> float | None:
+        """Mu of the history if all events are plain Gaussians, else None."""
+        sigmas = [as_gaussian(event) for event, _ in events]
+        if any(sigma is None for sigma in sigmas):
             return None
-        sigmas = np.array([sigma for sigma, _ in rows], dtype=float)
-        counts = np.array([number for _, number in rows], dtype=float)
-        return self._factor() * gaussian.gaussian_mu(sigmas, counts)
+        counts = np.array([number for _, number in events], dtype=float)
+        return self._sensitivity() * closed_forms.gaussian_mu(np.array(sigmas, dtype=float), counts)
 
-    def _mu_without_sampling(self, events: Iterable[tuple[Mechanism, int]]) -> float | None:
-        """Mu of the Gaussians without amplification (joint convexity): a bound that always ends."""
-        rows = list(events)
-        if not all(isinstance(event, scope.GAUSSIANS) for event, _ in rows):
+    def _mu_without_sampling(self, events: Events) -> float | None:
+        """Mu of the Gaussians without amplification (joint convexity), always an upper bound."""
+        if not all(isinstance(event, _GAUSSIANS) for event, _ in events):
             return None
         sigmas = [
             getattr(event, "noise_multiplier", 0.0)
             / math.sqrt(getattr(event, "epochs_per_assignment", 1))
-            for event, _ in rows
+            for event, _ in events
         ]
-        counts = np.array([number for _, number in rows], dtype=float)
-        return self._factor() * gaussian.gaussian_mu(np.array(sigmas), counts)
+        counts = np.array([number for _, number in events], dtype=float)
+        return self._sensitivity() * closed_forms.gaussian_mu(np.array(sigmas), counts)
 
-    def _exact(self, delta: float) -> tuple[float, float, float] | None:
-        """Bounds from a closed form, where one exists."""
-        events = self._units()
+    def _exact(self, events: Events, delta: float) -> tuple[float, float, float] | None:
+        """(lower, estimate, upper) from a closed form, or None."""
         if not events or delta == 1:
             return 0.0, 0.0, 0.0
-        if any(special.noiseless(event) for event, _ in events):
-            certain = delta < special.surely_revealed(events)
-            return (math.inf if certain else 0.0), math.inf, math.inf
-        if any(special.hopeless(event) for event, _ in events):
+        if any(_is_noiseless(event) for event, _ in events):
+            is_certain = delta < _revealing_probability(events)
+            return (math.inf if is_certain else 0.0), math.inf, math.inf
+        if any(_underflows(event) for event, _ in events):
             return 0.0, math.inf, math.inf
         if delta == 0:
-            pure = special.pure(events, self._factor())
-            if pure is None:
-                return math.inf, math.inf, math.inf
-            return 0.0, pure, pure
-        mu = self._mu(events)
+            pure = _pure_epsilon(events, self._sensitivity())
+            return (math.inf, math.inf, math.inf) if pure is None else (0.0, pure, pure)
+        mu, step, value = self._mu(events), self._only_step(events), None
         if mu is not None:
-            value = gaussian.gaussian_epsilon(mu, delta)
-            return max(0.0, value * (1 - 1e-10)), value, value * (1 + gaussian.MARGIN)
-        step = self._only_step(events)
-        if step is not None:
-            value = special.single_step(_noise(step), step.sample_rate, delta)
-            return max(0.0, value * (1 - 1e-10)), value, value * (1 + gaussian.MARGIN)
+            value = closed_forms.gaussian_epsilon(mu, delta)
+        elif step is not None:
+            value = closed_forms.single_step_epsilon(_noise(step), step.sample_rate, delta)
+        if value is not None:
+            return max(0.0, value * (1 - 1e-10)), value, value * (1 + closed_forms.MARGIN)
         if delta < MIN_DELTA:
             raise AccountingError(
                 f"delta={delta!r} is below {MIN_DELTA}, the least that is resolved here. "
@@ -193,43 +219,34 @@ class PLDAccountant(Accountant):
             )
         return None
 
-    def _upper(self, delta: float) -> float:
-        """Certified upper bound, by the lattice and by the bounds that need none.
+    def _upper(self, events: Events, delta: float) -> float:
+        """Certified upper bound of any events."""
+        return self._smallest(
+            self._directions(events, delta),
+            delta,
+            self._mu_without_sampling(events),
+            _pure_epsilon(events, self._sensitivity()),
+        )
 
-        Each of them grows with every step and every worse setting, hence so does the least.
+    def _smallest(
+        self, directions: list[Direction], delta: float, mu: float | None, pure: float | None
+    ) -> float:
+        """Smallest of the lattice bound, the bound without sampling, and the pure one.
+
+        Each bound grows with every step and every worse setting, hence so does the smallest.
         """
-        events = self._units()
-        best = bracket.worst(self._directions(delta), bracket.Accuracy(), delta)
+        best = certified.upper_epsilon(directions, Accuracy(), delta)
         if best > _LARGE:
             best = min(best, self._renyi(delta))
-        pure = special.pure(events, self._factor())
         if pure is not None:
             best = min(best, pure)
-        mu = self._mu_without_sampling(events)
         if mu is not None and best > 0:
-            plain = gaussian.gaussian_epsilon(mu, delta) * (1 + gaussian.MARGIN)
+            plain = closed_forms.gaussian_epsilon(mu, delta) * (1 + closed_forms.MARGIN)
             best = min(best, plain)
         return best
 
-    def _grows(self) -> bool:
-        """Whether this may be a run with a schedule, asked again and again as it grows."""
-        return len(self._counts) > _MANY and self._group_size == 1 and self._relation != "replace"
-
-    def _upper_of_rows(self, rows: Rows, delta: float) -> float:
-        """As `_upper`, of Poisson-subsampled Gaussians alone; what was composed before is kept."""
-        part = [Part(Subsampled(rows.sigma, rows.rate), rows.counts, way) for way in (False, True)]
-        directions = [
-            bracket.Direction([one], memory=memory)
-            for one, memory in zip(part, self._memory, strict=True)
-        ]
-        best = bracket.worst(directions, bracket.Accuracy(), delta)
-        if best > _LARGE:
-            best = min(best, self._renyi(delta))
-        mu = gaussian.gaussian_mu(rows.sigma, rows.counts)
-        return min(best, gaussian.gaussian_epsilon(mu, delta) * (1 + gaussian.MARGIN))
-
     def _renyi(self, delta: float) -> float:
-        """Upper bound by the Renyi accountant, inf where it has none: nearly tight when huge."""
+        """Upper bound of the Renyi accountant, or inf; nearly tight for a very large epsilon."""
         other = RDPAccountant(neighboring_relation=self._relation, group_size=self._group_size)
         try:
             other.merge(self)
@@ -237,87 +254,178 @@ class PLDAccountant(Accountant):
             return math.inf
         return other.get_epsilon(delta=delta)
 
-    def _directions(self, delta: float, *, below: bool = False) -> list[bracket.Direction]:
-        """The composed pairs of which the worst decides.
+    def _directions(self, events: Events, delta: float, *, below: bool = False) -> list[Direction]:
+        """The composed pairs (P, Q), of which the worst decides.
 
-        For a lower bound (`below`) only pairs that some data sets attain: balls-in-bins and
-        sampling without replacement are left out, and `replace` is its exact pair alone.
+        A lower bound (`below`) uses only pairs that some data sets attain: balls-in-bins and
+        sampling without replacement are left out, and `replace` uses its exact pair alone.
         """
-        events = self._units()
         if below:
-            events = [(e, n) for e, n in events if not isinstance(e, scope.NOT_ATTAINED)]
+            events = [(e, n) for e, n in events if not isinstance(e, _NOT_ATTAINED)]
             events = [(e, n) for e, n in events if getattr(e, "sample_rate", 1.0) >= _MIN_RATE]
             if not events:
                 return []
-        extra = special.truncation(events, self._group_size)
+        extra = _truncation(events, self._group_size)
         tail = 1e-4 * delta / sum(number for _, number in events)
         tail = 10.0 ** math.floor(math.log10(tail))
         views = [("add_or_remove", False), ("add_or_remove", True)]
         if self._relation == "replace":
             views = [*([] if below else views), ("substitution", False)]
         return [
-            bracket.Direction(self._parts(events, view, flipped, tail), extra)
-            for view, flipped in views
+            Direction(self._terms(events, view, flipped, tail), extra) for view, flipped in views
         ]
 
-    def _parts(
-        self, events: list[tuple[Mechanism, int]], view: str, flipped: bool, tail: float
-    ) -> list[Part]:
-        """Families of all events for one direction; subsampled Gaussians share one family."""
-        parts: list[Part] = []
-        rows: dict[str, list[tuple[float, float, float]]] = {"poisson": [], "fixed_size": []}
-        factor = self._factor()
+    def _terms(self, events: Events, view: str, flipped: bool, tail: float) -> list[Term]:
+        """Terms of all events in one direction; subsampled Gaussians share a family."""
+        terms: list[Term] = []
+        poisson: list[tuple[float, float, float]] = []
+        fixed_size: list[tuple[float, float, float]] = []
+        factor = self._sensitivity()
         for event, number in events:
             sigma = as_gaussian(event)
             if sigma is not None:
-                rows["poisson"].append((min(sigma, _MAX_NOISE) / factor, 1.0, number))
-            elif isinstance(event, _SAMPLED) and self._group_size == 1 and view != "substitution":
-                rows["poisson"].append((_noise(event) / factor, _rate(event), number))
+                poisson.append((min(sigma, _MAX_NOISE) / factor, 1.0, number))
+            elif isinstance(event, _POISSON) and self._group_size == 1 and view != "substitution":
+                poisson.append((_noise(event) / factor, _rate(event), number))
             elif isinstance(event, mechanisms.FixedSizeSubsampledGaussian):
-                rows["fixed_size"].append((_noise(event) / factor, _rate(event), number))
+                fixed_size.append((_noise(event) / factor, _rate(event), number))
             else:
-                family = self._family(event, view, tail)
-                parts.append(Part(family, np.array([float(number)]), flipped))
-        for kind, family_class in (("poisson", Subsampled), ("fixed_size", pairs.FixedSize)):
-            if rows[kind]:
-                sigmas, rates, counts = np.array(rows[kind], dtype=float).T
-                parts.append(Part(family_class(sigmas, rates), counts, flipped))
-        return parts
+                pairs = self._pair(event, view, tail)
+                terms.append(Term(pairs, np.array([float(number)]), flipped))
+        for rows, family in (
+            (poisson, dominating_pairs.Subsampled),
+            (fixed_size, dominating_pairs.FixedSize),
+        ):
+            if rows:
+                sigmas, rates, counts = np.array(rows, dtype=float).T
+                terms.append(Term(family(sigmas, rates), counts, flipped))
+        return terms
 
-    def _family(self, event: Mechanism, view: str, tail: float) -> Family:
-        """The pair of one event that does not share a family with others."""
-        factor = self._factor()
+    def _pair(self, event: Mechanism, view: str, tail: float) -> PairFamily:
+        """Dominating pair of one event that shares no family with others."""
+        factor = self._sensitivity()
         match event:
             case mechanisms.Laplace(scale):
-                return pairs.laplace(scale / factor)
+                return dominating_pairs.laplace(scale / factor)
             case mechanisms.DiscreteGaussian(sigma):
-                return pairs.discrete_gaussian(sigma, int(factor))
+                return dominating_pairs.discrete_gaussian(sigma, int(factor))
             case mechanisms.RandomizedResponse(noise, buckets):
-                return pairs.randomized_response(noise, buckets)
+                return dominating_pairs.randomized_response(noise, buckets)
             case mechanisms.ApproximateDP(epsilon, delta):
-                return pairs.black_box(epsilon, delta)
+                return dominating_pairs.black_box(epsilon, delta)
             case mechanisms.MassTable(p, q):
-                return pairs.table(p, q)
+                return dominating_pairs.table(p, q)
             case mechanisms.BallsInBinsGaussian(sigma, bins, epochs):
-                return allocation.one_epoch(sigma / math.sqrt(epochs), bins, tail)
+                return balls_in_bins.one_epoch(sigma / math.sqrt(epochs), bins, tail)
             case mechanisms.PoissonSubsampledGaussian() | (
                 mechanisms.TruncatedPoissonSubsampledGaussian()
             ):
                 if view == "substitution":
-                    return pairs.substitution(_noise(event), _rate(event))
-                return pairs.mixture(_noise(event), _rate(event), self._group_size)
+                    return dominating_pairs.substitution(_noise(event), _rate(event))
+                return dominating_pairs.mixture(_noise(event), _rate(event), self._group_size)
         raise AccountingError(f"{type(event).__name__} has no dominating pair here.")
 
     def _check(self, event: Mechanism) -> None:
-        """Refuse what has no true statement under this relation and group size."""
-        scope.refuse(event, self._relation, self._group_size)
+        """Raise AccountingError if no bound is proved for the event in this accountant."""
+        relation, group = self._relation, self._group_size
+        name = type(event).__name__
+        if type(event) not in _KNOWN:
+            raise AccountingError(
+                f"{name} has no dominating pair here. Describe it as a MassTable or ApproximateDP."
+            )
+        if isinstance(event, mechanisms.FixedSizeSubsampledGaussian) and relation != "replace":
+            raise AccountingError(
+                f"sampler='fixed_size' has no amplified bound under neighboring_relation="
+                f"{relation!r}: batches of fixed size change by a replacement. "
+                "Use neighboring_relation='replace', or sampler='poisson'."
+            )
+        if isinstance(event, mechanisms.BallsInBinsGaussian) and event.num_bins > 1:
+            if relation == "replace" or group > 1:
+                raise AccountingError(
+                    "sampler='balls_in_bins' has a bound for one example added, removed or zeroed "
+                    f"only, not for neighboring_relation={relation!r} with group_size={group}. "
+                    "Use 'add_or_remove' and group_size=1, or sampler='poisson'."
+                )
+        if isinstance(event, mechanisms.DiscreteGaussian) and event.noise_multiplier > MAX_DISCRETE:
+            raise AccountingError(
+                f"noise_multiplier={event.noise_multiplier!r} of DiscreteGaussian is not resolved "
+                f"outcome by outcome. Expected at most {MAX_DISCRETE:g}, or use accountant='rdp'."
+            )
+        if group > 1 and type(event) not in _WITH_GROUPS:
+            raise AccountingError(
+                f"group_size={group} for {name} has no proved bound here. Use group_size=1."
+            )
+        if group > 1000:
+            raise AccountingError(f"group_size={group} is not resolved. Expected at most 1000.")
 
 
 def _noise(event: Any) -> float:
-    """The noise multiplier, but not so large that its square overflows: less noise is safe."""
+    """Noise multiplier, capped so that its square does not overflow; less noise is safe."""
     return min(float(event.noise_multiplier), _MAX_NOISE)
 
 
 def _rate(event: Any) -> float:
-    """The sampling rate, but not so small that e^loss / rate overflows: a larger one is safe."""
+    """Sampling rate, raised so that e^loss / rate does not overflow; a larger rate is safe."""
     return max(float(event.sample_rate), _MIN_RATE)
+
+
+def _is_noiseless(event: Mechanism) -> bool:
+    """True if one release without noise may reveal an example."""
+    if isinstance(event, mechanisms.RandomizedResponse):
+        return event.noise_parameter == 0
+    return getattr(event, "noise_multiplier", 1.0) == 0
+
+
+def _underflows(event: Mechanism) -> bool:
+    """True if the squared noise multiplier would underflow; epsilon is then reported as inf."""
+    return getattr(event, "noise_multiplier", 1.0) < 1e-100
+
+
+def _revealing_probability(events: Events) -> float:
+    """Return the probability that a noiseless release used the example."""
+    hidden = 1.0
+    for event, number in events:
+        truncated = isinstance(event, mechanisms.TruncatedPoissonSubsampledGaussian)
+        if _is_noiseless(event) and not truncated:
+            hidden *= (1 - getattr(event, "sample_rate", 1.0)) ** number
+    return 1 - hidden
+
+
+def _pure_epsilon(events: Events, factor: float) -> float | None:
+    """Return the sum of the pure epsilons, rounded up, or None if an event has none."""
+    total = 0.0
+    for event, number in events:
+        match event:
+            case mechanisms.Laplace(scale):
+                one = factor / scale
+            case mechanisms.RandomizedResponse(noise, buckets):
+                one = math.log1p((1 - noise) / (noise / buckets))
+            case mechanisms.ApproximateDP(epsilon, delta) if delta == 0:
+                one = epsilon
+            case mechanisms.MassTable(p, q):
+                pairs = [(a, b) for a, b in zip(p, q, strict=True) if a != b]
+                losses = [abs(math.log(a / b)) if a and b else math.inf for a, b in pairs]
+                one = max(losses, default=0.0)
+            case _:
+                return None
+        total += number * one
+    return total * (1 + 1e-12)
+
+
+def _truncation(events: Events, group: int) -> Extra:
+    """Return the term (1 + e^epsilon) sum of P(a Poisson batch is truncated) of delta.
+
+    Truncation changes each output distribution by at most tau = P(Binomial(n + k, q) > max) in
+    total variation, on both data sets: delta_cut(e) <= delta(e) + (1 + e^e) T tau. The n + k covers
+    the neighboring data set with k more examples.
+
+    Source: Chua et al. 2024 (arXiv 2411.04205), Theorem 3.3 in the same spirit.
+    """
+    total = 0.0
+    for event, number in events:
+        if isinstance(event, mechanisms.TruncatedPoissonSubsampledGaussian):
+            most = event.num_examples + group
+            if event.max_batch_size < most:
+                tau = float(bdtrc(event.max_batch_size, most, event.sample_rate))
+                total += number * tau * (1 + 1e-6)
+    return Extra(total, total)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Renyi divergences: Gaussian, Laplace, randomised response and the subsampled Gaussian.
 
-`K(a) = log E_Q[(P/Q)^a] = (a - 1) R_a` is what is computed. With X = P/Q and E_Q[X] = 1,
+Computed as `K(a) = log E_Q[(P/Q)^a] = (a - 1) R_a`. With X = P/Q and E_Q[X] = 1,
+
     e^K(a) - 1 = E_Q[X^a - 1 - a (X - 1)],
-whose integrand is never negative: nothing cancels, however small the divergence.
+whose integrand is never negative: nothing cancels, however small the divergence is.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ import numpy as np
 import numpy.typing as npt
 from scipy.special import gammaln
 
+from dualdp.accountants.closed_forms import log_mixture
+
 Array = npt.NDArray[Any]
 
-# Relative margins added so that every curve is an upper bound in floating point. The sums have
-# positive terms only: 1e-12 covers the errors of gammaln and exp; the quadrature
-# is exact to 1e-13 (tests compare both with 40-digit arithmetic).
+# Relative margins that make every curve an upper bound in floating point. The sums have positive
+# terms only: 1e-12 covers the errors of gammaln and exp; the quadrature is exact to 1e-13 (tests
+# compare both with 40-digit arithmetic).
 _SUM_MARGIN, _QUADRATURE_MARGIN = 1e-12, 1e-11
 _MIN_QUADRATURE_SIGMA = 0.1
 _MAX_QUADRATURE_ORDER = 64.5
@@ -27,13 +30,13 @@ _ROWS = 64
 
 
 def gaussian(sigma: float, orders: Array) -> Array:
-    """(orders,) R_a = a / (2 sigma^2). Source: Mironov 2017, Proposition 7."""
+    """Return (orders,) R_a = a / (2 sigma^2). Source: Mironov 2017, Proposition 7."""
     with np.errstate(divide="ignore", over="ignore"):
         return np.asarray(orders / (2 * np.float64(sigma) ** 2))
 
 
 def laplace(scale: float, orders: Array) -> Array:
-    """(orders,) Renyi curve of Laplace noise of scale b. Source: Mironov 2017, Proposition 6."""
+    """Return the (orders,) curve for Laplace scale b. Source: Mironov 2017, Proposition 6."""
     if scale == 0:
         return np.full_like(orders, np.inf)
     a = orders
@@ -43,7 +46,7 @@ def laplace(scale: float, orders: Array) -> Array:
 
 
 def randomized_response(noise: float, buckets: int, orders: Array) -> Array:
-    """(orders,) curve of k-ary randomised response. Source: Mironov 2017, Proposition 5."""
+    """Return the (orders,) curve of k-ary response. Source: Mironov 2017, Proposition 5."""
     lie = noise / buckets
     if lie == 0:
         return np.full_like(orders, np.inf)
@@ -62,14 +65,14 @@ def randomized_response(noise: float, buckets: int, orders: Array) -> Array:
 def subsampled_gaussian(
     sigma: Array, rate: Array, orders: Array, *, substitute: bool = False
 ) -> Array:
-    """(rows, orders) Renyi curves of Poisson-subsampled Gaussians.
+    """Return the (rows, orders) Renyi curves of Poisson-subsampled Gaussians.
 
     Args:
         sigma: (rows,) noise multipliers, >= 0.
         rate: (rows,) sampling rates in [0, 1].
         orders: (orders,) each > 1.
-        substitute: relation `replace`: sensitivity 2, and never below the exact pair of one example
-            replaced, (1-q) N(0) + q N(1) against (1-q) N(0) + q N(-1).
+        substitute: bool, True for the relation `replace`: sensitivity 2, and at least the exact
+            pair of one replaced example, (1-q) N(0) + q N(1) against (1-q) N(0) + q N(-1).
 
     Returns:
         (rows, orders) upper bounds on R_a, `inf` where sigma = 0 < rate.
@@ -110,16 +113,15 @@ def _log_moments(sigma: Array, rate: Array, orders: Array) -> Array:
     if narrow.size and np.any(smooth):
         s, q = sigma[smooth], rate[smooth]
         x, log_weight = _nodes(s, 0.0, float(orders[narrow].max()))
-        exponent = (2 * x - 1) / (2 * s * s)[:, None]
-        log_ratio = _log_mixture(q[:, None], exponent)
+        log_ratio = log_mixture(q[:, None], (2 * x - 1) / (2 * s * s)[:, None])
         values = _quadrature(log_ratio, log_weight, orders[narrow])
-        best = np.minimum(out[np.ix_(smooth, narrow)], values)
-        out[np.ix_(smooth, narrow)] = best
+        block = np.ix_(smooth, narrow)
+        out[block] = np.minimum(out[block], values)
     return out
 
 
 def _integer_moment(sigma: Array, rate: Array, order: int) -> Array:
-    """(rows,) log(1 + sum_{i>=2} C(a,i) q^i (1-q)^(a-i) (e^{(i^2-i)/2s^2} - 1)), a whole number."""
+    """(rows,) log(1 + sum_{i>=2} C(a,i) q^i (1-q)^(a-i) (e^{(i^2-i)/2s^2} - 1)), integer a."""
     i = np.arange(2, order + 1, dtype=float)
     binomial = gammaln(order + 1) - gammaln(i + 1) - gammaln(order - i + 1)
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
@@ -127,23 +129,20 @@ def _integer_moment(sigma: Array, rate: Array, order: int) -> Array:
         rest = np.where(i < order, (order - i) * np.log1p(-rate)[:, None], 0.0)
         terms = binomial + i * np.log(rate)[:, None] + rest + exponent
         terms += np.log(-np.expm1(-exponent))
-        largest = terms.max(axis=1, keepdims=True)
-        total = np.log(np.exp(terms - largest).sum(axis=1)) + largest[:, 0]
-    # exponents lose |exponent| ulps, hence the margin relative to the largest term
+        total = _log_sum_exp(terms)
+    # rounding of the exponents costs |exponent| ulps, hence a margin relative to the total
     total = total + _SUM_MARGIN * (1 + np.abs(total))
     return np.asarray(np.where(np.isfinite(total), np.logaddexp(0.0, total), np.inf))
 
 
-def _log_mixture(rate: Array, exponent: Array) -> Array:
-    """log(1 - q + q e^exponent), accurate near 0 and without overflow."""
-    small = np.log1p(rate * np.expm1(np.minimum(exponent, 30.0)))
-    with np.errstate(divide="ignore"):
-        large = np.logaddexp(np.log1p(-rate), np.log(rate) + exponent)
-    return np.asarray(np.where(exponent < 30.0, small, large))
+def _log_sum_exp(logs: Array) -> Array:
+    """(rows, n) -> (rows,)."""
+    largest = logs.max(axis=1, keepdims=True)
+    return np.asarray(np.log(np.exp(logs - largest).sum(axis=1)) + largest[:, 0])
 
 
 def _nodes(sigma: Array, left: float, right: float) -> tuple[Array, Array]:
-    """(rows, nodes) trapezoid nodes from -left to right and 9.5 sigma more, log weights.
+    """(rows, nodes) trapezoid nodes from -left - 9.5 sigma to right + 9.5 sigma, and log weights.
 
     The integrand is analytic up to |Im x| = pi sigma^2, so the error is exp(-2 pi^2 sigma^2 / dx).
     """
@@ -155,18 +154,16 @@ def _nodes(sigma: Array, left: float, right: float) -> tuple[Array, Array]:
 
 
 def _quadrature(log_ratio: Array, log_weight: Array, orders: Array) -> Array:
-    """(rows, orders) log(1 + sum of weights times (X^a - 1 - a (X - 1))), with X = e^log_ratio."""
+    """(rows, orders) log(1 + weighted sum of X^a - 1 - a (X - 1)), with X = e^log_ratio."""
     out = np.empty((log_ratio.shape[0], orders.size))
     for k, a in enumerate(orders):
         logs = _log_excess(log_ratio, float(a)) + log_weight
-        largest = logs.max(axis=1, keepdims=True)
-        total = np.log(np.exp(logs - largest).sum(axis=1)) + largest[:, 0]
-        out[:, k] = np.logaddexp(0.0, total + _QUADRATURE_MARGIN)
+        out[:, k] = np.logaddexp(0.0, _log_sum_exp(logs) + _QUADRATURE_MARGIN)
     return out
 
 
 def _log_excess(loss: Array, order: float) -> Array:
-    """log(e^{aL} - 1 - a (e^L - 1)) >= -inf, by its series where L is small."""
+    """log(e^{aL} - 1 - a (e^L - 1)) >= -inf, by a series where L is small."""
     a, z = order, order * loss
     c2, c3 = a * (a - 1) / 2, a * (a * a - 1) / 6
     c4, c5 = a * (a**3 - 1) / 24, a * (a**4 - 1) / 120
@@ -182,8 +179,8 @@ def _log_excess(loss: Array, order: float) -> Array:
 def _substitution(sigma: Array, rate: Array, orders: Array) -> Array:
     """(rows, orders) K(a) of (1-q) N(0) + q N(1) against (1-q) N(0) + q N(-1), or inf.
 
-    Orders above the quadrature's range, and tiny sigma, are left out: an infinite value only means
-    that the conversion does not use that order.
+    Orders above the quadrature's range and tiny sigma give inf: the conversion to epsilon then
+    does not use that order.
     """
     out = np.full((sigma.size, orders.size), np.inf)
     narrow = np.flatnonzero(orders < _MAX_QUADRATURE_ORDER)
@@ -193,8 +190,8 @@ def _substitution(sigma: Array, rate: Array, orders: Array) -> Array:
     s, q = sigma[rows], rate[rows][:, None]
     x, log_weight = _nodes(s, 1.0, float(orders[narrow].max()))
     scale = (2 * s * s)[:, None]
-    above = _log_mixture(q, (2 * x - 1) / scale)
-    below = _log_mixture(q, (-2 * x - 1) / scale)
+    above = log_mixture(q, (2 * x - 1) / scale)
+    below = log_mixture(q, (-2 * x - 1) / scale)
     # E_Q is the weights of N(0) times Q / N(0)
     out[np.ix_(rows, narrow)] = _quadrature(above - below, log_weight + below, orders[narrow])
     return out

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The secret root key of a run and the step keys derived from it.
+"""Secret root key of a run and the step keys derived from it.
 
-Whoever has the root key can take the noise away, so it never enters a plan's JSON, a ledger, a log
-or a `repr`: those carry its SHA-256. It lives in a key file that only its owner can read.
+The root key allows anyone to remove the noise, so it is never written to a plan's JSON, a ledger, a
+log or a `repr`; those have its SHA-256. It is stored in a key file that only its owner can read.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ PURPOSES = ("sampling", "noise", "dropout", "count", "check")
 
 
 class RootKey:
-    """128 secret bits; neither `repr` nor a pickle or a copy has them.
+    """Secret key of 128 bits, left out of `repr`, pickles and copies.
 
     Args:
-        secret: the 16 bytes.
-        seed: the integer that the bytes came from, or None if the operating system drew them.
+        secret: bytes of length 16.
+        seed: int from which the bytes were derived, or None for bytes of the operating system.
 
     Attributes:
-        pid: process in which the object was made; a fork of it may begin no run with it.
+        pid: process in which the object was made; a fork of it may not begin a run with it.
 
     Guarantees:
         A pickle or a copy is a `LockedKey`, unless the key comes from a seed.
@@ -67,12 +67,12 @@ class RootKey:
 
     @classmethod
     def draw(cls) -> RootKey:
-        """A fresh key from the operating system's generator."""
+        """Return a new key from the operating system's generator."""
         return cls(secrets.token_bytes(KEY_BYTES))
 
     @classmethod
     def from_seed(cls, seed: int) -> RootKey:
-        """A reproducible key, for tests and comparisons: the seed is all its secret."""
+        """Return a reproducible key, for tests and comparisons: it is as secret as the seed."""
         seed = _validate.integer("seed", seed, maximum=1 << 4096)
         if seed >= 1 << 128:
             raise ValueError(f"seed={seed} is out of range. Expected an integer below 2**128.")
@@ -83,20 +83,20 @@ class RootKey:
 
     @property
     def sha256(self) -> str:
-        """What may be published of the key."""
+        """SHA-256 of the secret, which may be published."""
         return hashlib.sha256(self.secret).hexdigest()
 
     def step_key(self, purpose: str, step: int, branch: int = 0) -> NDArray[np.uint32]:
-        """The key of one step for one purpose.
+        """Return the key of one step for one purpose.
 
         Args:
-            purpose: one of `PURPOSES`; each opens an independent stream.
-            step: 0 <= step < 2^64.
-            branch: 0, or that of a step which was run again with something changed.
+            purpose: one of `PURPOSES`; each has an independent stream.
+            step: int, 0 <= step < 2^64.
+            branch: int, 0 or the branch of a step that was repeated with another sum.
 
         Returns:
-            (2,) uint32: the first 64 bits of BLAKE2b(root, purpose, step, branch), big-endian
-            words, which `jax.random.wrap_key_data` takes as they are.
+            (2,) uint32: the first 64 bits of BLAKE2b(root, purpose, step, branch), as big-endian
+            words, accepted by `jax.random.wrap_key_data`.
 
         Guarantees:
             No two (purpose, step, branch) share a key, but for a 64-bit collision.
@@ -104,12 +104,11 @@ class RootKey:
 
         Source: Aumasson et al. 2013 (BLAKE2), keyed mode; RFC 7693.
         """
-        _validate.choice("purpose", purpose, PURPOSES)
         digest = self.step_secret(purpose, step, branch)
         return np.frombuffer(digest[:8], dtype=">u4").astype(np.uint32)
 
     def step_secret(self, purpose: str, step: int, branch: int = 0) -> bytes:
-        """The 64 bytes whose first 8 are `step_key`, for generators with a longer key."""
+        """Return 64 bytes, starting with `step_key`, for generators with a longer key."""
         _validate.choice("purpose", purpose, PURPOSES)
         message = purpose.encode() + b"\0" + _validate.integer("step", step).to_bytes(8, "little")
         if _validate.integer("branch", branch):
@@ -117,7 +116,7 @@ class RootKey:
         return hashlib.blake2b(message, key=self.secret).digest()
 
     def digest(self, parts: Iterable[bytes | memoryview]) -> str:
-        """Keyed digest of private numbers: equal only for equal ones, and telling nothing of them.
+        """Return a keyed digest of private numbers, which is equal only for equal numbers.
 
         Source: Aumasson et al. 2013 (BLAKE2), keyed mode.
         """
@@ -127,13 +126,13 @@ class RootKey:
         return state.hexdigest()
 
     def require_secret(self) -> RootKey:
-        """The key itself; a `LockedKey` raises here instead."""
+        """Return the key itself; `LockedKey.require_secret` raises."""
         return self
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the key file, mode 0600; an existing file is never overwritten.
 
-        The marks of a run that has this key are left beside the new file, too.
+        Markers of a run with this key are written beside the new file too.
 
         Raises:
             FileExistsError: there is a file at `path` already.
@@ -141,14 +140,12 @@ class RootKey:
         try:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         except FileExistsError:
-            descriptor = -1
-        if descriptor < 0:
             raise FileExistsError(
                 f"{os.fspath(path)} exists. Expected a new path; a key file is never overwritten."
-            )
+            ) from None
         try:
             with os.fdopen(descriptor, "w") as file:
-                file.write(self._text())
+                file.write(self._text())  # no variable of a traceback holds the secret
             used_keys.note_file(self.sha256, path)
             for _, mark in used_keys.marks(self.sha256)[:1]:
                 used_keys.leave(self.sha256, mark, is_new=False)
@@ -158,7 +155,6 @@ class RootKey:
             raise
 
     def _text(self) -> str:
-        """The content of the key file."""
         data = {"dualdp_key": FORMAT_VERSION, "secret": self.secret.hex(), "seed": self.seed}
         return json.dumps(data)
 
@@ -170,7 +166,7 @@ class RootKey:
             ValueError: the file is not a key file of this library, or of a later version of it.
         """
         root, version = _read(path)
-        # Raised here, where no exception and no variable holds what the file says.
+        # Raised here, where no exception and no variable holds the content of the file.
         if root is not None:
             used_keys.note_file(root.sha256, path)
             return root
@@ -182,7 +178,7 @@ class RootKey:
 
 
 def _read(path: str | os.PathLike[str]) -> tuple[RootKey | None, int | None]:
-    """The key in a file; or None, and the version of the format if it is a later one."""
+    """(key, None), or (None, version of the format) if the file can't be read as a key."""
     try:
         content = json.loads(Path(path).read_text())
         version, seed = content["dualdp_key"], content["seed"]
@@ -197,21 +193,17 @@ def _read(path: str | os.PathLike[str]) -> tuple[RootKey | None, int | None]:
 
 @dataclass(frozen=True)
 class LockedKey:
-    """What a plan read from JSON knows of its key before the key file is given.
+    """Reference to the key of a plan read from JSON, before the key file is given.
 
     Args:
-        sha256: of the root key.
+        sha256: SHA-256 of the root key.
     """
 
     sha256: str
     seed: None = None
 
     def require_secret(self) -> RootKey:
-        """Raise: the secret is not here.
-
-        Raises:
-            ValueError: always.
-        """
+        """Raise, because the secret is not available."""
         raise ValueError(
             f"The key of this plan (sha256 {self.sha256[:12]}...) is not loaded. Expected its key "
             "file; pass key= to PrivacyPlan.from_json. A copy or a pickle of a plan has no key."
@@ -219,11 +211,7 @@ class LockedKey:
 
 
 def unlock(sha256: str, key: RootKey | str | os.PathLike[str]) -> RootKey:
-    """The root key itself, or read from its file, once it is proved to be the one that was meant.
-
-    Raises:
-        ValueError: it is another key.
-    """
+    """Return the root key, given or read from its file, after comparing its SHA-256."""
     root = key if isinstance(key, RootKey) else RootKey.load(key)
     if root.sha256 != sha256:
         raise ValueError(
@@ -236,11 +224,7 @@ def unlock(sha256: str, key: RootKey | str | os.PathLike[str]) -> RootKey:
 def root_key(
     key: RootKey | LockedKey | str | os.PathLike[str] | None, seed: int | None
 ) -> RootKey | LockedKey:
-    """The key that was given, or that of the seed, or a fresh one.
-
-    Raises:
-        ValueError: a key and a seed that it does not come from.
-    """
+    """Return the given key, or that of the seed, or a new one."""
     if key is None:
         return RootKey.draw() if seed is None else RootKey.from_seed(seed)
     root = key if isinstance(key, RootKey | LockedKey) else RootKey.load(key)

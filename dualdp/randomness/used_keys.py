@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Marks on the disk which say that a key has begun its run.
+"""Marker files that record that a key has begun its run.
 
-One lies beside each key file (`<key>.used`), and one in a folder of this machine, named by the
-key's SHA-256, which a copy of the key file finds as well. Each says which ledger the run writes and
-the hash of that ledger's line at which it was opened last, so that a copy of the ledger which does
-not have that line is known for one.
+One marker is beside each key file (`<key>.used`). Another is in a folder of this machine, named by
+the key's SHA-256, so that a copy of the key file is recognized too. Each holds the path of the
+run's ledger and the hash of that ledger's line at the last opening; a copy of the ledger without
+that line is thereby recognized.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _files: dict[str, set[str]] = {}  # SHA-256 -> key files that this process read 
 
 @dataclass(frozen=True)
 class Mark:
-    """The text of a mark; one that dualdp 0.1.0 left is empty.
+    """Content of a marker file; the one of dualdp 0.1.0 is empty.
 
     Attributes:
-        ledger: path of the run's ledger; "" where it is kept in memory.
-        opened: hash of the ledger's last line when the run was begun or resumed last.
-        key: SHA-256 of the key; a file that was deleted may have left the mark of another one.
+        ledger: path of the run's ledger; "" if it is kept in memory.
+        opened: hash of the ledger's last line when the run was last begun or resumed.
+        key: SHA-256 of the key; a deleted key file may have left the marker of another key.
     """
 
     ledger: str = ""
@@ -37,39 +37,39 @@ class Mark:
 
 
 def note_file(sha256: str, path: str | os.PathLike[str]) -> None:
-    """Remember a key file that this process read or wrote."""
+    """Register a key file that this process read or wrote."""
     _files.setdefault(sha256, set()).add(os.path.abspath(path))
 
 
 def forget_file(sha256: str, path: str | os.PathLike[str]) -> None:
-    """Forget a key file that could not be written."""
+    """Unregister a key file that could not be written."""
     _files.get(sha256, set()).discard(os.path.abspath(path))
 
 
 def beside(path: str | os.PathLike[str]) -> Path:
-    """The mark of a key file."""
+    """Return the path of the marker of a key file."""
     return Path(f"{os.fspath(path)}.used")
 
 
 def folders() -> list[Path]:
-    """Folders of this machine for marks, the first that can be written being used."""
+    """Return candidate folders of this machine for markers; the first writable one is used."""
     state = os.environ.get("XDG_STATE_HOME") or Path("~/.local/state").expanduser()
     user = os.getuid() if hasattr(os, "getuid") else 0
     return [Path(state, "dualdp"), Path(tempfile.gettempdir(), f"dualdp-{user}")]
 
 
 def marks(sha256: str) -> list[tuple[Path, Mark]]:
-    """The marks of a key: beside the files that are known, then on this machine."""
+    """Return (path, mark) of a key: beside its known files, then in this machine's folders."""
     files = sorted(_files.get(sha256, ()))
     if not files:
-        return []  # a key without a file is nowhere else
+        return []  # a key without a file exists in this process only
     paths = (*map(beside, files), *(folder / sha256 for folder in folders()))
     found = [(path, mark) for path in paths if (mark := _read(path)) is not None]
     return [(path, mark) for path, mark in found if mark.key in ("", sha256)]
 
 
 def _read(path: Path) -> Mark | None:
-    """The mark of this path, an empty one for text that is none; None where no file is."""
+    """Mark in a file; an empty one for malformed text, None if there is no file."""
     try:
         data = json.loads(path.read_text(encoding="utf-8", errors="replace"))
         return Mark(str(data["ledger"]), str(data["opened"]), str(data["key"]))
@@ -80,12 +80,7 @@ def _read(path: Path) -> Mark | None:
 
 
 def leave(sha256: str, mark: Mark, *, is_new: bool) -> None:
-    """Write the marks of a key that has a file.
-
-    Args:
-        sha256: of the key.
-        mark: their text.
-        is_new: the run begins: no mark may be there.
+    """Write the markers of a key that has a file; none may exist if the run is new.
 
     Raises:
         AccountingError: a mark can't be written, or another process left one just now.
@@ -118,7 +113,7 @@ def leave(sha256: str, mark: Mark, *, is_new: bool) -> None:
 
 
 def _folder() -> Path:
-    """The first folder of this machine that can be written, made if needed."""
+    """First writable folder for markers of this machine, created if needed."""
     *others, last = folders()
     for folder in others:
         with contextlib.suppress(OSError):
@@ -130,7 +125,7 @@ def _folder() -> Path:
 
 
 def _write(path: Path, text: str, is_new: bool) -> None:
-    """Write a mark, which must be a new file where `is_new`."""
+    """Write a marker, which must be a new file if `is_new`."""
     flags = os.O_WRONLY | os.O_CREAT | (os.O_EXCL if is_new else os.O_TRUNC)
     file = os.open(path, flags, 0o644)
     try:

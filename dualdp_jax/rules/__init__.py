@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The primitives in which weights meet data, and what is known about each: one literal table."""
+"""Table of the primitives in which weights meet data, with the rule of each."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from dualdp_jax.rules import conv, dot, lookup
-from dualdp_jax.rules.kinds import Choice as Choice
-from dualdp_jax.rules.kinds import Rule as Rule
-from dualdp_jax.rules.kinds import Spec as Spec
+from dualdp_jax.rules import conv, dot_general, gather
+from dualdp_jax.rules.base import Choice as Choice
+from dualdp_jax.rules.base import Rule as Rule
+from dualdp_jax.rules.base import Spec as Spec
 
-#: Name of a primitive to what is known about it. Everything else is exact too, by the parameter's
+#: Mapping from primitive name to rule. Without a rule a use is exact too, through the parameter's
 #: own probe, at the cost of its per-sample gradient.
 RULES: dict[str, Rule] = {
-    "dot_general": dot.RULE,
+    "dot_general": dot_general.RULE,
     "conv_general_dilated": conv.RULE,
-    "gather": lookup.RULE,
+    "gather": gather.RULE,
 }
 
 
@@ -23,9 +23,9 @@ def register_rule(target: Any, rule: Rule, *, overwrite: bool = False) -> None:
     """Add a rule for a primitive of your own.
 
     Args:
-        target: the primitive (`jax.extend.core.Primitive`) or its name.
-        rule: what is known about it.
-        overwrite: replace a rule that is there.
+        target: primitive (`jax.extend.core.Primitive`) or its name.
+        rule: `Rule` for the primitive.
+        overwrite: bool, True to replace an existing rule.
 
     Raises:
         TypeError: no primitive, or no rule.

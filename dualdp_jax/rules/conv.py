@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`conv_general_dilated`, with all its parameters but batch groups.
+"""Rule of `conv_general_dilated`, with all its parameters except batch groups.
 
-The weight gradient is one small product per kernel offset, of the input as that offset sees it and
-the gradient of the output: no patches are written for it.
+A per-sample gradient is one small product per kernel offset, of the input as that offset reads it
+and the gradient of the output; patches are written only where one product over them is faster.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import numpy as np
 from dualdp import costs
 from dualdp_jax import compat
 from dualdp_jax.rules import small
+from dualdp_jax.rules.arrays import HIGHEST, drop, scaled, sq_norm, widen
+from dualdp_jax.rules.base import Choice, Rule, Spec, num_examples
 from dualdp_jax.rules.estimate import Estimate, beside, of_gradients, of_gram, rounding
-from dualdp_jax.rules.kinds import Choice, Rule, Spec, num_examples
-from dualdp_jax.rules.product import HIGHEST, drop, scaled, sq_norm, widen
 
 
 def _accepts(params: Mapping[str, Any], position: int, shapes: Sequence[Any]) -> bool:
@@ -29,7 +29,7 @@ def _accepts(params: Mapping[str, Any], position: int, shapes: Sequence[Any]) ->
 
 
 def _padded(spec: Spec, x: Any) -> Any:
-    """The input with its zeros written out, (n, rows, *spatial, channels)."""
+    """Input with its padding and dilation zeros written out, (n, rows, *spatial, channels)."""
     lhs = spec.params["dimension_numbers"][0]
     x = x.transpose(0, *(1 + axis for axis in (lhs[0], *lhs[2:], lhs[1])))
     spread = zip(spec.params["padding"], spec.params["lhs_dilation"], strict=True)
@@ -38,25 +38,25 @@ def _padded(spec: Spec, x: Any) -> Any:
 
 
 def _windows(spec: Spec, spatial: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
-    """Where each kernel offset reads the padded input, for an output of these sizes."""
+    """Slices of the padded input that each kernel offset reads, for this output shape."""
     kernel = [spec.shape[axis] for axis in spec.params["dimension_numbers"][1][2:]]
     strides, dilation = spec.params["window_strides"], spec.params["rhs_dilation"]
     for offset in itertools.product(*map(range, kernel)):
         starts = (o * d for o, d in zip(offset, dilation, strict=True))
         steps = zip(starts, spatial, strides, strict=True)
-        # An output without pixels sees nothing.
+        # max: an output without pixels reads nothing.
         yield tuple(slice(a, a + max(0, (size - 1) * step + 1), step) for a, size, step in steps)
 
 
 def _views(spec: Spec, x: Any, spatial: tuple[int, ...]) -> Iterator[Any]:
-    """The input as each kernel offset sees it, (n, rows, *spatial of the output, channels)."""
+    """Input as each kernel offset reads it, (n, rows, *spatial of the output, channels)."""
     x = _padded(spec, x)
     for window in _windows(spec, spatial):
         yield x[(slice(None), slice(None), *window)]
 
 
 def _grouped(spec: Spec, grads_out: Any) -> tuple[Any, tuple[int, ...]]:
-    """grads_out to (n, t, g, o), and the spatial shape of the output."""
+    """Reshape grads_out to (n, t, g, o); also returns the spatial shape of the output."""
     out = spec.params["dimension_numbers"][2]
     grads = grads_out.transpose(0, *(1 + axis for axis in (out[0], *out[2:], out[1])))
     groups = spec.params["feature_group_count"]
@@ -65,13 +65,13 @@ def _grouped(spec: Spec, grads_out: Any) -> tuple[Any, tuple[int, ...]]:
 
 
 def _flat(spec: Spec, view: Any) -> Any:
-    """(n, rows, *spatial, channels) to (n, t, g, i)."""
+    """Reshape (n, rows, *spatial, channels) to (n, t, g, i)."""
     groups = spec.params["feature_group_count"]
     return view.reshape(view.shape[0], -1, groups, view.shape[-1] // groups)
 
 
 def _to_weight(spec: Spec, grads: Any) -> Any:
-    """(n, k, g, i, o) to (n, *shape): the weight has g * o outputs, i inputs and the kernel."""
+    """Reshape (n, k, g, i, o) to (n, *shape): g * o outputs, i inputs, and the kernel."""
     rhs = spec.params["dimension_numbers"][1]
     n, _, g, i, o = grads.shape
     grads = grads.transpose(0, 2, 4, 3, 1).reshape(n, g * o, i, *(spec.shape[a] for a in rhs[2:]))
@@ -79,7 +79,7 @@ def _to_weight(spec: Spec, grads: Any) -> Any:
 
 
 def _offset_grads(spec: Spec, x: Any, grads_out: Any) -> Iterator[Any]:
-    """Per-sample gradients of one kernel offset after the other, (n, g, i, o)."""
+    """Yield the per-sample gradients of each kernel offset, (n, g, i, o)."""
     grads, spatial = _grouped(spec, widen(grads_out))
     for view in _views(spec, widen(x), spatial):
         yield jnp.einsum("ntgi,ntgo->ngio", _flat(spec, view), grads, precision=HIGHEST)
@@ -88,8 +88,8 @@ def _offset_grads(spec: Spec, x: Any, grads_out: Any) -> Iterator[Any]:
 def _all_grads(spec: Spec, x: Any, grads_out: Any) -> Any:
     """Per-sample gradients of all kernel offsets, (n, k, g, i, o).
 
-    With few inputs per group a product per offset is too thin: patches are written for one. With
-    one input they are written offset by offset, which is the faster copy.
+    With few inputs per group a product per offset is too thin: patches are written for one product.
+    With one input they are written offset by offset, which is the faster copy.
     """
     if not _prefers_patches(spec, grads_out):
         return jnp.stack(list(_offset_grads(spec, x, grads_out)), 1)
@@ -105,7 +105,7 @@ def _all_grads(spec: Spec, x: Any, grads_out: Any) -> Any:
 
 
 def _prefers_patches(spec: Spec, grads_out: Any) -> bool:
-    """By the inputs per group, and the numbers in all patches."""
+    """True if patches are faster, by inputs per group and elements of all patches."""
     rhs, out = (spec.params["dimension_numbers"][i] for i in (1, 2))
     positions = math.prod(grads_out.shape[1:]) // grads_out.shape[1 + out[1]]
     channels = spec.shape[rhs[1]]
@@ -115,10 +115,10 @@ def _prefers_patches(spec: Spec, grads_out: Any) -> bool:
 
 
 def _by_loop(function: Callable[..., Any], combine: Callable[[Any], Any]) -> Callable[..., Any]:
-    """The function for uses inside loops.
+    """Extend a function to uses inside loops.
 
     Steps that share the weight become rows of the convolution; for steps with weights of their own
-    the function is mapped, and `combine` takes the steps from axis 0 to where they belong.
+    the function is mapped, and `combine` moves the steps from axis 0 to their axis of the result.
     """
 
     def looped(spec: Spec, others: tuple[Any, ...], grads_out: Any, *factors: Any) -> Any:
@@ -138,21 +138,21 @@ def _by_loop(function: Callable[..., Any], combine: Callable[[Any], Any]) -> Cal
 
 
 def _merge(array: Any, rows: int) -> Any:
-    """Axis 1 joined with the axis that is `rows` once axis 1 is gone."""
+    """Join axis 1 with the axis that is `rows` once axis 1 is removed."""
     moved = jnp.moveaxis(array, 1, rows)
     shape = moved.shape
     return moved.reshape(*shape[:rows], shape[rows] * shape[rows + 1], *shape[rows + 2 :])
 
 
 def weight_grads(spec: Spec, others: tuple[Any, ...], grads_out: Any) -> Any:
-    """Per-sample gradients, (n, *shape); of one example by the plain gradient."""
+    """Return per-sample gradients, (n, *shape); for one example the plain gradient."""
     if grads_out.shape[0] == 1:
         return weighted_sum(spec, others, grads_out, jnp.ones(1))[None]
     return _to_weight(spec, _all_grads(spec, others[0], grads_out))
 
 
 def weight_norms(spec: Spec, others: tuple[Any, ...], grads_out: Any) -> Estimate:
-    """Norms, (n,), by the cheapest way."""
+    """Return norms, (n,), by the cheapest form."""
     x, grads_out = widen(others[0]), widen(grads_out)
     if costs.convolution_prefers_gram(**_sizes(spec, x, grads_out)):
         return _gram(spec, x, grads_out)
@@ -160,7 +160,7 @@ def weight_norms(spec: Spec, others: tuple[Any, ...], grads_out: Any) -> Estimat
 
 
 def _formed(spec: Spec, x: Any, grads_out: Any) -> Estimate:
-    """Norms through the gradients, (n,), one kernel offset after the other."""
+    """Norms (n,) through the gradients, one kernel offset at a time."""
     left, right = _sq_lengths(spec, x, grads_out)
     lengths = jnp.sqrt(left) * jnp.sqrt(right)
     if _prefers_patches(spec, grads_out):
@@ -170,7 +170,7 @@ def _formed(spec: Spec, x: Any, grads_out: Any) -> Estimate:
 
 
 def _sq_lengths(spec: Spec, x: Any, grads_out: Any) -> tuple[Any, Any]:
-    """Squared lengths of the patches, and of the output's gradients at their places, (n, g, t)."""
+    """Squared norms (n, g, t) of the patches, and of the output gradients at their positions."""
     grads, spatial = _grouped(spec, grads_out)
     x = _padded(spec, x)
     pixels = jnp.square(x.reshape(*x.shape[:-1], grads.shape[2], -1)).sum(-1)
@@ -181,10 +181,10 @@ def _sq_lengths(spec: Spec, x: Any, grads_out: Any) -> tuple[Any, Any]:
 
 
 def _gram(spec: Spec, x: Any, grads_out: Any) -> Estimate:
-    """Norms by products of pixels, (n,).
+    """Norms (n,) by inner products of pixels.
 
-    The product of two patches is the sum, over the kernel's offsets, of products of two pixels:
-    these are found once for all pixels, and read as each offset sees them.
+    The inner product of two patches is the sum, over the kernel offsets, of inner products of two
+    pixels; these are computed once for all pixels, and sliced as each offset reads them.
     """
     grads, spatial = _grouped(spec, grads_out)  # (n, t, g, o)
     pixels = _padded(spec, x)
@@ -203,7 +203,7 @@ def _gram(spec: Spec, x: Any, grads_out: Any) -> Estimate:
 
 
 def weighted_sum(spec: Spec, others: tuple[Any, ...], grads_out: Any, weights: Any) -> Any:
-    """Sum over the examples of weight times gradient: the plain gradient of one convolution."""
+    """Return the sum over the examples of weight times gradient, by one plain gradient."""
     (x,) = drop(weights, *others)
     cotangents = scaled(weights, grads_out)
     options = {**spec.params, "preferred_element_type": cotangents.dtype}
@@ -236,7 +236,7 @@ def _sizes(spec: Spec, x: Any, grads_out: Any) -> dict[str, int]:
 
 
 def choice(spec: Spec, others: tuple[Any, ...], grads_out: Any) -> Choice:
-    """Which norm is the cheapest, and whether the gradients are worth keeping (outside loops).
+    """Return the form of the cheapest norm, and whether to keep the gradients (outside loops).
 
     Never small: XLA's partitioner gives wrong numbers for `vmap(grad)` of convolutions.
     """

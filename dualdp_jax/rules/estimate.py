@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Norms of per-sample gradients by short formulas, each with a bound of its error.
+"""Estimates of per-sample gradient norms by short formulas, each with an error bound.
 
 A formula squares numbers and multiplies the squares. Squares below the smallest normal number are
 flushed to zero, squares above the largest overflow, and sums of products cancel. Each formula here
-bounds what that can cost from numbers that it has anyway, so that its caller can tell the examples
-for which it holds from those whose gradients have to be formed.
+bounds these errors from numbers that it has anyway, so that its caller can find the examples whose
+gradients have to be formed.
 """
 
 from __future__ import annotations
@@ -16,55 +16,48 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dualdp_jax.rules.product import sq_norm, widen
+from dualdp_jax.rules.arrays import sq_norm, widen
 
 
 class Estimate(NamedTuple):
-    """Squared norms, and how far they may be off.
+    """Squared norms with error bounds."""
 
-    Attributes:
-        sq_norms: (n,) of the gradients, float32 or wider.
-        errors: (n,) bound of |squared norm - true one|, nan or inf where nothing is known; None
-            where they are sums of the squares of the gradients.
-        again: () -> (n,) squared norms that are right whatever the size of the factors; None where
-            only the gradients themselves give them.
-        rounding: (n,) estimate of the length by which rounding moves a gradient that is added up
-            from its positions in one order, as the clipped sum does it, from the same in another
-            order, as the norm does it. None where both are made of the same numbers.
-    """
-
-    sq_norms: Any
+    sq_norms: Any  # (n,) squared norms of the gradients, float32 or wider
+    #: (n,) bound of |squared norm - true one|, nan or inf where unknown; None if the squares of
+    #: the gradients themselves were summed.
     errors: Any = None
+    #: callable () -> (n,) squared norms that neither overflow nor are flushed; None if only the
+    #: gradients themselves give them.
     again: Callable[[], Any] | None = None
+    #: (n,) estimated norm of the difference between a gradient summed over its positions in the
+    #: order of the clipped sum and in that of the norm. None if both use the same numbers.
     rounding: Any = None
 
 
 def stable_norm(array: Any, start: int = 1) -> Any:
-    """(n, ...) to norms over the axes from `start` on; no square overflows or is flushed."""
+    """Return the norms of (n, ...) over the axes from `start` on, without over- or underflow."""
     array, axes = widen(array), tuple(range(start, array.ndim))
     if not math.prod(array.shape[start:]):
         return jnp.zeros(array.shape[:start], array.dtype)
     largest = jnp.abs(array).max(axes, keepdims=True)
-    # Scaled to at most 16: the inverse of the largest float32 would be flushed itself.
+    # Scaled to at most 16: the inverse of the largest float32 would itself be flushed.
     scale = 16 / jnp.maximum(largest, 1e8 * jnp.finfo(array.dtype).tiny)
     scale = jnp.where(jnp.isfinite(largest), scale, 1)
-    # Else XLA may square the two factors apart, and overflow, where it knows their numbers.
+    # Without the barrier XLA may square known factors separately, which overflows.
     scaled = jax.lax.optimization_barrier(array * scale)
     return jnp.sqrt(jnp.square(scaled).sum(axes)) / scale.reshape(array.shape[:start])
 
 
 def of_gradients(grads: Any, lengths: Any = None) -> Estimate:
-    """Norms of gradients (n, *shape).
+    """Return the norms of gradients (n, *shape).
 
-    Args:
-        grads: (n, *shape).
-        lengths: (n, ..., t) of the vectors that the clipped sum adds up instead of them.
+    `lengths` (n, ..., t) are the norms of the vectors that the clipped sum adds up instead.
     """
     return Estimate(sq_norm(grads), rounding=None if lengths is None else rounding(lengths))
 
 
 def of_lengths(left: Any, right: Any) -> Estimate:
-    """Norms of outer products of rows, (n, b, i) and (n, b, o), side by side over b."""
+    """Return the norms of outer products of rows (n, b, i) and (n, b, o), joined over b."""
     squares = [jnp.square(rows).sum(2) for rows in (left, right)]
     flushed = [rows.shape[2] * jnp.finfo(rows.dtype).tiny for rows in (left, right)]
     errors = squares[0] * flushed[1] + squares[1] * flushed[0] + flushed[0] * flushed[1]
@@ -76,15 +69,11 @@ def of_lengths(left: Any, right: Any) -> Estimate:
 
 
 def of_gram(squares: Any, left: Any, right: Any, sizes: tuple[int, int]) -> Estimate:
-    """Norms by a Gram form, whose terms cancel where positions do.
+    """Return norms computed by a Gram form, whose terms cancel where positions do.
 
-    It adds t * t products of inner products, together at most (sum over t of |l| |r|) ** 2.
-
-    Args:
-        squares: (n,) squared norms that the form gave; rounding may have made them negative.
-        left: (n, ..., t) squared lengths of the left factors.
-        right: (n, ..., t) squared lengths of the right ones.
-        sizes: numbers in one left factor, and in one right factor.
+    `left` and `right` (n, ..., t) are the squared norms of the two vectors of each outer product,
+    and `sizes` their numbers of elements; `squares` (n,) may be negative by rounding. The form adds
+    t * t products of inner products, together at most (sum over t of |l| |r|) ** 2.
     """
     kind, t = jnp.finfo(squares.dtype), left.shape[-1]
     pairs = zip((left, right), sizes, strict=True)
@@ -96,13 +85,13 @@ def of_gram(squares: Any, left: Any, right: Any, sizes: tuple[int, int]) -> Esti
 
 
 def rounding(lengths: Any) -> Any:
-    """Rounding in sums of vectors, (n,), from the vectors' lengths (n, ..., t)."""
+    """Return the rounding (n,) in sums of vectors, from the vectors' norms (n, ..., t)."""
     size = lengths.reshape(lengths.shape[0], -1).sum(1)
     found = jnp.finfo(size.dtype).eps / 4 * (1 + math.sqrt(lengths.shape[-1])) * size
     return jnp.where(jnp.isfinite(found), found, 0)
 
 
 def beside(parts: Estimate) -> Estimate:
-    """Estimates of parts side by side, (p, n), as one of the whole."""
+    """Return the estimate (n,) of a whole from those of its disjoint blocks, (p, n)."""
     added = lambda part: None if part is None else part.sum(0)  # noqa: E731
     return Estimate(added(parts.sq_norms), added(parts.errors), rounding=added(parts.rounding))

@@ -1,40 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a model or a use is so small that XLA's overhead decides; measured on one CPU thread.
+"""Sizes below which XLA's overhead decides the cost of a model or use; measured on one CPU thread.
 
-The rest of the cost model is `dualdp.costs`, of both backends.
+The rest of the cost model is `dualdp.costs`, shared by both backends.
 """
 
 from __future__ import annotations
 
-#: Numbers of per-sample gradients below which `vmap(grad)`, a program of few operations, is the
-#: fastest way, by what the use is: a product with one position, with several (its number counted
-#: for every step of a loop), a table of rows. Models of 20 to 10,000 parameters.
+#: Elements of all per-sample gradients of a use up to which `vmap(grad)`, a program of few
+#: operations, is fastest, by kind of use: a product with one position, with several, a table of
+#: rows. Every step of a loop counts. Measured on models of 20 to 10,000 parameters.
 SMALL = {"product": 2**12, "products": 2**16, "lookup": 3 * 2**12}
 
-#: Numbers of one weight below which this holds for any number of examples: with few channels the
-#: work on positions, which every way shares, outweighs the gradients. (A product with one position
-#: has no such size: of 16 x 16 numbers its norms cost less than its gradients.)
+#: Elements of one weight up to which this holds for any number of examples: with few channels the
+#: work on positions, which every method shares, outweighs the gradients. (A product with one
+#: position has no such size: for 16 x 16 elements its norms cost less than its gradients.)
 SMALL_WEIGHT = {"product": 0, "products": 2**8, "lookup": 2**10}
 
-#: Numbers of all per-sample gradients of a model, and of its parameters, above both of which
-#: nothing of this is looked at.
+#: Elements of all per-sample gradients of a model, and of its parameters; above both no model is
+#: examined for being small.
 SMALL_MODEL = 2**19
 SMALL_PARAMETERS = 2**12
 
-#: Numbers of kept gradients that stay in the processor's cache: keeping costs next to nothing.
+#: Elements of kept gradients that fit the processor's cache: keeping costs next to nothing.
 CACHED = 2**18
 
-#: Numbers in patches of few channels beyond which writing them costs more than thin products.
+#: Elements of patches of few channels beyond which writing them costs more than thin products.
 PATCHES = 2**20
 
 
 def is_small(kind: str, weights: int, copies: int) -> bool:
-    """Whether a use is small enough for `vmap(grad)`; it is chosen where all uses are.
+    """True if a use is small enough for `vmap(grad)`, chosen if all uses are.
 
-    Args:
-        kind: of use, see `SMALL`.
-        weights: numbers in the weight.
-        copies: examples, times the steps of a loop around the use.
+    `weights` counts the elements of the weight, `copies` the examples times the steps of a loop.
 
     >>> is_small("product", 16, 64), is_small("product", 7840, 64), is_small("products", 64, 9999)
     (True, False, True)
@@ -43,7 +40,7 @@ def is_small(kind: str, weights: int, copies: int) -> bool:
 
 
 def is_worth_a_look(num_rows: int, parameters: int) -> bool:
-    """Whether a model of that many numbers may be small at all.
+    """True if a model with so many rows and parameters may be small.
 
     >>> is_worth_a_look(64, 8000), is_worth_a_look(10_000, 400), is_worth_a_look(64, 10_000)
     (True, True, False)
@@ -52,11 +49,9 @@ def is_worth_a_look(num_rows: int, parameters: int) -> bool:
 
 
 def prefers_patches(channels: int, numbers: int) -> bool:
-    """Whether one product over written patches beats one per kernel offset: where these are thin.
+    """True if one product over patches beats one product per kernel offset.
 
-    Args:
-        channels: inputs of a convolution, per group.
-        numbers: in the patches of all examples.
+    `channels` are those of one group; `numbers` counts the elements of all patches.
 
     >>> prefers_patches(16, 2**16), prefers_patches(16, 2**24), prefers_patches(32, 2**16)
     (True, False, False)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of functions whose parameters have a fast per-sample gradient.
+"""Table of the functions whose parameters have a rule, that is, a fast per-sample gradient.
 
-Everything else is exact through `vmap`.
+Functions without a rule take `torch.func.vmap`, which is exact too.
 """
 
 from __future__ import annotations
@@ -12,25 +12,34 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional as F
 
-from . import attention, broadcast, conv, embedding, linear, norm, other, rnn
-from .base import Rule as Rule
-from .base import Tensor
+from dualdp_torch.rules import (
+    attention,
+    bilinear_prelu_cells,
+    broadcast,
+    conv,
+    embedding,
+    linear,
+    norm,
+    rnn,
+)
+from dualdp_torch.rules.base import Rule as Rule
+from dualdp_torch.rules.base import Tensor
 
 RULES: dict[Callable[..., Any], Rule] = {
     F.linear: linear.RULE,
     F.conv1d: conv.rule(1),
     F.conv2d: conv.rule(2),
     F.conv3d: conv.rule(3),
-    F.conv_transpose1d: conv.transposed_rule(1),
-    F.conv_transpose2d: conv.transposed_rule(2),
-    F.conv_transpose3d: conv.transposed_rule(3),
+    F.conv_transpose1d: conv.rule(1, transposed=True),
+    F.conv_transpose2d: conv.rule(2, transposed=True),
+    F.conv_transpose3d: conv.rule(3, transposed=True),
     F.embedding: embedding.RULE,
     F.layer_norm: norm.LAYER,
     F.rms_norm: norm.RMS,
     F.group_norm: norm.GROUP,
     F.instance_norm: norm.INSTANCE,
 }
-# The same functions under torch's own names, and operators, with the same order of arguments.
+# The same functions and operators under torch's own names, with the same order of arguments.
 RULES |= {
     torch.addmm: linear.ADDMM,
     torch.matmul: linear.MATMUL,
@@ -49,17 +58,17 @@ RULES |= {
     torch.layer_norm: norm.LAYER,
     torch.rms_norm: norm.RMS,
     torch.group_norm: norm.GROUP,
-    torch.prelu: other.PRELU,
-    F.bilinear: other.BILINEAR,
+    torch.prelu: bilinear_prelu_cells.PRELU,
+    F.bilinear: bilinear_prelu_cells.BILINEAR,
 }
 
 
 class Rewrite(NamedTuple):
-    """A function that is run as others, which have rules.
+    """Function that is replaced by calls of functions that have rules.
 
     Attributes:
-        function: takes the capture, then what the original takes.
-        covers: args and kwargs -> whether this call can be rewritten.
+        function: callable that takes the capture, then the arguments of the original.
+        covers: predicate of (args, kwargs), True if this call can be rewritten.
     """
 
     function: Callable[..., Any]
@@ -70,15 +79,15 @@ REWRITES: dict[Callable[..., Any], Rewrite] = {
     F.multi_head_attention_forward: Rewrite(
         attention.multi_head_attention, attention.covers_attention
     ),
-    F.embedding_bag: Rewrite(other.embedding_bag, other.covers_bag),
+    F.embedding_bag: Rewrite(bilinear_prelu_cells.embedding_bag, bilinear_prelu_cells.covers_bag),
     torch.lstm: Rewrite(rnn.recurrent(torch.lstm)),
     torch.gru: Rewrite(rnn.recurrent(torch.gru)),
     torch.rnn_tanh: Rewrite(rnn.recurrent(torch.rnn_tanh)),
     torch.rnn_relu: Rewrite(rnn.recurrent(torch.rnn_relu)),
-    torch.lstm_cell: Rewrite(other.lstm_cell),
-    torch.gru_cell: Rewrite(other.gru_cell),
-    torch.rnn_tanh_cell: Rewrite(other.rnn_tanh_cell),
-    torch.rnn_relu_cell: Rewrite(other.rnn_relu_cell),
+    torch.lstm_cell: Rewrite(bilinear_prelu_cells.lstm_cell),
+    torch.gru_cell: Rewrite(bilinear_prelu_cells.gru_cell),
+    torch.rnn_tanh_cell: Rewrite(bilinear_prelu_cells.rnn_cell(torch.tanh)),
+    torch.rnn_relu_cell: Rewrite(bilinear_prelu_cells.rnn_cell(torch.relu)),
     Tensor.expand: Rewrite(broadcast.expand_later, broadcast.expands_later),
     Tensor.repeat: Rewrite(broadcast.repeat, broadcast.repeats_ones),
     **{
@@ -88,7 +97,7 @@ REWRITES: dict[Callable[..., Any], Rewrite] = {
     },
 }
 
-#: Rewritten functions that follow the order in which packed sequences hold the examples.
+#: Rewrites that keep track of the order in which a packed sequence holds the examples.
 FOLLOWING = {
     REWRITES[function].function
     for function in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
@@ -99,10 +108,10 @@ def register_rule(target: Callable[..., Any], rule: Rule, *, overwrite: bool = F
     """Add the rule of a function of the user's own.
 
     Args:
-        target: the function as torch dispatches it (`torch.overrides.wrap_torch_function`, or a
+        target: function as torch dispatches it (`torch.overrides.wrap_torch_function`, or a
             function of torch).
-        rule: a `Rule`.
-        overwrite: replace the rule that is there.
+        rule: `Rule` for the function's parameters.
+        overwrite: bool, True to replace a rule that the function has already.
 
     Raises:
         TypeError: `target` is no function, or `rule` is no `Rule`.

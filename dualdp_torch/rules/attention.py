@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Multi-head attention written out, so that each of its projections is a use of its own."""
+"""Multi-head attention written out, so that each of its projections is a separate parameter use."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from .base import Tensor
+from dualdp_torch.rules.base import Tensor
 
 
 def multi_head_attention(
@@ -45,11 +45,8 @@ def multi_head_attention(
     Source: Vaswani et al. 2017, section 3.2.2.
     """
     weights = (q_proj_weight, k_proj_weight, v_proj_weight) if use_separate_proj_weight else None
-    rows = [
-        part.transpose(0, 1)
-        for part in _project(query, key, value, in_proj_weight, in_proj_bias, weights)
-    ]
-    q, k, v = rows  # (n, l, e), (n, s, e), (n, s, e)
+    projected = _project(query, key, value, in_proj_weight, in_proj_bias, weights)
+    q, k, v = (x.transpose(0, 1) for x in projected)  # (n, l, e), (n, s, e), (n, s, e)
     n, length, width = q.shape
     if bias_k is not None and bias_v is not None:
         k = torch.cat([k, bias_k.expand(n, 1, width)], 1)
@@ -69,14 +66,14 @@ def multi_head_attention(
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
     out = out.transpose(1, 2).flatten(2)  # (n, l, e)
     out = F.linear(out, out_proj_weight, out_proj_bias).transpose(0, 1)
-    # Masks are drawn in the order of memory: a dropout after this one draws what it draws plainly.
+    # Dropout draws its mask in memory order, and torch's own attention returns a contiguous tensor.
     return (out.contiguous() if dropout else out), found
 
 
 def _project(
     query: Tensor, key: Tensor, value: Tensor, weight: Any, bias: Any, separate: Any
 ) -> list[Tensor]:
-    """The three projected inputs, in one product where they are one tensor."""
+    """Projected query, key and value, by one product if they are the same tensor."""
     if separate is None and query is key and key is value:
         return list(F.linear(query, weight, bias).chunk(3, -1))
     biases = (None, None, None) if bias is None else bias.chunk(3)
@@ -92,26 +89,25 @@ def _mask(
     keys: int,
     dtype: torch.dtype,
 ) -> Tensor | None:
-    """What is added to the scores, broadcasting to (n, h, l, s); keys that were added stay seen."""
-    parts = []
+    """Additive mask, broadcasting to (n, h, l, s); keys that attention itself adds are unmasked."""
+    masks = []
     if attn_mask is not None:
-        shaped = (
-            attn_mask if attn_mask.dim() == 2 else attn_mask.view(n, heads, *attn_mask.shape[1:])
-        )
-        parts.append(_additive(shaped, keys, dtype))
+        is_shared = attn_mask.dim() == 2
+        masks.append(attn_mask if is_shared else attn_mask.view(n, heads, *attn_mask.shape[1:]))
     if key_padding_mask is not None:
-        parts.append(_additive(key_padding_mask.view(n, 1, 1, -1), keys, dtype))
-    return None if not parts else parts[0] if len(parts) == 1 else parts[0] + parts[1]
+        masks.append(key_padding_mask.view(n, 1, 1, -1))
+    found = [_additive(mask, keys, dtype) for mask in masks]
+    return None if not found else found[0] if len(found) == 1 else found[0] + found[1]
 
 
 def _additive(mask: Tensor, keys: int, dtype: torch.dtype) -> Tensor:
-    """A boolean mask as zeros and minus infinities, padded with zeros to all keys."""
+    """Boolean mask as zeros and minus infinities, padded with zeros to `keys` columns."""
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -math.inf)
     return F.pad(mask.to(dtype), (0, keys - mask.shape[-1]))
 
 
 def covers_attention(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call has a batch and nothing precomputed."""
+    """True for a call with a batch axis and without precomputed keys or values."""
     fixed = (kwargs.get("static_k"), kwargs.get("static_v"))
     return bool(args and torch.is_tensor(args[0]) and args[0].dim() == 3) and fixed == (None, None)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rule is: how the parameters of one function get their per-sample gradients."""
+"""The `Rule` type: per-sample gradients, norms and sums of one function's parameters."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
@@ -14,31 +14,52 @@ import torch
 
 Tensor = torch.Tensor
 RuleFunction = Callable[..., Tensor]
-#: (n,) squared norms, and (n,) a bound on their error or None.
+#: (n,) squared norms, and a (n,) bound on their error or None.
 Norms = tuple[Tensor, Tensor | None]
 Shapes = Sequence[torch.Size]
 
 
 def first_axis(shape: torch.Size, parameters: Shapes) -> Sequence[int]:
-    """The batch may only be axis 0 of the output."""
+    """Axis 0 of the output, the only one that may hold the batch."""
     return range(min(len(shape), 1))
 
 
 def all_but_last(shape: torch.Size, parameters: Shapes) -> Sequence[int]:
-    """The batch may be any axis of the output but the last, which holds features."""
+    """Axes of the output that may hold the batch: all but the last, which holds features."""
     return range(len(shape) - 1)
 
 
 def is_transposed(grads: Tensor) -> bool:
-    """Whether these are n matrices that lie in memory by columns."""
+    """True if the n matrices are stored by columns."""
     return grads.dim() == 3 and not grads.is_contiguous() and grads.mT.is_contiguous()
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Dtype of norms, factors and sums: float64 for float64, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def is_narrow(tensors: Iterable[Tensor]) -> bool:
+    """True if one of the tensors holds floating-point numbers narrower than float32."""
+    return any(_narrow(t.dtype) for t in tensors)
+
+
+def _narrow(dtype: torch.dtype) -> bool:
+    return dtype.itemsize < 4 and dtype.is_floating_point
+
+
+def widened(tensor: Any) -> Any:
+    """Return the tensor, or tuple of tensors, with floating-point numbers at least float32."""
+    if isinstance(tensor, tuple):
+        return tuple(widened(t) for t in tensor)
+    return tensor.float() if tensor is not None and _narrow(tensor.dtype) else tensor
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def without_autocast(function: _Function) -> _Function:
-    """A function of our own arithmetic, which keeps its precision where the caller's is lowered."""
+    """Decorate a function to run with autocast switched off, at the precision of its arguments."""
 
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
@@ -52,11 +73,11 @@ def without_autocast(function: _Function) -> _Function:
     return cast("_Function", called)
 
 
-_BLOCK = 1024  # numbers that float32 adds up without losing digits
+_BLOCK = 1024  # numbers that float32 sums without a notable loss of digits
 
 
 def sq_norms(grads: Tensor) -> Tensor:
-    """(n, ...) -> (n,), by norms of blocks: `square().sum()` would write everything out again."""
+    """(n, ...) -> (n,) squared norms, in blocks: `square().sum()` would write a full copy."""
     if is_transposed(grads):
         grads = grads.mT
     flat = grads if grads.dim() == 2 else grads.reshape(len(grads), math.prod(grads.shape[1:]))
@@ -70,14 +91,14 @@ def sq_norms(grads: Tensor) -> Tensor:
 
 
 def exact_sq_norms(grads: Tensor) -> Tensor:
-    """(n, ...) -> (n,) float64, where squares of float32 numbers neither overflow nor vanish."""
+    """(n, ...) -> (n,) float64 squared norms; squares of float32 neither overflow nor underflow."""
     flat = grads.reshape(len(grads), math.prod(grads.shape[1:]))
     return torch.linalg.vector_norm(flat, dim=1, dtype=torch.float64).square_()
 
 
 @without_autocast
 def weighted_sum(factors: Tensor, grads: Tensor) -> Tensor:
-    """(n,), (n, *shape) -> shape."""
+    """(n,) factors, (n, *shape) gradients -> (*shape) weighted sum over the examples."""
     factors = factors.to(grads.dtype)
     if grads.dim() <= 2:
         return factors @ grads
@@ -88,29 +109,30 @@ def weighted_sum(factors: Tensor, grads: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Rule:
-    """Per-sample gradients of one function from what went in and the gradient of what came out.
+    """Per-sample gradients of one function, from its saved inputs and the gradient of its output.
 
-    Every function below is called as `f(acts, grads_out, *, shape, **options)`: `acts` are the
+    Each function below is called as `f(acts, grads_out, *, shape, **options)`: `acts` are the
     saved inputs and `grads_out` the output's gradient, both with the n examples on axis 0; `shape`
     is the parameter's; `options` are the call's other arguments by name. Letters: n examples, t
     positions, i in, o out, c channels, k kernel points, g groups, v vocabulary, d features.
 
     Attributes:
         arguments: names of the function's arguments, in order.
-        grads: parameter argument -> (n, *shape) per-sample gradients.
-        sq_norms: parameter argument -> (n,) squared norms, where cheaper than forming the gradient,
-            and a bound on their error, (n,), or None where nothing cancels.
-        sums: parameter argument -> (*shape) sum over the examples, `grads_out` scaled already.
-        acts: argument (or arguments) that the functions need besides `grads_out`; or a function of
-            the parameter arguments that names it.
+        grads: mapping from parameter argument to a function for the (n, *shape) gradients.
+        sq_norms: mapping from parameter argument to a function for (n,) squared norms, where that
+            is cheaper than the gradients, and their (n,) error bound, None if nothing cancels.
+        sums: mapping from parameter argument to a function for the (*shape) sum over the
+            examples; its `grads_out` are scaled already.
+        acts: argument or arguments saved as `acts`, or a function that names the argument, given
+            the parameter arguments.
         light: parameter arguments whose functions need no `acts` (they get None).
-        batch_axes: shapes of output and parameters -> axes of the output that may be the batch.
-        rows_are_free: any number of position axes may follow the batch axis.
-        keeps: as the functions above -> True where keeping per-sample gradients is cheapest.
-        join: several (acts, grads_out) of one parameter -> one, its positions those of all.
-        refuse: arguments -> why this call has no per-sample gradient, or None.
-        alone: covers calls without any tensor but parameters.
-        applies: arguments -> whether the rule covers this call; else it goes through `vmap`.
+        batch_axes: function of the shapes of output and parameters; axes that may hold the batch.
+        rows_are_free: bool, True if any number of position axes may follow the batch axis.
+        keeps: predicate called like `grads`, True if keeping per-sample gradients is cheapest.
+        join: function that joins several (acts, grads_out) of one parameter along the positions.
+        refuse: function of the arguments; why the call has no per-sample gradient, or None.
+        alone: bool, True if calls without any tensor but parameters are covered.
+        applies: predicate of the arguments, False to send the call through `vmap`.
     """
 
     arguments: tuple[str, ...]

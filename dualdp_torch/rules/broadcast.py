@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from .base import Rule, Shapes, Tensor
+from dualdp_torch.rules.base import Rule, Shapes, Tensor
 
 
 def reduce_to(grads: Tensor, shape: torch.Size) -> Tensor:
-    """(n, ...) -> (n, *shape): undo the broadcast of a parameter of that shape."""
+    """(n, ...) -> (n, *shape): sum over the axes along which a parameter of `shape` broadcast."""
     rest = shape[1:] if len(shape) == grads.dim() else shape  # without the batch axis, of size 1
     extra = grads.dim() - 1 - len(rest)
     if extra:
@@ -25,25 +25,20 @@ def reduce_to(grads: Tensor, shape: torch.Size) -> Tensor:
 
 
 def _axes(shape: torch.Size, parameters: Shapes) -> Sequence[int]:
-    """Axis 0, if the parameters are the same for all that lies along it."""
+    """Axis 0 of the output, unless a parameter varies along it."""
     varies = any(len(p) == len(shape) and p[0] != 1 for p in parameters)
     return range(0) if varies or not shape else range(1)
 
 
 def _added(_: None, grads_out: Tensor, *, shape: torch.Size, alpha: Any = 1, **__: Any) -> Tensor:
-    """(n, ...) -> (n, *shape)."""
+    """(n, ...) -> (n, *shape), scaled by `alpha`."""
     reduced = reduce_to(grads_out, shape)
     return reduced if alpha == 1 else reduced * alpha
 
 
 def _first(_: None, grads_out: Tensor, *, shape: torch.Size, **__: Any) -> Tensor:
-    """(n, ...) -> (n, *shape): the operand that `alpha` does not scale."""
+    """(n, ...) -> (n, *shape) for the operand that `alpha` does not scale."""
     return reduce_to(grads_out, shape)
-
-
-def _subtracted(acts: None, grads_out: Tensor, **options: Any) -> Tensor:
-    """(n, ...) -> (n, *shape)."""
-    return -_added(acts, grads_out, **options)
 
 
 def _multiplied(acts: Tensor, grads_out: Tensor, *, shape: torch.Size, **_: Any) -> Tensor:
@@ -52,42 +47,40 @@ def _multiplied(acts: Tensor, grads_out: Tensor, *, shape: torch.Size, **_: Any)
 
 
 def _other_operand(held: Mapping[str, str]) -> str:
-    """The operand that is data."""
+    """Name of the operand that is not a parameter."""
     return "other" if "input" in held else "input"
 
 
 def _is_one_parameter(call: Mapping[str, Any]) -> bool:
-    """Whether the other operand is a tensor with as many axes as the result."""
+    """True if both operands are tensors with at least one axis."""
     tensors = [v for v in (call.get("input"), call.get("other")) if torch.is_tensor(v)]
     return len(tensors) == 2 and tensors[0].dim() > 0 and tensors[1].dim() > 0
 
 
-def _elementwise(
-    grads: dict[str, Callable[..., Tensor]], light: frozenset[str] = frozenset({"input", "other"})
-) -> Rule:
-    """A rule of an operation on two tensors that broadcast."""
+def _elementwise(**grads: Callable[..., Tensor]) -> Rule:
+    """Rule of an operation on two tensors that broadcast, whose gradients need no inputs."""
     return Rule(
         arguments=("input", "other"),
         grads=grads,
         acts=_other_operand,
-        light=light,
+        light=frozenset({"input", "other"}),
         batch_axes=_axes,
         applies=_is_one_parameter,
     )
 
 
 def _fills_a_tensor(call: Mapping[str, Any]) -> bool:
-    """As `_is_one_parameter`, in place: a view would hide the change of its base."""
+    """`_is_one_parameter` for an in-place call; False on a view, which hides its base's change."""
     return _is_one_parameter(call) and not call["input"]._is_view()
 
 
-ADD = _elementwise({"input": _first, "other": _added})
-SUB = _elementwise({"input": _first, "other": _subtracted})
+ADD = _elementwise(input=_first, other=_added)
+SUB = _elementwise(input=_first, other=lambda acts, grads_out, **o: -_added(acts, grads_out, **o))
 ADD_IN_PLACE, SUB_IN_PLACE = (
     replace(rule, grads={"other": rule.grads["other"]}, applies=_fills_a_tensor)
     for rule in (ADD, SUB)
 )
-MUL = _elementwise({"input": _multiplied, "other": _multiplied}, light=frozenset())
+MUL = replace(_elementwise(input=_multiplied, other=_multiplied), light=frozenset())
 EXPAND = Rule(
     arguments=("input", "sizes"),
     grads={"input": _first},
@@ -98,12 +91,12 @@ EXPAND = Rule(
 
 
 def _sizes(args: tuple[Any, ...]) -> Sequence[int]:
-    """The sizes in `p.expand(*sizes)` or `p.expand(sizes)`."""
+    """Sizes in `p.expand(*sizes)` or `p.expand(sizes)`."""
     return args[1] if len(args) == 2 and not isinstance(args[1], int) else args[1:]
 
 
 def _spread_axis(shape: Sequence[int], sizes: Sequence[int]) -> int | None:
-    """The first axis that grows from one, where there is no new axis in front."""
+    """First axis that expands from size one; None if a new axis is added in front."""
     if len(shape) != len(sizes):
         return None
     grown = (axis for axis, size in enumerate(sizes) if shape[axis] == 1 and size not in (1, -1))
@@ -111,12 +104,12 @@ def _spread_axis(shape: Sequence[int], sizes: Sequence[int]) -> int | None:
 
 
 def expands_later(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an axis behind the first is the first to grow: states (layers, 1, d) and the like."""
+    """True if the first axis to expand is not axis 0: states (layers, 1, d) and the like."""
     return not kwargs and bool(_spread_axis(args[0].shape, _sizes(args)))
 
 
 def expand_later(capture: Any, p: Tensor, *sizes: Any) -> Tensor:
-    """`p.expand(sizes)` with that axis in front, where the rule of `expand` looks for examples."""
+    """`p.expand(sizes)` with the expanded axis moved to the front, where the rule expects it."""
     wanted = list(_sizes((p, *sizes)))
     axis = _spread_axis(p.shape, wanted) or 0
     wanted.insert(0, wanted.pop(axis))
@@ -124,14 +117,14 @@ def expand_later(capture: Any, p: Tensor, *sizes: Any) -> Tensor:
 
 
 def repeats_ones(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether only axes of size one are repeated, or new ones."""
+    """True if only axes of size one, or new ones, are repeated."""
     counts, shape = _sizes(args), args[0].shape
     old = counts[len(counts) - len(shape) :]
     return not kwargs and all(c == 1 or s == 1 for c, s in zip(old, shape, strict=True))
 
 
 def repeat(capture: Any, p: Tensor, *counts: Any) -> Tensor:
-    """`p.repeat(counts)` of such axes."""
+    """`p.repeat(counts)` as an expansion and a copy, for calls that `repeats_ones` covers."""
     found = list(_sizes((p, *counts)))
     new = len(found) - p.dim()
     return p.expand(
@@ -140,19 +133,19 @@ def repeat(capture: Any, p: Tensor, *counts: Any) -> Tensor:
 
 
 def spreads_later(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an operand varies along the first axis and is spread along a later one."""
+    """True if an operand varies along axis 0 and is broadcast along a later axis."""
     return len(args) == 2 and (_later(*args) or _later(*args[::-1])) is not None
 
 
 def _later(x: Any, y: Any) -> int | None:
-    """The axis of x that is spread; x varies along the first."""
+    """Axis along which x is broadcast to y; None unless x varies along axis 0."""
     if not (torch.is_tensor(x) and torch.is_tensor(y)) or x.dim() != y.dim() or x.dim() == 0:
         return None
     return None if x.shape[0] == 1 else _spread_axis(x.shape, y.shape)
 
 
 def spread_first(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The function of two tensors, run on an operand that was spread: positions (t, 1, d)."""
+    """Rewrite of a binary operation that expands the broadcast operand first, (t, 1, d) say."""
 
     def rewritten(capture: Any, x: Any, y: Any, **options: Any) -> Tensor:
         axis = _later(x, y)
@@ -164,5 +157,5 @@ def spread_first(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _spread(x: Tensor, axis: int | None, y: Tensor) -> Tensor:
-    """X with one axis as large as y's."""
+    """Expand one axis of x to its size in y."""
     return x.expand([y.shape[a] if a == axis else -1 for a in range(x.dim())])

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The literature's ways to one convolution's per-sample weight gradients, to be compared.
+"""Forms of a convolution's per-sample weight gradients in the literature.
 
-`conv.weight_grads` takes one by the sizes; all of them are here so that the comparison of Rochette
-et al. 2019, section 4, can be repeated.
+`conv.weight_grads` chooses one by the sizes; all of them are kept so that the comparison of
+Rochette et al. 2019, section 4, can be repeated.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from .base import Tensor
+from dualdp_torch.rules.base import Tensor
 
 Sizes = int | Sequence[int]
-#: Bytes that a thread folds at once on a CPU: more of them fall out of its caches (measured: 2 to 5
-#: times slower for 128 examples), fewer cost calls.
+#: Bytes that a thread folds at once on a CPU: more of them exceed its caches (measured: 2 to 5
+#: times slower for 128 examples), fewer need more calls.
 FOLDED = 3 << 19
-#: Bytes of patches that a thread writes out at once on a CPU, where more take as long.
+#: Bytes of patches that a thread forms at once on a CPU; more are no faster.
 UNFOLDED = 1 << 22
 
 
 def per_axis(value: Sizes, axes: int) -> list[int]:
-    """One number per axis."""
+    """One number for each axis."""
     return (
         [value] * axes
         if isinstance(value, int)
@@ -34,7 +34,7 @@ def per_axis(value: Sizes, axes: int) -> list[int]:
 
 
 def padded(acts: Tensor, padding: Any, dilation: list[int], kernel: Sequence[int]) -> Any:
-    """The input and the number of zeros on both sides; uneven "same" padding is written out."""
+    """Input and its zero padding per axis; uneven "same" padding is applied to the input."""
     axes = len(kernel)
     if padding == "valid":
         return acts, [0] * axes
@@ -50,7 +50,7 @@ def padded(acts: Tensor, padding: Any, dilation: list[int], kernel: Sequence[int
 def weight_backward(
     acts: Tensor, grads_out: Tensor, shape: Sequence[int], repeat: int, transposed: bool, **o: Any
 ) -> Tensor:
-    """Summed over axis 0: the gradient of a weight and groups of `repeat` times the call's."""
+    """(repeat * shape[0], *shape[1:]) weight gradient summed over axis 0; groups times `repeat`."""
     axes = len(shape) - 2
     stride, dilation = (per_axis(o.get(k, 1), axes) for k in ("stride", "dilation"))
     acts, padding = padded(acts, o.get("padding", 0), dilation, shape[2:])
@@ -71,20 +71,20 @@ def weight_backward(
 
 
 def _at_once(acts: Tensor, each: int) -> int:
-    """Examples that are worked on together: so many for every thread of a CPU; else all."""
+    """Examples that are processed together: `each` per thread on a CPU; else all."""
     if acts.device.type != "cpu":
         return max(len(acts), 1)
     return each * torch.get_num_threads()
 
 
 def _folded_at_once(acts: Tensor, grads_out: Tensor, shape: Sequence[int]) -> int:
-    """Examples whose inputs, output gradients and weight gradients fit together in a cache."""
+    """Examples whose inputs, output gradients and weight gradients fit in a cache together."""
     numbers = math.prod(acts.shape[1:]) + math.prod(grads_out.shape[1:]) + math.prod(shape)
     return _at_once(acts, min(max(FOLDED // (numbers * acts.element_size()), 4), 64))
 
 
 def frames(x: Tensor, axes: int) -> Tensor:
-    """(n, c, ...) or (n, f, c, ...) -> (n, f, c, ...); several frames of one example add up."""
+    """(n, c, ...) or (n, f, c, ...) -> (n, f, c, ...); gradients of an example's frames add up."""
     return x.unsqueeze(1) if x.dim() == axes + 2 else x
 
 
@@ -115,7 +115,7 @@ def by_folding(
 
 
 def patches(acts: Tensor, *, shape: torch.Size, **o: Any) -> Tensor:
-    """(n, c, ...) -> (n, c k, t): what lies under the kernel at each position."""
+    """(n, c, ...) -> (n, c k, t), the inputs under the kernel at each position."""
     axes = len(shape) - 2
     stride, dilation = (per_axis(o.get(k, 1), axes) for k in ("stride", "dilation"))
     acts, padding = padded(acts, o.get("padding", 0), dilation, shape[2:])
@@ -138,7 +138,7 @@ def patches(acts: Tensor, *, shape: torch.Size, **o: Any) -> Tensor:
 
 
 def by_unfolding(acts: Tensor, grads_out: Tensor, *, shape: torch.Size, **o: Any) -> Tensor:
-    """(n, c, ...), (n, o, ...) -> (n, *shape): patches written out, then one product per example.
+    """(n, c, ...), (n, o, ...) -> (n, *shape): patches are formed, then one product per example.
 
     Source: Opacus; Goodfellow 2015 for the product. One or two axes.
     """
@@ -156,9 +156,9 @@ def by_unfolding(acts: Tensor, grads_out: Tensor, *, shape: torch.Size, **o: Any
 
 
 def by_crb(acts: Tensor, grads_out: Tensor, *, shape: torch.Size, **o: Any) -> Tensor:
-    """(n, c, ...), (n, o, ...) -> (n, *shape): a convolution of one axis more.
+    """(n, c, ...), (n, o, ...) -> (n, *shape): a convolution with one axis more.
 
-    The output's gradient is the kernel, stride and dilation change places, and the channels of a
+    The output's gradient is the kernel, stride and dilation are exchanged, and the channels of a
     group become the new axis. Source: Rochette et al. 2019, algorithm 2 (`crb`). One or two axes.
     """
     axes, groups, n = len(shape) - 2, o.get("groups", 1), len(acts)

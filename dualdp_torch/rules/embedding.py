@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Embedding: rows of a table, picked by id; nothing of size n times table unless asked for."""
+"""Embedding: rows of a table, selected by id; norms and sums never form n gradient tables."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 
 import torch
 
-from . import linear
-from .base import Norms, Rule, Tensor, all_but_last, sq_norms
+from dualdp_torch.rules import linear
+from dualdp_torch.rules.base import Norms, Rule, Tensor, all_but_last, sq_norms
 
-#: Entries of the table by which equal ids are found (4 bytes each, mostly untouched).
+#: Entries of the lookup table that finds equal ids (4 bytes each, mostly untouched).
 TABLE = 1 << 20
 
 
 def _flat(
     ids: Tensor, grads_out: Tensor, shape: torch.Size, padding_idx: int | None
 ) -> tuple[Tensor, Tensor]:
-    """(n, ...), (n, ..., d) -> (n, t), (n, t, d), the gradients of padding ids set to zero."""
+    """(n, ...), (n, ..., d) -> (n, t), (n, t, d), with zero gradients for padding ids."""
     t = math.prod(ids.shape[1:])
     ids, grads_out = ids.reshape(ids.shape[0], t), grads_out.reshape(ids.shape[0], t, shape[1])
     if padding_idx is None:
@@ -31,7 +31,7 @@ def _flat(
 def weight_grads(
     acts: Tensor, grads_out: Tensor, *, shape: torch.Size, padding_idx: Any = None, **_: Any
 ) -> Tensor:
-    """(n, ...), (n, ..., d) -> (n, v, d)."""
+    """(n, ...), (n, ..., d) -> (n, v, d) per-sample gradients."""
     ids, g = _flat(acts, grads_out, shape, padding_idx)
     rows = ids + shape[0] * torch.arange(len(ids), device=ids.device).unsqueeze(1)
     out = g.new_zeros(len(ids) * shape[0], shape[1])
@@ -41,8 +41,8 @@ def weight_grads(
 def _slots(ids: Tensor, rows: int) -> Tensor:
     """(n, t) ids below `rows` -> (n * t,) positions, the same for equal ids of one example.
 
-    Every id leaves its position in a table and all its equals read it there; what the table holds
-    elsewhere is never looked at. The table covers a few examples at a time.
+    Every id writes its position to a table and reads it back, so that equal ids read the same one;
+    entries of absent ids are never read. The table covers a few examples at a time.
     """
     n, t = ids.shape
     at_once = max(TABLE // rows, 1)
@@ -50,19 +50,19 @@ def _slots(ids: Tensor, rows: int) -> Tensor:
     table = torch.empty(min(at_once, n) * rows, dtype=kind, device=ids.device)
     slots = torch.empty(n * t, dtype=torch.int64, device=ids.device)
     for start in range(0, n, at_once):
-        part = ids[start : start + at_once]
-        places = part + rows * torch.arange(len(part), device=ids.device).unsqueeze(1)
-        places = places.reshape(-1)
-        here = torch.arange(start * t, start * t + len(places), dtype=kind, device=ids.device)
-        table.scatter_(0, places, here)
-        slots[start * t : start * t + len(places)] = table[places]
+        some = ids[start : start + at_once]
+        entries = some + rows * torch.arange(len(some), device=ids.device).unsqueeze(1)
+        entries = entries.reshape(-1)
+        here = torch.arange(start * t, start * t + len(entries), dtype=kind, device=ids.device)
+        table.scatter_(0, entries, here)
+        slots[start * t : start * t + len(entries)] = table[entries]
     return slots
 
 
 def weight_sq_norms(
     acts: Tensor, grads_out: Tensor, *, shape: torch.Size, padding_idx: Any = None, **_: Any
 ) -> Norms:
-    """(n, ...), (n, ..., d) -> (n,): gradients of equal ids are added, then squared."""
+    """(n, ...), (n, ..., d) -> (n,) squared norms; gradients of equal ids are added first."""
     ids, g = _flat(acts, grads_out, shape, padding_idx)
     n, t = ids.shape
     if t == 1:
@@ -81,7 +81,7 @@ def weight_sq_norms(
 def weight_sum(
     acts: Tensor, grads_out: Tensor, *, shape: torch.Size, padding_idx: Any = None, **_: Any
 ) -> Tensor:
-    """(n, ...), (n, ..., d) -> (v, d)."""
+    """(n, ...), (n, ..., d) -> (v, d) sum over the examples."""
     ids, g = _flat(acts, grads_out, shape, padding_idx)
     return g.new_zeros(shape).index_add_(0, ids.reshape(-1), g.flatten(0, 1))
 
@@ -92,15 +92,15 @@ def cross_products(
     """Inner product of a table's two gradients, as embedding and as the head tied to it.
 
     Args:
-        ids: (n, ...) of the embedding.
-        grads_out: (n, ..., d) of its output.
+        ids: (n, ...) ids of the embedding.
+        grads_out: (n, ..., d) gradient of the embedding's output.
         acts: (n, ..., d) inputs of the head.
-        head_grads: (n, ..., v) of its output.
-        shape: (v, d) of the table.
+        head_grads: (n, ..., v) gradient of the head's output.
+        shape: (v, d), the shape of the table.
         **o: options of the embedding.
 
     Returns:
-        (n,) inner products, and (n,) the sum of the lengths of all that is added up in both.
+        (n,) inner products, and the (n,) sum of the lengths of all terms of both gradients.
     """
     ids, g = _flat(ids, grads_out, shape, o.get("padding_idx"))
     a, h = linear.flatten_positions(acts), linear.flatten_positions(head_grads)
@@ -112,23 +112,18 @@ def cross_products(
 
 
 def _join(uses: Sequence[tuple[Any, Tensor]]) -> tuple[Any, Tensor]:
-    """Uses of one table, each (n, ...), (n, ..., d) -> (n, t), (n, t, d), t of them all."""
+    """Join uses of one table, each (n, ...), (n, ..., d) -> (n, t), (n, t, d), t in total."""
     ids = torch.cat([ids.reshape(len(ids), math.prod(ids.shape[1:])) for ids, _ in uses], 1)
     return ids, torch.cat([linear.flatten_positions(g) for _, g in uses], 1)
 
 
 def _refuse(options: Mapping[str, Any]) -> str | None:
-    """Options under which one example's gradient depends on the others."""
+    """Option under which one example's gradient depends on the others, as a reason, or None."""
     if options.get("scale_grad_by_freq"):
         return "scale_grad_by_freq=True divides by how often an id occurs in the whole batch"
     if options.get("max_norm") is not None:
         return "max_norm renormalises the rows that the batch uses, without noise"
     return None
-
-
-def _keeps(acts: Tensor, grads_out: Tensor, **_: Any) -> bool:
-    """Never kept: it would be n tables."""
-    return False
 
 
 RULE = Rule(
@@ -142,7 +137,7 @@ RULE = Rule(
     light=frozenset(),
     batch_axes=all_but_last,
     rows_are_free=True,
-    keeps=_keeps,
+    keeps=lambda *_, **__: False,  # kept per-sample gradients would be n tables
     join=_join,
     refuse=_refuse,
 )

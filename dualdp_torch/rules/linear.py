@@ -10,41 +10,40 @@ from typing import Any
 import torch
 
 from dualdp import costs
-from dualdp.clipping import margin_of
-from dualdp_torch import choices, memory
-
-from .base import Norms, Rule, Tensor, all_but_last, sq_norms, weighted_sum
-from .products import product, products
+from dualdp.plan.clipping import margin_of
+from dualdp_torch.rules import choices, memory
+from dualdp_torch.rules.base import Norms, Rule, Tensor, all_but_last, sq_norms, weighted_sum
+from dualdp_torch.rules.matmul import product, products
 
 #: The Gram form's rounding error is below eps (GRAM_ERROR (sum_t l_t)^2 + GRAM_SPREAD sum_t l_t^2),
-#: l_t = |a_t| |g_t|: single products err by up to 8 eps (measured, 512 inputs), but not together.
+#: l_t = |a_t| |g_t|: one product errs by up to 8 eps (measured, 512 inputs), but not all at once.
 GRAM_ERROR, GRAM_SPREAD = 2.0, 12.0
-#: Rounding of a formed gradient: below FORMED eps times the product of the lengths of both factors.
+#: Rounding of a formed gradient is below FORMED eps times the product of both factors' norms.
 FORMED = 4.0
-#: Squares that underflow: what is lost of a product of up to 2^20 terms, in units of `tiny`.
+#: Loss to underflow in a product of up to 2^20 terms, in units of `tiny`.
 LOST = 2.0**20
-#: Multiplications that cost as much as moving one number, by the libraries of `products`.
+#: Multiplications in `products` that cost as much as moving one number.
 MOVE = 64.0
 
 
 def flatten_positions(x: Tensor) -> Tensor:
-    """(n, ..., d) -> (n, t, d); t = 1 without position axes."""
+    """(n, ..., d) -> (n, t, d), with t = 1 if there are no position axes."""
     return x if x.dim() == 3 else x.reshape(x.shape[0], _positions(x), x.shape[-1])
 
 
 def _positions(x: Tensor) -> int:
-    """(n, ..., d) -> t."""
+    """(n, ..., d) -> number t of positions."""
     return math.prod(x.shape[1:-1])
 
 
 def weight_grads(acts: Tensor, grads_out: Tensor, **_: Any) -> Tensor:
-    """(n, ..., i), (n, ..., o) -> (n, o, i)."""
+    """(n, ..., i), (n, ..., o) -> (n, o, i) per-sample gradients."""
     a, g = flatten_positions(acts), flatten_positions(grads_out)
     return products(g.mT, a.mT)
 
 
 def _gram_norms(acts: Tensor, grads_out: Tensor) -> Norms:
-    """(n, ..., i), (n, ..., o) -> (n,), without the gradient."""
+    """(n, ..., i), (n, ..., o) -> (n,) squared norms without forming the gradient."""
     if _positions(acts) == 1:
         a, g = sq_norms(acts), sq_norms(grads_out)
         return a * g, a.add_(g).mul_(LOST * torch.finfo(a.dtype).tiny)
@@ -53,10 +52,10 @@ def _gram_norms(acts: Tensor, grads_out: Tensor) -> Norms:
 
 
 def gram_norms(by_acts: Tensor, by_grads: Tensor) -> Norms:
-    """(n, ..., t, t) products of positions, twice -> (n,) squared norms; overwrites the first.
+    """(n, ..., t, t) Gram matrices of inputs and of gradients -> (n,) squared norms.
 
-    What cancels is the sum over pairs of positions, each no more than their lengths' product; on
-    the diagonals the squares of those lengths stand.
+    Overwrites the first. Terms of different positions may cancel, so the error bound is in terms of
+    the positions' lengths, the roots of the diagonals.
     """
     a, g = (x.diagonal(dim1=-2, dim2=-1).sqrt().flatten(1) for x in (by_acts, by_grads))
     lost = a.sum(1).square_().add_(g.sum(1).square_()) * (LOST * torch.finfo(a.dtype).tiny)
@@ -65,17 +64,17 @@ def gram_norms(by_acts: Tensor, by_grads: Tensor) -> Norms:
 
 
 def _sizes(acts: Tensor, grads_out: Tensor) -> dict[str, int]:
-    """(n, ..., i), (n, ..., o) -> what the cost model asks about one example."""
+    """(n, ..., i), (n, ..., o) -> sizes of one example for the cost model."""
     return {"t": _positions(acts), "d_in": acts.shape[-1], "d_out": grads_out.shape[-1]}
 
 
 def _prefers_gram(sizes: Mapping[str, int]) -> bool:
-    """Whether norms from products of positions are cheaper than forming the gradient for them."""
+    """True if the Gram form is cheaper than forming the gradient for its norm."""
     return sizes["t"] == 1 or costs.prefers_gram(**sizes, move=MOVE)
 
 
 def _way(acts: Tensor, grads_out: Tensor) -> str:
-    """One of "gram", "keep", "discard" for (n, ..., i), (n, ..., o)."""
+    """(n, ..., i), (n, ..., o) -> method: "gram", "keep" or "discard"."""
     sizes = _sizes(acts, grads_out)
     if sizes["t"] == 1 and choices.cost_model_decides():
         return "gram"
@@ -108,24 +107,24 @@ def _way(acts: Tensor, grads_out: Tensor) -> str:
 
 
 def _uses_gram(acts: Tensor, grads_out: Tensor) -> bool:
-    """Whether norms without a kept gradient take the Gram form."""
+    """True if norms without a kept gradient take the Gram form."""
     way = _way(acts, grads_out)
-    if way == "keep":  # the caller could not
+    if way == "keep":  # but the caller has no memory to keep it
         return _prefers_gram(_sizes(acts, grads_out))
     return way == "gram"
 
 
 def weight_sq_norms(acts: Tensor, grads_out: Tensor, **_: Any) -> Norms:
-    """(n,); the cheaper of Gram form and forming the gradient (Li et al. 2022, eq. 3).
+    """Return (n,) squared norms by the cheaper of Gram form and forming the gradient.
 
-    Both cancel in finite precision: the caller forms the gradient of the examples where the bound
-    on the error is too large, and takes what it formed for the sum, too.
+    Both cancel in finite precision: for examples whose error bound is too large the caller forms
+    the gradient, and uses that same gradient in the sum. Source: Li et al. 2022, eq. 3.
     """
     if _uses_gram(acts, grads_out):
         return _gram_norms(acts, grads_out)
     a, g = flatten_positions(acts), flatten_positions(grads_out)
     numbers = a.shape[2] * g.shape[2]
-    rows = memory.pieces(len(a), numbers, a)
+    rows = memory.row_slices(len(a), numbers, a)
     norms = torch.cat([sq_norms(weight_grads(a[part], g[part])) for part in rows])
     return norms, formed_error(a, g)
 
@@ -133,16 +132,16 @@ def weight_sq_norms(acts: Tensor, grads_out: Tensor, **_: Any) -> Norms:
 def formed_error(acts: Tensor, grads_out: Tensor) -> Tensor:
     """(n, ...), (n, ...) -> (n,) bound on the error of squared norms of a gradient formed twice.
 
-    Once for its norm, and once in the product that sums over the examples: where positions cancel,
-    the two differ by rounding. The bound is that of the length, squared and in the units in which
-    the caller compares bounds of squares.
+    The gradient is formed once for its norm and once in the product that sums over the examples;
+    where positions cancel, the two differ by rounding. The bound on the length is squared and
+    scaled to the units in which the caller compares bounds of squares.
     """
     lengths = sq_norms(acts).mul_(sq_norms(grads_out))
     return rounding_error(lengths)
 
 
 def rounding_error(sq_lengths: Tensor) -> Tensor:
-    """(n,) squares of sums of lengths -> (n,) bound as `formed_error` has it; in place."""
+    """(n,) squared sums of lengths -> (n,) bound in the units of `formed_error`; in place."""
     share = FORMED * torch.finfo(sq_lengths.dtype).eps
     return sq_lengths.mul_(share**2 / margin_of(sq_lengths.dtype))
 
@@ -156,30 +155,30 @@ def gram_error(lengths: Tensor) -> Tensor:
 
 
 def weight_sum(acts: Tensor, grads_out: Tensor, **_: Any) -> Tensor:
-    """(n, ..., i), (n, ..., o) -> (o, i): one product for the whole batch."""
+    """(n, ..., i), (n, ..., o) -> (o, i) sum over the examples, one product for the whole batch."""
     g, a = grads_out.reshape(-1, grads_out.shape[-1]), acts.reshape(-1, acts.shape[-1])
     return product(g.T, a.T)
 
 
 def bias_grads(_: None, grads_out: Tensor, **__: Any) -> Tensor:
-    """(n, ..., o) -> (n, o)."""
+    """(n, ..., o) -> (n, o) per-sample gradients."""
     return grads_out if grads_out.dim() == 2 else flatten_positions(grads_out).sum(1)
 
 
 def bias_sum(_: None, grads_out: Tensor, **__: Any) -> Tensor:
-    """(n, ..., o) -> (o,)."""
+    """(n, ..., o) -> (o,) sum over the examples."""
     return grads_out.reshape(-1, grads_out.shape[-1]).sum(0)
 
 
 def join(uses: Sequence[tuple[Tensor | None, Tensor]]) -> tuple[Tensor | None, Tensor]:
-    """Uses of one weight, each (n, ..., i), (n, ..., o) -> (n, t, i), (n, t, o), t of them all."""
+    """Join uses of one weight: (n, ..., i), (n, ..., o) each -> (n, t, i), (n, t, o), t in all."""
     acts = [flatten_positions(a) for a, _ in uses if a is not None]
     grads_out = torch.cat([flatten_positions(g) for _, g in uses], 1)
     return torch.cat(acts, 1) if acts else None, grads_out
 
 
 def keeps(acts: Tensor, grads_out: Tensor, **_: Any) -> bool:
-    """Whether the per-sample gradients are kept rather than formed twice; not beyond memory."""
+    """True if keeping the per-sample gradients is cheapest and they fit in memory."""
     numbers = len(acts) * acts.shape[-1] * grads_out.shape[-1]
     return _way(acts, grads_out) == "keep" and memory.may_keep(numbers, acts)
 
@@ -190,17 +189,17 @@ def _right_grads(acts: Tensor, grads_out: Tensor, **_: Any) -> Tensor:
 
 
 def _right_sum(acts: Tensor, grads_out: Tensor, **_: Any) -> Tensor:
-    """(n, ..., i), (n, ..., o) -> (i, o)."""
+    """(n, ..., i), (n, ..., o) -> (i, o), for y = x W."""
     return weight_sum(grads_out, acts)
 
 
 def _right_keeps(acts: Tensor, grads_out: Tensor, **_: Any) -> bool:
-    """As `keeps`, for y = x W."""
+    """`keeps` for y = x W."""
     return keeps(grads_out, acts)
 
 
 def _is_plain_product(call: Mapping[str, Any]) -> bool:
-    """Whether it is x W with a matrix W on the right, and a vector added at most."""
+    """True for x W with a matrix W on the right and at most a vector added."""
     left, right = call.get("mat1", call.get("input")), call.get("mat2", call.get("other"))
     plain = call.get("beta", 1) == call.get("alpha", 1) == 1
     return bool(plain and right.dim() == 2 and left.dim() >= 2) and (
@@ -218,7 +217,7 @@ RULE = Rule(
     keeps=keeps,
     join=join,
 )
-#: x @ W, W being (i, o).
+#: x @ W with W (i, o).
 MATMUL = Rule(
     arguments=("input", "other"),
     grads={"other": _right_grads},
@@ -231,7 +230,7 @@ MATMUL = Rule(
     join=join,
     applies=_is_plain_product,
 )
-#: b + x @ W, as the convolutions of width one of GPT-2.
+#: b + x @ W, as in the `Conv1D` layers of GPT-2.
 ADDMM = Rule(
     arguments=("input", "mat1", "mat2"),
     grads={"mat2": _right_grads, "input": bias_grads},

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Norms inside one example: layer, group, instance and root-mean-square, with any affine part."""
+"""Layer, RMS, group and instance norm: normalisation inside one example, with any affine part."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from .base import Rule, Tensor, all_but_last
+from dualdp_torch.rules.base import Rule, Tensor, all_but_last
 
 
 def _per_feature(x: Tensor, shape: torch.Size) -> Tensor:
-    """(n, ..., *shape) -> (n, *shape): sum over positions, the features being last."""
+    """(n, ..., *shape) -> (n, *shape), summed over positions; features are last."""
     return x if x.dim() == 1 + len(shape) else x.reshape(x.shape[0], -1, *shape).sum(1)
 
 
 def _per_channel(x: Tensor, shape: torch.Size) -> Tensor:
-    """(n, c, ...) -> (n, c): sum over positions, the channels being axis 1."""
+    """(n, c, ...) -> (n, c), summed over positions; channels are axis 1."""
     del shape
     return x.flatten(2).sum(2) if x.dim() > 2 else x
 
 
 def _layer(x: Tensor, *, normalized_shape: Sequence[int], eps: float = 1e-5, **_: Any) -> Tensor:
-    """The input normalised over its last axes; `F.layer_norm` takes twice as long on a CPU."""
+    """Input normalised over its last axes; `F.layer_norm` takes twice as long on a CPU."""
     flat = x.flatten(-len(normalized_shape))
     centred = flat - flat.mean(-1, keepdim=True)
     lengths = torch.linalg.vector_norm(centred, dim=-1, keepdim=True)
@@ -35,24 +35,18 @@ def _layer(x: Tensor, *, normalized_shape: Sequence[int], eps: float = 1e-5, **_
 def _rms(
     x: Tensor, *, normalized_shape: Sequence[int], eps: float | None = None, **_: Any
 ) -> Tensor:
-    """The input divided by its root mean square over the last axes."""
     return F.rms_norm(x, list(normalized_shape), eps=eps)
 
 
-def _group(x: Tensor, *, num_groups: int, eps: float = 1e-5, **_: Any) -> Tensor:
-    """The input normalised over groups of channels."""
-    return F.group_norm(x, num_groups, eps=eps)
-
-
-def _instance(x: Tensor, *, eps: float = 1e-5, **_: Any) -> Tensor:
-    """The input normalised over positions, each channel by itself."""
-    return F.group_norm(x, x.shape[1], eps=eps)
+def _group(x: Tensor, *, num_groups: int | None = None, eps: float = 1e-5, **_: Any) -> Tensor:
+    """Input normalised over its groups; in instance norm every channel is one."""
+    return F.group_norm(x, num_groups or x.shape[1], eps=eps)
 
 
 def _functions(
     normalise: Callable[..., Tensor], reduce: Callable[[Tensor, torch.Size], Tensor]
 ) -> dict[str, Callable[..., Tensor]]:
-    """Per-sample gradients of scale and shift of one kind of norm; it gives a tensor of its own."""
+    """Per-sample gradients of scale and shift; `normalise` returns a fresh tensor (written to)."""
 
     def weight_grads(acts: Tensor, grads_out: Tensor, *, shape: torch.Size, **o: Any) -> Tensor:
         """(n, ...), (n, ...) -> (n, *shape)."""
@@ -66,7 +60,7 @@ def _functions(
 
 
 def _refuse_instance(options: Mapping[str, Any]) -> str | None:
-    """Running statistics are sums over the batch."""
+    """Reason to refuse running statistics, which average over the batch; else None."""
     if options.get("running_mean") is not None:
         return "its running statistics mix the examples of every batch; track_running_stats=False"
     return None
@@ -93,6 +87,6 @@ INSTANCE = Rule(
         *("input", "running_mean", "running_var", "weight", "bias"),
         *("use_input_stats", "momentum", "eps"),
     ),
-    grads=_functions(_instance, _per_channel),
+    grads=_functions(_group, _per_channel),
     refuse=_refuse_instance,
 )

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gates of an LSTM from what oneDNN keeps for its own backward, where it can be had.
+"""Activated gates of an LSTM, read from the workspace of oneDNN's training forward.
 
-oneDNN's training forward leaves the activated gates of every step at the start of its workspace,
-whose layout is not documented: they are used only if they give, from the first cell state, the last
-one that the layer returned, and are what the last step's input gives. Else gates are computed anew.
+oneDNN leaves the gates of every step at the start of that workspace, whose layout is not
+documented. The gates are used only after `are_gates` has checked them against the last cell state
+that the layer returned and against the last step's input; otherwise they are computed again.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from .base import Tensor
-from .products import by_onednn
+from dualdp_torch.rules.base import Tensor
+from dualdp_torch.rules.matmul import by_onednn
 
 #: `mode` of an LSTM in `aten::mkldnn_rnn_layer`.
 _LSTM = 2
-#: Largest difference of gates and cell states that rounding explains.
+#: Largest difference of gates or cell states that is taken for rounding.
 TOLERANCE = 1e-4
 _layer: Any = getattr(torch.ops.aten, "mkldnn_rnn_layer", None)
 
@@ -28,22 +28,22 @@ def lstm_with_gates(
     """Output (t, n, h), last states (n, h) twice, activated gates i, f, g, o (t, n, 4, h).
 
     Args:
-        x: (t, n, i).
+        x: (t, n, i) inputs.
         h: (n, h) first hidden state.
         c: (n, h) first cell state.
         weights: input (4 h, i), hidden (4 h, h), and two biases (4 h,).
 
     Returns:
-        None where oneDNN can't be asked.
+        four tensors as above, or None if oneDNN cannot run the layer or returns no such workspace.
     """
     if _layer is None or torch.is_autocast_enabled("cpu") or not x.numel():
         return None
     if not by_onednn(x, h, c, *weights):
         return None
-    first = weights[0].detach().requires_grad_()  # only then the workspace is returned
+    first = weights[0].detach().requires_grad_()  # oneDNN returns its workspace for training only
     options: tuple[Any, ...] = (False, [], _LSTM, h.shape[1], 1, True, False, False, True)
     with torch.enable_grad():
-        operands = (x.detach(), first, *weights[1:], h, c)  # it takes them for contiguous
+        operands = (x.detach(), first, *weights[1:], h, c)  # oneDNN assumes contiguous operands
         found = _layer(*(operand.contiguous() for operand in operands), *options)
     out, last_h, last_c, workspace = found
     steps, n, width = len(x), len(h), 4 * h.shape[1]
@@ -56,18 +56,18 @@ def lstm_with_gates(
 
 
 def _row(numbers: int) -> int:
-    """Numbers from one row to the next: whole cache lines, and no power of two."""
+    """Row stride of the workspace in numbers: whole cache lines, and no power of two."""
     numbers = -(-numbers // 16) * 16
     return numbers + 16 if numbers % 256 == 0 else numbers
 
 
 def are_gates(gates: Tensor, cells: Tensor, last_c: Tensor, last_sums: Tensor) -> bool:
-    """Whether these are the gates.
+    """True if `gates` agree with the last cell state and with the last step's gate sums.
 
     Args:
-        gates: (t, n, 4, h), activated.
-        cells: (t + 1, n, h) cell states that they give.
-        last_c: (n, h) that the layer returned.
+        gates: (t, n, 4, h) candidate gates, activated.
+        cells: (t + 1, n, h) cell states computed from `gates`.
+        last_c: (n, h) last cell state that the layer returned.
         last_sums: (n, 4 h) gates of the last step, before activation.
     """
     i, f, g, o = last_sums.chunk(4, 1)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import dualdp_jax as backend
-from dualdp_jax.methods import METHODS as _TABLE
+from dualdp_jax.per_sample.methods import METHODS as _TABLE
 from tests.cases import layers
 from tests.cases.layers import Case
 

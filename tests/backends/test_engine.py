@@ -10,7 +10,7 @@ import torch
 import dualdp.jax as dpj
 import dualdp.torch as dpt
 from dualdp import AccountingError, PrivacyPlan
-from dualdp.schedules import AdaptiveNorm
+from dualdp.plan.schedules import AdaptiveNorm
 from tests.closeness import factors_of
 from tests.conftest import BACKENDS
 

@@ -12,9 +12,10 @@ import torch
 
 import dualdp.jax as dpj
 import dualdp.torch as dpt
-from dualdp import PrivacyPlan, UnsupportedLayerError, chain
+from dualdp import PrivacyPlan, UnsupportedLayerError
+from dualdp.ledger import hash_chain
+from dualdp.ledger.verify import verify
 from dualdp.randomness import fold_in, normal
-from dualdp.verification import verify
 from tests.conftest import BACKENDS
 
 stacks = pytest.mark.parametrize("stack", BACKENDS)
@@ -116,7 +117,7 @@ def full_disk(monkeypatch, after):
         right(file, data[: len(data) // 2])
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(chain.os, "write", write)
+    monkeypatch.setattr(hash_chain.os, "write", write)
 
 
 @stacks

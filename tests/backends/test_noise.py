@@ -10,11 +10,12 @@ from scipy import stats
 
 import dualdp.jax as dpj
 import dualdp.torch as dpt
-from dualdp import PrivacyPlan, matching
-from dualdp.plan import NOISE
-from dualdp.randomness import RootKey, counter, normal, secure
-from dualdp_jax import noise as jax_noise
-from dualdp_torch import noise as torch_noise
+from dualdp import PrivacyPlan
+from dualdp.plan.plan import NOISE
+from dualdp.porting import matching
+from dualdp.randomness import RootKey, grid_noise, normal, threefry
+from dualdp_jax.noise import noise as jax_noise
+from dualdp_torch.noise import noise as torch_noise
 from tests.conftest import BACKENDS
 
 SHAPES = {"a.weight": (60, 50), "a.bias": (60,), "b.weight": (3, 4, 5, 5)}
@@ -200,7 +201,7 @@ def test_secure_sums_lie_on_the_grid(stack, dtype, x64):
     rng = np.random.default_rng(0)
     sums = {"w": rng.normal(size=5000).astype(dtype), "b": np.full((3, 5), 1e-9, dtype)}
     one = {"expected_batch_size": 1}  # so that the mean is the sum
-    pitch = secure.pitch(0.5, 5015)
+    pitch = grid_noise.pitch(0.5, 5015)
     for mode in NOISE:
         means = noisy_mean(stack, sums, plan(noise=mode, **one), 0, x64=x64)
         cells = np.concatenate([means[n].ravel().astype(np.float64) / pitch for n in sums])
@@ -219,8 +220,8 @@ def test_secure_noise_is_exact_and_the_same_on_both_stacks():
         for x64 in (False, True):
             theirs = noisy_mean("jax", sums, run, 0, x64=x64)["w"]
             np.testing.assert_array_equal(ours, theirs)
-    pitch = secure.pitch(0.5, sizes.size)
-    noise = secure.grid_noise(run, 0, branch=0, cells=100 / pitch, size=sizes.size)
+    pitch = grid_noise.pitch(0.5, sizes.size)
+    noise = grid_noise.grid_noise(run, 0, branch=0, cells=100 / pitch, size=sizes.size)
     expected = (np.rint(sums["w"].astype(np.float64) / pitch) + noise) * pitch
     np.testing.assert_array_equal(ours, expected.astype(np.float32))
 
@@ -228,9 +229,9 @@ def test_secure_noise_is_exact_and_the_same_on_both_stacks():
 def normals_of_jax(stack):
     """Every value that a float32 normal of JAX can take, as this stack computes it."""
     words = np.arange(1 << 23, dtype=np.uint32) << np.uint32(9)
-    uniform = counter._symmetric_uniform(words)
+    uniform = threefry._symmetric_uniform(words)
     if stack == "torch":
-        return np.unique(np.float32(np.sqrt(2)) * counter._erfinv32(uniform))
+        return np.unique(np.float32(np.sqrt(2)) * threefry._erfinv32(uniform))
     return np.unique(np.sqrt(2).astype(np.float32) * jax.jit(jax.lax.erf_inv)(uniform))
 
 

@@ -4,10 +4,10 @@
 import numpy as np
 import pytest
 
-import dualdp_torch.clip
-import dualdp_torch.per_sample
+import dualdp_torch.per_sample.api
+import dualdp_torch.per_sample.clip
 from dualdp import ExactnessError
-from dualdp.clipping import CLIPPING
+from dualdp.plan.clipping import CLIPPING
 from tests.cases import layers
 from tests.conftest import BACKENDS
 
@@ -156,11 +156,11 @@ def test_a_batch_without_the_row_is_a_batch_with_it_masked(backend, case, clippi
     ids=["not clipped", "a thousandth too large", "the inverse", "right"],
 )
 def test_the_test_sees_a_wrong_clip(backend, clipping, fault, monkeypatch, request):
-    monkeypatch.setattr(dualdp_torch.clip, "factors_for", fault)
+    monkeypatch.setattr(dualdp_torch.per_sample.clip, "factors_for", fault)
     if "right" not in request.node.callspec.id:  # the spot check sees it before this test does
         with pytest.raises(ExactnessError, match="of one example differs from plain autodiff"):
             check(backend, SOME[0], clipping, 1e-3)
-    monkeypatch.setattr(dualdp_torch.per_sample, "_check", lambda *_: None)
+    monkeypatch.setattr(dualdp_torch.per_sample.api, "_check", lambda *_: None)
     if "right" in request.node.callspec.id:
         check(backend, SOME[0], clipping, 1e-3)
         return

@@ -9,8 +9,8 @@ from safetensors.numpy import save_file
 
 import dualdp
 from dualdp import checkpoint
-from tests.core.test_ledger import release
-from tests.core.test_plan import make
+from tests.core.ledger.test_ledger import release
+from tests.core.plan.test_plan import make
 
 ARRAYS = {
     "params/a": np.arange(6, dtype=np.float32).reshape(2, 3),

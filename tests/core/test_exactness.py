@@ -9,7 +9,7 @@ import pytest
 
 import dualdp
 from dualdp import exactness
-from tests.core.test_plan import make
+from tests.core.plan.test_plan import make
 
 
 def sides(**changed):

@@ -15,11 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import dualdp_torch as dpt
-import dualdp_torch.optimizer
+import dualdp_torch.training.step
 from dualdp import checkpoint
-from dualdp.ledger import Ledger
-from dualdp_torch import choices
-from dualdp_torch.distributed import Group, Reduction
+from dualdp.ledger.ledger import Ledger
+from dualdp_torch.parallel.process_group import Group, Reduction
+from dualdp_torch.rules import choices
 from tests.kill import notes
 from tests.kill.train_torch import EVERY, data
 
@@ -28,7 +28,7 @@ PLACES = {
     **dict.fromkeys(("record", "recorded"), (Ledger, "record")),
     **dict.fromkeys(("seal", "sealed"), (Ledger, "seal")),
     **dict.fromkeys(("reduce", "reduced"), (Reduction, "finish")),
-    **dict.fromkeys(("noise", "noised"), (dualdp_torch.optimizer, "noised_mean")),
+    **dict.fromkeys(("noise", "noised"), (dualdp_torch.training.step, "noised_mean")),
     **dict.fromkeys(("write", "replaced"), (checkpoint.os, "replace")),
 }
 
@@ -90,7 +90,7 @@ def train(folder, die=None, dropout=0.2, stop=None):
                 module=module, optimizer=optimizer, data_loader=loader, plan=notes.plan(folder)
             )
             dpt.save_checkpoint(path, model=module, optimizer=optimizer, engine=engine)
-        notes.watch_noise(str(folder), "dualdp_torch.optimizer")
+        notes.watch_noise(str(folder), "dualdp_torch.training.step")
         for x, y in loader if engine.ledger.position < engine.plan.num_steps else ():
             optimizer.zero_grad()
             F.cross_entropy(module(x), y).backward()

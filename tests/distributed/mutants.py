@@ -10,15 +10,16 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import dualdp_torch as dpt
-import dualdp_torch.data
-import dualdp_torch.engine
-import dualdp_torch.optimizer
-from dualdp import PrivacyPlan, run_registry, schedules
-from dualdp.ledger import Ledger
-from dualdp.randomness import RootKey
-from dualdp_torch import distributed
-from dualdp_torch.data import Share
-from dualdp_torch.release import Together
+import dualdp_torch.training.engine
+import dualdp_torch.training.loader
+import dualdp_torch.training.step
+from dualdp import PrivacyPlan
+from dualdp.ledger.ledger import Ledger
+from dualdp.plan import schedules
+from dualdp.randomness import RootKey, run_registry
+from dualdp_torch.parallel import process_group
+from dualdp_torch.training.loader import Share
+from dualdp_torch.training.release import GroupRelease
 
 from . import sharded_models as models
 
@@ -82,25 +83,25 @@ def _without_noise(sums, plan, step, **options):
 
 def no_noise():
     """Rank 1 adds no noise."""
-    real = dualdp_torch.optimizer.noised_mean
+    real = dualdp_torch.training.step.noised_mean
     mutant = _without_noise if dist.get_rank() else real
-    return replaced(dualdp_torch.optimizer, "noised_mean", mutant)
+    return replaced(dualdp_torch.training.step, "noised_mean", mutant)
 
 
 @contextlib.contextmanager
 def noise_before(seed_of):
     """Each rank adds noise of full size to its own sum, and none is added later."""
-    real = distributed.Reduction.add
+    real = process_group.Reduction.add
 
     def add(self, name, tensor):
-        seed = 100 * seed_of(self._group.rank, self._place) + list(self._like).index(name)
+        seed = 100 * seed_of(self._group.rank, self._point) + list(self._like).index(name)
         generator = torch.Generator().manual_seed(seed)
         noise = torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype)
         return real(self, name, tensor + 0.2 * noise)
 
     with (
-        replaced(distributed.Reduction, "add", add),
-        replaced(dualdp_torch.optimizer, "noised_mean", _without_noise),
+        replaced(process_group.Reduction, "add", add),
+        replaced(dualdp_torch.training.step, "noised_mean", _without_noise),
     ):
         yield
 
@@ -116,25 +117,29 @@ def noise_scaled(factor):
 def share(rank=None, size=None):
     """Ranks draw other shares."""
     return replaced(
-        dualdp_torch.engine, "Share", lambda r, s: Share(r if rank is None else rank, size or s)
+        dualdp_torch.training.engine,
+        "Share",
+        lambda r, s: Share(r if rank is None else rank, size or s),
     )
 
 
 def local_counts():
     """Rank 0 alone counts who lies below an adaptive bound."""
-    real = Together.__call__
+    real = GroupRelease.finish
 
     def call(self, step, sums, *, counts=(), **rest):
         return real(self, step, sums, counts=(0, 0) if dist.get_rank() else counts, **rest)
 
-    return replaced(Together, "__call__", call)
+    return replaced(GroupRelease, "finish", call)
 
 
 def empty_skipped():
     """A share without examples gives no batch."""
-    real = dualdp_torch.data.draws
+    real = dualdp_torch.training.loader.draws
     return replaced(
-        dualdp_torch.data, "draws", lambda *a: (draw for draw in real(*a) if draw.mask.any())
+        dualdp_torch.training.loader,
+        "draws",
+        lambda *a: (draw for draw in real(*a) if draw.mask.any()),
     )
 
 
@@ -184,7 +189,7 @@ def everything(folder):
 
 def sent_early():
     """What happens in one step, in order, where every sum is a bucket of its own."""
-    events, add, send = [], distributed.Reduction.add, dist.all_reduce
+    events, add, send = [], process_group.Reduction.add, dist.all_reduce
 
     def added(self, name, tensor):
         events.append(name)
@@ -195,8 +200,8 @@ def sent_early():
         return send(*args, **options)
 
     with (
-        replaced(distributed, "_BUCKET", 1),
-        replaced(distributed.Reduction, "add", added),
+        replaced(process_group, "_BUCKET", 1),
+        replaced(process_group.Reduction, "add", added),
         replaced(dist, "all_reduce", sent),
     ):
         releases(physical_batch_size=3)
@@ -206,21 +211,21 @@ def sent_early():
 def one_tensor_twice():
     """The sums of two parameters that are one tensor, each sent alone."""
     one = torch.ones(3)
-    with replaced(distributed, "_BUCKET", 1):
-        reduction = distributed.Reduction(distributed.Group(), "a test", {"a": one, "b": one})
+    with replaced(process_group, "_BUCKET", 1):
+        reduction = process_group.Reduction(process_group.Group(), "a test", {"a": one, "b": one})
         totals = reduction.finish({"a": one, "b": one})
     return [one, totals["a"], totals["b"]]
 
 
 def order(path):
     """For each step: whether the file of rank 0 held its seal when this rank drew noise."""
-    real, sealed = dualdp_torch.optimizer.noised_mean, []
+    real, sealed = dualdp_torch.training.step.noised_mean, []
 
     def noted(sums, plan, step, **options):
         kinds = {(r.get("kind"), r.get("step")) for r in Ledger.read(path)}
         sealed.append({("release", step), ("seal", step)} <= kinds)
         return real(sums, plan, step, **options)
 
-    with replaced(dualdp_torch.optimizer, "noised_mean", noted):
+    with replaced(dualdp_torch.training.step, "noised_mean", noted):
         releases(ledger=path)
     return sealed

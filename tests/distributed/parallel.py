@@ -9,8 +9,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import dualdp_torch as dpt
-from dualdp import schedules
-from dualdp_torch.distributed import fingerprints, unwrapped
+from dualdp.plan import schedules
+from dualdp_torch.parallel.process_group import fingerprints, unwrapped
 
 from . import sharded_models as models
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import dualdp_torch as dpt
 from dualdp import ExactnessError
-from dualdp_torch import distributed
+from dualdp_torch.parallel import process_group
 from dualdp_torch.rules import RULES
 
 from . import sharded_models as models
@@ -33,12 +33,12 @@ class Clock:
 
 def of_reduction(change):
     """What this rank sends is another tensor than what it has."""
-    real = distributed.Reduction.add
+    real = process_group.Reduction.add
 
     def add(self, name, tensor):
         return real(self, name, change(self._group.rank, tensor) if Clock.has_begun() else tensor)
 
-    return lambda: replaced(distributed.Reduction, "add", add)
+    return lambda: replaced(process_group.Reduction, "add", add)
 
 
 def without_rows(rank, tensor):

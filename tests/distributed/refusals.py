@@ -11,8 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import dualdp_torch as dpt
-from dualdp_torch import choices
-from dualdp_torch.distributed import Group, Reduction, fingerprints, unwrapped
+from dualdp_torch.parallel.process_group import Group, Reduction, fingerprints, unwrapped
+from dualdp_torch.rules import choices
 
 from . import sharded_models as models
 
@@ -137,7 +137,7 @@ def refusals(folder):
     found["learning rate later"] = said(lambda: drifting(rank))
     found["sums"] = said(lambda: faulty_link(rank))
     found["budget"] = said(over_budget)
-    found["a failed loop"] = said(lambda: Group().together("a test", lambda: 1 / (1 - rank)))
+    found["a failed loop"] = said(lambda: Group().gather_results("a test", lambda: 1 / (1 - rank)))
     return found
 
 

@@ -3,7 +3,7 @@
 
 import torch
 
-from dualdp_torch.sharded_checkpoint import load_sharded_checkpoint, save_sharded_checkpoint
+from dualdp_torch.checkpoint.sharded import load_sharded_checkpoint, save_sharded_checkpoint
 
 from . import sharded_models as models
 

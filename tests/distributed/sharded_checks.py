@@ -18,9 +18,9 @@ from torch.utils.checkpoint import checkpoint
 
 import dualdp_torch as dpt
 from dualdp import UnsupportedLayerError
-from dualdp_torch import sharded
-from dualdp_torch.gradients import Captured
-from dualdp_torch.state import Start
+from dualdp_torch.parallel import fsdp
+from dualdp_torch.per_sample.gradients import Captured
+from dualdp_torch.per_sample.model_state import Start
 
 from . import sharded_models as models
 
@@ -110,10 +110,10 @@ def planted_faults_are_seen(patch):
     for fault in (None, "place", "sum"):
         with patch.context() as planted:
             if fault == "sum":
-                planted.setattr(sharded, "_reduce_scatter", _own_part)
+                planted.setattr(fsdp, "_reduce_scatter", _own_part)
             engine, model, optimizer, batches = began(dtype=torch.float64)
             if fault == "place":
-                shards = engine._recorder.shards
+                shards = engine._step.recorder.shards
                 moved = {
                     n: dataclasses.replace(piece, start=0) for n, piece in shards.pieces.items()
                 }
@@ -197,7 +197,7 @@ def _alive(clipping, mode="auto"):
         x, y = next(batches)
         optimizer.zero_grad()
         loss = F.cross_entropy(model(x), y)
-        plain = engine._recorder.shards.plain.values()
+        plain = engine._step.recorder.shards.plain.values()
         shapes = [tuple(p.shape) for p in plain if p.dim() == 2]
         mode = Alive(shapes, lambda: {p.untyped_storage().data_ptr() for p in plain})  # noqa: B023
         with mode:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-import dualdp_torch.optimizer
-from dualdp_torch import choices
-from dualdp_torch.sharded import Shards
+import dualdp_torch.training.step
+from dualdp_torch.parallel.fsdp import Shards
+from dualdp_torch.rules import choices
 from tests.kill import notes
 
 from . import sharded_models as models
@@ -53,8 +53,10 @@ def train(folder, die=None):
     )
     list(model)[2].register_forward_pre_hook(lambda *_: reached("gather"))
     call_before(Shards, "reduce", lambda: reached("reduce"))
-    call_before(dualdp_torch.optimizer, "noised_mean", lambda: reached("noise"))
-    call_before(dualdp_torch.optimizer, "noised_mean", lambda: notes.write(str(folder), step=at[0]))
+    call_before(dualdp_torch.training.step, "noised_mean", lambda: reached("noise"))
+    call_before(
+        dualdp_torch.training.step, "noised_mean", lambda: notes.write(str(folder), step=at[0])
+    )
     said = {"stopped": None}
     try:
         for batch in loader:

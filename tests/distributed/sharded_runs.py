@@ -3,7 +3,7 @@
 
 import torch
 
-from dualdp.schedules import AdaptiveNorm
+from dualdp.plan.schedules import AdaptiveNorm
 
 from . import sharded_models as models
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from dualdp import accountants
-from dualdp.plan import PrivacyPlan
+from dualdp.plan.plan import PrivacyPlan
 from tests.kill import notes
 
 

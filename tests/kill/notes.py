@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from dualdp import checkpoint
-from dualdp.ledger import Ledger
-from dualdp.plan import PrivacyPlan
+from dualdp.ledger.ledger import Ledger
+from dualdp.plan.plan import PrivacyPlan
 
 NUM_EXAMPLES = 160
 _NOTES, _PLAN, _KEY, _FINAL = "notes.jsonl", "plan.json", "plan.key", "final.npz"

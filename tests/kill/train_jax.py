@@ -13,7 +13,7 @@ import numpy as np
 import optax
 
 import dualdp_jax as dpj
-from dualdp_jax.training import Run
+from dualdp_jax.training.step import CompiledStep
 from tests.kill import notes
 
 EVERY = 3  # steps between two checkpoints
@@ -42,16 +42,16 @@ def loss_fn(params: Any, x: Any, y: Any, key: Any) -> Any:
 
 def watch_noise(folder: str) -> None:
     """Note every release before its noise is drawn: the step, and a digest of the clipped sum."""
-    real = Run.release
+    real = CompiledStep.release
 
-    def noted(run: Run, state: Any, totals: Any, step: int, seal: Any) -> Any:
+    def noted(run: CompiledStep, state: Any, totals: Any, step: int, seal: Any) -> Any:
         digest = hashlib.sha256()
         for leaf in totals.sums:
             digest.update(np.asarray(leaf).tobytes())
         notes.write(folder, step=step, sum=digest.hexdigest())
         return real(run, state, totals, step, seal)
 
-    Run.release = noted  # type: ignore[method-assign]
+    CompiledStep.release = noted  # type: ignore[method-assign]
 
 
 def main(folder: str, die: tuple[str, int] | None = None) -> None:

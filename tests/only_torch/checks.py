@@ -11,7 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 import dualdp_torch as dpt
-from dualdp_torch import call
+from dualdp_torch.per_sample import call
 from tests import reference
 from tests.closeness import assert_grads_close, factors_of, whole_norms
 

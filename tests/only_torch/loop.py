@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import dualdp_torch as dpt
-from dualdp.plan import PrivacyPlan
+from dualdp.plan.plan import PrivacyPlan
 from tests.only_torch.checks import data, ids, randomise
 
 NUM = 60

@@ -3,8 +3,8 @@
 
 import numpy as np
 
+from dualdp.audit.protocol import CANARY_FACTOR, LOSS_FACTOR
 from dualdp.testing import Claims, Event, Release
-from dualdp.testing.step import CANARY_FACTOR, LOSS_FACTOR
 
 N, INPUTS, HIDDEN, CLASSES = 60, 8, 16, 4
 RNG = np.random.default_rng(5)

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import dualdp_torch as dpt
-from dualdp.clipping import CLIPPING
+from dualdp.plan.clipping import CLIPPING
 from tests import reference
 from tests.cases import layers
 from tests.cases.layers import Case

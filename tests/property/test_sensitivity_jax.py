@@ -20,8 +20,8 @@ import numpy as np
 import pytest
 
 import dualdp_jax as dpj
-from dualdp.clipping import MARGIN
-from dualdp_jax.methods import METHODS
+from dualdp.plan.clipping import MARGIN
+from dualdp_jax.per_sample.methods import METHODS
 from dualdp_jax.rules import RULES
 
 jax.config.update("jax_disable_most_optimizations", True)  # they cost more than they save here

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import dualdp
 import dualdp_torch as dpt
 from dualdp import PrivacyPlan
-from dualdp.clipping import MARGIN
+from dualdp.plan.clipping import MARGIN
 
 Sums = dict[str, torch.Tensor]
 Criterion = Callable[..., torch.Tensor]

@@ -14,7 +14,7 @@ from flax import nnx
 
 import dualdp_jax as dpj
 from dualdp import PrivacyPlan
-from dualdp.clipping import MARGIN
+from dualdp.plan.clipping import MARGIN
 from tests.zoo.entry import N, Problem
 
 #: Largest distance of two clipped sums in units of C, and of norms, relative, in float32.

@@ -21,13 +21,13 @@ from torch.utils.data import DataLoader
 
 import dualdp_jax as dpj
 import dualdp_torch as dpt
-import dualdp_torch.per_sample
+import dualdp_torch.per_sample.api
 from dualdp import ExactnessError, PrivacyPlan, exactness
-from dualdp_jax import bounds as jax_bounds
+from dualdp_jax.per_sample import clip as jax_bounds
 from dualdp_jax.rules import RULES as JAX_RULES
-from dualdp_torch import clip as torch_clip
+from dualdp_torch.per_sample import clip as torch_clip
+from dualdp_torch.per_sample.checks.spot_check import Comparison
 from dualdp_torch.rules import RULES as TORCH_RULES
-from dualdp_torch.spot_check import Comparison
 from tests.zoo import torch_check
 from tests.zoo.entry import N
 from tests.zoo.jax_models import JAX
@@ -384,7 +384,7 @@ def test_calls_in_torch_are_held_to_the_tolerance(precision, fault, share, monke
     model, x = torch_problem(precision)
     plant, method = TORCH_FAULTS[fault]
     plant(monkeypatch, error_of(share, precision))
-    monkeypatch.setattr(dualdp_torch.per_sample, "_drawn", random.Random(0))
+    monkeypatch.setattr(dualdp_torch.per_sample.api, "_drawn", random.Random(0))
     with expectation(SHARES[share]):
         for _ in range(TURNS):
             dpt.clipped_grad_sum(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dualdp import ExactnessError, UnsupportedLayerError
-from dualdp_jax.methods import METHODS
+from dualdp_jax.per_sample.methods import METHODS
 from tests.zoo import jax_check
 from tests.zoo.entry import two_each
 from tests.zoo.jax_models import JAX

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import dualdp_torch as dpt
 from dualdp import PrivacyPlan
-from dualdp.clipping import MARGIN
+from dualdp.plan.clipping import MARGIN
 from tests.zoo.entry import N, Problem
 
 #: Largest distance of two clipped sums, in units of C, and of norms, relative; by precision. Many

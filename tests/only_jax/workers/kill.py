@@ -13,8 +13,8 @@ from pathlib import Path
 import jax
 
 import dualdp_jax as dpj
-from dualdp_jax.sharded_checkpoint import load_sharded_checkpoint, save_sharded_checkpoint
-from dualdp_jax.sharding import whole
+from dualdp_jax.checkpoint.sharded import load_sharded_checkpoint, save_sharded_checkpoint
+from dualdp_jax.parallel.mesh import whole
 from tests.kill import notes
 from tests.kill.train_jax import EVERY, watch_noise
 from tests.only_jax.workers import launch

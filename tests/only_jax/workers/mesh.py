@@ -20,14 +20,14 @@ from jax.sharding import PartitionSpec as P
 
 import dualdp_jax as dpj
 from dualdp import ExactnessError, UnsupportedLayerError, checkpoint
-from dualdp.schedules import AdaptiveNorm
-from dualdp_jax import noise
-from dualdp_jax.sharded_checkpoint import (
+from dualdp.plan.schedules import AdaptiveNorm
+from dualdp_jax.checkpoint.sharded import (
     consolidate_checkpoint,
     load_sharded_checkpoint,
     save_sharded_checkpoint,
 )
-from dualdp_jax.sharding import Layout
+from dualdp_jax.noise import noise
+from dualdp_jax.parallel.mesh import DataMesh
 from tests.only_jax.workers import launch
 from tests.only_jax.workers.models import (
     BOUND,
@@ -234,7 +234,7 @@ def noise_is_that_of_one_device_bitwise():
 
 def _forget(key):
     """Let several runs have one key, which only a test may."""
-    from dualdp import run_registry
+    from dualdp.randomness import run_registry
 
     if key is not None:
         run_registry._secret.pop(key.sha256, None)
@@ -267,13 +267,13 @@ def noise_of_every_shard_would_be_seen():
             grads = jax.tree.map(lambda g, m: g + m * size, grads, more)  # noqa: B023
         return plain(grads, release)
 
-    from dualdp_jax import training
+    from dualdp_jax.training import step
 
-    training.noised_mean = eight_times
+    step.noised_mean = eight_times
     try:
         found = stddev_of_noise(mesh_of((8,)))
     finally:
-        training.noised_mean = plain
+        step.noised_mean = plain
     assert abs(found - 8**0.5) < 0.15
     assert not abs(found - 1) < 0.05
 
@@ -294,7 +294,7 @@ def _programs(split):
     add = run._jitted["add"].lower(*arrays, totals, rows, dropout, np.float32(1)).compile()
     collect = run._jitted["collect"].lower(totals).compile()
     whole = run._jitted["collect"](totals)
-    from dualdp.sealing import Seal
+    from dualdp.ledger.release_record import Seal
 
     numbers = run._numbers(0, Seal(0, 0, 1.0, 1.0, 24.0, False), whole.sums)
     update = run._jitted["update"].lower(arrays[0], state.opt_state, whole, numbers).compile()
@@ -501,18 +501,18 @@ def an_interrupted_sharded_save_leaves_the_older_one():
 
 def a_share_that_two_shards_have_is_seen():
     """Planted: every shard reads the rows of the first."""
-    plain = Layout.rows
+    plain = DataMesh.rows
 
     def wrong(self, array, at=None):
         at = np.arange(len(array)) if at is None else at
         return plain(self, array, np.tile(at[: len(at) // self.num_shards], self.num_shards))
 
-    Layout.rows = wrong
+    DataMesh.rows = wrong
     try:
         with pytest.raises((AssertionError, ExactnessError)):
             same_as_alone("mlp", "eight")
     finally:
-        Layout.rows = plain
+        DataMesh.rows = plain
 
 
 def refusals():

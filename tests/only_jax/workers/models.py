@@ -161,7 +161,7 @@ def train(step, state, loader, num_steps=None):
 
 def distance(ours, theirs):
     """Largest difference of two pytrees, relative to the largest number of each leaf."""
-    from dualdp_jax.sharding import whole
+    from dualdp_jax.parallel.mesh import whole
 
     pairs = zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True)
     arrays = [(whole(a), whole(b)) for a, b in pairs]

@@ -18,13 +18,13 @@ from jax.sharding import PartitionSpec as P
 
 import dualdp_jax as dpj
 from dualdp import AccountingError
-from dualdp.ledger import Ledger
-from dualdp.schedules import AdaptiveNorm
-from dualdp.twin import Twin
-from dualdp_jax.distributed import Group
-from dualdp_jax.sharded_checkpoint import load_sharded_checkpoint, save_sharded_checkpoint
-from dualdp_jax.sharding import Layout, whole
-from dualdp_jax.training import Run
+from dualdp.ledger.follower import FollowerLedger
+from dualdp.ledger.ledger import Ledger
+from dualdp.plan.schedules import AdaptiveNorm
+from dualdp_jax.checkpoint.sharded import load_sharded_checkpoint, save_sharded_checkpoint
+from dualdp_jax.parallel.mesh import DataMesh, whole
+from dualdp_jax.parallel.process_group import Group
+from dualdp_jax.training.step import CompiledStep
 from tests.only_jax.workers import launch
 from tests.only_jax.workers.models import (
     BOUND,
@@ -75,7 +75,7 @@ def refused(kind, text):
 
 
 def texts_are_the_same(engine):
-    Group().same("the text of the ledgers", engine.ledger.to_json())
+    Group().require_same("the text of the ledgers", engine.ledger.to_json())
 
 
 # ---------------------------------------------------------------------- the same run
@@ -84,7 +84,7 @@ def texts_are_the_same(engine):
 def mlp_and_its_ledger():
     path = FOLDER / "mlp.ledger"
     engine, _ = together("mlp", physical_batch_size=2, ledger=path)
-    assert isinstance(engine.ledger, Twin) == (RANK > 0)
+    assert isinstance(engine.ledger, FollowerLedger) == (RANK > 0)
     assert engine.ledger.path == (str(path) if RANK == 0 else None)
     assert engine.get_epsilon(delta=1e-4) == plan().epsilon()
     texts_are_the_same(engine)
@@ -114,7 +114,7 @@ def sparse_batches_and_an_adaptive_bound():
     sparse = {"expected_batch_size": 3, "physical_batch_size": 1}
     engine, _ = together("mlp", "data", max_grad_norm=AdaptiveNorm(0.3), **sparse)
     texts_are_the_same(engine)
-    Group().same("the bound", engine.ledger.max_grad_norm)
+    Group().require_same("the bound", engine.ledger.max_grad_norm)
 
 
 def one_fresh_key_and_secure_noise():
@@ -124,8 +124,8 @@ def one_fresh_key_and_secure_noise():
             mlp(), everywhere(), "data", run=plan(seed=None, noise=noise, num_steps=3)
         )
         state = train(*run)
-        Group().same("the key", engine.plan.root.sha256)
-        Group().same("what was learned", float(whole(state.params["w"]).sum()))
+        Group().require_same("the key", engine.plan.root.sha256)
+        Group().require_same("what was learned", float(whole(state.params["w"]).sum()))
         texts_are_the_same(engine)
 
 
@@ -246,14 +246,14 @@ def processes_at_different_places_are_told():
     with refused(RuntimeError, "Process 0 is at here and process 1 at there"):
         Group().gather(("here", "there")[RANK])
     assert Group().gather("again", bytes([RANK]) * 100) == [b"\0" * 100, b"\1" * 100]
-    assert Group().from_first("all", {"a": [RANK] * 500}) == {"a": [0] * 500}
+    assert Group().broadcast("all", {"a": [RANK] * 500}) == {"a": [0] * 500}
 
 
 def meshes_of_some_processes():
     """Devices of one process make a run of its own."""
     own = jax.sharding.Mesh(np.array(jax.local_devices()), ("data",))
-    layout = Layout.of(NamedSharding(own, P("data")))
-    assert layout.group is None
+    data_mesh = DataMesh.of(NamedSharding(own, P("data")))
+    assert data_mesh.group is None
     engine = dpj.PrivacyEngine()
     given = arguments(mlp()) | {"data_sharding": NamedSharding(own, P("data"))}
     end = train(*engine.make_private(plan=plan(num_steps=5), **given))
@@ -265,19 +265,19 @@ def own_noise_of_each_process_is_seen():
     engine, step, state, loader = begin(
         mlp(), everywhere(), run=plan(num_steps=5), ledger=FOLDER / f"own{RANK}.ledger"
     )
-    batches, plain = list(loader), Run._numbers
+    batches, plain = list(loader), CompiledStep._numbers
 
     def own(run, *arguments):
         release = plain(run, *arguments)
         return release._replace(source=release.source ^ np.uint32(RANK))
 
-    Run._numbers = own
+    CompiledStep._numbers = own
     try:
         state, _ = step(state, batches[0])
         with refused(RuntimeError, "hold other numbers at step 1"):
             step(state, batches[1])
     finally:
-        Run._numbers = plain
+        CompiledStep._numbers = plain
 
 
 CHECKS = {

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import dualdp_jax as dpj
 from dualdp import UnsupportedLayerError
-from dualdp_jax.methods import METHODS
+from dualdp_jax.per_sample.methods import METHODS
 from tests.only_jax.workers import launch
 
 ALL = (*METHODS, "auto")
@@ -180,7 +180,7 @@ def split_parameters_are_refused():
 
 
 def a_check_in_a_shard_map_is_made():
-    from dualdp_jax import trials
+    from dualdp_jax.per_sample.checks import trials
 
     trials.forget()
     loss, params, batch = models()["recurrent"]

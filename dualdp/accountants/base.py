@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Base class of the accountants: a history of events, its composition and its serialization."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, Self
+
+from dualdp import _validate, mechanisms
+from dualdp._validate import AccountingError
+from dualdp.mechanisms import BallsInBinsGaussian, Composition, Mechanism, ShuffledGaussian
+
+
+class Accountant:
+    """History of noise releases and their privacy cost.
+
+    Subclasses implement `_check` (raise without a valid bound), `get_delta` and `epsilon_bounds`.
+
+    Args:
+        neighboring_relation: `add_or_remove`, `zero_out` or `replace`; `replace` doubles the
+            sensitivity.
+        group_size: number of examples of one user.
+    """
+
+    name: ClassVar[str] = ""
+    _takes_curves: ClassVar[bool] = False
+
+    def __init__(self, *, neighboring_relation: str = "add_or_remove", group_size: int = 1) -> None:
+        self._relation = _validate.choice(
+            "neighboring_relation", neighboring_relation, mechanisms.RELATIONS
+        )
+        self._group_size = _validate.integer("group_size", group_size, minimum=1)
+        if self._relation == "replace" and self._group_size > 1:
+            raise AccountingError(
+                f"group_size={self._group_size} under neighboring_relation='replace' has no proved "
+                "bound here. Use 'add_or_remove' with group_size, or group_size=1."
+            )
+        self._counts: dict[Mechanism, int] = {}
+
+    @property
+    def neighboring_relation(self) -> str:
+        """Neighboring relation under which all results of this accountant hold."""
+        return self._relation
+
+    @property
+    def group_size(self) -> int:
+        """Number of examples that are protected together."""
+        return self._group_size
+
+    @property
+    def history(self) -> tuple[tuple[Mechanism, int], ...]:
+        """Pairs (event, number of releases), in the order in which the events were added."""
+        return tuple(self._counts.items())
+
+    def __len__(self) -> int:
+        """Return the number of releases."""
+        return sum(self._counts.values())
+
+    def step(
+        self,
+        *,
+        noise_multiplier: float,
+        sample_rate: float,
+        num_steps: int = 1,
+        sampler: str = "poisson",
+        num_examples: int | None = None,
+        max_batch_size: int | None = None,
+    ) -> None:
+        """Add `num_steps` releases of one sampler; an error leaves the history unchanged.
+
+        Args:
+            noise_multiplier: noise standard deviation / max_grad_norm, >= 0 (0 gives inf).
+            sample_rate: expected batch size / number of examples.
+            num_steps: number of releases.
+            sampler: name of the sampler that formed the batches; it decides the amplification.
+            num_examples: size of the data set, for `truncated_poisson`.
+            max_batch_size: largest batch, to which `truncated_poisson` truncates.
+        """
+        event = mechanisms.event(
+            sampler=sampler,
+            noise_multiplier=noise_multiplier,
+            sample_rate=sample_rate,
+            num_examples=num_examples,
+            max_batch_size=max_batch_size,
+        )
+        self.compose(event, _validate.integer("num_steps", num_steps))
+
+    def compose(self, event: Mechanism, count: int = 1) -> None:
+        """Add `count` releases of a mechanism of `dualdp.mechanisms`.
+
+        For an event that spans an epoch (`BallsInBinsGaussian`, `ShuffledGaussian`), one release is
+        one step of the epoch.
+        """
+        number = _validate.integer("count", count)
+        events = list(flatten(mechanisms.require(event), number))
+        for single, _ in events:
+            self._check(single)
+        self._check_epochs([single for single, _ in events])
+        for single, releases in events:
+            self._counts[single] = self._counts.get(single, 0) + releases
+
+    def merge(self, other: Accountant) -> None:
+        """Add the history of another accountant of the same data set.
+
+        An epoch that is unfinished in both histories counts as two whole epochs.
+        """
+        if not isinstance(other, Accountant):
+            raise TypeError(f"other={other!r} is a {type(other).__name__}. Expected an accountant.")
+        mine = (self._relation, self._group_size)
+        theirs = (other._relation, other._group_size)
+        if mine != theirs:
+            raise AccountingError(
+                f"The histories hold for (relation, group size) {mine} and {theirs}. "
+                "Expected the same for both; account both under one."
+            )
+        if other._has_curves() and not self._takes_curves:
+            raise AccountingError(_OWN_CURVES.format("other", self.name))
+        for event, _ in other.history:
+            self._check(event)
+        for event, count in other.history:
+            base = units(event, self._counts.get(event, 0)) * event.releases
+            self._counts[event] = base + count
+
+    def get_epsilon(self, *, delta: float) -> float:
+        """Return an upper bound on epsilon at `delta`."""
+        return self.epsilon_bounds(delta=delta)[2]
+
+    def get_delta(self, *, epsilon: float) -> float:
+        """Return an upper bound on delta at `epsilon`."""
+        raise NotImplementedError
+
+    def epsilon_bounds(
+        self, *, delta: float, rtol: float | None = None
+    ) -> tuple[float, float, float]:
+        """Return (lower bound, estimate, upper bound) of epsilon at `delta`."""
+        raise NotImplementedError
+
+    def _check(self, event: Mechanism) -> None:
+        """Raise AccountingError if this accountant has no valid bound for the event."""
+        raise NotImplementedError
+
+    def _sensitivity(self) -> float:
+        """L2 sensitivity of the sum to one user, in units of the clipping norm."""
+        return self._group_size * (2.0 if self._relation == "replace" else 1.0)
+
+    def _has_curves(self) -> bool:
+        """True if the history holds user-defined Renyi curves, which no event describes."""
+        return False
+
+    def _check_epochs(self, events: list[Mechanism]) -> None:
+        """Raise if balls-in-bins settings change within an epoch, which has one assignment."""
+        epochs = [event for event in events if isinstance(event, BallsInBinsGaussian)]
+        if not epochs:
+            return
+        unfinished = [
+            event
+            for event, count in self._counts.items()
+            if isinstance(event, BallsInBinsGaussian) and count % event.releases
+        ]
+        for event in epochs:
+            if any(other != event for other in unfinished):
+                raise AccountingError(
+                    f"{event} starts inside the unfinished epoch of {unfinished[0]}. Expected "
+                    "noise_multiplier and sample_rate to change between epochs only, under "
+                    "sampler='balls_in_bins'."
+                )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as plain data that JSON can represent."""
+        return {
+            "accountant": self.name,
+            "neighboring_relation": self._relation,
+            "group_size": self._group_size,
+            "history": [[mechanisms.to_dict(event), count] for event, count in self.history],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Replace the state by one of `state_dict`, which may come from any accountant.
+
+        Raises:
+            ValueError: a field is missing, unknown or out of range; nothing has changed then.
+        """
+        needed = {"neighboring_relation", "group_size", "history"}
+        if not isinstance(state, Mapping) or not needed <= set(state):
+            raise ValueError(
+                f"state has the fields {sorted(state) if isinstance(state, Mapping) else state!r}. "
+                f"Expected those of state_dict(): {sorted(needed)}."
+            )
+        if any(state.get("curve", ())) and not self._takes_curves:
+            raise AccountingError(_OWN_CURVES.format("state", self.name))
+        fresh = type(self)(
+            neighboring_relation=state["neighboring_relation"], group_size=state["group_size"]
+        )
+        for event, count in _stored(state["history"]):
+            fresh._check(event)
+            fresh._counts[event] = fresh._counts.get(event, 0) + count
+        self.__dict__.update(fresh.__dict__)
+
+    def copy(self) -> Self:
+        """Return an independent accountant with the same history."""
+        fresh = type(self)(neighboring_relation=self._relation, group_size=self._group_size)
+        fresh._counts = dict(self._counts)
+        return fresh
+
+    def __repr__(self) -> str:
+        """Return the class, the relation and the number of releases."""
+        return f"<{type(self).__name__} {self._relation}, {len(self)} releases>"
+
+    def __eq__(self, other: object) -> bool:
+        """Return True if the serialized states are equal."""
+        if not isinstance(other, Accountant):
+            return NotImplemented
+        return json.dumps(self.state_dict()) == json.dumps(other.state_dict())
+
+    __hash__ = None  # type: ignore[assignment]  # mutable
+
+
+_OWN_CURVES = (
+    "{0} holds Renyi curves of your own (compose_curve), which accountant={1!r} cannot account and "
+    "would leave out. Use accountant='rdp'."
+)
+
+
+def _stored(history: Any) -> Iterator[tuple[Mechanism, int]]:
+    """Yield (event, count) of each entry of a serialized history."""
+    for item in history if isinstance(history, list | tuple) else [history]:
+        if not isinstance(item, list | tuple) or len(item) != 2:
+            raise ValueError(
+                f"history holds {item!r}. Expected pairs [event, count], as of state_dict()."
+            )
+        yield mechanisms.from_dict(item[0]), _validate.integer("count", item[1])
+
+
+def flatten(event: Mechanism, count: int) -> Iterator[tuple[Mechanism, int]]:
+    """Yield (event, count) pairs, with compositions expanded."""
+    if isinstance(event, Composition):
+        for inner, number in event.events:
+            yield from flatten(inner, number * count)
+    else:
+        yield event, count
+
+
+def units(event: Mechanism, count: int) -> int:
+    """Return the number of events in `count` releases; an unfinished epoch counts as one."""
+    return -(-count // event.releases)
+
+
+def as_gaussian(event: Mechanism) -> float | None:
+    """Return the noise multiplier if one unit of the event is a plain Gaussian, else None.
+
+    A shuffled pass uses every example once, in one batch: given the batches, it is one Gaussian
+    release (parallel composition). A single bin is a full batch; an assignment kept for E epochs
+    repeats the same Gaussian E times, which is one with noise multiplier sigma / sqrt(E).
+    """
+    match event:
+        case mechanisms.Gaussian(sigma) | ShuffledGaussian(sigma, _):
+            return sigma
+        case mechanisms.PoissonSubsampledGaussian(sigma, 1.0):
+            return sigma
+        case mechanisms.FixedSizeSubsampledGaussian(sigma, 1.0):
+            return sigma
+        case BallsInBinsGaussian(sigma, 1, epochs):
+            return float(sigma) / math.sqrt(epochs)
+        case _:
+            return None

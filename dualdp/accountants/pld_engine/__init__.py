@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engine of privacy-loss distributions: dominating pairs, discretization, composition, epsilon."""

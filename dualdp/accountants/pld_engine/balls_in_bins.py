@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Deterministic bound for balls-in-bins sampling (random allocation of one step out of t).
+
+One epoch: every example draws one of t steps. With the noise of all steps seen at once, the pair is
+P = mean_i N(e_i, s^2 I_t) against Q = N(0, s^2 I_t), with the likelihood ratio under Q
+
+    X = (1/t) sum_i Y_i,   Y_i = e^{(2 x_i - 1) / (2 s^2)} independent, E Y_i = 1.
+
+delta = E_Q(X - e^eps)_+ (remove) and E_Q(1 - e^eps X)_+ (add) are convex in X. A mean-preserving
+spread of each Y_i onto a linear grid thus bounds both from above, at every epsilon: the spread X is
+the likelihood ratio of a dominating pair. Its distribution is a power of one Fourier transform.
+
+Source: the pair is that of Chua et al. 2024 (arXiv 2412.16802), Theorem 3.1, also for steps that
+depend on earlier outputs; the bound by convex order is ours.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from scipy import fft
+from scipy.special import ndtr
+
+from dualdp.accountants.pld_engine.discretize import U
+from dualdp.accountants.pld_engine.dominating_pairs import NDTR_ERROR, Atoms, quantile
+from dualdp.accountants.pld_engine.fft import fft_error
+
+Array = npt.NDArray[Any]
+
+_MAX_POINTS = 1 << 21
+_MANY = 1 << 14
+_CELL_ERROR = 2e-11  # relative error of one step's masses [test_the_masses_of_one_step_are_exact]
+_FARTHEST = 37.0  # standard deviations
+_SPREAD = 4e-6  # squared spacing of the losses that are kept, divided by their variance
+
+
+@functools.lru_cache(maxsize=64)  # of 10 MB at most
+def one_epoch(sigma: float, bins: int, tail: float) -> Atoms:
+    """Return the dominating pair of one epoch of `bins` steps, as atoms at losses log X.
+
+    Args:
+        sigma: noise multiplier, > 0.
+        bins: t >= 2.
+        tail: mass that may be truncated at each end and counted as infinite loss.
+
+    Returns:
+        P- and Q-masses with absolute error bounds; the truncated mass is at infinity.
+    """
+    reach = 1 + 2 * quantile(tail / (2 * bins)) * sigma
+    low, top = (math.exp(min(end / (2 * sigma**2), 690.0)) for end in (-reach, reach))
+    spread = math.sqrt(math.expm1(min(sigma**-2, 600.0)))
+    step = max(0.03 * spread * min(1.0, bins / 30), 3 * (top - low) / _MAX_POINTS, 1e-9)
+    leak = math.log(2 / tail)
+    for _ in range(20):
+        one = _coordinate(sigma, step, low, top)
+        end = _reach(one.q, one.p, bins, leak)
+        if end < _MAX_POINTS - 8:
+            break
+        step *= 1.02 * end / (_MAX_POINTS - 8)
+    size = 1 << math.ceil(math.log2(end + 8))
+    (p, p_error), (q, q_error) = _powers(one.p, one.q, bins - 1, size)
+    wrapped = math.exp(-leak) * (1 + 1e-9)
+    kept, p, q = _thinned(p, q, bins * one.first, step / bins)
+    errors = _merged_errors(kept)
+    return Atoms(
+        p,
+        q,
+        error=bins * one.error * 1.01 + (int(np.diff(kept).max()) + 16) * U,
+        loss=_losses(kept, step / bins),
+        p_error=p_error * errors,
+        q_error=q_error * errors,
+        spread=wrapped,
+        left_p=one.lost_p + (bins - 1) * one.lost_q + wrapped,
+        left_q=bins * one.lost_q + wrapped,
+    )
+
+
+def _losses(index: Array, step: float) -> Array:
+    """Logarithms of the likelihood ratios index * step."""
+    with np.errstate(divide="ignore"):
+        return np.asarray(np.log(index * step))
+
+
+def _thinned(p: Array, q: Array, first: int, step: float) -> tuple[Array, Array, Array]:
+    """(kept indices, P-masses, Q-masses), with the points in between spread onto the kept ones.
+
+    A likelihood ratio i between the kept k and m goes to m with probability (i - k) / (m - k) under
+    Q, which keeps its mean, hence with m / i times that under P: one more mean-preserving spread.
+    """
+    index = np.arange(first, first + p.size)
+    kept = _kept(p, index, step)
+    gaps = np.diff(kept)
+    inner, starts = index[:-1], kept[:-1] - first
+    share = (inner - np.repeat(kept[:-1], gaps)) / np.repeat(gaps, gaps)
+    grown = share * (np.repeat(kept[1:], gaps) / np.maximum(inner, 1))
+    masses = []
+    for mass, up in ((p, grown), (q, share)):
+        moved = np.add.reduceat(mass[:-1] * up, starts)
+        whole = np.add.reduceat(mass, kept - first)
+        whole[:-1] -= moved
+        whole[1:] += moved
+        masses.append(np.maximum(whole, 0.0))
+    return kept, masses[0], masses[1]
+
+
+def _kept(p: Array, index: Array, step: float) -> Array:
+    """Kept indices: all where losses are sparse, one per `spacing` of loss elsewhere, both ends."""
+    first, last = int(index[0]), int(index[-1])
+    loss = _losses(np.maximum(index, 1), step)
+    spacing = max(math.sqrt(_SPREAD * float(p @ (loss * loss))), 1e-9)
+    dense = min(max(math.ceil(1 / spacing), first, 1), last)
+    rest = dense * np.exp(np.arange(0.0, math.log(last / dense), spacing))
+    rest = np.minimum(rest.astype(np.int64), last)
+    kept = np.concatenate([np.arange(first, dense), rest, [first, last]])
+    kept.sort()
+    return kept[np.diff(kept, prepend=-1) > 0]
+
+
+def _merged_errors(kept: Array) -> Array:
+    """(kept,) number of point errors that the error of a kept point may amount to.
+
+    In a gap of n points the lower end takes at most (n + 1) / 2 errors, the upper end (n - 1) / 2
+    times the ratio of the ends.
+    """
+    gaps = np.diff(kept).astype(float)
+    errors = np.ones(kept.size)
+    errors[:-1] = (gaps + 1) / 2
+    errors[1:] += (gaps - 1) / 2 * kept[1:] / np.maximum(kept[:-1], 1)
+    return errors
+
+
+@dataclasses.dataclass(frozen=True)
+class _Coordinate:
+    """Distribution of the spread Y at the grid points `first`, `first` + 1, ... times the step.
+
+    `q` and `p` are Q- and P-masses with relative error at most `error`; `lost_q` and `lost_p` are
+    the masses outside the grid.
+    """
+
+    first: int
+    q: Array
+    p: Array
+    error: float
+    lost_q: float
+    lost_p: float
+
+
+def _coordinate(sigma: float, step: float, low: float, top: float) -> _Coordinate:
+    """Y spread onto a grid over [low, top]; mass and mean of every cell are preserved.
+
+    An outcome y in the cell [j, j + 1) goes to j + 1 with probability y - j, and to j otherwise.
+    Both masses are sums of positive terms (`_cell_means`), except in the cell from 0 (`ndtr`).
+    """
+    first = math.floor(low / step)
+    index = np.arange(first, math.ceil(top / step) + 1, dtype=float)
+    with np.errstate(divide="ignore"):
+        z = sigma * np.log(index * step) + 0.5 / sigma
+    up, down = np.empty((2, index.size - 1))
+    error, inner = _CELL_ERROR + 64 * sigma * U, int(first == 0)
+    if inner:
+        up[0] = float(ndtr(z[1] - 1 / sigma)) / step
+        down[0] = max(float(ndtr(z[1])) - up[0], 0.0)
+        doubt = NDTR_ERROR * (2 * up[0] + down[0])
+        error = max(error, doubt / max(down[0], 1e-300))
+    up[inner:], down[inner:] = _cell_means(sigma, index[inner:-1], z[inner:-1])
+    q = np.append(down, 0.0)
+    q[1:] += up
+    lost = [float(ndtr(x[0]) + ndtr(-x[-1])) * (1 + NDTR_ERROR) for x in (z, z - 1 / sigma)]
+    if z[-1] > _FARTHEST:  # densities underflow where P may have its mass
+        lost[1] = 1.0
+    return _Coordinate(first, q, q * index * step, error, *lost)
+
+
+def _cell_means(sigma: float, index: Array, start: Array) -> tuple[Array, Array]:
+    """Integrals of (y - j) and of (j + 1 - y) over N(0, 1) in z, for cells [j, j + 1), j >= 1.
+
+    Here y = j e^{(z - start) / sigma}. Gauss' rule of n nodes on a cell of width w: on the ellipse
+    with sum of half-axes rho w / 2 the integrand is at most rho e^{|z| rho w / 4} times its size on
+    the cell, and the error of the rule is about rho^{1 - 2n} of that, below 1e-12 for |z| < 37:
+    w > 1/64 (and < 4)   100 nodes, rho = 8;     w > 1/4096   5 nodes, rho = 64;
+    narrower ones        3 nodes, rho = 4096;    wider ones   in intervals (`_wide_cell`).
+    """
+    log_ratio = np.log1p(1 / index)
+    width = sigma * log_ratio  # falls with the index
+    up, down = np.empty((2, index.size))
+    wide, *ends = (int(np.count_nonzero(width > least)) for least in (4.0, 2.0**-6, 2.0**-12))
+    for cell in range(wide):
+        up[cell], down[cell] = _wide_cell(sigma, index[cell], start[cell], width[cell])
+    widths = slice(wide, ends[0]), slice(ends[0], ends[1]), slice(ends[1], None)
+    for cells, count in zip(widths, (100, 5, 3), strict=True):
+        total, above = np.zeros((2, width[cells].size))
+        for node, weight in zip(*np.polynomial.legendre.leggauss(count), strict=True):
+            t = 0.5 * (1 + node)
+            density = 0.5 * weight * np.exp(-0.5 * (start[cells] + t * width[cells]) ** 2)
+            share = density * (index[cells] * np.expm1(t * log_ratio[cells]))
+            above += share
+            total += density - share
+        scale = width[cells] / math.sqrt(2 * math.pi)
+        up[cells], down[cells] = above * scale, total * scale
+    return up, down
+
+
+def _wide_cell(sigma: float, index: float, start: float, width: float) -> tuple[float, float]:
+    """Both integrals of one cell, over intervals of width <= 2 where the density is positive."""
+    far = _FARTHEST + 2
+    low, high = (min(max(float(end), -far), far) for end in (start, start + width))
+    edges = np.linspace(low, high, math.ceil((high - low) / 2) + 1)
+    nodes, weights = np.polynomial.legendre.leggauss(100)
+    half = 0.5 * np.diff(edges)[:, None]
+    z = edges[:-1, None] + half * (1 + nodes)
+    density = half * weights * np.exp(-0.5 * z * z) / math.sqrt(2 * math.pi)
+    share = density * (index * np.expm1((z - start) / sigma))
+    return float(share.sum()), float((density - share).sum())
+
+
+def _reach(single: Array, tilted: Array, bins: int, leak: float) -> float:
+    """Index n with P(sum of indices >= n) <= e^-leak under both measures, by Chernoff's bound.
+
+    Long inputs are grouped in blocks of 64, each counted at its largest index: still a bound.
+    """
+    block = 64 if single.size > _MANY else 1
+    starts = np.arange(0, single.size, block)
+    index = np.minimum(starts + block - 1, single.size - 1)
+    single, tilted = np.add.reduceat(single, starts), np.add.reduceat(tilted, starts)
+    best = math.inf
+    for theta in np.geomspace(0.1, 60.0, 24) / index[-1]:
+        weights = np.exp(theta * index)
+        one, other = float(single @ weights), max(float(tilted @ weights), 1e-300)
+        log_sum = (bins - 1) * math.log(one) + max(math.log(one), math.log(other))
+        best = min(best, (log_sum + leak) / theta)
+    return best
+
+
+def _powers(
+    tilted: Array, single: Array, power: int, size: int
+) -> tuple[tuple[Array, float], tuple[Array, float]]:
+    """Cyclic convolutions of `tilted` and of `single` with `power` copies of `single`.
+
+    Returns:
+        For each: (size,) entries and the bound on the error of an entry, see `fft._Product`.
+    """
+    many = fft.rfft(single, size)
+    error = fft_error(size) + 16 * U
+    modulus = np.abs(many)
+    with np.errstate(divide="ignore"):
+        log_many = power * np.log(np.maximum(modulus, 1e-300))
+        major = np.exp(power * np.log(modulus + error))
+    copies = np.exp(log_many + 1j * power * np.angle(many))
+
+    def times(one: Array, total: float) -> tuple[Array, float]:
+        product, largest = one * copies, major * (np.abs(one) + error * max(total, 1))
+        difference = np.maximum(largest - np.abs(product), 0.0)
+        difference += (fft_error(size) + 64 * U) * largest
+        mass = np.maximum(fft.irfft(product, n=size), 0.0)
+        return mass, 2 * float(difference.sum()) / size
+
+    return times(fft.rfft(tilted, size), tilted.sum()), times(many, single.sum())

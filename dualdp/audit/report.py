@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Results of the checks of a private step, and their text form."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Check:
+    """Result of one check.
+
+    Attributes:
+        name: str, name of the check.
+        passed: bool, or None if the check could not be run.
+        statistic: float, a p-value if `is_p_value`, else a measured number.
+        threshold: float; smaller p-values and larger measured numbers fail.
+        is_p_value: bool, kind of the statistic.
+        detail: str, one sentence about the observation.
+    """
+
+    name: str
+    passed: bool | None
+    statistic: float = math.nan
+    threshold: float = math.nan
+    is_p_value: bool = False
+    detail: str = ""
+
+    def __str__(self) -> str:
+        verdict = {True: "pass", False: "FAIL", None: "not run"}[self.passed]
+        kind = "p" if self.is_p_value else "value"
+        numbers = "" if self.passed is None else f"{kind}={self.statistic:.3g}"
+        limit = "" if self.passed is None else f"limit {self.threshold:.3g}"
+        return f"{verdict:8s}{self.name:40s}{numbers:17s}{limit:16s}{self.detail}".rstrip()
+
+
+@dataclass(frozen=True)
+class Report:
+    """Results of all checks of one implementation.
+
+    Attributes:
+        checks: sequence of `Check`, in order.
+        false_alarm: probability that a correct implementation fails any of them.
+        seconds: run time of the checks.
+    """
+
+    checks: Sequence[Check]
+    false_alarm: float
+    seconds: float = field(default=math.nan, compare=False)
+
+    @property
+    def passed(self) -> bool:
+        """True if no check failed."""
+        return not self.failures
+
+    @property
+    def failures(self) -> tuple[str, ...]:
+        """Names of the checks that failed."""
+        return tuple(check.name for check in self.checks if check.passed is False)
+
+    def __str__(self) -> str:
+        head = "All checks passed" if self.passed else f"{len(self.failures)} checks FAILED"
+        lines = [f"{head} (false alarms: {self.false_alarm:g}; {self.seconds:.1f} s)"]
+        return "\n".join([*lines, *map(str, self.checks)])
+
+
+def p_value(name: str, p: float, threshold: float, detail: str = "") -> Check:
+    """Return the result of a statistical check."""
+    return Check(name, p >= threshold, p, threshold, is_p_value=True, detail=detail)
+
+
+def at_most(name: str, value: float, threshold: float, detail: str = "") -> Check:
+    """Return the result of an exact check; nan fails."""
+    return Check(name, bool(value <= threshold), value, threshold, detail=detail)
+
+
+def not_run(name: str, why: str) -> Check:
+    """Return the result of a check that the implementation does not support."""
+    return Check(name, None, detail=why)

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks that batches were drawn as the accountant assumes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dualdp.audit import statistics
+from dualdp.audit.report import Check, at_most, not_run, p_value
+
+Taken = NDArray[np.bool_]
+
+_AMPLIFIED_BY_STEP = ("poisson", "truncated_poisson", "fixed_size")
+
+
+def sampler_checks(sampler: str, taken: Taken | None, rate: float, limit: float) -> Iterator[Check]:
+    """Yield checks of `taken`, the (steps, examples) participations."""
+    if taken is None:
+        yield not_run("batches are drawn as claimed", "the implementation does not say who joined")
+    elif sampler == "poisson":
+        yield from _independent(taken, rate, limit)
+    elif sampler in _AMPLIFIED_BY_STEP:
+        yield from _cut(sampler, taken, rate, limit)
+    else:
+        yield from _passes(sampler, taken, rate)
+
+
+def _independent(taken: Taken, rate: float, limit: float) -> Iterator[Check]:
+    """Checks of independent participation of every example in every step."""
+    steps, examples = taken.shape
+    p = statistics.total(int(taken.sum()), taken.size, rate)
+    yield p_value("sample rate", p, limit, f"{taken.mean():.5f} drawn, {rate:.5f} claimed")
+    p = statistics.dispersion(taken.sum(1), examples, rate)
+    yield p_value("batch sizes scatter", p, limit)
+    yield from _apart(taken, rate, limit)
+
+
+def _apart(taken: Taken, rate: float, limit: float) -> Iterator[Check]:
+    """Checks that different steps and different examples are drawn independently."""
+    p = statistics.dispersion(taken.sum(0), len(taken), rate)
+    yield p_value("participations scatter", p, limit)
+    yield p_value("batches share members by chance", statistics.shared_members(taken, rate), limit)
+    yield p_value("neighbours are independent", statistics.neighbours(taken, rate), limit)
+
+
+def _cut(sampler: str, taken: Taken, rate: float, limit: float) -> Iterator[Check]:
+    """Checks of batches of fixed size, and of Poisson batches with a maximum size."""
+    sizes, expected = taken.sum(1), rate * taken.shape[1]
+    if sampler == "fixed_size":
+        yield at_most("batches have one size", float(np.abs(sizes - expected).max()), 0.5)
+        yield from _apart(taken, rate, limit)
+    else:
+        over = float(taken.sum() - taken.size * rate) / math.sqrt(taken.size * rate * (1 - rate))
+        yield p_value("sample rate", statistics.normality_of_one(max(over, 0.0)), limit)
+
+
+def _passes(sampler: str, taken: Taken, rate: float) -> Iterator[Check]:
+    """Checks that every example takes part once in every whole pass."""
+    bins = _bins(rate)
+    whole = taken[: len(taken) // bins * bins].reshape(-1, bins, taken.shape[1])
+    wrong = float((whole.sum(1) != 1).sum())
+    yield at_most("every example once a pass", wrong, 0, "(pass, example) pairs of another count")
+    if sampler == "shuffle":
+        gap = float(np.ptp(taken.sum(1)))
+        yield at_most("batches have one size", gap, 1)
+
+
+def participation(
+    sampler: str, shape: tuple[int, int], rate: float, rng: np.random.Generator
+) -> NDArray[np.float64]:
+    """Return (steps, examples) of 0 and 1, as the claimed sampler draws single examples."""
+    if sampler in _AMPLIFIED_BY_STEP:
+        return (rng.random(shape) < rate).astype(np.float64)
+    steps, examples = shape
+    bins = _bins(rate)
+    chosen = rng.integers(bins, size=(-(-steps // bins), 1, examples))
+    drawn = np.arange(bins)[None, :, None] == chosen
+    return np.asarray(drawn.reshape(-1, examples)[:steps], dtype=np.float64)
+
+
+def _bins(rate: float) -> int:
+    """Number of batches of one pass."""
+    return max(1, math.ceil(1 / rate - 1e-9))

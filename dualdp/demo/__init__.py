@@ -1,2 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""The demonstration behind `dualdp compare`: one private experiment, run on both stacks."""

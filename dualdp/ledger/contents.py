@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Releases, cost, end and spot checks that the records of a ledger amount to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from dualdp._validate import AccountingError
+from dualdp.ledger.hash_chain import Record
+from dualdp.plan import accounting
+
+if TYPE_CHECKING:
+    from dualdp.plan.plan import PrivacyPlan
+
+
+class Contents:
+    """Releases, cost and spot checks of a chain of records.
+
+    Attributes:
+        entries: list of releases, in order.
+        of_step: mapping from step to its releases.
+        seals: mapping from (step, branch) to the seal.
+        accountant: accountant with all releases.
+        last_check: step of the last spot check that passed.
+        failed_check: record of a failed spot check, or None.
+        impossible: set of reasons why some numbers can't be checked.
+        check_rate: share of steps that are checked, as noted last; None if never noted.
+    """
+
+    def __init__(
+        self, plan: PrivacyPlan, accountant: str | None, records: Iterable[Record] = ()
+    ) -> None:
+        self._plan = plan
+        self.entries: list[Record] = []
+        self.of_step: dict[int, list[Record]] = {}
+        self.seals: dict[tuple[int, int], Record] = {}
+        self.last_check: int | None = None
+        self.failed_check: Record | None = None
+        self.impossible: set[str] = set()
+        self.check_rate: float | None = None
+        for record in records:
+            self.add(record)
+        self.accountant = accounting.spent_by(plan, self.entries, accountant)
+        if len(self.entries) == len(self.of_step):  # the end is then the plan's, whatever has run
+            self._find_end(accounting.account(plan, [], accountant), 0)
+        else:
+            self._find_end(self.accountant, len(self.of_step))
+
+    def add(self, record: Record, spent: Any = None) -> None:
+        """Add one record; `spent`, from `spent_with`, is the accountant with its release."""
+        entry = {name: value for name, value in record.items() if name != "kind"}
+        kind = record.get("kind")
+        if kind == "release":
+            releases = self.of_step.setdefault(int(entry["step"]), [])
+            self.entries.append(entry)
+            releases.append(entry)
+            if spent is not None:
+                self.accountant = spent
+                if len(releases) > 1:
+                    self._find_end(spent, len(self.of_step))
+        elif kind == "seal":
+            self.seals[int(entry["step"]), int(entry["branch"])] = entry
+        elif kind == "note":
+            self._add_note(entry)
+
+    def _add_note(self, note: Record) -> None:
+        """Add the results of spot checks in a note."""
+        check = note.get("check")
+        if isinstance(check, dict) and check.get("passed"):
+            self.last_check = int(check["step"])
+        elif isinstance(check, dict):
+            self.failed_check = check
+        if "checks" in note:
+            self.check_rate = float(note["checks"])
+        if "check_impossible" in note:
+            self.impossible.add(str(note["check_impossible"]))
+
+    def spent_with(self, entry: Record) -> Any:
+        """Return an accountant with one more release; for a new step, `self.accountant` itself.
+
+        Raises:
+            AccountingError: it has no bound for it, or the release would exceed the target.
+        """
+        plan, step = self._plan, int(entry["step"])
+        if step not in self.of_step:
+            own = ("kind", "step", "branch", "max_grad_norm")
+            self.accountant.step(**{key: entry[key] for key in entry if key not in own})
+            return self.accountant
+        spent = accounting.spent_by(plan, [*self.entries, entry], self.accountant.name)
+        target = plan.target_epsilon
+        if target is not None and spent.get_epsilon(delta=plan.delta) > target:
+            raise AccountingError(self.over_budget(f"Running step={step} a second time"))
+        return spent
+
+    def _find_end(self, spent: Any, position: int) -> None:
+        """Find the first step that may not run, and the step at which to search again."""
+        self._end, self._horizon = accounting.last_affordable(self._plan, spent, position)
+
+    def end_from(self, step: int) -> int | None:
+        """Return the first step that may not run; None if there is none before the horizon."""
+        if step >= self._horizon:
+            self._find_end(self.accountant, step)
+        return self._end
+
+    def over_budget(self, operation: str) -> str:
+        """Return the error message about an operation that would exceed the target."""
+        delta = self._plan.delta
+        return (
+            f"{operation} would exceed target_epsilon={self._plan.target_epsilon}: "
+            f"{len(self.entries)} releases have spent "
+            f"{float(self.accountant.get_epsilon(delta=delta)):.6g} at delta={delta}. "
+            "The run ends here; a larger target needs a new decision about the data."
+        )

@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Append-only text file in which every line has the hash of all lines up to it."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, Self
+
+_START = "0" * 64
+#: Largest number of characters in a line; a longer line is neither written nor read.
+LONGEST = 1 << 26
+
+Record = dict[str, Any]
+
+
+class Link(NamedTuple):
+    """One line of a chain: record, text, hash of all lines up to it, and where the line ends.
+
+    `end` is the length of the file up to and with this line, bytes; 0 without a file.
+    """
+
+    record: Record
+    line: str
+    hash: str
+    end: int
+
+
+def link(previous: str, record: Record) -> str:
+    """Return the SHA-256 of a record, chained to the hash of the record before it."""
+    body = json.dumps(record, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(f"{previous}\n{body}".encode()).hexdigest()
+
+
+def parse(text: str, name: str = "The text") -> list[Record]:
+    """Return the records of a chain, after verifying that each follows the one before it.
+
+    A last line without its newline was cut short by a crash and is left out: nothing is released
+    before its line is complete. `name` is that of the text, for errors.
+
+    Raises:
+        ValueError: a line that is broken, edited, missing or out of order; it is named.
+    """
+    records: list[Record] = []
+    previous = _START
+    for number, line in enumerate(text.split("\n")[:-1], 1):
+        try:
+            if len(line) > LONGEST:
+                raise ValueError("too long")
+            record = json.loads(line, parse_constant=_refuse_constant)
+            found = record.pop("hash")
+            expected = link(previous, record)
+        except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+            raise ValueError(
+                f"{name} is broken at line {number}: no record of a ledger. Expected the file as "
+                "dualdp wrote it; restore it from a copy."
+            ) from error
+        if found != expected:
+            raise ValueError(
+                f"{name} is broken at line {number}: its hash does not follow from the lines "
+                "before it, so a line was edited, removed or moved. Restore it from a copy."
+            )
+        records.append(record)
+        previous = expected
+    return records
+
+
+def _refuse_constant(word: str) -> None:
+    """Raise on NaN and infinities, which are not JSON."""
+    raise ValueError(word)
+
+
+class Chain:
+    """Chained records in memory and, optionally, in a file.
+
+    Guarantees:
+        After `append` returns, a killed process leaves the record in the file.
+            [test_a_killed_process_leaves_its_records]
+        A failed write or an interrupt leaves file and memory alike, with the record or without it.
+            [test_a_full_disk_changes_nothing, test_an_interrupt_at_any_line_counts_no_step_twice]
+        Two processes never write one file.  [test_one_file_has_one_writer]
+        Every line that is written can be read.  [test_a_line_too_long_to_be_read_is_not_written]
+    """
+
+    def __init__(self, records: Iterable[Record] = ()) -> None:
+        self._links: list[Link] = []  # one list, so that adding a line is atomic
+        self.path: str | None = None
+        self._file: int | None = None
+        self._pid = os.getpid()
+        for record in records:
+            self.append(record)
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> Self:
+        """Return the chain of an existing file, locked; an incomplete last line is cut off.
+
+        Raises:
+            ValueError: the file is broken, or another run has it.
+        """
+        file = _locked(path, os.O_RDWR)
+        try:
+            with os.fdopen(os.dup(file), "rb") as reader:
+                data = reader.read()
+            chain = cls(parse(data.decode(errors="replace"), os.fspath(path)))
+            end = data.rfind(b"\n") + 1
+            os.ftruncate(file, end)
+            os.lseek(file, 0, os.SEEK_END)
+            if chain._links:
+                chain._links[-1] = chain._links[-1]._replace(end=end)
+        except BaseException:
+            os.close(file)
+            raise
+        chain.path, chain._file = os.fspath(path), file
+        return chain
+
+    def write_to(self, path: str | os.PathLike[str]) -> None:
+        """Write the records to a new file, and append to that file from now on.
+
+        Raises:
+            FileExistsError: there is a file at `path` already.
+            FileNotFoundError: its folder does not exist.
+        """
+        try:
+            file = _locked(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        except FileExistsError as error:
+            raise FileExistsError(
+                f"{os.fspath(path)} exists. Expected a new path for the ledger of a new run, or "
+                "load_checkpoint to go on with the run that wrote it."
+            ) from error
+        except FileNotFoundError as error:
+            raise FileNotFoundError(
+                f"{os.fspath(path)} can't be made: its folder does not exist. Expected a path in "
+                "a folder that does."
+            ) from error
+        try:
+            text = self.text().encode()
+            _write(file, text)
+            self.close()
+            if self._links:
+                self._links[-1] = self._links[-1]._replace(end=len(text))
+            self.path, self._file = os.fspath(path), file
+        except BaseException:
+            self.path = self._file = None
+            os.close(file)
+            os.unlink(path)
+            raise
+
+    def append(self, record: Record) -> None:
+        """Add one record, to the file before memory.
+
+        Raises:
+            ValueError: its line would be longer than a reader accepts.
+        """
+        self._mend()
+        chained = link(self.last_hash, record)
+        line = json.dumps({**record, "hash": chained}, sort_keys=True, allow_nan=False)
+        made = Link(record, line, chained, 0)
+        if len(made.line) > LONGEST:
+            raise ValueError(
+                f"A record of the ledger takes {len(made.line)} characters, more than the "
+                f"{LONGEST} that are read again. Expected a plan whose schedules have a name, such "
+                "as 'linear', instead of a table of all steps."
+            )
+        try:
+            if self._file is not None:
+                data = f"{made.line}\n".encode()
+                _write(self._file, data)
+                made = made._replace(end=self._end + len(data))
+            self._links.append(made)
+        except BaseException:  # a full disk, or an interrupt at any of these lines
+            self._mend()
+            raise
+
+    @property
+    def _end(self) -> int:
+        """Length of the file that the records in memory account for."""
+        return self._links[-1].end if self._links else 0
+
+    def _mend(self) -> None:
+        """Cut off what a failed `append` left in the file."""
+        if self._file is None or self._pid != os.getpid():  # a fork does not know the last lines
+            return
+        if os.fstat(self._file).st_size != self._end:
+            os.ftruncate(self._file, self._end)
+            os.lseek(self._file, self._end, os.SEEK_SET)
+
+    def __len__(self) -> int:
+        """Return the number of records."""
+        return len(self._links)
+
+    @property
+    def records(self) -> list[Record]:
+        """All records."""
+        return [made.record for made in self._links]
+
+    def lines(self, start: int = 0) -> list[str]:
+        """Return the lines from `start` on, without newlines."""
+        return [made.line for made in self._links[start:]]
+
+    @property
+    def last_hash(self) -> str:
+        """Hash of the last line."""
+        return self.hash_at(len(self._links))
+
+    def hash_at(self, count: int) -> str:
+        """Return the hash of the first `count` lines."""
+        return self._links[count - 1].hash if count else _START
+
+    def holds(self, chained: str) -> bool:
+        """Return True if a line has this hash."""
+        return any(made.hash == chained for made in self._links)
+
+    def text(self) -> str:
+        """Return every line, each with its newline."""
+        return "".join(f"{made.line}\n" for made in self._links)
+
+    def sync(self) -> None:
+        """Flush the file to the disk (fsync)."""
+        self._mend()
+        if self._file is not None:
+            os.fsync(self._file)
+
+    def close(self) -> None:
+        """Close and unlock the file; records stay readable and may still be added in memory."""
+        if self._file is not None:
+            os.close(self._file)
+        self._file = None
+
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_finalizing() and getattr(self, "_file", None) is not None:
+            self.close()
+
+
+def _locked(path: str | os.PathLike[str], flags: int) -> int:
+    """Descriptor of a file that no other run has open; raises if another run has it."""
+    file = os.open(path, flags, 0o644)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(file)
+        raise ValueError(
+            f"{os.fspath(path)} is in use by another run. Expected one run for one ledger; end "
+            "that run (engine.detach()) first."
+        ) from error
+    return file
+
+
+def _write(file: int, data: bytes) -> None:
+    done = 0
+    while done < len(data):
+        done += os.write(file, data[done:])

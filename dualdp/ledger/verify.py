@@ -1,0 +1,376 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Verification of a ledger: hash chain, agreement with the plan, and recomputed epsilon."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from dualdp._validate import AccountingError
+from dualdp.accountants.interop import to_dp_event
+from dualdp.ledger.hash_chain import Record
+from dualdp.ledger.ledger import Ledger
+from dualdp.plan import accounting
+from dualdp.plan.plan import PrivacyPlan
+from dualdp.plan.schedules import AdaptiveNorm
+
+_SLACK = 1e-9  # relative tolerance for recomputed numbers
+_BROKEN = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Result of one check.
+
+    Attributes:
+        name: str, name of the check.
+        passed: bool, or None if the check does not apply or only informs.
+        detail: str, one sentence.
+    """
+
+    name: str
+    passed: bool | None
+    detail: str
+
+
+@dataclass(frozen=True)
+class Verification:
+    """Results of all checks of one ledger.
+
+    Attributes:
+        source: str, path of the file, or "text".
+        findings: tuple of `Finding`, in the order of the checks.
+        plan: `PrivacyPlan` of the run, or None if it could not be read.
+        records: tuple of the ledger's records.
+        epsilons: mapping from accountant to epsilon at the plan's delta.
+    """
+
+    source: str
+    findings: tuple[Finding, ...]
+    plan: PrivacyPlan | None = None
+    records: tuple[Record, ...] = ()
+    epsilons: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def num_steps(self) -> int:
+        """Number of steps with a recorded release."""
+        return len({record.get("step") for record in self.of_kind("release")})
+
+    @property
+    def covers_the_plan(self) -> bool | None:
+        """True if all planned steps are recorded; None for an open-ended plan."""
+        planned = None if self.plan is None else self.plan.num_steps
+        return None if planned is None else self.num_steps >= planned
+
+    @property
+    def failures(self) -> tuple[str, ...]:
+        """Names of the checks that failed."""
+        return tuple(finding.name for finding in self.findings if finding.passed is False)
+
+    @property
+    def passed(self) -> bool:
+        """True if no check failed."""
+        return not self.failures
+
+    @property
+    def epsilon(self) -> float:
+        """Upper bound by PLD, else the smallest of the others; nan if there is none."""
+        return self.epsilons.get("pld", min(self.epsilons.values(), default=math.nan))
+
+    def of_kind(self, kind: str) -> list[Record]:
+        """Return the records of one kind: "release", "seal", "resume" or "note"."""
+        return [record for record in self.records if record.get("kind") == kind]
+
+    @property
+    def unprotected(self) -> list[str]:
+        """Names of the logged quantities that epsilon does not cover."""
+        noted = (record.get("unprotected") for record in self.of_kind("note"))
+        return sorted({str(n) for names in noted if isinstance(names, list) for n in names})
+
+
+def verify(source: str | os.PathLike[str], *, allow_seed: bool = False) -> Verification:
+    """Check a ledger and recompute its privacy cost with independent accountants.
+
+    Args:
+        source: text of `Ledger.to_json`, or the path of a file.
+        allow_seed: bool, True if a run whose key came from a seed may pass.
+
+    Returns:
+        `Verification`; a broken ledger is a failed finding, not an error.
+
+    Raises:
+        OSError: the file can't be read.
+
+    Guarantees:
+        A changed, removed or moved line fails.  [test_every_edit_of_a_ledger_fails]
+        A release that is not the plan's fails.  [test_forged_numbers_fail]
+        The epsilons are those of an accountant that saw the releases.
+            [test_epsilon_is_recomputed]
+    """
+    is_text = isinstance(source, str) and source.lstrip().startswith("{")
+    name = "text" if is_text else os.fspath(source)
+    try:
+        records = Ledger.read(source)
+        plan = PrivacyPlan.from_json(json.dumps(records[0]["plan"]))
+    except _BROKEN as error:
+        return Verification(name, (Finding("chain is unbroken", False, str(error)),))
+    whole = Finding("chain is unbroken", True, f"{len(records)} lines, each chained to the last")
+    found, findings = Verification(name, (whole,), plan, tuple(records)), [whole]
+    for title, check in _CHECKS.items():
+        try:
+            passed, detail = check(found, plan)
+        except _BROKEN as error:
+            passed, detail = False, f"A record can't be read ({type(error).__name__}: {error})."
+        if check is _seed and allow_seed:
+            passed = passed or None
+        findings.append(Finding(title, passed, detail))
+    return replace(found, findings=tuple(findings))
+
+
+def _releases(found: Verification, plan: PrivacyPlan) -> tuple[bool, str]:
+    """Check that releases have the plan's numbers, in order, once per branch."""
+    bounds = dict(_bounds(found, plan))
+    seen: set[tuple[int, int]] = set()
+    last = -1
+    for record in found.of_kind("release"):
+        step, branch = int(record["step"]), int(record["branch"])
+        noise, size = plan.noise_multiplier_at(step), plan.expected_batch_size_at(step)
+        planned = accounting.release(plan, noise, size)
+        wrong = [key for key, value in planned.items() if not _same(record.get(key), value)]
+        if not _same(record["max_grad_norm"], bounds.get((step, branch))):
+            wrong.append("max_grad_norm")
+        if wrong:
+            return False, f"Step {step} was recorded with another {', '.join(wrong)}."
+        if (step, branch) in seen or step > last + 1 or branch < 0:
+            return False, f"Step {step} of branch {branch} is out of order or came twice."
+        seen.add((step, branch))
+        last = max(last, step)
+    if plan.num_steps is not None and last >= plan.num_steps:
+        return False, f"Step {last} is past the plan's {plan.num_steps} steps."
+    again = len(seen) - len({step for step, _ in seen})
+    return True, f"{len(seen)} releases of {last + 1} steps, {again} of them of steps run again"
+
+
+def _coverage(found: Verification, plan: PrivacyPlan) -> tuple[bool | None, str]:
+    """Share of the plan on record: missing lines at the end leave no other trace."""
+    made, planned = found.num_steps, plan.num_steps
+    if planned is None:
+        return None, (
+            f"{made} steps are on record and the plan has no end: whether lines are missing at the "
+            "end of the record does not show."
+        )
+    if made >= planned:
+        return True, f"all {planned} planned steps are on record"
+    return None, (
+        f"{made} of {planned} planned steps are on record: the run stopped there, or goes on, or "
+        "lines are missing at the end of the record."
+    )
+
+
+def _bounds(found: Verification, plan: PrivacyPlan) -> Iterable[tuple[tuple[int, int], float]]:
+    """((step, branch), max_grad_norm) of every release, adaptive ones from the noisy counts."""
+    if not isinstance(plan.max_grad_norm, AdaptiveNorm):
+        for record in found.of_kind("release"):
+            step = int(record["step"])
+            yield (step, int(record["branch"])), plan.max_grad_norm_at(step)
+        return
+    bound_after = {-1: {plan.max_grad_norm_at(0)}}  # a repeated step may follow any of these bounds
+    seals = {(int(s["step"]), int(s["branch"])): s for s in found.of_kind("seal")}
+    for record in found.of_kind("release"):
+        step, branch = int(record["step"]), int(record["branch"])
+        bound = float(record["max_grad_norm"])
+        if any(_same(bound, other) for other in bound_after.get(step - 1, ())):
+            yield (step, branch), bound
+        sealed = seals.get((step, branch))
+        if sealed is not None:
+            following = plan.max_grad_norm.following(bound, float(sealed["noisy_fraction"]))
+            bound_after.setdefault(step, set()).add(following)
+
+
+def _same(found: Any, expected: Any) -> bool:
+    """True if equal, floats up to rounding."""
+    if isinstance(expected, float) and isinstance(found, int | float):
+        return math.isclose(found, expected, rel_tol=_SLACK)
+    return bool(found == expected)
+
+
+def _seals(found: Verification, plan: PrivacyPlan) -> tuple[bool, str]:
+    """Check that every seal has its release; a release without a seal was cut short by a crash."""
+    released = [(r["step"], r["branch"]) for r in found.of_kind("release")]
+    sealed = [(r["step"], r["branch"]) for r in found.of_kind("seal")]
+    strange = [pair for pair in sealed if pair not in set(released)]
+    if strange or len(sealed) != len(set(sealed)):
+        return False, "A sum was sealed that was never recorded as a release, or twice."
+    open_ones = len(released) - len(sealed)
+    resumed = len(found.of_kind("resume"))
+    return True, f"{len(sealed)} sealed, {open_ones} cut short by a crash; resumed {resumed} times"
+
+
+def _epsilon(found: Verification, plan: PrivacyPlan, accountant: str) -> tuple[bool | None, str]:
+    """Epsilon by one accountant of this package."""
+    try:
+        spent = accounting.spent_by(plan, found.of_kind("release"), accountant)
+        value = float(spent.get_epsilon(delta=plan.delta))
+    except AccountingError as error:
+        return None, f"It has no bound for this run: {error}"
+    found.epsilons[accountant] = value
+    return True, f"epsilon = {value:.4f} at delta = {plan.delta:g}"
+
+
+def _epsilon_of_dp_accounting(found: Verification, plan: PrivacyPlan) -> tuple[bool | None, str]:
+    """Epsilon by dp-accounting, from the releases as its own event."""
+    try:
+        import dp_accounting
+        from dp_accounting import pld, rdp
+
+        releases = found.of_kind("release")
+        event = to_dp_event(accounting.spent_by(plan, releases, "pld").history)
+    except ModuleNotFoundError:
+        return None, "It is not installed; install dp-accounting for a third opinion."
+    except AccountingError as error:
+        return None, str(error)
+    relation = {
+        "add_or_remove": dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE,
+        "replace": dp_accounting.NeighboringRelation.REPLACE_ONE,
+        "zero_out": dp_accounting.NeighboringRelation.REPLACE_SPECIAL,
+    }[plan.neighboring_relation]
+    try:
+        theirs: Any = pld.PLDAccountant(neighboring_relation=relation).compose(event)
+    except (dp_accounting.UnsupportedEventError, ValueError):
+        try:
+            theirs = rdp.RdpAccountant(neighboring_relation=relation).compose(event)
+        except (dp_accounting.UnsupportedEventError, ValueError) as error:
+            return None, f"It refuses these releases ({error})."
+    value = float(theirs.get_epsilon(plan.delta))
+    found.epsilons["dp-accounting"] = value
+    return True, f"epsilon = {value:.4f} at delta = {plan.delta:g}, by {type(theirs).__name__}"
+
+
+def _agreement(found: Verification, plan: PrivacyPlan) -> tuple[bool | None, str]:
+    """Check that no upper bound is below the certified lower bound."""
+    epsilons = found.epsilons
+    if not epsilons:
+        return False, "No accountant has a bound for these releases."
+    if "pld" not in epsilons or len(epsilons) < 2:
+        return None, "There is one opinion only."
+    spent = accounting.spent_by(plan, found.of_kind("release"), "pld")
+    lower, _, _ = spent.epsilon_bounds(delta=plan.delta)
+    low = [name for name, value in epsilons.items() if value < float(lower) * (1 - 1e-3)]
+    if low:
+        return False, f"{', '.join(low)} lies below the certified lower bound {lower:.4f}."
+    return True, f"each is above the certified lower bound {lower:.4f}"
+
+
+def _target(found: Verification, plan: PrivacyPlan) -> tuple[bool | None, str]:
+    """Check the target epsilon, if the plan has one."""
+    if plan.target_epsilon is None:
+        return None, "The plan names no target."
+    spent = found.epsilons.get("pld", min(found.epsilons.values(), default=math.inf))
+    verdict = spent <= plan.target_epsilon * (1 + _SLACK)
+    return verdict, f"{spent:.4f} spent of {plan.target_epsilon:g}"
+
+
+def _checks(found: Verification, plan: PrivacyPlan) -> tuple[bool | None, str]:
+    """Number of spot checks of the gradients, and whether one failed."""
+    notes = found.of_kind("note")
+    checks = [note["check"] for note in notes if "check" in note]
+    failed = [check for check in checks if not check["passed"]]
+    if failed:
+        since = failed[0]["last_passed"]
+        return False, (
+            f"A spot check failed at step {failed[0]['step']} (relative error "
+            f"{failed[0]['relative_error']}): the gradients are not vouched for "
+            f"{'from the beginning' if since is None else f'since step {since}'}."
+        )
+    rates = [float(note["checks"]) for note in notes if "checks" in note]
+    if not rates:
+        return None, "The record does not say: an own loop, or a version before checks were made."
+    if not all(rates):
+        extent = " for a part of the run" if any(rates) else ""
+        return None, f"Off (checks=0){extent}: nothing but the rules vouches for the gradients."
+    impossible = [str(note["check_impossible"]) for note in notes if "check_impossible" in note]
+    limits = f"; not checked: {'; '.join(impossible)}" if impossible else ""
+    last = max((int(check["step"]) for check in checks), default=None)
+    done = f"{len(checks)} passed, the last at step {last}" if checks else "none was due yet"
+    return bool(checks) or None, f"{done}, at {rates[-1]:.3g} of the steps{limits}"
+
+
+def _seed(found: Verification, plan: PrivacyPlan) -> tuple[bool, str]:
+    """Check that the key is secret."""
+    if plan.seed is None:
+        return True, "drawn by the operating system; its hash is recorded"
+    return False, (
+        f"The key comes from seed={plan.seed}: whoever reads the plan can take the noise away. "
+        "Such a run is for tests and comparisons only."
+    )
+
+
+def _unprotected(found: Verification, plan: PrivacyPlan) -> tuple[bool | None, str]:
+    """Logged quantities that epsilon does not cover."""
+    names = found.unprotected
+    if names:
+        return None, f"{', '.join(names)} were logged: epsilon does not cover them."
+    return True, "none"
+
+
+def _noise(found: Verification, plan: PrivacyPlan) -> tuple[bool | None, str]:
+    """Guarantees of the noise source."""
+    if plan.noise == "secure":
+        return True, "cryptographic generator, public grid"
+    return None, (
+        f"noise={plan.noise!r} is float32 from a statistical generator: no proof holds for its "
+        "last bits; use noise='secure' where an attacker sees the released numbers."
+    )
+
+
+_CHECKS: Mapping[str, Callable[[Verification, PrivacyPlan], tuple[bool | None, str]]] = {
+    "record covers the plan": _coverage,
+    "releases are the plan's": _releases,
+    "releases are sealed": _seals,
+    "epsilon by PLD": lambda found, plan: _epsilon(found, plan, "pld"),
+    "epsilon by RDP": lambda found, plan: _epsilon(found, plan, "rdp"),
+    "epsilon by dp-accounting": _epsilon_of_dp_accounting,
+    "accountants agree": _agreement,
+    "epsilon is within its target": _target,
+    "exactness was checked": _checks,
+    "key is secret": _seed,
+    "unprotected numbers": _unprotected,
+    "noise source": _noise,
+}
+
+
+def one_key(ledgers: Sequence[Verification]) -> Finding:
+    """Check that no two ledgers of one key differ: the difference of their releases has no noise.
+
+    Two records of one secret key must be one record at two times.
+    """
+    name = "each key has one ledger"
+    by_key: dict[str, list[Verification]] = {}
+    for found in ledgers:
+        if found.plan is not None and found.plan.seed is None:
+            by_key.setdefault(found.plan.root.sha256, []).append(found)
+    unclear = ""
+    for sha256, several in by_key.items():
+        longest = max(several, key=lambda found: len(found.records))
+        for found in several:
+            pair = f"{found.source} and {longest.source}"
+            if found.records != longest.records[: len(found.records)]:
+                detail = (
+                    f"{pair} are records of two runs with one key (sha256 {sha256[:12]}...): both "
+                    "used the same noise."
+                )
+                return Finding(name, False, detail)
+            hidden = any(record.get("digest") is None for record in found.of_kind("seal"))
+            if found is not longest and hidden:
+                unclear = unclear or pair
+    if unclear:
+        detail = (
+            f"{unclear} say the same and hold no digest of their sums: one record twice, or two "
+            "runs with the same noise."
+        )
+        return Finding(name, None, detail)
+    return Finding(name, True, f"{len(by_key)} secret keys in {len(ledgers)} ledgers")

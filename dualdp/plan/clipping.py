@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clip factors and bounds of per-layer groups: Abadi et al. 2016, Algorithm 1.
+
+All operations are elementwise; `xp` is the array namespace (`torch`, `jax.numpy`, `numpy`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dualdp import _validate
+
+CLIPPING = ("flat", "per_layer", "automatic")
+AUTOMATIC_OFFSET = 0.01  # gamma of AUTO-S, Bu et al. 2023 (automatic clipping), eq. 4.1
+
+
+#: Factors are divided by 1 + margin, by dtype of the sums. The margin covers the rounding of a
+#: contribution on its way into the sum, so that the contribution itself has norm at most C.
+MARGIN = {"float32": 1e-4, "float64": 1e-12}
+
+
+def margin_of(dtype: Any) -> float:
+    """Return the margin for sums in this dtype, of any array library."""
+    return MARGIN["float64" if str(dtype).endswith("float64") else "float32"]
+
+
+def clip_factors(norms: Any, max_grad_norm: Any, *, xp: Any) -> Any:
+    """Return the factor that scales each example's gradient to norm at most C.
+
+    Args:
+        norms: (n,) L2 norm of each example's whole gradient, gradient units, >= 0 or non-finite.
+        max_grad_norm: C > 0, gradient units; a number or a scalar array.
+        xp: array namespace, `torch` or `jax.numpy`.
+
+    Returns:
+        (n,) factors in [0, 1], dtype of `norms`. Exactly 1 up to norm C / (1 + margin); nan or inf
+        gives 0.
+
+    Guarantees:
+        factors[k] * norms[k] <= C / (1 + margin) * (1 + 2 * eps(dtype)) for every finite norm.
+            [test_factors_bound_the_norm]
+        factors[k] depends on example k alone.  [test_factors_are_per_sample]
+
+    Source: Abadi et al. 2016, Algorithm 1, "clip gradient".
+    """
+    bound = max_grad_norm / (1 + margin_of(norms.dtype))
+    shrunk = bound / xp.clip(norms, bound, None)
+    factors = xp.where(norms > bound, shrunk, 1.0)
+    return xp.where(norms < math.inf, factors, 0.0)
+
+
+def automatic_factors(norms: Any, max_grad_norm: Any, *, xp: Any) -> Any:
+    """Return C / (norm + 0.01) / (1 + margin): gradients are normalised, none exceeds C.
+
+    Returns:
+        (n,) factors, dtype of `norms`; nan or inf gives 0.
+
+    Guarantees:
+        factors[k] * norms[k] < C / (1 + margin) for every finite norm.
+            [test_factors_bound_the_norm]
+
+    Source: Bu et al. 2023, "Automatic clipping", AUTO-S.
+    """
+    factors = (max_grad_norm / (1 + margin_of(norms.dtype))) / (
+        xp.where(xp.isfinite(norms), norms, xp.ones_like(norms)) + AUTOMATIC_OFFSET
+    )
+    return xp.where(xp.isfinite(norms), factors, xp.zeros_like(norms))
+
+
+def factors_for(clipping: str, norms: Any, max_grad_norm: Any, *, xp: Any) -> Any:
+    """Return the factors of one clipping group: normalised for "automatic", else clipped at C."""
+    function = automatic_factors if clipping == "automatic" else clip_factors
+    return function(norms, max_grad_norm, xp=xp)
+
+
+def group_bounds(groups: Sequence[str], max_grad_norm: Any) -> dict[str, Any]:
+    """Return the bound of each per-layer group, with the total sensitivity C.
+
+    `max_grad_norm` is C (C / sqrt(groups) for each group), or a mapping from group to bound.
+
+    Raises:
+        ValueError: the mapping lacks a group or names one that does not exist.
+
+    Source: McMahan et al. 2018, section 3.1, per-layer clipping.
+    """
+    if not isinstance(max_grad_norm, Mapping):
+        share = max_grad_norm / math.sqrt(max(len(groups), 1))
+        return dict.fromkeys(groups, share)
+    missing = sorted(set(groups) - set(max_grad_norm))
+    unknown = sorted(set(max_grad_norm) - set(groups))
+    if missing or unknown:
+        raise ValueError(
+            f"max_grad_norm lacks {missing} and names {unknown}. Expected one bound for each "
+            f"group of trainable parameters: {sorted(groups)}."
+        )
+    return {
+        group: _validate.positive(f"max_grad_norm[{group!r}]", max_grad_norm[group])
+        for group in groups
+    }
+
+
+def split_bounds(
+    max_grad_norm: Any, shares: Mapping[str, float] | None, clipping: str
+) -> tuple[Any, dict[str, float] | None]:
+    """Return group bounds as one C and the share of each group in C.
+
+    `shares` are scaled so that their squares add up to 1.
+
+    Returns:
+        `(C, shares)`; C unchanged, or the root of the sum of the groups' squared bounds.
+    """
+    if not isinstance(max_grad_norm, Mapping) and shares is None:
+        return max_grad_norm, None
+    if clipping != "per_layer":
+        raise ValueError(
+            f"Bounds of groups came with clipping={clipping!r}. Expected one max_grad_norm, or "
+            "clipping='per_layer'."
+        )
+    if isinstance(max_grad_norm, Mapping) and shares is not None:
+        raise ValueError(
+            "max_grad_norm is a mapping and group_shares came too. Expected one of the two."
+        )
+    name = "max_grad_norm" if shares is None else "group_shares"
+    given = max_grad_norm if shares is None else shares
+    if not isinstance(given, Mapping) or not given:
+        raise TypeError(f"{name}={given!r} holds no group. Expected a mapping group -> number.")
+    bounds = {str(g): _validate.positive(f"{name}[{g!r}]", given[g]) for g in given}
+    whole = math.hypot(*bounds.values())
+    if abs(whole - 1) < 1e-12:  # keeps shares that are scaled already bit for bit
+        whole = 1.0
+    scaled = {group: bound / whole for group, bound in bounds.items()}
+    return (whole if shares is None else max_grad_norm), scaled

@@ -1,0 +1,426 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`PrivacyPlan`: the settings of one private run, for both backends."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import InitVar, dataclass, field, fields
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dualdp import _validate, accountants, mechanisms
+from dualdp._validate import newer
+from dualdp.plan import accounting, schedules
+from dualdp.plan.clipping import CLIPPING, split_bounds
+from dualdp.plan.samplers import SAMPLERS, WHOLE_PASS, Draw
+from dualdp.randomness import (
+    LockedKey,
+    RootKey,
+    bits,
+    fold_in,
+    grid_noise,
+    root_key,
+    run_registry,
+    unlock,
+)
+
+if TYPE_CHECKING:
+    from dualdp.randomness.run_registry import HasRecord
+
+NOISE = ("fast", "portable", "secure")
+ON_BUDGET = ("raise", "stop")
+Scheduled = float | schedules.Schedule | Callable[[int], float]
+_SCHEDULED = ("noise_multiplier", "max_grad_norm", "expected_batch_size")
+_FORMAT = "dualdp_plan"
+_VERSION = 1
+_MOST_STEPS = 10**7
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrivacyPlan:
+    """Settings that determine the batches, the noise and the epsilon of a run.
+
+    Args:
+        num_examples: size of the data set.
+        expected_batch_size: sample rate times num_examples, > 0; sums are divided by it, never by
+            the drawn size.
+        num_steps: number of noise releases; None for an open-ended run.
+        noise_multiplier: noise standard deviation / max_grad_norm, >= 0.
+        max_grad_norm: C > 0, the L2 bound on one example's gradient; for clipping="per_layer" also
+            a mapping from group to bound, with C the root of the sum of squares.
+        delta: float in (0, 1).
+        sampler: one of `dualdp.plan.samplers.SAMPLERS`.
+        neighboring_relation: one of `dualdp.mechanisms.RELATIONS`.
+        clipping: one of `dualdp.plan.clipping.CLIPPING`.
+        noise: "fast" (the framework's generator with our keys), "portable" (the same normals in
+            both backends) or "secure" (a cryptographic generator and a public grid).
+        accountant: name of the accountant.
+        physical_batch_size: number of examples processed at once; None for the whole draw.
+        max_batch_size: largest batch for `sampler="truncated_poisson"`.
+        group_shares: mapping from group to bound / C, for clipping="per_layer" with a schedule of
+            C.
+        target_epsilon: largest epsilon at `delta`; a step that would exceed it is refused.
+        on_budget: "raise" or "stop": a step past the target raises an error or ends the loader.
+        seed: int for a run that is reproducible without its key file, for tests and comparisons
+            only; None draws the key from the operating system.
+        key: root key or path of its file, to reuse an existing key.
+
+    noise_multiplier, max_grad_norm and expected_batch_size accept a number, a schedule of
+    `dualdp.schedules` or a callable of the step. max_grad_norm also accepts `AdaptiveNorm`, whose
+    later values are known to the ledger only.
+
+    Guarantees:
+        Batches, schedules, keys and epsilon are pure functions of (plan, key, step).
+            [test_plan_is_a_pure_function]
+        Neither `repr` nor `to_json` holds the key.  [test_the_key_is_never_published]
+
+    Source: Abadi et al. 2016, Algorithm 1.
+    """
+
+    num_examples: int
+    expected_batch_size: Scheduled
+    num_steps: int | None
+    noise_multiplier: Scheduled
+    max_grad_norm: Scheduled | Mapping[str, float]
+    delta: float
+    sampler: str = "poisson"
+    neighboring_relation: str = "add_or_remove"
+    clipping: str = "flat"
+    noise: str = "fast"
+    accountant: str = "pld"
+    physical_batch_size: int | None = None
+    max_batch_size: int | None = None
+    group_shares: Mapping[str, float] | None = None
+    target_epsilon: float | None = None
+    on_budget: str = "raise"
+    seed: int | None = None
+    key: InitVar[RootKey | LockedKey | str | os.PathLike[str] | None] = None
+    root: RootKey | LockedKey = field(init=False)
+
+    def __post_init__(self, key: RootKey | LockedKey | str | os.PathLike[str] | None) -> None:
+        put = partial(object.__setattr__, self)
+        put("num_examples", _validate.integer("num_examples", self.num_examples, minimum=1))
+        if self.num_steps is not None:
+            most = _MOST_STEPS  # the schedules are tabulated
+            put("num_steps", _validate.integer("num_steps", self.num_steps, maximum=most))
+        for name in ("physical_batch_size", "max_batch_size"):
+            if getattr(self, name) is not None:
+                put(name, _validate.integer(name, getattr(self, name), minimum=1))
+        norm, shares = split_bounds(self.max_grad_norm, self.group_shares, self.clipping)
+        put("max_grad_norm", norm)
+        put("group_shares", shares)
+        for name in _SCHEDULED:
+            put(name, self._checked_schedule(name, getattr(self, name)))
+        put("delta", _validate.open_probability("delta", self.delta))
+        if self.target_epsilon is not None:
+            put("target_epsilon", _validate.positive("target_epsilon", self.target_epsilon))
+        for name, table in _CHOICES.items():
+            _validate.choice(name, getattr(self, name), table)
+        _validate.choice("accountant", self.accountant, accountants.names())
+        self._check_sampler()
+        root = root_key(key, self.seed)
+        if self.noise == "secure" and root.seed is not None:
+            raise ValueError(
+                f"seed={root.seed} with noise='secure'. Expected no seed: a key that anyone can "
+                "guess takes the noise away."
+            )
+        put("root", root)
+        put("seed", root.seed)
+
+    def _checked_schedule(self, name: str, value: Scheduled) -> schedules.Schedule:
+        """Schedule of one setting, with its planned values validated."""
+        schedule = schedules.as_schedule(name, value, self.num_steps)
+        adaptive = isinstance(schedule, schedules.AdaptiveNorm)
+        if adaptive and name != "max_grad_norm":
+            raise ValueError(
+                f"{name} is an AdaptiveNorm. Expected a number or another schedule; only "
+                "max_grad_norm follows a quantile of the norms."
+            )
+        constant = isinstance(schedule, schedules.Constant)
+        first_only = adaptive or constant or self.num_steps is None
+        planned = np.arange(1 if first_only else self.num_steps or 0)
+        self._require_in_range(name, planned, schedule.at(planned), is_constant=constant)
+        return schedule
+
+    def _require_in_range(
+        self, name: str, steps: NDArray[np.int64], values: Any, *, is_constant: bool = False
+    ) -> None:
+        """Raise for the first step whose scheduled value is out of range."""
+        values = np.asarray(values, dtype=np.float64)
+        least = ">= 0" if name == "noise_multiplier" else "> 0"
+        low = values >= 0 if least == ">= 0" else values > 0
+        possible = low & np.isfinite(values)
+        fits = values <= self.num_examples if name == "expected_batch_size" else possible
+        wrong = np.flatnonzero(~(possible & fits))
+        if not wrong.size:
+            return
+        first = int(wrong[0])
+        named = f"{name}={float(values[first])}{'' if is_constant else f' at step {steps[first]}'}"
+        if possible[first]:
+            raise ValueError(
+                f"{named} exceeds num_examples={self.num_examples}. Expected at most the whole "
+                "data set."
+            )
+        end = "" if is_constant else "; end the run or the change of the schedule before that step"
+        raise ValueError(f"{named} is out of range. Expected a finite number {least}{end}.")
+
+    def _check_sampler(self) -> None:
+        """Raise on settings that the accounting of the sampler does not cover."""
+        if (self.max_batch_size is not None) != (self.sampler == "truncated_poisson"):
+            raise ValueError(
+                f"max_batch_size={self.max_batch_size} with sampler={self.sampler!r}. Expected it "
+                "with sampler='truncated_poisson', and only there."
+            )
+        scheduled = [
+            name
+            for name in ("noise_multiplier", "expected_batch_size")
+            if not isinstance(getattr(self, name), schedules.Constant)
+        ]
+        if self.sampler in WHOLE_PASS and scheduled:
+            raise ValueError(
+                f"{scheduled[0]} follows a schedule, but sampler={self.sampler!r} is accounted by "
+                "whole passes. Expected a number, or sampler='poisson'."
+            )
+        size = self.expected_batch_size_at(0)
+        if self.sampler == "fixed_size" and (scheduled[1:] or not size.is_integer()):
+            raise ValueError(
+                f"expected_batch_size={size} with sampler='fixed_size'. Expected one integer."
+            )
+        accounting.account(self, [(self.noise_multiplier_at(0), size, 1)])
+
+    def noise_multiplier_at(self, step: int) -> float:
+        """Return noise standard deviation / max_grad_norm at a step."""
+        return self._at("noise_multiplier", step)
+
+    def max_grad_norm_at(self, step: int) -> float:
+        """Return C at a step, gradient units."""
+        return self._at("max_grad_norm", step)
+
+    def clipping_bounds(self, max_grad_norm: float) -> float | dict[str, float]:
+        """Return the argument of the clipper: C, or a mapping from group to bound."""
+        if self.group_shares is None:
+            return max_grad_norm
+        return {group: share * max_grad_norm for group, share in self.group_shares.items()}
+
+    def expected_batch_size_at(self, step: int) -> float:
+        """Return the divisor of the sum of a step, in examples."""
+        return self._at("expected_batch_size", step)
+
+    def sample_rate_at(self, step: int) -> float:
+        """Return the probability that one example joins the logical batch of a step."""
+        return self.expected_batch_size_at(step) / self.num_examples
+
+    def noise_stddev(self, step: int) -> float:
+        """Return the standard deviation of the noise in the SUM of a step, gradient units."""
+        return self.noise_multiplier_at(step) * self.max_grad_norm_at(step)
+
+    @property
+    def is_adaptive(self) -> bool:
+        """True if max_grad_norm is learned during the run."""
+        return isinstance(self.max_grad_norm, schedules.AdaptiveNorm)
+
+    @property
+    def sample_rate(self) -> float:
+        """Sample rate of a run with a constant batch size.
+
+        Raises:
+            ValueError: the batch size follows a schedule.
+        """
+        if not isinstance(self.expected_batch_size, schedules.Constant):
+            raise ValueError(
+                "expected_batch_size follows a schedule, so there is no one sample_rate. Use "
+                "plan.sample_rate_at(step)."
+            )
+        return self.sample_rate_at(0)
+
+    def _at(self, name: str, step: int) -> float:
+        """Scheduled value at a step, validated: an open-ended schedule may leave its range."""
+        schedule, step = getattr(self, name), _validate.integer("step", step)
+        if isinstance(schedule, schedules.Constant):  # checked when the plan was made
+            return schedule.value
+        return float(self.scheduled(name, np.asarray([step]))[0])
+
+    def scheduled(self, name: str, steps: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Return the values of noise_multiplier, max_grad_norm or expected_batch_size at steps.
+
+        Raises:
+            ValueError: one is out of range; the step is named.
+        """
+        values = np.asarray(getattr(self, name).at(steps), dtype=np.float64)
+        self._require_in_range(name, steps, values)
+        return values
+
+    def step_key(self, purpose: str, step: int, branch: int = 0) -> NDArray[np.uint32]:
+        """Return the (2,) uint32 key of a step for a purpose of `randomness.PURPOSES`."""
+        return self.root.require_secret().step_key(purpose, step, branch)
+
+    def batch_indices(self, step: int) -> NDArray[np.int64]:
+        """Return the examples of the logical batch of a step: (k,) increasing int64."""
+        draw = Draw(
+            words_at=self._sampling_words,
+            step=step,
+            num_examples=self.num_examples,
+            expected_batch_size=self.expected_batch_size_at(step),
+            max_batch_size=self.max_batch_size,
+        )
+        return SAMPLERS[self.sampler](draw)
+
+    def _sampling_words(self, step: int, stream: int) -> NDArray[np.uint64]:
+        """(num_examples,) uniform 64-bit integers that decide which examples join a batch."""
+        if self.noise == "secure":
+            key = grid_noise.stream_key(self, "sampling", step)
+            return grid_noise.words(key, self.num_examples, stream=stream)
+        words = self.step_key("sampling", step)
+        return bits(fold_in(words, stream) if stream else words, self.num_examples, width=64)
+
+    def save_key(self, path: str | os.PathLike[str]) -> None:
+        """Write the secret key to a new file, mode 0600, for a resume or another process."""
+        root = self.root.require_secret()
+        root.save(path)
+        try:
+            run_registry.mark_new_file(root)
+        except BaseException:
+            os.unlink(path)
+            raise
+
+    def claim(
+        self,
+        ledger: HasRecord | None = None,
+        *,
+        recorder: str = "claim",
+        source: str = run_registry.OWN_STEP,
+        resumed: bool = False,
+        follows: bool = False,
+    ) -> None:
+        """Reserve the key for one run: a second run would repeat the noise of the first.
+
+        Plans with a seed are for tests and comparisons, and may be run again.
+
+        Args:
+            ledger: ledger of the run.
+            recorder: str, name of the caller that keeps the ledger, for errors.
+            source: str, name of the source of the noise; "" if `add_noise` or `noisy_mean` will be
+                it.
+            resumed: bool, True if this is the same run, continued with its ledger.
+            follows: bool, True if another process of the same group has begun the run.
+
+        Raises:
+            AccountingError: another run has the key, of this process, or of any that left a mark
+                beside the key file or on this machine; or such a mark can't be written.
+        """
+        run_registry.begin(self, ledger, recorder, source=source, resumed=resumed, follows=follows)
+
+    def epsilon(self, step: int | None = None) -> float:
+        """Return an upper bound on epsilon after `step` releases, at the plan's delta.
+
+        Args:
+            step: number of releases; None for the whole plan.
+
+        Raises:
+            ValueError: the run is open-ended and no step was given, or the step is past the plan.
+        """
+        if step is None:
+            step = self.num_steps
+        if step is None:
+            raise ValueError("num_steps is None, so the run has no end. Pass step=.")
+        step = _validate.integer("step", step)
+        if self.num_steps is not None and step > self.num_steps:
+            raise ValueError(f"step={step} is past the plan's num_steps={self.num_steps}.")
+        spent = accounting.account(self, accounting.stretches(self, 0, step))
+        return float(spent.get_epsilon(delta=self.delta))
+
+    @property
+    def sizes(self) -> dict[str, int | None]:
+        """Sizes that this sampler's accounting needs, by argument name of `accountant.step`."""
+        if self.sampler != "truncated_poisson":
+            return {}
+        return {"num_examples": self.num_examples, "max_batch_size": self.max_batch_size}
+
+    @classmethod
+    def calibrate(cls, *, target_epsilon: float, **arguments: Any) -> Self:
+        """Return the plan whose whole run spends at most `target_epsilon`.
+
+        Args:
+            target_epsilon: float, at the plan's delta.
+            **arguments: arguments of `PrivacyPlan`, without noise_multiplier.
+
+        Raises:
+            ValueError: noise_multiplier was given too, or the run is open-ended.
+        """
+        if "noise_multiplier" in arguments:
+            raise ValueError(
+                "noise_multiplier and target_epsilon came together. Expected one of the two; "
+                "calibrate finds the noise multiplier."
+            )
+        draft = cls(noise_multiplier=1.0, target_epsilon=target_epsilon, **arguments)
+        noise_multiplier = accounting.calibrated_noise(draft, target_epsilon)
+        return cls(
+            noise_multiplier=noise_multiplier,
+            target_epsilon=target_epsilon,
+            **{**arguments, "key": draft.root},
+        )
+
+    def to_json(self) -> str:
+        """Return the plan as JSON; the secret key is replaced by its SHA-256."""
+        data: dict[str, Any] = {_FORMAT: _VERSION, "key_sha256": self.root.sha256}
+        for name in _FIELDS:
+            value = getattr(self, name)
+            data[name] = schedules.to_json(value) if name in _SCHEDULED else value
+        return json.dumps(data, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str, key: RootKey | str | os.PathLike[str] | None = None) -> Self:
+        """Read the JSON of `to_json`.
+
+        Args:
+            text: str, the JSON.
+            key: root key or path of its file. Without it the plan can be read and accounted;
+                batches and noise need it, unless the plan was made from a seed.
+
+        Raises:
+            ValueError: not a plan, one of a later version, or the key of another one.
+        """
+        version = None
+        try:
+            data = json.loads(text)
+            version = data.pop(_FORMAT)
+            if version != _VERSION:
+                raise ValueError("unknown version")
+            sha256 = data.pop("key_sha256")
+            for name in _SCHEDULED:
+                data[name] = schedules.from_json(name, data[name])
+            seed = data.pop("seed")
+            unknown = set(data) - set(_FIELDS)
+            if unknown:
+                raise ValueError(f"unknown fields {sorted(unknown)}")
+        except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+            if isinstance(version, int) and version > _VERSION:
+                raise ValueError(newer("The text", "plan", version, _VERSION)) from None
+            raise ValueError(
+                f"The text is not a plan ({error}). Expected what PrivacyPlan.to_json wrote."
+            ) from error
+        if key is None:
+            root = LockedKey(sha256) if seed is None else unlock(sha256, RootKey.from_seed(seed))
+        else:
+            root = unlock(sha256, key)
+        try:
+            return cls(**data, key=root)
+        except (ArithmeticError, LookupError) as error:  # of a schedule, at some step
+            raise ValueError(
+                f"The text is not a plan ({error}). Expected what PrivacyPlan.to_json wrote."
+            ) from error
+
+
+_CHOICES = {
+    "sampler": SAMPLERS,
+    "neighboring_relation": mechanisms.RELATIONS,
+    "clipping": CLIPPING,
+    "noise": NOISE,
+    "on_budget": ON_BUDGET,
+}
+_FIELDS = [item.name for item in fields(PrivacyPlan) if item.init]

@@ -1,0 +1,299 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Schedules of noise multiplier, clipping norm and batch size, as pure functions of the step.
+
+Clipper, noise and ledger read the same value of a step, so they cannot disagree.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dualdp import _validate
+from dualdp._validate import AccountingError
+
+Values = NDArray[np.float64]
+
+
+class Schedule(Protocol):
+    """Function from the step, 0 or more, to a value."""
+
+    def at(self, steps: Any) -> Values:
+        """Return the values at the given steps, shape of `steps`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Constant:
+    """Constant value."""
+
+    value: float
+
+    def at(self, steps: Any) -> Values:
+        """Return the values at the given steps, shape of `steps`."""
+        return np.full(np.shape(steps), self.value, dtype=np.float64)
+
+
+@dataclass(frozen=True)
+class Step:
+    """`initial * factor ** (step // every)`.
+
+    Args:
+        initial: value at step 0.
+        factor: float > 0, applied once every `every` steps.
+        every: number of steps between two changes, >= 1.
+    """
+
+    initial: float
+    factor: float
+    every: int
+
+    def __post_init__(self) -> None:
+        _validate.positive("factor", self.factor)
+        _validate.integer("every", self.every, minimum=1)
+
+    def at(self, steps: Any) -> Values:
+        """Return the values at the given steps, shape of `steps`; inf past the largest float."""
+        times = np.asarray(np.asarray(steps) // self.every, dtype=np.float64)
+        return _power(self.initial, self.factor, times)
+
+
+@dataclass(frozen=True)
+class Exponential:
+    """`initial * rate ** step`.
+
+    Args:
+        initial: value at step 0.
+        rate: float > 0, factor from one step to the next.
+    """
+
+    initial: float
+    rate: float
+
+    def __post_init__(self) -> None:
+        _validate.positive("rate", self.rate)
+
+    def at(self, steps: Any) -> Values:
+        """Return the values at the given steps, shape of `steps`; inf past the largest float."""
+        return _power(self.initial, self.rate, np.asarray(steps, dtype=np.float64))
+
+
+def _power(initial: float, base: float, exponent: Values) -> Values:
+    """`initial * base ** exponent`, inf on overflow."""
+    with np.errstate(over="ignore", under="ignore"):
+        return np.asarray(initial * base**exponent)
+
+
+@dataclass(frozen=True)
+class Linear:
+    """Linear change from `initial` to `final` over `over` steps, then `final`.
+
+    Args:
+        initial: value at step 0; a value below `final` gives a warm-up.
+        final: value from step `over` on.
+        over: number of steps of the change, >= 1.
+    """
+
+    initial: float
+    final: float
+    over: int
+
+    def __post_init__(self) -> None:
+        _validate.integer("over", self.over, minimum=1)
+
+    def at(self, steps: Any) -> Values:
+        """Return the values at the given steps, shape of `steps`."""
+        share = self._share(np.minimum(np.asarray(steps) / self.over, 1.0))
+        return np.asarray(self.initial + share * (self.final - self.initial))
+
+    def _share(self, time: Values) -> Values:
+        return time
+
+
+@dataclass(frozen=True)
+class Cosine(Linear):
+    """Change from `initial` to `final` along half a cosine over `over` steps, then `final`.
+
+    Source: Loshchilov & Hutter 2017, eq. 5, without restarts.
+    """
+
+    def _share(self, time: Values) -> Values:
+        return np.asarray((1 - np.cos(np.pi * time)) / 2)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Tabulated values, one for each planned step."""
+
+    values: tuple[float, ...]
+
+    def at(self, steps: Any) -> Values:
+        """Return the values at the given steps, shape of `steps`.
+
+        Raises:
+            IndexError: a step past the table.
+        """
+        index = np.asarray(steps)
+        if index.size and index.max() >= len(self.values):
+            raise IndexError(
+                f"step {int(index.max())} is past the schedule's {len(self.values)} steps. "
+                "Plan more steps."
+            )
+        taken: Values = np.asarray(self.values, dtype=np.float64)[index]
+        return taken
+
+
+@dataclass(frozen=True)
+class Warmup:
+    """Linear increase from 0 to the value of another schedule over `over` steps, then that one.
+
+    Args:
+        then: number or another schedule; its step 0 is step 0 of the run.
+        over: number of warm-up steps, >= 1; step k has the share (k + 1) / over, so none is 0.
+    """
+
+    then: Any
+    over: int
+
+    def __post_init__(self) -> None:
+        _validate.integer("over", self.over, minimum=1)
+        object.__setattr__(self, "then", as_schedule("then", self.then, None))
+
+    def at(self, steps: Any) -> Values:
+        """Return the values at the given steps, shape of `steps`."""
+        share = np.minimum((np.asarray(steps) + 1) / self.over, 1.0)
+        return np.asarray(share * self.then.at(steps))
+
+
+@dataclass(frozen=True)
+class AdaptiveNorm:
+    """Clipping norm that follows a quantile of the gradient norms, learned privately.
+
+    Each step also releases a noisy count of the examples with a norm below the bound. The bound is
+    multiplied by `exp(-learning_rate * (noisy fraction - quantile))`. The count is accounted.
+
+    Args:
+        initial: C of step 0, > 0.
+        quantile: share of the examples that should be below the bound, in (0, 1).
+        learning_rate: float > 0.
+        count_noise_multiplier: standard deviation of the noise in the count, in examples; None for
+            a twentieth of the expected batch size.
+
+    Source: Andrew et al. 2021 ("Differentially private learning with adaptive clipping"),
+    Algorithm 1 and section 3.1; we keep the gradient's noise at noise_multiplier * C and account
+    the count beside it.
+    """
+
+    initial: float
+    quantile: float = 0.5
+    learning_rate: float = 0.2
+    count_noise_multiplier: float | None = None
+
+    def __post_init__(self) -> None:
+        _validate.positive("initial", self.initial)
+        _validate.open_probability("quantile", self.quantile)
+        _validate.positive("learning_rate", self.learning_rate)
+        if self.count_noise_multiplier is not None:
+            _validate.positive("count_noise_multiplier", self.count_noise_multiplier)
+
+    def at(self, steps: Any) -> Values:
+        """Return the bound of step 0; later ones depend on the releases.
+
+        Raises:
+            AccountingError: a later step.
+        """
+        if np.any(np.asarray(steps) > 0):
+            raise AccountingError(
+                "max_grad_norm adapts to the run, so it is not known ahead. Use the ledger's "
+                "max_grad_norm, or pass max_grad_norm= of the step."
+            )
+        return np.full(np.shape(steps), self.initial, dtype=np.float64)
+
+    def count_stddev(self, expected_batch_size: float) -> float:
+        """Return the standard deviation of the noise in the count, in examples."""
+        return self.count_noise_multiplier or expected_batch_size / 20
+
+    def following(self, bound: float, noisy_fraction: float) -> float:
+        """Return the bound after a step with this released noisy fraction."""
+        return bound * math.exp(-self.learning_rate * (noisy_fraction - self.quantile))
+
+
+SCHEDULES: dict[str, type[Any]] = {
+    "constant": Constant,
+    "step": Step,
+    "exponential": Exponential,
+    "linear": Linear,
+    "cosine": Cosine,
+    "table": Table,
+    "warmup": Warmup,
+    "adaptive": AdaptiveNorm,
+}
+_NAMES = {kind: name for name, kind in SCHEDULES.items()}
+
+
+def as_schedule(
+    name: str, value: float | Schedule | Callable[[int], float], num_steps: int | None
+) -> Schedule:
+    """Return a schedule for a number, a schedule, or a callable, which is tabulated now.
+
+    Raises:
+        ValueError: a callable without a number of steps to tabulate it for.
+    """
+    if type(value) in _NAMES:
+        return value  # type: ignore[return-value]
+    if callable(value):
+        if num_steps is None:
+            raise ValueError(
+                f"{name} is a callable and num_steps is None. Expected num_steps, so that the "
+                f"schedule can be tabulated and accounted; or one of {', '.join(SCHEDULES)}."
+            )
+        return Table(tuple(_validate.real(f"{name}({k})", value(k)) for k in range(num_steps)))
+    return Constant(_validate.real(name, value))
+
+
+def settles_at(schedule: Schedule) -> float:
+    """Return the first step from which the value is constant; inf if there is none.
+
+    >>> settles_at(Warmup(Linear(1.0, 2.0, over=10), over=3))
+    10.0
+    """
+    if isinstance(schedule, Warmup):
+        return max(float(schedule.over), settles_at(schedule.then))
+    if isinstance(schedule, Linear):
+        return float(schedule.over)
+    return 0.0 if isinstance(schedule, Constant) else math.inf
+
+
+def to_json(schedule: Schedule) -> float | dict[str, Any]:
+    """Return plain data: a number for a constant, else `{"schedule": name, ...}`."""
+    if isinstance(schedule, Constant):
+        return schedule.value
+    named = {item.name: getattr(schedule, item.name) for item in fields(schedule)}  # type: ignore[arg-type]
+    if isinstance(schedule, Warmup):
+        named["then"] = to_json(schedule.then)
+    return {"schedule": _NAMES[type(schedule)], **named}
+
+
+def from_json(name: str, data: float | Mapping[str, Any]) -> float | Schedule:
+    """Return the number or schedule that `to_json` serialized."""
+    if not isinstance(data, Mapping):
+        return data
+    try:
+        given = dict(data)
+        kind = SCHEDULES[_validate.choice(name, given.pop("schedule"), SCHEDULES)]
+        if kind is Table:
+            given["values"] = tuple(given["values"])
+        if kind is Warmup:
+            given["then"] = from_json("then", given["then"])
+        schedule: Schedule = kind(**given)
+    except (KeyError, TypeError) as error:
+        raise ValueError(
+            f"{name}={dict(data)!r} is not a schedule. Expected a number or one of "
+            f"{', '.join(SCHEDULES)} with its fields."
+        ) from error
+    return schedule

@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Optimizer state in both backends, and its conversion.
+
+Torch counts steps in one float per parameter and has no momentum before the first step; optax
+counts in one integer and starts from zeros. docs/porting.md lists the settings that agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dualdp.porting import parameter_map
+from dualdp.porting.parameter_map import ParameterMap
+
+Array = NDArray[Any]
+Named = Mapping[str, Array]
+
+# Class of torch.optim -> its state entry (slot) -> the field of optax's state.
+SLOTS: Mapping[str, Mapping[str, str]] = {
+    "SGD": {"momentum_buffer": "trace"},
+    "Adam": {"exp_avg": "mu", "exp_avg_sq": "nu"},
+    "AdamW": {"exp_avg": "mu", "exp_avg_sq": "nu"},
+    "RMSprop": {"square_avg": "nu", "grad_avg": "mu", "momentum_buffer": "trace"},
+}
+COUNTERS = ("count", "step")  # optax's fields with the number of updates
+HAS_STEP = ("Adam", "AdamW", "RMSprop")
+
+
+@dataclass(frozen=True)
+class TorchState:
+    """State of one torch optimizer."""
+
+    kind: str  # name of its class, a key of `SLOTS`
+    slots: Mapping[str, Named]  # slot -> parameter -> array; missing slots are left out
+    options: Mapping[str, Mapping[str, Any]]  # parameter -> settings of its group
+
+    @classmethod
+    def of(cls, arrays: Named, described: Mapping[str, Any], trained: Iterable[str]) -> TorchState:
+        """Return the state from a checkpoint's arrays, by "slot/parameter", and description."""
+        module, _, kind = described["class"].rpartition(".")
+        names = set(trained)
+        slots: dict[str, dict[str, Array]] = {}
+        for path, array in arrays.items():
+            slot, name = path.split("/", 1)
+            slots.setdefault(slot, {})[name] = array
+        options = {
+            name: {key: _number(value) for key, value in group["options"].items()}
+            for group in described["groups"]
+            for name in group["parameters"]
+            if name in names
+        }
+        return cls(kind if module.startswith("torch.optim") else described["class"], slots, options)
+
+    @property
+    def steps(self) -> int | None:
+        """Number of updates, or None if the state has no counter.
+
+        Raises:
+            ValueError: the parameters have seen different numbers of updates.
+        """
+        counts = sorted({int(count) for count in self.slots.get("step", {}).values()})
+        if len(counts) > 1:
+            raise ValueError(
+                f"The optimizer's parameters have seen {counts} updates. Expected one number."
+            )
+        return counts[0] if counts else None if any(self.slots.values()) else 0
+
+
+def _number(value: Any) -> Any:
+    """Setting as a number, also if it was stored as a tensor."""
+    return value.get("tensor", value) if isinstance(value, dict) else value
+
+
+def check(state: TorchState) -> None:
+    """Raise if the optimizer's class or one of its settings can't be converted."""
+    if state.kind not in SLOTS:
+        raise ValueError(
+            f"The optimizer is a {state.kind}, whose state can't be carried over. Expected one of "
+            f"{', '.join(SLOTS)}."
+        )
+    for name, options in state.options.items():
+        for option in ("amsgrad", "maximize"):
+            if options.get(option):
+                raise ValueError(
+                    f"The optimizer has {option}=True for {name!r}, which optax keeps otherwise or "
+                    f"not at all. Expected {option}=False."
+                )
+
+
+def to_jax(
+    state: TorchState,
+    maps: Sequence[ParameterMap],
+    wanted: Mapping[str, tuple[int, ...]],
+    steps: int | None,
+) -> dict[str, Array]:
+    """Return the arrays of an optax state, for every path of `wanted`.
+
+    Args:
+        state: `TorchState`.
+        maps: sequence of `ParameterMap`, from `dualdp.porting.matching.match`.
+        wanted: mapping from the path of every leaf of optax's state, joined by "/", to its shape.
+        steps: number of updates so far, for optax's counters.
+
+    Raises:
+        ValueError: the two optimizers do not have the same slots.
+    """
+    check(state)
+    _refuse_folded(state, maps)
+    fields = _fields(wanted, maps)
+    slots = _filled(state, maps)
+    _compare(state, fields)
+    found: dict[str, Array] = {}
+    for (prefix, field), paths in fields.items():
+        if field in COUNTERS:
+            found[prefix] = np.asarray(_known(steps, f"optax's {prefix}"))
+            continue
+        scale = _trace_scale(prefix, fields, state)
+        named = {name: scale(name, array) for name, array in slots[field].items()}
+        trained = [parameter for parameter in maps if parameter.torch_name in named]
+        arrays = parameter_map.to_jax(trained, named)
+        _same_trained(set(arrays), set(paths))
+        found |= {path: arrays[leaf] for leaf, path in paths.items()}
+    return found
+
+
+def to_torch(
+    arrays: Named,
+    maps: Sequence[ParameterMap],
+    like: TorchState,
+    steps: int | None = None,
+) -> dict[str, Array]:
+    """Return the arrays of a torch optimizer's state, by "slot/parameter".
+
+    Args:
+        arrays: mapping from the path of every leaf of optax's state, joined by "/", to its array.
+        maps: sequence of `ParameterMap`, from `dualdp.porting.matching.match`.
+        like: `TorchState` with kind and settings of the torch optimizer.
+        steps: number of updates so far, needed if torch counts them and optax does not.
+
+    Raises:
+        ValueError: the two optimizers do not have the same slots.
+    """
+    check(like)
+    _refuse_folded(like, maps)
+    fields = _fields({path: array.shape for path, array in arrays.items()}, maps)
+    _compare(like, fields)
+    found: dict[str, Array] = {}
+    counts = {int(arrays[prefix]) for prefix, field in fields if field in COUNTERS}
+    if len(counts) > 1:
+        raise ValueError(
+            f"optax's state counts {sorted(counts)} updates in different places. Expected one "
+            "number."
+        )
+    names = {field: slot for slot, field in SLOTS[like.kind].items()}
+    for (prefix, field), paths in fields.items():
+        if field in COUNTERS:
+            continue
+        trained = [parameter for parameter in maps if parameter.torch_name in like.options]
+        held = {leaf: arrays[path] for leaf, path in paths.items()}
+        _same_trained({s.path for parameter in trained for s in parameter.slices}, set(held))
+        named = parameter_map.to_torch(trained, held)
+        scale = _trace_scale(prefix, fields, like, inverse=True)
+        found |= {f"{names[field]}/{name}": scale(name, a) for name, a in named.items()}
+    if like.kind in HAS_STEP:
+        count = np.float32(_known(next(iter(counts), steps), f"torch's {like.kind}"))
+        found |= {f"step/{name}": np.asarray(count) for name in like.options}
+    return found
+
+
+def _known(steps: int | None, where: str) -> int:
+    """Number of updates, which must be known."""
+    if steps is None:
+        raise ValueError(
+            f"{where} counts updates, which the other stack's state does not. Expected steps=."
+        )
+    return steps
+
+
+Fields = dict[tuple[str, str], dict[str, str]]
+
+
+def _fields(wanted: Mapping[str, tuple[int, ...]], maps: Sequence[ParameterMap]) -> Fields:
+    """(path of a field, its name) -> JAX leaf -> whole path; empty for a counter."""
+    shapes = {s.path: s.axes.jax_shape for parameter in maps for s in parameter.slices}
+    found: Fields = {}
+    for path, shape in wanted.items():
+        names = path.split("/")  # "0/trace/fc/kernel" is the field "0/trace" of "fc/kernel"
+        ends = ("/".join(names[k:]) for k in range(1, len(names)))
+        leaf = next((end for end in ends if end in shapes), None)
+        prefix = path if leaf is None else path.removesuffix(f"/{leaf}")
+        field = prefix.rpartition("/")[2]
+        if leaf is None and not (field in COUNTERS and shape == ()):
+            raise ValueError(
+                f"optax's state has {path} {shape}, which torch.optim does not keep. Expected "
+                f"{sorted({f for slots in SLOTS.values() for f in slots.values()})} for each "
+                "parameter, and counters."
+            )
+        paths = found.setdefault((prefix, field), {})
+        if leaf is not None:
+            paths[leaf] = path
+    return found
+
+
+def _trace_scale(prefix: str, fields: Fields, state: TorchState, inverse: bool = False) -> Any:
+    """Function (name, array) -> array that rescales a slot.
+
+    optax.rmsprop accumulates updates already multiplied by -learning rate, in a trace two positions
+    after the second moment in its chain. A trace directly after it accumulates as torch does.
+    """
+    if state.kind != "RMSprop" or not prefix.endswith("trace"):
+        return lambda name, array: array
+    second = next(path for path, field in fields if field == "nu")
+    *chain, position, _ = second.split("/")
+    distances = {
+        "/".join([*chain, str(int(position) + k), "trace"]): k for k in (1, 2) if position.isdigit()
+    }
+    if prefix not in distances:
+        raise ValueError(
+            f"optax's state has {prefix} beside {second}. Expected the chain of optax.rmsprop, or "
+            "the trace right behind the second moment."
+        )
+    if distances[prefix] == 1:
+        return lambda name, array: array
+    sign = -1 if inverse else 1
+    return lambda name, array: array * np.asarray(-state.options[name]["lr"], array.dtype) ** sign
+
+
+def _compare(state: TorchState, fields: Fields) -> None:
+    """Raise unless both optimizers keep the same slots."""
+    kept = [field for _, field in fields if field not in COUNTERS]
+    if len(set(kept)) < len(kept):
+        raise ValueError(
+            f"optax's state has {kept}, one of them twice. Expected each once: which is torch's "
+            "can't be told."
+        )
+    expected = _expected(state)
+    if set(kept) != expected:
+        raise ValueError(
+            f"torch's {state.kind} keeps {sorted(expected)} (in optax's words), but optax's state "
+            f"has {sorted(kept)}. Expected the same optimizer with the same settings on both sides."
+        )
+
+
+def _expected(state: TorchState) -> set[str]:
+    """Slots that torch keeps with these settings, by optax's names."""
+    needed = {"momentum_buffer": "momentum", "grad_avg": "centered"}
+    options = list(state.options.values())
+    return {
+        field
+        for slot, field in SLOTS[state.kind].items()
+        if slot not in needed or any(group.get(needed[slot]) for group in options)
+    }
+
+
+def _filled(state: TorchState, maps: Sequence[ParameterMap]) -> dict[str, Named]:
+    """Slot by optax's name -> parameter -> array; zeros before the first step."""
+    shapes = {parameter.torch_name: parameter.torch_shape for parameter in maps}
+    dampened = any(group.get("dampening") for group in state.options.values())
+    found = {}
+    for slot, field in SLOTS[state.kind].items():
+        named = state.slots.get(slot, {})
+        missing = sorted(set(state.options) - set(named))
+        if field not in _expected(state):
+            continue
+        if missing and (named or dampened):
+            raise ValueError(
+                f"torch's state lacks {slot!r} for {missing}. Expected it for every trained "
+                "parameter: take a step first."
+            )
+        found[field] = named or {name: np.zeros(shapes[name]) for name in missing}
+    return found
+
+
+def _same_trained(torch: set[str], jax: set[str]) -> None:
+    """Raise unless both optimizers train the same parameters."""
+    if torch != jax:
+        raise ValueError(
+            f"torch's optimizer trains {sorted(torch - jax)} (JAX's names), which optax's state "
+            f"lacks, and not {sorted(jax - torch)}, which it has. Expected the same parameters "
+            "frozen on both sides."
+        )
+
+
+def _refuse_folded(state: TorchState, maps: Sequence[ParameterMap]) -> None:
+    """Raise if two trained biases would share one momentum in JAX."""
+    for parameter in maps if _expected(state) else ():
+        if parameter.torch_name in state.options and any(s.is_added for s in parameter.slices):
+            raise ValueError(
+                f"{parameter.torch_name} {parameter.torch_shape} is trained and has state of its "
+                f"own, but JAX holds it folded into {parameter.jax_path}. Expected one trained "
+                "bias: call dualdp.torch.weights.fold_biases(model) before the run of an LSTM or "
+                "RNN; a GRU's weights cross, and its state with plain SGD only."
+            )

@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Map of a torch parameter to the JAX leaves that hold its rows, and its inverse."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Axes:
+    """Layout such as "(h d) i -> i h d", for arrays of one shape.
+
+    Args:
+        torch: torch's axes, each a tuple of letters whose sizes multiply.
+        jax: letters in JAX's order.
+        sizes: mapping from letter to size.
+    """
+
+    torch: tuple[tuple[str, ...], ...]
+    jax: tuple[str, ...]
+    sizes: Mapping[str, int] = field(hash=False)
+
+    @classmethod
+    def of(cls, layout: str, shape: Sequence[int], known: Mapping[str, int]) -> Axes | None:
+        """Return the axes of a layout for torch's shape, or None if the layout does not fit."""
+        left, right = layout.split("->")
+        spread = len(shape) - len(_groups(left)) + 1
+        torch, jax = (_groups(side, spread) for side in (left, right))
+        if len(torch) != len(shape):
+            return None
+        sizes: dict[str, int] = {}
+        for group, size in zip(torch, shape, strict=True):
+            *first, last = group
+            inner = math.prod(known.get(letter, 0) for letter in first)
+            if inner == 0 or size % inner:
+                return None
+            sizes |= {letter: known[letter] for letter in first} | {last: size // inner}
+        return cls(tuple(torch), tuple(letter for (letter,) in jax), sizes)
+
+    @property
+    def jax_shape(self) -> tuple[int, ...]:
+        """Shape of JAX's array."""
+        return tuple(self.sizes[letter] for letter in self.jax)
+
+    def to_jax(self, array: Array, batch_axes: int = 0) -> Array:
+        """Return torch's array in JAX's layout; leading batch axes are unchanged."""
+        letters, batch = self._letters(), array.shape[:batch_axes]
+        apart = array.reshape(*batch, *(self.sizes[letter] for letter in letters))
+        order = [batch_axes + letters.index(letter) for letter in self.jax]
+        return apart.transpose(*range(batch_axes), *order)
+
+    def to_torch(self, array: Array, batch_axes: int = 0) -> Array:
+        """Return JAX's array in torch's layout; leading batch axes are unchanged."""
+        order = [batch_axes + self.jax.index(letter) for letter in self._letters()]
+        merged = [math.prod(self.sizes[letter] for letter in group) for group in self.torch]
+        back = array.transpose(*range(batch_axes), *order)
+        return back.reshape(*array.shape[:batch_axes], *merged)
+
+    def _letters(self) -> list[str]:
+        """Letters in torch's order."""
+        return [letter for group in self.torch for letter in group]
+
+
+def _groups(side: str, spread: int = 1) -> list[tuple[str, ...]]:
+    """Axes of "(h d) i" as [("h", "d"), ("i",)]; "..." becomes `spread` axes."""
+    found: list[tuple[str, ...]] = []
+    for axis in re.findall(r"\([^)]*\)|\S+", side):
+        if axis == "...":
+            found += [(f"...{number}",) for number in range(spread)]
+        else:
+            found.append(tuple(axis.strip("()").split()))
+    return found
+
+
+@dataclass(frozen=True)
+class LeafSlice:
+    """Rows of a torch parameter that one JAX leaf holds.
+
+    Args:
+        path: path of the leaf, joined by "/".
+        index: index of the leaf in `jax.tree.leaves`.
+        noise_index: index of the leaf among the trained leaves, which numbers its noise key.
+        rows: first and last + 1, on torch's axis 0; None for a scalar.
+        axes: layout of the rows.
+        is_added: bool, True if the leaf holds a sum of which another parameter is the first term.
+            In the conversion to torch the first term gets the leaf, and these rows get zeros.
+        zero: rows that JAX does not have and that must be zero.
+    """
+
+    path: str
+    index: int
+    noise_index: int
+    rows: tuple[int, int] | None
+    axes: Axes
+    is_added: bool = False
+    zero: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class ParameterMap:
+    """One torch parameter and the JAX leaves that hold it.
+
+    Args:
+        torch_name: name in `named_parameters()`, or name of a buffer.
+        torch_shape: shape of its array.
+        slices: tuple of `LeafSlice`, in the order of the rows.
+        noise_stream: number of a noise key that no JAX leaf has.
+    """
+
+    torch_name: str
+    torch_shape: tuple[int, ...]
+    slices: tuple[LeafSlice, ...]
+    noise_stream: int
+
+    @property
+    def jax_path(self) -> str:
+        """Paths of its JAX leaves, joined by ", "."""
+        return ", ".join(s.path for s in self.slices)
+
+    @property
+    def jax_index(self) -> int:
+        """Index of its JAX leaf in `jax.tree.leaves`."""
+        return self._only().index
+
+    @property
+    def jax_shape(self) -> tuple[int, ...]:
+        """Shape of its JAX leaf."""
+        return self._only().axes.jax_shape
+
+    def _only(self) -> LeafSlice:
+        """Slice of a parameter with exactly one JAX leaf."""
+        if len(self.slices) != 1:
+            raise ValueError(
+                f"{self.torch_name} is held by {len(self.slices)} JAX leaves ({self.jax_path}). "
+                "Expected one; use leaves.to_torch and leaves.to_jax."
+            )
+        return self.slices[0]
+
+    def to_jax(self, array: Array, *, batch_axes: int = 0) -> Array:
+        """Return torch's array in JAX's layout, for a parameter with one JAX leaf."""
+        return self._only().axes.to_jax(array, batch_axes)
+
+    def to_torch(self, array: Array, *, batch_axes: int = 0) -> Array:
+        """Return JAX's array in torch's layout, for a parameter with one JAX leaf."""
+        return self._only().axes.to_torch(array, batch_axes)
+
+    def from_slices(self, array_of: Callable[[LeafSlice], Array], *, batch_axes: int = 0) -> Array:
+        """Return torch's array, concatenated from `array_of(slice)` of each slice."""
+        arrays = [s.axes.to_torch(array_of(s), batch_axes) for s in self.slices]
+        return arrays[0] if len(arrays) == 1 else np.concatenate(arrays, axis=batch_axes)
+
+    def normals(self, draw: Callable[[int, tuple[int, ...]], Array]) -> Array:
+        """Return portable normals: those of the JAX leaves, or separate ones for added rows.
+
+        `draw` is a function (number of the noise key, shape) -> normals.
+
+        Returns:
+            Normals in torch's layout; no two are the same draw.
+
+        Guarantees:
+            No normal serves two parameters, where two biases fold into one too.
+                [test_folded_biases_have_noise_of_their_own]
+        """
+        if any(s.is_added for s in self.slices):
+            return draw(self.noise_stream, self.torch_shape)
+        return self.from_slices(lambda s: draw(s.noise_index, s.axes.jax_shape))
+
+
+def to_jax(
+    maps: Sequence[ParameterMap], arrays: Mapping[str, Array], *, batch_axes: int = 0
+) -> dict[str, Array]:
+    """Return torch's arrays, by name, as JAX's, by path; leading batch axes are unchanged.
+
+    Raises:
+        ValueError: rows that no JAX leaf holds are not zero.
+    """
+    found: dict[str, Array] = {}
+    batch = (slice(None),) * batch_axes
+    pairs = [(s, parameter) for parameter in maps for s in parameter.slices]
+    for s, parameter in sorted(pairs, key=lambda pair: pair[0].is_added):
+        array = arrays[parameter.torch_name]
+        if s.zero and np.any(array[(*batch, slice(*s.zero))]):
+            raise ValueError(
+                f"{parameter.torch_name} {parameter.torch_shape} is not zero in the rows {s.zero}, "
+                f"for which {s.path} {s.axes.jax_shape} has no place. Expected zeros there, or a "
+                "cell that has that bias (flax.linen.GRUCell)."
+            )
+        rows = array if s.rows is None else array[(*batch, slice(*s.rows))]
+        term = s.axes.to_jax(rows, batch_axes)
+        found[s.path] = found[s.path] + term if s.is_added else term
+    return found
+
+
+def to_torch(
+    maps: Sequence[ParameterMap], arrays: Mapping[str, Array], *, batch_axes: int = 0
+) -> dict[str, Array]:
+    """Return JAX's arrays, by path, as torch's, by name; leading batch axes are unchanged.
+
+    Of two biases that JAX holds as their sum, the first gets the sum and the second is zero.
+    """
+
+    def array_of(s: LeafSlice) -> Array:
+        return np.zeros_like(arrays[s.path]) if s.is_added else arrays[s.path]
+
+    return {
+        parameter.torch_name: parameter.from_slices(array_of, batch_axes=batch_axes)
+        for parameter in maps
+    }
+
+
+def to_json(maps: Sequence[ParameterMap]) -> list[dict[str, Any]]:
+    """Return parameter maps as plain data, for a checkpoint."""
+    return [
+        {
+            "torch_name": parameter.torch_name,
+            "torch_shape": parameter.torch_shape,
+            "places": tuple(asdict(s) for s in parameter.slices),
+            "noise_stream": parameter.noise_stream,
+        }
+        for parameter in maps
+    ]
+
+
+def from_json(data: Sequence[Mapping[str, Any]]) -> tuple[ParameterMap, ...]:
+    """Return the parameter maps that `to_json` serialized."""
+
+    def leaf_slice(data: Mapping[str, Any]) -> LeafSlice:
+        axes = data["axes"]
+        torch = tuple(tuple(group) for group in axes["torch"])
+        rows = {key: tuple(data[key]) if data[key] else None for key in ("rows", "zero")}
+        axes = Axes(torch, tuple(axes["jax"]), axes["sizes"])
+        return LeafSlice(**{**data, **rows, "axes": axes})
+
+    return tuple(
+        ParameterMap(
+            parameter["torch_name"],
+            tuple(parameter["torch_shape"]),
+            tuple(map(leaf_slice, parameter["places"])),
+            parameter["noise_stream"],
+        )
+        for parameter in data
+    )
+
+
+def ledger_text(maps: Sequence[ParameterMap] | None) -> str:
+    """Return the text by which a ledger knows a layout of noise; the same in every version."""
+    if maps is None:
+        return "None"
+    texts = [
+        f"Leaf(torch_name={parameter.torch_name!r}, torch_shape={parameter.torch_shape!r}, "
+        f"places={_tuple_text(map(_slice_text, parameter.slices))}, "
+        f"noise_stream={parameter.noise_stream!r})"
+        for parameter in maps
+    ]
+    return _tuple_text(texts)
+
+
+def _slice_text(s: LeafSlice) -> str:
+    return repr(s).replace("LeafSlice(", "Place(", 1)
+
+
+def _tuple_text(texts: Iterable[str]) -> str:
+    """Return ("a", "b") as "(a, b)", and ("a",) as "(a,)"."""
+    first, *rest = [*texts] or [""]
+    return f"({first}{',' if first and not rest else ''}{''.join(f', {text}' for text in rest)})"

@@ -1,0 +1,307 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cryptographic randomness: the AES-256-CTR keystream, normals from it, and the public grid.
+
+Properties that `noise="secure"` has and the other modes lack:
+
+- The stream is cryptographic. Its key is BLAKE2b of the root key, which the operating system drew;
+  the root key has 128 bits, and so has the security.
+- A released number lies on a grid that the plan fixes. Ordinary floating-point noise does not: a
+  float32 normal of `jax.random` has 2^23 values, so that one released coordinate distinguishes two
+  neighboring data sets with probability 0.9 [test_one_coordinate_betrays_ordinary_noise].
+- The work is constant: nothing is rejected, and no branch of ours depends on a drawn number.
+
+Limits: normals are float64, so the noise is Gaussian up to the rounding of float64 (the probability
+of a grid cell has a relative error of about stddev / (2^52 pitch): 2^-29 for a million parameters
+and a noise multiplier of 1). The float32 sums to which noise is added were rounded in an order that
+may depend on the batch.
+
+Source: Mironov 2012, "On significance of the least significant bits for differential privacy"; NIST
+SP 800-38A (CTR); Box & Muller 1958.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dualdp.randomness.parallel import Blocks, fill_between
+
+Float64 = NDArray[np.float64]
+
+#: Rounding to the grid adds at most this share of C to the sensitivity of a sum.
+GRID_MARGIN = 2.0**-12
+#: Share of C by which a clipped contribution may exceed its bound (rounding of float32 factors).
+CLIP_MARGIN = 1e-4
+
+_BLOCK = 1 << 15  # numbers; their keystream and the working set stay in the second-level cache
+_AES_BLOCK = 16  # bytes
+_KEY_BYTES = 32
+_ZEROS = bytes(8 * _BLOCK)
+_MOST_AHEAD = 1 << 27  # largest noise (1 GiB) drawn ahead; larger models draw in their step
+_MOST_CELLS = 2.0**48  # largest stddev / pitch: ten standard deviations are exact in float64
+
+
+def accounted_noise_multiplier(noise_multiplier: float) -> float:
+    """Return the noise multiplier with which secure noise is accounted.
+
+    Rounding to the grid increases the distance of two neighboring sums by at most pitch sqrt(d),
+    which `pitch` keeps below GRID_MARGIN C for every model; a clipped contribution has norm at most
+    C (1 + CLIP_MARGIN). Both increase the sensitivity, so the noise multiplier is divided by it.
+
+    >>> round(accounted_noise_multiplier(1.0), 6)
+    0.999656
+    """
+    return noise_multiplier / (1 + GRID_MARGIN + CLIP_MARGIN)
+
+
+def pitch(max_grad_norm: float, num_parameters: int) -> float:
+    """Return the spacing of the grid: a power of two, from public numbers only.
+
+    Returns:
+        The largest power of two with pitch sqrt(num_parameters) <= GRID_MARGIN C. A finer grid
+        would cost less sensitivity, but with fewer float64 numbers per cell the noise would be
+        less exact.
+
+    Raises:
+        ValueError: C is so small that the grid would leave the normal float32 numbers.
+    """
+    _, exponent = math.frexp(GRID_MARGIN * max_grad_norm / math.sqrt(max(1, num_parameters)))
+    if exponent < -100:
+        raise ValueError(
+            f"max_grad_norm={max_grad_norm} is too small for noise='secure' on {num_parameters} "
+            "parameters. Expected a norm above 1e-20; scale the loss."
+        )
+    return math.ldexp(1.0, exponent - 1)
+
+
+def stream_key(plan: Any, purpose: str, step: int, branch: int = 0) -> bytes:
+    """Return the 256-bit AES key of one step for one purpose.
+
+    Guarantees:
+        No two (purpose, step, branch) share a stream.  [test_streams_are_distinct]
+    """
+    secret: bytes = plan.root.require_secret().step_secret(purpose, step, branch)
+    return secret[-_KEY_BYTES:]  # the first bytes are the other modes' `step_key`
+
+
+def keystream(key: bytes, first_block: int, num_bytes: int) -> bytes:
+    """Return bytes of the AES-CTR keystream from the 16-byte block `first_block` on."""
+    try:
+        from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "noise='secure' needs the package cryptography, which is not installed. Run pip "
+            "install 'dualdp[secure]'."
+        ) from error
+    counter = modes.CTR(first_block.to_bytes(_AES_BLOCK, "big"))
+    encryptor = Cipher(algorithms.AES(key), counter).encryptor()
+    return encryptor.update(_ZEROS[:num_bytes] if num_bytes < len(_ZEROS) else bytes(num_bytes))
+
+
+def words(key: bytes, shape: int | Sequence[int], *, stream: int = 0) -> NDArray[np.uint64]:
+    """Return uniform 64-bit integers: the keystream as little-endian words.
+
+    Element i in row-major order depends on (key, stream, i) alone.
+
+    Guarantees:
+        AES-256-CTR from counter stream * 2^64.  [test_the_stream_gives_the_known_answers]
+    """
+    out = np.empty(shape, np.uint64)
+    flat = out.reshape(-1)
+    for start in range(0, flat.size, _BLOCK):
+        part = flat[start : start + _BLOCK]
+        part[:] = _block_words(key, start // _BLOCK, part.size, stream)
+    return out
+
+
+def _block_words(key: bytes, block: int, size: int = _BLOCK, stream: int = 0) -> NDArray[Any]:
+    """First `size` words of a block of a stream."""
+    first = (stream << 64) + block * (8 * _BLOCK // _AES_BLOCK)
+    return np.frombuffer(keystream(key, first, 8 * size), dtype="<u8")
+
+
+def normals(key: bytes, size: int, *, threads: int | None = None) -> Float64:
+    """Return standard normals in float64; element i depends on (key, i) alone.
+
+    Guarantees:
+        Independent of the number of threads.  [test_normals_do_not_depend_on_threads]
+        Normal, out to 9.4 standard deviations, beyond which 4e-21 of a Gaussian lies.
+            [test_secure_normals_are_normal, test_the_tail_reaches_as_far_as_said]
+
+    Source: Box & Muller 1958, with tan of half the angle in place of cosine and sine.
+    """
+    out, blocks = _drawing(key, size)
+    blocks.finish(threads)
+    return out
+
+
+def _drawing(key: bytes, size: int) -> tuple[Float64, Blocks]:
+    """Array for normals, and the blocks that fill it."""
+    out = np.empty(size)
+
+    def fill(block: int) -> None:
+        own = out[block * _BLOCK : (block + 1) * _BLOCK]
+        if own.size == _BLOCK:
+            _box_muller(_block_words(key, block), own)
+        else:
+            own[:] = _block_normals(key, block)[: own.size]
+
+    return out, Blocks(fill, -(-size // _BLOCK))
+
+
+def _block_normals(key: bytes, block: int) -> Float64:
+    """All normals of a block."""
+    whole = np.empty(_BLOCK)
+    _box_muller(_block_words(key, block), whole)
+    return whole
+
+
+def _box_muller(raw: NDArray[Any], out: Float64) -> None:
+    """Normals from as many words: the first half for radii, the second for angles.
+
+    With t = tan(angle / 2): cos = 2 / (1 + t^2) - 1 and sin = t * 2 / (1 + t^2), so one tan gives
+    two normals.
+    """
+    half = raw.size // 2
+    cosine, sine = out[:half], out[half:]
+    u = (raw[:half] >> np.uint64(1)).view(np.int64).astype(np.float64)  # 63 bits
+    u += 0.5
+    u *= 2.0**-63  # in (0, 1]
+    np.log(u, out=u)
+    u *= -8.0
+    diameter = np.sqrt(u, out=u)  # twice the radius
+    np.multiply(raw[half:].view(np.int64), 0.5 * math.pi * 2.0**-63, out=sine)
+    t = np.tan(sine, out=sine)
+    np.multiply(t, t, out=cosine)
+    cosine += 1.0
+    np.divide(diameter, cosine, out=cosine)
+    np.multiply(cosine, t, out=sine)
+    diameter *= 0.5
+    cosine -= diameter
+
+
+class _Ahead:
+    """Normals of the expected next step, drawn in the background."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._next: tuple[bytes, Float64, Blocks] | None = None
+
+    def take(self, key: bytes, size: int, threads: int | None) -> Float64:
+        """Return the normals of this stream, drawn now unless they are ready."""
+        with self._lock:
+            found, self._next = self._next, None
+        if found is None or found[0] != key or found[1].size != size:
+            return normals(key, size, threads=threads)
+        found[2].finish(threads)
+        return found[1]
+
+    def begin(self, key: bytes, size: int) -> None:
+        """Start on the stream of the next step; one at a time, so that memory is bounded."""
+        if not _BLOCK < size <= _MOST_AHEAD:
+            return
+        out, blocks = _drawing(key, size)
+        with self._lock:
+            self._next = key, out, blocks
+        blocks.begin()
+
+
+_ahead = _Ahead()
+if hasattr(os, "register_at_fork"):  # a forked process lacks the background thread
+    os.register_at_fork(after_in_child=_ahead.__init__)  # type: ignore[misc]
+
+
+def grid_noise(
+    plan: Any,
+    step: int,
+    *,
+    branch: int,
+    cells: float,
+    size: int,
+    threads: int | None = None,
+) -> Float64:
+    """Return the noise of a step in units of the grid, of standard deviation `cells`.
+
+    The sum rounded to the grid plus this noise equals the rounding of the rounded sum plus a
+    Gaussian: post-processing of the Gaussian mechanism. Noise does not depend on the data, so that
+    of the next step is drawn in the background.
+
+    Returns:
+        (size,) float64 integers below 2^52.
+    """
+    _check_cells(cells, size)
+    noise = _ahead.take(stream_key(plan, "noise", step, branch), size, threads)
+    if plan.num_steps is None or step + 1 < plan.num_steps:
+        _ahead.begin(stream_key(plan, "noise", step + 1), size)
+
+    def scale(part: slice) -> None:
+        noise[part] *= cells
+        np.rint(noise[part], out=noise[part])
+
+    _by_parts(scale, size, threads)
+    return noise
+
+
+def _check_cells(cells: float, size: int) -> None:
+    """Raise if float64 can't represent the noise as integers."""
+    if cells > _MOST_CELLS:
+        raise ValueError(
+            f"noise of {cells:.3g} grid cells is too wide for noise='secure' with {size} "
+            "parameters. Expected at most 2**48; lower noise_multiplier."
+        )
+
+
+def grid_noise_between(
+    plan: Any, step: int, start: int, stop: int, *, branch: int, cells: float, size: int
+) -> Float64:
+    """Return the elements start..stop-1 of `grid_noise`, without drawing the others.
+
+    Guarantees:
+        Bit for bit those of the whole noise.  [test_secure_parts_are_those_of_the_whole]
+    """
+    _check_cells(cells, size)
+    out, key = np.empty(stop - start), stream_key(plan, "noise", step, branch)
+
+    def draw(block: int, length: int) -> Float64:
+        return np.rint(_block_normals(key, block)[:length] * cells)
+
+    fill_between(out, start, size=size, block=_BLOCK, draw=draw)
+    return out
+
+
+def noisy_sum(
+    sums: NDArray[Any], noise: Float64, pitch: float, *, threads: int | None = None
+) -> NDArray[Any]:
+    """Return the sums, rounded to the grid, plus noise in units of the grid; both (size,).
+
+    Returns:
+        (size,) like `sums`; every number is a multiple of the pitch.
+            [test_secure_sums_lie_on_the_grid]
+    """
+    out = np.empty_like(sums)
+
+    def add(part: slice) -> None:
+        whole = sums[part].astype(np.float64)
+        whole /= pitch
+        np.rint(whole, out=whole)
+        whole += noise[part]
+        whole *= pitch
+        out[part] = whole
+
+    _by_parts(add, sums.size, threads)
+    return out
+
+
+def _by_parts(work: Callable[[slice], None], size: int, threads: int | None) -> None:
+    """Elementwise work on all processors, in blocks that fit in the cache."""
+
+    def fill(block: int) -> None:
+        work(slice(block * _BLOCK, (block + 1) * _BLOCK))
+
+    Blocks(fill, -(-size // _BLOCK)).finish(threads)

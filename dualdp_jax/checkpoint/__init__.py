@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints in one file or in shards, optimizer state, and weights."""

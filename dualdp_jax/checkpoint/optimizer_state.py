@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Optax state as NumPy arrays by path, and back, for porting optimizers between backends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from dualdp.porting import optimizer_state
+from dualdp_jax.compat import leaf_paths
+
+
+def to_named(state: Any) -> dict[str, np.ndarray]:
+    """Return a mapping from path, joined by "/", to array, for every leaf of an optax state."""
+    return {path: np.asarray(leaf) for path, leaf in leaf_paths(state, "/")}
+
+
+def from_named(like: Any, arrays: Mapping[str, Any]) -> Any:
+    """Return a state like `like` with these values, in its dtypes.
+
+    Args:
+        like: state from optax's `init`.
+        arrays: mapping from path, joined by "/", to array, for every leaf.
+    """
+    new = [jnp.asarray(arrays[path], leaf.dtype) for path, leaf in leaf_paths(like, "/")]
+    return jax.tree.unflatten(jax.tree.structure(like), new)
+
+
+def like_torch(kind: str, options: Mapping[str, Any]) -> optax.GradientTransformation:
+    """Return the optax transformation with the updates of a torch optimizer.
+
+    Args:
+        kind: str, class of torch.optim, one of `dualdp.porting.optimizer_state.SLOTS`.
+        options: mapping, settings as in a group of `param_groups`.
+
+    Raises:
+        ValueError: settings that optax does not have.
+    """
+    optimizer_state.check(optimizer_state.TorchState(kind, {}, {"the parameters": options}))
+    return _OPTIMIZERS[kind](options)
+
+
+def _sgd(o: Mapping[str, Any]) -> optax.GradientTransformation:
+    """SGD; dampening scales the input of the trace (except at torch's first step)."""
+    entering = 1 - o["dampening"]
+    nesterov, momentum = o["nesterov"], o["momentum"]
+    stages = [optax.add_decayed_weights(o["weight_decay"])] if o["weight_decay"] else []
+    stages += [optax.scale(entering)] if momentum and entering != 1 else []
+    stages += [optax.trace(momentum, nesterov)] if momentum else []
+    return optax.chain(*stages, optax.scale_by_learning_rate(o["lr"]))
+
+
+def _adam(o: Mapping[str, Any]) -> optax.GradientTransformation:
+    """Adam; weight decay is added to the gradient, or for decoupled decay see `_adamw`."""
+    adam = optax.adam(o["lr"], *o["betas"], eps=o["eps"])
+    if not o["weight_decay"] or o.get("decoupled_weight_decay"):
+        return adam if not o["weight_decay"] else _adamw(o)
+    return optax.chain(optax.add_decayed_weights(o["weight_decay"]), adam)
+
+
+def _adamw(o: Mapping[str, Any]) -> optax.GradientTransformation:
+    """AdamW; torch and optax both multiply the decay by the learning rate."""
+    return optax.adamw(o["lr"], *o["betas"], eps=o["eps"], weight_decay=o["weight_decay"])
+
+
+def _rmsprop(o: Mapping[str, Any]) -> optax.GradientTransformation:
+    """RMSprop; epsilon is added outside of the root, as in torch."""
+    rmsprop = optax.rmsprop(
+        o["lr"],
+        decay=o["alpha"],
+        eps=o["eps"],
+        eps_in_sqrt=False,
+        centered=o["centered"],
+        momentum=o["momentum"] or None,
+    )
+    if not o["weight_decay"]:
+        return rmsprop
+    return optax.chain(optax.add_decayed_weights(o["weight_decay"]), rmsprop)
+
+
+_OPTIMIZERS: Mapping[str, Any] = {
+    "SGD": _sgd,
+    "Adam": _adam,
+    "AdamW": _adamw,
+    "RMSprop": _rmsprop,
+}

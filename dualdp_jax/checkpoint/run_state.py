@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""State and document of a run in a checkpoint: leaves by name, checks, and the resumed engine."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dualdp import checkpoint
+from dualdp.ledger.ledger import Ledger
+from dualdp.plan.plan import PrivacyPlan
+from dualdp.randomness import RootKey
+from dualdp_jax.compat import leaf_paths
+from dualdp_jax.parallel.process_group import Group
+from dualdp_jax.training.engine import PrivacyEngine
+from dualdp_jax.training.run_ledger import LOADED, SharedLedger
+from dualdp_jax.training.step import TrainState
+
+PathLike = str | os.PathLike[str]
+
+
+def run_document(state: TrainState, engine: PrivacyEngine, path: PathLike) -> dict[str, Any]:
+    """Return the document of a checkpoint, after saving ledger and key."""
+    return {
+        "stack": "jax",
+        "position": engine.ledger.position,
+        "step": int(state.step),
+        "leaves": [name for name, _ in leaf_paths(state.params)],
+        **checkpoint.pack_run(engine.ledger, path),
+    }
+
+
+def resume_engine(
+    state: TrainState,
+    document: Mapping[str, Any],
+    path: PathLike,
+    key: RootKey | PathLike | None,
+    ledger: PathLike | None,
+) -> PrivacyEngine:
+    """Return the engine of a checkpoint's run; process 0 opens its ledger."""
+
+    def open_ledger() -> Ledger:
+        resumed = checkpoint.unpack_run(document, path, key, ledger)
+        try:
+            resumed.plan.claim(resumed, recorder=LOADED, source="", resumed=True)
+        except BaseException:
+            resumed.close()
+            raise
+        return resumed
+
+    def followed(root: RootKey) -> PrivacyPlan:
+        return PrivacyPlan.from_json(json.dumps(document["plan"]), key=root)
+
+    group = Group.current()
+    if group is None:
+        return PrivacyEngine.loaded(open_ledger(), state)
+    group.require_same("the checkpoint", document, "Give all of them the same file.")
+    shared = SharedLedger(group)
+    return PrivacyEngine.loaded(shared.resumed(open_ledger, followed), state, shared)
+
+
+# ---------------------------------------------------------------------- leaves of a state
+
+
+def named_leaves(state: TrainState) -> dict[str, Any]:
+    """Return the saved leaves by name, "params/<path>" or "optimizer/<path>".
+
+    Raises:
+        TypeError: it is no state.
+        ValueError: two leaves have one name.
+    """
+    if not isinstance(state, TrainState):
+        raise TypeError(f"state is a {type(state).__name__}. Expected the TrainState of a step.")
+    found: dict[str, Any] = {}
+    for prefix, tree in (("params", state.params), ("optimizer", state.opt_state)):
+        for path, leaf in leaf_paths(tree):
+            name = f"{prefix}/{path}"
+            if callable(leaf) or isinstance(leaf, str):  # settings of a model, not numbers
+                continue
+            if name in found:
+                raise ValueError(
+                    f"Two leaves of the state have the name {name!r}, since a key holds a dot. "
+                    "Expected keys without dots."
+                )
+            found[name] = leaf
+    return found
+
+
+def named_arrays(state: TrainState) -> dict[str, Any]:
+    """Return the saved leaves by name as arrays of numbers; a random key as its key data.
+
+    Raises:
+        TypeError: a leaf is no number.
+    """
+    arrays: dict[str, Any] = {}
+    for name, leaf in named_leaves(state).items():
+        if is_key(leaf):
+            arrays[name] = jax.random.key_data(leaf)
+        elif isinstance(leaf, jax.Array | np.ndarray | np.generic | bool | int | float):
+            arrays[name] = leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
+        else:
+            raise TypeError(
+                f"The leaf {name!r} is a {type(leaf).__name__}. Expected arrays and numbers; what "
+                "is no number can't be in a checkpoint."
+            )
+    return arrays
+
+
+def is_key(leaf: Any) -> bool:
+    """True for a typed random key, which is saved as its key data."""
+    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def check_like(like: Any) -> None:
+    """Refuse anything but a `TrainState`."""
+    if not isinstance(like, TrainState):
+        raise TypeError(
+            f"like is a {type(like).__name__}. Expected dpj.TrainState.create(params, optimizer)."
+        )
+
+
+def check_fits(saved: Mapping[str, tuple[Any, Any]], like: TrainState) -> None:
+    """Refuse saved leaves, name to (dtype, shape), with other names or types than the state's."""
+    wanted = named_leaves(like)
+    missing, unknown = sorted(wanted.keys() - saved.keys()), sorted(saved.keys() - wanted.keys())
+    if missing or unknown:
+        raise ValueError(
+            f"The checkpoint lacks {missing} and holds {unknown} beside what `like` has. Expected "
+            "a state of the model and the optimizer that were saved."
+        )
+    for name, expected in named_arrays(like).items():
+        dtype, shape = saved[name]
+        if tuple(shape) != expected.shape or dtype != expected.dtype:
+            raise ValueError(
+                f"{name!r} is {dtype}{list(shape)} in the checkpoint but {expected.dtype}"
+                f"{list(expected.shape)} in `like`. Expected the model and optimizer that were "
+                "saved."
+            )
+
+
+def restored_state(
+    arrays: Mapping[str, Any], document: Mapping[str, Any], like: TrainState
+) -> TrainState:
+    """Return the saved state, in the structure and with the kinds of leaves of `like`."""
+
+    def restored(array: Any, leaf: Any) -> Any:
+        if is_key(leaf):
+            return jax.random.wrap_key_data(jnp.asarray(array), impl=jax.random.key_impl(leaf))
+        if isinstance(leaf, bool | int | float) and not isinstance(leaf, np.generic):
+            return array.item()
+        return jnp.asarray(array)
+
+    def tree(prefix: str, part: Any) -> Any:
+        named = [(f"{prefix}/{path}", leaf) for path, leaf in leaf_paths(part)]
+        new = [restored(arrays[name], leaf) if name in arrays else leaf for name, leaf in named]
+        return jax.tree.unflatten(jax.tree.structure(part), new)
+
+    params, opt_state = tree("params", like.params), tree("optimizer", like.opt_state)
+    return TrainState(params, opt_state, document["step"])

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sharded checkpoint of a run: a folder to which every process writes its own shards, by Orbax.
+
+Plan, position and ledger are those of the single file, into which the folder can be consolidated.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from dualdp import checkpoint
+from dualdp.randomness import RootKey
+from dualdp_jax.checkpoint.run_state import (
+    PathLike,
+    check_fits,
+    check_like,
+    named_arrays,
+    restored_state,
+    resume_engine,
+    run_document,
+)
+from dualdp_jax.checkpoint.single_file import write_file
+from dualdp_jax.parallel.process_group import Group
+from dualdp_jax.training.engine import PrivacyEngine
+from dualdp_jax.training.step import TrainState
+
+
+def save_sharded_checkpoint(folder: PathLike, *, state: TrainState, engine: PrivacyEngine) -> None:
+    """Write a run between two steps; each process writes its own shards of the state.
+
+    The folder holds numbered checkpoints; older ones are deleted once the new one is complete. Key
+    and ledger lie beside it as `<folder>.key` and `<folder>.ledger`, as with `save_checkpoint`. All
+    processes must call this, with a folder on a shared file system.
+
+    Args:
+        folder: path of the checkpoints; created if needed.
+        state: `TrainState` of the last step, every leaf an array or a number.
+        engine: `PrivacyEngine` of the run.
+
+    Raises:
+        ModuleNotFoundError: Orbax is not installed.
+        TypeError: the state is none, or holds a leaf that can't be saved.
+
+    Guarantees:
+        A save that is interrupted leaves the older checkpoint.
+            [test_an_interrupted_sharded_save_leaves_the_older_one]
+        Resumed, on this mesh or another, the run goes on where it was.
+            [test_a_sharded_checkpoint_loads_on_other_meshes]
+    """
+    ocp = _orbax()
+    arrays = named_arrays(state)
+
+    def describe(_: None) -> tuple[int, dict[str, Any]]:
+        Path(folder).mkdir(exist_ok=True)
+        kinds = {name: [str(a.dtype), list(a.shape)] for name, a in arrays.items()}
+        document = {**run_document(state, engine, folder), "arrays": kinds}
+        return 1 + max(checkpoint.numbers(folder), default=0), document
+
+    number, document = engine.written("the sharded checkpoint", lambda: None, describe)
+
+    def save() -> None:
+        parts = ocp.args.Composite(
+            arrays=ocp.args.PyTreeSave(arrays), run=ocp.args.JsonSave(document)
+        )
+        with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as writer:
+            writer.save(checkpoint.numbered(folder, number), args=parts)
+
+    def clear(_: None) -> None:
+        for older in checkpoint.numbers(folder):
+            if older < number:
+                shutil.rmtree(checkpoint.numbered(folder, older))
+
+    engine.written("the end of the sharded checkpoint", save, clear)
+
+
+def load_sharded_checkpoint(
+    folder: PathLike,
+    *,
+    like: TrainState,
+    key: RootKey | PathLike | None = None,
+    ledger: PathLike | None = None,
+) -> tuple[TrainState, PrivacyEngine]:
+    """Read a run that `save_sharded_checkpoint` wrote, perhaps on another mesh.
+
+    Args:
+        folder: path of the checkpoints, of which the newest is read.
+        like: `TrainState` of the same model and optimizer, such as `TrainState.create(params,
+            optimizer)`; each leaf gets the sharding of the same leaf in `like`.
+        key: `RootKey`, path or None, see `load_checkpoint`.
+        ledger: path or None, see `load_checkpoint`.
+
+    Returns:
+        `(state, engine)`; `engine.resume(..., data_sharding=...)` continues the run.
+
+    Raises:
+        FileNotFoundError: the folder holds no whole checkpoint, or key or ledger is missing.
+        ModuleNotFoundError: Orbax is not installed.
+        ValueError: it is of another model or optimizer.
+    """
+    check_like(like)
+    number, document = _document(folder)
+    check_fits(document["arrays"], like)
+    arrays = _arrays(folder, number, named_arrays(like))
+    state = restored_state(arrays, document, like)
+    return state, resume_engine(state, document, folder, key, ledger)
+
+
+def consolidate_checkpoint(folder: PathLike, path: PathLike) -> None:
+    """Write the newest checkpoint of a folder as a file of `save_checkpoint`, on one process.
+
+    The run may continue from either of them, not from both; its ledger is not moved, and
+    `<path>.key` becomes a copy of `<folder>.key`.
+
+    Args:
+        folder: path given to `save_sharded_checkpoint`.
+        path: path of the file; an existing one is replaced.
+
+    Raises:
+        FileNotFoundError: the folder holds no whole checkpoint.
+        ModuleNotFoundError: Orbax is not installed.
+        ValueError: `<path>.key` is another run's.
+    """
+    number, document = _document(folder)
+    kinds = document.pop("arrays")
+    arrays = _arrays(folder, number, dict.fromkeys(kinds))
+    write_file(path, arrays, checkpoint.relocated(document, folder, path))
+
+
+# ---------------------------------------------------------------------- Orbax
+
+
+def _orbax() -> Any:
+    """Import Orbax, which only sharded checkpoints need."""
+    try:
+        import orbax.checkpoint as ocp
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "Sharded checkpoints need the package orbax-checkpoint, which is not installed. Run "
+            "pip install orbax-checkpoint, or use save_checkpoint."
+        ) from error
+    return ocp
+
+
+def _document(folder: PathLike) -> tuple[int, dict[str, Any]]:
+    """Number and document of the newest checkpoint."""
+    ocp = _orbax()
+    group = Group.current()
+    newest = max(checkpoint.numbers(folder), default=0)
+    newest = newest if group is None else group.broadcast("the newest checkpoint", newest)
+    checkpoint.require_numbered(folder, newest)
+    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
+        parts = ocp.args.Composite(run=ocp.args.JsonRestore())
+        return newest, dict(reader.restore(checkpoint.numbered(folder, newest), args=parts)["run"])
+
+
+def _arrays(folder: PathLike, number: int, like: Mapping[str, Any]) -> dict[str, Any]:
+    """Arrays of a checkpoint, sharded like the same leaf of `like`, or NumPy arrays for None."""
+    ocp = _orbax()
+
+    def how(leaf: Any) -> Any:
+        if isinstance(leaf, jax.Array):
+            return ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape)
+        return ocp.RestoreArgs(restore_type=np.ndarray)
+
+    restore_args = {name: how(leaf) for name, leaf in like.items()}
+    item = {name: 0 if leaf is None else leaf for name, leaf in like.items()}
+    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
+        parts = ocp.args.Composite(
+            arrays=ocp.args.PyTreeRestore(item=item, restore_args=restore_args)
+        )
+        return dict(reader.restore(checkpoint.numbered(folder, number), args=parts)["arrays"])

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Meshes of devices, groups of processes, and exchange of messages between processes."""

@@ -1,0 +1,332 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sharding of a run's arrays on a mesh, and reduction of its sums.
+
+Examples are split over the data axes of the mesh. Each shard works on its own rows under
+`jax.shard_map`, where the program is that of one device: only the parameters that are split over
+the same axes, and the sums, are communicated. A sum is reduced over the axes that split its
+parameter as soon as it is formed (a reduce-scatter), and over the other data axes once per step (an
+all-reduce).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from dualdp_jax.parallel.process_group import Group
+
+Axes = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class DataMesh:
+    """Mesh with the axes over which the examples are split."""
+
+    mesh: Mesh  # `Mesh` with automatic axes
+    axes: Axes  # the data axes, the slowest first
+    group: Group | None  # `Group` of the processes that the mesh spans; None for one process
+
+    @classmethod
+    def of(cls, sharding: Any) -> DataMesh:
+        """Return the data_mesh for the sharding of a batch.
+
+        Raises:
+            TypeError: it is no `NamedSharding`.
+            ValueError: it splits more than the examples.
+        """
+        if not isinstance(sharding, NamedSharding):
+            raise TypeError(
+                f"data_sharding is a {type(sharding).__name__}. Expected where the examples of a "
+                'batch go, such as NamedSharding(mesh, PartitionSpec("data")).'
+            )
+        if any(entry is not None for entry in sharding.spec[1:]):
+            raise ValueError(
+                f"data_sharding has the spec {sharding.spec}. Expected one that splits axis 0, the "
+                'examples, and nothing else, such as PartitionSpec("data").'
+            )
+        axes = _names(sharding.spec[0]) if len(sharding.spec) else ()
+        if not axes:
+            raise ValueError(
+                f"data_sharding has the spec {sharding.spec}, which splits no examples. Expected "
+                'one with a data axis, such as PartitionSpec("data"); the axis may have size 1.'
+            )
+        mesh: Any = sharding.mesh  # with automatic axes, which XLA's partitioner handles
+        if any(kind is not AxisType.Auto for kind in mesh.axis_types):
+            types = (AxisType.Auto,) * mesh.devices.ndim
+            mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=types)
+        return cls(mesh, axes, Group.of(mesh.devices.flat))
+
+    @property
+    def num_shards(self) -> int:
+        """Number of shards of the rows of a chunk."""
+        return self._num_shards(self.axes)
+
+    def _num_shards(self, axes: Axes) -> int:
+        return math.prod(self.mesh.shape[name] for name in axes)
+
+    def sharding(self, *spec: Any) -> NamedSharding:
+        """Return a sharding on the mesh."""
+        return NamedSharding(self.mesh, P(*spec))
+
+    # ------------------------------------------------------------------ arrays on the mesh
+
+    def rows(self, array: Any, at: Any = None) -> jax.Array:
+        """Return rows of an array, split over the data axes; a process reads only its own shards.
+
+        `at` (rows,) holds the indices of the rows; None for all in order.
+        """
+        at = np.arange(len(array)) if at is None else at
+        read: dict[tuple[Any, ...], Any] = {}
+
+        def shard(index: Any) -> Any:
+            part = index[0].start, index[0].stop
+            if part not in read:
+                read[part] = np.asarray(array[at[index[0]]])
+            return read[part]
+
+        shape = (len(at), *array.shape[1:])
+        return jax.make_array_from_callback(shape, self.sharding(self.axes), shard)
+
+    def placed(self, name: str, leaf: Any) -> Any:
+        """Return a model or optimizer array on the mesh, with the user's sharding or replicated.
+
+        Raises:
+            ValueError: it lies on several devices in another way.
+        """
+        if not isinstance(leaf, jax.Array | np.ndarray | np.generic | bool | int | float):
+            return leaf
+        given = getattr(leaf, "sharding", None)
+        if given is None or len(given.device_set) == 1:
+            return self._on_all(leaf)
+        is_on_mesh = (  # whatever the types of the axes
+            isinstance(given, NamedSharding)
+            and given.mesh.axis_names == self.mesh.axis_names
+            and np.array_equal(given.mesh.devices, self.mesh.devices)
+        )
+        if not is_on_mesh:
+            raise ValueError(
+                f"{name} lies on {given}, and the batch on a mesh of {dict(self.mesh.shape)}. "
+                "Expected both on one mesh, such as jax.device_put(params, NamedSharding(mesh, "
+                "PartitionSpec()))."
+            )
+        return jax.device_put(leaf, given.update(mesh=self.mesh))
+
+    def _on_all(self, leaf: Any) -> jax.Array:
+        """Array or key of this process, replicated on all devices of the mesh."""
+        if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            data = self._on_all(jax.random.key_data(leaf))
+            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+        array = np.asarray(leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf))
+        return jax.make_array_from_callback(array.shape, self.sharding(), lambda _: array)
+
+    def state(self, state: Any) -> Any:
+        """Return the state with every array `placed`."""
+        place = lambda path, leaf: self.placed(jax.tree_util.keystr(path), leaf)  # noqa: E731
+        return state._replace(
+            params=jax.tree_util.tree_map_with_path(place, state.params),
+            opt_state=jax.tree_util.tree_map_with_path(place, state.opt_state),
+        )
+
+    def model(self, parameters: Any) -> Any:
+        """Return the model with its arrays on the mesh."""
+        named = zip(parameters.names, parameters.trained, strict=True)
+
+        def others(arrays: Sequence[Any]) -> list[Any]:
+            return [self.placed("params", leaf) for leaf in arrays]
+
+        def arrays(tree: Any) -> tuple[list[Any], list[Any]]:
+            trained, rest = parameters.arrays(tree)
+            return trained, others(rest)
+
+        return replace(
+            parameters,
+            trained=[self.placed(f"params[{name!r}]", leaf) for name, leaf in named],
+            others=others(parameters.others),
+            arrays=arrays,
+        )
+
+    # ------------------------------------------------------------------ sums
+
+    def spread(self, function: Callable[..., Any], like: Sequence[Any]) -> Callable[..., Any]:
+        """Extend a function of the rows of one shard to all rows.
+
+        Args:
+            function: callable (trained, others, rows, key, bound) -> (sums, numbers, values per
+                example), with a sum for each leaf of `like`, and a pytree of scalars.
+            like: sequence of arrays with the shardings of the sums.
+
+        Returns:
+            The same of global arrays; sums and numbers have a leading axis of unreduced shards.
+        """
+        splits = [self._split(leaf) for leaf in like]
+
+        def one_shard(*arguments: Any) -> Any:
+            sums, numbers, each = function(*arguments)
+            sums = [_scattered(x, own) for x, (own, _) in zip(sums, splits, strict=True)]
+            return *jax.tree.map(lambda x: x[None], (sums, numbers)), each
+
+        sums = [P(rest or None, *own) for own, rest in splits]
+        return self.each(one_shard, like, out_specs=(sums, P(self.axes), P(self.axes)))
+
+    def each(
+        self, function: Callable[..., Any], like: Sequence[Any], out_specs: Any = None
+    ) -> Callable[..., Any]:
+        """Extend a function of the rows of one shard, its third argument, to all rows.
+
+        `out_specs` are the specs of results that are not values per example.
+        """
+
+        def all_shards(*arguments: Any) -> Any:
+            in_specs = [P(self.axes) if i == 2 else P() for i in range(len(arguments))]
+            return jax.shard_map(
+                function,
+                mesh=self.mesh,
+                in_specs=tuple(in_specs),
+                out_specs=P(self.axes) if out_specs is None else out_specs,
+                axis_names=self._manual(like),
+                check_vma=False,  # with it the loss would have to mark values that vary by shard
+            )(*arguments)
+
+        return all_shards
+
+    def parts(self, like: Sequence[Any]) -> tuple[list[NamedSharding], NamedSharding]:
+        """Return the shardings of the sums and the numbers of `spread`."""
+        rests = [self._split(leaf)[1] or None for leaf in like]
+        sums = [self.sharding(r, *x.sharding.spec) for r, x in zip(rests, like, strict=True)]
+        return sums, self.sharding(self.axes)
+
+    def zeros(self, like: Sequence[Any], numbers: Any) -> tuple[list[Any], Any]:
+        """Return zeros like the sums and numbers of `spread`."""
+        counts = [self._num_shards(self._split(leaf)[1]) for leaf in like]
+        shapes = [
+            ((n, *x.shape), jnp.result_type(jnp.float32, x.dtype))
+            for n, x in zip(counts, like, strict=True)
+        ]
+
+        def made() -> Any:
+            sums = [jnp.zeros(*shape) for shape in shapes]
+            return sums, jax.tree.map(lambda x: jnp.zeros(self.num_shards, x.dtype), numbers)
+
+        found: tuple[list[Any], Any] = jax.jit(made, out_shardings=self.parts(like))()
+        return found
+
+    def _manual(self, like: Sequence[Any]) -> set[str]:
+        """Axes of the `shard_map`: the data axes, and all axes that split no parameter.
+
+        The fewer axes XLA's partitioner handles, the closer the program is to that of one device.
+        """
+        split = {name for leaf in like for entry in leaf.sharding.spec for name in _names(entry)}
+        return set(self.axes) | (set(self.mesh.axis_names) - split)
+
+    def _split(self, leaf: Any) -> tuple[list[Axes | None], Axes]:
+        """Data axes that split each axis of a leaf, and the data axes that split none."""
+        spec = [*leaf.sharding.spec, *[None] * (leaf.ndim - len(leaf.sharding.spec))]
+        own = [tuple(a for a in _names(entry) if a in self.axes) or None for entry in spec]
+        used = {name for entry in own for name in entry or ()}
+        return own, tuple(name for name in self.axes if name not in used)
+
+
+def data_mesh_of(data_sharding: Any, parameters: Any = None) -> DataMesh | None:
+    """Return the data_mesh of a run, or None for one device.
+
+    Raises:
+        ValueError: the parameters lie on several devices, and nobody said where the batch goes.
+    """
+    if data_sharding is not None:
+        return DataMesh.of(data_sharding)
+    for leaf in [] if parameters is None else parameters.trained:
+        if len(leaf.sharding.device_set) > 1:
+            raise ValueError(
+                f"params lie on {leaf.sharding}, and data_sharding is missing. Expected where the "
+                'examples of a batch go, such as NamedSharding(mesh, PartitionSpec("data")).'
+            )
+    return None
+
+
+def whole(array: Any) -> np.ndarray:
+    """Return an array as NumPy on each process, also if sharded; all processes must call this."""
+    if getattr(array, "is_fully_addressable", True) or array.is_fully_replicated:
+        return np.asarray(array)
+    from jax.experimental import multihost_utils
+
+    return np.asarray(multihost_utils.process_allgather(array, tiled=True))
+
+
+def shardings(tree: Any) -> Any:
+    """Return the sharding of every leaf."""
+    return jax.tree.map(lambda leaf: leaf.sharding, tree)
+
+
+def local_shards(arrays: Sequence[Any]) -> list[np.ndarray]:
+    """Return the distinct shards of some arrays on this process, in index order."""
+    shards = []
+    for array in arrays:
+        if isinstance(array, jax.Array):
+            found = {_bounds(shard.index, array.shape): shard for shard in array.addressable_shards}
+            shards += [np.asarray(found[bounds].data) for bounds in sorted(found)]
+        else:
+            shards.append(np.asarray(array))
+    return shards
+
+
+def checksum(arrays: Sequence[Any]) -> str:
+    """Return a digest of checksums of this process's shards; it detects mistakes, not tampering."""
+    program = _summed(arrays[0].sharding.mesh, tuple(array.sharding.spec for array in arrays))
+    sums = sorted(int(np.asarray(s.data)[0]) for s in program(*arrays).addressable_shards)
+    return hashlib.sha256(repr(sums).encode()).hexdigest()
+
+
+@cache
+def _summed(mesh: Mesh, specs: tuple[P, ...]) -> Callable[..., Any]:
+    """Program from arrays to a checksum of their bits on each device, (devices,) uint32."""
+
+    def one(*leaves: Any) -> Any:
+        total = jnp.uint32(0)
+        for leaf in leaves:
+            kind = jnp.dtype(f"uint{8 * leaf.dtype.itemsize}")
+            bits = jax.lax.bitcast_convert_type(leaf, kind)
+            bits = bits ^ bits >> 32 if leaf.dtype.itemsize == 8 else bits
+            total = total * jnp.uint32(31) + bits.astype(jnp.uint32).sum(dtype=jnp.uint32)
+        return total[None]
+
+    out = P(mesh.axis_names)
+    return jax.jit(jax.shard_map(one, mesh=mesh, in_specs=specs, out_specs=out, check_vma=False))
+
+
+def placement_digest(arrays: Sequence[Any]) -> str:
+    """Return a digest of the shard indices that this process holds of each array."""
+    bounds = [
+        sorted({_bounds(shard.index, array.shape) for shard in array.addressable_shards})
+        for array in arrays
+    ]
+    return hashlib.sha256(repr(bounds).encode()).hexdigest()
+
+
+def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """(start, stop) of a shard on each axis."""
+    return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
+
+
+def _names(entry: Any) -> Axes:
+    """Mesh axes in one entry of a spec."""
+    if entry is None:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def _scattered(total: Any, own: Sequence[Axes | None]) -> Any:
+    """Reduce-scatter a sum over the data axes that split its leaf."""
+    for axis, names in enumerate(own):
+        if names is not None:
+            total = jax.lax.psum_scatter(total, names, scatter_dimension=axis, tiled=True)
+    return total

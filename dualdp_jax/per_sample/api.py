@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Per-sample gradients, gradient norms and clipped gradient sums of a single-example loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from dualdp import _validate
+from dualdp.exactness import CHECKS
+from dualdp_jax import compat
+from dualdp_jax.parallel.mesh import whole
+from dualdp_jax.per_sample import clip, first_calls
+from dualdp_jax.per_sample.call import Answer, Call, build, traced
+from dualdp_jax.per_sample.checks import spot_check, trials
+from dualdp_jax.per_sample.methods import check_method, prepared
+from dualdp_jax.per_sample.request import GRADS, NORMS, SUM, Request, answer, chunk_size
+from dualdp_jax.rules.estimate import stable_norm
+
+_draws = np.random.default_rng(0)  # draws the examples to check; not noise
+
+
+class ClippedGradSum(NamedTuple):
+    """Clipped gradient sum with the norm and loss of each example, from `clipped_grad_sum`.
+
+    Attributes:
+        grads: pytree like the parameters, None at untrained leaves; float32 or wider.
+        norms: (n,) L2 norm of each example's whole gradient before clipping; 0 for padding.
+        losses: (n,) losses, 0 for padding.
+        aux: pytree of (n, ...), auxiliary outputs of `loss_fn` stacked over the examples, or None.
+    """
+
+    grads: Any
+    norms: Any
+    losses: Any
+    aux: Any
+
+
+def per_sample_grads(
+    loss_fn: Callable[..., Any],
+    what: Any,
+    *batch: Any,
+    method: str = "auto",
+    physical_batch_size: int | None = None,
+    max_memory: int | None = None,
+    has_aux: bool = False,
+    key: Any = None,
+    trainable: Any = None,
+    check: str = "first",
+) -> Any:
+    """Return the gradient of each example's own loss.
+
+    Args:
+        loss_fn: callable (what, *example) -> scalar loss of ONE example (no batch axis), or
+            -> (loss, aux) with `has_aux`; called with `key=` when a key is given.
+        what: pytree of parameters, whose inexact leaves are trained, or an `nnx.Module`.
+        *batch: pytrees whose array leaves have the examples on axis 0; other leaves are passed to
+            `loss_fn` unchanged.
+        method: str, one of `dualdp_jax.per_sample.methods.METHODS`, or "auto".
+        physical_batch_size: int, examples processed at once; None for all.
+        max_memory: int, bytes that a physical batch may hold for privacy (per-sample gradients, or
+            the operands and output gradients of parameter uses); limits the physical batch size.
+        has_aux: bool, True if `loss_fn` returns (loss, aux).
+        key: random key; example k gets `fold_in(key, k)`.
+        trainable: pytree of bools like `what`, or a prefix of it; False freezes.
+        check: str; "first" compares two examples with plain `jax.grad` at the first call for a
+            loss, parameters and shapes (without n), "always" at every call, "off" never. Inside
+            `jit`, stand-in inputs are compared during tracing; `explain` reports the result.
+
+    Returns:
+        Pytree like `what`, leaves (n, *shape), None at untrained leaves; with `has_aux` the pair
+        (grads, aux). For an `nnx.Module`: like `nnx.state(what, nnx.Param)`.
+
+    Raises:
+        ExactnessError: the check failed.
+    """
+    call = build(loss_fn, what, batch, has_aux=has_aux, key=key, trainable=trainable)
+    sizes = (physical_batch_size, max_memory)
+    found = _answered(loss_fn, call, Request(GRADS, method), sizes, check, "per_sample_grads")
+    result = call.parameters.like(found.leaves)
+    return (result, found.aux) if has_aux else result
+
+
+def per_sample_norms(
+    loss_fn: Callable[..., Any],
+    what: Any,
+    *batch: Any,
+    per_parameter: bool = False,
+    method: str = "auto",
+    physical_batch_size: int | None = None,
+    max_memory: int | None = None,
+    has_aux: bool = False,
+    key: Any = None,
+    trainable: Any = None,
+    check: str = "first",
+) -> Any:
+    """Return the L2 norm of each example's gradient.
+
+    Args:
+        loss_fn: callable, see `per_sample_grads`.
+        what: pytree of parameters or `nnx.Module`, see `per_sample_grads`.
+        *batch: pytrees, see `per_sample_grads`.
+        per_parameter: bool, True for one norm per leaf instead of one for the whole gradient.
+        method: str, see `per_sample_grads`.
+        physical_batch_size: int or None, see `per_sample_grads`.
+        max_memory: int or None, see `per_sample_grads`.
+        has_aux: bool, see `per_sample_grads`.
+        key: random key or None, see `per_sample_grads`.
+        trainable: pytree of bools or None, see `per_sample_grads`.
+        check: str, see `per_sample_grads`.
+
+    Returns:
+        (n,) norms, float32, or float64 if a parameter is; with `per_parameter` a pytree of (n,);
+        with `has_aux` the pair (norms, aux).
+
+    Raises:
+        ExactnessError: the check failed.
+    """
+    call = build(loss_fn, what, batch, has_aux=has_aux, key=key, trainable=trainable)
+    request = Request(NORMS, method, per_parameter=bool(per_parameter))
+    sizes = (physical_batch_size, max_memory)
+    found = _answered(loss_fn, call, request, sizes, check, "per_sample_norms")
+    norms = call.parameters.like(found.leaves) if per_parameter else found.norms
+    return (norms, found.aux) if has_aux else norms
+
+
+def clipped_grad_sum(
+    loss_fn: Callable[..., Any],
+    what: Any,
+    *batch: Any,
+    max_grad_norm: Any,
+    clipping: str = "flat",
+    mask: Any = None,
+    method: str = "auto",
+    physical_batch_size: int | None = None,
+    max_memory: int | None = None,
+    has_aux: bool = False,
+    key: Any = None,
+    trainable: Any = None,
+    check: str = "first",
+) -> ClippedGradSum:
+    """Return the sum over the examples of their clipped gradients.
+
+    Args:
+        loss_fn: callable, see `per_sample_grads`.
+        what: pytree of parameters or `nnx.Module`, see `per_sample_grads`.
+        *batch: pytrees, see `per_sample_grads`.
+        max_grad_norm: number or scalar array C > 0, gradient units (a new value does not
+            recompile); for "per_layer" also a mapping from group to bound.
+        clipping: str, "flat", "per_layer" or "automatic".
+        mask: (n,) bool, False for padding; None without padding.
+        method: str, see `per_sample_grads`.
+        physical_batch_size: int or None, see `per_sample_grads`.
+        max_memory: int or None, see `per_sample_grads`.
+        has_aux: bool, see `per_sample_grads`.
+        key: random key or None, see `per_sample_grads`.
+        trainable: pytree of bools or None, see `per_sample_grads`.
+        check: str, see `per_sample_grads`; compares the contributions of two examples, and the sum
+            over all examples, with plain autodiff.
+
+    Returns:
+        `ClippedGradSum`. With n = 0 it holds zeros and `loss_fn` is not called (aux is None).
+
+    Raises:
+        ExactnessError: the check failed.
+
+    Guarantees:
+        Each example contributes a vector of norm at most C, measured in float64 on what is summed.
+            [test_contributions_are_bounded, test_no_contribution_is_beyond_the_bound]
+        A masked example, or one whose norm is not finite, contributes exactly zero.
+            [test_broken_examples_contribute_zero]
+
+    Source: Abadi et al. 2016, Algorithm 1, lines "clip gradient" and "add noise" (the sum).
+    """
+    call = build(loss_fn, what, batch, has_aux=has_aux, key=key, trainable=trainable)
+    request = Request(SUM, method, clip.clipper(call.parameters, clipping, max_grad_norm))
+    sizes = (physical_batch_size, max_memory)
+    found = _answered(loss_fn, call, request, sizes, check, "clipped_grad_sum", mask)
+    grads = call.parameters.like(found.leaves)
+    return ClippedGradSum(grads, found.norms, found.losses, found.aux)
+
+
+def _answered(
+    loss_fn: Callable[..., Any],
+    call: Call,
+    request: Request,
+    sizes: tuple[int | None, int | None],
+    check: str,
+    where: str,
+    mask: Any = None,
+) -> Answer:
+    """Answer a request of the public function `where`, and check the answer if that is due.
+
+    `sizes` is (physical_batch_size, max_memory).
+    """
+    _validate.choice("check", check, CHECKS)
+    check_method(request.method)
+    call = prepared(call, request.method)
+    size = chunk_size(call, request.method, *sizes)
+    if check == "off" or call.num_examples == 0:
+        return answer(request, call, mask, size)
+    if compat.in_trace() or compat.is_traced(call.rows, call.parameters.trained, mask):
+        call = traced(call)
+        trials.examine(request, call, size, where, again=check == "always")
+        return answer(request, call, mask, size)
+    found = answer(request, call, mask, size)
+    kind = first_calls.kind_of(loss_fn, call, request, size)
+    rows = _chosen_rows(found, call.num_examples, mask)
+    if rows and (check == "always" or first_calls.is_new(kind)):
+        answered = spot_check.AnsweredCall(request, traced(call), mask, size, found)
+        spot_check.examine(answered, rows, where)
+        first_calls.remember(kind)
+    return found
+
+
+def _chosen_rows(found: Answer, num_examples: int, mask: Any) -> Sequence[int]:
+    """Indices of the examples to check: one drawn at random, and the one with the largest norm."""
+    counted = np.arange(num_examples)
+    if mask is not None:
+        counted = counted[np.asarray(whole(jnp.asarray(mask)))]
+    if not len(counted):
+        return ()
+    norms = found.norms
+    if norms is None:
+        of_leaves = [stable_norm(leaf).astype(jnp.float32) for leaf in found.leaves]
+        norms = stable_norm(jnp.stack(of_leaves, 1))
+    sizes = np.nan_to_num(np.asarray(whole(norms))[counted], nan=-1, posinf=-1)
+    return sorted({int(_draws.choice(counted)), int(counted[np.argmax(sizes)])})

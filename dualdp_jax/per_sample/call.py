@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Normal form of a per-sample call: trained leaves, rows, and the loss of one example."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dualdp._validate import UnsupportedLayerError
+from dualdp_jax import compat
+from dualdp_jax.per_sample.parameters import Parameters, split
+
+Row = tuple[list[Any], Any]  # arrays of one example, and its position in the batch
+
+
+class Answer(NamedTuple):
+    """Result of a call, or of some of its rows."""
+
+    #: per trained leaf its per-sample gradients (n, *shape), their norms (n,), or its
+    #: clipped sum.
+    leaves: list[Any]
+    norms: Any = None  # (n,) norms of the whole gradients; None for a request of gradients
+    #: mapping from clipping group to factors (n,); empty unless a sum was requested.
+    factors: dict[str, Any] = {}
+    losses: Any = None  # (n,), 0 where the mask is False; None unless a sum was requested
+    aux: Any = None  # pytree of (n, ...), stacked over the examples, or None
+
+
+class Program(NamedTuple):
+    """Traced jaxpr of the loss of one example."""
+
+    #: open jaxpr over (trained leaves, row); its first result is the loss, the rest is aux.
+    jaxpr: Any
+    consts: Sequence[Any]  # arrays that the loss closes over
+    structure: Any  # treedef of (loss, aux)
+
+
+class Call(NamedTuple):
+    """One call of a per-sample function; the input of every method."""
+
+    parameters: Parameters  # `Parameters` of the model
+    rows: Row  # arrays (n, ...) and positions (n,); `jax.vmap` over both gives single examples
+    num_examples: int  # int n
+    #: callable (trained leaves, row) -> (loss (), aux) of one example.
+    loss: Callable[[list[Any], Row], tuple[Any, Any]]
+    known: Program | None = None  # `Program` cached by `traced`, or None
+    analysis: Any = None  # `capture.Analysis` cached by `methods.prepared`, or None
+
+    @property
+    def program(self) -> Program:
+        """Traced loss for rows of these shapes."""
+        if self.known is not None:
+            return self.known
+        types = jax.tree.map(compat.type_of_row, self.rows)
+        return program_of(self.loss, self.parameters.trained, types)
+
+
+def program_of(loss: Callable[..., Any], trained: list[Any], row: Any) -> Program:
+    """Trace a loss for parameters and a row of these types."""
+    closed, structure = compat.trace(loss, trained, row)
+    return Program(*compat.open_jaxpr(closed), structure)
+
+
+def traced(call: Call) -> Call:
+    """Return the same call (n >= 1) with the traced loss cached."""
+    return call._replace(known=call.program)
+
+
+def build(
+    loss_fn: Callable[..., Any],
+    what: Any,
+    batch: tuple[Any, ...],
+    *,
+    has_aux: bool,
+    key: Any,
+    trainable: Any,
+    positions: Any = None,
+) -> Call:
+    """Check the arguments of a call and bring them to normal form; `loss_fn` is not run on data.
+
+    `what` may be `Parameters` from an earlier split. `positions` (n,) are the integers folded into
+    `key`, one per example; None for 0, 1, ...
+    """
+    parameters = what if isinstance(what, Parameters) else split(what, trainable)
+    arrays, num_examples, rebuild = split_batch(batch)
+    if positions is None:
+        positions = np.arange(num_examples, dtype=np.uint32)
+    _check_key(key)
+
+    def loss(trained: list[Any], row: Row) -> tuple[Any, Any]:
+        example, position = row
+        kwargs = {} if key is None else {"key": jax.random.fold_in(key, position)}
+        result = parameters.call(
+            loss_fn, trained, parameters.others, position, rebuild(example), kwargs
+        )
+        return _checked_loss(result, has_aux)
+
+    rows = ([jnp.asarray(leaf) for leaf in arrays], jnp.asarray(positions))
+    call = Call(parameters, rows, num_examples, loss)
+    inside = compat.manual_axes((rows, parameters.trained, parameters.others, key))
+    return _of_each_device(call, inside) if inside and num_examples else call
+
+
+def _of_each_device(call: Call, inside: set[str]) -> Call:
+    """Mark the parameters of a call inside a `shard_map` as varying over its devices.
+
+    jax sums the gradient of a replicated parameter over the devices; each device has its own
+    examples, so that sum would mix their gradients.
+    """
+    jaxpr = call.program.jaxpr
+    exchanged = compat.collectives(jaxpr, inside)
+    if exchanged:
+        raise UnsupportedLayerError(
+            f"loss_fn exchanges numbers between devices ({', '.join(sorted(exchanged))}), so the "
+            "loss of one example would depend on others. Expected the loss of one example; to "
+            "split one over devices use a mesh of automatic axes instead of shard_map."
+        )
+    axes = compat.varying_axes(jaxpr.outvars[0].aval)
+    named = zip(call.parameters.names, call.parameters.trained, strict=True)
+    split = [name for name, leaf in named if compat.varying_axes(leaf) - axes]
+    if split:
+        raise UnsupportedLayerError(
+            f"The parameters {split} differ between devices over which the examples do not, so a "
+            "norm would be that of one part. Expected them whole on each device of the shard_map, "
+            "or a mesh of automatic axes."
+        )
+    mark = lambda leaf: compat.vary(leaf, axes)  # noqa: E731
+    trained = [mark(leaf) for leaf in call.parameters.trained]
+    rows = jax.tree.map(mark, call.rows)
+    return call._replace(parameters=replace(call.parameters, trained=trained), rows=rows)
+
+
+def split_batch(batch: tuple[Any, ...]) -> tuple[list[Any], int, Callable[[list[Any]], Any]]:
+    """Return the array leaves of a batch, the number of examples, and a function to rebuild one."""
+    flat, treedef = jax.tree_util.tree_flatten_with_path(batch)
+    arrays: list[Any] = []
+    lengths: dict[str, int] = {}
+    for path, leaf in flat:
+        if isinstance(leaf, jax.Array | np.ndarray):
+            name = f"batch{jax.tree_util.keystr(path)}"
+            lengths[name] = _num_rows(name, leaf)
+            arrays.append(leaf)
+    if not lengths:
+        raise ValueError(
+            "The batch holds no array, so it has no examples. Expected arrays with the examples "
+            "on axis 0 after the parameters."
+        )
+    if len(set(lengths.values())) > 1:
+        listed = ", ".join(f"{name}: {n}" for name, n in lengths.items())
+        raise ValueError(
+            f"The arrays of the batch have different numbers of examples ({listed}). Expected the "
+            "same number on axis 0 of each."
+        )
+    num_examples = next(iter(lengths.values()))
+    _refuse_lists_of_numbers(batch, num_examples)
+    others = [None if isinstance(x, jax.Array | np.ndarray) else (x,) for _, x in flat]
+
+    def rebuild(example: list[Any]) -> Any:
+        items = iter(example)
+        leaves = [next(items) if other is None else other[0] for other in others]
+        return jax.tree.unflatten(treedef, leaves)
+
+    return arrays, num_examples, rebuild
+
+
+def _refuse_lists_of_numbers(batch: Any, n: int) -> None:
+    """Refuse a list of n Python numbers: every example would get the whole list."""
+    is_list = lambda node: isinstance(node, list)  # noqa: E731
+    for node in filter(is_list, jax.tree.leaves(batch, is_leaf=is_list)):
+        if len(node) == n and all(isinstance(value, bool | int | float) for value in node):
+            raise TypeError(
+                f"The batch holds a list of {n} Python numbers, one for each example, and lists "
+                "are handed on whole: every example would see the numbers of all others. Expected "
+                "an array, such as np.asarray(y)."
+            )
+
+
+def _num_rows(name: str, leaf: Any) -> int:
+    """Number of examples (axis 0) of one batch leaf."""
+    if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "OUSMm":
+        raise TypeError(
+            f"{name} has dtype {leaf.dtype}. Expected numbers; pass text and objects in a list or "
+            "a tuple, they are handed on unchanged."
+        )
+    if leaf.ndim == 0:
+        raise ValueError(
+            f"{name} is an array without axes. Expected the examples on axis 0; pass constants as "
+            "Python numbers, or close over them."
+        )
+    return int(leaf.shape[0])
+
+
+def _check_key(key: Any) -> None:
+    """Refuse anything but one jax random key (typed, or the older (2,) uint32)."""
+    if key is None:
+        return
+    is_typed = isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    if not isinstance(key, jax.Array | np.ndarray) or key.ndim != (0 if is_typed else 1):
+        raise TypeError(
+            f"key={key!r} is not one random key. Expected jax.random.key(...); one key per example "
+            "is folded out of it."
+        )
+
+
+def _checked_loss(result: Any, has_aux: bool) -> tuple[Any, Any]:
+    """Return (loss (), aux) from the result of `loss_fn` for one example."""
+    if has_aux and not (isinstance(result, tuple) and len(result) == 2):
+        raise TypeError(
+            f"has_aux=True, but loss_fn returned a {type(result).__name__}. Expected (loss, aux)."
+        )
+    loss, aux = result if has_aux else (result, None)
+    if isinstance(loss, tuple | list | dict) or loss is None:
+        raise TypeError(
+            f"loss_fn returned a {type(loss).__name__} for one example. Expected a scalar; use "
+            "has_aux=True to return (loss, aux)."
+        )
+    try:
+        loss = jnp.asarray(loss)
+    except TypeError as error:
+        raise TypeError(
+            f"loss_fn returned a {type(loss).__name__} for one example. Expected a scalar."
+        ) from error
+    if loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.floating):
+        raise ValueError(
+            f"loss_fn returned {loss.dtype}{list(loss.shape)} for one example. Expected a real "
+            "scalar, shape (): the loss of that example alone, without a batch axis."
+        )
+    return loss, jax.tree.map(_aux_leaf, aux)
+
+
+def _aux_leaf(leaf: Any) -> Any:
+    try:
+        return jnp.asarray(leaf)
+    except TypeError as error:
+        raise TypeError(
+            f"loss_fn returned {leaf!r} in aux. Expected arrays; they are stacked over "
+            "the examples."
+        ) from error

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exactness checks: comparisons with plain autodiff of single examples."""

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clip factors of each example from the norms of its leaves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dualdp import _validate
+from dualdp.plan.clipping import AUTOMATIC_OFFSET, CLIPPING, factors_for, group_bounds, margin_of
+from dualdp_jax import compat
+from dualdp_jax.per_sample.parameters import Parameters
+from dualdp_jax.per_sample.squared_norms import Accuracy, AccurateNorms, margin_for, total
+
+
+@dataclass(frozen=True)
+class Clip:
+    """Clipping of a call: a callable from norms to clip factors.
+
+    Guarantees:
+        factor * (true norm of the group) <= bound of the group, for any bound and any gradient.
+            [test_contributions_are_bounded]
+        A traced bound that is nan or not positive turns the whole sum into nan instead of passing
+            gradients unclipped.  [test_traced_bad_bound_poisons_the_sum]
+    """
+
+    clipping: str  # one of `dualdp.plan.clipping.CLIPPING`
+    groups: list[str]  # clipping group of each trained leaf
+    sizes: list[int]  # number of elements of each trained leaf
+    bounds: dict[str, Any]  # mapping from group to bound, a number or a scalar array
+    margin: float  # relative rounding margin of the clipped sums
+
+    @property
+    def accuracy(self) -> Accuracy:
+        """Accuracy to which the clip factors need the norms.
+
+        Errors matter relative to C; in automatic factors C / (norm + 0.01), relative to the offset.
+        """
+        automatic = self.clipping == "automatic"
+        floors = [AUTOMATIC_OFFSET if automatic else self.bounds[group] for group in self.groups]
+        return Accuracy(self.groups, floors, self.margin)
+
+    def __call__(self, found: AccurateNorms, mask: Any) -> tuple[Any, dict[str, Any]]:
+        """Return the norms of the examples, (n,), and their factors, (n,) per group.
+
+        A factor is 0 where the mask is False or the norm is not finite; such an example must be
+        dropped, not multiplied (0 * nan = nan).
+        """
+        sq_norms = total(found.sq_norms)
+        valid = mask & jnp.isfinite(sq_norms)
+        factors = {}
+        for group in dict.fromkeys(self.groups):  # one order in every process
+            members = [i for i, own in enumerate(self.groups) if own == group]
+            factors[group] = jnp.where(valid, self._factors(group, found, members), 0)
+        return jnp.where(mask, jnp.sqrt(sq_norms), 0), factors
+
+    def factor(self, group: str, norm: float) -> float:
+        """Return the factor for a group's gradient of this norm, in Python floats."""
+        if not math.isfinite(norm):
+            return 0.0
+        bound = float(self.bounds[group]) * ((1 + margin_of("float64")) / (1 + self.margin))
+        return float(factors_for(self.clipping, np.asarray([norm], np.float64), bound, xp=np)[0])
+
+    def _factors(self, group: str, found: AccurateNorms, members: list[int]) -> Any:
+        """Clip factors (n,) of one group.
+
+        Squares below the smallest normal number are flushed to zero, at most `tiny` per number, and
+        added back, so that a minute bound still holds. Where a gradient nearly cancels, its sum
+        differs from it by rounding: the part beyond a quarter of the margin is added to the norm.
+        """
+        sq_norms = total([found.sq_norms[i] for i in members])
+        numbers = sum(self.sizes[i] for i in members)
+        norms = jnp.sqrt(sq_norms + numbers * jnp.finfo(sq_norms.dtype).tiny)
+        moved = [found.rounding[i] for i in members if found.rounding[i] is not None]
+        if moved:
+            norms = norms + jnp.maximum(total(moved) - self.margin / 4 * norms, 0)
+        bound = jnp.asarray(self.bounds[group], norms.dtype)
+        shrunk = bound * ((1 + margin_of(norms.dtype)) / (1 + self.margin))
+        factors = factors_for(self.clipping, norms, shrunk, xp=jnp)
+        return jnp.where((bound > 0) & jnp.isfinite(bound), factors, jnp.nan)
+
+
+def clipper(parameters: Parameters, clipping: str, max_grad_norm: Any, times: Any = 1.0) -> Clip:
+    """Check the clipping arguments of a call and return its `Clip`; `times` scales all bounds."""
+    _validate.choice("clipping", clipping, CLIPPING)
+    if isinstance(max_grad_norm, Mapping):
+        if clipping != "per_layer":
+            raise ValueError(
+                f"max_grad_norm is a mapping with clipping={clipping!r}. Expected one number; a "
+                "bound for each group goes with clipping='per_layer'."
+            )
+    else:
+        max_grad_norm = _scalar(max_grad_norm)
+    groups = parameters.groups if clipping == "per_layer" else [""] * len(parameters.trained)
+    names = sorted(set(groups))
+    if clipping == "per_layer":
+        limits = group_bounds(names, max_grad_norm)
+    else:
+        limits = dict.fromkeys(names, max_grad_norm)
+    bounds = {name: limits[name] * times for name in names}
+    sizes = [math.prod(leaf.shape) for leaf in parameters.trained]
+    return Clip(clipping, groups, sizes, bounds, margin_for(parameters.trained))
+
+
+def _scalar(max_grad_norm: Any) -> Any:
+    """Positive number, or a traced scalar, whose value is unknown here."""
+    if not isinstance(max_grad_norm, jax.Array | np.ndarray):
+        return _validate.positive("max_grad_norm", max_grad_norm)
+    if max_grad_norm.shape != ():
+        raise ValueError(
+            f"max_grad_norm has shape {max_grad_norm.shape}. Expected a number or a scalar array."
+        )
+    if compat.is_traced(max_grad_norm):
+        return max_grad_norm
+    return _validate.positive("max_grad_norm", float(max_grad_norm))
+
+
+def checked_mask(mask: Any, num_examples: int) -> Any:
+    """Return the mask (n,) as an array of bools; all True for None."""
+    if mask is None:
+        return jnp.ones(num_examples, bool)
+    mask = jnp.asarray(mask)
+    if mask.shape != (num_examples,) or mask.dtype != bool:
+        raise ValueError(
+            f"mask is {mask.dtype}{list(mask.shape)}. Expected bool[{num_examples}], one for each "
+            "example, False for padding."
+        )
+    return mask

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Report of how `clipped_grad_sum` treats a model, and of its exactness check."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from dualdp import _validate
+from dualdp.exactness import ExactnessError
+from dualdp_jax.per_sample import clip, norms
+from dualdp_jax.per_sample.call import Call, build
+from dualdp_jax.per_sample.capture import analyzed
+from dualdp_jax.per_sample.checks import trials
+from dualdp_jax.per_sample.methods import BY_COST, METHODS, check_method, is_small
+from dualdp_jax.per_sample.request import SUM, Request
+
+
+def explain(
+    loss_fn: Callable[..., Any],
+    what: Any,
+    *batch: Any,
+    method: str = "auto",
+    clipping: str = "flat",
+    has_aux: bool = False,
+    key: Any = None,
+    trainable: Any = None,
+    check: str = "first",
+) -> dict[str, Any]:
+    """Return how `clipped_grad_sum` treats a model, as plain data that can be saved.
+
+    The choices of "auto" depend on shapes, dtypes and this library's version; nothing is timed, so
+    every process and a resumed run choose alike.
+
+    Args:
+        loss_fn: callable, see `clipped_grad_sum`.
+        what: pytree of parameters or `nnx.Module`, see `clipped_grad_sum`.
+        *batch: pytrees of the physical batch size, see `clipped_grad_sum`.
+        method: str, see `clipped_grad_sum`.
+        clipping: str, see `clipped_grad_sum`.
+        has_aux: bool, see `clipped_grad_sum`.
+        key: random key or None, see `clipped_grad_sum`.
+        trainable: pytree of bools or None, see `clipped_grad_sum`.
+        check: str; "first" reports the check that such a call makes while `jit` traces it, and
+            runs that check if it has not run before; "off" computes nothing.
+
+    Returns:
+        `{"method", "way", "uses", "instantiated", "check"}`. "way" is "vmap" or "loop" for a model
+        that is differentiated as a whole, else "uses". "uses" lists each parameter use with its
+        "parameters", "primitive", "form" of the norm, and "keeps": True if its per-sample
+        gradients are kept. Parameters under "instantiated" have uses without a rule, so their
+        gradients are formed. "check" has a "status" ("passed", "failed", "not checked" or "off"),
+        a "reason" unless it passed, and "trials", the outcome of each kind of stand-in inputs.
+
+    Raises:
+        ValueError: the batch has no examples.
+
+    >>> import jax.numpy as jnp
+    >>> loss = lambda p, x: jnp.sum(x @ p["w"] + p["b"])
+    >>> params = {"w": jnp.ones((900, 500)), "b": jnp.ones(500)}
+    >>> found = explain(loss, params, jnp.ones((8, 900)))
+    >>> found["uses"][0]["primitive"], found["uses"][0]["form"], found["instantiated"]
+    ('dot_general', 'lengths', ['b'])
+    >>> found["check"]["status"]
+    'passed'
+    """
+    _validate.choice("check", check, ("first", "off"))
+    call = build(loss_fn, what, batch, has_aux=has_aux, key=key, trainable=trainable)
+    if call.num_examples == 0:
+        raise ValueError("The batch has no examples. Expected at least one, for its shapes.")
+    check_method(method)
+    call = analyzed(call)
+    taken, names = call.analysis.uses_of(call.num_examples), call.parameters.names
+    unformed = norms.unformed_uses(taken, call.analysis.kept)
+    users = {number: len(group) for group in unformed.values() for number in group}
+    keeps = METHODS.get(method, BY_COST).keeps
+    uses = [
+        {
+            "parameters": [names[index] for index in sorted(captured.use.sources)],
+            "primitive": captured.use.primitive,
+            "form": {0: "gradients", 1: captured.choice.form}.get(users.get(number, 0), "pairs"),
+            "keeps": keeps(captured) or number not in users,
+        }
+        for number, captured in enumerate(taken)
+    ]
+    way = method if method in ("vmap", "loop") else "uses"
+    if method == "auto" and is_small(call, call.num_examples):
+        way = "vmap"
+    return {
+        "method": method,
+        "way": way,
+        "uses": uses,
+        "instantiated": [names[index] for index in call.analysis.kept],
+        "check": {"status": "off"} if check == "off" else _checked(call, method, clipping),
+    }
+
+
+def _checked(call: Call, method: str, clipping: str) -> dict[str, Any]:
+    """Outcome of the exactness check of such a call."""
+    request = Request(SUM, method, clip.clipper(call.parameters, clipping, 1.0))
+    try:
+        found = trials.examine(request, call, call.num_examples, "clipped_grad_sum")
+    except ExactnessError as error:
+        return {"status": "failed", "reason": str(error), "trials": {}}
+    return found._asdict()

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Types of a per-sample gradient rule: pure functions of arrays for one primitive.
+
+Letters: n examples, l loop steps, b blocks (independent products), t positions, i in, o out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+_as_if: ContextVar[int | None] = ContextVar("num_examples", default=None)
+
+
+def num_examples(array: Any) -> int:
+    """Return the number of examples for cost choices: axis 0 of (n, ...), or that of `as_if`."""
+    found = _as_if.get()
+    return int(array.shape[0]) if found is None else found
+
+
+@contextlib.contextmanager
+def as_if(number: int) -> Iterator[None]:
+    """Context in which cost choices are made for `number` examples, in this thread."""
+    token = _as_if.set(number)
+    try:
+        yield
+    finally:
+        _as_if.reset(token)
+
+
+class Spec(NamedTuple):
+    """Description of one parameter use.
+
+    Attributes:
+        params: mapping, parameters of the equation.
+        position: int, index of the weight among the operands.
+        shape: shape of the weight.
+        dtype: dtype of the weight.
+        loops: tuple of bools, per loop around the use, outermost first: True if the weight differs
+            at every step, False if it is the same at all steps.
+        summed: axes of the equation's result that are summed away; its gradient lacks them.
+    """
+
+    params: Mapping[str, Any]
+    position: int
+    shape: tuple[int, ...]
+    dtype: Any
+    loops: tuple[bool, ...] = ()
+    summed: tuple[int, ...] = ()
+
+
+class Choice(NamedTuple):
+    """Cost model's choice for one parameter use, from shapes alone.
+
+    Attributes:
+        form: str, short name of the formula for its norm.
+        keeps: bool, True if "auto" keeps the per-sample gradients.
+        is_small: bool, True if `vmap(grad)` is as fast here; "auto" takes it for a model all of
+            whose uses are small.
+    """
+
+    form: str = "gradients"
+    keeps: bool = False
+    is_small: bool = False
+
+
+class Rule(NamedTuple):
+    """Per-sample gradient rule of a primitive; all arrays lead with (n, *loops).
+
+    Attributes:
+        accepts: callable (params, position, shapes of all operands) -> True if the rule applies.
+        grads: callable (spec, other operands, grads_out) -> per-sample gradients (n, *own, *shape)
+            with an axis for each loop that has a weight of its own; summed over the other loops.
+        norms: callable with the same arguments -> their norms, an `Estimate` or (n,), without
+            keeping them; an array counts as exact where finite. None: from `grads`.
+        weighted_sum: callable (spec, other operands, grads_out, factors (n,)) -> sum over the
+            examples of factor times gradient, (*own, *shape), float32 or wider; an example of
+            factor 0 is dropped, even if nan or inf. None: from `grads`.
+        choice: callable (spec, shapes of the other operands, shape of grads_out) -> `Choice`;
+            None: the gradients are formed for their norm, and once more for the sum.
+        factors: callable (spec, other operands, grads_out) -> outer products whose sum is a
+            matrix's gradient: (n, t, rows), or row numbers (n, t); and (n, t, columns), zero where
+            there is no such row. None, also as its result: the use has another form.
+        takes_sums: bool, True if the functions take a `spec` with `summed`.
+    """
+
+    accepts: Callable[[Mapping[str, Any], int, Sequence[Any]], bool]
+    grads: Callable[..., Any]
+    norms: Callable[..., Any] | None = None
+    weighted_sum: Callable[..., Any] | None = None
+    choice: Callable[..., Choice] | None = None
+    factors: Callable[..., Any] | None = None
+    takes_sums: bool = False

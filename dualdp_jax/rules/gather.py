@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rule of `gather` of whole rows, as in embeddings."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dualdp_jax import compat
+from dualdp_jax.rules import small
+from dualdp_jax.rules.arrays import scaled, sq_norm, widen
+from dualdp_jax.rules.base import Choice, Rule, Spec, num_examples
+from dualdp_jax.rules.estimate import Estimate, of_lengths, rounding
+
+
+def _accepts(params: Mapping[str, Any], position: int, shapes: Sequence[Any]) -> bool:
+    """True for whole rows of axis 0, by indices that are not batched with the table."""
+    numbers, table = params["dimension_numbers"], shapes[0].shape
+    return (
+        position == 0
+        and tuple(numbers.collapsed_slice_dims) == (0,)
+        and tuple(numbers.start_index_map) == (0,)
+        and not numbers.operand_batching_dims
+        and tuple(params["slice_sizes"]) == (1, *table[1:])
+    )
+
+
+def _rows(spec: Spec, others: tuple[Any, ...], grads_out: Any) -> tuple[Any, Any, int]:
+    """Row numbers (n, t), gradients of the rows (n, t, d), and the number of rows.
+
+    Numbers outside the table, whose gradient is dropped, become the number of rows. In a loop with
+    a table of its own at every step, all tables count as one.
+    """
+    (indices,) = others
+    num_rows, lead = spec.shape[0], 1 + len(spec.loops)
+    numbers = _wide_integers(indices[..., 0])
+    mode = str(spec.params["mode"]).rpartition(".")[2].upper()
+    if mode == "CLIP":
+        numbers = jnp.clip(numbers, 0, num_rows - 1)
+    inside = (numbers >= 0) & (numbers < num_rows)
+    total = num_rows
+    for axis, stacked in enumerate(spec.loops):
+        if stacked:
+            step = jax.lax.broadcasted_iota(numbers.dtype, numbers.shape, 1 + axis)
+            numbers, total = numbers + step * total, total * numbers.shape[1 + axis]
+    if total >= jnp.iinfo(numbers.dtype).max:
+        raise ValueError(
+            f"A table of {num_rows} rows in loops of {total // num_rows} steps has more rows than "
+            f"{numbers.dtype} counts. Use method='vmap', or jax.enable_x64."
+        )
+    numbers = jnp.where(inside, numbers, total)
+    grads_out = _spread(spec, indices, grads_out)
+    offsets = [lead + axis for axis in spec.params["dimension_numbers"].offset_dims]
+    others_first = [axis for axis in range(grads_out.ndim) if axis not in offsets]
+    rows = grads_out.transpose(*others_first, *offsets)
+    width = math.prod(spec.shape[1:])
+    n = grads_out.shape[0]
+    return numbers.reshape(n, -1), rows.reshape(n, -1, width), total
+
+
+def _wide_integers(numbers: Any) -> Any:
+    """Indices of any dtype as int32, or int64 where they are wider and jax has it.
+
+    Arithmetic in their own dtype could wrap around: 256 rows do not fit uint8. Unsigned numbers
+    beyond the largest signed one remain outside every table.
+    """
+    wide = jnp.result_type(jnp.int32, jnp.int64 if numbers.dtype.itemsize > 4 else jnp.int32)
+    if (
+        jnp.issubdtype(numbers.dtype, jnp.unsignedinteger)
+        and numbers.dtype.itemsize >= wide.itemsize
+    ):
+        numbers = jnp.minimum(numbers, jnp.iinfo(wide).max)
+    return numbers.astype(wide)
+
+
+def _spread(spec: Spec, indices: Any, grads_out: Any) -> Any:
+    """Gradient of each looked-up row, broadcast from that of their sum where rows are summed."""
+    offsets, lead = spec.params["dimension_numbers"].offset_dims, 1 + len(spec.loops)
+    sizes = dict(zip(offsets, spec.shape[1:], strict=True))
+    sizes |= zip(_index_axes(spec, indices), indices.shape[lead:-1], strict=True)
+    for axis in sorted(spec.summed):
+        grads_out = jnp.expand_dims(grads_out, lead + axis)
+    shape = (*grads_out.shape[:lead], *(sizes[axis] for axis in range(len(sizes))))
+    return jnp.broadcast_to(grads_out, shape) if spec.summed else grads_out
+
+
+def _index_axes(spec: Spec, indices: Any) -> tuple[int, ...]:
+    """Axes of the result, within one example and step, that index the lookups."""
+    offsets = spec.params["dimension_numbers"].offset_dims
+    rank = indices.ndim - 2 - len(spec.loops) + len(offsets)
+    return tuple(axis for axis in range(rank) if axis not in offsets)
+
+
+def _to_table(spec: Spec, grads_out: Any, table: Any) -> Any:
+    """Reshape (..., rows of all tables, d) to (..., *own loops, *shape of the table)."""
+    own = [grads_out.shape[1 + axis] for axis, stacked in enumerate(spec.loops) if stacked]
+    lead = table.shape[:-2]
+    # the outermost loop varies fastest in the row numbers of `_rows`
+    table = table.reshape(*lead, *reversed(own), *spec.shape)
+    first = len(lead)
+    loops = range(first + len(own) - 1, first - 1, -1)
+    return table.transpose(*range(first), *loops, *range(first + len(own), table.ndim))
+
+
+def weight_grads(spec: Spec, others: tuple[Any, ...], grads_out: Any) -> Any:
+    """Return per-sample gradients, (n, *own, *shape)."""
+    numbers, rows, total = _rows(spec, others, grads_out)
+    empty = jnp.zeros((total, rows.shape[2]), widen(rows).dtype)
+    add = lambda number, row: empty.at[number].add(row, mode="drop")  # noqa: E731
+    return _to_table(spec, grads_out, jax.vmap(add)(numbers, widen(rows)))
+
+
+def weight_norms(spec: Spec, others: tuple[Any, ...], grads_out: Any) -> Estimate:
+    """Return norms, (n,), from the gradients (t, d) added up by row.
+
+    Where only the sum of all rows is used, their gradients are equal, and the norm follows from the
+    number of lookups of each row.
+    """
+    numbers, rows, total = _rows(spec, others, grads_out)
+    if not _adds_all_rows(spec, others[0]):
+        rows = widen(rows)
+        moved = rounding(jnp.sqrt(jnp.square(rows).sum(2)))
+        return Estimate(_sq_norms(numbers, rows, total), rounding=moved)
+    ones = jnp.ones((*numbers.shape, 1), widen(rows).dtype)
+    counts = jnp.sqrt(_sq_norms(numbers, ones, total))
+    row = widen(grads_out).reshape(numbers.shape[0], 1, -1)
+    return of_lengths(counts[:, None, None], row)
+
+
+def _adds_all_rows(spec: Spec, indices: Any) -> bool:
+    """True if an example uses only the sum of all its rows."""
+    axes = _index_axes(spec, indices)
+    sizes = zip(axes, indices.shape[1 + len(spec.loops) : -1], strict=True)
+    is_all = all(axis in spec.summed or size == 1 for axis, size in sizes)
+    return is_all and bool(spec.summed) and not spec.loops and set(spec.summed) <= set(axes)
+
+
+def _sq_norms(numbers: Any, rows: Any, total: int) -> Any:
+    """Squared norms (n,) of rows (n, t, d), added up where their numbers (n, t) are equal."""
+    by_table = partial(_sq_norms_by_table, total=total)
+    by_sort = partial(_sq_norms_by_sort, total=total)
+    return jax.lax.platform_dependent(numbers, rows, cpu=by_table, default=by_sort)
+
+
+def _sq_norms_by_table(numbers: Any, rows: Any, *, total: int) -> Any:
+    """A few examples at a time, with a small table from row number to position."""
+    n, t, width = rows.shape
+    few = _at_once(n, total)
+
+    def step(table: Any, examples: Any) -> tuple[Any, Any]:
+        number, row = examples
+        table, leaders = _leaders(table, number, total)
+        added = jnp.zeros_like(row).at[leaders].add(row, mode="drop")
+        return table, jnp.square(added).reshape(few, -1).sum(1)
+
+    cut = (numbers.reshape(-1, few, t), rows.reshape(-1, few * t, width))
+    table = compat.vary(jnp.zeros(few * (total + 1), jnp.int32), compat.varying_axes(numbers))
+    return jax.lax.scan(step, table, cut)[1].reshape(n)
+
+
+def _at_once(n: int, total: int) -> int:
+    """Number of examples per step: several if their tables fit the processor's cache."""
+    return next(few for few in (8, 4, 2, 1) if n % few == 0 and few * total < max(2**18, total + 1))
+
+
+def _leaders(table: Any, numbers: Any, total: int) -> tuple[Any, Any]:
+    """Updated table, and per position (few, t) the position that represents its row number.
+
+    Each example writes its positions into its table and reads back one position per number.
+    Positions (few * t,) of numbers outside the table get few * t, which is no position.
+    """
+    few, t = numbers.shape
+    positions = jnp.arange(few * t, dtype=table.dtype)
+    where = (numbers + (total + 1) * jnp.arange(few)[:, None].astype(numbers.dtype)).reshape(-1)
+    table = table.at[where].set(positions, mode="promise_in_bounds")
+    leaders = table.at[where].get(mode="promise_in_bounds")
+    return table, jnp.where(numbers.reshape(-1) < total, leaders, few * t)
+
+
+def _sq_norms_by_sort(numbers: Any, rows: Any, *, total: int) -> Any:
+    """All examples at once by a sort, for devices on which sequential steps are slow."""
+    rows = jnp.where((numbers < total)[..., None], rows, 0)
+    positions = jnp.broadcast_to(jnp.arange(numbers.shape[1]), numbers.shape)
+    numbers, order = jax.lax.sort((numbers, positions), num_keys=1)
+    is_new = numbers[:, 1:] != numbers[:, :-1]
+    starts = jax.lax.cummax(jnp.pad(jnp.where(is_new, positions[:, 1:], 0), ((0, 0), (1, 0))), 1)
+    leaders = jnp.take_along_axis(order, starts, 1)
+    leaders = jax.vmap(lambda o, leader: jnp.zeros_like(o).at[o].set(leader))(order, leaders)
+    added = jax.vmap(lambda leader, row: jnp.zeros_like(row).at[leader].add(row))(leaders, rows)
+    return sq_norm(added)
+
+
+def weighted_sum(spec: Spec, others: tuple[Any, ...], grads_out: Any, weights: Any) -> Any:
+    """Return the sum over the examples of weight times gradient, (*own, *shape): one scatter."""
+    numbers, rows, total = _rows(spec, others, grads_out)
+    rows = scaled(weights, rows)
+    empty = jnp.zeros((total, rows.shape[2]), rows.dtype)
+    table = empty.at[numbers.reshape(-1)].add(rows.reshape(-1, rows.shape[2]), mode="drop")
+    return _to_table(spec, grads_out, table)
+
+
+def choice(spec: Spec, others: tuple[Any, ...], grads_out: Any) -> Choice:
+    """Return the form of the norm, and whether a table per example and step is small."""
+    copies = num_examples(grads_out) * math.prod(grads_out.shape[1 : 1 + len(spec.loops)])
+    form = "counts" if _adds_all_rows(spec, others[0]) else "rows"
+    return Choice(form, False, small.is_small("lookup", math.prod(spec.shape), copies))
+
+
+def outer_products(spec: Spec, others: tuple[Any, ...], grads_out: Any) -> Any:
+    """Return row numbers (n, t) and gradients (n, t, columns), zero where there is no such row."""
+    numbers, rows, total = _rows(spec, others, grads_out)
+    return numbers, jnp.where((numbers < total)[..., None], rows, 0)
+
+
+RULE = Rule(
+    _accepts, weight_grads, weight_norms, weighted_sum, choice, outer_products, takes_sums=True
+)

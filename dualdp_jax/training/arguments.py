@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of a loss and an optimizer before a run begins, by tracing them with one example."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+
+from dualdp_jax.per_sample.call import build, split_batch
+from dualdp_jax.training.step import CompiledStep, TrainState
+
+
+def check_loss(run: CompiledStep, examples: tuple[Any, ...]) -> None:
+    """Trace the loss of one example, to refuse an unsuitable one.
+
+    Raises:
+        TypeError: `loss_fn` takes a key and `needs_key` does not say so, or the other way round.
+    """
+    _check_key_argument(run.loss_fn, run.needs_key, examples)
+    leaves, _, rebuild = split_batch(examples)
+    kind = lambda dtype: jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)  # noqa: E731
+    shapes = [jax.ShapeDtypeStruct((1, *x.shape[1:]), kind(x.dtype)) for x in leaves]
+
+    def loss_fn(*arguments: Any, **kwargs: Any) -> Any:
+        try:
+            return run.loss_fn(*arguments, **kwargs)
+        except (TypeError, ValueError, IndexError) as error:
+            got = ", ".join(f"{s.dtype}{list(s.shape[1:])}" for s in shapes)
+            error.add_note(f"loss_fn gets ONE example, without a batch axis: here {got}.")
+            raise
+
+    def loss(trained: list[Any], others: list[Any], rows: list[Any], key: Any) -> Any:
+        call = build(
+            loss_fn,
+            replace(run.parameters, trained=trained, others=others),
+            rebuild(rows),
+            has_aux=run.has_aux,
+            key=key if run.needs_key else None,
+            trainable=None,
+        )
+        return call.loss(trained, jax.tree.map(lambda leaf: leaf[0], call.rows))[0]
+
+    jax.eval_shape(loss, run.parameters.trained, run.parameters.others, shapes, jax.random.key(0))
+
+
+def check_optimizer(run: CompiledStep, state: TrainState) -> None:
+    """Trace an update of the optimizer, to refuse an unsuitable one.
+
+    Raises:
+        TypeError: the optimizer wants more than gradients, its state and the parameters.
+    """
+    trained = run.parameters.like(run.parameters.arrays(state.params)[0])
+    try:
+        jax.eval_shape(run.optimizer.update, trained, state.opt_state, trained)
+    except TypeError as error:
+        error.add_note("An optimizer gets the noisy gradients, its state and the parameters only.")
+        raise
+
+
+def _check_key_argument(
+    loss_fn: Callable[..., Any], needs_key: bool, examples: tuple[Any, ...]
+) -> None:
+    """Refuse a `loss_fn` whose argument `key` does not match `needs_key`."""
+    try:
+        signature = inspect.signature(loss_fn)
+        given = signature.bind_partial(None, *examples).arguments
+    except (TypeError, ValueError):  # no signature, or another number of arguments
+        return
+    wanted = signature.parameters.get("key")
+    if wanted is None:
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+        if needs_key and not takes_any:
+            raise TypeError(
+                "needs_key=True, but loss_fn takes no key. Expected loss_fn(params, *example, key)."
+            )
+    elif not needs_key and wanted.default is wanted.empty and "key" not in given:
+        if wanted.kind in (wanted.POSITIONAL_OR_KEYWORD, wanted.KEYWORD_ONLY):
+            raise TypeError("loss_fn takes key, which nothing gives. Pass needs_key=True.")

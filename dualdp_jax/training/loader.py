@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loader of a plan's logical batches, cut into masked chunks of one static shape."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import jax
+import numpy as np
+
+from dualdp._validate import AccountingError
+from dualdp.plan.batches import HandedOut, physical_batches
+from dualdp_jax.parallel.mesh import DataMesh
+from dualdp_jax.per_sample.call import split_batch
+
+Span = tuple[int, int | None]
+_ARRAYS = (jax.Array, np.ndarray, np.generic)
+_HANDED_ON = (bool, int, float, complex, str, bytes)  # leaves passed unchanged to every example
+
+
+class Chunk(NamedTuple):
+    """Part of a logical batch, padded to a static number of rows.
+
+    Attributes:
+        args: tuple, arguments of the loss after the parameters, every array leaf (rows, ...).
+        mask: (rows,) bool, False for padding.
+        indices: (rows,) index of each example in the data; 0 for padding.
+    """
+
+    args: tuple[Any, ...]
+    mask: Any
+    indices: Any
+
+
+@dataclass(frozen=True, eq=False)
+class LogicalBatch:
+    """Batch that the sampler drew for one step; its arrays are read-only.
+
+    Attributes:
+        plan: `PrivacyPlan` that drew it.
+        step: int, index of the step.
+        chunks: tuple of at least one `Chunk`; an empty draw is one fully masked chunk.
+    """
+
+    plan: Any
+    step: int
+    chunks: tuple[Chunk, ...]
+
+
+class PlannedLoader:
+    """Iterable over the logical batches of a plan, from the first step not yet released.
+
+    One pass is the rest of the planned steps, or one epoch of an open-ended plan. A pass that is
+    left early and started again draws the unused batch once more.
+
+    Args:
+        data: tuple of arrays or pytrees of arrays, examples on axis 0.
+        plan: `PrivacyPlan`; its physical_batch_size is that of one shard.
+        span: callable () -> (next step, first step that must not be drawn or None).
+        data_mesh: `DataMesh` of the rows on a mesh, with which a process reads only the rows of its
+            devices; None for NumPy arrays.
+
+    Attributes:
+        physical_batch_size: int, rows of a chunk over all shards.
+        handed_out: `HandedOut`, record of the batches drawn.
+
+    Guarantees:
+        Every drawn example is in exactly one chunk, unmasked.  [test_loader_cuts_no_draw]
+        A batch that was changed after it was drawn is told apart.
+            [test_a_changed_batch_is_refused]
+        `len` is the number of batches of the coming pass.  [test_length_is_true]
+    """
+
+    def __init__(
+        self,
+        data: tuple[Any, ...],
+        plan: Any,
+        span: Callable[[], Span],
+        data_mesh: DataMesh | None = None,
+    ) -> None:
+        arrays, num_examples, self.rebuild = split_batch(data)
+        if num_examples != plan.num_examples:
+            raise ValueError(
+                f"The data has {num_examples} examples but the plan has num_examples="
+                f"{plan.num_examples}. Both must be the same."
+            )
+        self._arrays, self._plan, self._span, self._data_mesh = arrays, plan, span, data_mesh
+        self.handed_out = HandedOut()
+        shards = 1 if data_mesh is None else data_mesh.num_shards
+        own = plan.physical_batch_size or -(-default_rows(plan) // shards)
+        self.physical_batch_size = own * shards
+        self._drawn: WeakKeyDictionary[LogicalBatch, tuple[list[Any], bytes]] = WeakKeyDictionary()
+
+    def __len__(self) -> int:
+        """Number of batches of a pass that begins now."""
+        start, end = self._span()
+        if self._plan.num_steps is None:
+            epoch = math.ceil(self._plan.num_examples / self._plan.expected_batch_size_at(0))
+            end = start + epoch if end is None else min(end, start + epoch)
+        return max((end or 0) - start, 0)
+
+    def __iter__(self) -> Iterator[LogicalBatch]:
+        start, count = self._span()[0], len(self)
+        if not count and self._plan.num_steps is not None and self._plan.on_budget != "stop":
+            raise AccountingError(
+                f"All {start} planned steps are taken. Plan more steps or epochs; each release "
+                "spends privacy."
+            )
+        for step in range(start, start + count):
+            self.handed_out.note(step)
+            yield self.batch(step)
+
+    def batch(self, step: int) -> LogicalBatch:
+        """Return the logical batch of a step: a pure function of the plan's key and the step."""
+        pieces = physical_batches(self._plan.batch_indices(step), self.physical_batch_size)
+        return self.hand_out(step, (Chunk(self._rows(i), mask, i) for i, mask in pieces))
+
+    def hand_out(self, step: int, chunks: Iterable[Chunk]) -> LogicalBatch:
+        """Register these chunks as a drawn batch, which the engine accepts.
+
+        For `dualdp_jax.testing`, which runs steps on chosen examples.
+        """
+        batch = LogicalBatch(self._plan, step, tuple(jax.tree.map(_frozen, c) for c in chunks))
+        self._drawn[batch] = jax.tree.leaves(batch.chunks), _digest(batch.chunks)
+        return batch
+
+    def drew(self, batch: Any) -> bool:
+        """True if this loader drew the batch and nothing in it was changed."""
+        found = self._drawn.get(batch) if isinstance(batch, LogicalBatch) else None
+        if found is None or batch.plan is not self._plan:
+            return False
+        leaves = jax.tree.leaves(batch.chunks)
+        is_same = len(leaves) == len(found[0]) and all(map(operator.is_, leaves, found[0]))
+        is_written = any(isinstance(x, np.ndarray) and x.flags.writeable for x in leaves)
+        return is_same and not is_written and _digest(batch.chunks) == found[1]
+
+    def _rows(self, indices: Any) -> tuple[Any, ...]:
+        """Examples at these indices, as arguments of the loss."""
+        if self._data_mesh is None:
+            return self.rebuild([leaf[indices] for leaf in self._arrays])
+        return self.rebuild([self._data_mesh.rows(leaf, at=indices) for leaf in self._arrays])
+
+
+def _frozen(leaf: Any) -> Any:
+    """Read-only leaf: a view of the batch's own copy for a NumPy array, else the leaf."""
+    if not isinstance(leaf, np.ndarray):
+        return leaf
+    own = leaf if leaf.base is None and leaf.flags.owndata else leaf.copy()
+    own.flags.writeable = False
+    return own.view()  # a view can't be made writeable again
+
+
+def _digest(chunks: Sequence[Chunk]) -> bytes:
+    """SHA-256 of the masks and indices of all chunks."""
+    state = hashlib.sha256()
+    for chunk in chunks:
+        for part in (chunk.mask, chunk.indices):
+            state.update(repr((part.shape, part.dtype.str)).encode())
+            state.update(np.ascontiguousarray(part).view(np.uint8).data)
+    return state.digest()
+
+
+def default_rows(plan: Any) -> int:
+    """Return the number of rows of a chunk for a plan without physical_batch_size.
+
+    Draws of constant size fill one chunk. For others a chunk holds the mean plus three standard
+    deviations, so that one draw in a thousand takes a second chunk. On a CPU, whose time is
+    proportional to the rows, that padding costs more than it saves: there a chunk is a quarter of
+    the mean if the half chunk wasted on average is less than the three standard deviations.
+    """
+    steps = np.arange(max(plan.num_steps or 1, 1))
+    expected = float(np.max(plan.expected_batch_size.at(steps)))
+    spread = 3 * math.sqrt(expected * (1 - expected / plan.num_examples))
+    if plan.sampler in ("fixed_size", "shuffle"):
+        spread = 0.0
+    rows = expected + spread
+    if jax.default_backend() == "cpu" and spread > expected / 8:
+        rows = expected / 4
+    most = min(plan.num_examples, plan.max_batch_size or plan.num_examples)
+    return max(1, min(most, math.ceil(rows)))
+
+
+def examples_of(data: Any) -> tuple[Any, ...]:
+    """Return the data as arguments of the loss: a tuple as it is, anything else as one argument.
+
+    Raises:
+        TypeError: data that can't be drawn from by index.
+    """
+    for leaf in jax.tree.leaves(data, is_leaf=lambda node: isinstance(node, Iterator)):
+        if not isinstance(leaf, _ARRAYS + _HANDED_ON):
+            raise TypeError(
+                f"data holds a {type(leaf).__module__}.{type(leaf).__name__}, which can't be drawn "
+                "from by index as the sampler does. Expected NumPy or JAX arrays with the examples "
+                "on axis 0, such as data=(np.asarray(x), np.asarray(y))."
+            )
+    return data if isinstance(data, tuple) and not hasattr(data, "_fields") else (data,)

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ledger of a run of several processes: process 0 writes it, the others follow."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+
+from dualdp.exactness import ExactnessError
+from dualdp.ledger.follower import FollowerLedger, seal_message
+from dualdp.ledger.ledger import Ledger
+from dualdp.ledger.release_record import Seal
+from dualdp.plan.plan import PrivacyPlan
+from dualdp.randomness import RootKey
+from dualdp_jax.parallel.mesh import checksum, local_shards
+from dualdp_jax.parallel.process_group import Group
+from dualdp_jax.training.rank_consistency import array_bytes, check_replicas, secret_of
+
+LOADED = "load_checkpoint"
+
+
+def open_ledger(
+    plan: PrivacyPlan,
+    accountant: str | None,
+    path: str | os.PathLike[str] | None,
+    **claim: Any,
+) -> Ledger:
+    """Return a new ledger after claiming the plan's key; `claim` as in `SharedLedger.opened`."""
+    opened = Ledger(plan, accountant, path)
+    try:
+        plan.claim(opened, **claim)
+    except BaseException:
+        opened.discard()
+        raise
+    return opened
+
+
+class SharedLedger:
+    """Ledger of a run of several processes: process 0 writes it, the others follow.
+
+    A step is recorded before its noise is drawn, for which every process waits for the seal that
+    process 0 writes and broadcasts. So the file never holds less than was released.
+
+    Args:
+        group: `Group` of the processes.
+
+    Attributes:
+        is_filed: bool, True if process 0 writes to a file, which needs digests of the sums.
+
+    Guarantees:
+        The ledgers of all processes have the same text.  [test_two_processes_are_one_run]
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._num_shared = 1  # ledger lines that all processes have
+        self.is_filed = False
+
+    def opened(
+        self,
+        plan: PrivacyPlan,
+        accountant: str | None,
+        path: str | os.PathLike[str] | None,
+        **claim: Any,
+    ) -> Ledger:
+        """Return the ledger of a new run, after the run has claimed the plan's key.
+
+        `claim` holds the keyword arguments of `PrivacyPlan.claim`; without a path the ledger stays
+        in memory.
+
+        Raises:
+            AccountingError: the key was used before; on every process.
+            FileExistsError: the ledger's file exists; on every process.
+        """
+        self._group.require_same("the accountant", accountant)
+        written: list[Ledger] = []
+
+        def begin() -> bool:
+            written.append(open_ledger(plan, accountant, path, **claim))
+            return path is not None
+
+        self.is_filed = self._group.on_first("the ledger", begin)
+        if written:
+            return written[0]
+        follower = FollowerLedger(plan, accountant)
+        plan.claim(follower, follows=True, **claim)
+        return follower
+
+    def resumed(self, call: Callable[[], Ledger], plan: Callable[[Any], PrivacyPlan]) -> Ledger:
+        """Return the ledger of a resumed run.
+
+        `call` () -> ledger is called on process 0, `plan` (key) -> plan on the others.
+        """
+        written: list[Ledger] = []
+
+        def message() -> Any:
+            written.append(call())
+            return written[0].to_json(), written[0].state(), secret_of(written[0].plan)
+
+        text, state, secret = self._group.on_first("the ledger of the checkpoint", message)
+        if written:
+            ledger = written[0]
+        else:
+            ledger = FollowerLedger.of_resumed(plan(RootKey(*secret)), text, state)
+            ledger.plan.claim(ledger, recorder=LOADED, source="", follows=True)
+        self._num_shared, self.is_filed = ledger.num_lines, True
+        return ledger
+
+    def at(self, step: int) -> AbstractContextManager[None]:
+        """Context of a step, in which the loss of another process raises a clear error."""
+        return self._group.collective(f"step {step}")
+
+    def failure(self, step: int, failed: ExactnessError | None) -> ExactnessError | None:
+        """Return a step's failed check on every process: its own, or the first failure."""
+        message = b""
+        if failed is not None:
+            facts = [str(failed), failed.parameters, failed.relative_error]
+            message = json.dumps(facts).encode()
+        messages = self._group.gather(f"the spot check of step {step}", message)
+        if failed is not None or not any(messages):
+            return failed
+        text, parameters, error = json.loads(next(filter(None, messages)))
+        return ExactnessError(text, parameters=parameters, relative_error=error)
+
+    def written(self, name: str, whole: Callable[[], Any], write: Callable[[Any], Any]) -> Any:
+        """Write on process 0, return its result on all; the ledger is in a file from here on."""
+        with self._group.collective(name):
+            content = whole()
+        found = self._group.on_first(name, lambda: write(content))
+        self.is_filed = True
+        return found
+
+    def sealed(
+        self,
+        ledger: Ledger,
+        step: int,
+        params: Sequence[Any] | None,
+        sums: Sequence[Any] | None,
+        facts: Mapping[str, Any],
+    ) -> Seal:
+        """Return the seal of a recorded step, made by process 0 and verified by the others.
+
+        `params` and `sums` lie on the mesh, and are None if the engine does not know them; `facts`
+        are further arguments of `Ledger.seal`.
+
+        Raises:
+            RuntimeError: a process is lost, or elsewhere.
+            AccountingError: the written line is not what this process would have written.
+        """
+        point = f"step {step}"
+        digests: list[bytes] = []
+        if params is not None:  # reduced sums are equal even if parameters differ
+            check_replicas(self._group, point, params, checksum(params))
+        if self.is_filed and sums is not None:
+            digest = ledger.plan.root.require_secret().digest(array_bytes(local_shards(sums)))
+            digests = check_replicas(self._group, point, sums, digest)
+
+        def message() -> Any:
+            sealed = [np.frombuffer(digest, np.uint8) for digest in digests] or None
+            return seal_message(ledger, self._num_shared, ledger.seal(step, sealed, **facts))
+
+        found = self._group.on_first(point, message)
+        if isinstance(ledger, FollowerLedger):
+            seal = ledger.follow(found)
+        else:
+            seal = Seal(*found["seal"])
+        self._num_shared = ledger.num_lines
+        return seal

@@ -1,0 +1,339 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Private step: one jitted function per chunk, then one jitted update; two compilations.
+
+On a mesh a third jitted function between them sums over the shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from dualdp_jax import compat
+from dualdp_jax.noise.noise import Release, noised_mean, release_at
+from dualdp_jax.parallel.mesh import DataMesh, shardings, whole
+from dualdp_jax.per_sample import clip
+from dualdp_jax.per_sample.call import Answer, Call, build, split_batch
+from dualdp_jax.per_sample.methods import check_method, choose, prepared
+from dualdp_jax.per_sample.parameters import Parameters, split
+from dualdp_jax.per_sample.request import SUM, Request, answer
+from dualdp_jax.rules.arrays import widen
+from dualdp_jax.training.loader import LogicalBatch, PlannedLoader
+
+
+class TrainState(NamedTuple):
+    """State that a step takes and returns.
+
+    Attributes:
+        params: pytree as given; for an `nnx.Module` its `nnx.State`, for `nnx.update`.
+        opt_state: pytree, the optimizer's state for the trained leaves.
+        step: int, number of releases applied.
+    """
+
+    params: Any
+    opt_state: Any
+    step: int
+
+    @classmethod
+    def create(
+        cls, params: Any, optimizer: optax.GradientTransformation, trainable: Any = None
+    ) -> TrainState:
+        """Return the state before step 0, for example for `load_checkpoint(path, like=...)`.
+
+        Args:
+            params: pytree of parameters, or an `nnx.Module`.
+            optimizer: optax transformation.
+            trainable: pytree of bools like `params`, False freezes.
+        """
+        return first_state(split(params, trainable), optimizer)
+
+
+class Totals(NamedTuple):
+    """Sums over the chunks of a logical batch."""
+
+    sums: list[Any]  # clipped gradient sum per trained leaf
+    loss: Any  # scalar, sum of the losses
+    num_rows: Any  # scalar, number of unmasked examples
+    num_below: Any  # scalar, number of unmasked examples with a norm of at most the bound
+
+
+class ComputedStep(NamedTuple):
+    """Step whose totals are known, with its inputs."""
+
+    inputs: list[Any]  # per chunk (arrays of the model, arrays of its rows)
+    dropout: Any  # key data of the dropout masks
+    masks: list[Any]  # (rows,) NumPy arrays, one per chunk
+    answers: list[Answer]  # per chunk an `Answer` with norms, factors and aux
+    unreduced: Totals  # `Totals` of the logical batch; on a mesh with a leading axis of shards
+    totals: Totals  # `Totals` summed over the shards
+    bound: float  # C
+
+
+class Stages(NamedTuple):
+    """Gradients of one step at each stage before the optimizer, for inspection only.
+
+    Attributes:
+        unprotected_norms: (n,) norms of the examples' gradients, not private.
+        unprotected_sum: pytree, the clipped sum, not private.
+        noisy_mean: pytree, input of the optimizer.
+        unprotected_grads: pytree, leaves (n, *shape), not private; None unless
+            `engine.keep_per_sample` was set.
+    """
+
+    unprotected_norms: Any
+    unprotected_sum: Any
+    noisy_mean: Any
+    unprotected_grads: Any = None
+
+
+@dataclass(eq=False)
+class CompiledStep:
+    """Plan, loss and optimizer of a run, with the compiled functions of a step."""
+
+    plan: Any
+    parameters: Parameters
+    loss_fn: Callable[..., Any]
+    optimizer: optax.GradientTransformation
+    needs_key: bool
+    has_aux: bool
+    method: str
+    rebuild: Callable[[list[Any]], tuple[Any, ...]]
+    data_mesh: DataMesh | None = None  # `DataMesh` of the rows; None for one device
+    #: pytree of the shardings of the optimizer's state; None for one device.
+    opt_shardings: Any = None
+
+    def __post_init__(self) -> None:
+        check_method(self.method)
+        self.clipper(self.parameters, 1.0)  # refuses group shares that do not fit
+        self._jitted = self._compiled()
+        # Once per run, on the device: new zeros at each step would be a transfer of the size of
+        # the parameters.
+        trained, count = self.parameters.trained, jnp.zeros((), jnp.int32)
+        numbers = jnp.zeros((), self.parameters.dtype), count, count
+        if self.data_mesh is None:
+            zeros = [jnp.zeros_like(widen(p)) for p in trained]
+        else:
+            zeros, numbers = self.data_mesh.zeros(trained, numbers)
+        self._nothing = Totals(zeros, *numbers)
+
+    def _compiled(self) -> dict[str, Callable[..., Any]]:
+        """Jitted functions of a step; "grads" is compiled at its first use."""
+        if self.data_mesh is None:
+            functions: dict[str, Callable[..., Any]] = {
+                "add": self._add_chunk,
+                "update": self._update,
+                "grads": self._grads,
+            }
+            return {name: jax.jit(function) for name, function in functions.items()}
+        trained = self.parameters.trained
+        of_sums, of_number = self.data_mesh.parts(trained)
+        sums, number = shardings(trained), self.data_mesh.sharding()
+        unreduced = Totals(of_sums, *[of_number] * 3)
+        return {
+            "add": jax.jit(self._add_chunk, out_shardings=(unreduced, of_number)),
+            "collect": jax.jit(
+                lambda totals: jax.tree.map(lambda x: x.sum(0), totals),
+                out_shardings=Totals(sums, number, number, number),
+            ),
+            "update": jax.jit(self._update, out_shardings=(sums, self.opt_shardings, number)),
+            "grads": jax.jit(self.data_mesh.each(self._grads, trained)),
+        }
+
+    def computed(self, params: Any, batch: LogicalBatch, bound: float) -> ComputedStep:
+        """Return the totals of a logical batch, with the inputs and results of its chunks."""
+        unreduced, answers = self._nothing, []
+        inputs, dropout = self._inputs(params, batch)
+        limit = np.asarray(bound, self.parameters.dtype)
+        for arrays, rows in inputs:
+            unreduced, answer = self._jitted["add"](*arrays, unreduced, rows, dropout, limit)
+            answers.append(answer)
+        masks = [np.asarray(chunk.mask) for chunk in batch.chunks]
+        totals = self._collected(unreduced)
+        return ComputedStep(inputs, dropout, masks, answers, unreduced, totals, bound)
+
+    def _collected(self, unreduced: Totals) -> Totals:
+        """Totals summed over the shards of a mesh."""
+        return unreduced if self.data_mesh is None else self._jitted["collect"](unreduced)
+
+    def sums(
+        self, trained: Any, others: Any, rows: Any, dropout: Any, bound: float, after: Totals | None
+    ) -> list[Any]:
+        """Return the clipped sums of a chunk, added to unreduced totals (None: to zeros).
+
+        The compiled program is the one that computes the totals of a step.
+        """
+        limit, start = np.asarray(bound, self.parameters.dtype), after or self._nothing
+        totals, _ = self._jitted["add"](trained, others, start, rows, dropout, limit)
+        return self._collected(totals).sums
+
+    def release(
+        self, state: TrainState, totals: Totals, step: int, seal: Any
+    ) -> tuple[TrainState, dict[str, Any]]:
+        """Return the state after the release of these totals, already recorded and sealed."""
+        trained, others = self.parameters.arrays(state.params)
+        noise = self._numbers(step, seal, totals.sums)
+        trained, opt_state, metrics = self._jitted["update"](
+            trained, state.opt_state, totals, noise
+        )
+        state = TrainState(self.parameters.whole(trained, others), opt_state, state.step + 1)
+        return state, metrics
+
+    def stages(self, params: Any, batch: LogicalBatch, seal: Any, per_sample: bool) -> Stages:
+        """Return the stages of a released step, recomputed from its inputs."""
+        step = self.computed(params, batch, seal.max_grad_norm)
+        like, sums = self.parameters.like, step.totals.sums
+        kept = lambda parts: np.concatenate(  # noqa: E731
+            [whole(p)[c.mask] for p, c in zip(parts, batch.chunks, strict=True)]
+        )
+        grads = None
+        if per_sample:
+            inputs, dropout = self._inputs(params, batch)
+            chunks = [self._jitted["grads"](*arrays, rows, dropout) for arrays, rows in inputs]
+            grads = like([kept(leaf) for leaf in zip(*chunks, strict=True)])
+        return Stages(
+            kept([answer.norms for answer in step.answers]),
+            like(sums),
+            jax.jit(noised_mean)(like(sums), self._numbers(batch.step, seal, sums)),
+            grads,
+        )
+
+    # ------------------------------------------------------------------ compiled functions
+
+    def _inputs(self, params: Any, batch: LogicalBatch) -> tuple[list[Any], Any]:
+        """Per chunk (arrays of the model, arrays of its rows), and the key data for dropout."""
+        arrays = self.parameters.arrays(params)
+        put = (lambda rows: rows) if self.data_mesh is None else self.data_mesh.rows
+        rows = [(split_batch(c.args)[0], put(c.mask), put(c.indices)) for c in batch.chunks]
+        return [(arrays, row) for row in rows], self.plan.step_key("dropout", batch.step)
+
+    def _numbers(self, step: int, seal: Any, sums: list[Any]) -> Release:
+        """Noise source and scales of a sealed release."""
+        return release_at(
+            self.plan,
+            step,
+            branch=seal.branch,
+            max_grad_norm=seal.max_grad_norm,
+            like=self.parameters.like(sums),
+        )
+
+    def call(self, trained: Any, others: Any, rows: Any, dropout: Any) -> Call:
+        """Return the rows of a chunk in normal form, with dropout keys by (plan, step, example)."""
+        arrays, _, indices = rows
+        key = compat.wrap_key(dropout)
+        parameters = replace(
+            self.parameters, trained=trained, others=self.parameters.keyed(others, key)
+        )
+        return build(
+            self.loss_fn,
+            parameters,
+            self.rebuild(arrays),
+            has_aux=self.has_aux,
+            key=key if self.needs_key else None,
+            trainable=None,
+            positions=indices.astype(jnp.uint32),
+        )
+
+    def clipper(self, parameters: Parameters, bound: Any) -> clip.Clip:
+        """Return the clipping of a step with the bound C."""
+        shares, clipping = self.plan.group_shares, self.plan.clipping
+        if shares is None:
+            return clip.clipper(parameters, clipping, bound)
+        return clip.clipper(parameters, clipping, shares, times=bound)
+
+    def _add_chunk(
+        self, trained: Any, others: Any, totals: Totals, rows: Any, dropout: Any, bound: Any
+    ) -> tuple[Totals, Any]:
+        """Totals plus one more chunk, and the chunk's per-example results."""
+        work = self._chunk
+        if self.data_mesh is not None:
+            work = self.data_mesh.spread(work, self.parameters.trained)
+        sums, numbers, each = work(trained, others, rows, dropout, bound)
+        return jax.tree.map(jnp.add, totals, Totals(sums, *numbers)), each
+
+    def _chunk(self, trained: Any, others: Any, rows: Any, dropout: Any, bound: Any) -> Any:
+        """Sums, the other `Totals` of some rows as a triple, and their norms, factors and aux."""
+        call, mask = self.call(trained, others, rows, dropout), rows[1]
+        request = Request(SUM, self.method, self.clipper(call.parameters, bound))
+        result = answer(request, prepared(call, self.method), mask, call.num_examples)
+        numbers = (
+            result.losses.sum().astype(self.parameters.dtype),
+            mask.sum(dtype=jnp.int32),
+            (mask & (result.norms <= bound)).sum(dtype=jnp.int32),
+        )
+        return result.leaves, numbers, result._replace(leaves=[], losses=None)
+
+    def _update(
+        self, trained: Any, opt_state: Any, totals: Totals, release: Release
+    ) -> tuple[Any, Any, dict[str, Any]]:
+        """Noise, divide, step the optimizer; return its results and the metrics."""
+        like = self.parameters.like
+        updates, opt_state = self.optimizer.update(
+            noised_mean(like(totals.sums), release), opt_state, like(trained)
+        )
+        updated = jax.tree.leaves(optax.apply_updates(like(trained), updates))
+        count = jnp.maximum(totals.num_rows, 1)
+        metrics = {
+            "unprotected_loss": totals.loss / count,
+            "unprotected_clipped_fraction": (totals.num_rows - totals.num_below) / count,
+        }
+        return updated, opt_state, metrics
+
+    def _grads(self, trained: Any, others: Any, rows: Any, dropout: Any) -> list[Any]:
+        """Per-sample gradients of a chunk, (rows, *shape) per trained leaf."""
+        call = self.call(trained, others, rows, dropout)
+        return list(choose(self.method, call, call.num_examples).grads(call, call.rows)[0])
+
+
+def first_state(parameters: Parameters, optimizer: optax.GradientTransformation) -> TrainState:
+    """Return the state before step 0.
+
+    Dtypes are made strong, and the optimizer is initialized with parameters as wide as the noisy
+    mean, so that no later step recompiles.
+    """
+    strong = [jax.lax.convert_element_type(p, p.dtype) for p in parameters.trained]
+    opt_state = optimizer.init(parameters.like([widen(p) for p in strong]))
+    return TrainState(parameters.whole(strong, parameters.others), opt_state, 0)
+
+
+def continued(loaded: TrainState, fresh: TrainState) -> TrainState:
+    """Return the loaded state, if it fits the model and optimizer of the fresh one.
+
+    Raises:
+        ValueError: they have other leaves.
+    """
+    for name in ("params", "opt_state"):
+        flat = [jax.tree_util.tree_flatten_with_path(getattr(s, name))[0] for s in (fresh, loaded)]
+        ours, theirs = ({jax.tree_util.keystr(path) for path, _ in leaves} for leaves in flat)
+        if ours != theirs:
+            raise ValueError(
+                f"{name} has the leaves {sorted(ours - theirs)}, which the loaded state lacks, and "
+                f"lacks {sorted(theirs - ours)}. Expected the model and the optimizer that "
+                "load_checkpoint was given in like=."
+            )
+    return loaded
+
+
+def check_step(loader: PlannedLoader, state: TrainState, batch: LogicalBatch) -> None:
+    """Refuse a step that the ledger could not account for.
+
+    Raises:
+        TypeError: the step is traced, or the batch is not one that the loader drew.
+    """
+    if compat.is_traced(state) or compat.in_trace():
+        raise TypeError(
+            "step was called inside jit, scan or grad, where it would be recorded once for many "
+            "releases. Call it from Python; for a jitted loop use clipped_grad_sum, "
+            "add_noise(plan) and engine.record(num_steps=k)."
+        )
+    if not loader.drew(batch):
+        raise TypeError(
+            f"batch is a {type(batch).__name__} that this engine's loader did not draw, or that "
+            "was changed since. Expected one of its batches as it is: only they are what the "
+            "accountant assumes. Augment examples in loss_fn (needs_key=True gives each a key)."
+        )

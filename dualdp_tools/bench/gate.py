@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Correctness gate: a system is timed only if its result equals the loop's on the same batch."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from dualdp_tools.bench.systems import (
+    LOOP,
+    Clipped,
+    NothingToForce,
+    Prepared,
+    Setting,
+    Stack,
+    error_text,
+)
+
+# Largest difference from the loop: relative to each parameter's sum; and to the whole sum. Float32
+# gives up to 1e-4 (sums in another order, ReLUs at their kink), a wrong rule several percent.
+TOLERANCE, FLOOR = 1e-3, 1e-5
+# A batched forward is rounded differently from that of a single example, so an example at the kink
+# of a ReLU may fall on its other side: up to 3e-4 of n C on the MLP, for every system alike.
+KINKS = 5e-4  # share of n C, the largest sum of n clipped examples
+PROBES = 8  # examples whose median norm becomes C, so that about half of a batch is clipped
+
+
+class WrongSystem(ValueError):
+    """System that does not compute the clipped sum."""
+
+
+def check(system: str, found: Clipped, truth: Clipped, slack: float = 0.0) -> None:
+    """Raise if a system's clipped sum or norms differ from those of the loop.
+
+    Raises:
+        WrongSystem: which parameter differs and by how much.
+    """
+    if found.sums.keys() != truth.sums.keys():
+        raise WrongSystem(
+            f"{system} is not timed: it returned sums of {sorted(found.sums)}, "
+            f"the loop has {sorted(truth.sums)}."
+        )
+    whole = np.sqrt(sum(float(np.square(sums).sum()) for sums in truth.sums.values()))
+    pairs = [(f"the sum of {key!r}", found.sums[key], truth.sums[key]) for key in truth.sums]
+    if found.norms is not None:
+        pairs.append(("the norms", found.norms, truth.norms))
+    for what, ours, theirs in pairs:
+        if ours.shape != theirs.shape:
+            raise WrongSystem(
+                f"{system} is not timed: {what} has shape {ours.shape}, "
+                f"the loop has {theirs.shape}."
+            )
+        size = float(np.linalg.norm(theirs))
+        error = float(np.linalg.norm(ours.astype(np.float64) - theirs))
+        allowed = TOLERANCE * size + FLOOR * whole + slack
+        if not error <= allowed:
+            raise WrongSystem(
+                f"{system} is not timed: {what} differs from the loop by {error:.1e} "
+                f"of {size:.1e}, allowed is {allowed:.1e}."
+            )
+
+
+def calibrate(stack: Stack, setting: Setting) -> Setting:
+    """Return the setting with C at the median norm of a few examples, computed by the loop."""
+    few = replace(setting, n=min(setting.n, PROBES))
+    loop = stack.systems[LOOP](few)
+    norms = loop.read(loop.gradient(stack.load(few, *setting.workload.batch(few.n)))).norms
+    return replace(setting, max_grad_norm=float(np.median(norms)))
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """System that passed the gate, and the seconds from its creation to its first gradient."""
+
+    prepared: Prepared
+    first: float
+
+
+def admit(
+    stack: Stack, setting: Setting, names: list[str], batch: Any
+) -> tuple[dict[str, Candidate], dict[str, str]]:
+    """Prepare and call each system once; return those that pass and reasons for the others."""
+    admitted: dict[str, Candidate] = {}
+    refused: dict[str, str] = {}
+    start = time.perf_counter()
+    loop = stack.systems[LOOP](setting)
+    truth = loop.read(stack.wait(loop.gradient(batch)))
+    of_loop = Candidate(loop, time.perf_counter() - start)
+    slack = KINKS * setting.n * setting.max_grad_norm
+    for name in names:
+        if name == LOOP:
+            admitted[name] = of_loop
+            continue
+        try:
+            start = time.perf_counter()
+            prepared = stack.systems[name](setting)
+            outcome = stack.wait(prepared.gradient(batch))
+            first = time.perf_counter() - start
+            if prepared.read is not None:
+                check(name, prepared.read(outcome), truth, slack)
+            admitted[name] = Candidate(prepared, first)
+        except NothingToForce:
+            continue
+        except Exception as error:  # any exception is the reason in the system's row
+            refused[name] = error_text(error)
+    return admitted, refused

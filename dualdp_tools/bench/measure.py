@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measurement protocol: correctness gate, interleaved rounds, medians with their spread.
+
+Every system of a point is first checked on the batch that is timed: its clipped sum and norms must
+equal those of the naive loop. Then the systems take turns, in a random order for each round, so
+that a slowdown of the machine affects all of them. A short step would also pay for cold caches and
+idle threads after another system's turn, which does not happen in training: it runs twice in a
+turn, and the second run counts. The process keeps freed memory (`keep_freed_memory` of the command
+line), for all systems alike.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from dualdp_tools.bench.gate import Candidate, admit, calibrate
+from dualdp_tools.bench.results import Row
+from dualdp_tools.bench.systems import NON_PRIVATE, Prepared, Setting, Stack, error_text
+from dualdp_tools.bench.workloads import Workload
+
+TAKES = "takes "  # begins the note of a system that chooses between methods
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """Numbers of rounds and time limits of a measurement.
+
+    Attributes:
+        rounds: number of turns of each system.
+        warmup: number of calls before the first counted round, at least one; for a gradient, the
+            gate makes one of them.
+        patience: seconds of turns after which a system stops, once it has had `fewest` turns.
+        fewest: smallest number of turns for a median.
+        short: seconds of a warm call below which every turn begins with an uncounted call.
+        far: multiple of the non-private warm call beyond which a system gets only `fewest` turns,
+            and none with noise and update.
+        longest: seconds of a warm call beyond which a system that is far gets no turns at all.
+    """
+
+    rounds: int = 9
+    warmup: int = 2
+    patience: float = 1.5
+    fewest: int = 3
+    short: float = 0.02
+    far: float = 2.5
+    longest: float = 2.0
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of each counted round, of the first call, and of the last call before the rounds."""
+
+    seconds: tuple[float, ...]
+    first: float = 0.0
+    warm: float = 0.0
+
+    @property
+    def median(self) -> float:
+        """Median of the rounds."""
+        return float(np.median(self.seconds))
+
+    @property
+    def spread(self) -> float:
+        """Interquartile range of the rounds."""
+        low, high = np.percentile(self.seconds, (25, 75))
+        return float(high - low)
+
+
+def interleave(
+    steps: Mapping[str, Callable[[], Any]], protocol: Protocol | None = None
+) -> dict[str, Timing]:
+    """Time each step once per round, in a random order, after the warm-up.
+
+    Returns:
+        Mapping from name to `Timing`, without rounds for a system that is too slow.
+    """
+    protocol = protocol or Protocol()
+    first = {name: _seconds(step) for name, step in steps.items()}
+    warm = dict(first)
+    for name, step in steps.items():
+        for _ in range(protocol.warmup - 1):
+            warm[name] = _seconds(step)
+    behind = protocol.far * warm.get(NON_PRIVATE, math.inf)
+    far = {name for name in steps if warm[name] > behind}
+    names = [name for name in steps if name not in far or warm[name] <= protocol.longest]
+    patience = {name: 0.0 if name in far else protocol.patience for name in names}
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    order = random.Random(0)
+    for _ in range(protocol.rounds):
+        for name in order.sample(names, len(names)):
+            if len(seconds[name]) >= protocol.fewest and sum(seconds[name]) > patience[name]:
+                continue
+            if warm[name] < protocol.short:
+                steps[name]()
+            seconds[name].append(_seconds(steps[name]))
+    return {name: Timing(tuple(seconds[name]), first[name], warm[name]) for name in steps}
+
+
+def _seconds(step: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    step()
+    return time.perf_counter() - start
+
+
+def point(
+    stack: Stack,
+    workload: Workload,
+    n: int,
+    *,
+    suite: str = "run",
+    systems: list[str] | None = None,
+    quantities: tuple[str, ...] = ("gradient",),
+    protocol: Protocol | None = None,
+    memory: bool = False,
+    device: str = "cpu",
+    together: int = 1,
+) -> list[Row]:
+    """Measure systems on one workload and batch size.
+
+    Returns:
+        One row per system and quantity; the non-private step comes first.
+    """
+    base = Row(
+        suite=suite,
+        stack=stack.name,
+        workload=workload.name,
+        options=workload.options,
+        batch=n,
+        system="",
+        quantity="",
+    )
+    setting, arrays = Setting(workload, n, device=device), workload.batch(n)
+    batch = stack.load(setting, *arrays)
+    try:
+        setting = calibrate(stack, setting)
+        admitted, refused = admit(stack, setting, stack.choose(systems), batch)
+    except Exception as error:  # without the loop's result nothing can be checked or timed
+        admitted = {}
+        refused = dict.fromkeys(stack.choose(systems), f"the loop failed: {error_text(error)}")
+    protocol = protocol or Protocol()
+    rows: list[Row] = []
+    for quantity in quantities:
+        base = replace(base, quantity=quantity)
+        candidates = {name: one for name, one in admitted.items() if name not in refused}
+        if quantity == "epoch":  # new systems, as at the start of a run
+            candidates = {name: _made(stack, name, setting) for name in candidates}
+        elif quantity == "update":  # the gate has called the gradient only
+            candidates = {name: replace(one, first=0.0) for name, one in candidates.items()}
+        calls = {
+            name: call
+            for name, one in candidates.items()
+            if (call := _call(quantity, stack, one.prepared, setting, arrays, batch, together))
+        }
+        timed = _timed(base, calls, candidates, protocol)
+        rows += timed
+        rows += [replace(base, system=name, error=why) for name, why in refused.items()]
+        refused |= {row.system: row.error for row in timed if row.error}
+        too_far = f"not timed: over {protocol.far:g} times the non-private step without noise"
+        refused |= {row.system: too_far for row in timed if row.ratio and row.ratio > protocol.far}
+    return _with_memory_and_choice(rows, admitted, batch, memory=memory)
+
+
+def _made(stack: Stack, name: str, setting: Setting) -> Candidate:
+    start = time.perf_counter()
+    prepared = stack.systems[name](setting)
+    return Candidate(prepared, time.perf_counter() - start)
+
+
+def _call(
+    quantity: str,
+    stack: Stack,
+    prepared: Prepared,
+    setting: Setting,
+    arrays: Any,
+    batch: Any,
+    together: int,
+) -> Callable[[], Any] | None:
+    """Call that is timed for a quantity, or None if the system does not support it."""
+    update = prepared.update
+    if quantity == "gradient":
+        return lambda: stack.wait(prepared.gradient(batch))
+    if update is None:
+        return None
+    if quantity == "update":
+        return lambda: stack.wait(update(batch))
+
+    def epoch() -> None:
+        for _ in range(together - 1):
+            update(stack.load(setting, *arrays))
+        stack.wait(update(stack.load(setting, *arrays)))
+
+    return epoch
+
+
+def _timed(
+    base: Row,
+    calls: Mapping[str, Callable[[], Any]],
+    candidates: Mapping[str, Candidate],
+    protocol: Protocol,
+) -> list[Row]:
+    """Row of each call, with its time over that of the non-private step."""
+    called = base.quantity == "gradient"  # by the gate; others are called in the warm-up
+    timings = interleave(calls, replace(protocol, warmup=protocol.warmup - called))
+    plain = timings[NON_PRIVATE] if NON_PRIVATE in timings else None
+    rows = []
+    for name, timing in timings.items():
+        first = candidates[name].first + (0.0 if called else timing.first)
+        row = replace(base, system=name, first=first)
+        if timing.seconds:
+            seconds, spread = timing.median, timing.spread
+            row = replace(row, seconds=seconds, spread=spread, rounds=len(timing.seconds))
+            if plain and plain.seconds and plain.median:
+                row = replace(row, ratio=seconds / plain.median)
+        else:
+            row = replace(row, error=f"too slow here: {timing.warm:.1f} s a step")
+        rows.append(row)
+    return rows
+
+
+def _with_memory_and_choice(
+    rows: list[Row], admitted: Mapping[str, Candidate], batch: Any, *, memory: bool
+) -> list[Row]:
+    """Rows with the choice of the system of a gradient, and the peak memory of timed systems."""
+    timed = {row.system for row in rows if row.seconds} if memory else set()
+    peaks = {name: one.prepared.memory(batch) for name, one in admitted.items() if name in timed}
+    base, described = peaks.get(NON_PRIVATE), []
+    for row in rows:
+        if row.quantity == "gradient" and row.system in admitted:
+            chosen = admitted[row.system].prepared.chosen(batch)
+            row = replace(row, note=f"{TAKES}{chosen}") if chosen else row
+        peak = peaks.get(row.system)
+        ratio = peak / base if peak is not None and base else None
+        described.append(replace(row, memory=peak, memory_ratio=ratio))
+    return described

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Other PyTorch libraries, used as in their documentation.
+
+Opacus has four modes (hooks, functorch, ew, ghost); recurrent layers are replaced by its own, as it
+requires. BackPACK gives per-sample gradients, which are clipped as in its tutorial.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from dualdp_tools.bench import systems_torch
+from dualdp_tools.bench.systems import NOISE_MULTIPLIER, Prepared, Setting
+
+
+def _with_dp_cells(module: nn.Module) -> None:
+    """Replace inner recurrent layers by Opacus' own, with the same weights and frozen bias."""
+    from opacus import layers
+
+    theirs = {nn.LSTM: layers.DPLSTM, nn.GRU: layers.DPGRU, nn.RNN: layers.DPRNN}
+    for name, child in module.named_children():
+        if type(child) not in theirs:
+            _with_dp_cells(child)
+            continue
+        sizes = (child.input_size, child.hidden_size)
+        ours = theirs[type(child)](*sizes, batch_first=child.batch_first)
+        ours.load_state_dict(child.state_dict())
+        frozen = {key for key, p in child.named_parameters() if not p.requires_grad}
+        for key, parameter in ours.named_parameters():
+            parameter.requires_grad_(_plain(key) not in frozen)
+        setattr(module, name, ours)
+
+
+def _plain(name: str) -> str:
+    """Parameter name without the wrapper's prefix, as in PyTorch's recurrent layers."""
+    return re.sub(r"l0\.(ih|hh)\.(weight|bias)", r"\2_\1_l0", name.removeprefix("_module."))
+
+
+def opacus(setting: Setting, mode: str) -> Prepared:
+    """Return Opacus' wrapped module and optimizer in one of its modes."""
+    from opacus.grad_sample.utils import prepare_module
+    from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
+    from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClipping
+
+    problem = systems_torch.Problem(setting)
+    _with_dp_cells(problem.model)
+    ghost = mode == "ghost"
+    keywords = {"max_grad_norm": setting.max_grad_norm, "use_ghost_clipping": True} if ghost else {}
+    model = prepare_module(problem.model, mode, loss_reduction="mean", **keywords)
+    trained = {_plain(name): p for name, p in model.named_parameters() if p.requires_grad}
+    optimizer = (DPOptimizerFastGradientClipping if ghost else DPOptimizer)(
+        torch.optim.SGD(trained.values(), systems_torch.LEARNING_RATE),
+        noise_multiplier=NOISE_MULTIPLIER,
+        max_grad_norm=setting.max_grad_norm,
+        expected_batch_size=setting.n,
+    )
+
+    def backward(batch: Any) -> None:
+        optimizer.zero_grad(set_to_none=True)
+        losses = problem.losses(model, *batch)
+        if ghost:
+            DPTensorFastGradientClipping(model, optimizer, losses).backward()
+        else:
+            losses.mean().backward()
+
+    def clip(batch: Any) -> Any:
+        backward(batch)
+        if not ghost:
+            optimizer.clip_and_accumulate()
+        return {k: p.grad if ghost else p.summed_grad for k, p in trained.items()}, None
+
+    def update(batch: Any) -> None:
+        backward(batch)
+        optimizer.step()
+
+    clear = optimizer.zero_grad
+    memory = partial(systems_torch.peak_memory, clip, clear, setting.device)
+    return Prepared(clip, systems_torch.read, update, memory)
+
+
+def backpack(setting: Setting) -> Prepared:
+    """Return BackPACK's `BatchGrad` with clipping by hand."""
+    import backpack
+    from backpack.extensions import BatchGrad
+
+    problem = systems_torch.Problem(setting)
+    backpack.extend(problem.model)
+    trained = problem.trained()
+
+    def clip(batch: Any) -> Any:
+        problem.optimizer.zero_grad(set_to_none=True)
+        with backpack.backpack(BatchGrad()):
+            problem.losses(problem.model, *batch).sum().backward()
+        missing = [name for name, p in trained.items() if not hasattr(p, "grad_batch")]
+        if missing:
+            raise NotImplementedError(f"BatchGrad gave no gradients for {missing[:3]}.")
+        outcome = problem.clipped({name: p.grad_batch for name, p in trained.items()})
+        for parameter in trained.values():
+            del parameter.grad_batch
+        return outcome
+
+    return problem.private(clip)
+
+
+SYSTEMS: dict[str, Callable[[Setting], Prepared]] = {
+    f"opacus:{mode}": partial(opacus, mode=mode) for mode in ("hooks", "functorch", "ew", "ghost")
+} | {"backpack": backpack}

@@ -1,0 +1,308 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Benchmark suites: the points of each suite and their rows.
+
+Every suite is a generator of lists of rows, so a run shows its numbers as they arrive.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from dualdp.exactness import RATE, WHOLE
+from dualdp_tools.bench import gate, workloads
+from dualdp_tools.bench import layers as single
+from dualdp_tools.bench.measure import Protocol, interleave
+from dualdp_tools.bench.results import Row
+from dualdp_tools.bench.session import QUICK, SHORT, Session
+from dualdp_tools.bench.systems import AUTO, LOOP, MULTI, NON_PRIVATE, Setting, error_text
+
+Rows = Iterator[list[Row]]
+
+
+# (workload, options, batch size) of the speed tables.
+Point = tuple[str, dict[str, Any], int]
+_IMAGE32, _VIT = {"image": 32}, {"image": 64, "layers": 6}
+SPEED: dict[str, list[Point]] = {
+    "torch": [
+        ("mlp", {}, 256),
+        ("mnist", {}, 256),
+        ("cifar10", {}, 128),
+        ("embed", {}, 256),
+        ("lstm", {}, 64),
+        ("gpt", {}, 16),
+        ("resnet18_gn", _IMAGE32, 32),
+        ("vit_tiny", _VIT, 32),
+    ],
+    "jax": [
+        ("mlp", {}, 256),
+        ("mnist", {}, 256),
+        ("cifar10", {}, 64),
+        ("embed", {}, 256),
+        ("lstm", {}, 32),
+        ("gpt", {}, 8),
+        ("resnet18_gn", _IMAGE32, 16),
+    ],
+}
+QUICK_SPEED: list[Point] = [
+    ("mlp", {"width": 128}, 64),
+    ("gpt", {"layers": 1, "width": 64, "length": 32, "vocabulary": 200}, 8),
+]
+GPU_BATCHES = (64, 256, 1024, 2048)
+# The papers' strategies and dualdp; a stack measures those in its table.
+SWEPT = (NON_PRIVATE, AUTO, MULTI, LOOP)
+# Rate of spot checks by engine: off; on, without a check in the timed steps; at every step.
+RATES = {"checks=0": 0.0, "between checks": 1e-9, "every step checked": 1.0}
+CHECKED = ("mlp", "mnist", "embed", "lstm", "gpt")
+# Slopes of dualdp, of the non-private step and of materialized per-sample gradients.
+SCALED = (NON_PRIVATE, AUTO, MULTI)
+# Further systems on single layers: dualdp's methods in JAX; torch forces the methods of a layer.
+LAYER_METHODS = {"torch": (), "jax": ("dualdp:book_keeping", "dualdp:materialize")}
+# Batch sizes of the epochs on a CPU, chosen to take seconds.
+EPOCH_BATCHES: dict[str, tuple[int, ...]] = {
+    "mnist": (16, 64, 256),
+    "cifar10": (16, 64),
+    "embed": (16, 128),
+    "lstm": (16,),
+}
+GPU_EPOCH_BATCHES = (16, 32, 64, 128, 256, 512, 1024, 2048)
+# At least ten steps on a CPU; whole epochs on a GPU.
+EPOCHS = Protocol(fewest=10, longest=0.5)
+GPU_EPOCHS = Protocol(rounds=20, warmup=2, patience=60.0, fewest=3, longest=120.0)
+# Workloads of the search for the largest batch; in JAX every trial is compiled.
+LARGEST_OF = {"torch": ("mlp", "embed"), "jax": ("mlp",)}
+# One axis of a model at a time: workload, fixed sizes, axis, its values, batch size.
+SCALE: list[tuple[str, dict[str, Any], str, tuple[int, ...], int]] = [
+    ("mlp", {}, "width", (256, 512, 1024), 128),
+    ("mlp", {"width": 256}, "depth", (2, 4, 8), 128),
+    ("gpt", {"layers": 1, "width": 128, "vocabulary": 1_000}, "length", (64, 128, 256), 8),
+    ("mlp", {}, "batch", (32, 128, 512), 0),
+]
+QUICK_SCALE: list[tuple[str, dict[str, Any], str, tuple[int, ...], int]] = [
+    ("mlp", {}, "width", (64, 256), 32)
+]
+# Bytes, for the largest batch. On a CPU every allocation is traced: a loop over examples makes
+# millions of them, whose trace takes far more memory than the step itself.
+MEMORY_LIMIT = {"quick": 2**23, "cpu": 2**25, "cuda": 2**34}
+LARGEST = 2**12  # examples, where the search for the largest batch ends
+
+
+def speed_points(session: Session) -> list[Point]:
+    """Return the points of the speed table; other requested workloads in their own size."""
+    table = QUICK_SPEED if session.quick else SPEED[session.stack.name]
+    missing = [(name, {}, 32) for name in session.workloads or ()]
+    points = [point for point in table if session.wanted(point[0])]
+    points += [point for point in missing if point[0] not in {name for name, *_ in points}]
+    gpu = session.device == "cuda" and not session.quick
+    return [
+        (name, options, size)
+        for name, options, n in points
+        for size in session.batches(GPU_BATCHES if gpu else (n,))
+    ]
+
+
+def run(session: Session) -> Rows:
+    """Measure speed and peak memory of every system, with and without noise and update."""
+    quantities = ("gradient",) if session.quick else ("gradient", "update")
+    for name, options, n in speed_points(session):
+        workload = workloads.create(name, **options)
+        systems = session.without_methods
+        yield session.point(workload, n, "run", systems=systems, quantities=quantities, memory=True)
+
+
+def layers(session: Session) -> Rows:
+    """Measure single layers by batch size, then the networks of Rochette et al., by method."""
+    sizes, forced = session.size_key, session.stack.forced
+    point = partial(session.point, suite="layers", memory=True, protocol=SHORT)
+    on_layers = (*session.without_methods, *forced, *LAYER_METHODS[session.stack.name])
+    on_layers = SWEPT if session.quick and session.stack.name == "jax" else on_layers
+    for layer in filter(lambda layer: session.wanted(layer.name), single.layers(sizes)):
+        for n in session.batches(single.BATCHES[sizes]):
+            yield point(layer, n, axis="batch", systems=on_layers)
+    for axis, name, options, n in session.thin(single.SWEEPS[sizes]):
+        if session.wanted(name):
+            yield point(single.network(name, options), n, axis=axis, systems=(*SWEPT, *forced))
+
+
+def checks(session: Session) -> Rows:
+    """Measure engine steps without spot checks, between two of them, and with them."""
+    for name, options, n in speed_points(session):
+        if name not in (session.workloads or CHECKED):
+            continue
+        workload = workloads.create(name, **options)
+        earlier = session.earlier_rows("checks", workload)
+        yield earlier or _cost_of_checks(session, Setting(workload, n, device=session.device))
+
+
+def _cost_of_checks(session: Session, setting: Setting) -> list[Row]:
+    """Seconds of an engine's step by rate of its checks, and their average share of a step."""
+    stack, workload = session.stack, setting.workload
+    batch = stack.load(setting, *workload.batch(setting.n))
+    plain = stack.systems[NON_PRIVATE](setting).update
+    assert plain is not None
+    engines = {name: stack.engine(setting, rate) for name, rate in RATES.items()}
+
+    def several(step: Callable[[], Any]) -> None:
+        for _ in range(WHOLE):  # if every step is checked, one of them checks the whole batch
+            stack.wait(step())
+
+    calls = {name: partial(several, step) for name, step in engines.items()}
+    calls[NON_PRIVATE] = partial(several, lambda: plain(batch))
+    usual = QUICK if session.quick else Protocol(rounds=15, patience=20.0)
+    timings = interleave(calls, replace(session.protocol or usual, far=math.inf))
+    row = session.row("checks", workload, setting.n, "step")
+    seconds = {name: timing.median / WHOLE for name, timing in timings.items()}
+    steps = [
+        replace(
+            row,
+            system=name,
+            seconds=seconds[name],
+            spread=timing.spread / WHOLE,
+            rounds=len(timing.seconds),
+            first=timing.first,
+            ratio=seconds[name] / seconds[NON_PRIVATE],
+        )
+        for name, timing in timings.items()
+    ]
+    without, between, checked = (seconds[name] for name in RATES)
+    share = (between - without + RATE * (checked - between)) / without
+    return [*steps, replace(row, system=AUTO, quantity="share of checks", value=100 * share)]
+
+
+def memory(session: Session) -> Rows:
+    """Search the largest batch whose step is below a memory limit, for every admitted system."""
+    limit = MEMORY_LIMIT[session.size_key]
+    points = {point[0]: point for point in speed_points(session)}
+    names = list(points)[:1] if session.quick else LARGEST_OF[session.stack.name]
+    for name, options, n in (points[name] for name in session.workloads or names):
+        workload = workloads.create(name, **options)
+        if earlier := session.earlier_rows("memory", workload):
+            yield earlier
+            continue
+        setting = gate.calibrate(session.stack, Setting(workload, n, device=session.device))
+        batch = session.stack.load(setting, *workload.batch(n))
+        names = session.systems or session.without_methods
+        names = [name for name in session.stack.choose(names) if name != LOOP]
+        admitted, refused = gate.admit(session.stack, setting, names, batch)
+        note = f"below {limit:,} bytes beyond parameters and batch, to one part in eight"
+        base = replace(session.row("memory", workload, None, "largest batch"), note=note)
+        rows = [replace(base, system=name, error=why) for name, why in refused.items()]
+        most = 2 * n if session.quick else LARGEST
+        yield rows + [_largest(session, setting, base, name, limit, most) for name in admitted]
+
+
+def _peak(session: Session, setting: Setting, name: str, n: int) -> int:
+    point = replace(setting, n=n)
+    batch = session.stack.load(point, *setting.workload.batch(n))
+    return session.stack.systems[name](point).memory(batch)
+
+
+def _largest(session: Session, setting: Setting, row: Row, name: str, limit: int, most: int) -> Row:
+    """Double the batch until its step is over the limit, then halve the interval three times."""
+    row = replace(row, system=name)
+    fits, peak, n = 0, None, min(setting.n, 16)
+    try:
+        while n <= most and (found := _peak(session, setting, name, n)) <= limit:
+            fits, peak, n = n, found, 2 * n
+        step = fits // 2
+        while n <= most and step >= max(fits // 8, 1):
+            if (found := _peak(session, setting, name, fits + step)) <= limit:
+                fits, peak = fits + step, found
+            step //= 2
+    except Exception as error:  # the result is the previous batch, with this reason
+        row = replace(row, error=error_text(error) if not fits else None, note=error_text(error))
+    if n > most and fits:
+        row = replace(row, note=f"{row.note}; the search ended at {most} examples")
+    return replace(row, value=float(fits), batch=fits, memory=peak)
+
+
+def end_to_end(session: Session) -> Rows:
+    """Measure seconds per epoch by batch size, noise and the copy of every batch included."""
+    gpu = session.device == "cuda"
+    names = ("embed",) if session.quick else tuple(EPOCH_BATCHES)
+    with_methods = () if session.quick else session.thin(names)
+    for name in filter(session.wanted, names):
+        workload = workloads.create(name)
+        usual = GPU_EPOCH_BATCHES if gpu else EPOCH_BATCHES[name]
+        batches = session.batches((16,) if session.quick else session.thin(usual))
+        for n in batches:
+            steps = math.ceil(workloads.EPOCH_EXAMPLES[name] / n)
+            every = n == batches[0] and name in with_methods
+            yield session.point(
+                workload,
+                n,
+                "end-to-end",
+                axis="batch",
+                systems=() if every else session.without_methods,
+                quantities=("epoch",),
+                protocol=GPU_EPOCHS if gpu else EPOCHS,
+                together=steps if gpu and not session.quick else 1,
+                finish=partial(_epoch, steps=1 if gpu and not session.quick else steps),
+            )
+
+
+def _epoch(row: Row, steps: int) -> Row:
+    """Row of an epoch, from a row of its measured steps."""
+    if row.seconds is None:
+        return row
+    whole = f"the median of {row.rounds} epochs"
+    return replace(
+        row,
+        seconds=row.seconds * steps,
+        spread=row.spread * steps,
+        first=row.first + row.seconds * (steps - 1),
+        note=f"{steps} times the median of {row.rounds} steps" if steps > 1 else whole,
+    )
+
+
+def scale(session: Session) -> Rows:
+    """Measure the cost along one axis at a time, with its slope on log axes."""
+    for name, options, axis, values, n in QUICK_SCALE if session.quick else SCALE:
+        if not session.wanted(name):
+            continue
+        found: list[Row] = []
+        for value in session.thin(values):
+            sizes = options if axis == "batch" else options | {axis: value}
+            workload = workloads.create(name, **sizes)
+            size = value if axis == "batch" else n
+            rows = session.point(workload, size, "scale", axis=axis, systems=SCALED, protocol=SHORT)
+            found += rows
+            yield rows
+        yield _slopes(found)
+
+
+def _slopes(rows: list[Row]) -> list[Row]:
+    """Exponents of the cost along an axis, for each system with at least two points."""
+    slopes = []
+    for name in dict.fromkeys(row.system for row in rows):
+        points = [(row.at, row.seconds) for row in rows if row.system == name and row.seconds]
+        if len(points) < 2:
+            continue
+        x, y = np.log(np.array(points, dtype=np.float64)).T
+        slope = Row(
+            suite="scale",
+            stack=rows[0].stack,
+            workload=rows[0].workload,
+            system=name,
+            quantity="slope",
+            options={k: v for k, v in rows[0].options.items() if k != rows[0].axis},
+            axis=rows[0].axis,
+            value=float(np.polyfit(x, y, 1)[0]),
+        )
+        slopes.append(slope)
+    return slopes
+
+
+SUITES = {
+    "run": run,
+    "layers": layers,
+    "memory": memory,
+    "checks": checks,
+    "end-to-end": end_to_end,
+    "scale": scale,
+}

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Interface of the measured systems, and the table of stacks.
+
+A system is a function of a `Setting` that returns a `Prepared`; one that is not installed or cannot
+run the workload raises, and its row shows the reason. The tables are in `systems_torch.py` and
+`systems_jax.py` (non-private, dualdp's methods, `vmap(grad)`, the loop) and in `peers_torch.py` and
+`peers_jax.py` (other libraries).
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dualdp import PrivacyPlan
+from dualdp_tools.bench.workloads import Workload
+
+NON_PRIVATE, LOOP, AUTO, MULTI = "non-private", "loop", "dualdp:auto", "vmap(grad)"
+METHODS = ("auto", "book_keeping", "two_pass", "materialize", "vmap")
+STACKS = ("torch", "jax")
+NOISE_MULTIPLIER = 1.0
+LEARNING_RATE = 1e-3
+
+
+class NothingToForce(Exception):
+    """Forced method that no layer of the workload supports; the system then has no row."""
+
+
+class Clipped(NamedTuple):
+    """Result that the gate compares: clipped sums by name, and the norms if available."""
+
+    sums: dict[str, np.ndarray]
+    norms: np.ndarray | None
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One point of a benchmark.
+
+    Attributes:
+        workload: `Workload` with model, data and loss.
+        n: number of examples per step.
+        max_grad_norm: C.
+        device: "cpu" or "cuda".
+        seed: seed of the weights.
+    """
+
+    workload: Workload
+    n: int
+    max_grad_norm: float = 1.0
+    device: str = "cpu"
+    seed: int = 0
+
+    def plan(self, **changes: Any) -> PrivacyPlan:
+        """Return a plan with steps of this setting; `changes` replace its arguments."""
+        usual: dict[str, Any] = {
+            "num_examples": 100 * self.n,
+            "expected_batch_size": self.n,
+            "num_steps": None,
+            "noise_multiplier": NOISE_MULTIPLIER,
+            "max_grad_norm": self.max_grad_norm,
+            "delta": 1e-5,
+            "accountant": "rdp",
+            "seed": self.seed,
+        }
+        return PrivacyPlan(**{**usual, **changes})
+
+    def run_of_batches(self) -> PrivacyPlan:
+        """Return the plan of a run with batches of exactly n of 2 n examples."""
+        return self.plan(num_examples=2 * self.n, sampler="shuffle")
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """System with its own model, callable with a batch on the device.
+
+    Attributes:
+        gradient: function batch -> clipped sum (non-private: gradient of the mean loss).
+        read: function from the outcome of `gradient` to `Clipped`; None for the non-private step.
+        update: function batch -> outcome with noise and optimizer step; None if not supported.
+        memory: function batch -> peak bytes that `gradient` allocates; None if unknown.
+        chosen: function batch -> text about the methods that the system chose, or "".
+    """
+
+    gradient: Callable[[Any], Any]
+    read: Callable[[Any], Clipped] | None = None
+    update: Callable[[Any], Any] | None = None
+    memory: Callable[[Any], int | None] = lambda batch: None
+    chosen: Callable[[Any], str] = lambda batch: ""
+
+
+@dataclass(frozen=True)
+class Stack:
+    """One framework: its systems, and functions to load data and to wait for results.
+
+    Attributes:
+        name: "torch" or "jax".
+        systems: mapping from table name to system.
+        load: function (setting, x, y) -> batch on the device.
+        wait: function that blocks until an outcome is complete.
+        device: function from "cpu" or "cuda" to the name of the device.
+        engine: function (setting, rate of spot checks) -> call of one step of an engine's run.
+        forced: names of systems with a forced method per layer, used by the suite `layers` only.
+    """
+
+    name: str
+    systems: dict[str, Callable[[Setting], Prepared]]
+    load: Callable[[Setting, np.ndarray, np.ndarray], Any]
+    wait: Callable[[Any], Any]
+    device: Callable[[str], str]
+    engine: Callable[[Setting, float], Callable[[], Any]]
+    forced: tuple[str, ...] = ()
+
+    def choose(self, names: list[str] | None) -> list[str]:
+        """Return the systems of those names in the table's order, the non-private one always first.
+
+        Without names, return all but those in `forced`.
+        """
+        unknown = sorted(set(names or ()) - set(self.systems))
+        if unknown:
+            raise ValueError(
+                f"systems={unknown} are not known for {self.name}. Expected names among "
+                f"{list(self.systems)}."
+            )
+        if not names:
+            return [name for name in self.systems if name not in self.forced]
+        return [name for name in self.systems if name in (NON_PRIVATE, *names)]
+
+
+def installed() -> list[str]:
+    """Return the stacks whose frameworks are installed.
+
+    Raises:
+        ModuleNotFoundError: neither is.
+    """
+    found = [name for name in STACKS if importlib.util.find_spec(name)]
+    if not found:
+        raise ModuleNotFoundError(
+            "Neither torch nor jax is installed. Run: pip install 'dualdp[torch]' or 'dualdp[jax]'"
+        )
+    return found
+
+
+def stack(name: str) -> Stack:
+    """Return the stack of that name, after importing its framework."""
+    if name not in STACKS:
+        raise ValueError(f"backend={name!r} is not known. Expected 'torch' or 'jax'.")
+    ours = importlib.import_module(f"dualdp_tools.bench.systems_{name}")
+    peers = importlib.import_module(f"dualdp_tools.bench.peers_{name}")
+    return Stack(
+        name,
+        ours.SYSTEMS | peers.SYSTEMS,
+        ours.load,
+        ours.wait,
+        ours.device_name,
+        ours.engine,
+        tuple(ours.FORCED),
+    )
+
+
+def error_text(error: Exception) -> str:
+    """Return an exception as one line for a table."""
+    text = " ".join(str(error).split()) or "no message"
+    return f"{type(error).__name__}: {text[:240]}"

@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""JAX systems, each a jitted program: non-private, dualdp's methods, vmap(grad), the loop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from dualdp_tools.bench import results, workloads_jax
+from dualdp_tools.bench.systems import (
+    AUTO,
+    LEARNING_RATE,
+    LOOP,
+    METHODS,
+    MULTI,
+    NOISE_MULTIPLIER,
+    NON_PRIVATE,
+    Clipped,
+    Prepared,
+    Setting,
+)
+
+
+class Program:
+    """Function compiled at its first call for the shapes of that call."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = jax.jit(function)
+        self.compiled: Any = None
+
+    def build(self, *arguments: Any) -> Any:
+        """Return the compiled program."""
+        if self.compiled is None:
+            self.build_seconds(*arguments)
+        return self.compiled
+
+    def build_seconds(self, *arguments: Any) -> tuple[float, float]:
+        """Build the program; return the seconds to trace and lower, and to compile."""
+        start = time.perf_counter()
+        lowered = self.function.lower(*arguments)
+        middle = time.perf_counter()
+        self.compiled = lowered.compile()
+        return middle - start, time.perf_counter() - middle
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Return the function's outputs, without waiting for them."""
+        return self.build(*arguments)(*arguments)
+
+    def memory(self, *arguments: Any) -> int:
+        """Return XLA's count of temporary and output bytes, without running the program."""
+        analysis = self.build(*arguments).memory_analysis()
+        return analysis.temp_size_in_bytes + analysis.output_size_in_bytes
+
+
+class Step:
+    """Program with the initial parameters of a system."""
+
+    def __init__(self, program: Program, params: Any) -> None:
+        self.program, self.params = program, params
+
+    def __call__(self, batch: Any) -> Any:
+        """Return the program's outputs for a batch, without waiting for them."""
+        return self.program(self.params, *batch)
+
+
+class Problem:
+    """Parameters, loss and optimizer of one system."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self.params = workloads_jax.params(setting.workload, setting.seed)
+        self.loss = partial(workloads_jax.loss, setting.workload)
+
+    def factors(self, norms: jax.Array) -> jax.Array:
+        """Return the clip factors, (n,)."""
+        return jnp.minimum(1, self.setting.max_grad_norm / norms)
+
+    def prepared(
+        self,
+        gradient: Callable[..., Any],
+        *,
+        transform: optax.GradientTransformation,
+        private: bool = True,
+    ) -> Prepared:
+        """Return a system made from `(params, x, y) -> (sums, norms)` and a noise transform."""
+        program = Program(gradient)
+        optimizer = optax.chain(transform, optax.sgd(LEARNING_RATE))
+        state = optimizer.init(self.params)
+
+        @Program
+        def update(params: Any, state: Any, x: jax.Array, y: jax.Array) -> Any:
+            changes, state = optimizer.update(gradient(params, x, y)[0], state, params)
+            return optax.apply_updates(params, changes), state
+
+        return Prepared(
+            gradient=Step(program, self.params),
+            read=read if private else None,
+            update=lambda batch: update(self.params, state, *batch),
+            memory=lambda batch: program.memory(self.params, *batch),
+        )
+
+
+def by_hand(setting: Setting) -> optax.GradientTransformation:
+    """Return a transformation that adds noise and divides, as written without a library."""
+    stddev = NOISE_MULTIPLIER * setting.max_grad_norm
+
+    def update(sums: Any, key: Any, params: Any = None) -> Any:
+        key, now = jax.random.split(key)
+        leaves, tree = jax.tree.flatten(sums)
+        keys = jax.tree.unflatten(tree, jax.random.split(now, len(leaves)))
+
+        def mean(total: jax.Array, key: jax.Array) -> jax.Array:
+            return (total + stddev * jax.random.normal(key, total.shape, total.dtype)) / setting.n
+
+        return jax.tree.map(mean, sums, keys), key
+
+    return optax.GradientTransformation(lambda params: jax.random.key(setting.seed), update)
+
+
+def read(outcome: tuple[Any, jax.Array | None]) -> Clipped:
+    """Return sums by tree path and norms as NumPy arrays."""
+    sums, norms = outcome
+    leaves = jax.tree_util.tree_leaves_with_path(sums)
+    arrays = {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
+    return Clipped(arrays, None if norms is None else np.asarray(norms))
+
+
+def _global_norm(grads: Any) -> jax.Array:
+    return jnp.sqrt(sum(jnp.square(leaf).sum() for leaf in jax.tree.leaves(grads)))
+
+
+def non_private(setting: Setting) -> Prepared:
+    """Return `jax.grad` of the mean loss of the batched program."""
+    problem = Problem(setting)
+
+    def mean_loss(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+        return workloads_jax.losses(setting.workload, params, x, y).mean()
+
+    def gradient(params: Any, x: jax.Array, y: jax.Array) -> Any:
+        return jax.grad(mean_loss)(params, x, y), None
+
+    return problem.prepared(gradient, transform=optax.identity(), private=False)
+
+
+def vmap_grad(setting: Setting) -> Prepared:
+    """Return `jax.vmap(jax.grad)`, the program of fast-dpsgd and of every tutorial."""
+    problem = Problem(setting)
+
+    def gradient(params: Any, x: jax.Array, y: jax.Array) -> Any:
+        grads = jax.vmap(jax.grad(problem.loss), (None, 0, 0))(params, x, y)
+        norms = jax.vmap(_global_norm)(grads)
+        factors = problem.factors(norms)
+        return jax.tree.map(lambda g: jnp.tensordot(factors, g, 1), grads), norms
+
+    return problem.prepared(gradient, transform=by_hand(setting))
+
+
+def loop(setting: Setting) -> Prepared:
+    """Return the loop over single examples on the host, the reference of all other systems."""
+    problem = Problem(setting)
+
+    def one(params: Any, sums: Any, x: jax.Array, y: jax.Array) -> Any:
+        grads = jax.grad(problem.loss)(params, x, y)
+        norm = _global_norm(grads)
+        return jax.tree.map(lambda s, g: s + problem.factors(norm) * g, sums, grads), norm
+
+    program = Program(one)
+    optimizer = optax.chain(by_hand(setting), optax.sgd(LEARNING_RATE))
+    finish = Program(lambda sums, state: optimizer.update(sums, state)[0])
+
+    def gradient(batch: Any) -> Any:
+        sums, norms = jax.tree.map(jnp.zeros_like, problem.params), []
+        for example in zip(*batch, strict=True):
+            sums, norm = program(problem.params, sums, *example)
+            norms.append(norm)
+        return sums, jnp.stack(norms)
+
+    state = optimizer.init(problem.params)
+    return Prepared(gradient, read, lambda batch: finish(gradient(batch)[0], state))
+
+
+def dualdp(setting: Setting, method: str) -> Prepared:
+    """Return `clipped_grad_sum` in a jitted program, with `add_noise` before the optimizer."""
+    import dualdp.jax as dpj
+
+    problem = Problem(setting)
+    plan = setting.plan()
+
+    def gradient(params: Any, x: jax.Array, y: jax.Array) -> Any:
+        result = dpj.clipped_grad_sum(
+            problem.loss, params, x, y, max_grad_norm=setting.max_grad_norm, method=method
+        )
+        return result.grads, result.norms
+
+    return problem.prepared(gradient, transform=dpj.add_noise(plan))
+
+
+def auto(setting: Setting) -> Prepared:
+    """Return dualdp with the choices of its cost model, and their description."""
+    import dualdp.jax as dpj
+
+    problem = Problem(setting)
+
+    def chosen(batch: Any) -> str:
+        found = dpj.explain(problem.loss, problem.params, *batch, check="off")
+        if found["way"] == "vmap":
+            return "vmap"
+        forms: dict[str, list[str]] = {}
+        for use in found["uses"]:
+            forms.setdefault(use["form"], []).append(use["primitive"])
+        if found["instantiated"]:
+            forms.setdefault("gradients", []).extend(found["instantiated"])
+        return "; ".join(f"{form}: {', '.join(what)}" for form, what in forms.items())
+
+    return replace(dualdp(setting, "auto"), chosen=chosen)
+
+
+def engine(setting: Setting, checks: float) -> Callable[[], Any]:
+    """Return a call that takes one step of a run of `PrivacyEngine`."""
+    import dualdp.jax as dpj
+
+    problem = Problem(setting)
+    step, state, loader = dpj.PrivacyEngine().make_private(
+        loss_fn=problem.loss,
+        params=problem.params,
+        optimizer=optax.sgd(LEARNING_RATE),
+        data=load(setting, *setting.workload.batch(2 * setting.n)),
+        plan=setting.run_of_batches(),
+        checks=checks,
+    )
+
+    def states() -> Iterator[Any]:
+        now = state
+        while True:
+            for batch in loader:
+                now, _ = step(now, batch)
+                yield now.params
+
+    return partial(next, states())
+
+
+def device_name(device: str) -> str:
+    """Return the name of the processor or accelerator that JAX uses."""
+    found = jax.devices()[0]
+    return results.processor() if found.platform == "cpu" else found.device_kind
+
+
+def load(setting: Setting, x: np.ndarray, y: np.ndarray) -> Any:
+    """Return a NumPy batch on the device."""
+    return workloads_jax.load(setting.workload, x, y)
+
+
+wait = jax.block_until_ready
+#: Systems with one method forced on every layer: none in JAX.
+FORCED: dict[str, Callable[[Setting], Prepared]] = {}
+SYSTEMS: dict[str, Callable[[Setting], Prepared]] = {
+    NON_PRIVATE: non_private,
+    **{f"dualdp:{method}": partial(dualdp, method=method) for method in METHODS},
+    AUTO: auto,
+    MULTI: vmap_grad,
+    LOOP: loop,
+}

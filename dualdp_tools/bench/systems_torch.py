@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PyTorch systems: the non-private step, dualdp's methods, and two hand-written programs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.func import functional_call, grad, vmap
+from torch.utils.data import DataLoader, TensorDataset
+
+from dualdp_tools.bench import results, workloads_torch
+from dualdp_tools.bench.systems import (
+    AUTO,
+    LEARNING_RATE,
+    LOOP,
+    METHODS,
+    MULTI,
+    NOISE_MULTIPLIER,
+    NON_PRIVATE,
+    Clipped,
+    NothingToForce,
+    Prepared,
+    Setting,
+)
+from dualdp_torch.rules import choices
+
+Sums = dict[str, torch.Tensor]
+
+
+class Problem:
+    """Model, loss and optimizer of one system."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self.model = workloads_torch.model(setting.workload, setting.seed).to(setting.device)
+        self.optimizer = torch.optim.SGD(self.trained().values(), LEARNING_RATE)
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        """Return the trained parameters by name."""
+        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+
+    def losses(self, model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Return one loss per example, (n,)."""
+        return workloads_torch.losses(self.setting.workload, model(x), y)
+
+    def factors(self, norms: torch.Tensor) -> torch.Tensor:
+        """Return the clip factors, (n,)."""
+        return (self.setting.max_grad_norm / norms).clamp(max=1)
+
+    def clipped(self, grads: Sums) -> tuple[Sums, torch.Tensor]:
+        """Return the clipped sum of per-sample gradients (n, *shape), and their norms (n,)."""
+        norms = torch.stack([g.flatten(1).norm(dim=1) for g in grads.values()], 1).norm(dim=1)
+        factors = self.factors(norms)
+        return {name: torch.tensordot(factors, g, 1) for name, g in grads.items()}, norms
+
+    def noise_by_hand(self, sums: Sums) -> Sums:
+        """Add noise and divide, as without a library."""
+        stddev = NOISE_MULTIPLIER * self.setting.max_grad_norm
+        return {
+            name: (sums[name] + torch.randn_like(parameter) * stddev) / self.setting.n
+            for name, parameter in self.trained().items()
+        }
+
+    def private(
+        self,
+        clip: Callable[[Any], tuple[Sums, torch.Tensor | None]],
+        noise: Callable[[Sums], Mapping[str, torch.Tensor]] | None = None,
+    ) -> Prepared:
+        """Return a system made from functions: batch -> clipped sum -> noisy mean."""
+        noise = noise or self.noise_by_hand
+
+        def update(batch: Any) -> None:
+            means = noise(clip(batch)[0])
+            for name, parameter in self.trained().items():
+                parameter.grad = means[name]
+            self.optimizer.step()
+
+        memory = partial(peak_memory, clip, self.optimizer.zero_grad, self.setting.device)
+        return Prepared(clip, read, update, memory)
+
+
+def read(outcome: tuple[Sums, torch.Tensor | None]) -> Clipped:
+    """Return sums and norms as NumPy arrays."""
+    sums, norms = outcome
+    arrays = {name: value.detach().cpu().numpy() for name, value in sums.items()}
+    return Clipped(arrays, None if norms is None else norms.detach().cpu().numpy())
+
+
+def peak_memory(
+    call: Callable[[Any], Any], clear: Callable[..., None], device: str, batch: Any
+) -> int:
+    """Return the peak bytes that a call allocates, with old gradients cleared before."""
+    clear(set_to_none=True)
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call(batch)
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        call(batch)
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    events.sort(key=lambda event: event.start_ns())
+    alive = np.cumsum([event.nbytes() for event in events])
+    return int(max(alive.max(initial=0), 0))
+
+
+def non_private(setting: Setting) -> Prepared:
+    """Return the step without clipping and noise: zero_grad, loss, backward."""
+    problem = Problem(setting)
+
+    def gradient(batch: Any) -> None:
+        problem.optimizer.zero_grad(set_to_none=True)
+        problem.losses(problem.model, *batch).mean().backward()
+
+    def update(batch: Any) -> None:
+        gradient(batch)
+        problem.optimizer.step()
+
+    clear = problem.optimizer.zero_grad
+    return Prepared(gradient, None, update, partial(peak_memory, gradient, clear, setting.device))
+
+
+def loop(setting: Setting) -> Prepared:
+    """Return the loop over single examples, the reference of all other systems."""
+    problem = Problem(setting)
+    trained = problem.trained()
+
+    def clip(batch: Any) -> tuple[Sums, torch.Tensor]:
+        sums = {name: torch.zeros_like(p) for name, p in trained.items()}
+        norms = []
+        for example in zip(*(part.split(1) for part in batch), strict=True):
+            loss = problem.losses(problem.model, *example).sum()
+            grads = torch.autograd.grad(loss, list(trained.values()))
+            norm = torch.stack([g.norm() for g in grads]).norm()
+            for total, g in zip(sums.values(), grads, strict=True):
+                total += problem.factors(norm) * g
+            norms.append(norm)
+        return sums, torch.stack(norms)
+
+    return problem.private(clip)
+
+
+def vmap_grad(setting: Setting) -> Prepared:
+    """Return `torch.func.vmap(grad)`, the program of the PyTorch tutorial."""
+    problem = Problem(setting)
+    frozen = {k: p.detach() for k, p in problem.model.named_parameters() if not p.requires_grad}
+
+    def loss(parameters: Sums, *example: torch.Tensor) -> torch.Tensor:
+        def model(x: torch.Tensor) -> torch.Tensor:
+            return functional_call(problem.model, (parameters, frozen), (x,))
+
+        return problem.losses(model, *(part.unsqueeze(0) for part in example))[0]
+
+    per_example = vmap(grad(loss), in_dims=(None, 0, 0))
+
+    def clip(batch: Any) -> tuple[Sums, torch.Tensor]:
+        parameters = {name: p.detach() for name, p in problem.trained().items()}
+        return problem.clipped(per_example(parameters, *batch))
+
+    return problem.private(clip)
+
+
+def dualdp(
+    setting: Setting, method: str, override: Callable[[], Any] = contextlib.nullcontext
+) -> Prepared:
+    """Return `clipped_grad_sum` and `noisy_mean`; `override()` is entered around each sum."""
+    import dualdp.torch as dpt
+
+    problem = Problem(setting)
+    plan = setting.plan()
+
+    def clip(batch: Any) -> tuple[Sums, torch.Tensor]:
+        with override():
+            result = dpt.clipped_grad_sum(
+                problem.losses,
+                problem.model,
+                *batch,
+                max_grad_norm=setting.max_grad_norm,
+                method=method,
+            )
+        return result.grads, result.norms
+
+    return problem.private(clip, lambda sums: dpt.noisy_mean(sums, plan, 0))
+
+
+def auto(setting: Setting) -> Prepared:
+    """Return dualdp with the choices of its cost model, and their description."""
+    prepared = dualdp(setting, "auto")
+    return replace(prepared, chosen=lambda batch: _chosen_text(_chosen(prepared, batch)))
+
+
+def _chosen(prepared: Prepared, batch: Any) -> dict[str, str]:
+    """Operation and sizes -> method chosen by the cost model."""
+    table: dict[str, str] = {}
+    with choices.recorded(table, measure=False):
+        prepared.gradient(batch)
+    return table
+
+
+def _chosen_text(table: Mapping[str, str]) -> str:
+    """Text of a table of choices: each method with its layers, by their first sizes."""
+    layers: dict[str, list[str]] = {}
+    for key, method in table.items():
+        operation, *sizes = key.split()
+        shown = sizes[:1] if operation == "convolution" else sizes[:-2]  # not dtype and device
+        size = "x".join(size.partition("=")[2] for size in shown)
+        layers.setdefault(f"{method}: {operation}", []).append(size)
+    return "; ".join(f"{method} {', '.join(sizes)}" for method, sizes in layers.items())
+
+
+def measured(setting: Setting) -> Prepared:
+    """Return dualdp with the method of each layer that was fastest at its first use."""
+    table: dict[str, str] = {}
+    prepared = dualdp(setting, "auto", partial(choices.recorded, table, measure=True))
+    return replace(prepared, chosen=lambda batch: _chosen_text(table))
+
+
+def forced(setting: Setting, method: str) -> Prepared:
+    """Return dualdp with one method forced on every layer that supports it.
+
+    Raises:
+        NothingToForce: no layer can.
+    """
+    able = {name: method for name, methods in choices.OPERATIONS.items() if method in methods}
+    chosen = _chosen(dualdp(setting, "auto"), load(setting, *setting.workload.batch(2)))
+    if not able.keys() & {key.split()[0] for key in chosen}:
+        raise NothingToForce(method)
+    return dualdp(setting, "auto", partial(choices.forced, **able))
+
+
+def engine(setting: Setting, checks: float) -> Callable[[], Any]:
+    """Return a call that takes one step of a run of `PrivacyEngine`."""
+    import dualdp.torch as dpt
+
+    problem = Problem(setting)
+    data = load(setting, *setting.workload.batch(2 * setting.n))
+    _, optimizer, loader = dpt.PrivacyEngine().make_private(
+        module=problem.model,
+        optimizer=problem.optimizer,
+        data_loader=DataLoader(TensorDataset(*data), batch_size=setting.n),
+        plan=setting.run_of_batches(),
+        checks=checks,
+    )
+
+    def steps() -> Iterator[None]:
+        while True:
+            for batch in loader:
+                optimizer.zero_grad(set_to_none=True)
+                problem.losses(problem.model, *batch).mean().backward()
+                optimizer.step()
+                yield
+
+    return partial(next, steps())
+
+
+def device_name(device: str) -> str:
+    """Return the name of the processor or GPU."""
+    return torch.cuda.get_device_name() if device == "cuda" else results.processor()
+
+
+def wait(outcome: Any) -> Any:
+    """Return the outcome after the device has finished."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return outcome
+
+
+def load(setting: Setting, x: np.ndarray, y: np.ndarray) -> Any:
+    """Return a NumPy batch on the device."""
+    return workloads_torch.load(setting.workload, x, y, setting.device)
+
+
+_FORMS = dict.fromkeys(form for forms in choices.OPERATIONS.values() for form in forms)
+#: "dualdp:<method>" -> dualdp with that method forced where supported; and with measured choices.
+FORCED: dict[str, Callable[[Setting], Prepared]] = {"dualdp:measured": measured} | {
+    f"dualdp:{form}": partial(forced, method=form) for form in _FORMS
+}
+SYSTEMS: dict[str, Callable[[Setting], Prepared]] = {
+    NON_PRIVATE: non_private,
+    **{f"dualdp:{method}": partial(dualdp, method=method) for method in METHODS},
+    AUTO: auto,
+    **FORCED,
+    MULTI: vmap_grad,
+    LOOP: loop,
+}

@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+# ruff: noqa: D103  (the builders' names say what they build)
+"""Models of the literature, described once for both stacks, with weights and synthetic data.
+
+The first six are the models of Subramani, Vadivelu and Kamath 2020 (fast-dpsgd), which the Opacus
+paper uses too; AlexNet and VGG16 are those of Rochette et al. 2019. Weights and data come from
+NumPy and a seed, in PyTorch's layout, so that every stack and system uses the same numbers.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from dualdp_tools.bench.specs import (
+    AdaptivePool,
+    Attention,
+    Conv,
+    Embedding,
+    GroupNorm,
+    InstanceNorm,
+    Layer,
+    LayerNorm,
+    Linear,
+    Op,
+    Pool,
+    Positions,
+    Recurrent,
+    Residual,
+    Token,
+    chain,
+    count,
+    shapes,
+    walk,
+)
+
+# Numbers of trained parameters in the papers (logreg, ffnn: in the study's code).
+PUBLISHED = {
+    "logreg": 105,
+    "ffnn": 5_352,
+    "mnist": 26_010,
+    "cifar10": 605_226,
+    "embed": 160_098,
+    "lstm": 1_081_002,
+}
+# Examples in one epoch of the data sets these models were published with.
+EPOCH_EXAMPLES = {"mnist": 60_000, "cifar10": 50_000, "embed": 25_000, "lstm": 25_000}
+LOSSES = ("binary", "class", "token", "squares")
+RELU, GELU, FLATTEN, MEAN = Op("relu"), Op("gelu"), Op("flatten"), Op("mean")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Model with its data and loss.
+
+    Attributes:
+        name: key of `WORKLOADS`, or the name of a single layer.
+        model: `Layer` of the whole model.
+        shape: shape of ONE example's input; images are (c, h, w).
+        loss: one of `LOSSES`. `squares` is half the sum of squared outputs, without targets.
+        vocabulary: number of input ids; None for inputs uniform in [0, 1).
+        classes: number of target classes.
+        options: mapping of the builder's arguments.
+    """
+
+    name: str
+    model: Layer
+    shape: tuple[int, ...]
+    loss: str = "class"
+    vocabulary: int | None = None
+    classes: int = 10
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def parameters(self) -> int:
+        """Number of trained parameters."""
+        return count(self.model)
+
+    def weights(self, seed: int = 0) -> dict[str, np.ndarray]:
+        """Return float32 weights by dotted name: He scaling, none of them constant."""
+        rng = np.random.default_rng(seed)
+        return {
+            f"{path}.{name}" if path else name: _draw(rng, layer, name, shape)
+            for path, layer in walk(self.model)
+            for name, shape in shapes(layer).items()
+        }
+
+    def batch(self, n: int, seed: int = 1) -> tuple[np.ndarray, np.ndarray]:
+        """Return inputs (n, *shape) and targets (n,), or (n, t) for `token`."""
+        rng = np.random.default_rng(seed)
+        if self.vocabulary is None:
+            x = rng.random((n, *self.shape), dtype=np.float32)
+        else:
+            x = rng.integers(0, self.vocabulary, (n, *self.shape))
+        if self.loss == "binary":
+            return x, rng.integers(0, 2, n).astype(np.float32)
+        targets = (n, *self.shape) if self.loss == "token" else (n,)
+        return x, rng.integers(0, self.classes, targets)
+
+
+def _draw(rng: np.random.Generator, layer: Layer, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Random weight, scaled to keep the size of signals through the layers."""
+    noise = rng.standard_normal(shape, dtype=np.float32)
+    if isinstance(layer, LayerNorm | GroupNorm | InstanceNorm) and name == "weight":
+        return 1 + np.float32(0.1) * noise
+    if len(shape) == 1 or isinstance(layer, Positions):
+        return np.float32(0.05) * noise
+    if isinstance(layer, Embedding):
+        return noise
+    return np.float32(np.sqrt(2 / np.prod(shape[1:]))) * noise
+
+
+def logreg() -> Workload:
+    return Workload("logreg", chain(Linear(104, 1)), (104,), "binary")
+
+
+def ffnn() -> Workload:
+    return Workload("ffnn", chain(Linear(104, 50), RELU, Linear(50, 2)), (104,), classes=2)
+
+
+def mlp(width: int = 512, depth: int = 2) -> Workload:
+    """Return the network 784-512-512-10, or one with another width and depth."""
+    sizes = (784, *(width,) * depth)
+    hidden = [layer for i, o in itertools.pairwise(sizes) for layer in (Linear(i, o), RELU)]
+    return Workload("mlp", chain(*hidden, Linear(sizes[-1], 10)), (784,))
+
+
+def mnist() -> Workload:
+    layers = chain(
+        *(Conv(1, 16, 8, stride=2, padding=3), RELU, Pool("max", 2, 1)),  # 28 -> 14 -> 13
+        *(Conv(16, 32, 4, stride=2), RELU, Pool("max", 2, 1)),  # -> 5 -> 4
+        *(FLATTEN, Linear(512, 32, image=(32, 4, 4)), RELU, Linear(32, 10)),
+    )
+    return Workload("mnist", layers, (1, 28, 28))
+
+
+def cifar10() -> Workload:
+    """Return eight 3 x 3 convolutions with three average pools and a mean over the pixels."""
+    layers: list[Layer] = []
+    channels = (3, 32, 32, 64, 64, 128, 128, 256)
+    for i, (inputs, outputs) in enumerate(itertools.pairwise(channels)):
+        layers += [Conv(inputs, outputs, 3, padding=1), RELU]
+        layers += [Pool("avg", 2, 2)] if i in (1, 3, 5) else []
+    layers += [Conv(256, 10, 3, padding=1), Op("pixel_mean")]
+    return Workload("cifar10", chain(*layers), (3, 32, 32))
+
+
+def embed(length: int = 256) -> Workload:
+    layers = chain(Embedding(10_004, 16), MEAN, Linear(16, 2))
+    return Workload("embed", layers, (length,), vocabulary=10_000, classes=2)
+
+
+def lstm(length: int = 256) -> Workload:
+    layers = chain(Embedding(10_004, 100), Recurrent("lstm", 100, 100), MEAN, Linear(100, 2))
+    return Workload("lstm", layers, (length,), vocabulary=10_000, classes=2)
+
+
+def block(width: int, heads: int, *, causal: bool) -> tuple[Layer, Layer]:
+    """Return a pre-norm transformer block: attention, and a GELU network of four times width."""
+    attention = chain(LayerNorm(width), Attention(width, heads, causal))
+    feed = chain(LayerNorm(width), Linear(width, 4 * width), GELU, Linear(4 * width, width))
+    return Residual(attention), Residual(feed)
+
+
+def gpt(
+    layers: int = 4, width: int = 256, heads: int = 4, length: int = 128, vocabulary: int = 2_000
+) -> Workload:
+    """Return a decoder with learned positions and an untied head."""
+    blocks = block(width, heads, causal=True) * layers
+    model = chain(
+        Embedding(vocabulary, width),
+        Positions(length, width),
+        *blocks,
+        LayerNorm(width),
+        Linear(width, vocabulary, bias=False),
+    )
+    return Workload("gpt", model, (length,), "token", vocabulary, vocabulary)
+
+
+def vit_tiny(
+    layers: int = 12, width: int = 192, heads: int = 3, image: int = 224, patch: int = 16
+) -> Workload:
+    blocks = block(width, heads, causal=False) * layers
+    model = chain(
+        Conv(3, width, patch, stride=patch),
+        Op("tokens"),
+        Token(width),
+        Positions((image // patch) ** 2 + 1, width),
+        *blocks,
+        LayerNorm(width),
+        Op("first"),
+        Linear(width, 10),
+    )
+    return Workload("vit_tiny", model, (3, image, image))
+
+
+def _classifier(channels: int, size: int, hidden: int) -> tuple[Layer, ...]:
+    first = Linear(channels * size**2, hidden, image=(channels, size, size))
+    head = (first, RELU, Linear(hidden, hidden), RELU, Linear(hidden, 10))
+    return (AdaptivePool(size), FLATTEN, *head)
+
+
+def alexnet(image: int = 224, hidden: int = 4_096) -> Workload:
+    pool = Pool("max", 3, 2)
+    model = chain(
+        *(Conv(3, 64, 11, stride=4, padding=2), RELU, pool),
+        *(Conv(64, 192, 5, padding=2), RELU, pool),
+        *(Conv(192, 384, 3, padding=1), RELU),
+        *(Conv(384, 256, 3, padding=1), RELU),
+        *(Conv(256, 256, 3, padding=1), RELU, pool),
+        *_classifier(256, 6, hidden),
+    )
+    return Workload("alexnet", model, (3, image, image))
+
+
+def vgg16(image: int = 224, hidden: int = 4_096) -> Workload:
+    layers: list[Layer] = []
+    inputs = 3
+    for outputs, repeats in ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3)):
+        for _ in range(repeats):
+            layers += [Conv(inputs, outputs, 3, padding=1), RELU]
+            inputs = outputs
+        layers.append(Pool("max", 2, 2))
+    return Workload("vgg16", chain(*layers, *_classifier(512, 7, hidden)), (3, image, image))
+
+
+def resnet18_gn(image: int = 64, groups: int = 32) -> Workload:
+    """Return ResNet-18 with GroupNorm instead of BatchNorm."""
+    layers: list[Layer] = [
+        Conv(3, 64, 7, stride=2, padding=3, bias=False),
+        GroupNorm(64, groups),
+        RELU,
+        Pool("max", 3, 2, 1),
+    ]
+    inputs = 64
+    for outputs in (64, 64, 128, 128, 256, 256, 512, 512):
+        stride = 1 if outputs == inputs else 2
+        body = chain(
+            Conv(inputs, outputs, 3, stride=stride, padding=1, bias=False),
+            GroupNorm(outputs, groups),
+            RELU,
+            Conv(outputs, outputs, 3, padding=1, bias=False),
+            GroupNorm(outputs, groups),
+        )
+        project = chain(
+            Conv(inputs, outputs, 1, stride=stride, bias=False), GroupNorm(outputs, groups)
+        )
+        layers += [Residual(body, project if stride > 1 else None), RELU]
+        inputs = outputs
+    model = chain(*layers, Op("pixel_mean"), Linear(512, 10))
+    return Workload("resnet18_gn", model, (3, image, image))
+
+
+WORKLOADS: dict[str, Callable[..., Workload]] = {
+    builder.__name__: builder
+    for builder in (
+        logreg, ffnn, mlp, mnist, cifar10, embed, lstm, gpt, alexnet, vgg16, resnet18_gn, vit_tiny
+    )
+}  # fmt: skip
+
+
+def check(name: str) -> None:
+    """Raise if there is no workload of that name."""
+    if name not in WORKLOADS:
+        raise ValueError(f"workload={name!r} is not known. Expected one of {sorted(WORKLOADS)}.")
+
+
+def create(name: str, **options: Any) -> Workload:
+    """Return the workload of that name; options are arguments of its builder."""
+    check(name)
+    workload = WORKLOADS[name](**options)
+    workload.options.update(options)
+    return workload

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`dualdp audit`: empirical lower bounds on epsilon from canaries, against the claimed epsilon."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+
+from dualdp import _validate
+from dualdp.audit.canaries import Audit
+from dualdp.audit.canaries import audit as run_audit
+from dualdp.plan.plan import PrivacyPlan
+from dualdp.testing import PrivateStep, Report, check_private_step
+from dualdp_tools.cli.common import Json, NoiseMultiplier, imported, reported_errors
+
+STACKS = ("torch", "jax")
+
+Stack = Annotated[str, typer.Option(help="torch or jax: our engine, on a small classifier.")]
+Step = Annotated[
+    str | None, typer.Option(help="package.module:function that returns a PrivateStep of your own.")
+]
+SampleRate = Annotated[float, typer.Option(help="Of the run with canaries.")]
+Steps = Annotated[int, typer.Option(help="Noise releases of a run.")]
+Canaries = Annotated[int, typer.Option(help="Inserted, each by a fair coin.")]
+Runs = Annotated[int, typer.Option(help="Further runs with and without one canary.")]
+Delta = Annotated[float, typer.Option(help="At which epsilon is claimed and bounded.")]
+Confidence = Annotated[float, typer.Option(help="Of each lower bound.")]
+Noise = Annotated[str, typer.Option(help="fast, portable or secure.")]
+Seed = Annotated[int | None, typer.Option(help="Fixes coins and runs.")]
+Check = Annotated[bool, typer.Option("--check", help="Also run check_private_step.")]
+
+
+def audit(
+    stack: Stack = "torch",
+    step: Step = None,
+    noise_multiplier: NoiseMultiplier = 1.0,
+    sample_rate: SampleRate = 0.1,
+    steps: Steps = 100,
+    canaries: Canaries = 1000,
+    runs: Runs = 0,
+    delta: Delta = 1e-5,
+    confidence: Confidence = 0.95,
+    noise: Noise = "fast",
+    seed: Seed = None,
+    check: Check = False,
+    as_json: Json = False,
+) -> None:
+    """Bound epsilon from below by canaries; exit code 1 if the claim is refuted."""
+    with reported_errors():
+        tested = _own(step) if step is not None else _ours(stack, noise_multiplier, noise)
+        found = run_audit(
+            tested,
+            num_steps=steps,
+            num_canaries=canaries,
+            sample_rate=sample_rate,
+            delta=delta,
+            runs=runs,
+            confidence=confidence,
+            seed=seed,
+        )
+        report = check_private_step(tested, seed=seed) if check else None
+        typer.echo(_json(found, report) if as_json else _text(found, report))
+    if found.is_refuted or (report is not None and not report.passed):
+        raise typer.Exit(1)
+
+
+def _ours(stack: str, noise_multiplier: float, noise: str) -> PrivateStep:
+    """Engine of this package on a small classifier."""
+    _validate.choice("stack", stack, STACKS)
+    plan = PrivacyPlan(
+        num_examples=100,
+        expected_batch_size=10,
+        num_steps=1,
+        noise_multiplier=_validate.positive("noise_multiplier", noise_multiplier),
+        max_grad_norm=1.0,
+        delta=1e-5,
+        noise=noise,
+    )
+    try:
+        importlib.import_module(f"dualdp.{stack}")
+    except ModuleNotFoundError as error:
+        raise ValueError(str(error)) from error
+    step: PrivateStep = importlib.import_module(f"dualdp_{stack}.testing").small_step(plan)
+    return step
+
+
+def _own(name: str) -> PrivateStep:
+    """`PrivateStep` returned by the user's function "module:function"."""
+    try:
+        make = imported(name)
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
+        raise ValueError(
+            f"step={name!r} names no function ({error}). Expected package.module:function."
+        ) from error
+    step: PrivateStep = make()
+    missing = [
+        word for word in ("claims", "num_examples", "releases", "events") if not hasattr(step, word)
+    ]
+    if missing:
+        raise TypeError(
+            f"step={name!r} returned a {type(step).__name__} without {', '.join(missing)}. "
+            "Expected a dualdp.testing.PrivateStep."
+        )
+    return step
+
+
+def _text(found: Audit, report: Report | None) -> str:
+    """Text of all bounds and the verdict, one line each."""
+    lines = [
+        f"claimed: epsilon = {found.claimed_epsilon:.3f} at delta = {found.delta:g}, "
+        f"{found.num_steps} steps",
+        *(
+            f"{bound.method:16s} epsilon >= {bound.epsilon:.3f} at {found.confidence:.0%} "
+            f"confidence (p of the claim: {bound.p_value:.2g})"
+            for bound in found.bounds
+        ),
+        f"{found.verdict} False alarms: {found.false_alarm:g}.",
+    ]
+    return "\n".join(lines if report is None else [*lines, "", str(report)])
+
+
+def _json(found: Audit, report: Report | None) -> str:
+    """Audit and checks as JSON."""
+    data: dict[str, Any] = {**asdict(found), "is_refuted": found.is_refuted}
+    if report is not None:
+        data["checks"] = [asdict(check) for check in report.checks]
+    return json.dumps(data, indent=2)

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`dualdp calibrate`: noise multiplier, number of steps or sampling rate for a target epsilon."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from dualdp.accountants import solve
+from dualdp_tools.cli import common
+
+TargetEpsilon = Annotated[float, typer.Option("--epsilon", help="The budget.")]
+Noise = Annotated[float | None, typer.Option(help="Known noise: then the steps are looked for.")]
+
+
+def calibrate(
+    target_epsilon: TargetEpsilon,
+    delta: common.Delta,
+    noise_multiplier: Noise = None,
+    sample_rate: common.SampleRate = None,
+    steps: common.Steps = None,
+    num_examples: common.NumExamples = None,
+    batch_size: common.BatchSize = None,
+    epochs: common.Epochs = None,
+    accountant: common.Name = "pld",
+    sampler: common.Sampler = "poisson",
+    relation: common.Relation = "add_or_remove",
+    group_size: common.GroupSize = 1,
+    max_batch_size: common.MaxBatchSize = None,
+    approximate: common.Approximate = False,
+    as_json: common.Json = False,
+    plot: common.Plot = None,
+) -> None:
+    """Compute the noise multiplier, or (with --noise-multiplier) the steps or the rate."""
+    with common.reported_errors():
+        options: dict[str, Any] = {
+            "sampler": sampler,
+            "accountant": accountant,
+            "neighboring_relation": relation,
+            "group_size": group_size,
+            "num_examples": num_examples,
+            "max_batch_size": max_batch_size,
+            "approximate": approximate,
+        }
+        target: dict[str, Any] = {"target_epsilon": target_epsilon, "target_delta": delta}
+        known_rate = sample_rate is not None or batch_size is not None
+        known_steps = steps is not None or epochs is not None
+        if noise_multiplier is None:
+            rate, number = common.run_length(sample_rate, steps, num_examples, batch_size, epochs)
+            noise_multiplier = solve.get_noise_multiplier(
+                **target, sample_rate=rate, num_steps=number, **options
+            )
+        elif known_rate and not known_steps:
+            rate, _ = common.run_length(sample_rate, 0, num_examples, batch_size, None)
+            number = solve.get_num_steps(
+                **target, noise_multiplier=noise_multiplier, sample_rate=rate, **options
+            )
+        elif known_steps and not known_rate:
+            rate, number = common.run_length(1.0, steps, None, None, epochs)
+            rate = solve.get_sample_rate(
+                **target, noise_multiplier=noise_multiplier, num_steps=number, **options
+            )
+        else:
+            raise ValueError(
+                "Nothing is left to look for. Leave out one of --noise-multiplier, the rate and "
+                "the steps."
+            )
+        bounds = common.epsilon_by_steps(
+            delta=delta, noise_multiplier=noise_multiplier, sample_rate=rate, **options
+        )
+        record: dict[str, Any] = {
+            "noise_multiplier": noise_multiplier,
+            "sample_rate": rate,
+            "num_steps": number,
+            "epsilon": bounds(number)[1],
+            "certified": accountant != "gdp",
+            "target_epsilon": target_epsilon,
+            "delta": delta,
+            "accountant": accountant,
+            "sampler": sampler,
+            "neighboring_relation": relation,
+        }
+        if plot is not None:
+            common.draw(plot, bounds, number, f"target epsilon = {target_epsilon:g}")
+            record["plot"] = str(plot)
+        common.show(record, as_json=as_json, title="Calibrated")

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options, errors and output that several commands share."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from dualdp import _validate, accountants, mechanisms
+from dualdp._validate import AccountingError
+from dualdp.accountants import gdp
+
+NoiseMultiplier = Annotated[float, typer.Option(help="Noise standard deviation / max_grad_norm.")]
+SampleRate = Annotated[float | None, typer.Option(help="Expected batch size / number of examples.")]
+Steps = Annotated[int | None, typer.Option(help="Number of noise releases.")]
+NumExamples = Annotated[int | None, typer.Option(help="Number of examples, instead of a rate.")]
+BatchSize = Annotated[int | None, typer.Option(help="Expected batch size, with --num-examples.")]
+Epochs = Annotated[float | None, typer.Option(help="Passes over the data, instead of --steps.")]
+Delta = Annotated[float, typer.Option(help="The delta of (epsilon, delta).")]
+Name = Annotated[str, typer.Option(help="pld (certified), rdp, or gdp (see --approximate).")]
+Sampler = Annotated[str, typer.Option(help=f"One of {', '.join(sorted(mechanisms.SAMPLERS))}.")]
+Relation = Annotated[str, typer.Option(help=f"One of {', '.join(mechanisms.RELATIONS)}.")]
+MaxBatchSize = Annotated[int | None, typer.Option(help="For truncated_poisson: the cut.")]
+Approximate = Annotated[bool, typer.Option(help="Allow gdp, which is no bound.")]
+GroupSize = Annotated[int, typer.Option(help="Examples of one user.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+Plot = Annotated[Path | None, typer.Option(help="Write a picture: epsilon against steps.")]
+
+
+@contextmanager
+def reported_errors() -> Iterator[None]:
+    """Report an invalid argument in one line, with exit code 2; other exceptions propagate."""
+    try:
+        yield
+    except (ValueError, TypeError, OSError) as error:
+        typer.echo(f"dualdp: {error}", err=True)
+        raise typer.Exit(2) from error
+
+
+def imported(name: str) -> Any:
+    """Object "module:name" of the user, found from the working directory too."""
+    module, _, attribute = name.partition(":")
+    sys.path.insert(0, os.getcwd())
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    finally:
+        sys.path.remove(os.getcwd())
+
+
+def epsilon_by_steps(
+    accountant: str,
+    delta: float,
+    *,
+    approximate: bool,
+    neighboring_relation: str,
+    group_size: int,
+    **step: Any,
+) -> Callable[[int], tuple[float, float]]:
+    """Return a function: number of steps -> (lower bound, upper bound or approximation)."""
+    if accountant == "gdp" and not approximate:
+        raise AccountingError(f"{gdp.REFUSAL} On the command line: --approximate.")
+
+    def bounds(count: int) -> tuple[float, float]:
+        account = accountants.create(
+            accountant, neighboring_relation=neighboring_relation, group_size=group_size
+        )
+        account.step(num_steps=count, **step)
+        lower, estimate, upper = account.epsilon_bounds(delta=delta)
+        return float(lower), float(estimate if accountant == "gdp" else upper)
+
+    return bounds
+
+
+def run_length(
+    sample_rate: float | None,
+    steps: int | None,
+    num_examples: int | None,
+    batch_size: int | None,
+    epochs: float | None,
+) -> tuple[float, int]:
+    """Return (sample_rate, num_steps) from rates and steps, or from sizes and epochs."""
+    if sample_rate is None:
+        if num_examples is None or batch_size is None:
+            raise ValueError(
+                "The sampling rate is missing. Give --sample-rate, or --num-examples and "
+                "--batch-size."
+            )
+        examples = _validate.integer("num_examples", num_examples, minimum=1)
+        sample_rate = _validate.integer("batch_size", batch_size, minimum=1) / examples
+    elif batch_size is not None:
+        raise ValueError("--sample-rate and --batch-size both say the rate. Give one of them.")
+    if (steps is None) == (epochs is None):
+        raise ValueError("The length of the run is unclear. Give one of --steps and --epochs.")
+    if steps is not None:
+        return _validate.sample_rate(sample_rate), _validate.integer("steps", steps)
+    if num_examples is None or batch_size is None:
+        raise ValueError("--epochs needs --num-examples and --batch-size. Or give --steps.")
+    number = mechanisms.num_steps_of(
+        epochs=float(epochs or 0.0), num_examples=num_examples, batch_size=batch_size
+    )
+    return _validate.sample_rate(sample_rate), number
+
+
+def show(record: dict[str, Any], *, as_json: bool, title: str) -> None:
+    """Print a record as JSON or as a table of two columns."""
+    if as_json:
+        finite = {name: None if value == math.inf else value for name, value in record.items()}
+        typer.echo(json.dumps(finite, indent=2))
+        return
+    table = Table(title=title, show_header=False)
+    for name, value in record.items():
+        table.add_row(name, f"{value:.6g}" if isinstance(value, float) else str(value))
+    Console().print(table)
+
+
+def draw(
+    path: Path, bounds: Callable[[int], tuple[float, float]], num_steps: int, title: str
+) -> None:
+    """Plot epsilon and its lower bound against the number of steps."""
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"plot={str(path)!r} lies in no existing folder. Create it first.")
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise ValueError("--plot needs matplotlib. Run: pip install 'dualdp[demo]'") from error
+    counts = sorted({max(1, round(num_steps * i / 40)) for i in range(1, 41)}) if num_steps else [0]
+    lower, upper = map(list, zip(*map(bounds, counts), strict=True))
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(counts, upper, label="epsilon")
+    if any(value > 0 for value in lower):
+        axes.plot(counts, lower, "--", label="lower bound")
+    axes.set(xlabel="steps", ylabel="epsilon", title=title)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=150)

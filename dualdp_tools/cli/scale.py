@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`dualdp scale`: forecast of traffic, memory and time of a step on many accelerators."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, replace
+from typing import Annotated, Any
+
+import typer
+
+from dualdp import _validate
+from dualdp_tools import scaling
+from dualdp_tools.cli.common import Json, reported_errors
+
+Parameters = Annotated[
+    str, typer.Option(help=f"Billions, of {', '.join(map(str, scaling.MODELS))}.")
+]
+Accelerators = Annotated[str, typer.Option(help="Numbers of accelerators.")]
+Methods = Annotated[str, typer.Option(help=f"Of {', '.join(scaling.METHODS)}.")]
+HardwareName = Annotated[str, typer.Option(help=f"One of {', '.join(scaling.HARDWARE)}.")]
+BatchSize = Annotated[int, typer.Option(help="Expected batch size, over all accelerators.")]
+Positions = Annotated[int, typer.Option(help="Tokens of one example.")]
+Sharding = Annotated[str, typer.Option(help=f"One of {', '.join(scaling.SHARDINGS)}.")]
+Stack = Annotated[str, typer.Option(help="torch or jax.")]
+Precision = Annotated[str, typer.Option(help="Of forward and backward: bfloat16 or float32.")]
+Noise = Annotated[str, typer.Option(help="fast or secure.")]
+AsMarkdown = Annotated[bool, typer.Option("--markdown", help="Print Markdown instead of a table.")]
+
+#: Columns of the table: title -> function from a row of `rows` to its text.
+COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "1e9 P": lambda row: f"{row['parameters'] / 1e9:.3g}",
+    "k": lambda row: f"{row['accelerators']:,}",
+    "method": lambda row: str(row["method"]),
+    "g": lambda row: f"{row['shards']:,}",
+    "n x c": lambda row: f"{row['physical_batch_size']} x {row['chunks']}",
+    "GB held": lambda row: f"{sum(row['memory'].values()) / 1e9:.1f}",
+    "GB sent": lambda row: _three_digits(row["sent"] / 1e9),
+    "seconds": lambda row: _three_digits(sum(row["seconds"].values())),
+    "sending": lambda row: _three_digits(row["seconds"]["exposed"]),
+    "speed": lambda row: f"{row['speed']:.2f}" if row["speed"] else "-",
+}
+_FACTS = 3  # leading columns with a value even if nothing fits
+
+
+def scale(
+    parameters: Parameters = ",".join(map(str, scaling.MODELS)),
+    accelerators: Accelerators = "8,64,512,4096",
+    method: Methods = "book_keeping",
+    hardware: HardwareName = "h100",
+    batch_size: BatchSize = 8192,
+    positions: Positions = 1024,
+    sharding: Sharding = "auto",
+    precision: Precision = "bfloat16",
+    noise: Noise = "fast",
+    stack: Stack = "torch",
+    as_json: Json = False,
+    markdown: AsMarkdown = False,
+) -> None:
+    """Forecast a private step of a transformer on many accelerators; lists are comma-separated."""
+    with reported_errors():
+        chosen = _validate.choice("hardware", hardware, scaling.HARDWARE)
+        jobs = [
+            scaling.Job(
+                replace(_model(billions), positions=_validate.integer("positions", positions)),
+                ranks=_number("accelerators", count),
+                hardware=scaling.HARDWARE[chosen],
+                expected_batch_size=batch_size,
+                sharding=sharding,
+                precision=precision,
+                noise=noise,
+                stack=stack,
+            )
+            for billions in parameters.split(",")
+            for count in accelerators.split(",")
+        ]
+        found = [row for job in jobs for row in rows(job, method.split(","))]
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+    elif markdown:
+        typer.echo(to_markdown(found))
+    else:
+        _print(found, f"One step on {hardware}, {batch_size} examples of {positions} tokens")
+
+
+def _number(name: str, text: str) -> int:
+    """Positive integer from a command-line argument."""
+    try:
+        return _validate.integer(name, int(text), minimum=1)
+    except ValueError:
+        raise ValueError(f"{name}={text!r} is no positive integer. Expected such as 64.") from None
+
+
+def _model(billions: str) -> scaling.Transformer:
+    """Preset model with this number of parameters."""
+    known = {str(size): model for size, model in scaling.MODELS.items()}
+    return known[_validate.choice("parameters", billions.strip(), known)]
+
+
+def rows(job: scaling.Job, methods: Iterable[str]) -> list[dict[str, Any]]:
+    """Return one forecast per method as plain data, without results if nothing fits."""
+    plain = scaling.forecast("plain", job)
+    made = []
+    for method in methods:
+        row: dict[str, Any] = {
+            "parameters": job.model.num_parameters,
+            "accelerators": job.ranks,
+            "method": method,
+        }
+        found = scaling.forecast(method, job)
+        if found is not None:
+            row |= {
+                "shards": found.shards,
+                "physical_batch_size": found.physical_batch_size,
+                "chunks": found.chunks,
+                "memory": found.memory,
+                "sent": found.sent,
+                "seconds": asdict(found.time),
+                "speed": plain.time.total / found.time.total if plain else None,
+            }
+        made.append(row)
+    return made
+
+
+def _three_digits(number: float) -> str:
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    """Texts of a row, dashes if nothing fits."""
+    texts = list(COLUMNS.values())
+    if "sent" in row:
+        return [text(row) for text in texts]
+    facts = [text(row) for text in texts[:_FACTS]]
+    return [*facts, "too big", *("-" for _ in texts[_FACTS + 1 :])]
+
+
+def to_markdown(found: Sequence[dict[str, Any]]) -> str:
+    """Return the table as Markdown."""
+    lines = [_line(COLUMNS), "|" + "---|" * len(COLUMNS), *(_line(_cells(row)) for row in found)]
+    return "\n".join(lines)
+
+
+def _line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _print(found: Sequence[dict[str, Any]], title: str) -> None:
+    """Print the table to the terminal."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, box=None, pad_edge=False, collapse_padding=True)
+    for name in COLUMNS:
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in found:
+        table.add_row(*_cells(row))
+    Console().print(table)

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`dualdp verify`: check a ledger, and write a one-page report for a privacy officer."""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from dualdp.ledger.verify import Finding, Verification, one_key
+from dualdp.ledger.verify import verify as run_verify
+from dualdp_tools.cli.common import Json, reported_errors
+
+LedgerFiles = Annotated[list[Path], typer.Argument(help="Ledgers that runs wrote.")]
+Page = Annotated[Path | None, typer.Option("--report", help="Write one page: FILE.md or .html.")]
+AllowSeed = Annotated[bool, typer.Option(help="Let a run pass whose key came from a seed.")]
+
+_WORDS = {True: "ok", False: "FAILED", None: "note"}
+_RELATIONS = {
+    "add_or_remove": "the data with and without any one example",
+    "replace": "the data with any one example and with another in its place",
+    "zero_out": "the data with any one example and with an empty one in its place",
+}
+
+
+def verify(
+    ledger: LedgerFiles, report: Page = None, allow_seed: AllowSeed = False, as_json: Json = False
+) -> None:
+    """Check ledgers' chains, recompute their epsilon, and report; exit code 1 on any failure.
+
+    Given several ledgers, also check that no two of them share a key, and thereby noise.
+    """
+    with reported_errors():
+        if report is not None and report.suffix not in (".md", ".html"):
+            raise ValueError(f"report={str(report)!r} has no known form. Expected .md or .html.")
+        if report is not None and len(ledger) > 1:
+            raise ValueError(f"report came with {len(ledger)} ledgers. Expected one of them.")
+        several = [run_verify(path, allow_seed=allow_seed) for path in ledger]
+        found, keys = several[0], one_key(several)
+        if report is not None:
+            page = to_html(found) if report.suffix == ".html" else to_markdown(found)
+            report.write_text(page, encoding="utf-8")
+        if as_json and len(several) == 1:
+            typer.echo(json.dumps(_data(found), indent=2))
+        elif as_json:
+            data = {"ledgers": {f.source: _data(f) for f in several}, "keys": asdict(keys)}
+            typer.echo(json.dumps(data, indent=2))
+        elif len(several) == 1:
+            typer.echo(_text(found))
+        else:
+            texts = [f"{found.source}\n{_text(found)}\n" for found in several]
+            typer.echo("\n".join([*texts, _line(keys)]))
+    if not (keys.passed is not False and all(found.passed for found in several)):
+        raise typer.Exit(1)
+
+
+def _line(finding: Finding) -> str:
+    """Text of one finding."""
+    return f"{_WORDS[finding.passed]:8s}{finding.name:30s}{finding.detail}"
+
+
+def _text(found: Verification) -> str:
+    """Text of all findings and the verdict, one line each."""
+    return "\n".join([*map(_line, found.findings), verdict(found)])
+
+
+def _data(found: Verification) -> dict[str, Any]:
+    """Findings and verdict as plain data."""
+    return {
+        "passed": found.passed,
+        "covers_the_plan": found.covers_the_plan,
+        "failures": found.failures,
+        "epsilons": {k: v if math.isfinite(v) else None for k, v in found.epsilons.items()},
+        "findings": [asdict(finding) for finding in found.findings],
+    }
+
+
+def verdict(found: Verification) -> str:
+    """Return the verdict in one sentence."""
+    if not found.passed:
+        return f"NOT verified: {', '.join(found.failures)}."
+    if found.covers_the_plan:
+        return f"The ledger is whole and true: epsilon = {found.epsilon:.4f}."
+    planned = None if found.plan is None else found.plan.num_steps
+    of = "" if planned is None else f" of {planned} planned"
+    return (
+        f"What the ledger says is true, for the {found.num_steps}{of} steps that it covers: "
+        f"epsilon = {found.epsilon:.4f}. It does not show whether there were more."
+    )
+
+
+def facts(found: Verification) -> list[tuple[str, str]]:
+    """Return (name, value) of the released quantities and settings, from the ledger alone."""
+    plan, releases = found.plan, found.of_kind("release")
+    if plan is None:
+        return []
+    header = found.records[0]
+    norm = _range(releases, "max_grad_norm")
+    unprotected = ", ".join(found.unprotected) or "none"
+    planned = "an open-ended plan" if plan.num_steps is None else f"{plan.num_steps} planned steps"
+    return [
+        ("Released", f"{len(releases)} noisy sums of clipped gradients, and all made of them"),
+        ("Covered", f"{found.num_steps} steps of {planned}"),
+        ("Examples", f"{plan.num_examples}; one example is what is protected"),
+        ("Relation", f"{plan.neighboring_relation}: {_RELATIONS[plan.neighboring_relation]}"),
+        ("Sampler", f"{plan.sampler}, sample rate {_range(releases, 'sample_rate')}"),
+        ("Clipping", f"{plan.clipping}, max_grad_norm {norm}"),
+        ("Noise", f"{plan.noise}, accounted multiplier {_range(releases, 'noise_multiplier')}"),
+        ("Key", "seed (not secret)" if plan.seed is not None else f"SHA-256 {plan.root.sha256}"),
+        ("Code", f"dualdp {header.get('version')}, accountant {header.get('accountant')}"),
+        ("Logged without protection", unprotected),
+    ]
+
+
+def _range(releases: list[dict[str, Any]], name: str) -> str:
+    """A constant value, or the range of a schedule."""
+    values = [record[name] for record in releases if isinstance(record.get(name), int | float)]
+    if not values:
+        return "none"
+    low, high = min(values), max(values)
+    return f"{low:.6g}" if low == high else f"{low:.6g} to {high:.6g}"
+
+
+def meaning(found: Verification) -> list[str]:
+    """Return paragraphs about the meaning and the limits of epsilon."""
+    if found.plan is None or not math.isfinite(found.epsilon):
+        return ["No statement about privacy can be made from this record."]
+    epsilon, delta = found.epsilon, found.plan.delta
+    factor = math.exp(min(epsilon, 700.0))
+    best = min(1.0, (factor + delta) / (1 + factor))
+    return [
+        f"Compare {_RELATIONS[found.plan.neighboring_relation]}. Whatever is done with what this "
+        f"run released, the probability of any outcome differs by a factor of at most "
+        f"e^{epsilon:.3f} = {factor:.4g}, apart from a probability of {delta:g}.",
+        f"Someone who knows everything else and is to tell the two apart, where a fair coin chose, "
+        f"is right with probability at most {best:.1%} (guessing is 50 %).",
+        "A person with several examples has less protection. Choices made by looking at the data "
+        "(which model, which hyper-parameters, when to stop) are not in the number, nor is what "
+        "was published besides: statistics, examples, logs.",
+        "The record is kept by those who trained. Its chain of hashes shows edits of a copy, not a "
+        "record that was written anew, and not lines that are missing at its end.",
+    ]
+
+
+def to_markdown(found: Verification) -> str:
+    """Return the report as Markdown."""
+    lines = ["# Privacy record", "", f"**{verdict(found)}**", "", "## What was released", ""]
+    lines += [f"- {name}: {value}" for name, value in facts(found)]
+    lines += ["", "## What the number means", ""]
+    lines += [text for paragraph in meaning(found) for text in (paragraph, "")]
+    lines += ["## What was checked", "", "| | check | finding |", "|---|---|---|"]
+    lines += [f"| {_WORDS[f.passed]} | {f.name} | {_cell(f.detail)} |" for f in found.findings]
+    return "\n".join([*lines, ""])
+
+
+def _cell(text: str) -> str:
+    """Text escaped for a cell of a Markdown table."""
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def to_html(found: Verification) -> str:
+    """Return the report as HTML, with all text escaped."""
+    escape = html.escape
+    rows = "".join(
+        f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in facts(found)
+    )
+    texts = "".join(f"<p>{escape(paragraph)}</p>" for paragraph in meaning(found))
+    checks = "".join(
+        f"<tr><td>{_WORDS[f.passed]}</td><td>{escape(f.name)}</td><td>{escape(f.detail)}</td></tr>"
+        for f in found.findings
+    )
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Privacy record</title>'
+        "<style>body{font:15px sans-serif;max-width:52em;margin:2em auto;padding:0 1em}"
+        "th,td{text-align:left;vertical-align:top;padding:.2em .8em .2em 0}</style></head><body>"
+        f"<h1>Privacy record</h1><p><strong>{escape(verdict(found))}</strong></p>"
+        f"<h2>What was released</h2><table>{rows}</table>"
+        f"<h2>What the number means</h2>{texts}"
+        f"<h2>What was checked</h2><table>{checks}</table></body></html>\n"
+    )

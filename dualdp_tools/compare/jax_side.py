@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""JAX side of the experiment (Flax, optax); `torch_side.py` mirrors it line by line."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import linen as nn
+
+import dualdp.jax as dpj
+from dualdp_tools.compare import digits
+
+if TYPE_CHECKING:
+    from dualdp.plan.plan import PrivacyPlan
+    from dualdp_tools.compare.experiment import ExperimentOptions
+
+ACTIVATIONS: dict[str, Any] = {
+    "tanh": jnp.tanh,
+    "gelu": partial(nn.gelu, approximate=False),
+    "relu": nn.relu,
+}
+PLATFORMS = {"cpu": "cpu", "cuda": "gpu"}
+
+
+class MLP(nn.Module):
+    """Network 64 - 64 - 10."""
+
+    activation: str
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """(8, 8) -> (10,) logits of one example."""
+        x = ACTIVATIONS[self.activation](nn.Dense(64, name="hidden")(x.reshape(-1)))
+        return nn.Dense(digits.NUM_CLASSES, name="head")(x)
+
+
+class CNN(nn.Module):
+    """Two convolutions with average pooling (kinks would amplify rounding) and a linear layer."""
+
+    activation: str
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """(8, 8) -> (10,) logits of one example."""
+        activation, x = ACTIVATIONS[self.activation], x[:, :, None]
+        for features, name in ((16, "conv1"), (32, "conv2")):
+            x = activation(nn.Conv(features, (3, 3), padding=1, name=name)(x))
+            x = nn.avg_pool(x, (2, 2), strides=(2, 2))
+        x = x.transpose(2, 0, 1).reshape(-1)  # (2, 2, 32) -> torch's order of channels and pixels
+        return nn.Dense(digits.NUM_CLASSES, name="head")(x)
+
+
+MODELS = {"mlp": MLP, "cnn": CNN}
+
+
+def compute_exactly(settings: ExperimentOptions) -> None:
+    """Set full float32 precision (no TF32 on a GPU), and enable float64 if requested."""
+    if settings.device != "cpu":
+        jax.config.update("jax_default_matmul_precision", "highest")
+    if settings.dtype == "float64":
+        jax.config.update("jax_enable_x64", True)
+
+
+class JaxRun:
+    """Parameters, data and optimizer of one run."""
+
+    name = "jax"
+
+    def __init__(
+        self, settings: ExperimentOptions, train: digits.Split, held_out: digits.Split
+    ) -> None:
+        self.device = jax.devices(PLATFORMS[settings.device])[0]
+        self.dtype = jnp.dtype(settings.dtype)
+        model: Any = MODELS[settings.model](settings.activation)
+
+        def loss_fn(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+            """Loss of one example."""
+            logits = model.apply(params, x)
+            return optax.softmax_cross_entropy_with_integer_labels(logits, y)
+
+        self.loss_fn, self.apply = loss_fn, jax.vmap(model.apply, (None, 0))
+        self.train, self.held_out = self._put(train), self._put(held_out)
+        self.params = model.init(jax.random.key(settings.seed), self.train[0][0])
+        self.optimizer = optax.sgd(settings.learning_rate, momentum=settings.momentum)
+        self.start(self.params)
+        self._plain = jax.jit(self._plain_update)
+        self._evaluate = jax.jit(self._mean_loss_and_accuracy)
+
+    def _put(self, split: digits.Split) -> tuple[jax.Array, jax.Array]:
+        """Images and labels on the device."""
+        arrays = split.x.astype(self.dtype), split.y.astype(np.int32)
+        return tuple(jax.device_put(array, self.device) for array in arrays)
+
+    def start(self, params: Any) -> None:
+        """Set the parameters, in the run's dtype, and reset the optimizer."""
+        put = lambda leaf: jax.device_put(jnp.asarray(leaf, self.dtype), self.device)  # noqa: E731
+        self.params = jax.tree.map(put, params)
+        self.optimizer_state = self.optimizer.init(self.params)
+
+    def follow(self, plan: PrivacyPlan) -> None:
+        """Start a private run with this plan."""
+        self.engine = dpj.PrivacyEngine()
+        self._step, self.state, self.loader = self.engine.make_private(
+            loss_fn=self.loss_fn,
+            params=self.params,
+            optimizer=self.optimizer,
+            data=self.train,
+            plan=plan,
+        )
+        self.ledger = self.engine.ledger
+
+    def take_over(self, params: Any, optimizer_state: Any, plan: PrivacyPlan, steps: int) -> None:
+        """Continue a run of the other stack: its state, its plan and its releases so far."""
+        self.start(params)
+        self.follow(plan)
+        self.engine.record(num_steps=steps)
+        self.state = self.state._replace(opt_state=optimizer_state, step=steps)
+
+    def private_step(self, step: int) -> None:
+        """Take one step of DP-SGD (Abadi et al. 2016, Algorithm 1)."""
+        self.state, _ = self._step(self.state, self.loader.batch(step))
+        self.params = self.state.params
+
+    def plain_step(self, step: int) -> None:
+        """Take the same step without privacy, for timing."""
+        plan = self.engine.plan
+        rows = plan.batch_indices(step)
+        rows = np.resize(rows, round(plan.expected_batch_size_at(step)))  # one static shape
+        batch = (array[rows] for array in self.train)
+        self.params, self.optimizer_state = self._plain(self.params, self.optimizer_state, *batch)
+
+    def _plain_update(self, params: Any, state: Any, x: jax.Array, y: jax.Array) -> tuple[Any, Any]:
+        """Gradient of the mean loss and the optimizer's update."""
+        losses = jax.vmap(self.loss_fn, (None, 0, 0))
+        grads = jax.grad(lambda params: losses(params, x, y).mean())(params)
+        updates, state = self.optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    def per_sample_grads(self, rows: slice) -> list[np.ndarray[Any, Any]]:
+        """Return leaves in tree order, each (n, *shape), for a slice of the training examples."""
+        batch = (array[rows] for array in self.train)
+        return dpj.weights.to_numpy(dpj.per_sample_grads(self.loss_fn, self.params, *batch))
+
+    def parameters(self) -> list[np.ndarray[Any, Any]]:
+        """Return the leaves in tree order."""
+        return dpj.weights.to_numpy(self.params)
+
+    def evaluate(self) -> tuple[float, float]:
+        """Return (mean loss, accuracy) on the held-out digits."""
+        loss, accuracy = self._evaluate(self.params, *self.held_out)
+        return float(loss), float(accuracy)
+
+    def _mean_loss_and_accuracy(
+        self, params: Any, x: jax.Array, y: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Mean loss and accuracy on a set."""
+        logits = self.apply(params, x)
+        loss = optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+        return loss, (logits.argmax(1) == y).mean()
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        jax.block_until_ready(self.params)

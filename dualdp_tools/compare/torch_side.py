@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PyTorch side of the experiment; `jax_side.py` mirrors it line by line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+
+import dualdp.torch as dpt
+from dualdp import Ledger
+from dualdp.porting.parameter_map import ParameterMap
+from dualdp_tools.compare import digits
+
+if TYPE_CHECKING:
+    from dualdp.plan.plan import PrivacyPlan
+    from dualdp_tools.compare.experiment import ExperimentOptions
+
+ACTIVATIONS: dict[str, Any] = {"tanh": torch.tanh, "gelu": F.gelu, "relu": F.relu}
+
+
+class MLP(nn.Module):
+    """Network 64 - 64 - 10."""
+
+    def __init__(self, activation: str) -> None:
+        super().__init__()
+        self.activation = ACTIVATIONS[activation]
+        self.hidden = nn.Linear(digits.SIDE**2, 64)
+        self.head = nn.Linear(64, digits.NUM_CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(n, 8, 8) -> (n, 10) logits."""
+        return self.head(self.activation(self.hidden(x.flatten(1))))
+
+
+class CNN(nn.Module):
+    """Two convolutions with average pooling (kinks would amplify rounding) and a linear layer."""
+
+    def __init__(self, activation: str) -> None:
+        super().__init__()
+        self.activation = ACTIVATIONS[activation]
+        self.conv1 = nn.Conv2d(1, 16, 3, padding=1)
+        self.conv2 = nn.Conv2d(16, 32, 3, padding=1)
+        self.head = nn.Linear(32 * 2 * 2, digits.NUM_CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(n, 8, 8) -> (n, 10) logits."""
+        x = F.avg_pool2d(self.activation(self.conv1(x[:, None])), 2)  # (n, 16, 4, 4)
+        x = F.avg_pool2d(self.activation(self.conv2(x)), 2)  # (n, 32, 2, 2)
+        return self.head(x.flatten(1))
+
+
+MODELS = {"mlp": MLP, "cnn": CNN}
+
+
+def compute_exactly(settings: ExperimentOptions) -> None:
+    """Set full float32 precision: no TF32 in matrix products and convolutions on a GPU."""
+    if settings.device != "cpu":
+        torch.set_float32_matmul_precision("highest")
+        torch.backends.cudnn.allow_tf32 = False
+
+
+def loss_fn(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Return (n,) losses, one per example."""
+    return F.cross_entropy(model(x), y, reduction="none")
+
+
+class TorchRun:
+    """Model, data and optimizer of one run."""
+
+    name = "torch"
+    ledger: Ledger
+    layout: Sequence[ParameterMap]
+
+    def __init__(
+        self, settings: ExperimentOptions, train: digits.Split, held_out: digits.Split
+    ) -> None:
+        self.device, self.dtype = settings.device, getattr(torch, settings.dtype)
+        with torch.random.fork_rng():
+            torch.manual_seed(settings.seed)  # initial weights are public
+            model = MODELS[settings.model](settings.activation)
+        self.model = model.to(self.device, self.dtype)
+        self.optimizer = torch.optim.SGD(
+            self.model.parameters(), lr=settings.learning_rate, momentum=settings.momentum
+        )
+        self.train, self.held_out = self._put(train), self._put(held_out)
+
+    def _put(self, split: digits.Split) -> tuple[torch.Tensor, torch.Tensor]:
+        """Images and labels as tensors on the device."""
+        x = torch.as_tensor(split.x).to(self.device, self.dtype)
+        return x, torch.as_tensor(split.y).to(self.device)
+
+    def follow(self, plan: PrivacyPlan, layout: Sequence[ParameterMap]) -> None:
+        """Set the plan, and the matched parameters of the JAX run, for the same noise."""
+        self.plan, self.ledger, self.layout = plan, Ledger(plan), layout
+
+    def private_step(self, step: int) -> None:
+        """Take one step of DP-SGD (Abadi et al. 2016, Algorithm 1)."""
+        self.ledger.record(step)
+        rows = torch.as_tensor(self.plan.batch_indices(step), device=self.device)
+        total = dpt.clipped_grad_sum(
+            loss_fn,
+            self.model,
+            *(array[rows] for array in self.train),
+            max_grad_norm=self.ledger.max_grad_norm,
+            clipping=self.plan.clipping,
+            physical_batch_size=self.plan.physical_batch_size,
+        )
+        self.ledger.seal(step, lambda: [grad.cpu().numpy() for grad in total.grads.values()])
+        grads = dpt.noisy_mean(total.grads, self.plan, step, layout=self.layout)
+        for name, parameter in self.model.named_parameters():
+            parameter.grad = grads[name]
+        self.optimizer.step()
+
+    def plain_step(self, step: int) -> None:
+        """Take the same step without privacy, for timing."""
+        rows = torch.as_tensor(self.plan.batch_indices(step), device=self.device)
+        self.optimizer.zero_grad()
+        loss_fn(self.model, *(array[rows] for array in self.train)).mean().backward()
+        self.optimizer.step()
+
+    def per_sample_grads(self, rows: slice) -> dict[str, np.ndarray[Any, Any]]:
+        """Return name -> (n, *shape), for a slice of the training examples."""
+        grads = dpt.per_sample_grads(loss_fn, self.model, *(array[rows] for array in self.train))
+        return {name: grad.cpu().numpy() for name, grad in grads.items()}
+
+    def parameters(self) -> dict[str, np.ndarray[Any, Any]]:
+        """Return name -> array."""
+        return dpt.weights.to_numpy(self.model)
+
+    def evaluate(self) -> tuple[float, float]:
+        """Return (mean loss, accuracy) on the held-out digits."""
+        x, y = self.held_out
+        with torch.no_grad():
+            logits = self.model(x)
+            return F.cross_entropy(logits, y).item(), (logits.argmax(1) == y).double().mean().item()
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        if self.device != "cpu":
+            torch.cuda.synchronize()

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoint of a run in one file without code: parameters, optimizer, generators, plan, ledger."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import nn
+
+from dualdp import checkpoint
+from dualdp.porting import convert_checkpoint
+from dualdp.randomness import RootKey
+from dualdp_torch.checkpoint import weights
+from dualdp_torch.checkpoint.optimizer_state import named_state
+from dualdp_torch.checkpoint.run_state import (
+    Path,
+    generator_states,
+    load_run,
+    model_tensors,
+    run_document,
+    run_tensors,
+    to_numpy,
+    to_tensor,
+)
+from dualdp_torch.parallel.fsdp import refuse_sharded
+from dualdp_torch.parallel.process_group import group_of, on_all, on_first, unwrapped
+from dualdp_torch.training.arguments import RunSettings
+from dualdp_torch.training.engine import PrivacyEngine
+
+Arrays = dict[str, Any]
+
+
+def save_checkpoint(
+    path: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer, engine: PrivacyEngine
+) -> None:
+    """Write a run between two steps to one file.
+
+    Beside it, `<path>.key` holds the secret key (mode 0600), and `<path>.ledger` the record of
+    later releases, unless the engine was given a `ledger`. The file holds the state of torch's
+    generator, from which dropout draws; it does not hold that of a learning rate scheduler.
+    If several processes train together, all call this, and rank 0 writes one file.
+
+    Args:
+        path: path of the file; an existing one is replaced atomically.
+        model: model that the engine trains.
+        optimizer: optimizer that the engine uses.
+        engine: attached `PrivacyEngine`.
+
+    Raises:
+        RuntimeError: a logical batch is half done, see `engine.is_between_steps`.
+        TypeError: the optimizer keeps something else than tensors and plain values.
+        ValueError: another model or optimizer.
+    """
+    refuse_sharded(model, "save_checkpoint")
+    settings, group = engine.settings_to_save(model, optimizer), engine.group
+    states = generator_states(
+        next(iter(engine.parameters.values())).device, 0 if group is None else group.rank
+    )
+    position, inner = engine.ledger.position, unwrapped(model)
+    each = [states]
+    if group is not None:
+        each = group.gather(f"save_checkpoint after {position} steps", states)
+
+    def write() -> None:
+        tensors, described = run_tensors(inner, optimizer)
+        for states in each:
+            tensors |= states
+        low = [name for name, tensor in tensors.items() if tensor.dtype == torch.bfloat16]
+        document = run_document(engine, settings, inner, described, path) | {"bfloat16": low}
+        checkpoint.write(path, {n: to_numpy(tensor) for n, tensor in tensors.items()}, document)
+
+    on_first(group, f"the file of {position} steps", write)
+
+
+def load_checkpoint(
+    path: Path,
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    key: RootKey | Path | None = None,
+    mapping: Mapping[str, str] | None = None,
+    ledger: Path | None = None,
+) -> PrivacyEngine:
+    """Load a run into a model and an optimizer; `engine.resume(data_loader=)` continues it.
+
+    Steps that were released after the checkpoint are run again: one whose clipped sum is the same
+    repeats its noise and costs nothing, any other is a further release, which is accounted.
+
+    If several processes train together, all call this with the same file; their number may have
+    changed. With the same number the run continues bitwise; with another, sums are added in
+    another order, and generators without a saved state are not changed.
+
+    Args:
+        path: file of `save_checkpoint`.
+        model: model of the same architecture; its parameters and buffers are overwritten.
+        optimizer: optimizer of the model, of the same class and groups; its state is overwritten.
+        key: `RootKey` or path of its file; None for `<path>.key`, or the plan's seed.
+        mapping: mapping between names for a JAX file, as in `dualdp.port.match`; or None.
+        ledger: path of the run's ledger, if it was moved.
+
+    Returns:
+        engine that knows what was spent; call its `resume`.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: the file is truncated, edited or foreign, or does not fit model or optimizer.
+    """
+    refuse_sharded(model, "load_checkpoint")
+    group = group_of(model)
+    arrays, document = on_all(group, "load_checkpoint", lambda: checkpoint.read(path))
+    if document.get("stack") == "jax":
+        arrays, document = converted(arrays, document, (unwrapped(model), optimizer), mapping)
+    elif document.get("stack") != "torch" or mapping is not None:
+        raise ValueError(
+            f"{os.fspath(path)} was saved by {document.get('stack')!r}, mapping={mapping!r}. "
+            "Expected a file of either backend, with a mapping only for one of JAX's."
+        )
+    low = set(document["bfloat16"])
+    return load_run(
+        {name: to_tensor(array, name in low) for name, array in arrays.items()},
+        document,
+        lambda: checkpoint.unpack_run(document, path, key, ledger),
+        model=model,
+        inner=unwrapped(model),
+        optimizer=optimizer,
+        group=group,
+    )
+
+
+def converted(
+    arrays: Arrays,
+    document: Mapping[str, Any],
+    like: tuple[nn.Module, torch.optim.Optimizer],
+    mapping: Mapping[str, Any] | None,
+) -> tuple[Arrays, dict[str, Any]]:
+    """Convert a JAX checkpoint to the one that this backend would have written for this model.
+
+    State that JAX lacks is the model's own: buffers other than running statistics, and the states
+    of torch's generators. The loss is assumed to be a mean over the batch.
+    """
+    model, optimizer = like
+    ours = model_tensors(model)
+    described = {
+        "layout": weights.layout(model),
+        "trained": [name for name, p in model.named_parameters() if p.requires_grad],
+        "optimizer": named_state(optimizer, model)[1],
+    }
+    wanted = {
+        name: (tuple(value.shape), str(value.dtype).removeprefix("torch."))
+        for name, value in ours.items()
+    }
+    arrays, document = convert_checkpoint.to_torch(arrays, document, wanted, described, mapping)
+    kept = ours | generator_states(next(model.parameters()).device, rank=0)
+    arrays |= {n: to_numpy(t) for n, t in kept.items() if n not in arrays}
+    settings = RunSettings("mean", "auto", whole=True, has_target=True)
+    return arrays, {**document, "settings": asdict(settings)}

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Process group and collectives, comparisons between processes, and models sharded by FSDP."""

@@ -1,0 +1,312 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Group of the processes that train one model, its messages and reductions.
+
+Every message names the step or call that its process has reached, its point. Processes that have
+reached different points stop with an error that names both, instead of waiting for each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import pickle
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._utils import _unflatten_dense_tensors
+from torch.nn.parallel import DistributedDataParallel
+
+from dualdp.ledger.differences import differences
+from dualdp_torch.rules.base import Tensor
+
+_BUCKET = 25 * 2**20  # bytes of sums in one all-reduce
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+Result = TypeVar("Result")
+
+
+class Group:
+    """`torch.distributed` group as seen from one of its processes.
+
+    Args:
+        process_group: process group of torch; None for the default one.
+
+    Attributes:
+        rank: rank of this process in the group.
+        size: number of processes, at least 2 for `Group.current`.
+        sent: Counter of bytes that this process has sent, per kind of collective.
+        process_group: argument of the constructor.
+
+    Guarantees:
+        A process that is lost makes the others stop in the time limit of the process group.
+            [test_a_killed_rank_stops_the_others]
+        Processes at different places stop.  [test_ranks_at_different_places_are_told]
+    """
+
+    def __init__(self, process_group: Any = None) -> None:
+        self.process_group = process_group
+        self.rank, self.size = dist.get_rank(process_group), dist.get_world_size(process_group)
+        self.sent: Counter[str] = Counter()
+
+    @classmethod
+    def current(cls, process_group: Any = None) -> Group | None:
+        """Return the group of this process; None if there is none or it has one process only."""
+        if not dist.is_available() or not dist.is_initialized():
+            return None
+        group = cls(process_group)
+        return group if group.size > 1 else None
+
+    @property
+    def is_first(self) -> bool:
+        """True on rank 0, which writes the ledger and the checkpoints."""
+        return self.rank == 0
+
+    # ------------------------------------------------------------------ messages
+
+    def gather(self, point: str, value: Any = None) -> list[Any]:
+        """Return the value of every process, by rank; each must have reached the same `point`.
+
+        Args:
+            point: name of the step or call that this process has reached, such as "step 3".
+            value: small object that can be pickled.
+
+        Raises:
+            RuntimeError: a process is elsewhere, or is lost.
+        """
+        found: list[Any] = [None] * self.size
+        self.sent["gather"] += len(pickle.dumps((point, value)))
+        with self.collective(point):
+            dist.all_gather_object(found, (point, value), group=self.process_group)
+        points = [theirs for theirs, _ in found]
+        other = next((rank for rank, theirs in enumerate(points) if theirs != points[0]), None)
+        if other is not None:
+            raise RuntimeError(
+                f"Rank 0 is at {points[0]} and rank {other} at {points[other]}. Expected every "
+                "process to do the same: the same number of batches, and each call of this library "
+                "on all of them (make_private, save_checkpoint, load_checkpoint, resume)."
+            )
+        return [theirs for _, theirs in found]
+
+    def gather_results(self, point: str, call: Callable[[], Any]) -> list[Any]:
+        """Run a call on each process, and return all results, by rank.
+
+        Raises:
+            RuntimeError: the call failed on another process; the error of this one is raised as is.
+        """
+        error: Exception | None = None
+        ours: tuple[Any, str | None]
+        try:
+            ours = call(), None
+        except Exception as failed:  # noqa: BLE001
+            error, ours = failed, (None, f"{type(failed).__name__}: {failed}")
+        found = self.gather(point, ours)
+        if error is not None:
+            raise error
+        for rank, (_, failure) in enumerate(found):
+            if failure is not None:
+                raise RuntimeError(f"Rank {rank} stopped at {point}, so all do. {failure}")
+        return [result for result, _ in found]
+
+    def on_first(self, point: str, call: Callable[[], Result]) -> Result:
+        """Run a call on rank 0 and broadcast its result; if the call fails, all processes stop."""
+        result: Result = self.gather_results(point, call if self.is_first else lambda: None)[0]
+        return result
+
+    def broadcast(self, point: str, value: Result | None = None) -> Result:
+        """Return the value of rank 0."""
+        result: Result = self.gather(point, value if self.is_first else None)[0]
+        return result
+
+    def require_same(
+        self, what: str, value: Any, hint: str = "Start all of them alike.", *, shown: bool = True
+    ) -> None:
+        """Refuse values that are not the same on all processes.
+
+        Args:
+            what: name of the value.
+            value: plain data: mappings, lists, numbers, strings.
+            hint: advice at the end of the error.
+            shown: bool, False to keep values computed from private data out of the error.
+
+        Raises:
+            ValueError: they differ, on every process; the first field that does is named.
+        """
+        point = f"the comparison of {what}"
+        text = json.dumps(value, sort_keys=True, default=repr)
+        if len(set(self.gather(point, hashlib.sha256(text.encode()).hexdigest()))) == 1:
+            return
+        values = self.gather(point, json.loads(text))  # long, so sent only if the digests differ
+        for rank, theirs in enumerate(values):
+            for field, ours, other in differences(values[0], theirs, what):
+                ours, other = (ours, other) if shown else ("one", "another")
+                raise ValueError(
+                    f"The processes disagree: {field} is {ours} on rank 0 and {other} on rank "
+                    f"{rank}. Expected the same on all {self.size}. {hint}"
+                )
+
+    def count(self, point: str, *numbers: int) -> tuple[int, ...]:
+        """Return the sums of integers over the processes."""
+        return tuple(map(sum, zip(*self.gather(point, numbers), strict=True)))
+
+    # ------------------------------------------------------------------ tensors
+
+    @contextlib.contextmanager
+    def collective(self, point: str) -> Iterator[None]:
+        """Name rank and `point` in the error of a collective that fails inside the context."""
+        try:
+            yield
+        except RuntimeError as error:  # torch's DistBackendError is a subclass
+            raise RuntimeError(
+                f"Rank {self.rank} of {self.size} lost another process at {point} "
+                f"({str(error).strip().splitlines()[0] if str(error).strip() else error!r}). This "
+                "step can't be finished: end all processes and start them again from the last "
+                "checkpoint (load_checkpoint)."
+            ) from error
+
+
+class Reduction:
+    """All-reduce of named tensors in buckets, which starts while others are still being formed.
+
+    `like` maps each name to a tensor of the sum's shape and device, on all processes alike.
+
+    Guarantees:
+        The same bits on all processes.  [test_ranks_end_where_one_ends]
+    """
+
+    def __init__(self, group: Group, point: str, like: Mapping[str, Tensor]) -> None:
+        self._group, self._point, self._like = group, point, like
+        self._missing, self._waiting = set(like), deque(_buckets(like))
+        self._formed: dict[str, Tensor] = {}
+        self._sent: list[tuple[Any, Tensor, list[str]]] = []
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Add a complete tensor, which is not modified, and send the buckets that are complete."""
+        self._missing.remove(name)
+        self._formed[name] = tensor
+        # Buckets go out in the same order on all processes, whatever the order of `add`.
+        while self._waiting and self._missing.isdisjoint(self._waiting[0]):
+            names = self._waiting.popleft()
+            # `cat` copies even one tensor: two sums may share it, and it would be reduced twice.
+            flat = torch.cat([self._formed.pop(n).reshape(-1) for n in names])
+            self._group.sent["all_reduce"] += flat.numel() * flat.element_size()
+            with self._group.collective(self._point):
+                work = dist.all_reduce(flat, group=self._group.process_group, async_op=True)
+            self._sent.append((work, flat, names))
+
+    def finish(self, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the sums over the processes by name; tensors of one bucket are views of one array.
+
+        `sums` maps each name to its tensor, including those that `add` got already.
+        """
+        for name in self._like:
+            if name in self._missing:
+                self.add(name, sums[name])
+        totals: dict[str, Tensor] = {}
+        for work, flat, names in self._sent:
+            with self._group.collective(self._point):
+                work.wait()
+            shapes = [self._like[name] for name in names]
+            totals.update(zip(names, _unflatten_dense_tensors(flat, shapes), strict=True))
+        self._sent.clear()
+        return {name: totals[name] for name in self._like}
+
+
+def on_all(group: Group | None, point: str, call: Callable[[], Result]) -> Result:
+    """Return the result of a call on this process, once it has succeeded on all."""
+    if group is None:
+        return call()
+    kept: list[Result] = []
+    group.gather_results(point, lambda: kept.append(call()))
+    return kept[0]
+
+
+def on_first(group: Group | None, point: str, call: Callable[[], Result]) -> Result:
+    """Run a call on rank 0, or here without a group, and return its result on all processes."""
+    return call() if group is None else group.on_first(point, call)
+
+
+def device_kind(device: torch.device) -> str:
+    """Return a name for the properties of a device that determine its generator's numbers."""
+    if device.type != "cuda":
+        return str(device)
+    properties = torch.cuda.get_device_properties(device)
+    return f"cuda {properties.name} {properties.multi_processor_count}"
+
+
+def as_integers(tensor: Tensor) -> Tensor:
+    """Return the bits of a contiguous (..., k) tensor as integers, (..., k) or (..., 2 k)."""
+    tensor = torch.view_as_real(tensor).flatten(-2) if tensor.is_complex() else tensor
+    return tensor.view(_BITS[tensor.element_size()])
+
+
+def fingerprints(tensors: Iterable[Tensor]) -> list[int]:
+    """Return a number for each tensor: the sum of its bits as integers, modulo 2^64."""
+    sums = [
+        as_integers(t.detach().contiguous().reshape(-1)).sum(dtype=torch.int64) for t in tensors
+    ]
+    if len({number.device for number in sums}) > 1:
+        sums = [number.cpu() for number in sums]
+    numbers: list[int] = torch.stack(sums).tolist() if sums else []
+    return numbers
+
+
+def _buckets(sums: Mapping[str, Tensor]) -> Iterator[list[str]]:
+    """Yield lists of names whose tensors are reduced together, of one device and dtype each."""
+    groups: dict[Any, list[str]] = {}
+    for name, tensor in sums.items():
+        groups.setdefault((tensor.device, tensor.dtype), []).append(name)
+    for names in groups.values():
+        bucket: list[str] = []
+        size = 0
+        for name in names:
+            bucket.append(name)
+            size += sums[name].numel() * max(4, sums[name].element_size())
+            if size >= _BUCKET:
+                yield bucket
+                bucket, size = [], 0
+        if bucket:
+            yield bucket
+
+
+# ---------------------------------------------------------------------- DistributedDataParallel
+
+#: Attributes that keep DDP from reducing gradients, broadcasting buffers and wrapping outputs: the
+#: engine reduces the clipped sums, and every process keeps its own buffers.
+QUIET = {
+    "require_backward_grad_sync": False,
+    "require_forward_param_sync": False,
+    "find_unused_parameters": False,
+    "static_graph": False,
+}
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """Return the model inside `DistributedDataParallel`; any other module as it is."""
+    inner: nn.Module = module.module if isinstance(module, DistributedDataParallel) else module
+    return inner
+
+
+def group_of(module: nn.Module) -> Group | None:
+    """Return the group that trains a module: that of its DDP wrapper, else the default one.
+
+    Raises:
+        ValueError: the wrapper does something to gradients or parameters that we would undo.
+    """
+    if not isinstance(module, DistributedDataParallel):
+        return Group.current()
+    for name, does in (
+        ("mixed_precision", module.mixed_precision is not None),
+        ("a communication hook", bool(module._comm_hooks)),
+        ("delay_all_reduce_named_params", bool(module._delay_all_reduce_params)),
+    ):
+        if does:
+            raise ValueError(
+                f"DistributedDataParallel came with {name}, but its own reduction is not used: "
+                "clipped sums are reduced in float32. Expected the wrapper without it; use "
+                "torch.autocast for mixed precision."
+            )
+    return Group.current(module.process_group)

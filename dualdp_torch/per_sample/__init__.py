@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engine of per-sample gradients, their norms, and their clipped sum."""

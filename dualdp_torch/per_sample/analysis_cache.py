@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cache of the analysis of a model's first call, valid while model and loss are alive."""
+
+from __future__ import annotations
+
+import functools
+import types
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from dualdp_torch.per_sample.batch import Batch
+
+if TYPE_CHECKING:
+    from dualdp_torch.per_sample.independence import Analysis
+
+#: Number of losses and shapes cached for one model.
+MAX_CACHED = 64
+_PROBLEM = "problem"  # key of the analysis that found one
+
+
+class AnalysisCache(dict[Any, "Analysis"]):
+    """Analyses by signatures of the parameter uses, for one model, loss and batch shape.
+
+    Attributes:
+        bytes_each: mapping from the per-sample gradients that are kept to bytes per example.
+        checked: calls whose numbers were compared with plain autograd (`spot_check`).
+        writes: names of buffers that a forward writes, the same on every batch.
+        passes_differ: bool, True if a second forward is another function than the first.
+    """
+
+    def __init__(self, referents: list[Callable[[], Any]]) -> None:
+        super().__init__()
+        self.bytes_each: dict[str, int] = {}
+        self.checked: set[Any] = set()
+        self.writes: set[str] = set()
+        self.passes_differ = False
+        self._referents = referents
+
+    def is_alive(self) -> bool:
+        """True if all objects that the key holds by id still exist."""
+        return all(referent() is not None for referent in self._referents)
+
+    @property
+    def problem(self) -> str | None:
+        """Reason why captured uses can't be trusted, or None if no analysis found one."""
+        return self[_PROBLEM].problem if _PROBLEM in self else None
+
+    @property
+    def skip(self) -> frozenset[int] | None:
+        """Positions of uses that hold no examples; None before an analysis."""
+        return next((analysis.skip for analysis in self.values()), None)
+
+    def add(self, analysis: Analysis) -> None:
+        """Cache an analysis for further batches."""
+        self[_PROBLEM if analysis.problem else analysis.signatures] = analysis
+
+
+_models: weakref.WeakKeyDictionary[nn.Module, OrderedDict[Any, AnalysisCache]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def cached_analyses(model: nn.Module, loss_fn: Callable[..., Any], batch: Batch) -> AnalysisCache:
+    """Return the cached analyses for this model, loss and shapes; empty on a first call."""
+    referents: list[Callable[[], Any]] = []
+    modules = list(model.modules())
+    kinds = (bool, str)  # attributes that choose a forward's path
+    key = (
+        _loss_token(loss_fn, referents),
+        batch.signature(),
+        tuple([module.training for module in modules]),
+        tuple([v for m in modules for v in vars(m).values() if type(v) in kinds]),
+        torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"),
+        tuple(
+            [
+                (id(p), p.requires_grad)
+                for module in modules
+                if module._parameters
+                for p in module._parameters.values()
+                if p is not None
+            ]
+        ),
+    )
+    of_model = _models.setdefault(model, OrderedDict())
+    found = of_model.pop(key, None)
+    if found is None or not found.is_alive():
+        found = AnalysisCache(referents)
+    of_model[key] = found  # the least recently used entry is dropped first
+    if len(of_model) > MAX_CACHED:
+        of_model.popitem(last=False)
+    return found
+
+
+def _loss_token(loss_fn: Any, referents: list[Callable[[], Any]]) -> Any:
+    """Return a key that is equal for functions created anew at every step over the same objects."""
+    if isinstance(loss_fn, types.MethodType):
+        return _id(loss_fn.__self__, referents), _loss_token(loss_fn.__func__, referents)
+    if isinstance(loss_fn, functools.partial):
+        given = (*loss_fn.args, *loss_fn.keywords.values())
+        names, inner = tuple(loss_fn.keywords), _loss_token(loss_fn.func, referents)
+        return inner, names, _tokens(given, referents)
+    if not isinstance(loss_fn, types.FunctionType):
+        return _id(loss_fn, referents)
+    cells = [cell.cell_contents for cell in loss_fn.__closure__ or ()]
+    defaults = (*(loss_fn.__defaults__ or ()), *(loss_fn.__kwdefaults__ or {}).values())
+    return loss_fn.__code__, _tokens(cells, referents), _tokens(defaults, referents)
+
+
+def _tokens(values: Iterable[Any], referents: list[Callable[[], Any]]) -> tuple[Any, ...]:
+    """Return shape and dtype of each tensor, as tensors are data, and the id of everything else."""
+    return tuple((v.shape, v.dtype) if torch.is_tensor(v) else _id(v, referents) for v in values)
+
+
+def _id(value: Any, referents: list[Callable[[], Any]]) -> int:
+    """Return the object's id and record a weak reference; an object without one is kept alive."""
+    try:
+        referents.append(weakref.ref(value))
+    except TypeError:
+        if value is not None:  # a referent None would read as a dead reference
+            referents.append(lambda: value)
+    return id(value)

@@ -1,0 +1,415 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Public functions: per-sample gradients of a model, their norms, and their clipped sum."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from dualdp_torch.per_sample.batch import join_aux
+from dualdp_torch.per_sample.call import Call
+from dualdp_torch.per_sample.checks import spot_check
+from dualdp_torch.per_sample.checks.spot_check import BatchNumbers, ReferenceLosses
+from dualdp_torch.per_sample.clip import (
+    Factors,
+    clip_factors,
+    clipped_sums,
+    clipping_bounds,
+    norms_of,
+    passes_again,
+    refuse_two_pass,
+    whole_norms,
+)
+from dualdp_torch.per_sample.gradients import Captured, Formed, Limits
+from dualdp_torch.per_sample.vmap_and_loop import reweighted
+from dualdp_torch.rules.base import Tensor, is_narrow, wide
+
+LossFn = Callable[..., Any]
+#: Number of parameters whose gradient sums are compared between the passes of "two_pass".
+WITNESSES = 3
+
+
+class ClippedGradSum(NamedTuple):
+    """Result of `clipped_grad_sum`.
+
+    Attributes:
+        grads: mapping from parameter name to the sum over examples of clipped gradients.
+        norms: (n,) norms before clipping; 0 for padding.
+        losses: (n,) losses; 0 for padding.
+        aux: auxiliary output of the loss function, or None.
+    """
+
+    grads: dict[str, Tensor]
+    norms: Tensor
+    losses: Tensor
+    aux: Any
+
+
+def per_sample_grads(
+    loss_fn: LossFn,
+    model: nn.Module,
+    *batch: Any,
+    method: str = "auto",
+    physical_batch_size: int | None = None,
+    max_memory: int | None = None,
+    has_aux: bool = False,
+    check: str = "first",
+) -> Any:
+    """Return the gradient of every example's own loss.
+
+    Args:
+        loss_fn: callable, `loss_fn(model, *batch)` -> (n,) losses, one per example.
+        model: module; its trainable parameters are differentiated.
+        *batch: tensors with the examples on axis 0, nested dicts and tuples of them, or any other
+            object, which is passed on unchanged.
+        method: str, one of `METHODS`; all are exact.
+        physical_batch_size: int, number of examples processed at once.
+        max_memory: int, bytes that one chunk of the batch may keep; None: half of the free memory.
+        has_aux: bool, True if `loss_fn` returns `(losses, aux)`.
+        check: str, when two examples are compared with plain autograd of their own losses: "first"
+            (the first call with a model, loss, shapes without n, dtypes, training flags and
+            method), "always" or "off".
+
+    Returns:
+        Mapping from parameter name to (n, *shape); with `has_aux` a pair of that mapping and aux.
+
+    Raises:
+        ExactnessError: a spot check failed.
+        RuntimeError: the call is inside `torch.inference_mode()`.
+        UnsupportedLayerError: the losses depend on other examples.
+        TypeError, ValueError: a wrong argument or loss.
+    """
+    call = Call.checked(
+        loss_fn,
+        model,
+        batch,
+        method,
+        has_aux,
+        physical_batch_size,
+        max_memory,
+        check=check,
+        purpose=("per_sample_grads",),
+    )
+    found: list[dict[str, Tensor]] = []
+    auxes: list[tuple[Any, int]] = []
+    for _, numbers in _of_chunks(call, _grads, auxes):
+        found.append(dict(numbers.formed))
+    grads = {
+        name: torch.cat([grads[name] for grads in found]).to(p.dtype)
+        if found
+        else p.new_zeros((0, *p.shape)).detach()
+        for name, p in call.parameters.items()
+    }
+    return (grads, join_aux(auxes)) if has_aux else grads
+
+
+def per_sample_norms(
+    loss_fn: LossFn,
+    model: nn.Module,
+    *batch: Any,
+    per_parameter: bool = False,
+    method: str = "auto",
+    physical_batch_size: int | None = None,
+    max_memory: int | None = None,
+    has_aux: bool = False,
+    check: str = "first",
+) -> Any:
+    """Return the L2 norm of every example's gradient.
+
+    Args:
+        loss_fn: callable, see `per_sample_grads`.
+        model: module, see `per_sample_grads`.
+        *batch: tensors and other objects, see `per_sample_grads`.
+        per_parameter: bool, one norm per parameter instead of the norm of the whole gradient.
+        method: str, see `per_sample_grads`.
+        physical_batch_size: int, see `per_sample_grads`.
+        max_memory: int, see `per_sample_grads`.
+        has_aux: bool, see `per_sample_grads`.
+        check: str, see `per_sample_grads`.
+
+    Returns:
+        (n,), or a mapping from parameter name to (n,), float32 or wider; with `has_aux` a pair of
+        that and aux.
+
+    Raises:
+        ExactnessError: a spot check failed.
+        RuntimeError: the call is inside `torch.inference_mode()`.
+        UnsupportedLayerError: the losses depend on other examples.
+        TypeError, ValueError: a wrong argument or loss.
+    """
+    call = Call.checked(
+        loss_fn,
+        model,
+        batch,
+        method,
+        has_aux,
+        physical_batch_size,
+        max_memory,
+        check=check,
+        purpose=("per_sample_norms", "each" if per_parameter else "whole"),
+    )
+    limits = Limits() if per_parameter else Limits(lambda name: "")
+    auxes: list[tuple[Any, int]] = []
+    found = [numbers for _, numbers in _of_chunks(call, partial(_norms, limits), auxes)]
+    norms: Any = torch.cat([numbers.norms for numbers in found]) if found else _no_norms(call)
+    if per_parameter:
+        norms = {
+            name: torch.cat([numbers.lengths[name] for numbers in found])
+            if found
+            else torch.zeros(0, dtype=wide(p.dtype), device=p.device)
+            for name, p in call.parameters.items()
+        }
+    return (norms, join_aux(auxes)) if has_aux else norms
+
+
+def clipped_grad_sum(
+    loss_fn: LossFn,
+    model: nn.Module,
+    *batch: Any,
+    max_grad_norm: float | Tensor | Mapping[str, float],
+    clipping: str = "flat",
+    mask: Tensor | None = None,
+    method: str = "auto",
+    physical_batch_size: int | None = None,
+    max_memory: int | None = None,
+    has_aux: bool = False,
+    check: str = "first",
+) -> ClippedGradSum:
+    """Return the sum over examples of gradients scaled to norm at most C.
+
+    Args:
+        loss_fn: callable, see `per_sample_grads`.
+        model: module, see `per_sample_grads`.
+        *batch: tensors and other objects, see `per_sample_grads`.
+        max_grad_norm: C > 0, a number or scalar tensor; with clipping="per_layer" also a mapping
+            from module path to bound.
+        clipping: str: "flat"; "per_layer", each module's parameters to C / sqrt(modules);
+            "automatic", factors C / (norm + 0.01).
+        mask: (n,) bool, False for padding.
+        method: str, see `per_sample_grads`.
+        physical_batch_size: int, see `per_sample_grads`.
+        max_memory: int, see `per_sample_grads`.
+        has_aux: bool, see `per_sample_grads`.
+        check: str, see `per_sample_grads`; the sum over the batch is compared, too.
+
+    Returns:
+        `(grads, norms, losses, aux)`; grads float32, or float64 where the parameters are.
+
+    Raises:
+        ExactnessError: a spot check failed.
+        RuntimeError: the call is inside `torch.inference_mode()`.
+        UnsupportedLayerError: the losses depend on other examples.
+        TypeError, ValueError: a wrong argument or loss.
+
+    Guarantees:
+        Every example's contribution has norm <= C.  [test_every_contribution_is_bounded]
+        A masked example, or one whose norm is not finite, contributes exactly zero.
+            [test_masked_and_nan_examples_contribute_nothing]
+
+    Source: Abadi et al. 2016, Algorithm 1; Bu et al. 2023 (book-keeping).
+    """
+    call = Call.checked(
+        loss_fn,
+        model,
+        batch,
+        method,
+        has_aux,
+        physical_batch_size,
+        max_memory,
+        mask,
+        check=check,
+        purpose=("clipped_grad_sum", clipping),
+    )
+    bounds = clipping_bounds(call.parameters, clipping, max_grad_norm)
+    refuse_two_pass(method, clipping)
+    grads: dict[str, Tensor] = {}
+    auxes: list[tuple[Any, int]] = []
+    norms, losses = [], []
+    clipped = partial(clipped_numbers, bounds=bounds, clipping=clipping)
+    for chunk, numbers in _of_chunks(call, clipped, auxes):
+        for name, total in (numbers.sums or {}).items():
+            grads[name] = grads[name].add_(total) if name in grads else total
+        norms.append(numbers.norms)
+        each = numbers.losses
+        losses.append(each if chunk.mask is None else each.where(chunk.mask.to(each.device), 0))
+    if not norms:
+        grads = {n: torch.zeros_like(p, dtype=wide(p.dtype)) for n, p in call.parameters.items()}
+        norms = losses = [_no_norms(call)]
+    return ClippedGradSum(
+        grads, torch.cat(norms), torch.cat(losses), join_aux(auxes) if has_aux else None
+    )
+
+
+def _of_chunks(
+    call: Call, compute: Callable[[Call], tuple[BatchNumbers, Any]], auxes: list[tuple[Any, int]]
+) -> Iterator[tuple[Call, BatchNumbers]]:
+    """Yield (chunk, checked numbers) for every chunk of the batch; (aux, size) joins `auxes`."""
+    for chunk in call.chunks():
+        numbers, aux = compute(chunk)
+        _check(chunk, numbers, compute)
+        auxes.append((aux, chunk.batch.n))
+        yield chunk, numbers
+
+
+def _no_norms(call: Call) -> Tensor:
+    """Return (0,) norms, for a batch without examples, in the precision of the parameters."""
+    empty = {n: torch.zeros(0, dtype=wide(p.dtype)) for n, p in call.parameters.items()}
+    return whole_norms(empty, 0)
+
+
+def _grads(call: Call) -> tuple[BatchNumbers, Any]:
+    """Return the formed gradients of one chunk of the batch, and aux."""
+    gradients, losses, aux = call.gradients()
+    formed = gradients.grads()
+    row_of = lambda row: {name: grad[row] for name, grad in formed.items()}  # noqa: E731
+    if not call.is_checked:
+        return BatchNumbers(losses.new_empty(0), losses, row_of, formed=formed), aux
+    norms = norms_of(Formed(formed), Limits(), call.batch.n)[1]
+    return BatchNumbers(
+        norms,
+        losses,
+        row_of,
+        formed=formed,
+        sums={name: grad.sum(0) for name, grad in formed.items()},
+        factors=dict.fromkeys(formed, torch.ones_like(norms)),
+        runs_examples=isinstance(gradients, Formed),
+    ), aux
+
+
+def _norms(limits: Limits, call: Call) -> tuple[BatchNumbers, Any]:
+    """Return the gradient norms of one chunk of the batch, and aux."""
+    gradients, losses, aux = call.gradients()
+    squares, norms, _ = norms_of(gradients, limits, call.batch.n)
+    lengths = {name: square.sqrt().to(norms.dtype) for name, square in squares.items()}
+    return BatchNumbers(
+        norms,
+        losses,
+        lambda row: {},
+        lengths=lengths,
+        doubt=gradients.doubt if call.is_checked else None,
+        runs_examples=isinstance(gradients, Formed),
+    ), aux
+
+
+def clipped_numbers(
+    call: Call, bounds: Mapping[str, Any], clipping: str
+) -> tuple[BatchNumbers, Any]:
+    """Return the clipped sum of one chunk of the batch, with its norms and factors, and aux."""
+    gradients, losses, aux = call.gradients()
+    factors = clip_factors(gradients, call.batch.n, bounds, clipping, call.mask)
+    second_pass = None
+    if (
+        call.method == "two_pass"
+        and isinstance(gradients, Captured)
+        and call.parameters
+        and not is_narrow([losses])
+        and passes_again(gradients, factors.rows)
+    ):
+        second_pass = _SecondPass(call, gradients, factors, losses)
+
+    def contribution(row: int) -> dict[str, Tensor]:
+        only = factors.only(row)
+        if second_pass is None:
+            return clipped_sums(gradients, only)
+        return second_pass(next(iter(only.of.values())))
+
+    try:
+        sums = clipped_sums(gradients, factors, second_pass)
+    except _PassesDifferError:
+        return clipped_numbers(replace(call, method="book_keeping"), bounds, clipping)
+    return BatchNumbers(
+        factors.norms,
+        losses,
+        contribution,
+        sums=sums,
+        factors=factors.of,
+        bounds=bounds,
+        clipping=clipping,
+        doubt=gradients.doubt if call.is_checked else None,
+        runs_examples=isinstance(gradients, Formed),
+    ), aux
+
+
+class _PassesDifferError(Exception):
+    """The second forward computes another function of the data than the first."""
+
+
+class _SecondPass:
+    """Clipped sum by a backward of the reweighted losses, with the first pass's random numbers.
+
+    The losses of both passes must agree, and so must the gradient sums of the smallest parameters:
+    a loss can hardly depend on the dropout masks while its gradient does. The captured gradients
+    of the first pass are freed when the second begins.
+    """
+
+    def __init__(self, call: Call, gradients: Captured, factors: Factors, losses: Tensor) -> None:
+        self._call, self._gradients, self._losses = call, gradients, losses
+        smallest = sorted(call.parameters, key=lambda name: call.parameters[name].numel())
+        self._witnesses = {
+            name: (gradients.sum(name, factors.of[name], None), factors.lengths(name))
+            for name in smallest[:WITNESSES]
+        }
+
+    def __call__(self, weights: Tensor) -> dict[str, Tensor]:
+        """Return the sum of weights (n,) times per-sample gradients.
+
+        Raises:
+            _PassesDifferError: losses or gradient sums differ from those of the first pass.
+        """
+        call = self._call
+        self._gradients.forget()  # so that two passes need no more memory than one
+
+        def losses() -> Tensor:
+            out = call.loss_fn(call.model, *call.batch.arguments())
+            return out[0] if call.has_aux else out
+
+        with call.again():
+            sums = reweighted(losses, call.parameters, weights, self._losses)
+        if sums is None:
+            raise _PassesDifferError
+        for name, (total, length) in self._witnesses.items():
+            if float((sums[name] - total).norm()) > 1e-2 * length:
+                raise _PassesDifferError
+        self._witnesses = {}  # their sums hold for the weights of the first call only
+        return sums
+
+
+def _check(
+    call: Call, numbers: BatchNumbers, compute: Callable[[Call], tuple[BatchNumbers, Any]]
+) -> None:
+    """Compare the numbers of one chunk of the batch with plain autograd, if a check is due.
+
+    Raises:
+        ExactnessError: they differ.
+    """
+    start = call.start
+    if not call.is_checked or start is None:
+        return
+    subject = ReferenceLosses(
+        call.loss_fn, call.model, call.batch, call.parameters, start, call.has_aux, call.mask
+    )
+
+    def numbers_of(other: ReferenceLosses) -> BatchNumbers:
+        with other.start.replayed(other.model):
+            return compute(call.on(other.model, other.batch, dict(other.parameters)))[0]
+
+    with call.unchanged():
+        compared = spot_check.check(
+            subject,
+            numbers,
+            numbers_of,
+            drawn=_drawn.random(),
+            has_drawn=start.has_drawn(call.model),
+            what=f"the result of {call.purpose[1]}",
+        )
+    if compared:
+        call.compared()
+
+
+_drawn = random.Random(0)  # draws the example that a functional call is checked on

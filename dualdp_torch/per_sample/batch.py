@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batch arguments of a call: tensors with the examples on axis 0, and any other objects."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils import _pytree as pytree
+
+from dualdp_torch.rules.base import Tensor
+
+
+class Batch:
+    """Flattened batch arguments.
+
+    Args:
+        arguments: tuple of the loss function's arguments after the model; nested dicts, lists and
+            tuples are allowed.
+
+    Raises:
+        TypeError: a NumPy array.
+        ValueError: no tensor, or tensors with different numbers of examples.
+    """
+
+    def __init__(self, arguments: tuple[Any, ...]) -> None:
+        self._arguments = arguments
+        self.leaves, self.spec = pytree.tree_flatten(arguments)
+        sizes: set[int] = set()
+        for leaf in self.leaves:
+            if isinstance(leaf, np.ndarray):
+                raise TypeError(
+                    f"The batch holds a NumPy array of shape {leaf.shape}. Expected torch tensors; "
+                    "use torch.as_tensor."
+                )
+            if torch.is_tensor(leaf):
+                if leaf.dim() == 0:
+                    raise ValueError(
+                        "The batch holds a tensor without axes. Expected the examples on axis 0 of "
+                        "every tensor; pass numbers as Python floats."
+                    )
+                sizes.add(len(leaf))
+        if len(sizes) != 1:
+            came = f"{sorted(sizes)} examples" if sizes else "no tensor"
+            raise ValueError(
+                f"The batch arguments hold {came}. Expected the same number of examples on axis 0 "
+                "of every tensor."
+            )
+        self.n = sizes.pop()
+
+    def _map(self, change: Any) -> Any:
+        leaves = [change(leaf) if torch.is_tensor(leaf) else leaf for leaf in self.leaves]
+        return pytree.tree_unflatten(leaves, self.spec)
+
+    def arguments(self) -> Any:
+        """Return the arguments, detached; dicts and lists are new unless nothing was detached."""
+        if all(torch.is_tensor(a) and not a.requires_grad for a in self._arguments):
+            return self._arguments
+        return self._map(lambda leaf: leaf.detach() if leaf.requires_grad else leaf)
+
+    def rows(self, which: slice | Tensor) -> Batch:
+        """Return the batch of the selected examples."""
+
+        def pick(leaf: Tensor) -> Tensor:
+            return leaf[which if isinstance(which, slice) else which.to(leaf.device)]
+
+        return Batch(self._map(pick))
+
+    def chunks(self, size: int | None) -> Iterator[tuple[slice, Batch]]:
+        """Yield (rows, batch) for consecutive chunks of at most `size` examples; none if n = 0."""
+        if self.n and (size is None or size >= self.n):
+            yield slice(0, self.n), self
+            return
+        for start in range(0, self.n, size or 1):
+            which = slice(start, min(start + (size or 1), self.n))
+            yield which, self.rows(which)
+
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors in flattened order."""
+        return [leaf for leaf in self.leaves if torch.is_tensor(leaf)]
+
+    def with_tensors(self, tensors: list[Tensor]) -> Any:
+        """Return the arguments with their tensors replaced by `tensors`, in order."""
+        queue = iter(tensors)
+        return self._map(lambda _: next(queue))
+
+    def signature(self) -> tuple[Any, ...]:
+        """Return the structure, shapes without n, dtypes, devices, and types of other leaves."""
+        return self.spec, tuple(
+            (leaf.shape[1:], leaf.dtype, leaf.device) if torch.is_tensor(leaf) else type(leaf)
+            for leaf in self.leaves
+        )
+
+
+def check_losses(losses: Any, n: int) -> Tensor:
+    """Return the losses, checked to be one per example.
+
+    Raises:
+        TypeError: no floating-point tensor.
+        ValueError: any other shape than (n,).
+    """
+    if not torch.is_tensor(losses) or not losses.is_floating_point():
+        what = losses.dtype if torch.is_tensor(losses) else type(losses).__name__
+        raise TypeError(
+            f"loss_fn returned {what}. Expected a floating-point tensor of shape ({n},): one loss "
+            "per example."
+        )
+    if losses.shape != (n,):
+        raise ValueError(
+            f"loss_fn returned a loss of shape {tuple(losses.shape)}. Expected ({n},): one loss "
+            'per example, for instance with reduction="none" and a mean over the other axes.'
+        )
+    return losses
+
+
+def join_aux(auxes: list[tuple[Any, int]]) -> Any:
+    """Join the auxiliary outputs of consecutive chunks, each with the chunk's number of examples.
+
+    Raises:
+        ValueError: a tensor without the chunk's examples on axis 0, or another value that differs
+            between the chunks.
+    """
+    if len(auxes) < 2:
+        return auxes[0][0] if auxes else None
+    flat = [pytree.tree_flatten(aux) for aux, _ in auxes]
+    leaves = []
+    for values in zip(*(leaves for leaves, _ in flat), strict=True):
+        first = values[0]
+        if not torch.is_tensor(first):
+            if any(value is not first and value != first for value in values):
+                raise ValueError(
+                    f"aux holds a {type(first).__name__} that differs between the chunks of "
+                    "the batch. Expected tensors with the examples on axis 0, which can be joined."
+                )
+            leaves.append(first)
+            continue
+        for value, (_, size) in zip(values, auxes, strict=True):
+            if value.dim() == 0 or len(value) != size:
+                raise ValueError(
+                    f"aux holds a tensor of shape {tuple(value.shape)} for {size} examples. "
+                    "Expected the examples on axis 0, so that pieces of a batch can be joined."
+                )
+        leaves.append(torch.cat(values))
+    return pytree.tree_unflatten(leaves, flat[0][1])

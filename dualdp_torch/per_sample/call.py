@@ -1,0 +1,344 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One call of a public function: checked arguments, chunks, the chosen method, the gradients."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from dualdp import _validate
+from dualdp._validate import UnsupportedLayerError
+from dualdp.exactness import CHECKS
+from dualdp_torch.per_sample.analysis_cache import AnalysisCache, cached_analyses
+from dualdp_torch.per_sample.batch import Batch, check_losses
+from dualdp_torch.per_sample.capture import Capture
+from dualdp_torch.per_sample.gradients import Captured, Gradients
+from dualdp_torch.per_sample.independence import Analysis, analyze
+from dualdp_torch.per_sample.model_checks import refuse_mixing_modules
+from dualdp_torch.per_sample.model_state import Start, State, refuse_written, restored
+from dualdp_torch.per_sample.parameter_use import (
+    ChangedInPlaceError,
+    SecondOrderError,
+    eagerly,
+    trainable_parameters,
+)
+from dualdp_torch.per_sample.permutation_check import PERMUTED, permuted_use
+from dualdp_torch.per_sample.random_state import untouched_generators
+from dualdp_torch.per_sample.vmap_and_loop import by_loop, by_vmap, gradients_set_aside
+from dualdp_torch.rules.base import Tensor
+from dualdp_torch.rules.memory import PART, SURELY_FREE, free_memory
+
+#: Method -> the per-sample gradients it keeps, see `Captured`; None for methods without capture.
+METHODS = {
+    "auto": "cheap",
+    "book_keeping": "small",
+    "two_pass": "small",
+    "materialize": "all",
+    "vmap": None,
+    "loop": None,
+}
+LossFn = Callable[..., Any]
+
+
+class _NoCapture(Exception):
+    """The captured uses cannot be trusted for this call; the message gives the reason."""
+
+
+@dataclass
+class Call:
+    """Checked arguments of one call of a public function, for the whole batch or one chunk of it.
+
+    Attributes:
+        cache: analyses of earlier calls, looked up once for all chunks.
+        check: "first", "always" or "off": when the call's numbers are compared with plain autograd.
+        purpose: name and variant of the called function; the first call of each is checked.
+        is_checked: True if the numbers of this chunk are to be compared.
+        was_compared: True once they were compared.
+        start: state before the forward that the gradients come from, or None if it was not kept.
+    """
+
+    loss_fn: LossFn
+    model: nn.Module
+    batch: Batch
+    parameters: dict[str, nn.Parameter]
+    method: str
+    has_aux: bool
+    chunk: int | None
+    mask: Tensor | None
+    max_memory: int | None
+    cache: AnalysisCache
+    check: str = "off"
+    purpose: tuple[str, ...] = ()
+    is_checked: bool = False
+    was_compared: bool = False
+    start: Start | None = None
+
+    @classmethod
+    def checked(
+        cls,
+        loss_fn: LossFn,
+        model: Any,
+        batch: tuple[Any, ...],
+        method: str,
+        has_aux: bool,
+        physical_batch_size: int | None,
+        max_memory: int | None,
+        mask: Tensor | None = None,
+        check: str = "off",
+        purpose: tuple[str, ...] = (),
+    ) -> Call:
+        """Check every argument before anything runs, and return the call."""
+        _validate.choice("method", method, METHODS)
+        _validate.choice("check", check, CHECKS)
+        if torch.is_inference_mode_enabled():
+            raise RuntimeError(
+                "A per-sample gradient was asked for inside torch.inference_mode(), where nothing "
+                "has a gradient. Expected the call outside of it."
+            )
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"The model is a {type(model).__name__}. Expected a torch.nn.Module.")
+        if not callable(loss_fn):
+            raise TypeError(
+                f"loss_fn is a {type(loss_fn).__name__}. Expected a function of (model, *batch)."
+            )
+        examples = Batch(batch)
+        if physical_batch_size is not None:
+            physical_batch_size = _validate.integer(
+                "physical_batch_size", physical_batch_size, minimum=1
+            )
+        if mask is not None and (
+            not torch.is_tensor(mask) or mask.dtype != torch.bool or mask.shape != (examples.n,)
+        ):
+            came = (tuple(mask.shape), mask.dtype) if torch.is_tensor(mask) else type(mask)
+            raise ValueError(f"mask is {came}. Expected a bool tensor of shape ({examples.n},).")
+        parameters = trainable_parameters(model)
+        if max_memory is not None:
+            max_memory = _validate.integer("max_memory", max_memory, minimum=1)
+        return cls(
+            loss_fn,
+            model,
+            examples,
+            parameters,
+            method,
+            has_aux,
+            physical_batch_size,
+            mask,
+            max_memory,
+            cached_analyses(model, loss_fn, examples),
+            check,
+            (method, *purpose),
+        )
+
+    def chunks(self) -> Iterator[Call]:
+        """Yield a call for every chunk of the batch."""
+        self._choose_chunk_size()
+        is_due = (
+            not (self.check == "off" or self.method == "loop")
+            and self.batch.n > 1
+            and bool(self.parameters)
+            and (self.check == "always" or self.purpose not in self.cache.checked)
+        )
+        for rows, batch in self.batch.chunks(self.chunk):
+            mask = None if self.mask is None else self.mask[rows]
+            chunk = replace(self, batch=batch, mask=mask, chunk=None)
+            chunk.is_checked = is_due and batch.n > 1 and (mask is None or bool(mask.any()))
+            yield chunk
+            is_due = is_due and not chunk.was_compared
+
+    def _choose_chunk_size(self) -> None:
+        """Choose a chunk size for which one chunk keeps at most `max_memory` bytes.
+
+        Without `max_memory` a chunk may keep half of the device's free memory. The bytes per
+        example are measured once per model, loss and shapes.
+        """
+        if self.batch.n < 2 or not self.parameters:
+            return
+        if not self.cache:
+            self._analyze()
+        keep = "all" if self.cache.problem else METHODS[self.method] or "all"
+        if keep not in self.cache.bytes_each:
+            self.cache.bytes_each[keep] = max(self._bytes_per_example(keep), 1)
+        each, most = self.cache.bytes_each[keep], self.max_memory
+        if most is None:
+            if each * self.batch.n < SURELY_FREE:
+                return
+            most = int(PART * free_memory(self.batch.tensors()[0].device))
+        size = max(1, most // each)
+        self.chunk = size if self.chunk is None else min(size, self.chunk)
+
+    def _bytes_per_example(self, keep: str) -> int:
+        """Return the bytes that one example keeps: activations, output gradients, formed gradients.
+
+        With keep="cheap", weights of three or more axes (convolutions) are counted as formed.
+        """
+        kept: int = 0
+        own = {p.untyped_storage().data_ptr() for p in self.model.parameters()}
+
+        def count(tensor: Tensor) -> Tensor:
+            nonlocal kept
+            if tensor.untyped_storage().data_ptr() not in own:
+                kept += tensor.numel() * tensor.element_size()
+            return tensor
+
+        few = self.batch.rows(slice(0, 2))
+        names = {id(p): name for name, p in self.parameters.items()}
+        with (
+            eagerly(),
+            untouched_generators(self.model),
+            restored(self.model, self.cache.writes),
+            torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor),
+            Capture(names, model=self.model) as capture,
+            contextlib.suppress(RuntimeError, SecondOrderError),  # the forward differentiates
+        ):
+            self.loss_fn(self.model, *few.arguments())
+        outputs = 4 * sum(use.out_shape.numel() for use in capture.uses)
+        least = {"all": 0, "cheap": 3, "small": 99}[keep]  # fewest axes of a formed weight
+        formed = [p for p in self.parameters.values() if p.dim() >= least]
+        return int(kept + outputs) // 2 + sum(p.numel() * p.element_size() for p in formed)
+
+    def on(self, model: nn.Module, batch: Batch, parameters: dict[str, Any]) -> Call:
+        """Return this call with another model, batch and parameters, for a spot check."""
+        cache = cached_analyses(model, self.loss_fn, batch)
+        return replace(
+            self, model=model, batch=batch, parameters=parameters, cache=cache, is_checked=True
+        )
+
+    @contextlib.contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Context for further forwards: eager, and generators and buffers are restored after it."""
+        with (
+            eagerly(),
+            torch.enable_grad(),
+            untouched_generators(self.model),
+            restored(self.model, self.cache.writes),
+        ):
+            yield
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """Context in which a forward draws the random numbers of the recorded forward again."""
+        with self.unchanged():
+            with (
+                contextlib.nullcontext() if self.start is None else self.start.replayed(self.model)
+            ):
+                yield
+
+    def compared(self) -> None:
+        """Note that the numbers of this chunk were compared with plain autograd and agree."""
+        self.was_compared = True
+        self.cache.checked.add(self.purpose)
+
+    def gradients(self) -> tuple[Gradients, Tensor, Any]:
+        """Return the gradients, the losses (n,), and aux.
+
+        Raises:
+            UnsupportedLayerError: the losses depend on other examples, buffers written by a forward
+                differ between batches, or a function of the model differentiates by itself.
+        """
+        with eagerly(), torch.enable_grad(), gradients_set_aside(self.parameters):
+            before = State(self.model)
+            found = self._by_method()
+            written, allowed = before.written(), self.cache.writes
+            if not allowed.issuperset(written):
+                run = lambda batch: self.loss_fn(self.model, *batch.arguments())  # noqa: E731
+                refuse_written(self.model, run, self.batch, written)
+                allowed.update(written)
+        return found
+
+    def _by_method(self) -> tuple[Gradients, Tensor, Any]:
+        """Return gradients, losses and aux by the call's method, or by another exact one."""
+        arguments = self.model, self.loss_fn, self.batch, self.parameters, self.has_aux
+        if self.batch.n == 1 or METHODS[self.method] is None:
+            if self.batch.n == 1:
+                refuse_mixing_modules(self.model)
+            elif not self.cache:
+                self._analyze()
+            self._begin_forward()
+            by_loops = self.method == "loop" or self.batch.n == 1
+            return by_loop(*arguments) if by_loops else by_vmap(*arguments)
+        try:
+            found = self._captured()
+        except (_NoCapture, ChangedInPlaceError, SecondOrderError):
+            self._begin_forward()
+            return by_vmap(*arguments)
+        written = [name for name, p in self.parameters.items() if p.grad is not None]
+        if written:
+            raise UnsupportedLayerError(
+                f"A function of the model differentiates by itself and wrote the gradient of "
+                f"{written[0]!r} in its backward, as reversible blocks do, so no layer's input and "
+                'output show it. Use method="loop", which is exact for every model.'
+            )
+        return found or by_loop(*arguments)
+
+    def _begin_forward(self) -> None:
+        """Save the state before the forward (`start`), if the forward may be run again."""
+        if self.is_checked or self.method == "two_pass":
+            self.start = Start.of(self.model, self.cache.writes)
+
+    def _analyze(self) -> Analysis | None:
+        """Analyse the model on this batch, and cache the analysis if it is complete."""
+        with gradients_set_aside(self.parameters):
+            analysis = analyze(
+                self.model,
+                self.loss_fn,
+                self.batch,
+                self.parameters,
+                self.mask,
+                self.has_aux,
+                self.cache.writes,
+            )
+        if analysis is not None and analysis.complete:
+            self.cache.add(analysis)
+        return analysis
+
+    def _captured(self) -> tuple[Gradients, Tensor, Any] | None:
+        """Gradients from captured uses that an analysis covers; None for too few examples."""
+        fresh = None if self.cache else self._analyze()
+        if self.cache.problem:
+            raise _NoCapture(self.cache.problem)
+        skip = self.cache.skip or (fresh.skip if fresh else frozenset())
+        self._begin_forward()
+        names = {id(p): name for name, p in self.parameters.items()}
+        with Capture(names, skip=skip, model=self.model) as capture:
+            out = self.loss_fn(self.model, *self.batch.arguments())
+            losses, aux = out if self.has_aux else (out, None)
+        if capture.stand_ins:  # freed by now, so that plain autograd would miss them
+            self.is_checked = False
+        losses = check_losses(losses, self.batch.n)
+        total = losses if self.mask is None else losses.masked_fill(~self.mask, 0)
+        signatures = tuple(use.signature for use in capture.uses)
+        analysis = self.cache.get(signatures) or fresh or self._analyze()
+        if analysis is None:  # fewer than two examples with a finite loss: nothing can be found
+            return None
+        if analysis.problem or analysis.signatures != signatures:
+            raise _NoCapture("the uses of parameters differ from those that were examined")
+        if capture.permutations.may_permute(self.batch.n):
+            permuted = permuted_use(capture, losses, analysis.batch_axes, self.parameters)
+            if permuted is not None:
+                problem = PERMUTED.format(permuted)
+                self.cache.add(Analysis((), (), problem))
+                raise _NoCapture(problem)
+        leftover = capture.backward(total.sum(), self.parameters)
+        if leftover:
+            raise _NoCapture(f"parameter {leftover[0]!r} is used by a function without a rule")
+        for use, batch_axis in zip(capture.uses, analysis.batch_axes, strict=True):
+            if use.grads_out is None:
+                continue
+            use.check_unchanged()
+            if batch_axis is None and bool(use.grads_out.any()):
+                self.cache.pop(signatures, None)  # the next batch may show its batch axis
+                raise _NoCapture(f"the examples that were examined give {use} no gradient")
+        found = Captured(
+            capture.uses,
+            analysis.batch_axes,
+            self.parameters | capture.stand_ins,
+            capture.derived,
+            n=self.batch.n,
+            keep=str(METHODS[self.method]),
+        )
+        return found, losses.detach(), aux

@@ -1,0 +1,338 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Capture of (activations, output gradient) for each parameter use, without parameter gradients.
+
+A function in `RULES` that receives a trainable parameter is run on the detached parameter instead,
+so that autograd computes the gradients of the outputs only (Bu et al. 2023, "book-keeping"). Each
+call is a `Use`: the saved input, and the graph edge at which the output's gradient arrives. Unlike
+module hooks, edges survive in-place changes of the output. Tied and shared weights have several
+uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from dualdp._validate import UnsupportedLayerError
+from dualdp_torch.per_sample.parameter_use import (
+    REENTRANT,
+    SECOND_ORDER,
+    Derived,
+    SecondOrderError,
+    Use,
+    attach,
+    name_of,
+    refuse_reentrant_checkpoints,
+    refuse_transforms,
+)
+from dualdp_torch.per_sample.row_permutation import RowPermutations, indexes_unseen
+from dualdp_torch.rules import FOLLOWING, REWRITES, RULES
+from dualdp_torch.rules.base import Rule, Tensor
+
+
+def _refuse_batch_statistics(arguments: Mapping[str, Any]) -> None:
+    """Refuse a batch norm that uses the statistics of the batch."""
+    if arguments.get("training") or arguments.get("running_mean") is None:
+        raise UnsupportedLayerError(
+            "batch_norm was called with batch statistics: it mixes examples, so no per-sample "
+            "gradient exists. Replace BatchNorm by GroupNorm, or call the module's eval()."
+        )
+
+
+#: Functions of autograd and their arguments: they would miss the detached parameters.
+_DIFFERENTIATE = {
+    torch.autograd.grad: ("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph"),
+    torch.autograd.backward: ("tensors", "grad_tensors", "retain_graph", "create_graph"),
+    Tensor.backward: ("self", "gradient", "retain_graph", "create_graph", "inputs"),
+}
+_BATCH_NORM = ("input", "running_mean", "running_var", "weight", "bias", "training")
+
+
+def _flat(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Return the arguments of a call, with lists among them replaced by their items."""
+    return [v for a in (*args, *kwargs.values()) for v in (a if type(a) is list else (a,))]
+
+
+class Capture(TorchFunctionMode):
+    """Function mode that records every use of the given parameters.
+
+    A tensor computed from parameters alone (a slice, a transpose, a normalised weight) counts as a
+    parameter, under a name of its own in `derived`; its gradients are pulled back to the parameters
+    at the end. So do the outputs of uses at the positions `skip`, which hold no examples, such as
+    position embeddings. Tensors by which sharding wrappers replace parameters in the forward of
+    `model` are recognised by module and attribute.
+
+    Args:
+        names: mapping from the id of a parameter to its name.
+        on_use: function called with each `Use` and its output.
+        skip: positions of uses that hold no examples.
+        model: module that is run.
+    """
+
+    def __init__(
+        self,
+        names: Mapping[int, str],
+        on_use: Callable[[Use, Tensor], None] | None = None,
+        skip: frozenset[int] = frozenset(),
+        model: nn.Module | None = None,
+    ) -> None:
+        super().__init__()
+        self.uses: list[Use] = []
+        self.derived: dict[str, Derived] = {}
+        self._names = dict(names)
+        self._model, self.stand_ins = model, dict[str, Tensor]()
+        self._not_parameters: dict[int, Tensor] = {}
+        self.permutations = RowPermutations(partial(indexes_unseen, model, self.uses))
+        self._from_parameters: dict[int, Tensor] = {}  # by id; kept alive so that ids stay unique
+        self._on_use, self._skip, self._seen = on_use, skip, 0
+        self._skipped: set[tuple[Any, ...]] = set()
+        self.checkpointed = False
+        self._recomputing = False
+        self._leaf = torch.zeros((), requires_grad=True)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        rewrite = REWRITES.get(func)
+        if (
+            rewrite
+            and torch.is_grad_enabled()
+            and any(map(self._is_parameter, _flat(args, kwargs)))
+            and rewrite.covers(args, kwargs)
+        ):
+            refuse_transforms(func)
+            if rewrite.function not in FOLLOWING:
+                self.permutations.note_use(args, kwargs)
+            with self, self.permutations.ignored():
+                return rewrite.function(self, *args, **kwargs)
+        rule = RULES.get(func)
+        if rule is None:
+            if func is F.batch_norm:
+                call = dict(zip(_BATCH_NORM, args, strict=False)) | kwargs
+                if not self._is_parameter(call["input"]):  # weights hold no examples
+                    _refuse_batch_statistics(call)
+            if func in _DIFFERENTIATE:
+                self._refuse_second_order(func, args, kwargs)
+            return self._plain(func, args, kwargs)
+        call = dict(zip(rule.arguments, args, strict=False)) | kwargs
+        held = {slot for slot, value in call.items() if self._is_parameter(value)}
+        reason = rule.refuse(call) if rule.refuse else None
+        if reason:
+            names = ", ".join(repr(self._name(call[slot])) for slot in held)
+            raise UnsupportedLayerError(
+                f"{name_of(func)}{f' (parameter {names})' if names else ''}: {reason}."
+            )
+        if not self._covers(rule, call, held) or self._is_skipped(func, call, held):
+            return self._plain(func, args, kwargs)
+        return self._use(func, rule, args, kwargs, call, held)
+
+    def _is_skipped(self, func: Any, call: Mapping[str, Any], held: set[str]) -> bool:
+        """True if this call holds no examples; recomputed calls are matched by their parameters."""
+        key = (func, *(id(call[slot]) for slot in held))
+        if self._recomputing:
+            return key in self._skipped
+        self._seen += 1
+        if self._seen - 1 not in self._skip:
+            return False
+        self._skipped.add(key)
+        return True
+
+    def _covers(self, rule: Rule, call: Mapping[str, Any], held: set[str]) -> bool:
+        """True if the rule applies to this call."""
+        if not held or not held <= rule.grads.keys() or not torch.is_grad_enabled():
+            return False
+        if any(torch.is_tensor(value) and value.is_complex() for value in call.values()):
+            return False
+        if all(slot in held for slot, value in call.items() if torch.is_tensor(value)):
+            return rule.alone
+        return rule.applies is None or rule.applies(call)
+
+    def _is_parameter(self, value: Any) -> bool:
+        """True if a value is a trainable parameter, or computed from parameters alone."""
+        known = id(value) in self._names or id(value) in self._from_parameters
+        return known or self._stands_in(value)
+
+    def _stands_in(self, value: Any) -> bool:
+        """True if a leaf replaces a parameter on its module; cache its name."""
+        if self._model is None or not torch.is_tensor(value) or id(value) in self._not_parameters:
+            return False
+        if not (value.requires_grad and value.is_leaf):
+            return False
+        expected = set(self._names.values())
+        for path, module in self._model.named_modules():
+            for attribute, parameter in module._parameters.items():
+                name = f"{path}.{attribute}" if path else attribute
+                if parameter is value and name in expected:
+                    self._names[id(value)], self.stand_ins[name] = name, value
+                    return True
+        self._not_parameters[id(value)] = value  # kept alive so that the id stays unique
+        return False
+
+    def _name(self, value: Tensor) -> str:
+        if id(value) not in self._names:
+            name = f"#{len(self.derived)}"
+            self._names[id(value)], self.derived[name] = name, Derived(value, value._version)
+        return self._names[id(value)]
+
+    def _plain(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the function unchanged, and note outputs computed from parameters alone."""
+        out = func(*args, **kwargs)
+        self.permutations.note(func, args, kwargs, out)
+        outs = out if type(out) in (tuple, list) else (out,)
+        made = [o for o in outs if torch.is_tensor(o) and o.requires_grad]
+        if made:
+            values = _flat(args, kwargs)
+            graph = [v for v in values if torch.is_tensor(v) and v.requires_grad]
+            if graph and all(self._is_parameter(v) for v in graph):
+                self._from_parameters |= {id(o): o for o in made if id(o) not in self._names}
+        return out
+
+    def _refuse_second_order(
+        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        """Refuse a gradient that is part of the loss, or that of a parameter."""
+        named = dict(zip(_DIFFERENTIATE[func], args, strict=False)) | dict(kwargs)
+        inputs = named.get("inputs")
+        inputs = inputs if isinstance(inputs, list | tuple) else (inputs,)
+        if self.uses and (named.get("create_graph") or any(map(self._is_parameter, inputs))):
+            raise SecondOrderError(SECOND_ORDER.format(f"calls {name_of(func)}"))
+
+    def _use(
+        self,
+        func: Callable[..., Any],
+        rule: Rule,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        call: dict[str, Any],
+        held: set[str],
+    ) -> Tensor:
+        """Run the function on detached parameters, and record the use."""
+        refuse_transforms(func)
+        self.permutations.note_use(args, kwargs)
+        detached = {id(call[slot]): call[slot].detach() for slot in held}
+        out: Tensor = func(
+            *(detached.get(id(a), a) for a in args),
+            **{name: detached.get(id(a), a) for name, a in kwargs.items()},
+        )
+        parameters = {slot: value for slot, value in call.items() if slot in held}
+        acts = None
+        if not held <= rule.light:
+            wanted = rule.acts
+            if callable(wanted):
+                wanted = wanted({slot: self._name(p) for slot, p in parameters.items()})
+            acts = call[wanted] if isinstance(wanted, str) else tuple(call[w] for w in wanted)
+        if not out.requires_grad:
+            if out._is_view():
+                out = out.clone()
+            out = attach(out, self._leaf)
+        options = {k: v for k, v in call.items() if k not in held and not torch.is_tensor(v)}
+        self._append(func, rule, parameters, acts, options, out)
+        return out
+
+    def record(
+        self,
+        func: Callable[..., Any],
+        rule: Rule,
+        parameters: Mapping[str, Any],
+        acts: Tensor,
+        out: Tensor,
+    ) -> None:
+        """Add a use for a rewritten function, which has run the call itself.
+
+        Values among `parameters` that are none are ignored; `out` is a tensor of the output's
+        shape, whose edge receives the output's gradient.
+        """
+        held = {slot: p for slot, p in parameters.items() if self._is_parameter(p)}
+        self._seen += not self._recomputing
+        if held:
+            kept = None if held.keys() <= rule.light else acts
+            self._append(func, rule, held, kept, {}, out, can_skip=False)
+
+    def _append(
+        self,
+        func: Callable[..., Any],
+        rule: Rule,
+        parameters: Mapping[str, Tensor],
+        acts: Any,
+        options: dict[str, Any],
+        out: Tensor,
+        can_skip: bool = True,
+    ) -> None:
+        """Append a use, except in a recomputation, where it was recorded before."""
+        if self._recomputing:
+            return
+        hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        self.checkpointed |= hooks is not None and "checkpoint" in hooks[0].__module__
+        saved = acts if isinstance(acts, tuple) else () if acts is None else (acts,)
+        detached = tuple(tensor.detach() for tensor in saved)
+        use = Use(
+            function=func,
+            rule=rule,
+            held={slot: self._name(p) for slot, p in parameters.items()},
+            shapes={slot: p.shape for slot, p in parameters.items()},
+            acts=detached if isinstance(acts, tuple) else detached[0] if detached else None,
+            options=options,
+            edge=get_gradient_edge(out),
+            out_shape=out.shape,
+            position=self._seen - 1,
+            can_skip=can_skip,
+            versions=[(tensor, tensor._version) for tensor in detached],
+            axis_permutations=self.permutations.of_axes,
+        )
+        self.uses.append(use)
+        if self._on_use:
+            self._on_use(use, out)
+
+    def _recompute(self, total: Tensor, targets: Sequence[Any], retain: bool) -> Any:
+        """Run the backward with the capture active, for checkpointed parts that run forward again.
+
+        `torch.autograd.grad` deactivates all modes, so the engine is called directly.
+        """
+        self._recomputing = True
+        try:
+            with self:
+                ones = (torch.ones_like(total),)
+                return torch.autograd.graph._engine_run_backward(
+                    (total,), ones, retain, False, tuple(targets), True, accumulate_grad=False
+                )
+        finally:
+            self._recomputing = False
+
+    def backward(
+        self, total: Tensor, parameters: Mapping[str, Tensor], *, retain: bool = False
+    ) -> list[str]:
+        """Set `grads_out` of every use to the gradient of the scalar `total`.
+
+        Returns:
+            Names of the parameters that also reach `total` outside of captured uses.
+        """
+        for use in self.uses:
+            use.grads_out = None
+        held = {name for use in self.uses for name in use.held.values()}
+        if retain or not held >= parameters.keys():
+            refuse_reentrant_checkpoints(total)
+        if not total.requires_grad:
+            return []
+        leaves = [*parameters.items(), *self.stand_ins.items()]
+        targets: list[Any] = [*(use.edge for use in self.uses), *(leaf for _, leaf in leaves)]
+        try:
+            if self.checkpointed:
+                found = self._recompute(total, targets, retain)
+            else:
+                found = torch.autograd.grad(total, targets, retain_graph=retain, allow_unused=True)
+        except RuntimeError as error:
+            if "use_reentrant=True" not in str(error):
+                raise
+            raise UnsupportedLayerError(REENTRANT) from error
+        for use, grad in zip(self.uses, found, strict=False):
+            use.grads_out = grad
+        leftover = found[len(self.uses) :]
+        return [name for (name, _), g in zip(leaves, leftover, strict=True) if g is not None]

@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of a recorded batch's gradients against plain autograd, given the outputs' gradients.
+
+The gradient of example k is that of the product of its outputs and their cotangents, computed for
+example k alone. Where the forward draws random numbers, an example alone would draw others: then a
+few examples are compared without randomness. Comparisons on the whole batch repeat its random
+numbers, with a gradient on k's outputs only: first in the batch, then among other examples, which
+must not matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from dualdp import exactness
+from dualdp.exactness import ExactnessError, SpotCheck
+from dualdp_torch.per_sample.api import clipped_numbers
+from dualdp_torch.per_sample.call import Call
+from dualdp_torch.per_sample.checks.spot_check import (
+    BatchNumbers,
+    Comparison,
+    Precisions,
+    ReferenceLosses,
+    chosen_rows,
+)
+from dualdp_torch.per_sample.checks.tape import Tape
+from dualdp_torch.per_sample.clip import Factors, Terms, clip_factors, clipped_sums, norms_of
+from dualdp_torch.per_sample.gradients import Gradients, Limits
+from dualdp_torch.per_sample.independence import NoRandomness
+from dualdp_torch.per_sample.outputs import float_leaves
+from dualdp_torch.per_sample.recorder import Recorder
+from dualdp_torch.per_sample.vmap_and_loop import plain_gradients
+from dualdp_torch.rules.base import Tensor
+
+#: Examples compared without randomness if the forward draws; of large batches an eighth.
+_FEW = 4
+#: Tolerance of outputs, relative to that of gradients.
+_CLOSER = 0.1
+IMPOSSIBLE = (
+    "The model draws random numbers that can't be drawn again, so examples are compared with these "
+    "switched off, and no form of the check sees the whole batch."
+)
+
+
+class ModelCheck:
+    """Comparisons for one recorded batch.
+
+    Attributes:
+        is_impossible: bool, True if the forward's random numbers can't be repeated.
+    """
+
+    def __init__(self, recorder: Recorder, numbers: BatchNumbers, terms: Terms) -> None:
+        self._recorder, self._numbers, self._terms = recorder, numbers, terms
+        self._subject = recorder.subject(terms.scale, terms.mask)
+        # A static method, so that no reference cycle keeps this object's tensors alive.
+        again = partial(self._numbers_again, recorder, terms)
+        self._comparison = Comparison(self._subject, again, "the clipped contribution")
+        self.is_impossible = False
+
+    def run(self, check: SpotCheck, *, is_first: bool) -> bool:
+        """Compare the recorded numbers with plain autograd; False if no example can be compared.
+
+        The numbers drawn for the step decide if and how the whole batch is compared; `is_first`
+        runs all comparisons.
+
+        Raises:
+            ExactnessError: the numbers differ from plain autograd, or depend on other examples.
+        """
+        recorder = self._recorder
+        rows = chosen_rows(self._numbers, self._subject.mask, check.fractions[0])
+        if not rows:
+            return False
+        with recorder.unchanged():
+            if recorder.has_drawn:
+                self._without_draws(rows, check)
+            else:
+                for row in rows:
+                    self._comparison.of_row(self._numbers, row)
+                first = torch.tensor(rows[:1])
+                self._same_output(self._subject, first, 0, rows[0], recorder.outputs)
+            if not is_first and not check.is_whole:
+                return True
+            if recorder.has_drawn and not self._subject.draws_as(self._numbers.losses):
+                self.is_impossible = True
+                return True
+            if is_first or check.draw(2, 1) == 0:
+                self._comparison.of_sum(self._numbers, check.fractions[2])
+            if is_first or check.draw(2, 1) == 1:
+                self._among_others(rows[0], check)
+        return True
+
+    @staticmethod
+    def _numbers_again(recorder: Recorder, terms: Terms, subject: ReferenceLosses) -> BatchNumbers:
+        """Compute the numbers for another batch or model, by the same method."""
+        call = Call.checked(
+            subject.loss_fn,
+            subject.model,
+            subject.batch.arguments(),
+            method=recorder.method,
+            has_aux=False,
+            physical_batch_size=None,
+            max_memory=None,
+            mask=subject.mask,
+        )
+        call = call.on(subject.model, subject.batch, dict(subject.parameters))
+        with subject.start.replayed(subject.model):
+            if terms.bounds:
+                return clipped_numbers(call, terms.bounds, terms.clipping)[0]
+            gradients, losses, _ = call.gradients()
+            return unclipped(gradients, losses)
+
+    def _without_draws(self, rows: Sequence[int], check: SpotCheck) -> None:
+        """Compare examples with themselves alone, both without random numbers."""
+        n = self._subject.batch.n
+        first, count = check.draw(n, 1), min(n, max(_FEW, n // 8))
+        index = torch.tensor(list(dict.fromkeys([*rows, *((first + i) % n for i in range(count))])))
+        few = _with_rows(self._subject, index)
+        with NoRandomness():
+            # Draws from NumPy or Python can't be switched off: an example alone would draw others.
+            comparison = replace(self._comparison, subject=few, is_alone=not few.draws())
+            numbers = comparison.again(few)
+            for row in range(len(rows)):
+                self._compare_row(comparison, numbers, row)
+            self._same_output_of_few(comparison)
+
+    def _compare_row(self, comparison: Comparison, numbers: BatchNumbers, row: int) -> None:
+        comparison.of_row(numbers, row)
+
+    def _among_others(self, row: int, check: SpotCheck) -> None:
+        """Compare one example in its batch, and among other examples."""
+        n = self._subject.batch.n
+        generator = torch.Generator().manual_seed(check.draw(1 << 30, 3))
+        # Zero times the gradient of a broken example is nan: a plain backward can't leave it out.
+        whole = self._numbers.norms.isfinite().cpu()
+        drawn = torch.randint(int(whole.sum()), (n,), generator=generator)
+        index = whole.nonzero().flatten()[drawn]
+        index[row] = row
+
+        def in_its_batch(subject: ReferenceLosses, row: int) -> dict[str, Tensor]:
+            if bool(whole.all()):
+                return subject.among(row)
+            return _with_rows(subject, torch.arange(n).where(whole, row)).among(row)
+
+        def among_others(subject: ReferenceLosses, row: int) -> dict[str, Tensor]:
+            return _with_rows(subject, index).among(row)
+
+        self._comparison.of_row(self._numbers, row, in_its_batch, " in its batch")
+        self._comparison.of_row(self._numbers, row, among_others, " among other examples")
+        self._same_output(self._subject, index, row, row)
+
+    def _same_output(
+        self,
+        subject: ReferenceLosses,
+        index: Tensor,
+        position: int,
+        row: int,
+        recorded: Sequence[Tensor] | None = None,
+    ) -> None:
+        """Refuse outputs of an example that are others when the model runs on the rows `index`.
+
+        The example is in row `row` of the batch and at `position` of `index`; `recorded` are the
+        outputs for the batch, None to compute them.
+        """
+        with torch.no_grad(), Precisions() as precisions:
+            whole = _outputs(subject) if recorded is None else recorded
+            apart = _apart(whole, _outputs(_with_rows(subject, index)), row, position)
+        if apart <= _CLOSER * exactness.TOLERANCE[precisions.lowest]:
+            return
+        exact = _apart_in_double(subject, index, row, position)
+        if exact is not None and exact <= exactness.REPEATED:
+            return
+        size = exactness.power_of_ten(apart)
+        raise ExactnessError(
+            "A spot check failed: the model's outputs for one example depend on the other examples "
+            f"of the batch (by {size} of them). Nothing was released for this batch. Change what "
+            "mixes examples (statistics of the batch, a mean over it, attention over examples).",
+            relative_error=size,
+            unprotected_details={"apart": apart},
+        )
+
+    def _same_output_of_few(self, comparison: Comparison) -> None:
+        """Compare the outputs of the first example with those of it alone."""
+        if comparison.is_alone:
+            self._same_output(comparison.subject, torch.tensor([0]), 0, 0)
+
+
+def unclipped(gradients: Gradients, losses: Tensor) -> BatchNumbers:
+    """Return the numbers of a batch whose gradients are summed without clipping."""
+    n = len(losses)
+    squares, norms, _ = norms_of(gradients, Limits(), n)
+    factors = Factors(dict.fromkeys(squares, torch.ones_like(norms)), norms, None, squares)
+    return BatchNumbers(
+        norms,
+        losses,
+        lambda row: clipped_sums(gradients, factors.only(row)),
+        sums=clipped_sums(gradients, factors),
+        factors=factors.of,
+        doubt=gradients.doubt,
+    )
+
+
+def _outputs(subject: ReferenceLosses) -> list[Tensor]:
+    """Return the model's outputs on a batch, with the recorded random numbers."""
+    args, kwargs, _ = subject.batch.arguments()
+    with subject.start.replayed(subject.model):
+        return [leaf.detach() for leaf in float_leaves(subject.model(*args, **kwargs))]
+
+
+def _apart_in_double(
+    subject: ReferenceLosses, index: Tensor, row: int, position: int
+) -> float | None:
+    """Return the difference of two rows in float64; None if the model can't run in it."""
+    try:
+        double = subject.in_double()
+        with torch.no_grad():
+            return _apart(_outputs(double), _outputs(_with_rows(double, index)), row, position)
+    except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError):
+        return None
+
+
+class WholeStepCheck(ModelCheck):
+    """Comparisons for a batch whose loss was computed in the recorded forward.
+
+    The loss of one example is that of a forward on its row alone. Comparisons on the whole batch
+    would need per-example losses.
+    """
+
+    def run(self, check: SpotCheck, *, is_first: bool) -> bool:
+        """Compare each chosen example with itself alone; see `ModelCheck.run`."""
+        rows = chosen_rows(self._numbers, self._subject.mask, check.fractions[0])
+        with self._recorder.unchanged():
+            if rows and self._recorder.has_drawn:
+                self._without_draws(rows, check)
+            for row in () if self._recorder.has_drawn else rows:
+                self._compare_row(self._comparison, self._numbers, row)
+        return bool(rows)
+
+    def _compare_row(self, comparison: Comparison, numbers: BatchNumbers, row: int) -> None:
+        """Compare one example with the loss of its row alone."""
+
+        def alone(subject: ReferenceLosses, row: int) -> dict[str, Tensor]:
+            args, kwargs = subject.batch.rows(slice(row, row + 1)).arguments()
+
+            def loss() -> Tensor:
+                with subject.start.replayed(subject.model):
+                    found: Tensor = subject.model.loss(*args, **kwargs)  # type: ignore[operator]
+                    return found
+
+            return plain_gradients(loss, subject.parameters)
+
+        comparison.of_row(numbers, row, alone)
+
+    def _same_output_of_few(self, comparison: Comparison) -> None:
+        """Do nothing: the loss is compared, and the outputs are hidden."""
+
+    @staticmethod
+    def _numbers_again(recorder: Recorder, terms: Terms, subject: ReferenceLosses) -> BatchNumbers:
+        """Record another batch or model, and return its numbers."""
+        return recorded(subject, recorder.method, terms)
+
+
+def recorded(subject: ReferenceLosses, method: str, terms: Terms) -> BatchNumbers:
+    """Record a forward that computes its loss, and return its numbers."""
+    recorder = Recorder(subject.model, method=method, tape=Tape())
+    args, kwargs = subject.batch.arguments()
+    n = subject.batch.n
+    try:
+        with subject.start.replayed(subject.model), torch.enable_grad():
+            subject.model.loss(*args, **kwargs).backward()  # type: ignore[operator]
+        gradients = recorder.gradients(1.0 if terms.scale == 1 else float(n), "small")
+        factors = clip_factors(gradients, n, terms.bounds, terms.clipping, subject.mask)
+        return BatchNumbers(
+            factors.norms,
+            factors.norms,
+            lambda row: clipped_sums(gradients, factors.only(row)),
+            bounds=terms.bounds,
+            clipping=terms.clipping,
+        )
+    finally:
+        recorder.detach()
+
+
+def _with_rows(subject: ReferenceLosses, index: Tensor) -> ReferenceLosses:
+    mask = None if subject.mask is None else subject.mask[index.to(subject.mask.device)]
+    return replace(subject, batch=subject.batch.rows(index), mask=mask)
+
+
+def _apart(whole: Sequence[Tensor], other: Sequence[Tensor], row: int, position: int) -> float:
+    """Return the largest relative difference of `row` in one batch and `position` in another."""
+    worst = 0.0
+    for a, b in zip(whole, other, strict=True):
+        x, y = a[row].double(), b[position].double()
+        if x.shape != y.shape:
+            return float("inf")
+        sizes = a.double().abs()
+        size = float(sizes[sizes.isfinite()].mean().nan_to_num())
+        gaps = (x - y).abs() / (x.abs() + size).clamp(min=1e-300)
+        gaps = gaps.where(x.isfinite() & y.isfinite(), (x != y) & ~(x.isnan() & y.isnan()))
+        worst = max(worst, float(gaps.max()) if gaps.numel() else 0.0)
+    return worst

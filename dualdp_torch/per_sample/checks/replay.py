@@ -1,0 +1,384 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replay of a tape: its recorded functions, called again on other rows."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from dualdp_torch.per_sample.checks.tape import (
+    MADE,
+    OTHER,
+    Call,
+    Numbers,
+    Slice,
+    Slot,
+    Tape,
+    is_in_place,
+    slots_of,
+)
+from dualdp_torch.per_sample.random_state import TorchState
+from dualdp_torch.rules.base import Tensor
+
+
+class ReplayError(Exception):
+    """A recorded function can't be called on these rows; the message names it and the reason."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows on which a tape is replayed.
+
+    Attributes:
+        index: (m,) row of the batch for each position; all the same row, unless m = n.
+        examined: position of the examined row.
+        others: factor for the floating-point values of all other rows; if it is not 1, their bool
+            values are negated, too.
+        number: function from a call's position, the index of a number among its arguments, and its
+            recorded value to the value for m rows.
+        dtype: dtype of all floating-point values; None for the recorded ones.
+        whole_draws: bool, True if results drawn without a tensor argument are not indexed by row.
+    """
+
+    index: Tensor
+    examined: int
+    others: float = 1.0
+    number: Callable[[int, int, float], float] = lambda call, i, value: value
+    dtype: torch.dtype | None = None
+    whole_draws: bool = False
+
+    def pick(self, tensor: Tensor, axis: int) -> Tensor:
+        """Return these rows of a tensor, those of other examples scaled or negated."""
+        rows = tensor.index_select(axis, self.index.to(tensor.device))
+        if self.others == 1.0 or not (rows.is_floating_point() or rows.dtype is torch.bool):
+            return rows
+        shape = [-1 if i == axis else 1 for i in range(rows.dim())]
+        own = torch.arange(len(self.index), device=rows.device) == self.examined
+        if rows.dtype is torch.bool:
+            return rows ^ ~own.view(shape)
+        factors = torch.full((len(self.index),), self.others, dtype=rows.dtype, device=rows.device)
+        return rows * factors.masked_fill_(own, 1.0).view(shape)
+
+    def cast(self, tensor: Tensor) -> Tensor:
+        """Return the tensor in the precision of the replay."""
+        if self.dtype is None or not tensor.is_floating_point():
+            return tensor
+        return tensor.to(self.dtype)
+
+
+@dataclass
+class Replayed:
+    """Results of a replay.
+
+    Attributes:
+        cotangents: gradient of each output of the model, (m, ...), zeros where the loss ignores it.
+        inputs: tensors that the model was called with.
+        reads: mapping from the position of a call to the Python value that it returned.
+        draws: mapping from the position of a call that drew random numbers to the generators' state
+            before it.
+        values: mapping from the index of a slot to its last tensor.
+    """
+
+    cotangents: list[Tensor]
+    inputs: list[Tensor]
+    reads: dict[int, Any] = field(default_factory=dict)
+    draws: dict[int, TorchState] = field(default_factory=dict)
+    values: dict[int, Tensor] = field(default_factory=dict)
+
+
+class Script:
+    """Calls of a closed tape on which its losses and the model's inputs depend.
+
+    Attributes:
+        live: positions of those calls, and of in-place calls and calls returning Python values that
+            act on data of the batch.
+        sources: slots read by these calls that no call made.
+        draws: generator states by call, see `Replayed`; empty before the first replay.
+    """
+
+    def __init__(self, tape: Tape) -> None:
+        self.tape, self.n = tape, tape.n or 0
+        self.draws: dict[int, TorchState] = {}
+        self.sources: list[Slot] = []
+        self._given: dict[int, Tensor] = {}
+        self._from_rows = self._following()
+        self.live = self._live()
+        self._cut = self._cut_out()
+        held = [slot.value for slot in self.sources if slot.version is not None]
+        self._protected = {address for address in map(_storage, held) if address is not None}
+
+    def _following(self) -> set[int]:
+        """Return the slots that depend on tensors of the loader or the model."""
+        tape = self.tape
+        found = {slot.index for slot in tape.slots if tape.may_be_rows(slot)}
+        for call in tape.calls:
+            if any(slot.index in found for slot in call.taken):
+                found |= {slot.index for slot in call.made}
+        return found
+
+    def _live(self) -> list[int]:
+        """Return the positions of the live calls in order, and set `sources`."""
+        tape = self.tape
+        ends = [slot for b in tape.backwards for slot in (*b.losses, *b.weights) if slot]
+        ends += slots_of(tape.inputs.arguments) if tape.inputs is not None else ()
+        wanted = {slot.index for slot in ends}
+        last = max((b.position for b in tape.backwards), default=0)
+        found = list[int]()
+        for position, call in reversed(list(enumerate(tape.calls[:last]))):
+            outs = [slot.index for slot in call.made]
+            used = {slot.index for slot in call.taken}
+            makes = any(index in wanted for index in outs)
+            is_given = bool(outs) and all(index in self._given for index in outs)
+            acts = is_in_place(call.function) or not outs
+            if (makes and not is_given) or (acts and used & (wanted | self._from_rows)):
+                wanted |= used
+                found.append(position)
+        self.sources = [s for s in tape.slots if s.index in wanted and s.kind != MADE]
+        return found[::-1]
+
+    def _cut_out(self) -> set[int]:
+        """Return the slots with n rows that the loop cut out of tensors from elsewhere.
+
+        Without a loader, `x[:n]` of a larger tensor is such a batch.
+        """
+        tape, of_rows, external, found = self.tape, set[int](), set[int](), set[int]()
+        for slot in (*self.sources, *tape.outputs):
+            (external if tape.row_axis(slot) is None else of_rows).add(slot.index)
+        for position in self.live if tape.rows_by_size else ():
+            call = tape.calls[position]
+            used = {slot.index for slot in call.taken}
+            for slot in call.made:
+                is_cut = not used & of_rows and bool(used & external)
+                is_cut &= slot.shape[:1] == (self.n,)
+                found |= {slot.index} if is_cut else set()
+                if is_cut or used & of_rows:
+                    of_rows.add(slot.index)
+                elif used & external:
+                    external.add(slot.index)
+        return found
+
+    @property
+    def has_free_draws(self) -> bool:
+        """True if a call without tensor arguments draws numbers, per row or for the batch."""
+        return any(not self.tape.calls[position].taken for position in self.draws)
+
+    def strangers(self) -> list[Slot]:
+        """Return differentiable tensors of unknown origin in the graph of the losses."""
+        tape = self.tape
+        losses = [loss for backward in tape.backwards for loss in backward.losses]
+        met = {slot.index: slot for slot in losses}
+        for position in reversed(self.live):
+            call = tape.calls[position]
+            outs = [*call.made, *(slots_of(call.args) if call.out is None else ())]
+            if call.grad and any(slot.index in met and slot.requires_grad for slot in outs):
+                met |= {slot.index: slot for slot in call.taken}
+        found = {i: s for i, s in met.items() if s.kind == OTHER and s.requires_grad}
+        return list(found.values())
+
+    # ------------------------------------------------------------------ one replay
+
+    def run(self, rows: Rows, *, finds_draws: bool = False) -> Replayed:
+        """Replay all live calls; if `rows` is the recorded batch, note which of them draw.
+
+        Raises:
+            ReplayError: a function can't be called on these rows.
+        """
+        tape = self.tape
+        env = {index: rows.cast(rows.pick(given, 0)) for index, given in self._given.items()}
+        leaves: list[Tensor] = []
+        for slot in self.sources:
+            env[slot.index] = self._source(slot, rows)
+        for slot in tape.outputs:
+            if slot.index not in env:
+                env[slot.index] = self._source(slot, rows)
+            leaf = env[slot.index].detach().requires_grad_()
+            leaves.append(leaf)
+            env[slot.index] = leaf.clone()  # no leaf: it may be changed in place
+        found = Replayed([], [], values=env)
+        inputs = tape.inputs
+        if finds_draws and tape.start is not None:
+            tape.start.put()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for position in [*self.live, len(tape.calls)]:
+                if inputs is not None and position >= inputs.position:
+                    found.inputs = [env[slot.index].detach() for slot in slots_of(inputs.arguments)]
+                    inputs = None
+                    if finds_draws and tape.after is not None:
+                        tape.after.put()
+                if position < len(tape.calls):
+                    self._call(position, env, rows, found, finds_draws)
+            losses = [
+                (env[loss.index], None if weight is None else env[weight.index])
+                for backward in {b.position: b for b in tape.backwards}.values()
+                for loss, weight in zip(backward.losses, backward.weights, strict=True)
+            ]
+            found.cotangents = _gradients(losses, leaves)
+        if finds_draws:
+            self.draws = found.draws
+            self.live = self._live()  # without what leads to rows that were cut out
+        return found
+
+    def _source(self, slot: Slot, rows: Rows) -> Tensor:
+        """Return the value of a source tensor on these rows."""
+        assert slot.value is not None
+        value, axis = slot.value.detach(), self.tape.row_axis(slot)
+        if axis is not None:
+            return rows.cast(rows.pick(value, axis))
+        value = rows.cast(value)
+        return value.clone() if slot.version is None else value
+
+    def _call(
+        self, position: int, env: dict[int, Tensor], rows: Rows, found: Replayed, finds: bool
+    ) -> None:
+        """Call one function again, and store its results."""
+        call = self.tape.calls[position]
+        at_full_size = position in self.draws and len(rows.index) != self.n
+        numbers = call.numbers
+        if not at_full_size:
+            numbers = [rows.number(position, i, value) for i, value in enumerate(numbers)]
+        in_order = iter(numbers)
+        full = torch.full((self.n,), rows.examined) if at_full_size else None
+
+        def now(slot: Slot) -> Tensor:
+            try:
+                value = env[slot.index]
+            except KeyError:
+                raise ReplayError(f"{name_of(call.function)} gives fewer results here") from None
+            if full is not None and slot.shape[:1] == (self.n,):
+                return value.index_select(0, full.to(value.device))
+            return value
+
+        args = _filled(call.args, now, in_order, rows.dtype)
+        kwargs = _filled(call.kwargs, now, in_order, rows.dtype)
+        self._protect(call, args)
+        before = TorchState.now() if finds else None
+        if position in self.draws:
+            self.draws[position].put()
+        try:
+            function = call.function
+            if rows.dtype is not None and function in _CASTS:
+                function = _CAST[rows.dtype]
+            with _as_then(call, rows.dtype), _replayed(call.generators):
+                out = function(*args, **kwargs)
+        except ReplayError:
+            raise
+        except Exception as error:
+            reason = str(error).strip().split("\n")[0]
+            raise ReplayError(f"{name_of(call.function)} fails there ({reason})") from error
+        if before is not None and (call.generators or not before.is_same(TorchState.now())):
+            found.draws[position] = before
+        if call.out is None:
+            found.reads[position] = out
+            return
+        is_whole = rows.whole_draws and not call.taken
+        index = rows.index if at_full_size and not is_whole else None
+        for slot, tensor in _pairs(call.out, out):
+            if index is not None and slot.shape[:1] == (self.n,):
+                tensor = tensor.index_select(0, index.to(tensor.device))
+            env[slot.index] = rows.cast(tensor)
+            if finds and slot.index in self._cut and slot.index not in self._given:
+                self._given[slot.index] = tensor.detach().clone()
+
+    def _protect(self, call: Call, args: Any) -> None:
+        """Refuse an in-place call on a tensor that the loop keeps between steps."""
+        if not is_in_place(call.function) and "out" not in call.kwargs:
+            return
+        target = args[0] if args else None
+        if torch.is_tensor(target) and _storage(target) in self._protected:
+            raise ReplayError(
+                f"{name_of(call.function)} writes to a tensor that is kept from step to step"
+            )
+
+
+def _storage(tensor: Tensor | None) -> int | None:
+    """Return the storage address of a plain strided tensor or parameter, else None."""
+    if tensor is None or type(tensor) not in (Tensor, torch.nn.Parameter):
+        return None
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else None
+
+
+def _gradients(losses: list[tuple[Tensor, Tensor | None]], leaves: list[Tensor]) -> list[Tensor]:
+    """Return the gradients of the losses' weighted sum, zeros for unused leaves."""
+    live = [(loss, weight) for loss, weight in losses if loss.requires_grad]
+    found: tuple[Tensor | None, ...] = (None,) * len(leaves)
+    if live and leaves:
+        weights = [torch.ones_like(loss) if w is None else w.to(loss) for loss, w in live]
+        totals = [loss for loss, _ in live]
+        found = torch.autograd.grad(totals, leaves, weights, allow_unused=True)
+    pairs = zip(leaves, found, strict=True)
+    return [torch.zeros_like(leaf) if g is None else g.detach() for leaf, g in pairs]
+
+
+_CAST = {torch.float32: torch.Tensor.float, torch.float64: torch.Tensor.double}
+_CASTS = {*_CAST.values(), torch.Tensor.half, torch.Tensor.bfloat16}
+
+
+@contextlib.contextmanager
+def _as_then(call: Call, dtype: torch.dtype | None) -> Iterator[None]:
+    """Context with the call's recorded grad mode and autocast."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.set_grad_enabled(call.grad))
+        on = dict(call.autocast) if dtype is None else {}
+        for device in ("cpu", "cuda"):
+            if device in on or torch.is_autocast_enabled(device):
+                mode = torch.autocast(device, dtype=on.get(device), enabled=device in on)
+                stack.enter_context(mode)
+        yield
+
+
+@contextlib.contextmanager
+def _replayed(generators: list[tuple[torch.Generator, Tensor]]) -> Iterator[None]:
+    """Context in which generators among the arguments draw the recorded numbers; restores them."""
+    now = [(generator, generator.get_state()) for generator, _ in generators]
+    for generator, state in generators:
+        generator.set_state(state)
+    try:
+        yield
+    finally:
+        for generator, state in now:
+            generator.set_state(state)
+
+
+def _filled(
+    value: Any, now: Callable[[Slot], Any], numbers: Iterator[float], dtype: torch.dtype | None
+) -> Any:
+    """Fill tensors and the call's numbers into a recorded argument; `dtype` replaces float ones."""
+    kind = type(value)
+    if kind is Slot:
+        return now(value)
+    if kind is int or kind is float:
+        return next(numbers)
+    if kind is Numbers:
+        next(numbers)
+        return value.values
+    if kind is Slice:
+        return slice(*[_filled(v, now, numbers, dtype) for v in value])
+    if kind is tuple or kind is list:
+        return kind([_filled(v, now, numbers, dtype) for v in value])
+    if kind is dict:
+        return {name: _filled(v, now, numbers, dtype) for name, v in value.items()}
+    is_float = kind is torch.dtype and value.is_floating_point
+    return dtype if dtype is not None and is_float else value
+
+
+def _pairs(made: Any, out: Any) -> Iterator[tuple[Slot, Tensor]]:
+    """Yield each slot of a recorded result with its new tensor."""
+    if type(made) is Slot:
+        yield made, out
+    elif isinstance(made, tuple) and isinstance(out, tuple | list):
+        for slot, part in zip(made, out, strict=False):
+            yield from _pairs(slot, part)
+
+
+def name_of(function: Any) -> str:
+    """Return the name of a torch function; for an attribute, its name."""
+    name = getattr(function, "__name__", str(function))
+    if name in ("__get__", "__set__"):
+        return str(getattr(getattr(function, "__self__", None), "__name__", name))
+    return str(name)

@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clip factors and clipped sums of per-sample gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from dualdp import _validate
+from dualdp.plan.clipping import AUTOMATIC_OFFSET, CLIPPING, factors_for, group_bounds
+from dualdp_torch.parallel.fsdp import Shards
+from dualdp_torch.per_sample.gradients import Gradients, Limits
+from dualdp_torch.rules.base import Tensor, sq_norms
+
+#: Underflow of squares matters below this bound; above, the squares lost in 2^40 numbers change a
+#: norm by less than C * 1e-6.
+_LEAST_BOUND = 1e-10
+SecondPass = Callable[[Tensor], dict[str, Tensor] | None]
+
+
+class Terms(NamedTuple):
+    """Clipping settings of one batch, fixed when the loader yields the batch.
+
+    Attributes:
+        scale: factor that undoes the loss reduction: n for a mean, 1 for a sum.
+        bounds: mapping from clipping group to bound.
+        clipping: one of `dualdp.plan.clipping.CLIPPING`.
+        mask: (n,) bool, False for padding, or None.
+    """
+
+    scale: float
+    bounds: Mapping[str, Any]
+    clipping: str
+    mask: Tensor | None
+
+
+def group_of(name: str) -> str:
+    """Return the module path of a parameter name: its group in per-layer clipping."""
+    return name.rpartition(".")[0]
+
+
+def clipping_bounds(
+    parameters: Mapping[str, Any], clipping: str, max_grad_norm: Any
+) -> dict[str, Any]:
+    """Return clipping group -> bound; flat and automatic clipping have the one group ""."""
+    _validate.choice("clipping", clipping, CLIPPING)
+    groups = sorted({group_of(name) for name in parameters}) if clipping == "per_layer" else [""]
+    if isinstance(max_grad_norm, Mapping):
+        if clipping != "per_layer":
+            raise TypeError(
+                f"max_grad_norm is a mapping, but clipping={clipping!r}. Expected a number; "
+                'bounds per group need clipping="per_layer".'
+            )
+        return group_bounds(groups, max_grad_norm)
+    if torch.is_tensor(max_grad_norm):
+        if max_grad_norm.numel() != 1:
+            raise ValueError(
+                f"max_grad_norm has shape {tuple(max_grad_norm.shape)}. Expected a number."
+            )
+        max_grad_norm = float(max_grad_norm)
+    bound = _validate.positive("max_grad_norm", max_grad_norm)
+    return group_bounds(groups, bound) if clipping == "per_layer" else {"": bound}
+
+
+def refuse_two_pass(method: str, clipping: str) -> None:
+    """Refuse per-layer clipping with a method that reweights whole losses.
+
+    Raises:
+        ValueError: method="two_pass" with clipping="per_layer".
+    """
+    if clipping == "per_layer" and method == "two_pass":
+        raise ValueError(
+            'method="two_pass" reweights whole losses, so it can\'t clip per_layer. Expected '
+            'clipping="flat" or "automatic", or another method.'
+        )
+
+
+def limits_of(bounds: Mapping[str, float], clipping: str) -> Limits:
+    """Return the precision that these clip factors need of the norms."""
+    if clipping == "per_layer":
+        return Limits(group_of, bounds)
+    return Limits(lambda name: "", {"": AUTOMATIC_OFFSET} if clipping == "automatic" else bounds)
+
+
+def whole_norms(squares: Mapping[str, Tensor], n: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Return (n,) norms of whole gradients, from the squared norms per parameter."""
+    if not squares:
+        return torch.zeros(n)
+    widest = max((s.dtype for s in squares.values()), key=lambda d: d.itemsize)
+    return torch.stack([s.to(widest) for s in squares.values()]).sum(0).sqrt().to(dtype or widest)
+
+
+def norms_of(
+    gradients: Gradients, limits: Limits, n: int
+) -> tuple[dict[str, Tensor], Tensor, bool]:
+    """Return squared norms by parameter, norms (n,) of whole gradients, and if float32 held them.
+
+    A norm whose square overflows float32 is recomputed in float64, so that the example is not taken
+    for a broken one.
+
+    Args:
+        gradients: per-sample gradients of n examples.
+        limits: precision that the norms need.
+        n: number of examples.
+    """
+    squares = gradients.sq_norms(limits)
+    norms = whole_norms(squares, n)
+    finite = norms < torch.inf  # nor nan
+    if bool(finite.all()):
+        return squares, norms, True
+    rows = (~finite).nonzero().flatten()
+    for name, exact in gradients.exact_sq_norms(rows).items():
+        squares[name] = squares[name].double().index_put_((rows,), exact)
+    return squares, whole_norms(squares, n, norms.dtype), False
+
+
+def _squares_of_minute_gradients(gradients: Gradients) -> dict[str, Tensor]:
+    """Return name -> (n,) upper bounds on the squared norms that hold where squares underflow.
+
+    A square below the smallest normal number loses at most `tiny`, which is added for each element.
+    Norms from products may lose more, so the gradients are formed.
+    """
+    return {
+        name: sq_norms(g) + g.shape[1:].numel() * torch.finfo(g.dtype).tiny
+        for name, g in gradients.grads().items()
+    }
+
+
+def _factors(
+    squares: Mapping[str, Tensor], norms: Tensor, bounds: Mapping[str, Any], clipping: str
+) -> dict[str, Tensor]:
+    """Return name -> (n,) clip factors, those of the parameter's group."""
+    if clipping != "per_layer":
+        factors = factors_for(clipping, norms, bounds[""], xp=torch)
+        return dict.fromkeys(squares, factors)
+    found: dict[str, Tensor] = {}
+    for group, bound in bounds.items():
+        members = {name: s for name, s in squares.items() if group_of(name) == group}
+        lengths = whole_norms(members, len(norms), norms.dtype)
+        factors = factors_for(clipping, lengths, bound, xp=torch)
+        found |= dict.fromkeys(members, factors.masked_fill(~norms.isfinite(), 0))
+    return found
+
+
+@dataclass(frozen=True)
+class Factors:
+    """Clip factors of n examples.
+
+    Attributes:
+        of: mapping from parameter name to the (n,) factors of its group.
+        norms: (n,) before clipping, 0 for padding.
+        rows: indices of the examples to sum, None for all: a factor 0 would not remove a nan.
+        squares: mapping from parameter name to (n,) squared norms.
+    """
+
+    of: dict[str, Tensor]
+    norms: Tensor
+    rows: Tensor | None
+    squares: dict[str, Tensor]
+
+    def only(self, row: int) -> Factors:
+        """Return the factors with every example but one left out."""
+        rows = torch.tensor([row], device=self.norms.device)
+        kept = torch.zeros_like(self.norms).index_fill_(0, rows, 1.0)
+        return replace(self, of={name: f * kept for name, f in self.of.items()}, rows=rows)
+
+    def lengths(self, name: str) -> float:
+        """Return the root of the sum of squared contributions to one parameter's sum."""
+        return float((self.of[name].square() * self.squares[name]).nansum().sqrt())
+
+
+def clip_factors(
+    gradients: Gradients, n: int, bounds: Mapping[str, Any], clipping: str, mask: Tensor | None
+) -> Factors:
+    """Return the clip factors of n examples.
+
+    Args:
+        gradients: per-sample gradients of n examples.
+        n: number of examples.
+        bounds: mapping from clipping group to bound, see `clipping_bounds`.
+        clipping: one of `dualdp.plan.clipping.CLIPPING`.
+        mask: (n,) bool, False for padding, or None.
+
+    Guarantees:
+        Contributions are bounded also where squares underflow.
+            [test_contributions_are_bounded_where_squares_underflow]
+    """
+    squares, norms, are_finite = norms_of(gradients, limits_of(bounds, clipping), n)
+    rows = None
+    if mask is not None or not are_finite:
+        counted = norms < torch.inf  # nor nan
+        if mask is not None:
+            mask = mask.to(norms.device)
+            counted, norms = counted & mask, norms.where(mask, 0)
+        rows = None if bool(counted.all()) else counted.nonzero().flatten()
+    lengths = norms
+    if min(bounds.values()) < _LEAST_BOUND and squares:
+        squares = _squares_of_minute_gradients(gradients)
+        lengths = whole_norms(squares, n)
+    return Factors(_factors(squares, lengths, bounds, clipping), norms, rows, squares)
+
+
+def clipped_sums(
+    gradients: Gradients,
+    factors: Factors,
+    second_pass: SecondPass | None = None,
+    shards: Shards | None = None,
+    formed: Callable[[str, Tensor], Tensor] = lambda name, total: total,
+) -> dict[str, Tensor]:
+    """Return name -> sum over the examples of factor times gradient.
+
+    Args:
+        gradients: per-sample gradients of n examples.
+        factors: clip factors of the same examples.
+        second_pass: function from factors (n,) to the sums by a second forward and backward, or to
+            None if that is another function of the data; used only if `passes_again`.
+        shards: shards of a model under `fully_shard`: each sum is reduced to this process's shard
+            of the sum over all processes before the next is computed.
+        formed: function (name, sum) -> sum, applied to each sum as soon as it is computed.
+    """
+    if second_pass is not None and passes_again(gradients, factors.rows, shards):
+        shared = next(iter(factors.of.values()))
+        sums = second_pass(_counting(shared, factors.rows))
+        if sums is not None:
+            return {name: formed(name, total) for name, total in sums.items()}
+    reduce = (lambda name, total: total) if shards is None else shards.reduce
+    each = gradients.sums(factors.of, factors.rows)
+    return {name: formed(name, reduce(name, total)) for name, total in each}
+
+
+def clip_and_sum(
+    gradients: Gradients,
+    n: int,
+    bounds: Mapping[str, Any],
+    clipping: str,
+    mask: Tensor | None,
+    second_pass: SecondPass | None = None,
+    shards: Shards | None = None,
+    formed: Callable[[str, Tensor], Tensor] = lambda name, total: total,
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Return name -> clipped sum, and the norms (n,) before clipping, 0 for padding.
+
+    Args:
+        gradients: per-sample gradients of n examples.
+        n: number of examples.
+        bounds: mapping from clipping group to bound, see `clipping_bounds`.
+        clipping: one of `dualdp.plan.clipping.CLIPPING`.
+        mask: (n,) bool, False for padding, or None.
+        second_pass: function or None, see `clipped_sums`.
+        shards: shards or None, see `clipped_sums`.
+        formed: function, see `clipped_sums`.
+    """
+    factors = clip_factors(gradients, n, bounds, clipping, mask)
+    return clipped_sums(gradients, factors, second_pass, shards, formed), factors.norms
+
+
+def passes_again(gradients: Gradients, rows: Tensor | None, shards: Shards | None = None) -> bool:
+    """True if the sum may come from a second pass: over the same rows, so that dropout is the same.
+
+    False below float32. Processes of a sharded model decide alike, also one in which no row counts.
+    """
+    if gradients.is_narrow:
+        return False
+    if shards is None:
+        return rows is None and not gradients.one_sum
+    some_left_out = rows is not None and len(rows) > 0
+    return shards.first_that(some_left_out or gradients.one_sum) is None
+
+
+def _counting(factors: Tensor, rows: Tensor | None) -> Tensor:
+    """Return the factors, or zeros if `rows` is given, as then no row counts."""
+    return factors if rows is None else torch.zeros_like(factors)

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Description of a call of `clipped_grad_sum`: the treatment of each parameter, and the check."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from dualdp import _validate
+from dualdp.exactness import ExactnessError
+from dualdp_torch.per_sample.api import clipped_grad_sum
+from dualdp_torch.per_sample.call import Call
+from dualdp_torch.per_sample.gradients import Captured
+
+
+def explain(
+    loss_fn: Callable[..., Any],
+    model: nn.Module,
+    *batch: Any,
+    method: str = "auto",
+    clipping: str = "flat",
+    has_aux: bool = False,
+    check: str = "first",
+) -> dict[str, Any]:
+    """Return the method and norms that `clipped_grad_sum` uses for a model, and its check, as data.
+
+    Args:
+        loss_fn: callable, see `clipped_grad_sum`.
+        model: module, see `clipped_grad_sum`; it is run, and left as it was.
+        *batch: tensors and other objects, see `clipped_grad_sum`; at least two examples.
+        method: str, see `clipped_grad_sum`.
+        clipping: str, see `clipped_grad_sum`.
+        has_aux: bool, see `clipped_grad_sum`.
+        check: str, "first" compares the call with plain autograd, as a first call does, or "off".
+
+    Returns:
+        Dict with keys "method", "way", "reason", "uses", "instantiated" and "check". "way" is
+        "uses" if parameter uses are captured, else "vmap" or "loop"; "reason" is None, or the
+        problem that led to vmap. Each entry of "uses" has the "parameters", the called "function",
+        the "form" of its norms ("products" of inputs and output gradients, or "gradients"), and
+        "keeps", True if per-sample gradients are kept for the sum. "instantiated" lists parameters
+        whose per-sample gradients are formed. "check" has a "status" ("passed", "failed",
+        "not checked", "off") and a "reason" for "failed" and "not checked".
+
+    Raises:
+        UnsupportedLayerError: the losses depend on other examples.
+        ValueError: fewer than two examples.
+
+    >>> import torch
+    >>> model = torch.nn.Linear(3, 2)
+    >>> loss = lambda model, x: model(x).square().sum(1)
+    >>> found = explain(loss, model, torch.ones(4, 3))
+    >>> [(use["parameters"], use["form"]) for use in found["uses"]]
+    [(['weight'], 'products'), (['bias'], 'gradients')]
+    >>> found["check"]["status"]
+    'passed'
+    """
+    _validate.choice("check", check, ("first", "off"))
+    call = Call.checked(loss_fn, model, batch, method, has_aux, None, None)
+    if call.batch.n < 2:
+        raise ValueError(
+            f"The batch holds {call.batch.n} examples. Expected at least two: one alone goes "
+            "through the loop."
+        )
+    with call.unchanged():
+        gradients, _, _ = call.gradients()
+        uses = gradients.describe() if isinstance(gradients, Captured) else []
+    way = "uses" if isinstance(gradients, Captured) else "loop" if method == "loop" else "vmap"
+    return {
+        "method": method,
+        "way": way,
+        "reason": None if way == "uses" or method == way else call.cache.problem,
+        "uses": uses,
+        "instantiated": sorted(
+            {n for use in uses if use["form"] == "gradients" for n in use["parameters"]}
+        ),
+        "check": _checked(loss_fn, model, batch, method, clipping, has_aux, check),
+    }
+
+
+def _checked(
+    loss_fn: Callable[..., Any],
+    model: nn.Module,
+    batch: tuple[Any, ...],
+    method: str,
+    clipping: str,
+    has_aux: bool,
+    check: str,
+) -> dict[str, Any]:
+    """Return the outcome of the call's check, as the "check" entry of `explain`."""
+    if check == "off":
+        return {"status": "off"}
+    if method == "loop":
+        return {"status": "not checked", "reason": "the loop is the definition"}
+    try:
+        norms = clipped_grad_sum(
+            *(loss_fn, model, *batch),
+            max_grad_norm=1.0,
+            method=method,
+            clipping=clipping,
+            has_aux=has_aux,
+            check="always",
+        ).norms
+    except ExactnessError as error:
+        return {"status": "failed", "reason": str(error)}
+    if not bool(norms.isfinite().any()):
+        return {"status": "not checked", "reason": "no norm of the batch is finite"}
+    return {"status": "passed"}

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Analysis of a model before and after a recorded forward, the same on all processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+from dualdp._validate import UnsupportedLayerError
+from dualdp_torch.parallel.fsdp import Shards
+from dualdp_torch.per_sample.analysis_cache import AnalysisCache, cached_analyses
+from dualdp_torch.per_sample.batch import Batch
+from dualdp_torch.per_sample.batch_axis import BatchAxis, of_single
+from dualdp_torch.per_sample.capture import Capture
+from dualdp_torch.per_sample.independence import analyze
+from dualdp_torch.per_sample.outputs import combined, float_leaves, projected
+from dualdp_torch.per_sample.permutation_check import PERMUTED, permuted_use
+from dualdp_torch.per_sample.vmap_and_loop import gradients_set_aside
+
+_SAMPLE = 8  # examples that one process shares for the analysis by all
+
+
+class ForwardAnalysis:
+    """Finds the batch axes of the parameter uses of a recorded model.
+
+    A sharded model gathers its parameters in a forward of all processes together. So all processes
+    analyse it on the same few examples as soon as one process needs the analysis.
+
+    Args:
+        model: module to analyse.
+        inside: mapping from name to parameter, as the forward sees it.
+        shards: shards of a model under `fully_shard`, or None.
+        pause: function returning a context in which the model's calls are not recorded.
+
+    Attributes:
+        skip: positions of uses that hold no examples.
+        cache: analyses of the model on batches like the last one.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inside: Mapping[str, nn.Parameter],
+        shards: Shards | None,
+        pause: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._model, self._inside, self._shards, self._pause = model, inside, shards, pause
+        self._batch: Batch
+        self.cache = AnalysisCache([])
+        self.skip: frozenset[int] = frozenset()
+
+    def begin(self, batch: Batch) -> str | None:
+        """Return the reason why captured uses can't be trusted, or None; analyse a new model first.
+
+        Raises:
+            UnsupportedLayerError: there is a reason, and the model is sharded.
+        """
+        self._batch, self.cache = batch, cached_analyses(self._model, projected, batch)
+        self._complete(lambda: not self.cache)
+        problem = self.cache.problem
+        if problem and self._shards is not None:
+            raise UnsupportedLayerError(
+                f"{problem}, so its gradients need vmap, which can't gather the parameters of a "
+                "model under fully_shard. Expected layers that a rule covers; change that layer, "
+                "or train without fully_shard."
+            )
+        # A batch of one shows nothing, but must skip the same uses as the other processes.
+        before = self.skip if self._shards is not None else frozenset()
+        self.skip = before if self.cache.skip is None else self.cache.skip
+        return problem
+
+    def batch_axes(self, capture: Capture, outputs: Any) -> tuple[BatchAxis | None, ...]:
+        """Return the batch axis of each use of the forward that has ended, None if not known.
+
+        Raises:
+            UnsupportedLayerError: the analysis is impossible, or rows were permuted on this batch.
+        """
+        cache, signatures = self.cache, tuple(use.signature for use in capture.uses)
+        self._complete(lambda: signatures not in cache or not cache[signatures].complete)
+        n = self._batch.n
+        if n == 1:
+            found = tuple(
+                of_single(use.out_shape, use.possible_axes, use.rule.rows_are_free)
+                for use in capture.uses
+            )
+        elif signatures not in cache:
+            raise UnsupportedLayerError(
+                "The model could not be examined on this batch: fewer than two of its outputs are "
+                "finite, or a few of the examples take another way through it than all of them. "
+                'Use clipped_grad_sum, or method="vmap".'
+            )
+        else:
+            found = cache[signatures].batch_axes
+        is_due, rounds = n > 1 and capture.permutations.may_permute(n), (n - 1).bit_length()
+        if self._shards is not None:  # as many backwards on all processes as one of them needs
+            is_due = bool(self._shards.largest(is_due))
+            rounds = self._shards.largest(rounds) if is_due else 0
+        if is_due:
+            checked = found if n > 1 else [None] * len(found)
+            with self._pause():
+                total = combined(float_leaves(outputs))
+                use = permuted_use(capture, total, checked, self._inside, rounds=rounds)
+            if use is not None:
+                raise UnsupportedLayerError(
+                    f"{PERMUTED.format(use)} Keep the examples in place, or use clipped_grad_sum "
+                    'or grad_sample_mode="functorch".'
+                )
+        return found
+
+    def _complete(self, is_missing: Callable[[], bool]) -> None:
+        """Analyse the model if `is_missing`, on the examples of each such process in turn."""
+        missing = self._batch.n > 1 and is_missing()
+        if self._shards is None:
+            if missing:
+                self._analyze(self._batch)
+            return
+        while (rank := self._shards.first_that(missing)) is not None:
+            few = self._batch.rows(slice(0, _SAMPLE)).arguments()
+            device = self._batch.tensors()[0].device
+            self._analyze(Batch(self._shards.sample_of(rank, few, device)))
+            missing = missing and rank != self._shards.group.rank and is_missing()
+
+    def _analyze(self, batch: Batch) -> None:
+        """Analyse the model on a batch, and cache the result if it may be reused."""
+        writes = self.cache.writes
+        with self._pause(), gradients_set_aside(self._inside), torch.enable_grad():
+            found = analyze(self._model, projected, batch, self._inside, writes=writes)
+        is_ours = batch.signature() == self._batch.signature()
+        if is_ours and found is not None and (found.complete or found.signatures):
+            self.cache.add(found)

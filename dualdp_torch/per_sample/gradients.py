@@ -1,0 +1,438 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Per-sample gradients of one batch: as tensors in memory, or as the products they are made of.
+
+`Formed` and `Captured` offer the same operations: gradients, squared norms, and weighted sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from dualdp.plan.clipping import margin_of
+from dualdp_torch.per_sample.batch_axis import BatchAxis
+from dualdp_torch.per_sample.parameter_use import Derived, Use, name_of
+from dualdp_torch.per_sample.use_gradients import Part, joined, leads_to, pick, tied
+from dualdp_torch.rules import choices, memory
+from dualdp_torch.rules.base import Norms, Tensor, exact_sq_norms, is_narrow, sq_norms, weighted_sum
+from dualdp_torch.rules.base import wide as wide
+
+#: Floor of a squared norm to which its error is compared.
+_LEAST = 1e-30
+#: Largest size of n gradients at which those of one shape, such as norms and biases, are copied
+#: into one tensor and share kernel calls: copying more takes longer than the calls saved.
+SMALL = 1 << 14
+
+
+def _added(terms: list[Tensor]) -> Tensor:
+    """Return the sum of one or more tensors; a single tensor is not copied."""
+    return terms[0] if len(terms) == 1 else torch.stack(terms).sum(0)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Clipping groups and bounds, which decide how large the error of a norm may be.
+
+    Attributes:
+        group_of: function from parameter name to clipping group.
+        floors: mapping from group to the norm below which no relative precision is needed: C, or
+            the offset of automatic clipping; groups that are not listed have 0.
+    """
+
+    group_of: Callable[[str], str] = str
+    floors: Mapping[str, float] = field(default_factory=dict)
+
+
+class Gradients(Protocol):
+    """Protocol of the per-sample gradients of n examples.
+
+    Attributes:
+        is_narrow: bool, True if backward computed some of them in a precision below float32.
+        doubt: (n,) largest error bound of a norm, in units of its tolerance, over the groups whose
+            norms came from products; None before `sq_norms`, or without such norms.
+        one_sum: bool, True if some examples' sums must come from the same numbers as their norms.
+    """
+
+    is_narrow: bool
+
+    @property
+    def doubt(self) -> Tensor | None:
+        """(n,) largest error bound of a norm, in units of its tolerance, or None."""
+        ...
+
+    @property
+    def one_sum(self) -> bool:
+        """True if some examples' sums must come from the same numbers as their norms."""
+        ...
+
+    def grads(self) -> dict[str, Tensor]:
+        """Return a mapping from parameter name to (n, *shape)."""
+        ...
+
+    def sq_norms(self, limits: Limits) -> dict[str, Tensor]:
+        """Return name -> (n,) squared norms, as precise as `limits` asks; inf on overflow."""
+        ...
+
+    def exact_sq_norms(self, rows: Tensor) -> dict[str, Tensor]:
+        """Return name -> (rows,) float64 squared norms of the selected examples."""
+        ...
+
+    def sums(
+        self, factors: Mapping[str, Tensor], rows: Tensor | None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, sum over the examples `rows`, or all, of factor times gradient)."""
+        ...
+
+    def forget(self) -> None:
+        """Free the memory of the gradients, which can't be read any more."""
+        ...
+
+
+class Formed:
+    """Per-sample gradients held in memory: a mapping from parameter name to (n, *shape)."""
+
+    doubt: Tensor | None = None
+    one_sum = False
+
+    def __init__(self, formed: dict[str, Tensor]) -> None:
+        self.is_narrow = is_narrow(formed.values())
+        self._formed = {name: g.to(wide(g.dtype)) for name, g in formed.items()}
+
+    def grads(self) -> dict[str, Tensor]:
+        """Return a mapping from parameter name to (n, *shape)."""
+        return self._formed
+
+    def sq_norms(self, limits: Limits) -> dict[str, Tensor]:
+        """Return name -> (n,) squared norms."""
+        return {name: sq_norms(g) for name, g in self._formed.items()}
+
+    def exact_sq_norms(self, rows: Tensor) -> dict[str, Tensor]:
+        """Return name -> (rows,) float64 squared norms of the selected examples."""
+        return {name: exact_sq_norms(g[rows]) for name, g in self._formed.items()}
+
+    def sums(
+        self, factors: Mapping[str, Tensor], rows: Tensor | None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, weighted sum) for each parameter."""
+        for name, g in self._formed.items():
+            yield name, weighted_sum(pick(factors[name], rows), pick(g, rows))
+
+    def forget(self) -> None:
+        """Free the gradients."""
+        self._formed = {}
+
+
+class Captured:
+    """Per-sample gradients as products of inputs and output gradients of each parameter use.
+
+    Norms computed from products have an error bound. Where it exceeds the tolerance of the clip
+    factor, the example's gradient is formed, and the sum takes the formed gradient: a product over
+    the batch would round differently, and positions that cancel leave nothing but rounding.
+
+    Args:
+        uses: parameter uses, whose output gradients have arrived.
+        batch_axes: batch axis of each use; None where no gradient arrived.
+        parameters: mapping from name to parameter.
+        derived: mapping from name to a tensor computed from parameters and used like one.
+        n: number of examples.
+        keep: "all" keeps every per-sample gradient, "small" those no larger than the output's
+            gradient, "cheap" also those that the cost model keeps.
+        gathered: function from parameter names to a context in which their storage is allocated;
+            None if it always is.
+    """
+
+    def __init__(
+        self,
+        uses: Iterable[Use],
+        batch_axes: Iterable[BatchAxis | None],
+        parameters: Mapping[str, Tensor],
+        derived: Mapping[str, Derived],
+        *,
+        n: int,
+        keep: str,
+        gathered: Callable[[Iterable[str]], AbstractContextManager[None]] | None = None,
+    ) -> None:
+        self._parameters, self._derived, self._n, self._keep = parameters, derived, n, keep
+        self._gathered = gathered or (lambda names: nullcontext())
+        self._parts: dict[str, list[Part]] = {name: [] for name in (*parameters, *derived)}
+        self._kept: dict[str, Tensor] = {}
+        self._alike: list[tuple[list[str], Tensor]] = []  # small kept gradients, (n, names, *shape)
+        self._apart: dict[str, list[tuple[Tensor, Tensor]]] = {}  # formed: (rows, gradients)
+        self._doubts: list[tuple[Tensor, Tensor]] = []  # (error, tolerance) per group
+        self.is_narrow = is_narrow(parameters.values())
+        for use, batch_axis in zip(uses, batch_axes, strict=True):
+            if use.grads_out is None or batch_axis is None:
+                continue  # no gradient arrived: the use contributes nothing
+            self.is_narrow |= is_narrow([use.grads_out])
+            acts = self._prepare(use.acts, batch_axis)
+            grads_out = self._prepare(use.grads_out, batch_axis)
+            for slot, name in use.held.items():
+                light = slot in use.rule.light
+                self._parts[name].append(Part(use, slot, None if light else acts, grads_out))
+            use.acts = use.grads_out = None  # from here on only the parts hold these tensors
+            use.versions.clear()
+        self._parts = {name: joined(parts) for name, parts in self._parts.items()}
+        self._below = {name: leads_to(value, parameters) for name, value in derived.items()}
+
+    def _prepare(self, tensor: Any, batch_axis: BatchAxis) -> Any:
+        if isinstance(tensor, tuple):
+            return tuple(self._prepare(t, batch_axis) for t in tensor)
+        return None if tensor is None else batch_axis.batch_first(tensor, self._n)
+
+    def _zeros(self, name: str) -> Tensor:
+        """Return (*shape) zeros in the precision of the parameter's sum."""
+        p = self._parameters[name]
+        return torch.zeros(p.shape, dtype=wide(p.dtype), device=p.device)
+
+    def _pulled_back(self) -> dict[str, Tensor]:
+        """Return name -> (n, *shape), gradients that reach parameters through derived tensors."""
+        found: dict[str, Tensor] = {}
+        for name, below in self._below.items():
+            with self._gathered(below):  # also without any use: gathering is collective
+                pulled = self._pulled(name, below, None) if self._parts[name] else {}
+            for parameter, grad in pulled.items():
+                found[parameter] = found[parameter] + grad if parameter in found else grad
+        return found
+
+    def _pulled(self, name: str, below: Iterable[str], rows: Tensor | None) -> dict[str, Tensor]:
+        """Return parameter -> (rows, *shape), gradients through one derived tensor."""
+        only = {parameter: self._parameters[parameter] for parameter in below}
+        grads = _added([part.grads(rows) for part in self._parts[name]])
+        return self._derived[name].pull_back(grads, only, per_sample=True)[0]
+
+    def _sum_of_pulled(
+        self, name: str, parameter: str, factors: Tensor, rows: Tensor | None
+    ) -> list[Tensor]:
+        """Weighted sum over the examples of one parameter's gradient through a derived tensor."""
+        only = {parameter: self._parameters[parameter]}
+        total = _added([part.sum(factors, rows) for part in self._parts[name]])
+        found, is_exact = self._derived[name].pull_back(total, only, per_sample=False)
+        if is_exact:
+            return list(found.values())
+        # The sum was rounded to the derived tensor's precision: pull back each example alone, as
+        # for its norm.
+        rows = torch.arange(self._n, device=factors.device) if rows is None else rows
+        terms = []
+        for piece in memory.row_slices(len(rows), only[parameter].numel(), factors):
+            each = self._pulled(name, only, rows[piece])
+            terms += [weighted_sum(factors[rows[piece]], grad) for grad in each.values()]
+        return [_added(terms)] if terms else []
+
+    def _formed(self, name: str, pulled_back: Mapping[str, Tensor]) -> Tensor:
+        """Return (n, *shape), the whole gradient of one parameter."""
+        terms = [part.grads() for part in self._parts[name]]
+        if name in pulled_back:
+            terms.append(pulled_back[name])
+        if not terms:
+            return self._zeros(name).expand(self._n, *self._parameters[name].shape)
+        return _added(terms)
+
+    def grads(self) -> dict[str, Tensor]:
+        """Return a mapping from parameter name to (n, *shape)."""
+        pulled_back = self._pulled_back()
+        return {
+            name: self._kept[name] if name in self._kept else self._formed(name, pulled_back)
+            for name in self._parameters
+        }
+
+    def _keeps(self, parts: list[Part]) -> bool:
+        """True if one parameter's per-sample gradients are kept until the sum."""
+        compared = self._keep == "cheap" and choices.is_forced()
+        if self._keep == "all" or (not compared and all(part.is_small() for part in parts)):
+            return True
+        return self._keep == "cheap" and all(part.prefers_keeping() for part in parts)
+
+    def _norms_alone(self, parts: list[Part]) -> Norms | None:
+        """(n,) squared norms without forming gradients, and their error bound; None if dearer."""
+        if len(parts) > 1:
+            return tied(parts)
+        return parts[0].sq_norms() if parts[0].norms_are_cheaper() else None
+
+    @property
+    def doubt(self) -> Tensor | None:
+        """(n,) largest error bound of a norm, in units of its tolerance; None without bounds."""
+        if not self._doubts:
+            return None
+        return torch.stack([error / tolerated for error, tolerated in self._doubts]).amax(0)
+
+    @property
+    def one_sum(self) -> bool:
+        """True if some gradients were formed for their norms and must be used in the sum."""
+        return bool(self._apart)
+
+    def sq_norms(self, limits: Limits) -> dict[str, Tensor]:
+        """Return name -> (n,) squared norms, as precise as `limits` asks.
+
+        Guarantees:
+            An earlier call, whatever its limits, leaves no gradient in a later sum.
+                [test_questions_to_a_record_may_be_repeated]
+        """
+        self._apart, self._doubts = {}, []
+        found: dict[str, Tensor] = {}
+        bounds: dict[str, Tensor] = {}
+        small: dict[Any, list[str]] = {}
+        pulled_back = self._pulled_back()
+        for name in self._parameters:
+            parts = self._parts[name]
+            if name in self._kept:  # by an earlier call
+                found[name] = sq_norms(self._kept[name])
+                continue
+            if not parts and name not in pulled_back:
+                found[name] = self._zeros(name).new_zeros(self._n)
+                continue
+            keeps = self._keeps(parts)
+            alone = None if keeps or name in pulled_back else self._norms_alone(parts)
+            if alone is not None:
+                found[name], bound = alone
+                if bound is not None:
+                    bounds[name] = bound
+            else:
+                formed = self._formed(name, pulled_back)
+                if keeps:
+                    self._kept[name] = formed
+                    parts.clear()  # free the inputs before the next gradient is formed
+                if keeps and formed.numel() <= SMALL:
+                    small.setdefault((formed.shape, formed.dtype, formed.device), []).append(name)
+                else:
+                    found[name] = sq_norms(formed)
+        for names in small.values():
+            found |= self._sq_norms_of_alike(names)
+        found = {name: found[name] for name in self._parameters}
+        if bounds:
+            self._form_doubtful(found, bounds, limits)
+        return found
+
+    def _sq_norms_of_alike(self, names: list[str]) -> dict[str, Tensor]:
+        """Name -> (n,) of kept gradients of one shape, which from now on share one tensor."""
+        if len(names) == 1:
+            return {name: sq_norms(self._kept[name]) for name in names}
+        together = torch.stack([self._kept[name] for name in names], 1)
+        self._kept.update(zip(names, together.unbind(1), strict=True))
+        self._alike.append((names, together))
+        squares = sq_norms(together.flatten(0, 1)).view(together.shape[:2])
+        return dict(zip(names, squares.unbind(1), strict=True))
+
+    def _form_doubtful(
+        self, found: dict[str, Tensor], bounds: Mapping[str, Tensor], limits: Limits
+    ) -> None:
+        """Form the gradients of examples whose norms may be too inexact, group by group."""
+        members: dict[str, list[str]] = {}
+        for name in found:
+            members.setdefault(limits.group_of(name), []).append(name)
+        groups = [group for group, names in members.items() if not bounds.keys().isdisjoint(names)]
+        self._doubts = [
+            self._group_doubt(members[g], limits.floors.get(g, 0.0), found, bounds) for g in groups
+        ]
+
+    def _group_doubt(
+        self, names: list[str], floor: float, found: dict[str, Tensor], bounds: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """(n,) error bound of one group's squared norms, 0 where formed, and (n,) tolerance."""
+        total = _added([found[name] for name in names])
+        error = _added([bounds[name] for name in names if name in bounds])
+        tolerated = total.clamp(min=max(floor**2, _LEAST)).mul_(margin_of(total.dtype))
+        if bool((error <= tolerated).all()):
+            return error, tolerated
+        doubtful = ~(error <= tolerated)  # True for nan and inf
+        for name in names:
+            if name in bounds:
+                self._form_apart(name, doubtful.nonzero().flatten(), found)
+        return error.masked_fill(doubtful, 0), tolerated
+
+    def _form_apart(self, name: str, rows: Tensor, found: dict[str, Tensor]) -> None:
+        """Form and keep one parameter's gradients of the examples `rows`; update their norms."""
+        shape = self._parameters[name].shape
+        for piece in memory.row_slices(len(rows), shape.numel(), found[name]):
+            part = rows[piece]
+            formed = _added([p.grads(part) for p in self._parts[name]])
+            found[name][part] = sq_norms(formed)
+            self._apart.setdefault(name, []).append((part, formed))
+
+    def describe(self) -> list[dict[str, Any]]:
+        """Return one dict per parameter use, the "uses" entry of `dualdp_torch.explain`."""
+        found = []
+        for name in (*self._parameters, *self._derived):
+            parts, below = self._parts[name], self._below.get(name)
+            keeps = bool(parts) and self._keeps(parts)
+            formed = keeps or below is not None or self._norms_alone(parts) is None
+            for part in parts:
+                found.append(
+                    {
+                        "parameters": below or [name],
+                        "function": name_of(part.use.function),
+                        "form": "gradients" if formed else "products",
+                        "keeps": keeps,
+                    }
+                )
+        return found
+
+    def exact_sq_norms(self, rows: Tensor) -> dict[str, Tensor]:
+        """Return name -> (rows,) float64 squared norms, from formed gradients."""
+        pulled_back = self._pulled_back()
+        found = {}
+        for name in self._parameters:
+            if name in self._kept:
+                found[name] = exact_sq_norms(self._kept[name][rows])
+                continue
+            terms = [part.grads(rows) for part in self._parts[name]]
+            terms += [pulled_back[name][rows]] if name in pulled_back else []
+            zeros = torch.zeros(len(rows), dtype=torch.float64, device=rows.device)
+            found[name] = exact_sq_norms(_added(terms)) if terms else zeros
+        return found
+
+    def sums(
+        self, factors: Mapping[str, Tensor], rows: Tensor | None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, weighted sum) for each parameter, computed when it is asked for."""
+        ready = self._sums_of_alike(factors) if rows is None else {}
+        for name in self._parameters:
+            yield name, ready.pop(name) if name in ready else self.sum(name, factors[name], rows)
+
+    def _sums_of_alike(self, factors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Name -> (*shape) sums of the kept gradients that share one tensor and its factors."""
+        found: dict[str, Tensor] = {}
+        for names, together in self._alike:
+            weights = factors[names[0]]
+            if all(factors[name] is weights for name in names):
+                found.update(zip(names, weighted_sum(weights, together).unbind(0), strict=True))
+        return found
+
+    def sum(self, name: str, factors: Tensor, rows: Tensor | None) -> Tensor:
+        """Return the sum over the examples of factor times gradient of one parameter."""
+        if name in self._kept:
+            return weighted_sum(pick(factors, rows), pick(self._kept[name], rows))
+        if rows is not None and not len(rows):
+            return self._zeros(name)
+        terms: list[Tensor] = []
+        if name in self._apart:
+            rows, terms = self._sums_apart(name, factors, rows)
+        if rows is None or len(rows) or not terms:
+            terms += [part.sum(factors, rows) for part in self._parts[name]]
+        for other in (other for other, below in self._below.items() if name in below):
+            with self._gathered([name]):
+                if self._parts[other]:
+                    terms += self._sum_of_pulled(other, name, factors, rows)
+        return _added(terms) if terms else self._zeros(name)
+
+    def _sums_apart(
+        self, name: str, factors: Tensor, rows: Tensor | None
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Return the rows that were not formed apart, and the weighted sums of the others."""
+        left = torch.ones(self._n, dtype=torch.bool, device=factors.device)
+        if rows is not None:
+            left = torch.zeros_like(left).index_fill_(0, rows, True)
+        sums = []
+        for part, formed in self._apart[name]:
+            wanted = left[part]
+            sums.append(weighted_sum(factors[part][wanted], formed[wanted]))
+        for part, _ in self._apart[name]:
+            left[part] = False
+        return left.nonzero().flatten(), sums
+
+    def forget(self) -> None:
+        """Free inputs, output gradients, and kept gradients."""
+        self._parts, self._kept, self._below, self._alike = {}, {}, {}, []

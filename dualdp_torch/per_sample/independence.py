@@ -1,0 +1,332 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Analysis of a model on the first call: each loss depends on one example, on which batch axes.
+
+On a few examples, with dropout off: (a) the gradient of ONE example's loss must vanish at every
+parameter use outside that example's rows, which also finds the batch axis; (b) the example alone
+must have the same loss as in the batch; (c) buffers may not depend on the batch. A model that fails
+(a) uses `vmap`; a model that fails (b) or (c) has no per-sample gradient and is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from dualdp import exactness
+from dualdp._validate import UnsupportedLayerError
+from dualdp_torch.per_sample.batch import Batch, check_losses
+from dualdp_torch.per_sample.batch_axis import BatchAxis, belongs_to, candidates
+from dualdp_torch.per_sample.capture import Capture
+from dualdp_torch.per_sample.model_checks import refuse_mixing_modules
+from dualdp_torch.per_sample.model_state import State, refuse_written, restored
+from dualdp_torch.per_sample.parameter_use import SecondOrderError, Use, eagerly
+from dualdp_torch.per_sample.random_state import RandomState, seed_generators, untouched_generators
+from dualdp_torch.rules.base import Tensor
+
+#: Number of examples in the analysis, and of seeds for a model that draws random numbers.
+EXAMPLES, DRAWS = 4, 5
+#: Largest relative difference of one example's loss alone and in the batch, by the lowest dtype.
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+#: Largest number of uses without examples, such as tables of positions.
+_MOST_SKIPPED = 32
+_ON_CUDA = 10.0  # factor of the tolerance: kernels and TF32 vary with the batch size
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """Result of the analysis of one model under one loss.
+
+    Attributes:
+        signatures: signature of each use, in order.
+        batch_axes: batch axis of each use, in order; None where no gradient arrived.
+        problem: reason why captured uses cannot be trusted (`vmap` is used then), or None.
+        skip: positions of uses that hold no examples.
+        unreached: indices of uses that the losses do not depend on.
+    """
+
+    signatures: tuple[Any, ...]
+    batch_axes: tuple[BatchAxis | None, ...]
+    problem: str | None = None
+    skip: frozenset[int] = frozenset()
+    unreached: frozenset[int] = frozenset()
+
+    @property
+    def complete(self) -> bool:
+        """True if the analysis can be used for further batches."""
+        return all(found or i in self.unreached for i, found in enumerate(self.batch_axes))
+
+
+class NoRandomness(TorchFunctionMode):
+    """Mode without dropout, in which random draws return a constant."""
+
+    _constant = True
+
+    @classmethod
+    @contextlib.contextmanager
+    def of_dropout(cls) -> Iterator[None]:
+        """Context in which an active mode switches off dropout only."""
+        cls._constant = False
+        try:
+            yield
+        finally:
+            cls._constant = True
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in _DROPOUT:
+            return args[0] if args else kwargs["input"]
+        if func in _WITH_DROPOUT:
+            at, name = _WITH_DROPOUT[func]
+            at += func in _RECURRENT and isinstance(args[3], list)  # packed: one argument more
+            args = (*args[:at], *(0.0 for _ in args[at : at + 1]), *args[at + 1 :])
+            kwargs |= {name: 0.0} if name in kwargs else {}
+        out = func(*args, **kwargs)
+        return out.detach().fill_(0.5) if self._constant and func in _RANDOM else out
+
+
+_RECURRENT = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
+#: Functions with dropout inside: its position and name among the arguments.
+_WITH_DROPOUT = {
+    F.scaled_dot_product_attention: (4, "dropout_p"),
+    F.multi_head_attention_forward: (10, "dropout_p"),
+    **{function: (5, "dropout") for function in _RECURRENT},
+}
+_DROPOUT = {
+    *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout),
+    *(torch.dropout, torch.alpha_dropout, torch.feature_dropout, torch.feature_alpha_dropout),
+}
+_RANDOM = {
+    *(torch.rand, torch.randn, torch.rand_like, torch.randn_like, torch.normal, torch.bernoulli),
+    *(torch.Tensor.normal_, torch.Tensor.uniform_, torch.Tensor.bernoulli_),
+}
+
+
+def analyze(
+    model: nn.Module,
+    loss_fn: Callable[..., Any],
+    batch: Batch,
+    parameters: Mapping[str, Tensor],
+    mask: Tensor | None = None,
+    has_aux: bool = False,
+    writes: set[str] | None = None,
+) -> Analysis | None:
+    """Analyse a model on a few examples of a batch, n >= 2.
+
+    Names of buffers that a forward writes, with the same values on every batch, join `writes`.
+
+    Returns:
+        The analysis, or None when fewer than two unmasked examples have finite losses.
+
+    Raises:
+        UnsupportedLayerError: the losses depend on other examples, or a buffer changes.
+    """
+    refuse_mixing_modules(model)
+    losses_of = _losses_of(model, loss_fn, has_aux)
+    tolerance = _tolerance(model, parameters, batch)
+    with eagerly(), untouched_generators(model), restored(model), NoRandomness():
+        before = State(model)
+        drawn = RandomState.of(model)
+        whole = _without_graph(losses_of, batch)
+        has_drawn, written = not drawn.is_as_before(model), before.written()
+        if written:
+            refuse_written(model, losses_of, batch, written)
+        if writes is not None:
+            writes.update(written)
+        good = whole.isfinite() if mask is None else whole.isfinite() & mask.to(whole.device)
+        chosen = good.nonzero().flatten()
+        if len(chosen) > EXAMPLES:  # evenly spread, with the first and the last
+            chosen = chosen[[i * (len(chosen) - 1) // (EXAMPLES - 1) for i in range(EXAMPLES)]]
+        if len(chosen) < 2:
+            return None
+        few = batch.rows(chosen)
+        names = {id(p): name for name, p in parameters.items()}
+        nested = None
+        try:
+            with Capture(names, model=model) as capture:
+                losses = losses_of(few)
+        except SecondOrderError as error:
+            nested, losses = str(error), _without_graph(losses_of, few)
+        problem = None
+        if not has_drawn:  # a batch of another size would draw other numbers
+            problem = _apart(losses.detach(), whole[chosen], tolerance, "in a smaller batch")
+            problem = problem or _differs_alone(losses_of, few, losses.detach(), tolerance)
+        if problem and not _agrees_in_double(model, loss_fn, batch, chosen, has_aux):
+            raise UnsupportedLayerError(problem)
+        problem = _draws_join(model, losses_of, few, tolerance)
+        if problem:
+            raise UnsupportedLayerError(problem)
+        if nested:
+            return Analysis((), (), nested)
+        skip: frozenset[int] = frozenset()
+        while True:
+            found = _locate(capture, losses, parameters, skip)
+            if isinstance(found, Analysis):
+                return found
+            if len(skip) == _MOST_SKIPPED or not found.can_skip:
+                return Analysis((), (), f"{found} does not keep the examples apart on one axis")
+            skip |= {found.position}
+            with Capture(names, skip=skip, model=model) as capture:
+                losses = losses_of(few)
+
+
+def _losses_of(
+    model: nn.Module, loss_fn: Callable[..., Any], has_aux: bool
+) -> Callable[[Batch], Tensor]:
+    """Return a function from a batch to its (n,) losses."""
+
+    def losses_of(batch: Batch) -> Tensor:
+        out = loss_fn(model, *batch.arguments())
+        return check_losses(out[0] if has_aux else out, batch.n)
+
+    return losses_of
+
+
+def _without_graph(losses_of: Callable[[Batch], Tensor], batch: Batch) -> Tensor:
+    """Return the losses, without a graph unless the model differentiates itself."""
+    try:
+        with torch.no_grad():
+            return losses_of(batch)
+    except RuntimeError:
+        with torch.enable_grad():
+            return losses_of(batch).detach()
+
+
+def _tolerance(model: nn.Module, parameters: Mapping[str, Tensor], batch: Batch) -> float:
+    """Return the tolerance for the difference of losses, by the lowest precision in use.
+
+    Parameters of a sharded model may have one precision outside the forward and another inside.
+    """
+    tensors = [*model.parameters(), *parameters.values(), *batch.tensors()]
+    device = batch.tensors()[0].device.type
+    dtypes = {t.dtype for t in tensors if t.is_floating_point()}
+    if torch.is_autocast_enabled(device):
+        dtypes.add(torch.get_autocast_dtype(device))
+    largest = max(TOLERANCE.get(dtype, 1e-2) for dtype in dtypes or {torch.float32})
+    return largest * (_ON_CUDA if device == "cuda" else 1.0)
+
+
+def _apart(got: Tensor, expected: Tensor, tolerance: float, how: str) -> str | None:
+    """Return a message if losses depend on the other examples of the batch, or None."""
+    scale = torch.maximum(expected.abs(), expected.abs().mean()).clamp(min=1e-6)
+    apart = (got - expected).abs() > tolerance * scale
+    if not bool(apart.any()) and bool(got.isfinite().all()):
+        return None
+    size = exactness.power_of_ten(float(((got - expected).abs() / scale).max()))
+    return (
+        f"The loss of an example is another one {how} than in the batch (relative difference "
+        f"{size}): the losses depend on other examples, so no per-sample gradient exists. Remove "
+        "what mixes examples (batch statistics, a mean over the batch, attention over examples)."
+    )
+
+
+def _differs_alone(
+    losses_of: Callable[[Batch], Tensor], few: Batch, together: Tensor, tolerance: float
+) -> str | None:
+    """Return a message if the loss of the first or last example differs alone, or None."""
+    for position in (0, few.n - 1):
+        alone = _without_graph(losses_of, few.rows(slice(position, position + 1)))
+        problem = _apart(alone, together[position : position + 1], tolerance, "alone")
+        if problem:
+            return problem
+    return None
+
+
+def _draws_join(
+    model: nn.Module, losses_of: Callable[[Batch], Tensor], few: Batch, tolerance: float
+) -> str | None:
+    """Return a message if the first example's loss depends on others under some draws, or None.
+
+    Random mixing (random weights, or on every other call) disappears while random numbers are off.
+    So the same numbers are drawn with other examples beside the first one, for several seeds.
+    Dropout, which mixes nothing, remains off: packed sequences draw its masks in the order of their
+    lengths.
+    """
+    rows = torch.arange(few.n)
+    replaced = [few.rows(r) for r in (torch.cat([rows[:1], rows[1:].flip(0)]), rows * 0)]
+    with NoRandomness.of_dropout(), untouched_generators(model):
+        start = RandomState.of(model)
+        _without_graph(losses_of, few)
+        if start.is_as_before(model):
+            return None
+        for seed in range(DRAWS):
+            seed_generators(model, seed)
+            drawn = RandomState.of(model)
+            first = _without_graph(losses_of, few)[:1]
+            for others in replaced:
+                drawn.put()
+                again = _without_graph(losses_of, others)[:1]
+                problem = _apart(again, first, tolerance, "beside others, on the same draws")
+                if problem:
+                    return problem
+    return None
+
+
+def _agrees_in_double(
+    model: nn.Module, loss_fn: Callable[..., Any], batch: Batch, chosen: Tensor, has_aux: bool
+) -> bool:
+    """True if apparent mixing was rounding: losses with cancellation agree in float64.
+
+    The whole comparison is repeated: the batch, the few chosen examples, and each of them alone.
+    """
+    if any(hasattr(p, "device_mesh") for p in model.parameters()):  # no copy of a sharded model
+        return False
+    tensors = [t.double() if t.is_floating_point() else t for t in batch.tensors()]
+    every, tolerance = Batch(batch.with_tensors(tensors)), TOLERANCE[torch.float64]
+    losses_of = _losses_of(copy.deepcopy(model).double(), loss_fn, has_aux)
+    try:
+        whole, few = _without_graph(losses_of, every), every.rows(chosen)
+        together = _without_graph(losses_of, few)
+        if together.dtype != torch.float64 or _apart(together, whole[chosen], tolerance, ""):
+            return False
+        return not _differs_alone(losses_of, few, together, tolerance)
+    except (RuntimeError, TypeError, ValueError):  # the model can't be run in float64
+        return False
+
+
+def _locate(
+    capture: Capture, losses: Tensor, parameters: Mapping[str, Tensor], skip: frozenset[int]
+) -> Analysis | Use:
+    """Find every use's batch axis from the gradients of single examples' losses.
+
+    Returns:
+        The analysis, or a use that does not hold the examples on one axis.
+    """
+    n, uses = len(losses), capture.uses
+    left = [candidates(use.out_shape, n, use.possible_axes, use.rule.rows_are_free) for use in uses]
+    shown, reached = [False] * len(uses), set[int]()
+    for example in dict.fromkeys((0, n - 1, *range(n))):
+        if all(shown) and example not in (0, n - 1):
+            break
+        leftover = capture.backward(losses[example], parameters, retain=True)
+        if leftover:
+            problem = f"parameter {leftover[0]!r} is used by a function without a rule"
+            return Analysis((), (), problem)
+        for i, use in enumerate(uses):
+            if use.grads_out is None:
+                continue
+            reached.add(i)
+            if not bool(use.grads_out.any()):
+                continue
+            shown[i] = True
+            left[i] = [axis for axis in left[i] if belongs_to(use.grads_out, axis, n, example)]
+            if not left[i]:
+                return use
+    return Analysis(
+        tuple(use.signature for use in uses),
+        tuple(
+            axes[0] if seen and len(axes) == 1 else None
+            for axes, seen in zip(left, shown, strict=True)
+        ),
+        skip=skip,
+        unreached=frozenset(range(len(uses))) - reached,
+    )

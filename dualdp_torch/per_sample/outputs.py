@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Outputs of a recorded model, reduced to one number per example."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from dualdp._validate import UnsupportedLayerError
+from dualdp_torch.rules.base import Tensor
+
+
+def projected(model: nn.Module, args: Any, kwargs: Any, cotangents: Any = None) -> Tensor:
+    """Return (n,) products of each example's model outputs with `cotangents`."""
+    return combined(float_leaves(model(*args, **kwargs)), cotangents)
+
+
+def combined(leaves: Sequence[Tensor], cotangents: Sequence[Tensor] | None = None) -> Tensor:
+    """Return (n,) products of each example's outputs with their cotangents, or with fixed numbers.
+
+    Raises:
+        UnsupportedLayerError: an output does not hold the examples on axis 0, or there is none.
+    """
+    n = len(leaves[0]) if leaves and leaves[0].dim() else 0
+    total = None
+    for position, leaf in enumerate(leaves):
+        if leaf.dim() == 0 or len(leaf) != n:
+            raise UnsupportedLayerError(
+                f"The model returned a tensor of shape {tuple(leaf.shape)}. Expected the examples "
+                "on axis 0 of every output; use clipped_grad_sum, which sees the losses."
+            )
+        if cotangents is None:
+            weight = torch.arange(leaf[0].numel(), device=leaf.device).cos().view(leaf[0].shape)
+            product = (leaf * weight.to(leaf.dtype)).flatten(1) if leaf.dim() > 1 else leaf[:, None]
+        else:
+            product = (leaf * cotangents[position]).reshape(n, -1)
+        total = product.sum(1) if total is None else total + product.sum(1)
+    if total is None:
+        raise UnsupportedLayerError("The model returned no tensor. Expected its outputs.")
+    return total
+
+
+def float_leaves(outputs: Any) -> list[Tensor]:
+    """Return the floating-point tensors of the outputs."""
+    return [
+        leaf
+        for leaf in pytree.tree_leaves(outputs)
+        if torch.is_tensor(leaf) and leaf.is_floating_point()
+    ]
+
+
+class _HandOut(torch.autograd.Function):
+    """Identity whose backward reports the gradient of the loop's own use of an output.
+
+    Gradients of other outputs that were computed from this one are added below this node, and not
+    reported. The result is no view, so that it may be changed in place like any model output.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, heard: Callable[[Tensor], None], out: Tensor) -> Tensor:
+        """Return the same values as a new tensor."""
+        ctx.heard = heard
+        ctx.set_materialize_grads(False)
+        return out.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[None, Tensor | None]:
+        """Report the gradient, and pass it on unchanged."""
+        if grad is not None:
+            ctx.heard(grad)
+        return None, grad
+
+
+hand_out: Callable[[Callable[[Tensor], None], Tensor], Tensor] = _HandOut.apply
+
+
+class WholeStep(nn.Module):
+    """Base class of a module whose forward computes the loss, too, and hides the outputs."""
+
+    def loss(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the scalar loss of a forward on these arguments, for a check."""
+        raise NotImplementedError
+
+
+class Silent:
+    """Replacement of the recorder in a copy of a recorded model: the copy is not recorded.
+
+    A deep copy binds the recorder's hook functions to this object; unpickling looks up its methods
+    of the same names.
+    """
+
+    _paused, _mode = True, None
+
+    def _enter(self, *_: Any) -> None:
+        """Ignore the start of the copy's forward."""
+
+    def _leave(self, *_: Any) -> None:
+        """Ignore the end of the copy's forward."""

@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Records of a capture: parameter uses, and tensors computed from parameters alone."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import GradientEdge
+
+from dualdp._validate import UnsupportedLayerError
+from dualdp_torch.rules.base import Rule, Tensor
+
+
+def eagerly() -> AbstractContextManager[Any]:
+    """Context in which compiled models run eagerly: a compiled graph hides its parameters."""
+    compiles = "torch._dynamo" in sys.modules
+    return torch.compiler.set_stance("force_eager") if compiles else nullcontext()
+
+
+class _Attach(torch.autograd.Function):
+    """Gives a graph node to an output that would need no gradient, such as the first layer's.
+
+    The output itself is marked as changed rather than viewed, so that a later in-place operation on
+    it stays legal.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, leaf: Tensor) -> Tensor:
+        """Return the same tensor, now part of the graph."""
+        ctx.mark_dirty(out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """Return the gradient for the output; there is nothing to differentiate below."""
+        return grad, None
+
+
+attach: Callable[[Tensor, Tensor], Tensor] = _Attach.apply
+
+
+class SecondOrderError(UnsupportedLayerError):
+    """The forward differentiates, so that captured uses would miss a part of the gradient."""
+
+
+SECOND_ORDER = (
+    "The model or the loss {} inside the forward: the gradient has a part that no layer's input "
+    'and output show. Use method="loop", which is exact for every model.'
+)
+
+
+def refuse_transforms(function: Callable[..., Any]) -> None:
+    """Refuse a call inside a `torch.func` transform, whose tensors are not the batch's."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise SecondOrderError(SECOND_ORDER.format(f"calls {name_of(function)} under torch.func"))
+
+
+class ChangedInPlaceError(UnsupportedLayerError):
+    """An input that a parameter's gradient needs was overwritten after it was used."""
+
+
+@dataclass(eq=False)
+class Use:
+    """One call of a function with a rule, on at least one trainable parameter.
+
+    Attributes:
+        function: the called function.
+        rule: rule of the function.
+        held: mapping from parameter argument to parameter name.
+        shapes: mapping from parameter argument to parameter shape.
+        acts: saved input(s), as the call had them; None when not needed.
+        options: mapping of the call's other arguments.
+        edge: graph edge at which the output's gradient arrives.
+        out_shape: shape of the output.
+        position: index among all calls that rules cover.
+        can_skip: bool, True if the call can be run without being captured.
+        axis_permutations: hash of those before the call, see `RowPermutations.of_axes`.
+        versions: saved inputs with their versions at the call.
+        grads_out: gradient of the output, or None before it arrives.
+    """
+
+    function: Callable[..., Any]
+    rule: Rule
+    held: dict[str, str]
+    shapes: dict[str, torch.Size]
+    acts: Any
+    options: dict[str, Any]
+    edge: GradientEdge
+    out_shape: torch.Size
+    position: int
+    can_skip: bool = True
+    axis_permutations: int = 0
+    versions: list[tuple[Tensor, int]] = field(default_factory=list)
+    grads_out: Tensor | None = None
+
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        """Key of this use that is equal for the same use on other data."""
+        axes = len(self.out_shape), self.axis_permutations
+        return self.function, tuple(self.held.items()), axes, self.position
+
+    @property
+    def possible_axes(self) -> Sequence[int]:
+        """Axes of the output that may be the batch."""
+        return self.rule.batch_axes(self.out_shape, list(self.shapes.values()))
+
+    def __str__(self) -> str:
+        names = ", ".join(map(repr, self.held.values()))
+        return f"{name_of(self.function)} with {names}"
+
+    def check_unchanged(self) -> None:
+        """Refuse a saved input that was changed in place."""
+        if any(tensor._version != version for tensor, version in self.versions):
+            raise ChangedInPlaceError(
+                f"The input of {self} was changed in place after it was used, so the gradient of "
+                'the parameter is lost. Use the out-of-place operation, or method="vmap".'
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class Derived:
+    """Tensor that was computed from parameters alone, and used like a parameter.
+
+    Attributes:
+        value: the tensor, with the graph that leads to the parameters.
+        version: version of the tensor at its use.
+    """
+
+    value: Tensor
+    version: int
+
+    def pull_back(
+        self, grads: Tensor, parameters: Mapping[str, Tensor], *, per_sample: bool
+    ) -> tuple[dict[str, Tensor], bool]:
+        """Return gradients of the parameters, (n, *shape) or (*shape), from those of the value.
+
+        Where the value is narrower than float32, each gradient is split into three summands that
+        are exact in its precision, and their results are added in float32: rounding a sum of many
+        examples would change it by more than the contribution of one.
+
+        Returns:
+            Mapping from name to gradient, float32 or wider; and True if nothing was rounded to the
+            value's precision on the way.
+        """
+        if self.value._version != self.version:
+            raise ChangedInPlaceError(
+                "A tensor computed from parameters was changed in place after it was used. Use the "
+                'out-of-place operation, or method="vmap".'
+            )
+        dtype = self.value.dtype
+
+        def down(grad: Tensor) -> dict[str, Tensor]:
+            found = torch.autograd.grad(
+                self.value,
+                list(parameters.values()),
+                grad,
+                is_grads_batched=per_sample,
+                retain_graph=True,
+                allow_unused=True,
+            )
+            pairs = zip(parameters, found, strict=True)
+            return {n: g.float() if g.dtype.itemsize < 4 else g for n, g in pairs if g is not None}
+
+        if dtype.itemsize >= 4:
+            return down(grads.to(dtype)), True
+        high = grads.to(dtype)
+        middle = (grads - high).to(dtype)
+        low = (grads - high - middle).to(dtype)
+        found, *others = down(high), down(middle), down(low)
+        coarse = (high.view(torch.int16) & ~15).view(dtype)  # fewer digits: the rest is exact
+        halves = down(coarse), down(high - coarse)
+        is_exact = all(torch.equal(halves[0][n] + halves[1][n], g) for n, g in found.items())
+        return {n: g + others[0][n] + others[1][n] for n, g in found.items()}, is_exact
+
+
+def graph_nodes(roots: Iterable[Any]) -> Iterator[Any]:
+    """Yield every node of the autograd graph at or below these nodes, once."""
+    seen, stack = set[Any](), list(roots)
+    while stack:
+        node = stack.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            stack += [child for child, _ in node.next_functions]
+
+
+def refuse_reentrant_checkpoints(total: Tensor) -> None:
+    """Refuse a graph that holds a reentrant checkpoint, whose parameters autograd can't see.
+
+    `torch.autograd.grad` runs only the nodes between the total and the requested tensors: a
+    parameter used only inside a checkpoint would get no gradient, without an error.
+    """
+    if any(n.name() == "CheckpointFunctionBackward" for n in graph_nodes([total.grad_fn])):
+        raise UnsupportedLayerError(REENTRANT)
+
+
+REENTRANT = (
+    "A part of the model is checkpointed with use_reentrant=True, which hides its gradients. Use "
+    "checkpoint(..., use_reentrant=False)."
+)
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """Return the name of a function as in torch's documentation."""
+    return getattr(function, "__name__", str(function))
+
+
+def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return name -> trainable parameter; a tied weight is listed under its first name.
+
+    Raises:
+        UnsupportedLayerError: a complex parameter, or one with a hook that changes its gradient.
+    """
+    found = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    for name, p in found.items():
+        if p.is_complex():
+            raise UnsupportedLayerError(
+                f"Parameter {name!r} is {p.dtype}. Expected real numbers: store "
+                "torch.view_as_real(it) and use torch.view_as_complex in forward."
+            )
+        if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
+            raise UnsupportedLayerError(
+                f"Parameter {name!r} has a gradient hook, which would see no example's gradient. "
+                "Remove it (handle.remove()), or change the optimizer or the loss instead."
+            )
+    return found

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`record_per_sample`: per-sample gradients of one forward and backward in the user's own loop."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from dualdp import _validate
+from dualdp.exactness import CHECKS, SpotCheck
+from dualdp_torch.per_sample.analysis_cache import AnalysisCache
+from dualdp_torch.per_sample.call import METHODS
+from dualdp_torch.per_sample.checks.criterion_check import (
+    REDUCTIONS,
+    CriterionCheck,
+    error_of,
+    sum_of_squares,
+)
+from dualdp_torch.per_sample.checks.model_check import ModelCheck, unclipped
+from dualdp_torch.per_sample.checks.tape import Tape
+from dualdp_torch.per_sample.clip import (
+    Terms,
+    clip_and_sum,
+    clipping_bounds,
+    norms_of,
+    refuse_two_pass,
+)
+from dualdp_torch.per_sample.gradients import Gradients, Limits
+from dualdp_torch.per_sample.recorder import RECORDED, Recorder
+from dualdp_torch.rules.base import Tensor
+
+_checked: weakref.WeakKeyDictionary[nn.Module, dict[str, CriterionCheck]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+class Record:
+    """Per-sample gradients of one recorded forward and backward."""
+
+    def __init__(self, recorder: Recorder, loss_reduction: str, keep: str, check: str) -> None:
+        self._recorder, self._reduction, self._keep = recorder, loss_reduction, keep
+        self._check, self._is_checked = check, check == "off"
+        self._gradients: Gradients | None = None
+
+    def check(self) -> None:
+        """Check the loss and the gradients, once a backward was recorded and if a check is due.
+
+        Raises:
+            ExactnessError: gradients are not those of each example's loss alone.
+            ValueError: the loss mixes examples, or is reduced otherwise than declared.
+        """
+        recorder = self._recorder
+        if self._is_checked or not recorder.has_gradients:
+            return
+        self._is_checked = True
+        recorder.tape.end()
+        n = recorder.n or 0
+        if n > 1:
+            drawn = np.random.default_rng(n).random(4)
+            self._check_criterion(n, drawn)
+            self._check_gradients(n, SpotCheck(0, True, tuple(drawn)))
+        recorder.tape.clear()
+
+    def _check_criterion(self, n: int, drawn: Any) -> None:
+        """Check the operations between the model's outputs and the backward."""
+        recorder, tape = self._recorder, self._recorder.tape
+        own = _checked.setdefault(recorder.model, {})
+        criterion = own.setdefault(self._reduction, CriterionCheck(self._reduction))
+        is_known = criterion.knows(tape)
+        if is_known and self._check == "first":
+            return
+        sizes = sum_of_squares(recorder.cotangents, n)
+        rows = list(dict.fromkeys([int(np.argmax(sizes)), *map(int, drawn * n)]))
+        finding = criterion.check(tape, recorder.cotangents, rows, recorder.model)
+        if finding is not None:
+            raise error_of(finding, is_known)
+
+    def _check_gradients(self, n: int, check: SpotCheck) -> None:
+        recorder, gradients = self._recorder, self._read()
+        if recorder.start is None or not recorder.parameters:
+            return
+        terms = Terms(self._scale, {}, "flat", None)
+        trial = ModelCheck(recorder, unclipped(gradients, recorder.losses(self._scale)), terms)
+        if trial.run(check, is_first=True):
+            recorder.analyses.checked.add(self.purpose)
+
+    @property
+    def purpose(self) -> tuple[str, ...]:
+        """Key of a first call's check in the analysis cache."""
+        return "record_per_sample", self._recorder.method
+
+    def is_due(self, cache: AnalysisCache) -> bool:
+        """True if the gradients of the forward that begins are to be checked."""
+        is_first = self._check == "first" and self.purpose not in cache.checked
+        return self._check == "always" or is_first
+
+    def _read(self) -> Gradients:
+        """Return the gradients, taken from the recorder once."""
+        if self._gradients is None:
+            self._recorder.require_backward()
+            self._gradients = self._recorder.gradients(self._scale, self._keep)
+            self.check()
+        return self._gradients
+
+    @property
+    def _scale(self) -> float:
+        """Factor that undoes the loss reduction: n for a mean, 1 for a sum."""
+        return float(self._recorder.n or 0) if self._reduction == "mean" else 1.0
+
+    def grads(self) -> dict[str, Tensor]:
+        """Return name -> (n, *shape), a copy of the gradient of each example's own loss."""
+        found, parameters = dict(self._read().grads()), self._recorder.parameters
+        dense = torch.contiguous_format
+        # Popped: a gradient formed only for this call is freed as soon as it is copied.
+        return {
+            name: found.pop(name).to(parameters[name].dtype, copy=True, memory_format=dense)
+            for name in list(found)
+        }
+
+    def norms(self, *, per_parameter: bool = False) -> Any:
+        """Return (n,) norms of whole gradients, or name -> (n,) norms per parameter."""
+        squares, norms, _ = norms_of(self._read(), Limits(), self._recorder.n or 0)
+        if per_parameter:
+            return {name: s.sqrt().to(norms.dtype) for name, s in squares.items()}
+        return norms
+
+    def clipped_sum(
+        self, *, max_grad_norm: Any, clipping: str = "flat", mask: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """Return name -> sum of clipped gradients; arguments as in `clipped_grad_sum`."""
+        bounds = clipping_bounds(self._recorder.parameters, clipping, max_grad_norm)
+        refuse_two_pass(self._recorder.method, clipping)
+        n, second_pass = self._recorder.n or 0, self._recorder.second_pass(self._scale)
+        return clip_and_sum(self._read(), n, bounds, clipping, mask, second_pass)[0]
+
+
+@contextlib.contextmanager
+def record_per_sample(
+    model: nn.Module, *, loss_reduction: str, method: str = "auto", check: str = "first"
+) -> Iterator[Record]:
+    """Record one forward and one backward of a loop that the user owns.
+
+    Args:
+        model: module to record.
+        loss_reduction: str, "mean" or "sum", the reduction of the examples' losses.
+        method: str, one of `RECORDED`.
+        check: str: "first" checks new code, "always" every block, "off" none.
+
+    Yields:
+        A `Record`, readable after backward and after the block.
+
+    Raises:
+        ExactnessError: a check failed.
+        ValueError: an unknown word, or a loss that mixes examples or contradicts `loss_reduction`.
+        UnsupportedLayerError: the model mixes examples, or a trainable parameter reaches the loss
+            outside its forward.
+    """
+    _validate.choice("loss_reduction", loss_reduction, REDUCTIONS)
+    _validate.choice("method", method, RECORDED)
+    _validate.choice("check", check, CHECKS)
+    tape = Tape()
+    recorder = Recorder(model, method=method, tape=tape)
+    record = Record(recorder, loss_reduction, METHODS[method] or "all", check)
+    recorder.is_due = record.is_due
+    try:
+        if check != "off":
+            tape.begin()
+        yield record
+        record.check()
+    finally:
+        tape.end()
+        recorder.detach()

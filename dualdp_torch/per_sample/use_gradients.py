@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradient of one parameter use, computed from its saved inputs and output gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dualdp._validate import UnsupportedLayerError
+from dualdp_torch.per_sample.batch_axis import BatchAxis
+from dualdp_torch.per_sample.parameter_use import Derived, Use, graph_nodes
+from dualdp_torch.rules import embedding, linear
+from dualdp_torch.rules.base import Norms, Tensor, weighted_sum, widened, without_autocast
+
+
+def pick(tensor: Any, rows: Tensor | None) -> Any:
+    """Return the selected examples; a row that is left out can't spread its nan."""
+    if rows is None or tensor is None:
+        return tensor
+    return tuple(t[rows] for t in tensor) if isinstance(tensor, tuple) else tensor[rows]
+
+
+@dataclass(eq=False)
+class Part:
+    """Contribution of one parameter use to one parameter's gradient, batch-first.
+
+    Tensors are kept in the precision that the forward computed them in, and widened when read.
+
+    Attributes:
+        slot: name of the parameter's argument in the use.
+        kept_acts: saved input(s), or None where the rule needs none.
+    """
+
+    use: Use
+    slot: str
+    kept_acts: Any
+    kept_grads_out: Tensor
+
+    @property
+    def acts(self) -> Any:
+        """Saved input(s), float32 or wider."""
+        return widened(self.kept_acts)
+
+    @property
+    def grads_out(self) -> Tensor:
+        """Gradient of the output, float32 or wider."""
+        grads_out: Tensor = widened(self.kept_grads_out)
+        return grads_out
+
+    @without_autocast
+    def _call(self, function: Any, acts: Any, grads_out: Tensor) -> Any:
+        return function(acts, grads_out, shape=self.use.shapes[self.slot], **self.use.options)
+
+    def grads(self, rows: Tensor | None = None) -> Tensor:
+        """Return the per-use gradients, (n, *shape), or of the examples `rows` only."""
+        function = self.use.rule.grads[self.slot]
+        return self._call(function, pick(self.acts, rows), pick(self.grads_out, rows))
+
+    def norms_are_cheaper(self) -> bool:
+        """True if the rule computes squared norms without forming the gradient."""
+        return self.slot in self.use.rule.sq_norms
+
+    def sq_norms(self) -> Norms:
+        """Return (n,) squared norms, and a bound on their error or None."""
+        function = self.use.rule.sq_norms[self.slot]
+        norms: Norms = self._call(function, self.acts, self.grads_out)
+        return norms
+
+    def sum(self, factors: Tensor, rows: Tensor | None) -> Tensor:
+        """Return the sum over the examples of factor times gradient."""
+        function = self.use.rule.sums.get(self.slot)
+        if function is None:
+            return weighted_sum(pick(factors, rows), self.grads(rows))
+        g = pick(self.grads_out, rows)
+        scaled = g * pick(factors, rows).to(g.dtype).view(-1, *(1,) * (g.dim() - 1))
+        return self._call(function, pick(self.acts, rows), scaled)
+
+    def is_small(self) -> bool:
+        """True if the per-sample gradients have no more elements than the output's gradient."""
+        size = self.use.shapes[self.slot].numel() * len(self.kept_grads_out)
+        return size <= self.kept_grads_out.numel()
+
+    def prefers_keeping(self) -> bool:
+        """True if the rule keeps the gradient rather than forming it twice."""
+        keeps = None if self.slot in self.use.rule.light else self.use.rule.keeps
+        return keeps is None or bool(self._call(keeps, self.acts, self.grads_out))
+
+
+def joined(parts: list[Part]) -> list[Part]:
+    """Merge the uses of one parameter under one rule into one use over all their positions."""
+    groups: dict[Any, list[Part]] = {}
+    for part in parts:
+        own = part.use.rule.join is None
+        key = id(part) if own else (id(part.use.rule), part.slot, str(part.use.options))
+        groups.setdefault(key, []).append(part)
+    found = []
+    for first, *others in groups.values():
+        if others and first.use.rule.join is not None:
+            pairs = [(part.acts, part.grads_out) for part in (first, *others)]
+            acts, grads_out = first.use.rule.join(pairs)
+            first = Part(first.use, first.slot, acts, grads_out)
+        found.append(first)
+    return found
+
+
+@without_autocast
+def tied(parts: list[Part]) -> Norms | None:
+    """(n,) squared norms and error bounds of a table used as embedding and head; None otherwise."""
+    by_rule = {id(part.use.rule): part for part in parts}
+    table, head = by_rule.get(id(embedding.RULE)), by_rule.get(id(linear.RULE))
+    if len(parts) != 2 or table is None or head is None:
+        return None
+    inner, lengths = embedding.cross_products(
+        table.acts,
+        table.grads_out,
+        head.acts,
+        head.grads_out,
+        shape=table.use.shapes[table.slot],
+        **table.use.options,
+    )
+    error = linear.GRAM_ERROR * torch.finfo(lengths.dtype).eps * lengths.square()
+    squares = table.sq_norms()[0] + head.sq_norms()[0]
+    return (squares + 2 * inner).clamp(min=0), error
+
+
+def complete(use: Use, batch_axis: BatchAxis | None, scale: float) -> None:
+    """Check that a use has a batch axis and unchanged inputs, and undo the loss reduction.
+
+    Args:
+        use: parameter use, with or without a gradient.
+        batch_axis: position of the examples in the use, or None if the analysis did not find it.
+        scale: factor that undoes the loss reduction: n for a mean, 1 for a sum.
+
+    Raises:
+        UnsupportedLayerError: the examples' gradients can't be told apart, or inputs were changed.
+    """
+    if use.grads_out is None:
+        return
+    use.check_unchanged()
+    if batch_axis is None and bool(use.grads_out.any()):
+        raise UnsupportedLayerError(
+            f"Where the examples lie in {use} could not be seen when the model was examined, since "
+            'gradients vanished there. Use method="vmap".'
+        )
+    if scale != 1:
+        use.grads_out = use.grads_out * scale
+
+
+def leads_to(derived: Derived, parameters: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of the parameters that a derived tensor was computed from."""
+    names = {id(p): name for name, p in parameters.items()}
+    variables = (getattr(node, "variable", None) for node in graph_nodes([derived.value.grad_fn]))
+    return list(dict.fromkeys(names[id(p)] for p in variables if id(p) in names))

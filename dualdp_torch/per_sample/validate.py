@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Search for parts of a model that can't be trained privately, by its modules and by one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from dualdp._validate import UnsupportedLayerError
+from dualdp_torch.per_sample.batch import Batch, check_losses
+from dualdp_torch.per_sample.independence import analyze
+from dualdp_torch.per_sample.model_checks import Finding, module_findings
+from dualdp_torch.per_sample.parameter_use import trainable_parameters
+from dualdp_torch.per_sample.random_state import untouched_generators
+
+
+def validate(
+    model: nn.Module, *, loss_fn: Callable[..., Any] | None = None, batch: tuple[Any, ...] = ()
+) -> list[Finding]:
+    """Return the parts of a model that can't be trained privately.
+
+    Without `loss_fn` only the modules are inspected. With it the model is run on the batch, too, to
+    find losses that depend on other examples, buffers that change, and parameters that get no
+    gradient; the model is left as it was.
+
+    Args:
+        model: module to validate.
+        loss_fn: callable, `loss_fn(model, *batch)` -> (n,) losses, one per example.
+        batch: tuple of its further arguments, at least two examples.
+
+    Returns:
+        List of findings, each with a path and a fix; empty when there is none.
+
+    Raises:
+        ValueError: a batch without two examples whose losses are finite.
+    """
+    findings = module_findings(model)
+    return findings if loss_fn is None or findings else _dry_run(model, loss_fn, batch)
+
+
+def _dry_run(
+    model: nn.Module, loss_fn: Callable[..., Any], batch: tuple[Any, ...]
+) -> list[Finding]:
+    """Return findings about mixing, buffers and parameters without a gradient."""
+    examples, parameters = Batch(batch), trainable_parameters(model)
+    if examples.n < 2:
+        raise ValueError(
+            f"The batch holds {examples.n} examples. Expected at least two, so that it can be seen "
+            "whether they mix."
+        )
+    try:
+        proof = analyze(model, loss_fn, examples, parameters)
+    except UnsupportedLayerError as error:
+        reason, _, what_to_do = str(error).partition(". ")
+        return [Finding("", type(model).__name__, reason, what_to_do)]
+    if proof is None:
+        raise ValueError(
+            "Fewer than two losses of the batch are finite. Expected a batch to train on."
+        )
+    with untouched_generators(model):
+        losses = check_losses(loss_fn(model, *examples.arguments()), examples.n)
+    values = list(parameters.values())
+    grads = torch.autograd.grad(losses.sum(), values, allow_unused=True)
+    return [
+        Finding(
+            name,
+            "Parameter",
+            "no example of the batch reaches it, so that it would be trained on noise alone",
+            "Freeze it (requires_grad_(False)), or use it in forward.",
+        )
+        for name, grad in zip(parameters, grads, strict=True)
+        if grad is None or not bool(grad.any())
+    ]

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plan and settings from the arguments of `make_private`, which may use Opacus' names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from dualdp import _validate, exactness
+from dualdp.plan import arguments
+from dualdp.plan.plan import PrivacyPlan
+from dualdp_torch.parallel.fsdp import check_sharded
+from dualdp_torch.per_sample.checks.criterion_check import REDUCTIONS
+from dualdp_torch.per_sample.clip import clipping_bounds, refuse_two_pass
+from dualdp_torch.per_sample.model_checks import refuse_mixing_modules
+from dualdp_torch.per_sample.recorder import RECORDED
+from dualdp_torch.training.loader import check_loader, expected_batch_size
+
+#: Our methods for per-sample gradients and Opacus' names for them -> our method.
+GRAD_SAMPLE_MODES = {
+    **{method: method for method in RECORDED},
+    "hooks": "materialize",
+    "ew": "materialize",
+    "functorch": "vmap",
+    "ghost": "two_pass",
+}
+#: Arguments of Opacus' make_private -> (value that is accepted and ignored, advice for others).
+_OPACUS = {
+    "batch_first": (True, "where the examples lie inside the model is found by itself"),
+    "criterion": (None, "the criterion stays in your loop"),
+    "noise_generator": (None, "noise has its own key; pass seed= or plan= for a fixed one"),
+}
+
+
+@dataclass
+class RunSettings:
+    """Settings of a run in addition to its plan and ledger, all of them plain data.
+
+    Attributes:
+        loss_reduction: "mean" or "sum".
+        grad_sample_mode: one of `GRAD_SAMPLE_MODES`.
+        whole: bool, True if one pass of the loader is the whole plan.
+        has_target: bool, True if the user named the plan's delta.
+        pass_end: step that ends the pass which a checkpoint interrupted.
+        choices: method of each layer's norm, see `rules/choices.py`; a resumed run uses the same
+            ones, whatever the cost model of its version prefers.
+        checks: share of steps at which examples are checked; 0 is off.
+    """
+
+    loss_reduction: str
+    grad_sample_mode: str
+    whole: bool = False
+    has_target: bool = False
+    pass_end: int = 0
+    choices: dict[str, str] = field(default_factory=dict)
+    checks: float = exactness.RATE
+
+
+def check(
+    module: nn.Module, optimizer: torch.optim.Optimizer, plan: PrivacyPlan, settings: RunSettings
+) -> None:
+    """Refuse a model, optimizer or plan that cannot be trained privately; changes nothing."""
+    _validate.choice("loss_reduction", settings.loss_reduction, REDUCTIONS)
+    _validate.choice("grad_sample_mode", settings.grad_sample_mode, GRAD_SAMPLE_MODES)
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module is a {type(module).__name__}. Expected a torch.nn.Module.")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer is a {type(optimizer).__name__}. Expected a torch one.")
+    refuse_mixing_modules(module)
+    trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
+    check_holds(optimizer, trained)
+    check_sharded(module, GRAD_SAMPLE_MODES[settings.grad_sample_mode])
+    clipping_bounds(trained, plan.clipping, plan.clipping_bounds(plan.max_grad_norm_at(0)))
+    refuse_two_pass(GRAD_SAMPLE_MODES[settings.grad_sample_mode], plan.clipping)
+
+
+def check_holds(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Refuse an optimizer whose trainable parameters are not exactly the clipped ones."""
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    ours, theirs = {id(p) for p in parameters.values()}, {id(p) for p in held}
+    missing = [n for n, p in parameters.items() if id(p) not in theirs]
+    if missing:
+        raise ValueError(
+            f"The optimizer does not hold the trainable parameters {missing}. Freeze them "
+            "(requires_grad_(False)) or give the optimizer all of model.parameters()."
+        )
+    strange = [tuple(p.shape) for p in held if id(p) not in ours and p.requires_grad]
+    if strange:
+        raise ValueError(
+            f"The optimizer holds parameters of shapes {strange} that are not trainable parameters "
+            "of the model. Give them an optimizer of their own."
+        )
+
+
+def _translated(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of a plan, with those of Opacus translated; contradictions are refused."""
+    found = {name: value for name, value in given.items() if value is not None}
+    for name, (neutral, why) in _OPACUS.items():
+        if name in found and found.pop(name) != neutral:
+            raise ValueError(f"{name}={given[name]!r} is not supported: {why}.")
+    poisson = found.pop("poisson_sampling", None)
+    if poisson is not None and "sampler" in found:
+        raise ValueError(
+            "poisson_sampling and sampler came together. Expected sampler alone; "
+            "poisson_sampling=False is sampler='shuffle'."
+        )
+    if poisson is not None:
+        found["sampler"] = "poisson" if poisson else "shuffle"
+    return found
+
+
+def plan_of(
+    loader: DataLoader[Any], plan: PrivacyPlan | None, given: Mapping[str, Any], **options: Any
+) -> PrivacyPlan:
+    """Return the given plan, or one made from arguments of `make_private` and the loader's sizes.
+
+    The loader's batch size is the default expected batch size; arguments that were not passed are
+    None. Options are those of `dualdp.plan.arguments.plan_of`.
+    """
+    check_loader(loader)
+    if plan is not None and given.get("poisson_sampling") is not None:
+        raise ValueError(
+            "poisson_sampling came together with plan=, which holds a sampler. Expected one of the "
+            "two."
+        )
+    found = _translated(given)
+    size = len(loader.dataset)  # type: ignore[arg-type]
+    if plan is None:
+        found.setdefault("expected_batch_size", min(expected_batch_size(loader), size))
+    if found.get("epochs") is not None and found.get("num_steps") is None and loader.drop_last:
+        epochs = _validate.integer("epochs", found.pop("epochs"), minimum=1)
+        found["num_steps"] = epochs * len(loader)  # `len` leaves out the incomplete last batch
+    return arguments.plan_of(plan, found, num_examples=size, **options)

@@ -1,0 +1,557 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`PrivacyEngine`: entry point that makes a model, its optimizer and its loader train privately."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from dualdp import _validate
+from dualdp._validate import AccountingError
+from dualdp.accountants import require_bound
+from dualdp.exactness import checked_rate
+from dualdp.ledger.ledger import Ledger
+from dualdp.plan.arguments import NO_RUN, SECOND_RUN, names_delta, refuse_beside_target
+from dualdp.plan.plan import PrivacyPlan
+from dualdp.porting.parameter_map import ParameterMap
+from dualdp.randomness import run_registry
+from dualdp_torch.parallel.process_group import QUIET, Group, group_of, on_all, unwrapped
+from dualdp_torch.training.arguments import RunSettings, check, plan_of
+from dualdp_torch.training.loader import SINGLE_PROCESS, Draw, PlannedLoader, Share
+from dualdp_torch.training.own_loop import OwnLoopLoader
+from dualdp_torch.training.rank_consistency import agreed
+from dualdp_torch.training.run_ledger import open_ledger
+from dualdp_torch.training.step import PrivateStep, Stages
+from dualdp_torch.training.temporary_attributes import set_temporarily
+
+#: Module, optimizer and loader that the user's loop goes on with.
+Private = tuple[nn.Module, torch.optim.Optimizer, PlannedLoader]
+#: Models and optimizers that an engine is attached to.
+_in_use: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+class PrivacyEngine:
+    """DP-SGD for a model, optimizer and loader, none of which is wrapped.
+
+    Args:
+        accountant: "pld", "rdp" or a registered name; None for the plan's, or "pld" without a
+            plan.
+        secure_mode: bool, True for noise from a cryptographic generator.
+
+    Raises:
+        AccountingError: the accountant gives no upper bound (`"gdp"`).
+
+    Attributes:
+        keep_per_sample: bool, True if `stages` holds the per-sample gradients of later steps,
+            which takes the memory of n models.
+        noise_layout: `dualdp.port.match(model, params)`, so that portable noise is that of this
+            JAX model in a run that changes backends; a JAX checkpoint sets it. None otherwise.
+
+    Guarantees:
+        Every release is recorded before the parameters change.  [test_ledger_comes_first]
+        `detach` leaves module and optimizer as they were.
+            [test_the_same_objects_come_back_and_nothing_is_left_after_detach]
+
+    Source: Abadi et al. 2016, Algorithm 1.
+    """
+
+    def __init__(self, accountant: str | None = None, secure_mode: bool = False) -> None:
+        accountant = accountant if accountant is None else require_bound(accountant)
+        self._plan_options: dict[str, Any] = {
+            "accountant": accountant,
+            "secure_mode": bool(secure_mode),
+        }
+        self.keep_per_sample = False
+        self.noise_layout: Sequence[ParameterMap] | None = None
+        self._settings = RunSettings("mean", "auto")
+        self._ledger: Ledger | None = None
+        self._group: Group | None = None
+        self._step: PrivateStep | None = None
+        self._own_loop: OwnLoopLoader | None = None
+        self._loaded: tuple[nn.Module, torch.optim.Optimizer, Callable[[], None]] | None = None
+        self._undo = ExitStack()
+
+    # ------------------------------------------------------------------ set-up
+
+    def make_private(
+        self,
+        *,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        data_loader: DataLoader[Any],
+        noise_multiplier: Any = None,
+        max_grad_norm: Any = None,
+        loss_reduction: str = "mean",
+        plan: PrivacyPlan | None = None,
+        clipping: str | None = None,
+        target_epsilon: float | None = None,
+        target_delta: float | None = None,
+        on_budget: str | None = None,
+        max_physical_batch_size: int | None = None,
+        poisson_sampling: bool | None = None,
+        grad_sample_mode: str = "auto",
+        ledger: str | os.PathLike[str] | None = None,
+        checks: float | None = None,
+        **others: Any,
+    ) -> Private:
+        """Set up DP-SGD; the training loop stays the user's.
+
+        Args:
+            module: model, returned as it is.
+            optimizer: optimizer of every trainable parameter, returned as it is.
+            data_loader: `DataLoader`; its batch size becomes the expected batch size.
+            noise_multiplier: noise standard deviation / max_grad_norm; a number or a schedule.
+            max_grad_norm: C, the bound on one example's gradient; a number, a schedule, or
+                `dualdp.plan.schedules.AdaptiveNorm`.
+            loss_reduction: "mean" or "sum", the reduction of the criterion over the batch.
+            plan: `PrivacyPlan` in place of all the arguments that it holds.
+            clipping: "flat", "per_layer" or "automatic".
+            target_epsilon: upper bound of epsilon; the step that would exceed it is refused.
+            target_delta: delta of `target_epsilon`.
+            on_budget: end of such a run: "raise" an error, or "stop" the loader.
+            max_physical_batch_size: examples that are processed at once; `optimizer.step()` then
+                comes after each physical batch, see `BatchMemoryManager`.
+            poisson_sampling: bool, False for shuffled batches, accounted without amplification.
+            grad_sample_mode: "auto" or one of `GRAD_SAMPLE_MODES`.
+            ledger: path of a new file for the record of releases; None keeps it in memory.
+            checks: share of steps, in [0, 1], at which examples are checked against plain autodiff
+                of their own losses; None for `dualdp.exactness.RATE`, 0 for never. Noted in the
+                ledger.
+            **others: further fields of `PrivacyPlan` (sampler, neighboring_relation, seed, noise,
+                delta, num_steps, ...), epochs= instead of num_steps=, and those arguments of
+                Opacus' method that have a meaning here.
+
+        Returns:
+            `(module, optimizer, loader)`. With `plan`, one pass over the loader is the rest of the
+            plan; else a pass has as many steps as `data_loader` has batches.
+
+        Raises:
+            AccountingError: the engine has a run already.
+            TypeError: an argument that nobody knows, or that is missing.
+            UnsupportedLayerError: the model mixes examples.
+            ValueError: a wrong value, arguments beside a plan that holds them, or that contradict
+                each other.
+        """
+        self._refuse_second_run()
+        given = {
+            "noise_multiplier": noise_multiplier,
+            "max_grad_norm": max_grad_norm,
+            "clipping": clipping,
+            "target_epsilon": target_epsilon,
+            "target_delta": target_delta,
+            "on_budget": on_budget,
+            "max_physical_batch_size": max_physical_batch_size,
+            "poisson_sampling": poisson_sampling,
+            **others,
+        }
+        settings = RunSettings(
+            loss_reduction,
+            grad_sample_mode,
+            whole=plan is not None,
+            has_target=names_delta(plan, given),
+            checks=checked_rate(checks),
+        )
+        plan = plan_of(data_loader, plan, given, **self._plan_options)
+        return self._start(module, optimizer, data_loader, plan, settings, ledger)
+
+    def make_private_with_epsilon(
+        self,
+        *,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        data_loader: DataLoader[Any],
+        target_epsilon: float,
+        target_delta: float,
+        epochs: int | None = None,
+        num_steps: int | None = None,
+        loss_reduction: str = "mean",
+        grad_sample_mode: str = "auto",
+        ledger: str | os.PathLike[str] | None = None,
+        checks: float | None = None,
+        **others: Any,
+    ) -> Private:
+        """`make_private` with the noise that spends `target_epsilon` in the given epochs or steps.
+
+        Args:
+            module: model, as in `make_private`.
+            optimizer: optimizer, as in `make_private`.
+            data_loader: `DataLoader`, as in `make_private`.
+            target_epsilon: epsilon of the whole run.
+            target_delta: delta of `target_epsilon`.
+            epochs: passes over the loader; a further one is refused.
+            num_steps: number of steps, in place of `epochs`.
+            loss_reduction: "mean" or "sum", as in `make_private`.
+            grad_sample_mode: "auto" or one of `GRAD_SAMPLE_MODES`.
+            ledger: path of a new file, or None, as in `make_private`.
+            checks: share of steps that are checked, as in `make_private`.
+            **others: further arguments of `make_private`, max_grad_norm among them.
+
+        Returns:
+            `(module, optimizer, loader)`.
+
+        Raises:
+            TypeError: an argument that nobody knows, or that is missing.
+            ValueError: a wrong value, or neither or both of epochs and num_steps.
+        """
+        self._refuse_second_run()
+        given = {"target_epsilon": target_epsilon, "target_delta": target_delta, **others}
+        refuse_beside_target(given.pop("plan", None), given)
+        given |= {"epochs": epochs, "num_steps": num_steps}
+        plan = plan_of(
+            data_loader,
+            None,
+            given,
+            calibrates=True,
+            method="make_private_with_epsilon",
+            **self._plan_options,
+        )
+        settings = RunSettings(
+            loss_reduction, grad_sample_mode, has_target=True, checks=checked_rate(checks)
+        )
+        return self._start(module, optimizer, data_loader, plan, settings, ledger)
+
+    def _start(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loader: DataLoader[Any],
+        plan: PrivacyPlan,
+        settings: RunSettings,
+        ledger: str | os.PathLike[str] | None,
+    ) -> Private:
+        """Check everything, then open the ledger and attach."""
+        for name, used in (("module", unwrapped(module)), ("optimizer", optimizer)):
+            if used in _in_use:
+                raise AccountingError(
+                    f"{name} is trained by another PrivacyEngine. Expected its detach() before "
+                    "make_private, or a new model and optimizer."
+                )
+        self._group = group = group_of(module)
+        layout = self.noise_layout
+        plan = agreed(group, unwrapped(module), optimizer, loader, plan, settings, layout)
+
+        def prepared() -> PlannedLoader:
+            check(unwrapped(module), optimizer, plan, settings)
+            return self._planned(loader, plan, settings)
+
+        planned = on_all(group, "make_private", prepared)
+        self._ledger = on_all(group, "the ledger", lambda: open_ledger(group, plan, ledger))
+        self._ledger.note(checks=settings.checks)
+        self._settings = settings
+        self._attach(module, optimizer)
+        return module, optimizer, planned
+
+    def _attach(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Put the hooks on model and optimizer."""
+        model = unwrapped(module)
+        _in_use.update((model, optimizer))
+        if module is not model:
+            set_temporarily(self._undo, module, **QUIET)
+        self._step = PrivateStep(model, optimizer, self.ledger, self._settings, self._group, self)
+
+    @classmethod
+    def loaded(
+        cls,
+        ledger: Ledger,
+        settings: RunSettings,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        at_resume: Callable[[], None],
+        group: Group | None = None,
+    ) -> Self:
+        """Return the engine of a loaded run, whose `resume` takes the data and calls `at_resume`.
+
+        The caller loads parameters and optimizer state. What `make_private` would refuse is refused
+        here, and the ledger closed.
+        """
+        try:
+            check(unwrapped(module), optimizer, ledger.plan, settings)
+        except BaseException:
+            ledger.close()
+            raise
+        engine = cls()
+        engine._group, engine._ledger, engine._settings = group, ledger, settings
+        engine._loaded = module, optimizer, at_resume
+        return engine
+
+    def resume(self, *, data_loader: DataLoader[Any]) -> Private:
+        """Continue a run that `load_checkpoint` loaded.
+
+        Args:
+            data_loader: `DataLoader` over the same data as before.
+
+        Returns:
+            `(module, optimizer, loader)`, the first two being those that were loaded into.
+
+        Raises:
+            AccountingError: the engine was not loaded, or goes on already.
+            ValueError: the loader has other data.
+        """
+        if self._loaded is None:
+            raise AccountingError(
+                "There is no loaded run to go on with. Expected load_checkpoint's engine, once."
+            )
+        module, optimizer, at_resume = self._loaded
+        plan, settings = self.plan, self._settings
+        group, inner, layout = self._group, unwrapped(module), self.noise_layout
+        agreed(group, inner, optimizer, data_loader, plan, settings, layout)
+        planned = on_all(
+            group, "resume", lambda: self._planned(data_loader, plan, settings, settings.pass_end)
+        )
+        run_registry.draw_by_engine(self.ledger)
+        self._loaded = None
+        self._attach(module, optimizer)
+        at_resume()
+        return module, optimizer, planned
+
+    def make_loader(
+        self,
+        *,
+        data_loader: DataLoader[Any],
+        plan: PrivacyPlan | None = None,
+        ledger: str | os.PathLike[str] | None = None,
+        **plan_arguments: Any,
+    ) -> OwnLoopLoader:
+        """Return the plan's batches for a loop of your own in one process, and keep its account.
+
+        Call `record()` before each release, `clipped_grad_sum` for its sum (with the mask of each
+        chunk) and `noisy_mean(sum, plan, step)` for its noise.
+
+        Args:
+            data_loader: `DataLoader`, as in `make_private`.
+            plan: `PrivacyPlan`, or None.
+            ledger: path of a new file, or None, as in `make_private`.
+            **plan_arguments: fields of `PrivacyPlan`, as in `make_private`.
+
+        Returns:
+            loader of `LogicalBatch`es.
+
+        Raises:
+            AccountingError: the engine has a run already, or several processes train together.
+            TypeError, ValueError: as `make_private`.
+        """
+        self._refuse_second_run()
+        if Group.current() is not None:
+            raise AccountingError(
+                "make_loader came in a group of several processes, whose loops would not be one "
+                "run. Expected make_private, which accounts them together."
+            )
+        self._settings.has_target = names_delta(plan, plan_arguments)
+        plan = plan_of(
+            data_loader, plan, plan_arguments, method="make_loader", **self._plan_options
+        )
+        self._settings.whole = plan.num_steps is not None
+        loader = OwnLoopLoader(data_loader, plan, _Passes(self, len(data_loader)).span)
+        self._ledger = open_ledger(None, plan, ledger, "PrivacyEngine.make_loader", "")
+        self._own_loop = loader
+        return loader
+
+    def _planned(
+        self, loader: DataLoader[Any], plan: PrivacyPlan, settings: RunSettings, until: int = 0
+    ) -> PlannedLoader:
+        """Loader of the plan's batches; `until` is the end of an interrupted pass, or 0."""
+        share = SINGLE_PROCESS if self._group is None else Share(self._group.rank, self._group.size)
+        passes = _Passes(self, len(loader), until)
+        return PlannedLoader(loader, plan, passes, share, settings.checks)
+
+    def _refuse_second_run(self) -> None:
+        if self._ledger is not None:
+            raise AccountingError(SECOND_RUN)
+
+    def detach(self) -> None:
+        """Remove every hook from module and optimizer; plan, ledger and epsilon stay readable."""
+        if self._own_loop is None:
+            self._require_step().detach()
+        self.ledger.close()
+        self._undo.close()
+        if self._step is not None:
+            _in_use.discard(self._step.recorder.model)
+            _in_use.discard(self._step.optimizer)
+        self._step = None
+
+    # ------------------------------------------------------------------ the run
+
+    @property
+    def group(self) -> Group | None:
+        """Group of the processes that train together; None for a single process."""
+        return self._group
+
+    @property
+    def plan(self) -> PrivacyPlan:
+        """`PrivacyPlan` of the run.
+
+        Raises:
+            AccountingError: there is none.
+        """
+        return self.ledger.plan
+
+    @property
+    def ledger(self) -> Ledger:
+        """Ledger of all releases so far.
+
+        Raises:
+            AccountingError: there is none.
+        """
+        if self._ledger is None:
+            raise AccountingError(NO_RUN)
+        return self._ledger
+
+    @property
+    def accountant(self) -> Any:
+        """Accountant of the releases so far."""
+        return self.ledger.accountant
+
+    @property
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        """Mapping from name to trained parameter; empty before `make_private`."""
+        return {} if self._step is None else self._step.recorder.parameters
+
+    @property
+    def is_between_steps(self) -> bool:
+        """True if no logical batch is under way, so that the run can be saved."""
+        return self._step is not None and self._step.is_between_steps()
+
+    @property
+    def pass_end(self) -> int:
+        """Step where the current pass over the loader ends."""
+        return self._settings.pass_end
+
+    def settings_to_save(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> RunSettings:
+        """Return the settings of a run that is between two steps, for a checkpoint.
+
+        Raises:
+            AccountingError: not attached.
+            RuntimeError: in the middle of a logical batch.
+            ValueError: another model or optimizer than the run's.
+        """
+        step = self._require_step()
+        if step.recorder.model is not unwrapped(module):
+            raise ValueError("model is not the one that this engine trains. Expected that one.")
+        if step.optimizer is not optimizer:
+            raise ValueError("optimizer is not the one that this engine uses. Expected that one.")
+        if not step.is_between_steps():
+            raise RuntimeError(
+                "A logical batch is half done. Save after its last optimizer.step(), when "
+                "engine.is_between_steps."
+            )
+        return self._settings
+
+    def _require_step(self) -> PrivateStep:
+        """Attached private step; an engine that is not attached is refused."""
+        if self._step is None:
+            raise AccountingError(
+                "The engine is not attached. Call make_private first; after detach() the loader "
+                "that it returned has ended."
+            )
+        return self._step
+
+    def record(self, num_steps: int = 1) -> range:
+        """Record the next releases of a loop of your own, before they are made.
+
+        Returns:
+            range of the steps that may be released now.
+
+        Raises:
+            AccountingError: one of them is past the plan; then none is recorded. Or several
+                processes train together, whose steps `make_private` records.
+        """
+        ledger = self.ledger
+        if self._group is not None:
+            raise AccountingError(
+                "record() came in a run of several processes, whose loops would not be one run. "
+                "Expected the loader and optimizer of make_private, which account them together."
+            )
+        steps = ledger.steps_ahead(_validate.integer("num_steps", num_steps))
+        for step in steps:
+            ledger.record(step)
+            ledger.seal(step, None)
+        return steps
+
+    def get_epsilon(self, delta: float | None = None, *, accept_unverified: bool = False) -> float:
+        """Return an upper bound of the epsilon spent so far.
+
+        Args:
+            delta: number in (0, 1); optional if a plan or target named it.
+            accept_unverified: bool, True for an answer even if a spot check of the run failed.
+
+        Raises:
+            AccountingError: there is no run; or steps of it were taken that are not on record, or a
+                spot check failed.
+            ValueError: no delta.
+        """
+        ledger = self.ledger
+        if delta is None and not self._settings.has_target:
+            raise ValueError("delta is missing. Expected a number in (0, 1), e.g. delta=1e-5.")
+        if self._own_loop is not None:
+            self._own_loop.handed_out.require_recorded(ledger.position)
+        return ledger.get_epsilon(delta, accept_unverified=accept_unverified)
+
+    def stages(self) -> Stages:
+        """Return per-sample gradients (see `keep_per_sample`), clipped sum, noisy mean of a step.
+
+        They are kept from a step until the loader yields the next batch. Norms and per-sample
+        gradients are those of this process, sum and mean those of all that train together.
+
+        Raises:
+            AccountingError: no step was taken, or the noise is secure, which shows nothing else.
+        """
+        step = self._require_step()
+        if self.plan.noise == "secure":
+            raise AccountingError(
+                "The stages of a gradient are not private, and noise='secure' keeps them closed. "
+                "Expected another noise for inspection."
+            )
+        stages = step.stages
+        if stages is None:
+            raise AccountingError(
+                "No step was taken since a batch was handed out. Call optimizer.step() first."
+            )
+        return stages
+
+
+@dataclass
+class _Passes:
+    """Passes over the loader of an engine: their steps, and what the private step must know.
+
+    Attributes:
+        engine: engine of the run.
+        per_pass: steps of one pass, unless the plan ends earlier or is one pass.
+        until: step that ends a pass which a checkpoint interrupted, or 0.
+    """
+
+    engine: PrivacyEngine
+    per_pass: int
+    until: int = 0
+
+    def span(self) -> tuple[int, int]:
+        """Steps (start, stop) of the coming pass."""
+        engine = self.engine
+        start, plan = engine.ledger.position, engine.plan
+        stop = self.until if self.until > start else start + self.per_pass
+        if plan.num_steps is not None and engine._settings.whole:
+            stop = plan.num_steps
+        ends = [plan.num_steps, engine.ledger.end if plan.on_budget == "stop" else None]
+        return start, min([stop, *(end for end in ends if end is not None)])
+
+    def begin(self) -> int:
+        """Begin a pass; returns its number."""
+        number = self.engine._require_step().begin()
+        self.engine._settings.pass_end = self.span()[1]
+        return number
+
+    def announce(self, draw: Draw, batch: Any, number: int) -> None:
+        """Take note of a batch just before the loader yields it."""
+        self.engine._require_step().announce(draw, batch, number)
+
+    def leave(self, number: int) -> None:
+        """End a pass, whether it is complete or abandoned."""
+        if self.engine._step is not None:
+            self.engine._step.leave(number)

@@ -1,0 +1,362 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loader of the plan's batches, which replace those of the user's `DataLoader`."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+)
+from torch.utils.data.distributed import DistributedSampler
+
+from dualdp import _validate
+from dualdp._validate import AccountingError
+from dualdp.plan.batches import num_physical_batches, physical_batches
+from dualdp.randomness import threefry
+from dualdp_torch.noise.generators import keyed_generator
+from dualdp_torch.per_sample.checks.collate_check import CheckedCollate
+from dualdp_torch.rules.base import Tensor
+
+_KEPT = (
+    *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn"),
+    *("multiprocessing_context", "prefetch_factor", "persistent_workers", "pin_memory_device"),
+)
+
+
+class Draw(NamedTuple):
+    """Rows of the data set in one physical batch.
+
+    Attributes:
+        step: index of the logical batch.
+        indices: list with the data set's row for each row of the batch.
+        mask: (rows,) bool, False for padding.
+        chunk: index among the physical batches of the logical batch.
+        num_chunks: number of physical batches in the logical batch.
+    """
+
+    step: int
+    indices: list[int]
+    mask: Tensor
+    chunk: int = 0
+    num_chunks: int = 1
+
+    @property
+    def is_last(self) -> bool:
+        """True for the last physical batch of a logical batch."""
+        return self.chunk == self.num_chunks - 1
+
+
+class Share(NamedTuple):
+    """Rows of every logical batch that one process works on: rank, rank + size, and so on.
+
+    Attributes:
+        rank: rank of this process.
+        size: number of processes.
+    """
+
+    rank: int = 0
+    size: int = 1
+
+    def num_batches(self, num_drawn: int, size: int | None) -> int:
+        """Physical batches of one logical batch on every process: as many as rank 0 needs."""
+        return num_physical_batches(-(-num_drawn // self.size), size)
+
+
+SINGLE_PROCESS = Share()
+
+
+def draws(
+    plan: Any, start: int, stop: int, size: int | None, share: Share = SINGLE_PROCESS
+) -> Iterator[Draw]:
+    """Yield the physical batches of the steps start..stop-1; an empty one is one masked row.
+
+    All processes get the same number of them, so that their loops take the same steps.
+    """
+    for step in range(start, stop):
+        drawn = plan.batch_indices(step)
+        chunks = list(physical_batches(drawn[share.rank :: share.size], size))
+        missing = share.num_batches(len(drawn), size) - len(chunks)
+        chunks += missing * list(physical_batches(drawn[:0], size))
+        for k, (indices, mask) in enumerate(chunks):
+            rows = mask if mask.any() else np.arange(len(mask)) == 0  # no static shape is needed
+            yield Draw(step, indices[rows].tolist(), torch.from_numpy(mask[rows]), k, len(chunks))
+
+
+def as_dataset(data: Any) -> Dataset[Any]:
+    """Return a map-style data set, also from a tensor or a tuple of tensors.
+
+    Raises:
+        TypeError: an iterable data set, or something without length and rows.
+    """
+    if torch.is_tensor(data):
+        return TensorDataset(data)
+    if isinstance(data, tuple | list) and data and all(torch.is_tensor(d) for d in data):
+        return TensorDataset(*data)
+    if isinstance(data, IterableDataset) or not hasattr(data, "__getitem__"):
+        raise TypeError(
+            f"The data is a {type(data).__name__}, which can't be drawn from by index. Expected a "
+            "map-style Dataset or a tuple of tensors."
+        )
+    dataset: Dataset[Any] = data
+    return dataset
+
+
+class _BatchSampler:
+    """Batch sampler of a `DataLoader` for one pass, which may prefetch ahead of the loop.
+
+    Attributes:
+        draws: function that returns the draws of the pass.
+        queue: draws whose batches the `DataLoader` has asked for and not yet returned.
+    """
+
+    def __init__(self) -> None:
+        self.draws: Callable[[], Iterator[Draw]] = lambda: iter(())
+        self.queue = deque[Draw]()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        queue = self.queue
+        for draw in self.draws():
+            queue.append(draw)
+            yield draw.indices
+
+
+class _Passes(Protocol):
+    """Run that the batches of a loader belong to."""
+
+    def span(self) -> tuple[int, int]: ...
+
+    def begin(self) -> int: ...
+
+    def announce(self, draw: Draw, batch: Any, number: int) -> None: ...
+
+    def leave(self, number: int) -> None: ...
+
+
+class PlannedLoader:
+    """Copy of the user's loader that yields the plan's batches.
+
+    Args:
+        loader: `DataLoader` over a map-style data set; its workers, collate function and pinned
+            memory are kept.
+        plan: `PrivacyPlan`.
+        passes: object that says the steps (start, stop) of the coming pass (`span`), numbers the
+            passes (`begin`), and gets each batch before it is yielded (`announce`) and the end of
+            each pass (`leave`); None if only `of_steps` is called.
+        share: `Share` of this process.
+        checks: share of the batches whose `collate_fn` is checked.
+
+    Guarantees:
+        `len` is the number of batches of the pass that runs, else of the coming one; of the last
+            one when no further is left.  [test_length_is_true_and_batches_are_the_plans]
+        A pass draws nothing from torch's global generator.
+            [test_a_pass_leaves_the_users_random_numbers_alone]
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        plan: Any,
+        passes: _Passes | None,
+        share: Share = SINGLE_PROCESS,
+        checks: float = 0.0,
+    ) -> None:
+        check_loader(loader)
+        _check_share(loader, share)
+        self.dataset = as_dataset(loader.dataset)
+        if len(self.dataset) != plan.num_examples:  # type: ignore[arg-type]
+            raise ValueError(
+                f"The data has {len(self.dataset)} examples but the plan's "  # type: ignore[arg-type]
+                f"num_examples is {plan.num_examples}. Both must agree, or epsilon is not true."
+            )
+        self._options = {name: getattr(loader, name) for name in _KEPT if hasattr(loader, name)}
+        if not loader.pin_memory_device:
+            self._options.pop("pin_memory_device", None)
+        period = round(1 / checks) if checks else 0
+        self._options["collate_fn"] = CheckedCollate(loader.collate_fn, period)
+        self._plan, self._share = plan, share
+        self._passes: Any = passes
+        self._use_size(plan.physical_batch_size)
+
+    def _use_size(self, size: int | None) -> None:
+        """Split logical batches into physical ones of at most `size` rows, None for no limit."""
+        self._size, self._sampler = size, _BatchSampler()
+        self._loader: DataLoader[Any] | None = None
+        self._running: tuple[int, int] | None = None
+        self._last: tuple[int, int] | None = None
+
+    def limited(self, max_physical_batch_size: int) -> PlannedLoader:
+        """Return the same loader with at most `max_physical_batch_size` rows per physical batch."""
+        size = _validate.integer("max_physical_batch_size", max_physical_batch_size, minimum=1)
+        other = copy.copy(self)
+        other._use_size(size)
+        return other
+
+    def num_batches(self, start: int, stop: int) -> int:
+        """Return the number of physical batches of the steps start..stop-1."""
+        if self._size is None:
+            return stop - start
+        return sum(
+            self._share.num_batches(len(self._plan.batch_indices(step)), self._size)
+            for step in range(start, stop)
+        )
+
+    def __len__(self) -> int:
+        span = self._running or self._passes.span()
+        if span[0] >= span[1] and self._last is not None:
+            span = self._last
+        return self.num_batches(*span)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (batch for _, batch in self.with_draws())
+
+    def with_draws(self) -> Generator[tuple[Draw, Any]]:
+        """Yield each physical batch of a pass with its draw."""
+        passes, span = self._passes, self._passes.span()
+        batches = self.of_steps(*span)
+        if span[0] >= span[1]:
+            return
+        number = passes.begin()
+        self._running = self._last = span
+        try:
+            for draw, batch in batches:
+                passes.announce(draw, batch, number)
+                yield draw, batch
+        finally:
+            self._running = None
+            passes.leave(number)
+
+    def of_steps(self, start: int, stop: int) -> Iterator[tuple[Draw, Any]]:
+        """Return an iterator over the physical batches of the steps start..stop-1, with draws.
+
+        Raises:
+            AccountingError: there is no such step, and the plan does not stop the loader silently.
+        """
+        if start < stop:
+            return self._load(start, stop)
+        if self._plan.on_budget != "stop":
+            raise AccountingError(
+                f"All {stop} planned steps are taken. Plan more steps or epochs; each release "
+                "spends privacy."
+            )
+        return iter(())
+
+    def _load(self, start: int, stop: int) -> Iterator[tuple[Draw, Any]]:
+        if self._loader is None:
+            key = self._plan.step_key("dropout", start)
+            if self._share.rank:  # workers of different processes draw different numbers
+                key = threefry.fold_in(key, self._share.rank)
+            self._loader = DataLoader(
+                self.dataset,
+                batch_sampler=self._sampler,  # type: ignore[arg-type]
+                generator=keyed_generator(key, torch.device("cpu")),
+                **self._options,
+            )
+        queue = self._sampler.queue = deque()
+        self._sampler.draws = partial(draws, self._plan, start, stop, self._size, self._share)
+        for batch in self._loader:
+            yield queue.popleft(), batch
+
+
+class BatchMemoryManager:
+    """Opacus' name for a loader of physical batches: `with BatchMemoryManager(...) as loader`.
+
+    The loop calls `optimizer.step()` after each physical batch; only the last one of a logical
+    batch changes the parameters.
+
+    Args:
+        data_loader: loader that `make_private` returned.
+        max_physical_batch_size: examples that are processed at once.
+        optimizer: optimizer that `make_private` returned.
+
+    Raises:
+        TypeError: a loader that is not private.
+        ValueError: no positive integer.
+    """
+
+    def __init__(
+        self, *, data_loader: Any, max_physical_batch_size: int, optimizer: torch.optim.Optimizer
+    ) -> None:
+        if not isinstance(data_loader, PlannedLoader):
+            raise TypeError(
+                f"data_loader is a {type(data_loader).__name__}. Expected the loader that "
+                "make_private returned."
+            )
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"optimizer is a {type(optimizer).__name__}. Expected a torch one.")
+        self._loader = data_loader.limited(max_physical_batch_size)
+
+    def __enter__(self) -> PlannedLoader:
+        return self._loader
+
+    def __exit__(self, *_: object) -> None:
+        """Do nothing: an unfinished logical batch begins again with the next pass."""
+
+
+def check_loader(loader: Any) -> None:
+    """Refuse a loader with a sampler of its own, which the plan's would silently replace.
+
+    Raises:
+        TypeError: no `DataLoader`, or one over an iterable data set.
+        ValueError: a sampler that is neither in order nor a plain shuffle of everything.
+    """
+    if not isinstance(loader, DataLoader):
+        raise TypeError(
+            f"data_loader is a {type(loader).__name__}. Expected a torch DataLoader over a "
+            "map-style data set."
+        )
+    as_dataset(loader.dataset)
+    batches = loader.batch_sampler
+    sampler = batches.sampler if type(batches) is BatchSampler else (batches or loader.sampler)
+    plain = type(sampler) is SequentialSampler or (
+        type(sampler) is RandomSampler
+        and not sampler.replacement
+        and sampler.num_samples == len(loader.dataset)  # type: ignore[arg-type]
+    )
+    plain = plain or (type(sampler) is DistributedSampler and sampler.dataset is loader.dataset)
+    if not plain or batches is None:
+        raise ValueError(
+            f"data_loader draws by {type(sampler).__name__}"
+            f"{'' if batches else ' with batch_size=None'}, which the plan's sampler would "
+            "replace. Expected a plain DataLoader(dataset, batch_size=..., shuffle=...); select "
+            "examples in the data set instead."
+        )
+
+
+def _check_share(loader: DataLoader[Any], share: Share) -> None:
+    """Refuse a `DistributedSampler` made for another rank or number of processes.
+
+    Raises:
+        ValueError: its number of replicas or its rank are others.
+    """
+    sampler = loader.sampler
+    if not isinstance(sampler, DistributedSampler):
+        return
+    if (sampler.rank, sampler.num_replicas) != share:
+        raise ValueError(
+            f"data_loader has a DistributedSampler of rank {sampler.rank} of "
+            f"{sampler.num_replicas} in process {share.rank} of {share.size}. Expected that of the "
+            "process group, or a plain DataLoader with the batch size of all processes together."
+        )
+
+
+def expected_batch_size(loader: DataLoader[Any]) -> int:
+    """Return the batch size of a loader, over all processes together.
+
+    With a `DistributedSampler` the loader's own batch size is that of one process.
+    """
+    size: int = loader.batch_sampler.batch_size  # type: ignore[union-attr]
+    sampler = loader.sampler
+    return size * sampler.num_replicas if isinstance(sampler, DistributedSampler) else size

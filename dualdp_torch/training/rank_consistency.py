@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Comparison of the settings, models and data of all processes, before the first step."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from dualdp.plan.plan import PrivacyPlan
+from dualdp.randomness import RootKey
+from dualdp_torch.parallel.dataset_digest import described
+from dualdp_torch.parallel.fsdp import is_sharded
+from dualdp_torch.parallel.process_group import Group, device_kind, fingerprints
+from dualdp_torch.training.arguments import RunSettings
+from dualdp_torch.training.loader import as_dataset, check_loader
+from dualdp_torch.training.run_ledger import secret_of
+
+
+def agreed(
+    group: Group | None,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loader: DataLoader[Any],
+    plan: PrivacyPlan,
+    settings: RunSettings,
+    noise_layout: Any,
+) -> PrivacyPlan:
+    """Return the plan that all processes use, after comparing them; its key is that of rank 0.
+
+    Without a seed, the plan of each process has a key of its own. A single process uses its plan.
+
+    Raises:
+        ValueError: something differs; it is named.
+
+    Guarantees:
+        What differs between processes is found before the first step.
+            [test_what_differs_between_ranks_is_named]
+    """
+    if group is None:
+        return plan
+    check_loader(loader)
+    public = json.loads(plan.to_json())
+    del public["key_sha256"]
+    group.require_same("plan", public)
+    compared = {
+        "torch": torch.__version__,
+        **asdict(settings),
+        "steps in a pass": len(loader),
+        "noise_layout": repr(noise_layout),
+    }
+    group.require_same("settings", compared)
+    parameters = dict(module.named_parameters())
+    layout = {
+        name: [list(p.shape), str(p.dtype), device_kind(p.device), p.requires_grad]
+        for name, p in parameters.items()
+    }
+    group.require_same("model", layout)
+    group.require_same("optimizer", _described(optimizer, module))
+    whole = {name: p for name, p in parameters.items() if not is_sharded(p)}
+    starts = dict(zip(whole, fingerprints(whole.values()), strict=True))
+    hint = "Set the same seed before building the model, or load the same weights."
+    group.require_same("the start of parameters", starts, hint, shown=False)
+    hint = "Row i must be the same example on every process, of one data set that all have whole."
+    data = described(as_dataset(loader.dataset))
+    group.require_same("data", data, hint, shown=False)
+    secret = secret_of(plan) if group.is_first else None
+    root = RootKey(*group.broadcast("the key", secret))
+    return plan if plan.root == root else replace(plan, key=root)
+
+
+def _described(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[str, Any]:
+    """Class and settings of an optimizer, with its parameters by name."""
+    names = {id(p): name for name, p in module.named_parameters()}
+    groups = [
+        {
+            name: [names.get(id(p)) for p in value] if name == "params" else repr(value)
+            for name, value in group.items()
+        }
+        for group in optimizer.param_groups
+    ]
+    return {"class": type(optimizer).__qualname__, "groups": groups}

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ledger of a new or a resumed run: rank 0 keeps the record, other processes follow in memory."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from dualdp.ledger.follower import FollowerLedger
+from dualdp.ledger.ledger import Ledger
+from dualdp.plan.plan import PrivacyPlan
+from dualdp.randomness import RootKey, run_registry
+from dualdp_torch.parallel.process_group import Group
+
+
+def open_ledger(
+    group: Group | None,
+    plan: PrivacyPlan,
+    path: str | os.PathLike[str] | None,
+    recorder: str = "PrivacyEngine.make_private",
+    source: str = run_registry.OWN_STEP,
+) -> Ledger:
+    """Return the ledger of a new run on this process, which claims the plan's key."""
+    if group is not None and not group.is_first:
+        follower = FollowerLedger(plan)
+        plan.claim(follower, recorder=recorder, follows=True)
+        return follower
+    ledger = Ledger(plan, path=path)
+    try:
+        plan.claim(ledger, recorder=recorder, source=source)
+    except BaseException:
+        ledger.discard()
+        raise
+    return ledger
+
+
+def resume_ledger(
+    group: Group | None, plan: Mapping[str, Any], resume: Callable[[], Ledger]
+) -> Ledger:
+    """Return the ledger of a resumed run on this process; `plan` is the JSON of the run's plan.
+
+    Only rank 0 calls `resume`, which opens key and ledger.
+    """
+    if group is None:
+        return _claimed(resume())
+    kept: list[Ledger] = []
+    group.gather_results(
+        "the ledger", lambda: kept.append(_claimed(resume())) if group.is_first else None
+    )
+    message = None
+    if group.is_first:
+        message = kept[0].to_json(), kept[0].state(), secret_of(kept[0].plan)
+    text, state, secret = group.broadcast("the state of the ledger", message)
+    if group.is_first:
+        return kept[0]
+    run = PrivacyPlan.from_json(json.dumps(plan), key=RootKey(*secret))
+    return _claimed(FollowerLedger.of_resumed(run, text, state))
+
+
+def _claimed(ledger: Ledger) -> Ledger:
+    """The ledger of a resumed run, after claiming its plan's key; closed if that is refused."""
+    follows = isinstance(ledger, FollowerLedger)
+    try:
+        ledger.plan.claim(
+            ledger, recorder="load_checkpoint", source="", resumed=True, follows=follows
+        )
+    except BaseException:
+        ledger.close()
+        raise
+    return ledger
+
+
+def secret_of(plan: PrivacyPlan) -> tuple[bytes, int | None]:
+    """Return the secret of the plan's key and its seed, which rank 0 sends to the other ranks."""
+    root = plan.root.require_secret()
+    return root.secret, root.seed

@@ -1,0 +1,400 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Private optimizer step: the user's own optimizer gets the noisy mean of clipped gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from dualdp.exactness import ExactnessError
+from dualdp.ledger.ledger import Ledger
+from dualdp.porting.parameter_map import ledger_text
+from dualdp_torch.noise.generators import STREAM
+from dualdp_torch.noise.noise import noised_mean
+from dualdp_torch.parallel.process_group import Group, device_kind
+from dualdp_torch.per_sample.call import METHODS
+from dualdp_torch.per_sample.checks.spot_check import BatchNumbers
+from dualdp_torch.per_sample.checks.tape import Tape
+from dualdp_torch.per_sample.clip import (
+    Terms,
+    clip_factors,
+    clipped_sums,
+    clipping_bounds,
+    passes_again,
+)
+from dualdp_torch.per_sample.recorder import Recorder
+from dualdp_torch.rules.base import Tensor
+from dualdp_torch.rules.choices import of_run
+from dualdp_torch.training.arguments import GRAD_SAMPLE_MODES, RunSettings, check_holds
+from dualdp_torch.training.loader import Draw
+from dualdp_torch.training.release import GroupRelease, LocalRelease
+from dualdp_torch.training.step_checks import StepChecks
+
+_STACK = f"torch {torch.__version__}, stream {STREAM}"  # source of the noise
+_AMP = "_step_supports_amp_scaling"  # makes GradScaler.step call `step` without unscaling
+
+
+@dataclass
+class Stages:
+    """Gradients of the last step from example to optimizer, for inspection only.
+
+    Attributes:
+        unprotected_norms: (n,) norms of the examples' gradients, not private.
+        unprotected_sum: mapping from parameter name to clipped sum, not private.
+        noisy_mean: mapping from parameter name to the gradient that the optimizer got.
+        unprotected_grads: mapping from parameter name to (n, *shape) gradients, not private; None
+            unless `engine.keep_per_sample` was set before the step.
+    """
+
+    unprotected_norms: Tensor
+    unprotected_sum: dict[str, Tensor]
+    noisy_mean: dict[str, Tensor]
+    unprotected_grads: dict[str, Tensor] | None = None
+
+
+class _Once:
+    """Closure that returns a loss computed earlier and refuses a second call."""
+
+    def __init__(self, loss: Any) -> None:
+        self._loss, self._asked = loss, False
+
+    def __call__(self) -> Any:
+        if self._asked:
+            raise RuntimeError(
+                "The optimizer evaluates its closure more than once a step, but one release gives "
+                "one gradient. Expected an optimizer that needs one, such as SGD or Adam."
+            )
+        self._asked = True
+        return self._loss
+
+
+class StepOptions(Protocol):
+    """Options that may change between two steps, see `PrivacyEngine`."""
+
+    keep_per_sample: bool
+    noise_layout: Sequence[Any] | None
+
+
+class PrivateStep:
+    """Hook before every `optimizer.step()` that clips, sums, records and adds noise.
+
+    The model has no wrapper of DDP. The settings' table of choices is filled while layers are
+    reached; options are read at every step.
+
+    Attributes:
+        recorder: recorder of the model's forward and backward.
+        stages: gradients of the last step, or None.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        ledger: Ledger,
+        settings: RunSettings,
+        group: Group | None,
+        options: StepOptions,
+    ) -> None:
+        method, choices = GRAD_SAMPLE_MODES[settings.grad_sample_mode], settings.choices
+        self.optimizer, self._ledger, self._options = optimizer, ledger, options
+        self._reduction, self._keep = settings.loss_reduction, METHODS[method] or "all"
+        self._choices, self._decides = choices, group is None or group.is_first
+        self._seeded = ledger.plan.seed is not None
+        self.recorder = recorder = Recorder(model, method=method, tape=Tape())
+        self._shards = recorder.shards
+        self._checks = StepChecks(
+            recorder, ledger, settings.checks, self._reduction, (method, ledger.plan.clipping)
+        )
+        recorder.is_due = self._checks.is_due
+        self._releaser: LocalRelease | GroupRelease = LocalRelease(ledger, self._shards)
+        if group is not None:
+            self._releaser = GroupRelease(ledger, group, recorder.parameters, choices, self._shards)
+        self._pass = 0
+        self._lost: int | None = None
+        self.stages: Stages | None = None
+        self._expect(None)
+        self._forget()
+        self._scaled_itself = vars(optimizer).get(_AMP)
+        setattr(optimizer, _AMP, True)
+        self._handle = optimizer.register_step_pre_hook(self._before_step)
+
+    def detach(self) -> None:
+        """Remove all hooks, and restore the attributes of optimizer and model."""
+        self._handle.remove()
+        self._checks.end()
+        delattr(self.optimizer, _AMP)
+        if self._scaled_itself is not None:
+            setattr(self.optimizer, _AMP, self._scaled_itself)
+        self.recorder.detach()
+
+    def _forget(self) -> None:
+        """Clear the sums and norms of the logical batch."""
+        self._failure: Exception | None = None
+        self._checks.has_passed = False
+        self._sums: dict[str, Tensor] = {}
+        self._norms: list[Tensor] = []
+        self._grads: list[dict[str, Tensor]] = []
+
+    def _expect(self, draw: Draw | None) -> None:
+        """Record the model's forward on this batch; None for no batch."""
+        self._draw, self.recorder.is_active = draw, draw is not None
+        self.recorder.terms = None
+        if draw is None:
+            return
+        plan, mask, recorder = self._ledger.plan, draw.mask, self.recorder
+        bounds = plan.clipping_bounds(self._ledger.max_grad_norm)
+        recorder.terms = Terms(
+            float(len(mask)) if self._reduction == "mean" else 1.0,
+            clipping_bounds(recorder.parameters, plan.clipping, bounds),
+            plan.clipping,
+            None if bool(mask.all()) else mask,
+        )
+
+    # ------------------------------------------------------------------ the loader's side
+
+    def is_between_steps(self) -> bool:
+        """True if no logical batch is under way."""
+        return self._draw is None and not self._norms
+
+    def begin(self) -> int:
+        """Begin a pass and return its number; state of an abandoned pass is dropped."""
+        self._expect(None)
+        self._lost = None
+        self._forget()
+        self._checks.end()
+        self.recorder.clear()
+        self._pass += 1
+        return self._pass
+
+    def leave(self, number: int) -> None:
+        """End a pass, whether it is complete or abandoned."""
+        if number == self._pass:
+            self._checks.leave_loader()
+
+    def announce(self, draw: Draw, batch: Any, number: int) -> None:
+        """Take note of a batch just before the loader yields it.
+
+        Raises:
+            RuntimeError: the batch before was not stepped on, or another pass has begun.
+        """
+        if number != self._pass:
+            raise RuntimeError(
+                "Another pass over the loader has begun, so this one cannot go on: examples would "
+                "count twice. Expected one iterator at a time."
+            )
+        self._require_whole()
+        if self._draw is not None:
+            raise RuntimeError(
+                f"The batch of step {self._draw.step} got no optimizer.step(). Expected one for "
+                "every batch of the loader: which batches count must not depend on the data."
+            )
+        self._expect(draw)
+        self.stages = None  # frees the memory of two models
+        self._checks.begin(draw, batch)
+
+    def _require_whole(self) -> None:
+        """Refuse to continue a logical batch of which a part was lost."""
+        if self._lost is not None:
+            raise RuntimeError(
+                f"Step {self._lost} failed after a part of its logical batch was added up, and the "
+                "sums are dropped. Begin a new pass over the loader, which begins this step again "
+                "with the same examples."
+            )
+
+    # ------------------------------------------------------------------ the optimizer's side
+
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
+        """Replace the gradients by the noisy mean, or by None within a logical batch."""
+        _refuse_scaler(optimizer)
+        if self._draw is None:
+            raise RuntimeError(
+                "optimizer.step() came without a batch of the loader that make_private returned. "
+                "Train on its batches only, one step for each."
+            )
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is not None:
+            with torch.enable_grad():
+                once = _Once(closure())
+            args, kwargs = (args[0],), {**kwargs, "closure": once}
+        with self.recorder.tape.suspended():
+            self._step(self._draw)
+        return args, kwargs
+
+    def _step(self, draw: Draw) -> None:
+        """Add one physical batch to the sums; release the logical batch if it is complete.
+
+        Nothing of a failed step is kept, and it can begin again from its forward. If it loses sums
+        of earlier physical batches, or if its release is on record, the logical batch begins again
+        with the next pass.
+        """
+        self._require_whole()
+        n = self.recorder.require_backward()
+        if n != len(draw.mask):
+            raise RuntimeError(
+                f"The model saw {n} examples but the loader gave {len(draw.mask)}. Expected the "
+                "whole batch, once."
+            )
+        check_holds(self.optimizer, self.recorder.parameters)
+        try:
+            with torch.no_grad(), of_run(self._choices, seeded=self._seeded, decides=self._decides):
+                self._add(draw)
+            self.recorder.clear()
+            if draw.is_last:
+                self._release(draw.step)
+            else:
+                self._set_gradients({})
+            self._expect(None)
+        except ExactnessError as error:
+            self._ledger.check_failed(draw.step, error)
+            raise
+        finally:
+            if self._draw is None:
+                self._checks.end()
+            else:
+                if draw.chunk or self._ledger.position > draw.step:
+                    self._lost = draw.step
+                self._forget()
+                self.recorder.begin_again()
+
+    def _add(self, draw: Draw) -> None:
+        """Add the clipped gradients of one physical batch to the logical batch's sums.
+
+        Checks come first, before the release is recorded and before any sum is sent.
+        """
+        recorder, terms = self.recorder, self.recorder.terms
+        assert terms is not None
+        self._check(lambda: self._checks.criterion(draw))
+        if recorder.layered is not None:
+            recorder.refuse_written()
+            self._begin(draw)
+            sums, norms = recorder.layered.finish()
+            self._sums = {name: self._added(draw, name, total) for name, total in sums.items()}
+        else:
+            norms = self._add_captured(draw, terms)
+        self._norms.append(norms if terms.mask is None else norms[terms.mask.to(norms.device)])
+
+    def _add_captured(self, draw: Draw, terms: Terms) -> Tensor:
+        """`_add` for gradients captured in a whole backward; returns their norms (n,)."""
+        recorder, added = self.recorder, partial(self._added, draw)
+        gradients = recorder.gradients(terms.scale, self._keep)
+        if self._options.keep_per_sample and recorder.shards is None:
+            grads = gradients.grads()
+            self._grads.append({name: g[draw.mask.to(g.device)] for name, g in grads.items()})
+        n, second_pass = len(draw.mask), recorder.second_pass(terms.scale, gradients.forget)
+        factors = clip_factors(gradients, n, terms.bounds, terms.clipping, terms.mask)
+        if self._failure is not None or not self._checks.is_due(recorder.analyses):
+            self._begin(draw)
+            self._sums = clipped_sums(gradients, factors, second_pass, recorder.shards, added)
+            return factors.norms
+        passes = second_pass is not None and passes_again(gradients, factors.rows)
+        sums = clipped_sums(gradients, factors, second_pass, recorder.shards)
+
+        def contribution(row: int) -> dict[str, Tensor]:
+            only = factors.only(row)
+            found = second_pass(next(iter(only.of.values()))) if passes and second_pass else None
+            return clipped_sums(gradients, only) if found is None else found
+
+        numbers = BatchNumbers(
+            factors.norms,
+            recorder.losses(terms.scale),
+            contribution,
+            sums=sums,
+            factors=factors.of,
+            bounds=terms.bounds,
+            clipping=terms.clipping,
+            doubt=gradients.doubt,
+        )
+        self._check(lambda: self._checks.model(draw, numbers, terms))
+        self._begin(draw)
+        self._sums = {name: added(name, total) for name, total in sums.items()}
+        return factors.norms
+
+    def _check(self, check: Callable[[], None]) -> None:
+        """Run a check; with several processes its error is kept until `_begin` shares it."""
+        try:
+            check()
+        except (ExactnessError, ValueError) as failure:
+            if self._releaser.is_alone:
+                raise
+            self._failure = self._failure or failure
+
+    def _begin(self, draw: Draw) -> None:
+        """Begin the release of a complete logical batch, unless a check failed on any process."""
+        if draw.is_last:
+            self._releaser.begin(draw.step, self._failure)
+
+    def _added(self, draw: Draw, name: str, total: Tensor) -> Tensor:
+        """Add one sum to the logical batch's; when that is complete, start to send it."""
+        if self._sums:
+            total = self._sums[name] + total
+        if draw.is_last:
+            self._releaser.send(name, total)
+        return total
+
+    def _release(self, step: int) -> None:
+        """Release the logical batch and give the optimizer the noisy mean."""
+        ledger, sums, norms = self._ledger, self._sums, torch.cat(self._norms)
+        grads = {
+            name: torch.cat([part[name] for part in self._grads])
+            for name in (self._grads[0] if self._grads else ())
+        }
+        has_passed = self._checks.has_passed
+        self._forget()
+        counts: tuple[int, ...] = ()
+        if ledger.plan.is_adaptive:
+            counts = int((norms <= ledger.max_grad_norm).sum()), len(norms)
+        layout = self._options.noise_layout
+        # The noise depends on these, not on the key alone; a repeated release must repeat it.
+        kinds = [(device_kind(total.device), str(total.dtype)) for total in sums.values()]
+        stack = f"({_STACK!r}, {kinds!r}, {ledger_text(layout)})"
+        sums, seal = self._releaser.finish(
+            step,
+            sums,
+            counts=counts,
+            stack=stack,
+            is_checked=self._checks.is_step_checked(step),
+            has_passed=has_passed,
+        )
+        with torch.no_grad():
+            mean = noised_mean(
+                sums,
+                ledger.plan,
+                step,
+                branch=seal.branch,
+                max_grad_norm=seal.max_grad_norm,
+                layout=layout,
+                pieces=None if self._shards is None else self._shards.pieces,
+            )
+        if ledger.plan.noise != "secure":
+            self.stages = Stages(norms, sums, mean, grads or None)
+        self._set_gradients(mean)
+
+    def _set_gradients(self, mean: Mapping[str, Tensor]) -> None:
+        """Set `p.grad` of every parameter; None makes the optimizer skip it."""
+        for group in self.optimizer.param_groups:
+            for p in group["params"]:  # frozen parameters may hold gradients from before the run
+                p.grad = None
+        for name, value in mean.items():
+            p = self.recorder.parameters[name]
+            if self._shards is None:
+                p.grad = value.to(p.dtype).view_as(p)
+            else:
+                p.grad = self._shards.gradient(name, value)
+
+
+def _refuse_scaler(optimizer: Any) -> None:
+    """Refuse a step made through a `GradScaler`."""
+    if "found_inf" not in vars(optimizer):
+        return
+    for name in ("grad_scale", "found_inf"):
+        vars(optimizer).pop(name, None)
+    raise RuntimeError(
+        "A GradScaler scaled the loss: every gradient would be clipped at the scaled bound. Train "
+        "in bfloat16 or float32, which need no scaler, and call loss.backward() and "
+        "optimizer.step()."
+    )

@@ -1,0 +1,467 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The default accountant: published values, exact cases, monotonicity, state, refusals."""
+
+import json
+import math
+import time
+import tracemalloc
+
+import pytest
+
+from dualdp import AccountingError, accountants, mechanisms
+from dualdp.accountants.solve import get_delta, get_epsilon
+from tests import exact
+from tests.cases import accounting as cases
+
+
+def account(*steps, name="pld", relation="add_or_remove", **step):
+    made = accountants.create(name, neighboring_relation=relation)
+    for sigma, rate, *count in steps:
+        made.step(noise_multiplier=sigma, sample_rate=rate, num_steps=(count or [1])[0], **step)
+    return made
+
+
+@pytest.mark.parametrize("row", cases.PUBLISHED["dp_sgd"], ids=lambda row: row["source"])
+def test_published_runs(row):
+    low, high = row["bracket"]
+    assert low <= get_epsilon(**cases.run_of(row)) <= 1.01 * high
+    sigma, rate, steps = row["noise_multiplier"], row["sample_rate"], row["num_steps"]
+    made = account((sigma, rate, steps))
+    lower, estimate, upper = made.epsilon_bounds(delta=row["delta"], rtol=2e-4)
+    assert lower <= estimate <= upper
+    assert lower <= high
+    assert upper >= low
+    assert upper <= 1.0015 * lower
+
+
+@pytest.mark.parametrize("row", cases.PUBLISHED["exact_single_step"])
+def test_one_step_is_a_closed_form(row):
+    run = cases.run_of(row | {"num_steps": 1})
+    worse = max(row["remove"], row["add"])
+    assert get_epsilon(**run) == pytest.approx(worse, abs=2e-9)
+    assert get_delta(**{k: v for k, v in run.items() if k != "delta"}, epsilon=worse) == (
+        pytest.approx(row["delta"], rel=1e-2)
+    )
+
+
+def test_two_different_steps():
+    (row,) = cases.PUBLISHED["exact_two_step"]
+    made = account(*row["steps"])
+    lower, _, upper = made.epsilon_bounds(delta=row["delta"], rtol=1e-3)
+    assert lower <= row["remove"] <= upper
+    assert upper - lower < 2e-3 * upper
+
+
+def test_full_batches_are_a_closed_form():
+    one, _ = cases.PUBLISHED["gaussian"]
+    run = cases.run_of(one | {"sample_rate": 1.0})
+    assert get_epsilon(**run) == pytest.approx(one["epsilon"], rel=1e-9)
+    assert get_epsilon(**run) >= one["epsilon"] - 1e-12
+    mixed = account((2.0, 1.0, 3), (1.0, 1.0, 2))
+    assert mixed.get_epsilon(delta=1e-5) == pytest.approx(
+        account((1 / math.sqrt(2.75), 1.0)).get_epsilon(delta=1e-5), rel=1e-9
+    )
+    start = time.perf_counter()
+    for _ in range(20):
+        get_epsilon(**run)
+    assert (time.perf_counter() - start) / 20 < 0.02
+
+
+@pytest.mark.parametrize("n", [10, 100, 1000])
+def test_schedules(n):
+    low, high = cases.PUBLISHED["schedule_2.0_to_0.8_exponential_q0.01_delta1e-5"][str(n)]
+    made = account(*((2.0 * 0.4 ** (i / (n - 1)), 0.01) for i in range(n)))
+    lower, _, upper = made.epsilon_bounds(delta=1e-5)
+    assert upper == made.get_epsilon(delta=1e-5)
+    assert low <= upper <= 1.01 * high
+    assert lower <= high
+    assert upper <= 1.011 * lower
+
+
+@pytest.mark.parametrize("delta", ["1e-12", "1e-20"])
+def test_tiny_deltas(delta):
+    low, high = cases.PUBLISHED["tiny_delta_1_0.01_1000"][delta]
+    upper = account((1.0, 0.01, 1000)).get_epsilon(delta=float(delta))
+    assert low <= upper <= 1.01 * high
+
+
+@pytest.mark.parametrize("row", cases.PUBLISHED["balls_in_bins_upper"])
+def test_balls_in_bins(row):
+    run = {"noise_multiplier": row["noise_multiplier"], "sample_rate": 1 / row["t"]}
+    run |= {"num_steps": row["t"] * row["epochs"], "delta": row["delta"]}
+    ours = get_epsilon(**run, sampler="balls_in_bins")
+    assert 0.97 * row["epsilon"] < ours < 1.01 * row["epsilon"]
+    assert ours < get_epsilon(**run)  # never above Poisson here
+    assert ours == get_epsilon(**(run | {"num_steps": run["num_steps"] - 1}), sampler=SAMPLER)
+
+
+SAMPLER = "balls_in_bins"  # an unfinished epoch counts whole
+
+
+def test_lower_bounds_count_only_what_is_attained():
+    bins = account((1.0, 0.1, 10), sampler="balls_in_bins")
+    assert bins.epsilon_bounds(delta=1e-5)[0] == 0
+    bins.step(noise_multiplier=1.0, sample_rate=0.1, num_steps=10)
+    alone = account((1.0, 0.1, 10)).epsilon_bounds(delta=1e-5)
+    assert 0.98 * alone[2] < bins.epsilon_bounds(delta=1e-5)[0] <= alone[2]
+    replaced = account((1.0, 0.01, 1000), relation="replace").epsilon_bounds(delta=1e-6)
+    assert 3.1 < replaced[0] < 3.3  # the exact pair of one example replaced
+    assert replaced[2] > 15
+
+
+def test_a_kept_assignment_is_one_epoch_with_less_noise():
+    kept = accountants.create("pld")
+    kept.compose(mechanisms.BallsInBinsGaussian(2.0, 50, epochs_per_assignment=4), 200)
+    one = accountants.create("pld")
+    one.compose(mechanisms.BallsInBinsGaussian(1.0, 50), 50)
+    assert kept.get_epsilon(delta=1e-5) == pytest.approx(one.get_epsilon(delta=1e-5), rel=1e-12)
+
+
+def test_an_epoch_of_bins_has_one_noise():
+    made = account((1.0, 0.1, 5), sampler="balls_in_bins")
+    before = made.state_dict()
+    with pytest.raises(AccountingError, match="starts inside the unfinished epoch"):
+        made.step(noise_multiplier=2.0, sample_rate=0.1, sampler="balls_in_bins")
+    assert made.state_dict() == before
+    made.step(noise_multiplier=1.0, sample_rate=0.1, num_steps=5, sampler="balls_in_bins")
+    made.step(noise_multiplier=2.0, sample_rate=0.1, sampler="balls_in_bins")
+    assert len(made) == 11
+
+
+def test_shuffling_is_not_amplified():
+    run = {"noise_multiplier": 2.0, "sample_rate": 0.01, "delta": 1e-5}
+    whole = get_epsilon(**(run | {"sample_rate": 1.0}), num_steps=3)
+    assert get_epsilon(**run, num_steps=300, sampler="shuffle") == whole
+    assert get_epsilon(**run, num_steps=201, sampler="shuffle") == whole
+    assert get_epsilon(**run, num_steps=300) < 0.1 * whole
+
+
+def test_truncation_costs_a_delta_and_nothing_where_it_cannot_happen():
+    run = {"noise_multiplier": 1.0, "sample_rate": 0.01, "num_steps": 1000, "delta": 1e-5}
+    sizes = {"num_examples": 10_000, "sampler": "truncated_poisson"}
+    plain = get_epsilon(**run)
+    assert get_epsilon(**run, **sizes, max_batch_size=10_001) == pytest.approx(plain, rel=1e-9)
+    some = get_epsilon(**run, **sizes, max_batch_size=200)
+    assert plain <= some < 1.01 * plain
+    assert get_epsilon(**run, **sizes, max_batch_size=100) == math.inf
+    with pytest.raises(AccountingError, match="needs num_examples and max_batch_size"):
+        get_epsilon(**run, sampler="truncated_poisson")
+
+
+def test_sampling_without_replacement_needs_its_relation():
+    run = {"noise_multiplier": 4.0, "sample_rate": 0.01, "num_steps": 100, "delta": 1e-5}
+    with pytest.raises(AccountingError, match="Use neighboring_relation='replace'"):
+        get_epsilon(**run, sampler="fixed_size")
+    fixed = get_epsilon(**run, sampler="fixed_size", neighboring_relation="replace")
+    assert fixed > get_epsilon(**run, neighboring_relation="replace") > get_epsilon(**run)
+    whole = get_epsilon(
+        **(run | {"sample_rate": 1.0}), sampler="fixed_size", neighboring_relation="replace"
+    )
+    assert whole == get_epsilon(**(run | {"sample_rate": 1.0, "noise_multiplier": 2.0}))
+
+
+@pytest.mark.parametrize("name", ["pld", "rdp"])
+@pytest.mark.parametrize("rate", [0.01, 1.0])
+def test_replacing_doubles_the_sensitivity_everywhere(name, rate):
+    run = {"sample_rate": rate, "num_steps": 200, "delta": 1e-6, "accountant": name}
+    doubled = get_epsilon(noise_multiplier=3.0, neighboring_relation="replace", **run)
+    assert doubled == pytest.approx(get_epsilon(noise_multiplier=1.5, **run), rel=1e-6)
+    zero = get_epsilon(noise_multiplier=1.5, neighboring_relation="zero_out", **run)
+    assert zero == get_epsilon(noise_multiplier=1.5, **run)
+
+
+def test_groups_cost_less_than_the_lemma_and_more_than_one():
+    run = {"noise_multiplier": 3.0, "sample_rate": 0.01, "num_steps": 100}
+    one, four = get_epsilon(**run, delta=1e-6), get_epsilon(**run, delta=1e-6, group_size=4)
+    assert one < four
+    lemma = 4 * get_epsilon(**run, delta=1e-6 / (4 * math.exp(4 * one)))
+    assert four < lemma
+    full = run | {"sample_rate": 1.0, "delta": 1e-6}
+    assert get_epsilon(**full, group_size=3) == get_epsilon(**(full | {"noise_multiplier": 1.0}))
+    with pytest.raises(AccountingError, match="has no proved bound here"):
+        accountants.create("pld", neighboring_relation="replace", group_size=2)
+    with pytest.raises(AccountingError, match="one example added, removed or zeroed"):
+        get_epsilon(**run, delta=1e-6, group_size=2, sampler="balls_in_bins")
+    with pytest.raises(AccountingError, match="Expected at most 1000"):
+        get_epsilon(**run, delta=1e-6, group_size=1001)
+
+
+OTHERS = [
+    (mechanisms.Laplace(1.0), 20, 1e-4, 18.0938),  # dp-accounting 0.6.0, PLD
+    (mechanisms.Laplace(1.0), 500, 1e-4, 248.9433),
+    (mechanisms.DiscreteGaussian(2.0), 10, 1e-4, None),
+    (mechanisms.RandomizedResponse(0.5, 3), 10, 1e-4, None),
+    (mechanisms.ApproximateDP(0.1, 1e-9), 50, 1e-5, None),
+    (mechanisms.MassTable((0.6, 0.4), (0.4, 0.6)), 10, 1e-4, None),
+]
+
+
+@pytest.mark.parametrize(("event", "count", "delta", "peer"), OTHERS)
+def test_other_mechanisms(event, count, delta, peer):
+    made = accountants.create("pld")
+    made.compose(event, count)
+    lower, _, upper = made.epsilon_bounds(delta=delta)
+    assert 0 < lower <= upper <= 1.011 * lower
+    if peer is not None:
+        assert lower <= peer <= upper
+    more = made.copy()
+    more.compose(event)
+    assert more.get_epsilon(delta=delta) >= upper * (1 - 1e-9)
+
+
+def test_huge_discrete_noise_is_refused_and_not_enumerated():
+    made = accountants.create("pld")
+    with pytest.raises(AccountingError, match="Expected at most 10000, or use accountant='rdp'"):
+        made.compose(mechanisms.DiscreteGaussian(1e7))
+    made.compose(mechanisms.DiscreteGaussian(1e3), 20)
+    same = accountants.create("pld")
+    same.compose(mechanisms.Gaussian(1e3), 20)
+    assert made.get_epsilon(delta=1e-5) == pytest.approx(same.get_epsilon(delta=1e-5), rel=0.01)
+    other = accountants.create("rdp")
+    other.compose(mechanisms.DiscreteGaussian(1e7), 20)
+    assert 0 < other.get_epsilon(delta=1e-9) < 0.01
+
+
+def test_a_composition_is_its_parts():
+    parts = mechanisms.Composition(
+        ((mechanisms.Laplace(2.0), 2), (mechanisms.PoissonSubsampledGaussian(1.0, 0.1), 3))
+    )
+    one, other = accountants.create("pld"), accountants.create("pld")
+    one.compose(parts, 2)
+    other.compose(mechanisms.Laplace(2.0), 4)
+    other.step(noise_multiplier=1.0, sample_rate=0.1, num_steps=6)
+    assert one == other
+    assert len(one) == 10
+
+
+def test_pure_bounds_at_delta_zero():
+    made = accountants.create("pld")
+    made.compose(mechanisms.Laplace(2.0), 4)
+    made.compose(mechanisms.RandomizedResponse(0.5, 2), 1)
+    assert made.get_epsilon(delta=0) == pytest.approx(2 + math.log(3), rel=1e-9)
+    assert made.get_delta(epsilon=3.2) == 0
+    made.step(noise_multiplier=1.0, sample_rate=0.1)
+    assert made.get_epsilon(delta=0) == math.inf
+    table = accountants.create("pld")
+    table.compose(mechanisms.MassTable((0.5, 0.5), (1.0, 0.0)))
+    assert table.get_epsilon(delta=0) == math.inf
+
+
+DEGENERATE = [
+    (mechanisms.RandomizedResponse(1.0), (0, 0)),
+    (mechanisms.ApproximateDP(0.0, 1e-3), (math.inf, 1 - 0.999**3)),
+    (mechanisms.ApproximateDP(0.0, 1e-7), (0, -math.expm1(3 * math.log1p(-1e-7)))),
+    (mechanisms.MassTable((1.0, 0.0), (0.5, 0.5)), (math.inf, 1 - 0.5**3)),
+    (mechanisms.MassTable((0.5, 0.5), (0.5, 0.5)), (0, 0)),
+    (mechanisms.Laplace(1e9), (0, 0)),
+    (mechanisms.Laplace(1e-6), (3e6, 1)),  # losses beyond all that a lattice holds
+    (mechanisms.ApproximateDP(1e5), (3e5, 1)),
+    (mechanisms.PoissonSubsampledGaussian(1.0, 1e-300), (0, 0)),
+]
+
+
+@pytest.mark.parametrize(("event", "truth"), DEGENERATE)
+def test_degenerate_mechanisms(event, truth):
+    made = accountants.create("pld")
+    made.compose(event, 3)
+    lower, _, upper = made.epsilon_bounds(delta=1e-5)
+    assert lower <= truth[0] <= upper * (1 + 1e-12)
+    assert upper == pytest.approx(truth[0], rel=1e-9, abs=1e-8)
+    assert truth[1] <= made.get_delta(epsilon=1.0) <= truth[1] * 1.001 + 1e-9
+
+
+def test_limits():
+    assert account().epsilon_bounds(delta=1e-5) == (0, 0, 0)
+    assert account().get_delta(epsilon=1.0) == 0
+    assert account((1.0, 0.0, 100)).get_epsilon(delta=0) == 0
+    assert account((0.0, 0.01, 1)).get_epsilon(delta=1e-5) == math.inf
+    assert account((0.0, 0.01, 1)).epsilon_bounds(delta=1e-5)[0] == math.inf
+    assert account((0.0, 0.01, 1)).epsilon_bounds(delta=0.5)[0] == 0
+    assert account((0.0, 0.01, 1)).get_delta(epsilon=1.0) == 1
+    assert account((1.0, 0.01, 1)).get_epsilon(delta=1.0) == 0
+    assert account((10.0, 1e-4, 10)).get_epsilon(delta=0.1) < 1e-9
+    assert account((1e-4, 0.5, 10)).get_epsilon(delta=1e-5) > 1e6
+    with pytest.raises(AccountingError, match="is below 1e-150"):
+        account((1.0, 0.1, 2)).get_epsilon(delta=1e-200)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"noise_multiplier": -1.0}, ValueError, "noise_multiplier=-1.0 is out of range"),
+        ({"noise_multiplier": math.nan}, ValueError, "noise_multiplier=nan is not a number"),
+        ({"noise_multiplier": "1"}, TypeError, "noise_multiplier='1' is a str"),
+        ({"sample_rate": 1.3}, ValueError, "sample_rate=1.3 is not a probability"),
+        ({"num_steps": -1}, ValueError, "num_steps=-1 is out of range"),
+        ({"num_steps": 1.5}, TypeError, "num_steps=1.5 is a float"),
+        ({"sampler": "possion"}, ValueError, "sampler='possion' is unknown. Expected one of balls"),
+    ],
+)
+def test_a_refused_step_changes_nothing(arguments, error, text):
+    made = account((1.0, 0.1, 3))
+    before = made.state_dict()
+    step = {"noise_multiplier": 1.0, "sample_rate": 0.1} | arguments
+    with pytest.raises(error, match=text):
+        made.step(**step)
+    assert made.state_dict() == before
+    with pytest.raises(TypeError, match="Expected a mechanism of"):
+        made.compose("gaussian")
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        made.step(noise_multiplier=1.0, sample_rate=0.1, sampel="poisson")
+    assert made.state_dict() == before
+
+
+def test_bad_questions():
+    made = account((1.0, 0.1, 3))
+    for delta in (-1e-5, 1.5, math.nan):
+        with pytest.raises(ValueError, match="delta="):
+            made.get_epsilon(delta=delta)
+    with pytest.raises(ValueError, match="epsilon=-1.0 is out of range"):
+        made.get_delta(epsilon=-1.0)
+    with pytest.raises(ValueError, match="rtol=0 is out of range"):
+        made.epsilon_bounds(delta=1e-5, rtol=0)
+    with pytest.raises(ValueError, match="Expected one of gdp, pld, prv, rdp"):
+        accountants.create("plv")
+    with pytest.raises(ValueError, match="Expected one of add_or_remove, replace, zero_out"):
+        accountants.create("pld", neighboring_relation="add")
+
+
+def test_state_travels_as_json_and_histories_merge():
+    made = account((1.0, 0.01, 100), (1.1, 0.02, 5))
+    made.compose(mechanisms.MassTable((0.6, 0.4), (0.4, 0.6)), 2)
+    loaded = accountants.create("pld")
+    loaded.load_state_dict(json.loads(json.dumps(made.state_dict())))
+    assert loaded == made
+    assert loaded.get_epsilon(delta=1e-5) == made.get_epsilon(delta=1e-5)
+    merged = account((1.0, 0.01, 50))
+    merged.merge(account((1.0, 0.01, 50), (1.1, 0.02, 5)))
+    assert merged == account((1.0, 0.01, 100), (1.1, 0.02, 5))
+    half = account((1.0, 0.1, 5), sampler="balls_in_bins")
+    half.merge(account((1.0, 0.1, 5), sampler="balls_in_bins"))
+    assert len(half) == 15  # the first half epoch counts whole
+    with pytest.raises(AccountingError, match="Expected the same for both"):
+        made.merge(account(relation="replace"))
+    with pytest.raises(TypeError, match="Expected an accountant"):
+        made.merge([])
+    before = made.state_dict()
+    with pytest.raises(ValueError, match=r"Expected those of state_dict\(\)"):
+        made.load_state_dict({})
+    with pytest.raises(ValueError, match="unknown fields"):
+        made.load_state_dict(before | {"history": [[{"mechanism": "Laplace", "scale": 1.0}, 1]]})
+    assert made.state_dict() == before
+    assert "105 releases" in repr(account((1.0, 0.01, 100), (1.1, 0.02, 5)))
+
+
+def test_a_stored_history_is_read_whole_or_refused():
+    made = accountants.create("pld")
+    one = [mechanisms.to_dict(mechanisms.Gaussian(2.0)), 3]
+    state = made.state_dict()
+    made.load_state_dict(state | {"history": [one, one]})
+    assert made.history == ((mechanisms.Gaussian(2.0), 6),)
+    before = made.state_dict()
+    for history, text in (
+        (7, "Expected pairs"),
+        ([one[:1]], "Expected pairs"),
+        ([["Gaussian", 1]], "is no event"),
+        ([[{"mechanism": "Gaussian"}, 1]], "lacks the fields"),
+        ([[one[0], -1]], "count=-1 is out of range"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            made.load_state_dict(state | {"history": history})
+    with pytest.raises(TypeError, match="count='3' is a str"):
+        made.load_state_dict(state | {"history": [[one[0], "3"]]})
+    assert made.state_dict() == before
+
+
+@pytest.mark.parametrize("name", ["pld", "gdp"])
+def test_curves_of_the_users_own_are_never_left_out(name):
+    own = accountants.create("rdp")
+    own.step(noise_multiplier=2.0, sample_rate=0.1)
+    other = accountants.create(name)
+    other.load_state_dict(own.state_dict())  # no curve: any accountant can
+    before = other.state_dict()
+    own.compose_curve(lambda order: order, 3)
+    with pytest.raises(AccountingError, match="state holds Renyi curves of your own"):
+        other.load_state_dict(own.state_dict())
+    with pytest.raises(AccountingError, match="other holds Renyi curves of your own"):
+        other.merge(own)
+    assert other.state_dict() == before
+
+
+def test_another_accountant_can_be_registered():
+    class Twice(accountants.PLDAccountant):
+        name = "twice"
+
+        def get_epsilon(self, *, delta):
+            return 2 * super().get_epsilon(delta=delta)
+
+    accountants.register("twice", Twice)
+    try:
+        run = {"noise_multiplier": 1.0, "sample_rate": 0.1, "num_steps": 10, "delta": 1e-5}
+        assert get_epsilon(**run, accountant="twice") == 2 * get_epsilon(**run)
+        with pytest.raises(ValueError, match="Pass overwrite=True"):
+            accountants.register("twice", Twice)
+        with pytest.raises(TypeError, match="lacks step, compose"):
+            accountants.register("thrice", object)
+        with pytest.raises(TypeError, match="is not a name"):
+            accountants.register("", Twice)
+    finally:
+        del accountants._TABLE["twice"]
+    assert type(accountants.create("prv")) is accountants.PLDAccountant
+
+
+def test_a_delta_and_its_epsilon_agree():
+    run = {"noise_multiplier": 1.0, "sample_rate": 0.01, "num_steps": 1000}
+    for delta in (1e-3, 1e-5, 1e-9):
+        epsilon = get_epsilon(**run, delta=delta)
+        back = get_delta(**run, epsilon=epsilon)
+        assert 0.9 * delta < back <= 1.05 * delta
+        assert get_delta(**run, epsilon=1.1 * epsilon) < back
+
+
+def test_it_never_hangs_nor_fills_the_memory():
+    hard = [
+        {"noise_multiplier": 0.1, "sample_rate": 0.01, "num_steps": 10**6, "delta": 1e-5},
+        {"noise_multiplier": 0.05, "sample_rate": 1e-8, "num_steps": 10**7, "delta": 1e-30},
+        {"noise_multiplier": 0.33, "sample_rate": 6e-8, "num_steps": 2169, "delta": 1e-11},
+        {"noise_multiplier": 100.0, "sample_rate": 0.999, "num_steps": 10**7, "delta": 0.5},
+        {"noise_multiplier": 0.057, "sample_rate": 9e-5, "num_steps": 6326869, "delta": 3e-22},
+    ]
+    tracemalloc.start()
+    start = time.perf_counter()
+    for run in hard:
+        sizes = (run["noise_multiplier"], run["sample_rate"], run["num_steps"])
+        assert account(sizes).epsilon_bounds(delta=run["delta"])[2] > 0
+    assert time.perf_counter() - start < 60
+    assert tracemalloc.get_traced_memory()[1] < 2**30
+    tracemalloc.stop()
+
+
+@pytest.mark.slow
+def test_upper_is_above_every_lower_bound():
+    """Brackets of two different steps hold the exact delta, by quadrature in 40 digits."""
+    checked = 0
+    for run, other in zip(
+        cases.settings(12, seed=7, extreme=False),
+        cases.settings(12, seed=8, extreme=False),
+        strict=True,
+    ):
+        first = (max(0.5, run["noise_multiplier"]), min(run["sample_rate"], 0.25))
+        second = (max(0.5, other["noise_multiplier"]), min(other["sample_rate"], 0.25))
+        lower, _, upper = account(first, second).epsilon_bounds(delta=run["delta"], rtol=1e-2)
+        deltas = [
+            max(exact.two_steps(first, second, e, way) for way in ("remove", "add"))
+            for e in (lower, upper)
+        ]
+        assert float(deltas[1]) <= run["delta"] * (1 + 1e-9)
+        if lower > 0:
+            assert float(deltas[0]) >= run["delta"] * (1 - 1e-9)
+        checked += 2
+    for run in cases.settings(40, seed=9, extreme=True):
+        run["num_steps"] = 1
+        epsilon = get_epsilon(**run)
+        sizes = (run["noise_multiplier"], run["sample_rate"])
+        truth = max(exact.one_step(*sizes, epsilon, way) for way in ("remove", "add"))
+        assert float(truth) <= run["delta"] * (1 + 1e-9)
+        checked += 1
+    assert checked >= 50

@@ -1,0 +1,370 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bounds are bounds: against exact deltas, on bad grids, and every mutant of a bound is caught."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+from scipy.special import ndtr
+
+from dualdp import accountants
+from dualdp.accountants.closed_forms import single_step_log_delta
+from dualdp.accountants.pld_engine import bounds, discretize, dominating_pairs, fft
+from dualdp.accountants.pld_engine.bounds import Extra
+from dualdp.accountants.pld_engine.discretize import Grid, Term
+from dualdp.accountants.pld_engine.dominating_pairs import Subsampled
+from dualdp.accountants.pld_engine.fft import Window
+from tests import exact
+
+SIGMA_RATE = [(1.0, 0.05), (0.6, 0.01), (2.0, 0.3), (0.8, 0.5), (4.0, 0.01), (0.5, 1e-3)]
+
+
+def composed(sigma, rate, *, count=1, flipped=False, below=False, grid, tail, window):
+    """The composed pmf of `count` steps on any grid, good or bad."""
+    term = Term(Subsampled(np.array([sigma]), np.array([rate])), np.array([float(count)]), flipped)
+    pmfs = discretize.discretize([term], grid, tail, below=below)
+    return fft.compose(pmfs, window, grid.spacing)
+
+
+def one_step_delta(sigma, rate, epsilon, flipped):
+    """Exact delta of one step."""
+    return math.exp(single_step_log_delta(sigma, rate, epsilon)[int(flipped)])
+
+
+def quadrature_nodes(low, high):
+    """(nodes, weights) of a fine Gauss rule on [low, high]."""
+    nodes, weights = np.polynomial.legendre.leggauss(40)
+    knots = np.linspace(low, high, 60)
+    half = 0.5 * np.diff(knots)[:, None]
+    x = (half * nodes + 0.5 * (knots[1:] + knots[:-1])[:, None]).ravel()
+    return x, (half * weights).ravel()
+
+
+def two_step_delta(sigma, rate, epsilon, flipped):
+    """Delta of two equal steps by a fine quadrature in float64, good to about 1e-9 relative."""
+    x, w = quadrature_nodes(-9 * sigma, 1 + 9 * sigma)
+    base = np.exp(-0.5 * (x / sigma) ** 2) / (sigma * math.sqrt(2 * math.pi))
+    ratio = 1 - rate + rate * np.exp((2 * x - 1) / (2 * sigma**2))
+    total = 0.0
+    for density, e in zip(
+        w * base * (1 if flipped else ratio),
+        epsilon + (np.log(ratio) if flipped else -np.log(ratio)),
+        strict=True,
+    ):
+        total += density * _any_delta(sigma, rate, e, flipped)
+    return total
+
+
+def _any_delta(sigma, rate, epsilon, flipped):
+    """One step's delta at any real epsilon."""
+    grow = math.exp(epsilon)
+    if flipped:
+        u = 1 + math.expm1(-epsilon) / rate
+        if u <= 0:
+            return 0.0
+        z = sigma * math.log(u) + 0.5 / sigma
+        return ndtr(z) - grow * ((1 - rate) * ndtr(z) + rate * ndtr(z - 1 / sigma))
+    u = 1 + math.expm1(epsilon) / rate
+    if u <= 0:
+        return 1 - grow
+    z = sigma * math.log(u) + 0.5 / sigma
+    return (1 - rate) * ndtr(-z) + rate * ndtr(1 / sigma - z) - grow * ndtr(-z)
+
+
+def plans():
+    """Grids, tails and windows from good to hopeless: the bounds must hold on all of them."""
+    good = Window(tilt=4.0, start=0, size=4096, chernoff=9.0)
+    yield Grid(0.01), 1e-12, good
+    yield Grid(0.11, octave=2), 1e-12, Window(2.0, 0, 512, 5.0)
+    yield Grid(0.01), 3e-2, good  # a large tail must count as infinite loss
+    yield Grid(0.02), 1e-12, Window(3.0, 0, 16, 6.0)  # far too short: truncation and wraps
+    yield Grid(0.02), 1e-12, Window(0.3, 0, 32, 2.0)  # hardly tilted: left wraps
+    yield Grid(0.05), 1e-12, Window(0.02, 0, 1024, 3.0)  # not tilted: rounding shows in far tails
+
+
+def soundness_failures(**replaced):
+    """The settings in which a bound is on the wrong side of the exact delta."""
+    failures = []
+    for sigma, rate in SIGMA_RATE:
+        for grid, tail, window in plans():
+            for flipped in (False, True):
+                for count, truth in ((1, one_step_delta), (2, two_step_delta)):
+                    if count == 2 and (sigma, rate) not in SIGMA_RATE[:2]:
+                        continue
+                    common = {"count": count, "flipped": flipped, "grid": grid, "tail": tail}
+                    high = composed(sigma, rate, **common, window=window)
+                    low = composed(sigma, rate, **common, window=window, below=True)
+                    for epsilon in (0.03, 0.13, 0.5, 1.1, 2.3):
+                        exactly = truth(sigma, rate, epsilon, flipped)
+                        slack = 1e-7 if count == 2 else 1e-10
+                        if exactly < 1e-13 and count == 2:
+                            continue  # beyond the quadrature
+                        upper = bounds.upper_delta(high, epsilon, Extra())
+                        lower = bounds.lower_delta(low, epsilon)
+                        if upper < exactly * (1 - slack) or lower > exactly * (1 + slack):
+                            failures.append((sigma, rate, flipped, count, epsilon))
+    return failures
+
+
+def test_bounds_hold_on_every_grid():
+    assert soundness_failures() == []
+
+
+def _drop_infinite(pmf):
+    return dataclasses.replace(pmf, infinite=np.zeros_like(pmf.infinite))
+
+
+def drop_the_tail(monkeypatch):
+    upper = discretize.upper_pmf
+    monkeypatch.setattr(discretize, "upper_pmf", lambda table: _drop_infinite(upper(table)))
+
+
+def round_up_in_the_lower_bound(monkeypatch):
+    monkeypatch.setattr(discretize, "lower_pmf", discretize.upper_pmf)
+
+
+def round_down_in_the_upper_bound(monkeypatch):
+    upper = discretize.upper_pmf
+    monkeypatch.setattr(
+        discretize,
+        "upper_pmf",
+        lambda table: upper(
+            dataclasses.replace(
+                table,
+                surplus=np.zeros_like(table.surplus),
+                surplus_error=np.zeros_like(table.surplus),
+            )
+        ),
+    )
+
+
+def swap_p_and_q(monkeypatch):
+    monkeypatch.setattr(discretize, "flip", lambda table: table)
+
+
+def flip_without_negating(monkeypatch):
+    flip = discretize.flip
+    monkeypatch.setattr(
+        discretize,
+        "flip",
+        lambda table: dataclasses.replace(
+            flip(table), surplus=flip(table).deficit, deficit=flip(table).surplus
+        ),
+    )
+
+
+def window_too_short(monkeypatch):
+    monkeypatch.setattr(bounds, "truncated", lambda composed: 0.0)
+
+
+def wraps_not_taken_off(monkeypatch):
+    monkeypatch.setattr(bounds, "wrapped", lambda composed: 0.0)
+
+
+def window_in_the_wrong_place(monkeypatch):
+    class Shifted(bounds.Composed):
+        @property
+        def points(self):
+            return super().points - 3 * self.spacing
+
+    original = fft.compose
+
+    def moved(*args):
+        result = original(*args)
+        return Shifted(**{f.name: getattr(result, f.name) for f in dataclasses.fields(result)})
+
+    monkeypatch.setattr(fft, "compose", moved)
+
+
+def rounding_ignored(monkeypatch):
+    invert = fft._Product.invert
+    monkeypatch.setattr(fft._Product, "invert", lambda self: (invert(self)[0], 0.0))
+
+
+def usage_above_one(monkeypatch):
+    flux = discretize._flux
+    monkeypatch.setattr(discretize, "_flux", lambda a, b: tuple(1.05 * part for part in flux(a, b)))
+
+
+def merged_in_the_wrong_ratio(monkeypatch):
+    flux = discretize._flux
+    monkeypatch.setattr(discretize, "_flux", lambda a, b: flux(b, a))
+
+
+MUTANTS = [
+    drop_the_tail,
+    round_up_in_the_lower_bound,
+    round_down_in_the_upper_bound,
+    swap_p_and_q,
+    flip_without_negating,
+    window_too_short,
+    wraps_not_taken_off,
+    window_in_the_wrong_place,
+    rounding_ignored,
+    usage_above_one,
+    merged_in_the_wrong_ratio,
+]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
+def test_every_mutant_of_a_bound_is_caught(monkeypatch, mutant):
+    mutant(monkeypatch)
+    with np.errstate(all="ignore"):
+        assert soundness_failures() != []
+
+
+def test_ndtr_is_as_accurate_as_assumed():
+    rng = np.random.default_rng(0)
+    for z in rng.uniform(0, 37, 400):
+        truth = exact.mp.erfc(exact.mp.mpf(z) / exact.mp.sqrt(2)) / 2
+        assert abs(float(exact.mp.mpf(float(ndtr(-z))) / truth - 1)) < dominating_pairs.NDTR_ERROR
+
+
+def test_the_closed_form_of_one_step_is_exact():
+    for sigma, rate in [*SIGMA_RATE, (0.1, 0.01), (10.0, 1e-6)]:
+        for epsilon in (1e-4, 0.1, 1.0, 5.0):
+            for flipped, direction in ((False, "remove"), (True, "add")):
+                truth = exact.one_step(sigma, rate, epsilon, direction)
+                if truth < 1e-200:
+                    continue
+                ours = single_step_log_delta(sigma, rate, epsilon)[int(flipped)]
+                assert abs(ours - float(exact.mp.log(truth))) < 1e-9
+
+
+@pytest.mark.parametrize("scale", [-1e4, 1e4, math.inf])
+def test_nothing_is_claimed_where_numbers_overflow(scale):
+    good = composed(1.0, 0.05, grid=Grid(0.01), tail=1e-12, window=Window(4.0, 0, 4096, 9.0))
+    broken = dataclasses.replace(good, log_mgf=scale)
+    assert bounds.upper_epsilon(good, 1e-5, Extra())[0] < 2
+    assert bounds.upper_epsilon(broken, 1e-5, Extra())[0] == math.inf
+    assert bounds.lower_epsilon(broken, 1e-5, Extra()) == -math.inf
+    assert bounds.upper_delta(broken, 0.1, Extra()) == 1
+    assert bounds.lower_delta(broken, 0.1) == 0
+
+
+def test_flip_twice_is_the_identity():
+    table = Subsampled(np.array([1.0]), np.array([0.1])).cells(
+        np.array([0]), np.arange(-20, 30), 0.05
+    )
+    again = discretize.flip(discretize.flip(table))
+    for field in dataclasses.fields(table):
+        assert np.all(getattr(again, field.name) == getattr(table, field.name))
+
+
+def _family_delta(family, epsilon, flipped, below=False):
+    term = Term(family, np.array([1.0]), flipped)
+    window = Window(0.7, 0, 1 << 14, 1.4)
+    result = fft.compose(
+        discretize.discretize([term], Grid(0.002, octave=2048), 1e-13, below=below), window, 0.002
+    )
+    side = bounds.lower_delta if below else bounds.upper_delta
+    return side(result, epsilon, Extra())
+
+
+def _densities_delta(p, q, epsilon):
+    """Delta of two densities on a fine grid of x."""
+    return float(np.maximum(p - math.exp(epsilon) * q, 0).sum())
+
+
+def _normals(*weights_and_means, sigma):
+    x = np.linspace(-12 * sigma - 3, 12 * sigma + 8, 400_001)
+    step = x[1] - x[0]
+    return step * sum(
+        w * np.exp(-0.5 * ((x - m) / sigma) ** 2) / (sigma * math.sqrt(2 * math.pi))
+        for w, m in weights_and_means
+    )
+
+
+@pytest.mark.parametrize("flipped", [False, True])
+@pytest.mark.parametrize("epsilon", [0.05, 0.4, 1.0])
+def test_pairs_of_groups_and_replacements_are_exact(epsilon, flipped):
+    sigma, rate = 0.9, 0.1
+    base = _normals((1, 0), sigma=sigma)
+    group = _normals(
+        *((math.comb(3, i) * rate**i * (1 - rate) ** (3 - i), i) for i in range(4)), sigma=sigma
+    )
+    right = _normals((1 - rate, 0), (rate, 1), sigma=sigma)
+    left = _normals((1 - rate, 0), (rate, -1), sigma=sigma)
+    for family, p, q in (
+        (dominating_pairs.mixture(sigma, rate, 3), group, base),
+        (dominating_pairs.substitution(sigma, rate), right, left),
+    ):
+        truth = _densities_delta(*((q, p) if flipped else (p, q)), epsilon)
+        assert _family_delta(family, epsilon, flipped) == pytest.approx(truth, rel=2e-4, abs=1e-8)
+        assert _family_delta(family, epsilon, flipped) >= truth * (1 - 1e-6)
+        assert _family_delta(family, epsilon, flipped, below=True) <= truth * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("flipped", [False, True])
+def test_sampling_without_replacement_takes_the_worse_order(flipped):
+    sigma, rate = 1.0, 0.1
+    family = dominating_pairs.FixedSize(np.array([sigma / 2]), np.array([rate]))
+    for epsilon in (0.0, 0.2, 1.0, 3.0):
+        truth = math.exp(max(single_step_log_delta(sigma / 2, rate, epsilon)))
+        assert _family_delta(family, epsilon, flipped) == pytest.approx(truth, rel=1e-3)
+        assert _family_delta(family, epsilon, flipped) >= truth * (1 - 1e-9)
+        assert _family_delta(family, epsilon, flipped, below=True) <= truth * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("flipped", [False, True])
+def test_mechanisms_given_by_atoms_are_exact(flipped):
+    for family, p, q in (
+        (dominating_pairs.randomized_response(0.5, 4), [0.625, 0.125, 0.25], [0.125, 0.625, 0.25]),
+        (
+            dominating_pairs.table((0.5, 0.3, 0.2), (0.2, 0.3, 0.5)),
+            [0.5, 0.3, 0.2],
+            [0.2, 0.3, 0.5],
+        ),
+        (dominating_pairs.table((0.5, 0.5), (1.0, 0.0)), [0.5, 0.5], [1.0, 0.0]),
+    ):
+        p, q = np.array(p), np.array(q)
+        for epsilon in (0.0, 0.3, 0.7):
+            truth = _densities_delta(*((q, p) if flipped else (p, q)), epsilon)
+            assert _family_delta(family, epsilon, flipped) == pytest.approx(truth, abs=2e-3)
+            assert _family_delta(family, epsilon, flipped) >= truth - 1e-12
+            assert _family_delta(family, epsilon, flipped, below=True) <= truth + 1e-12
+
+
+def _loss_sums(rng, samples, steps):
+    """Sampled privacy losses of heterogeneous Poisson steps, under P and (negated) under Q."""
+    under_p, under_q = np.zeros(samples), np.zeros(samples)
+    for sigma, rate, count in steps:
+        for total, joined in ((under_p, rate), (under_q, 0.0)):
+            for _ in range(count):
+                x = rng.standard_normal(samples) * sigma + (rng.random(samples) < joined)
+                total += np.log1p(rate * np.expm1((2 * x - 1) / (2 * sigma**2)))
+    return under_p, -under_q
+
+
+def _epoch_losses(rng, samples, sigma, bins, epochs):
+    """Sampled privacy losses of epochs of balls-in-bins, under P and (negated) under Q."""
+    totals = []
+    for joined in (1.0, 0.0):
+        total = np.zeros(samples)
+        for _ in range(epochs):
+            x = rng.standard_normal((samples, bins)) * sigma
+            x[np.arange(samples), rng.integers(0, bins, samples)] += joined
+            total += np.log(np.mean(np.exp((2 * x - 1) / (2 * sigma**2)), axis=1))
+        totals.append(total)
+    return totals[0], -totals[1]
+
+
+@pytest.mark.parametrize("sampler", ["poisson", "balls_in_bins"])
+def test_many_steps_agree_with_monte_carlo(sampler):
+    rng, samples = np.random.default_rng(1), 100_000
+    made = accountants.create("pld")
+    if sampler == "poisson":
+        steps = [(1.0, 0.1, 12), (0.7, 0.05, 12)]
+        losses = _loss_sums(rng, samples, steps)
+    else:
+        steps = [(1.0, 1 / 16, 48)]
+        losses = _epoch_losses(rng, samples, 1.0, 16, 3)
+    for sigma, rate, count in steps:
+        made.step(noise_multiplier=sigma, sample_rate=rate, num_steps=count, sampler=sampler)
+    for epsilon in (0.3, 1.0):
+        ours = made.get_delta(epsilon=epsilon)
+        estimates = [np.maximum(0, 1 - np.exp(epsilon - loss)) for loss in losses]
+        worst = max(estimates, key=np.mean)
+        error = worst.std() / math.sqrt(samples)
+        assert worst.mean() - 4 * error < ours < 1.03 * worst.mean() + 4 * error

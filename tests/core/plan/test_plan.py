@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plan: one value per step for everyone, a secret key, and errors before any harm."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import dualdp
+from dualdp.plan import schedules
+from dualdp.randomness import RootKey
+
+BASE = {
+    "num_examples": 1000,
+    "expected_batch_size": 50,
+    "num_steps": 100,
+    "noise_multiplier": 1.1,
+    "max_grad_norm": 0.5,
+    "delta": 1e-5,
+    "accountant": "rdp",
+}
+
+
+def make(**changes):
+    return dualdp.PrivacyPlan(**{**BASE, **changes})
+
+
+def test_plan_is_a_pure_function():
+    plan, again = make(seed=3), make(seed=3)
+    assert plan == again
+    for step in (0, 7, 99):
+        np.testing.assert_array_equal(plan.batch_indices(step), again.batch_indices(step))
+        np.testing.assert_array_equal(plan.step_key("noise", step), again.step_key("noise", step))
+    assert plan.batch_indices(0).tolist() != plan.batch_indices(1).tolist()
+    assert plan.batch_indices(0).tolist() != make(seed=4).batch_indices(0).tolist()
+
+
+def test_values_of_a_step():
+    plan = make(
+        seed=0,
+        noise_multiplier=schedules.Exponential(2.0, 0.5),
+        max_grad_norm=lambda step: 1.0 + step,
+        expected_batch_size=schedules.Step(100, 0.5, 10),
+        num_steps=20,
+    )
+    assert plan.noise_multiplier_at(2) == 0.5
+    assert plan.max_grad_norm_at(2) == 3.0
+    assert plan.noise_stddev(2) == 1.5
+    assert plan.sample_rate_at(9) == 0.1
+    assert plan.sample_rate_at(10) == 0.05
+    with pytest.raises(ValueError, match="there is no one sample_rate"):
+        _ = plan.sample_rate
+    assert make().sample_rate == 0.05
+
+
+def test_the_key_is_never_published(tmp_path):
+    plan = make()
+    secret = plan.root.secret
+    for text in (repr(plan), plan.to_json(), repr(plan.root)):
+        assert secret.hex() not in text
+        assert repr(secret) not in text
+    assert json.loads(plan.to_json())["key_sha256"] == plan.root.sha256
+
+
+def test_two_plans_without_a_seed_have_two_keys():
+    assert make().root != make().root
+
+
+def test_json_and_key_file_restore_the_run(tmp_path):
+    plan = make(noise_multiplier=schedules.Exponential(2.0, 0.99), max_grad_norm=lambda k: 1 + k)
+    path = tmp_path / "key"
+    plan.save_key(path)
+    again = dualdp.PrivacyPlan.from_json(plan.to_json(), key=path)
+    assert again == plan
+    np.testing.assert_array_equal(again.batch_indices(5), plan.batch_indices(5))
+
+
+def test_a_plan_without_its_key_can_be_accounted_but_not_run():
+    plan = make()
+    locked = dualdp.PrivacyPlan.from_json(plan.to_json())
+    assert locked.epsilon() == plan.epsilon()
+    assert json.loads(locked.to_json()) == json.loads(plan.to_json())
+    for use in (
+        lambda: locked.batch_indices(0),
+        lambda: locked.step_key("noise", 0),
+        lambda: locked.claim(),
+        lambda: locked.save_key("never-written"),
+    ):
+        with pytest.raises(ValueError, match="key of this plan .* is not loaded. Expected its key"):
+            use()
+
+
+def test_a_seeded_plan_needs_no_key_file_and_says_so():
+    plan = make(seed=9)
+    again = dualdp.PrivacyPlan.from_json(plan.to_json())
+    assert again == plan
+    assert json.loads(plan.to_json())["seed"] == 9
+
+
+def test_the_key_of_another_plan_is_refused():
+    with pytest.raises(ValueError, match="but the plan was made with"):
+        dualdp.PrivacyPlan.from_json(make().to_json(), key=RootKey.draw())
+    with pytest.raises(ValueError, match="seed=1 and a key that does not come from it"):
+        make(seed=1, key=RootKey.draw())
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"dualdp_plan": 0}', '{"dualdp_plan": "2"}'])
+def test_foreign_json_is_refused(text):
+    with pytest.raises(ValueError, match="The text is not a plan .* Expected what"):
+        dualdp.PrivacyPlan.from_json(text)
+
+
+def test_unknown_fields_are_refused():
+    data = {**json.loads(make().to_json()), "extra": 1}
+    with pytest.raises(ValueError, match=r"unknown fields \['extra'\]"):
+        dualdp.PrivacyPlan.from_json(json.dumps(data))
+
+
+def test_a_key_serves_one_run():
+    plan = make()
+    plan.claim()
+    with pytest.raises(dualdp.AccountingError, match="used by another run of this process"):
+        plan.claim()
+    seeded = make(seed=0)
+    seeded.claim()
+    seeded.claim()
+
+
+def test_epsilon_grows_with_the_steps_and_ends_at_the_plan():
+    plan = make()
+    spent = [plan.epsilon(step) for step in (0, 1, 10, 100)]
+    assert spent[0] == 0
+    assert spent == sorted(spent)
+    assert plan.epsilon() == spent[-1]
+    assert plan.epsilon() == dualdp.get_epsilon(
+        noise_multiplier=1.1, sample_rate=0.05, num_steps=100, delta=1e-5, accountant="rdp"
+    )
+    with pytest.raises(ValueError, match="step=101 is past the plan's num_steps=100"):
+        plan.epsilon(101)
+    with pytest.raises(ValueError, match="the run has no end. Pass step="):
+        make(num_steps=None).epsilon()
+
+
+def test_epsilon_of_a_schedule_lies_between_its_extremes():
+    noisy, mixed, quiet = (
+        make(noise_multiplier=value).epsilon()
+        for value in (2.0, lambda step: 2.0 if step % 2 else 1.0, 1.0)
+    )
+    assert noisy < mixed < quiet
+
+
+def test_calibrate_meets_the_target_and_never_exceeds_it():
+    arguments = {name: value for name, value in BASE.items() if name != "noise_multiplier"}
+    plan = dualdp.PrivacyPlan.calibrate(target_epsilon=3.0, seed=1, **arguments)
+    assert 2.9 < plan.epsilon() <= 3.0
+    assert plan.root == RootKey.from_seed(1)
+    with pytest.raises(ValueError, match="noise_multiplier and target_epsilon came together"):
+        dualdp.PrivacyPlan.calibrate(target_epsilon=3.0, **BASE)
+    with pytest.raises(ValueError, match="num_steps is None. Expected a number of steps"):
+        dualdp.PrivacyPlan.calibrate(target_epsilon=3.0, **{**arguments, "num_steps": None})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_examples": 0}, "num_examples=0 is out of range. Expected an integer >= 1"),
+        ({"num_examples": "many"}, "num_examples='many' is a str"),
+        ({"expected_batch_size": 1001}, "expected_batch_size=1001.0 exceeds num_examples=1000"),
+        ({"expected_batch_size": 0}, "expected_batch_size=0.0 is out of range"),
+        ({"num_steps": -1}, "num_steps=-1 is out of range"),
+        ({"num_steps": 1.5}, "num_steps=1.5 is a float"),
+        ({"noise_multiplier": -1.0}, "noise_multiplier=-1.0 is out of range"),
+        ({"noise_multiplier": float("nan")}, "noise_multiplier=nan is not a number"),
+        ({"noise_multiplier": lambda k: -k}, "noise_multiplier=-1.0 at step 1 is out of range"),
+        ({"max_grad_norm": float("nan")}, "max_grad_norm=nan is not a number"),
+        ({"max_grad_norm": 0}, "max_grad_norm=0.0 is out of range. Expected a finite number > 0"),
+        ({"max_grad_norm": True}, "max_grad_norm=True is a bool"),
+        ({"delta": 0}, "delta=0 is out of range"),
+        ({"delta": 1}, "delta=1 is out of range"),
+        ({"sampler": "random"}, "sampler='random' is unknown. Expected one of balls_in_bins"),
+        ({"max_batch_size": 70}, "max_batch_size=70 with sampler='poisson'"),
+        ({"sampler": "truncated_poisson"}, "max_batch_size=None with sampler='truncated_poisson'"),
+        ({"sampler": "shuffle", "noise_multiplier": lambda k: 1 + k}, "noise_multiplier follows a"),
+        ({"sampler": "fixed_size", "expected_batch_size": 0.5}, "Expected one integer"),
+        ({"clipping": "global"}, "clipping='global' is unknown"),
+        ({"noise": "loud"}, "noise='loud' is unknown. Expected one of fast, portable"),
+        ({"accountant": "moments"}, "accountant='moments' is unknown"),
+        ({"neighboring_relation": "near"}, "neighboring_relation='near' is unknown"),
+        ({"physical_batch_size": 0}, "physical_batch_size=0 is out of range"),
+        ({"seed": "abc"}, "seed='abc' is a str"),
+    ],
+)
+def test_bad_arguments_are_one_sentence(changes, message):
+    with pytest.raises((ValueError, TypeError)) as caught:
+        make(**changes)
+    assert message in str(caught.value)
+
+
+def test_secure_plans_have_no_seed_and_account_their_grid():
+    with pytest.raises(ValueError, match="seed=3 with noise='secure'. Expected no seed"):
+        make(noise="secure", seed=3)
+    plan = make(noise="secure", accountant="pld")
+    assert plan.epsilon() > make(accountant="pld").epsilon()
+    base = {name: value for name, value in BASE.items() if name != "noise_multiplier"}
+    for adaptive in (1.0, schedules.AdaptiveNorm(1.0, count_noise_multiplier=10.0)):
+        changes = {"accountant": "pld", "noise": "secure", "max_grad_norm": adaptive}
+        found = dualdp.PrivacyPlan.calibrate(target_epsilon=2.0, **{**base, **changes})
+        assert 1.99 < found.epsilon() <= 2.0
+
+
+def test_secure_batches_come_from_the_cipher():
+    plan = make(noise="secure")
+    again = dualdp.PrivacyPlan.from_json(plan.to_json(), key=plan.root)
+    np.testing.assert_array_equal(plan.batch_indices(3), again.batch_indices(3))
+    fast = make(key=plan.root)
+    assert plan.batch_indices(3).tolist() != fast.batch_indices(3).tolist()
+    sizes = [len(plan.batch_indices(step)) for step in range(400)]
+    assert np.mean(sizes) == pytest.approx(50, abs=4 * (50 * 0.95 / 400) ** 0.5)
+
+
+def test_a_target_and_what_ends_the_run_are_checked():
+    with pytest.raises(ValueError, match="target_epsilon=-1.0 is out of range"):
+        make(target_epsilon=-1.0)
+    with pytest.raises(ValueError, match="on_budget='warn' is unknown. Expected one of raise"):
+        make(on_budget="warn")
+
+
+@pytest.mark.parametrize("noise", ["correlated", "banded", "none", ""])
+def test_only_known_noise_is_planned(noise):
+    with pytest.raises(ValueError, match=f"noise='{noise}' is unknown. Expected one of fast"):
+        make(noise=noise)
+
+
+def test_bounds_of_groups_are_one_sensitivity():
+    plan = make(clipping="per_layer", max_grad_norm={"a": 3.0, "b": 4.0})
+    assert plan.max_grad_norm_at(7) == 5.0
+    assert plan.noise_stddev(7) == 5.5
+    assert plan.clipping_bounds(10.0) == {"a": 6.0, "b": 8.0}
+    assert make().clipping_bounds(10.0) == 10.0
+    again = dualdp.PrivacyPlan.from_json(plan.to_json(), key=plan.root)
+    assert again.to_json() == plan.to_json()
+    shared = make(clipping="per_layer", group_shares={"a": 3, "b": 4})
+    assert shared.clipping_bounds(5.0) == pytest.approx({"a": 3.0, "b": 4.0})
+    with pytest.raises(ValueError, match="Bounds of groups came with clipping='flat'"):
+        make(max_grad_norm={"a": 1.0})
+    with pytest.raises(ValueError, match="max_grad_norm is a mapping and group_shares came too"):
+        make(clipping="per_layer", max_grad_norm={"a": 1.0}, group_shares={"a": 1.0})
+    with pytest.raises(TypeError, match="group_shares={} holds no group"):
+        make(clipping="per_layer", group_shares={})
+    with pytest.raises(ValueError, match=r"max_grad_norm\['a'\]=0.0 is out of range"):
+        make(clipping="per_layer", max_grad_norm={"a": 0.0})
+
+
+def test_a_key_file_makes_one_run(tmp_path):
+    """Also in two processes, and whether the file was written before the run or after it."""
+    plan = make()
+    plan.save_key(tmp_path / "early")
+    plan.claim()
+    plan.save_key(tmp_path / "late")
+    program = f"""
+import dualdp
+plan = dualdp.PrivacyPlan.from_json({plan.to_json()!r}, key=KEY)
+plan.claim(resumed=True)
+try:
+    dualdp.PrivacyPlan.from_json({plan.to_json()!r}, key=KEY).claim()
+except dualdp.AccountingError as error:
+    print(error)
+"""
+    for name in ("early", "late"):
+        code = program.replace("KEY", repr(str(tmp_path / name)))
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        )
+        assert "was used by" in done.stdout
+        fresh = code.replace("plan.claim(resumed=True)\n", "")
+        done = subprocess.run(
+            [sys.executable, "-c", fresh], capture_output=True, text=True, check=True
+        )
+        assert f"was used by a run that left {tmp_path / name}.used" in done.stdout
+
+
+def test_a_plan_as_plain_data_holds_no_secret():
+    plan = make()
+    assert plan.root.secret.hex() not in str(dataclasses.asdict(plan))
+    assert str(plan.root.secret) not in str(dataclasses.asdict(plan))

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Poisson sampling: the declared probability, independence, and the same batches everywhere."""
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from dualdp import mechanisms
+from dualdp.plan import samplers
+from dualdp.randomness import RootKey, bits, fold_in
+
+ROOT = RootKey.from_seed(5)
+
+
+def words(step, stream, size):
+    key = ROOT.step_key("sampling", step)
+    return bits(fold_in(key, stream) if stream else key, size, width=64)
+
+
+def draw(step, sampler="poisson", *, num_examples=1000, sample_rate=0.1, max_batch_size=None):
+    request = samplers.Draw(
+        words_at=lambda step, stream: words(step, stream, num_examples),
+        step=step,
+        num_examples=num_examples,
+        expected_batch_size=sample_rate * num_examples,
+        max_batch_size=max_batch_size,
+    )
+    return samplers.SAMPLERS[sampler](request)
+
+
+every_sampler = pytest.mark.parametrize("sampler", sorted(samplers.SAMPLERS))
+
+
+@every_sampler
+def test_every_sampler_has_the_event_of_its_name(sampler):
+    assert sampler in mechanisms.SAMPLERS
+    assert set(samplers.SAMPLERS) == set(mechanisms.SAMPLERS)
+
+
+def test_known_batches():
+    """Pinned, so that a change of the draw is seen: two stacks and two versions must agree."""
+    assert draw(0, num_examples=60).tolist() == KNOWN
+
+
+KNOWN = [7, 28, 33, 37]
+
+
+@every_sampler
+def test_indices_are_increasing_int64_and_change_with_the_step(sampler):
+    indices = draw(3, sampler)
+    assert indices.tolist() != draw(4, sampler).tolist()
+    assert indices.tolist() == draw(3, sampler).tolist()
+    assert indices.dtype == np.int64
+    assert (np.diff(indices) > 0).all()
+
+
+def test_inclusion_probability():
+    """Counts per example and per step are binomial; a rate 20 % off is seen."""
+    steps, num_examples, rate = 400, 500, 0.1
+    chosen = np.zeros((steps, num_examples), bool)
+    for step in range(steps):
+        chosen[step, draw(step, num_examples=num_examples, sample_rate=rate)] = True
+    p_value = lambda q: stats.binomtest(int(chosen.sum()), chosen.size, q).pvalue  # noqa: E731
+    assert p_value(rate) > 1e-4
+    assert p_value(rate * 1.2) < 1e-6
+    for axis, trials in ((0, steps), (1, num_examples)):
+        counts = chosen.sum(axis)
+        dispersion = counts.var() / (trials * rate * (1 - rate))
+        assert 0.8 < dispersion < 1.25  # fixed-size batches would give 0 along one axis
+    assert abs(np.corrcoef(chosen[:-1].ravel(), chosen[1:].ravel())[0, 1]) < 0.01
+    assert abs(np.corrcoef(chosen[:, :-1].ravel(), chosen[:, 1:].ravel())[0, 1]) < 0.01
+
+
+def test_the_ends_are_exact():
+    assert draw(0, sample_rate=0).size == 0
+    np.testing.assert_array_equal(draw(0, sample_rate=1), np.arange(1000))
+
+
+def test_the_draw_of_an_example_does_not_depend_on_the_others():
+    small, large = draw(1, num_examples=300), draw(1, num_examples=1000)
+    np.testing.assert_array_equal(small, large[large < 300])
+    rare, often = draw(1, sample_rate=0.05), draw(1, sample_rate=0.2)
+    assert set(rare) <= set(often)
+
+
+@every_sampler
+def test_every_example_is_as_likely_as_every_other(sampler):
+    """Each is drawn at the declared rate, to four standard errors of a binomial count."""
+    steps, rate = 600, 0.1
+    counts = np.zeros(200)
+    for step in range(steps):
+        counts[draw(step, sampler, num_examples=200, sample_rate=rate)] += 1
+    assert abs(counts.mean() / steps - rate) < 0.003
+    if sampler in samplers.WHOLE_PASS:
+        assert (counts == steps * rate).all()
+    else:
+        assert np.abs(counts - steps * rate).max() < 4.5 * np.sqrt(steps * rate * (1 - rate))
+
+
+def test_truncation():
+    """The cut keeps a uniformly random part of the Poisson batch, and leaves small ones alone."""
+    kept = np.zeros(300)
+    for step in range(400):
+        whole = draw(step, num_examples=300)
+        part = draw(step, "truncated_poisson", num_examples=300, max_batch_size=28)
+        assert set(part) <= set(whole)
+        assert len(part) == min(len(whole), 28)
+        kept[part] += 1
+    first, second = kept[:150].sum(), kept[150:].sum()
+    assert abs(first - second) / (first + second) < 0.02  # not the first ones
+
+
+def test_a_fixed_size_is_fixed_and_every_pair_is_possible():
+    together = 0
+    for step in range(2000):
+        indices = draw(step, "fixed_size", num_examples=10, sample_rate=0.3)
+        assert len(indices) == 3
+        together += {0, 1} <= set(indices)
+    assert stats.binomtest(together, 2000, 3 * 2 / (10 * 9)).pvalue > 1e-4
+
+
+@pytest.mark.parametrize("sampler", samplers.WHOLE_PASS)
+def test_a_pass_uses_every_example_once(sampler):
+    passes = []
+    for epoch in range(2):
+        steps = [draw(10 * epoch + k, sampler, num_examples=105) for k in range(10)]
+        np.testing.assert_array_equal(np.sort(np.concatenate(steps)), np.arange(105))
+        passes.append([step.tolist() for step in steps])
+    assert passes[0] != passes[1]
+
+
+def test_balls_fall_independently():
+    """Sizes vary as a binomial; equal-sized shuffled batches are another sampler."""
+    sizes = [len(draw(step, "balls_in_bins", num_examples=500)) for step in range(300)]
+    assert 0.7 < np.var(sizes) / (500 * 0.1 * 0.9) < 1.35
+    shuffled = [len(draw(step, "shuffle", num_examples=500)) for step in range(300)]
+    assert set(shuffled) == {50}
+
+
+@pytest.mark.parametrize("rate", [-0.1, 1.5, np.nan])
+def test_bad_rates_are_refused(rate):
+    with pytest.raises(ValueError, match="sample_rate="):
+        draw(0, sample_rate=rate)

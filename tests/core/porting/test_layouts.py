@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layouts of the two stacks, as data: every axis goes where it belongs, nothing is left over."""
+
+import numpy as np
+import pytest
+
+from dualdp.porting import layouts, matching
+from dualdp.porting.parameter_map import Axes, LeafSlice, ParameterMap, ledger_text
+
+SHAPES = {
+    "conv.weight": (8, 3, 5, 4),
+    "conv.bias": (8,),
+    "fc.weight": (10, 6),
+    "emb.weight": (7, 2),
+}
+KINDS = {
+    "conv.weight": "conv",
+    "conv.bias": "conv",
+    "fc.weight": "linear",
+    "emb.weight": "embedding",
+}
+LEAVES = [
+    (("params", "conv", "bias"), (8,)),
+    (("params", "conv", "kernel"), (5, 4, 3, 8)),
+    (("params", "emb", "embedding"), (7, 2)),
+    (("params", "fc", "kernel"), (6, 10)),
+]
+
+
+def test_match_pairs_by_name_and_kind():
+    leaves = {leaf.torch_name: leaf for leaf in matching.match(SHAPES, KINDS, LEAVES)}
+    assert {name: leaf.jax_index for name, leaf in leaves.items()} == {
+        "conv.weight": 1,
+        "conv.bias": 0,
+        "fc.weight": 3,
+        "emb.weight": 2,
+    }
+    weight = np.random.default_rng(0).normal(size=SHAPES["conv.weight"])
+    ported = leaves["conv.weight"].to_jax(weight)
+    assert ported.shape == leaves["conv.weight"].jax_shape == (5, 4, 3, 8)
+    assert ported[1, 2, 0, 7] == weight[7, 0, 1, 2]
+    assert leaves["fc.weight"].jax_shape == (6, 10)
+    assert leaves["emb.weight"].jax_shape == (7, 2)
+
+
+@pytest.mark.parametrize("batch_axes", [0, 1])
+def test_round_trip(batch_axes):
+    rng = np.random.default_rng(1)
+    for leaf in matching.match(SHAPES, KINDS, LEAVES):
+        array = rng.normal(size=(*(3,) * batch_axes, *leaf.torch_shape))
+        there = leaf.to_jax(array, batch_axes=batch_axes)
+        np.testing.assert_array_equal(leaf.to_torch(there, batch_axes=batch_axes), array)
+
+
+def test_mapping_pairs_names_that_differ():
+    shapes, kinds = {"head.weight": (10, 6)}, {"head.weight": "linear"}
+    leaves = [(("out", "kernel"), (6, 10))]
+    (leaf,) = matching.match(shapes, kinds, leaves, mapping={"head.weight": "out/kernel"})
+    assert leaf.jax_path == "out/kernel"
+    assert leaf.jax_shape == (6, 10)
+
+
+def test_nothing_is_left_over_silently():
+    with pytest.raises(ValueError, match=r"\['fc.weight \(10, 6\)'\] and the JAX leaves \[\]"):
+        matching.match(SHAPES, KINDS, LEAVES[:3])
+    extra = [*LEAVES, (("params", "z", "bias"), (1,))]
+    with pytest.raises(ValueError, match=r"\[\] and the JAX leaves \['params/z/bias \(1,\)'\]"):
+        matching.match(SHAPES, KINDS, extra)
+    with pytest.raises(ValueError, match=r"mapping names \['nobody'\], which neither model has"):
+        matching.match(SHAPES, KINDS, LEAVES, mapping={"nobody": "params/fc/kernel"})
+
+
+def test_one_leaf_serves_one_parameter():
+    shapes = {"a.weight": (2, 3), "b.weight": (2, 3)}
+    leaves = [(("a", "kernel"), (3, 2))]
+    with pytest.raises(ValueError, match="Two torch parameters share a JAX leaf"):
+        matching.match(shapes, dict.fromkeys(shapes, "linear"), leaves, {"b": "a"})
+
+
+def test_shapes_that_disagree_are_named_on_both_sides():
+    wrong = [*LEAVES[:3], (("params", "fc", "kernel"), (10, 6))]
+    with pytest.raises(ValueError, match=r"fc.weight \(10, 6\) in torch would be \(6, 10\) in JAX"):
+        matching.match(SHAPES, KINDS, wrong)
+
+
+def test_a_parameter_of_several_leaves_is_no_single_one():
+    shapes, kinds = {"in_proj_weight": (12, 4)}, {"in_proj_weight": "attention h=2"}
+    leaves = [((word, "kernel"), (4, 2, 2)) for word in ("key", "query", "value")]
+    (leaf,) = matching.match(shapes, kinds, leaves)
+    assert [s.path for s in leaf.slices] == ["query/kernel", "key/kernel", "value/kernel"]
+    with pytest.raises(ValueError, match=r"in_proj_weight is held by 3 JAX leaves \(query/kernel"):
+        leaf.to_torch(np.zeros((4, 2, 2)))
+
+
+def test_a_line_that_is_none_is_refused():
+    with pytest.raises(ValueError, match=r"'weight\[1of4\]' is no line of LAYOUTS"):
+        layouts.Term.parse("weight[1of4]")
+
+
+def test_a_ledger_knows_a_layout_by_the_same_text_in_every_version():
+    """A run of version 0.1 that goes on repeats its releases, and is charged for none twice."""
+    kernel = Axes((("o",), ("i",)), ("i", "o"), {"o": 2, "i": 3})
+    halves = [LeafSlice(f"p/{h}", h, h, (h, h + 1), kernel, h == 1) for h in (0, 1)]
+    maps = (ParameterMap("a", (2, 3), tuple(halves), 2), ParameterMap("b", (2, 3), (halves[0],), 3))
+    place = (
+        "Place(path='p/{0}', index={0}, noise_index={0}, rows=({0}, {1}), axes=Axes(torch=(('o',), "
+        "('i',)), jax=('i', 'o'), sizes={{'o': 2, 'i': 3}}), is_added={2}, zero=None)"
+    )
+    first, second = place.format(0, 1, False), place.format(1, 2, True)
+    assert ledger_text(maps) == (
+        f"(Leaf(torch_name='a', torch_shape=(2, 3), places=({first}, {second}), noise_stream=2), "
+        f"Leaf(torch_name='b', torch_shape=(2, 3), places=({first},), noise_stream=3))"
+    )
+    assert ledger_text(maps[:1]).endswith("noise_stream=2),)")
+    assert (ledger_text(()), ledger_text(None)) == ("()", "None")

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""README and docs: every Python block runs as printed and prints what its comments say."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "benchmarks" / "README.md",
+    *sorted((ROOT / "docs").glob("**/*.md")),
+]
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+PRINTED = re.compile(r"^print\(.*\)  # (.*)$", re.MULTILINE)
+LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)(?:#[^)]*)?\)")
+
+
+#: Pictures that the build of the site draws.
+GENERATED = {ROOT / "docs" / "images" / "house.svg"}
+#: Pages whose programs the fast tier runs.
+FIRST = ("README.md", "quickstart.md", "pitfalls.md", "concepts.md")
+
+
+def blocks():
+    for page in PAGES:
+        marks = [] if page.name in FIRST else [pytest.mark.slow]
+        for number, match in enumerate(BLOCK.finditer(page.read_text()), 1):
+            yield pytest.param(match.group(1), id=f"{page.name}-{number}", marks=marks)
+
+
+@pytest.mark.parametrize("code", list(blocks()))
+def test_code_runs_and_prints_what_it_says(code, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    promised = PRINTED.findall(code)
+    assert done.stdout.splitlines()[: len(promised)] == promised
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    for target in LINK.findall(page.read_text()):
+        place = page.parent / target
+        assert place.exists() or place in GENERATED, f"{page.name}: {target}"
+
+
+def test_the_architecture_names_the_files_that_it_links():
+    links = re.findall(
+        r"\[([\w/.]+)\]\(\.\./(dualdp[\w/.]+)\)", (ROOT / "docs/architecture.md").read_text()
+    )
+    assert len(links) > 20
+    for label, target in links:
+        assert target.removesuffix("__init__.py").endswith(label), (label, target)
+
+
+def test_generated_pictures_are_drawn_by_the_site():
+    for path in GENERATED:
+        name = path.relative_to(ROOT / "docs").as_posix()
+        assert f'"{name}"' in (ROOT / "docs" / "hooks.py").read_text()
+
+
+def readme_programs():
+    return BLOCK.findall((ROOT / "README.md").read_text())[:2]
+
+
+def test_readme_opens_with_the_two_programs():
+    torch_program, jax_program = readme_programs()
+    assert "dualdp.torch" in torch_program
+    assert "dualdp.jax" in jax_program
+    for program in (torch_program, jax_program):
+        assert len(program.strip().splitlines()) <= 15
+        assert PRINTED.search(program), "the printed epsilon stands beside the print"
+
+
+def test_the_readme_is_one_page():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+def test_readmes_two_commands_are_make_demo_and_make_test():
+    shell = re.findall(
+        r"^```(?:sh|bash|console)\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S
+    )
+    commands = [line.split("#")[0].strip() for line in shell[0].splitlines() if line.strip()]
+    assert commands == ["make demo", "make test"]
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
+    assert {"demo", "test"} <= set(targets)
+
+
+def existing_tests():
+    """Names of all test functions of the suite."""
+    sources = (path.read_text() for path in (ROOT / "tests").glob("**/*.py"))
+    return {name for source in sources for name in re.findall(r"^def (test_\w+)", source, re.M)}
+
+
+@pytest.mark.parametrize("package", ["dualdp", "dualdp_torch", "dualdp_jax", "docs", "tests"])
+def test_every_promise_names_a_test_that_exists(package):
+    """`Guarantees:` in docstrings and tables in docs name the test that holds them."""
+    named = set()
+    for path in (*(ROOT / package).glob("**/*.py"), *(ROOT / package).glob("**/*.md")):
+        named |= set(re.findall(r"\[(test_\w+)\]|`(test_\w+)`", path.read_text()))
+    missing = {name for pair in named for name in pair if name} - existing_tests()
+    assert not missing
+
+
+def supported_layers():
+    """README's list, generated from the tables of rules."""
+    from dualdp_jax.rules import RULES as PRIMITIVES
+    from dualdp_torch.rules import REWRITES, RULES
+
+    names = sorted({function.__name__ for function in (*RULES, *REWRITES)})
+    torch_list = ", ".join(f"`{name}`" for name in names)
+    jax_list = ", ".join(f"`{name}`" for name in sorted(PRIMITIVES))
+    return (
+        f"- **PyTorch**, any module that calls: {torch_list}.\n"
+        f"- **JAX**, any function; without forming per-sample gradients: {jax_list}.\n"
+    )
+
+
+def test_readmes_list_of_layers_is_the_tables_of_rules():
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert " ".join(supported_layers().split()) in readme, supported_layers()

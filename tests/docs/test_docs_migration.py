@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The migration pages: every name exists, here and, where it is installed, in the other library."""
+
+import importlib
+import pkgutil
+import re
+from pathlib import Path
+
+import pytest
+
+import dualdp
+
+DOCS = Path(__file__).parents[2] / "docs"
+ROW = re.compile(r"^\| (`.*?) \| (.*?) \| (.*?)\|$", re.MULTILINE)
+NAME = re.compile(r"`([A-Za-z_][\w.]*)(?:\([^`]*\))?`")
+ROOTS = {"dualdp": "dualdp", "dpt": "dualdp.torch", "dpj": "dualdp.jax", "torch": "torch"}
+
+
+def rows(page):
+    found = ROW.findall((DOCS / page).read_text())
+    assert len(found) > 15
+    return found
+
+
+def resolve(name):
+    """The object of a dotted name; fails if there is none."""
+    root, *path = name.split(".")
+    value = importlib.import_module(ROOTS.get(root, root))
+    for part in path:
+        if not hasattr(value, part):
+            value = importlib.import_module(f"{value.__name__}.{part}")
+        else:
+            value = getattr(value, part)
+    return value
+
+
+@pytest.mark.parametrize("page", ["from_opacus.md", "from_jax_privacy.md"])
+def test_every_name_here_exists(page):
+    for left, right, _ in rows(page):
+        names = [name for name in NAME.findall(right) if name.split(".")[0] in ROOTS]
+        assert names or right in ("-", "the same words"), (left, right)
+        for name in names:
+            assert resolve(name) is not None
+
+
+def test_words_of_the_tables_are_accepted():
+    for word in ("pld", "rdp", "gdp", "prv"):
+        assert dualdp.accountants.create(word) is not None
+    text = (DOCS / "from_opacus.md").read_text() + (DOCS / "from_jax_privacy.md").read_text()
+    for sampler in re.findall(r'sampler="(\w+)"', text):
+        assert sampler in dualdp.mechanisms.SAMPLERS
+
+
+def public_names(package, folders):
+    """Names that exist somewhere in the public modules of a package."""
+    names = set()
+    for folder in folders:
+        module = importlib.import_module(f"{package}.{folder}" if folder else package)
+        names |= {name for name in dir(module) if not name.startswith("_")}
+        for item in pkgutil.iter_modules(getattr(module, "__path__", [])):
+            names.add(item.name)
+    return names
+
+
+def test_every_name_of_opacus_exists():
+    pytest.importorskip("opacus", reason="a peer, installed by `make bench` only")
+    folders = ("", "accountants", "accountants.utils", "grad_sample", "layers", "optimizers")
+    more = ("schedulers", "utils.batch_memory_manager", "utils.uniform_sampler", "validators")
+    known = public_names("opacus", (*folders, *more, "data_loader"))
+    for left, _, _ in rows("from_opacus.md"):
+        for name in NAME.findall(left):
+            if name.split(".")[0][0].isupper() or "register" in name:
+                assert name.split(".")[0] in known, name
+
+
+def test_every_name_of_jax_privacy_exists():
+    pytest.importorskip("jax_privacy", reason="a peer, installed by `make bench` only")
+    for left, _, _ in rows("from_jax_privacy.md"):
+        for name in NAME.findall(left):
+            assert resolve(f"jax_privacy.{name}") is not None

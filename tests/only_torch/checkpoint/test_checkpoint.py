@@ -1,0 +1,414 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run that was saved goes on as if nothing had happened, or is refused by what is wrong."""
+
+import itertools
+import os
+import stat
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+import dualdp_torch as dpt
+from dualdp import AccountingError, checkpoint
+from dualdp.plan import schedules
+from tests.only_torch.checks import randomise
+from tests.only_torch.loop import dataset, plan
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.5),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "adam": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
+    "asgd": lambda p: torch.optim.ASGD(p, lr=0.1),
+}
+
+
+def parts(kind="adam", dtype=torch.float32, reverse=False):
+    """A model with dropout and a buffer, its optimizer and a loader."""
+    model = randomise(
+        nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Dropout(0.3), nn.Linear(5, 3))
+    ).to(dtype)
+    model.register_buffer("scale", torch.full((2,), 3.0))
+    parameters = list(model.parameters())
+    optimizer = OPTIMIZERS[kind](parameters[::-1] if reverse else parameters)
+    return model, optimizer, DataLoader(dataset(), batch_size=12)
+
+
+def begin(run=None, made=None, **options):
+    """(engine, model, optimizer, loader) of a fresh run."""
+    model, optimizer, loader = made or parts()
+    engine = dpt.PrivacyEngine(accountant="rdp")
+    options |= {"plan": run} if run is not None else {}
+    return engine, *engine.make_private(
+        module=model, optimizer=optimizer, data_loader=loader, **options
+    )
+
+
+def go(engine, model, optimizer, loader, until=None, save_at=None, path=None):
+    """The user's loop, until so many steps are taken, saving after one of them."""
+    for x, y, _ in loader:
+        optimizer.zero_grad()
+        dtype = next(model.parameters()).dtype
+        F.cross_entropy(model(x.to(dtype)), y).backward()
+        optimizer.step()
+        position = engine.ledger.position
+        if position == save_at and engine.is_between_steps:
+            dpt.save_checkpoint(path, model=model, optimizer=optimizer, engine=engine)
+        if position == until and engine.is_between_steps:
+            break
+
+
+def load(path, made=None, **options):
+    """(engine, model, optimizer, loader) that go on from a file."""
+    model, optimizer, loader = made or parts()
+    engine = dpt.load_checkpoint(path, model=model, optimizer=optimizer, **options)
+    return engine, *engine.resume(data_loader=loader)
+
+
+def assert_bitwise(one, other):
+    """Parameters and optimizer state are the same bits."""
+    for name, value in one[1].state_dict().items():
+        assert torch.equal(value, other[1].state_dict()[name]), name
+    states = [run[2].state_dict()["state"] for run in (one, other)]
+    assert states[0].keys() == states[1].keys()
+    for key, slots in states[0].items():
+        for slot, value in slots.items():
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(states[1][key][slot])), slot
+
+
+@pytest.mark.parametrize("size", [None, 4])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_an_identical_resume_is_bitwise_the_uninterrupted_run(kind, size, tmp_path):
+    """known_failures 17: steps 4 to 7 are released, then run again from the checkpoint."""
+    path, run = tmp_path / "run.safetensors", plan(num_steps=8, physical_batch_size=size)
+    torch.manual_seed(7)
+    whole = begin(run, parts(kind))
+    go(*whole, save_at=4, path=path)
+    whole[0].detach()
+    torch.manual_seed(8)
+    again = load(path, parts(kind))
+    assert again[0].ledger.position == 4
+    assert len(again[0].ledger) == 8  # the file knows what was released since
+    assert again[0].get_epsilon() == whole[0].get_epsilon()
+    go(*again)
+    assert_bitwise(whole, again)
+    assert len(again[0].ledger) == 8
+    assert again[0].get_epsilon() == whole[0].get_epsilon() == pytest.approx(run.epsilon())
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+def test_a_resume_at_the_last_step_is_bitwise_too(mode, tmp_path):
+    path = tmp_path / "run.safetensors"
+    torch.manual_seed(7)
+    whole = begin(plan(num_steps=6), grad_sample_mode=mode)
+    go(*whole, until=4)
+    dpt.save_checkpoint(path, model=whole[1], optimizer=whole[2], engine=whole[0])
+    whole[0].detach()
+    torch.manual_seed(7)
+    straight = begin(plan(num_steps=6), grad_sample_mode=mode)
+    go(*straight, until=4)
+    state = torch.get_rng_state()
+    go(*straight)
+    again = load(path)
+    assert torch.equal(torch.get_rng_state(), state)
+    go(*again)
+    assert_bitwise(straight, again)
+
+
+def test_a_changed_step_is_another_release(tmp_path):
+    path = tmp_path / "run.safetensors"
+    whole = begin(plan(num_steps=6))
+    go(*whole, save_at=2, path=path)
+    stages = [whole[0].stages()]
+    whole[0].detach()
+    again = load(path)
+    with torch.no_grad():
+        again[1][0].weight += 0.1
+    go(*again)
+    branches = [entry["branch"] for entry in again[0].ledger.entries]
+    assert branches[:6] == [0] * 6
+    assert set(branches[6:]) == {1}
+    assert again[0].get_epsilon() > whole[0].get_epsilon()
+    stages.append(again[0].stages())
+    noise = [12 * s.noisy_mean["0.weight"] - s.unprotected_sum["0.weight"] for s in stages]
+    assert (noise[0] - noise[1]).abs().min() > 1e-6
+
+
+def test_an_interrupted_epoch_is_finished_first(tmp_path):
+    path = tmp_path / "run.safetensors"
+    whole = begin(noise_multiplier=1.0, max_grad_norm=1.0)
+    assert len(whole[3]) == 5
+    go(*whole, until=3, save_at=3, path=path)
+    whole[0].detach()
+    again = load(path)
+    assert len(again[3]) == 2
+    go(*again)
+    assert again[0].ledger.position == len(again[0].ledger) == 5
+    assert len(again[3]) == 5
+
+
+def test_schedules_bounds_and_budget_go_on(tmp_path):
+    path = tmp_path / "run.safetensors"
+    run = plan(
+        max_grad_norm=schedules.AdaptiveNorm(0.1),
+        noise_multiplier=schedules.Linear(2.0, 1.0, 10),
+        num_steps=9,
+        target_epsilon=plan(num_steps=30).epsilon(),
+        seed=None,
+    )
+    whole = begin(run)
+    go(*whole, save_at=5, path=path)
+    bounds = [entry["max_grad_norm"] for entry in whole[0].ledger.entries]
+    assert len(set(bounds)) == 9
+    whole[0].detach()
+    again = load(path)
+    assert again[0].ledger.max_grad_norm == bounds[5]
+    assert again[0].plan.to_json() == run.to_json()
+    go(*again)
+    assert_bitwise(whole, again)
+    with pytest.raises(AccountingError, match="All 9 planned steps are taken"):
+        next(iter(again[3]))
+
+
+def test_the_key_lies_apart(tmp_path):
+    """known_failures 50 and 53."""
+    path = tmp_path / "run.safetensors"
+    whole = begin(plan(seed=None))
+    go(*whole, until=2)
+    dpt.save_checkpoint(path, model=whole[1], optimizer=whole[2], engine=whole[0])
+    secret = whole[0].plan.root.secret
+    key = path.with_name(path.name + ".key")
+    assert stat.S_IMODE(key.stat().st_mode) == 0o600
+    for name in os.listdir(tmp_path):
+        text = (tmp_path / name).read_bytes()
+        assert secret not in text
+        assert (secret.hex().encode() in text) == (name == key.name)
+    with safe_open(str(path), framework="numpy") as file:
+        names = set(file.keys())
+    assert {"params/0.weight", "buffers/scale", "optimizer/exp_avg/0.weight"} <= names
+    whole[0].detach()
+    elsewhere = tmp_path / "elsewhere"
+    key.rename(elsewhere)
+    with pytest.raises(FileNotFoundError, match="Expected the key file of the run"):
+        load(path)
+    go(*load(path, key=elsewhere))
+
+
+def test_the_order_in_the_optimizer_does_not_matter(tmp_path):
+    path = tmp_path / "run.safetensors"
+    whole = begin(plan(), parts("momentum"))
+    go(*whole, save_at=3, path=path)
+    whole[0].detach()
+    again = load(path, parts("momentum", reverse=True))
+    go(*again)
+    for one, other in zip(whole[1].parameters(), again[1].parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_low_precision_and_other_values_of_optimizers(tmp_path):
+    path = tmp_path / "run.safetensors"
+    model, _, loader = parts(dtype=torch.bfloat16)
+
+    def made():
+        model, _, loader = parts(dtype=torch.bfloat16)
+        return model, torch.optim.Adam(model.parameters(), lr=torch.tensor(0.01)), loader
+
+    whole = begin(plan(), made())
+    go(*whole, save_at=3, path=path)
+    whole[0].detach()
+    again = load(path, made())
+    assert again[2].param_groups[0]["betas"] == (0.9, 0.999)
+    assert torch.is_tensor(again[2].param_groups[0]["lr"])
+    go(*again)
+    assert_bitwise(whole, again)
+
+
+# ---------------------------------------------------------------------- refusals
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A file of a run that was saved after two steps."""
+    path = tmp_path / "run.safetensors"
+    engine, model, optimizer, loader = begin(plan())
+    go(engine, model, optimizer, loader, until=2, save_at=2, path=path)
+    engine.detach()
+    return path
+
+
+def model_of(*layers):
+    """The parts with other layers."""
+    model = nn.Sequential(*layers)
+    model.register_buffer("scale", torch.full((2,), 3.0))
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01, amsgrad=True), parts()[2]
+
+
+def frozen():
+    """The parts with a frozen bias."""
+    model, optimizer, loader = parts()
+    model[0].bias.requires_grad_(False)
+    return model, optimizer, loader
+
+
+def in_groups(*sizes):
+    """The parts with their parameters in groups of these sizes."""
+    model, _, loader = parts()
+    left = iter(model.parameters())
+    groups = [{"params": list(itertools.islice(left, size))} for size in sizes]
+    return model, torch.optim.AdamW(groups, lr=0.01, amsgrad=True), loader
+
+
+@pytest.mark.parametrize(
+    ("made", "match"),
+    [
+        (
+            lambda: model_of(nn.Linear(6, 5), nn.Linear(5, 3)),
+            r"The checkpoint lacks \['params/1.bias', 'params/1.weight'\] and holds",
+        ),
+        (
+            lambda: model_of(nn.Linear(6, 7), nn.Tanh(), nn.Dropout(), nn.Linear(7, 3)),
+            r"'params/0.weight' is \(5, 6\) torch.float32 in the checkpoint and \(7, 6\)",
+        ),
+        (lambda: parts(dtype=torch.float64), "torch.float32 in the checkpoint and"),
+        (frozen, r"run trains \['0.bias'\], which are frozen"),
+        (lambda: parts("sgd"), "state of torch.optim.adamw.AdamW, but optimizer is a torch.optim"),
+        (lambda: in_groups(2, 2), "has 2 parameter groups, but the checkpoint has 1"),
+        (
+            lambda: (parts()[0], parts()[1], parts()[2]),
+            "The optimizer holds a parameter that is not the model's",
+        ),
+    ],
+)
+def test_a_file_that_does_not_fit_is_refused(made, match, saved):
+    model, optimizer, loader = made()
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(ValueError, match=match):
+        load(saved, (model, optimizer, loader))
+    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+    assert not optimizer.state
+    load(saved)  # the ledger was given back
+
+
+def test_other_groups_are_refused(tmp_path):
+    path = tmp_path / "run.safetensors"
+    engine, model, optimizer, loader = begin(plan(), in_groups(2, 2))
+    go(engine, model, optimizer, loader, until=1, save_at=1, path=path)
+    engine.detach()
+    with pytest.raises(ValueError, match=r"Parameter group 0 of the optimizer holds \['0.bias',"):
+        load(path, in_groups(3, 1))
+
+
+def test_truncated_edited_and_foreign_files_are_refused(saved):
+    good = saved.read_bytes()
+    for bad, match in (
+        (good[:-20], "is truncated or no safetensors file"),
+        (good[:-4] + b"abcd", "was changed after it was written"),
+        (b"something else", "is truncated or no safetensors file"),
+    ):
+        saved.write_bytes(bad)
+        with pytest.raises(ValueError, match=match):
+            load(saved)
+    saved.write_bytes(good)
+    arrays, document = checkpoint.read(saved)
+    checkpoint.write(saved, arrays, {**document, "stack": "abacus"})
+    with pytest.raises(ValueError, match="saved by 'abacus'"):
+        load(saved)
+    saved.write_bytes(good)
+    saved.with_name(saved.name + ".ledger").unlink()
+    with pytest.raises(FileNotFoundError, match="Expected the ledger that the run went on"):
+        load(saved)
+
+
+def test_saving_at_a_wrong_time_is_refused(tmp_path):
+    path = tmp_path / "run.safetensors"
+    engine, model, optimizer, loader = begin(plan(physical_batch_size=3))
+    batches = iter(loader)
+
+    def save(**changes):
+        dpt.save_checkpoint(
+            path, **{"model": model, "optimizer": optimizer, "engine": engine, **changes}
+        )
+
+    x, y, _ = next(batches)
+    with pytest.raises(RuntimeError, match="A logical batch is half done"):
+        save()
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    assert not engine.is_between_steps
+    with pytest.raises(RuntimeError, match="A logical batch is half done"):
+        save()
+    with pytest.raises(ValueError, match="model is not the one"):
+        save(model=parts()[0])
+    with pytest.raises(ValueError, match="optimizer is not the one"):
+        save(optimizer=parts()[1])
+    assert not path.exists()
+    with pytest.raises(AccountingError, match="The engine is not attached"):
+        save(engine=dpt.PrivacyEngine())
+
+
+def test_an_optimizer_with_code_in_its_state_is_refused(tmp_path):
+    engine, model, optimizer, loader = begin(plan())
+    optimizer.param_groups[0]["rule"] = lambda x: x
+    with pytest.raises(TypeError, match="The optimizer keeps 'rule', a function, which can't be"):
+        dpt.save_checkpoint(tmp_path / "run", model=model, optimizer=optimizer, engine=engine)
+
+
+def test_a_run_goes_on_once(saved):
+    model, optimizer, loader = parts()
+    engine = dpt.load_checkpoint(saved, model=model, optimizer=optimizer)
+    with pytest.raises(AccountingError, match="This engine has a run already.*resume"):
+        engine.make_private(module=model, optimizer=optimizer, data_loader=loader, plan=plan())
+    with pytest.raises(ValueError, match="30 examples but the plan's"):
+        engine.resume(data_loader=DataLoader(dataset(30), batch_size=4))
+    engine.resume(data_loader=loader)
+    with pytest.raises(AccountingError, match="There is no loaded run to go on with"):
+        engine.resume(data_loader=loader)
+    with pytest.raises((OSError, ValueError, RuntimeError), match="another run"):
+        load(saved)
+
+
+def convolutional():
+    """A model whose layers have several exact ways to their norms."""
+    model = randomise(
+        nn.Sequential(nn.Unflatten(1, (1, 2, 3)), nn.Conv2d(1, 4, 2), nn.Flatten(), nn.Linear(8, 3))
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return model, optimizer, DataLoader(dataset(), batch_size=12)
+
+
+def test_the_ways_of_the_layers_are_recorded_and_kept(tmp_path):
+    path = tmp_path / "run"
+    run = begin(plan(), convolutional())
+    go(*run, until=2, save_at=2, path=path)
+    run[0].detach()
+    run[0].ledger.close()
+    arrays, document = checkpoint.read(path)
+    table = document["settings"]["choices"]
+    assert [key.split()[0] for key in table] == ["convolution", "linear"]
+    (key, usual), *_ = table.items()
+    other = next(way for way in ("unfold", "crb", "folded") if way != usual)
+    changed = {**table, key: other}
+    document["settings"]["choices"] = changed
+    checkpoint.write(path, arrays, document)
+    again = load(path, convolutional())
+    go(*again, until=3)
+    assert again[0].settings_to_save(again[1], again[2]).choices == changed
+
+
+def test_the_same_sum_under_other_normals_is_another_release(tmp_path):
+    """Two noises on one sum average out: what decides the normals is part of the digest."""
+    path = tmp_path / "run"
+    engine, model, optimizer, loader = begin(plan(noise="portable"))
+    dpt.save_checkpoint(path, model=model, optimizer=optimizer, engine=engine)
+    go(engine, model, optimizer, loader, until=1)
+    engine.detach()
+    engine.ledger.close()
+    again, model, optimizer, loader = load(path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dualdp_torch.training.step._STACK", "torch of another version")
+        go(again, model, optimizer, loader, until=1)
+    assert [entry["branch"] for entry in again.ledger.entries] == [0, 1]

@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hugging Face's `Trainer`, made private by one callback."""
+
+import stat
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import dualdp
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+import dualdp.torch as dpt  # noqa: E402
+from dualdp.randomness import RootKey  # noqa: E402
+from dualdp_torch.integrations.huggingface import FILE, PrivacyCallback, _Batches, per_example_loss  # noqa: E402
+
+ROWS, STEPS = 48, 6
+TINY = {"vocab_size": 30, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+TINY |= {"intermediate_size": 8, "max_position_embeddings": 16}
+
+
+class Sentences(torch.utils.data.Dataset):
+    """Token ids and a class; for language models the ids are the labels."""
+
+    def __init__(self, causal=False):
+        self.causal = causal
+
+    def __len__(self):
+        return ROWS
+
+    def __getitem__(self, i):
+        ids = torch.randint(30, (8,), generator=torch.Generator().manual_seed(i))
+        labels = ids.clone() if self.causal else ids[0] % 2
+        if self.causal:
+            labels[: 1 + i % 4] = -100
+        return {"input_ids": ids, "labels": labels}
+
+
+def bert():
+    torch.manual_seed(0)
+    return transformers.BertForSequenceClassification(transformers.BertConfig(**TINY))
+
+
+def gpt2():
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(vocab_size=30, n_embd=8, n_layer=1, n_head=2, n_positions=16)
+    return transformers.GPT2LMHeadModel(config)
+
+
+def plan(**changes):
+    sizes = {"num_examples": ROWS, "expected_batch_size": 16, "num_steps": STEPS, "delta": 1e-4}
+    return dualdp.PrivacyPlan(**{**sizes, "noise_multiplier": 1.0, "max_grad_norm": 1.0, **changes})
+
+
+def trainer(folder, model, causal=False, **options):
+    options = {
+        "per_device_train_batch_size": 16,
+        "num_train_epochs": 2,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "use_cpu": True,
+        "disable_tqdm": True,
+        **options,
+    }
+    arguments = transformers.TrainingArguments(output_dir=str(folder), **options)
+    data = Sentences(causal)
+    return transformers.Trainer(model=model, args=arguments, train_dataset=data)
+
+
+def by_hand(model, causal, **changes):
+    """The same run with the engine alone."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = torch.utils.data.DataLoader(Sentences(causal), batch_size=16)
+    engine = dpt.PrivacyEngine()
+    _, _, loader = engine.make_private(
+        module=model, optimizer=optimizer, data_loader=loader, plan=plan(seed=3, **changes)
+    )
+    model.train()
+    torch.manual_seed(42)
+    for batch in loader:
+        optimizer.zero_grad()
+        labels = batch.pop("labels")
+        logits = model(**batch).logits
+        if causal:
+            losses = torch.nn.functional.cross_entropy(
+                logits[:, :-1].transpose(1, 2), labels[:, 1:], reduction="none"
+            )
+            loss = (losses.sum(1) / (labels[:, 1:] != -100).sum(1)).mean()
+        else:
+            loss = torch.nn.functional.cross_entropy(logits, labels)
+        loss.backward()
+        optimizer.step()
+    engine.detach()
+    return model.state_dict()
+
+
+def same(a, b):
+    assert a.keys() == b.keys()
+    return all(torch.equal(a[name], b[name]) for name in a)
+
+
+SLOW = [(True, None), (False, 5)]
+SGD = {"optim": "sgd", "learning_rate": 0.1, "lr_scheduler_type": "constant", "num_train_epochs": 1}
+
+
+@pytest.mark.parametrize(
+    ("causal", "physical"),
+    [(True, 5), (False, None)] + [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW],
+)
+def test_trainer_trains_as_the_engine_alone(causal, physical, tmp_path):
+    make = gpt2 if causal else bert
+    hosted = trainer(tmp_path, make(), causal, max_steps=STEPS, **SGD)
+    before = dict(vars(hosted.args))
+    callback = PrivacyCallback(plan=plan(seed=3, physical_batch_size=physical)).attach(hosted)
+    torch.manual_seed(42)
+    hosted.train()
+    expected = by_hand(make(), causal, physical_batch_size=physical)
+    assert same(hosted.model.state_dict(), expected)
+    assert len(callback.engine.ledger) == hosted.state.global_step == STEPS
+    logged = [entry["epsilon"] for entry in hosted.state.log_history]
+    assert logged[:STEPS] == [plan().epsilon(step) for step in range(1, STEPS + 1)]
+    assert vars(hosted.args) == before
+    assert vars(hosted).keys() & {"log", "training_step", "get_train_dataloader"} == set()
+
+
+def test_trainer_accumulates_and_calibrates(tmp_path):
+    hosted = trainer(tmp_path, bert(), per_device_train_batch_size=4, gradient_accumulation_steps=4)
+    callback = PrivacyCallback(max_grad_norm=1.0, target_epsilon=3.0, target_delta=1e-4)
+    callback.attach(hosted).attach(hosted)
+    result = hosted.train()
+    made = callback.engine.plan
+    assert (made.num_steps, made.expected_batch_size_at(0)) == (2 * 3, 16)
+    assert made.physical_batch_size == 4
+    assert hosted.state.global_step == hosted.state.max_steps == 6
+    assert result.metrics["epsilon"] <= 3.0
+    assert hosted.args.gradient_accumulation_steps == 4
+    assert not any("grad_norm" in entry for entry in hosted.state.log_history)
+    notes = [n for n in dualdp.Ledger.read(callback.engine.ledger.to_json()) if "unprotected" in n]
+    assert notes[0]["unprotected"] == ["loss", "train_loss"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [3, None])
+def test_trainer_resumes(seed, tmp_path):
+    saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": STEPS}
+    if seed is None:  # two passes, and accumulation
+        saving |= {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2}
+        given = {"max_grad_norm": 1.0, "noise_multiplier": 1.0, "target_delta": 1e-4}
+    else:
+        given = {"plan": plan(seed=seed, physical_batch_size=5)}
+    first = trainer(tmp_path, bert(), **saving)
+    PrivacyCallback(**given).attach(first)
+    first.train()
+    second = trainer(tmp_path, bert(), **saving)
+    callback = PrivacyCallback().attach(second)
+    second.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert same(first.model.state_dict(), second.model.state_dict())
+    assert len(callback.engine.ledger) == second.state.global_step == STEPS
+    assert callback.engine.get_epsilon() == pytest.approx(plan().epsilon())
+    keys = list(tmp_path.glob("*.key"))
+    assert len(keys) == (seed is None)
+    assert all(stat.S_IMODE(key.stat().st_mode) == 0o600 for key in keys)
+    text = (tmp_path / "checkpoint-4" / FILE).read_text()
+    assert not any(RootKey.load(key).secret.hex() in text for key in keys)
+
+    (tmp_path / f"checkpoint-{STEPS}" / FILE).unlink()
+    third = trainer(tmp_path, bert(), **saving)
+    PrivacyCallback().attach(third)
+    with pytest.raises(ValueError, match=f"has no {FILE}: it was saved without this callback"):
+        third.train(resume_from_checkpoint=True)
+    (tmp_path / f"checkpoint-{STEPS}" / FILE).write_text("{}")
+    with pytest.raises(ValueError, match="The checkpoint says nothing of a private run"):
+        third.train(resume_from_checkpoint=True)
+
+
+def test_a_spent_budget_ends_the_training(tmp_path):
+    hosted = trainer(tmp_path, bert(), num_train_epochs=100)
+    given = {"max_grad_norm": 1.0, "noise_multiplier": 1.0, "on_budget": "stop"}
+    callback = PrivacyCallback(**given, target_epsilon=9.0, target_delta=1e-4).attach(hosted)
+    hosted.train()
+    ledger = callback.engine.ledger
+    assert 3 < hosted.state.global_step == len(ledger) == ledger.end < 100
+    assert ledger.get_epsilon() <= 9.0
+
+
+def test_what_trainer_would_do_to_gradients_is_refused(tmp_path):
+    def refused(text, **options):
+        hosted = trainer(tmp_path, bert(), **options)
+        PrivacyCallback(plan=plan()).attach(hosted)
+        with pytest.raises(ValueError, match=text):
+            hosted.train()
+
+    refused("max_grad_norm=0.5 of TrainingArguments clips whole batches", max_grad_norm=0.5)
+    refused("auto_find_batch_size changes", auto_find_batch_size=True)
+    hosted = trainer(tmp_path, bert())
+    PrivacyCallback(plan=plan()).attach(hosted)
+    hosted.args.fp16 = True
+    with pytest.raises(ValueError, match="fp16 scales the loss"):
+        hosted.train()
+    hosted = trainer(tmp_path, bert())
+    PrivacyCallback(plan=plan()).attach(hosted)
+    hosted._get_train_sampler = lambda data=None: torch.utils.data.WeightedRandomSampler([1.0], 1)
+    with pytest.raises(ValueError, match="draws by WeightedRandomSampler"):
+        hosted.train()
+
+
+def test_a_callback_that_is_not_attached_is_refused(tmp_path):
+    hosted = trainer(tmp_path, bert())
+    hosted.add_callback(PrivacyCallback(plan=plan()))
+    with pytest.raises(RuntimeError, match="given to a Trainer but not attached"):
+        hosted.train()
+    hosted = trainer(tmp_path, bert())
+    PrivacyCallback(plan=plan()).attach(hosted)
+    with pytest.raises(RuntimeError, match="trainer.train was replaced after attach"):
+        type(hosted).train(hosted)
+    with pytest.raises(RuntimeError, match="asked for data before training began"):
+        next(iter(_Batches(torch.utils.data.DataLoader(Sentences()))))
+
+
+def test_losses_are_each_examples_own():
+    logits = torch.randn(3, 4, 5)
+    labels = torch.tensor([[1, 2, -100, -100], [0, 1, 2, 3], [-100, -100, -100, -100]])
+
+    def model(kind, problem=None):
+        return SimpleNamespace(loss_type=kind, config=SimpleNamespace(problem_type=problem))
+
+    tokens = per_example_loss(model("ForTokenClassification"), {"logits": logits}, labels)
+    rows = [torch.nn.functional.cross_entropy(logits[i], labels[i]) for i in range(2)]
+    torch.testing.assert_close(tokens, torch.stack([*rows, torch.tensor(0.0)]))
+    causal = per_example_loss(model("ForCausalLM"), (logits,), labels, smoothing=0.1)
+    row = torch.nn.functional.cross_entropy(logits[1, :-1], labels[1, 1:], label_smoothing=0.1)
+    torch.testing.assert_close(causal[1], row)
+
+    classifier, scores = model("ForSequenceClassification"), torch.randn(3, 1)
+    squares = per_example_loss(classifier, (scores,), torch.arange(3.0))
+    torch.testing.assert_close(squares, (scores[:, 0] - torch.arange(3.0)) ** 2)
+    several = per_example_loss(classifier, (logits[:, 0],), torch.ones(3, 5))
+    one = torch.nn.functional.binary_cross_entropy_with_logits(logits[1, 0], torch.ones(5))
+    torch.testing.assert_close(several[1], one)
+    with pytest.raises(ValueError, match="The model's loss is 'ForObjectDetection'"):
+        per_example_loss(model("ForObjectDetection"), (logits,), labels)

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The noise of the pieces that processes hold is the noise that one process would add."""
+
+import pytest
+import torch
+
+from dualdp_torch.noise import generators
+from dualdp_torch.noise.noise import Piece, noised_mean
+
+from .test_noise import plan
+
+SUMS = {
+    "table": torch.randn(700, 201),
+    "bias": torch.randn(5),
+    "double": torch.randn(3, 31_001, dtype=torch.float64),
+    "one": torch.randn(1, 4),
+    "head": torch.randn(64, 512),
+}
+
+
+def pieces(rank, size):
+    """Sums and places of the rows that one of `size` processes holds, as FSDP cuts them."""
+    sums, places = {}, {}
+    for name, total in SUMS.items():
+        rows = -(-len(total) // size)
+        first = min(rank * rows, len(total))
+        sums[name] = total[first : first + rows].clone()
+        places[name] = Piece(first * total[:1].numel(), total.numel())
+    return sums, places
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("mode", ["fast", "portable", "secure"])
+def test_noise_of_pieces_is_that_of_the_whole(mode, size):
+    run = plan(noise=mode, seed=None)
+    whole = noised_mean({name: total.clone() for name, total in SUMS.items()}, run, 3, branch=1)
+    found = []
+    for rank in range(size):
+        sums, places = pieces(rank, size)
+        found.append(noised_mean(sums, run, 3, branch=1, pieces=places))
+    for name, mean in whole.items():
+        joined = torch.cat([part[name] for part in found])
+        assert joined.dtype == mean.dtype
+        assert torch.equal(joined, mean)
+        assert not torch.equal(joined, SUMS[name].to(mean.dtype) / 50)
+
+
+@pytest.mark.parametrize("mode", ["fast", "portable", "secure"])
+def test_a_piece_draws_its_own_blocks_only(mode, monkeypatch):
+    """No process holds the whole noise: what is drawn for a piece is bounded by its length."""
+    drawn = []
+    fill = generators.fill_between
+
+    def counted(out, start, *, size, block, draw, threads=None):
+        def seen(index, length):
+            drawn.append(length)
+            return draw(index, length)
+
+        fill(out, start, size=size, block=block, draw=seen, threads=threads)
+
+    for module in (
+        "dualdp_torch.noise.generators",
+        "dualdp.randomness.threefry",
+        "dualdp.randomness.grid_noise",
+    ):
+        monkeypatch.setattr(f"{module}.fill_between", counted)
+    length, numel = 100, 10_000_000
+    sums = {"w": torch.zeros(length)}
+    noised_mean(sums, plan(noise=mode, seed=None), 0, pieces={"w": Piece(5_000_000, numel)})
+    assert 0 < sum(drawn) <= 2 << 16
+
+
+def test_a_layout_of_jax_is_refused_for_pieces():
+    sums, places = pieces(0, 2)
+    with pytest.raises(ValueError, match="layout came with pieces.*Consolidate the checkpoint"):
+        noised_mean(sums, plan(noise="portable"), 0, layout=(), pieces=places)
+
+
+def test_other_devices_draw_in_blocks_too(monkeypatch):
+    """As on a GPU: each block by a generator of its own, of which a piece draws what it meets."""
+    monkeypatch.setattr(generators, "_DEVICE_BLOCK", 1000)
+    key, size, like = [3, 4], 4321, torch.empty(0, dtype=torch.float64)
+    whole = torch.cat(
+        [
+            torch.empty(min(1000, size - 1000 * block), dtype=like.dtype).normal_(
+                0.0, 2.0, generator=generators._block_generator(key, block, like.device)
+            )
+            for block in range(5)
+        ]
+    )
+    for start, stop in ((0, size), (999, 1001), (4000, size), (70, 70)):
+        drawn = generators.Normals(key, size, 2.0, like)
+        drawn._on_host = False
+        drawn._draw = drawn._block
+        sums = torch.randn(stop - start, dtype=like.dtype)
+        assert torch.equal(drawn.add_at(start, sums), whole[start:stop] + sums)

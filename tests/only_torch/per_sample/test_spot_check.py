@@ -1,0 +1,319 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Functional calls compare themselves with plain autograd: when, with what, and to which end."""
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import dualdp_torch as dpt
+import dualdp_torch.per_sample.api
+from dualdp import ExactnessError
+from dualdp_torch.per_sample import gradients
+from dualdp_torch.per_sample.call import METHODS
+from dualdp_torch.per_sample.checks import spot_check
+from dualdp_torch.rules import RULES
+from tests.only_torch.checks import data, ids
+
+CALLS = {
+    "grads": dpt.per_sample_grads,
+    "norms": dpt.per_sample_norms,
+    "sum": lambda *a, **k: dpt.clipped_grad_sum(*a, max_grad_norm=0.1, **k),
+}
+CAPTURED = ("auto", "book_keeping", "two_pass", "materialize")
+
+
+def squares(model, x):
+    return model(x).flatten(1).square().sum(1)
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+@pytest.fixture
+def checks(monkeypatch):
+    """What is compared: the subject of every spot check."""
+    seen, real = [], spot_check.check
+
+    def watched(subject, *arguments, **options):
+        compared = real(subject, *arguments, **options)
+        seen.append((subject, compared))
+        return compared
+
+    monkeypatch.setattr(spot_check, "check", watched)
+    return seen
+
+
+@pytest.fixture
+def bias_is_off(monkeypatch):
+    """A fault in the rule of a linear layer's bias: one example in eight has it twice."""
+
+    def grads(acts, grads_out, **options):
+        right = RULES_RIGHT.grads["bias"](acts, grads_out, **options).clone()
+        right[::8] *= 2
+        return right
+
+    wrong = replace(
+        RULES_RIGHT,
+        grads={**RULES_RIGHT.grads, "bias": grads},
+        sums={name: f for name, f in RULES_RIGHT.sums.items() if name != "bias"},
+    )
+    monkeypatch.setitem(RULES, F.linear, wrong)
+
+
+RULES_RIGHT = RULES[F.linear]
+
+
+# ---------------------------------------------------------------------- when
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_the_first_call_is_checked_and_the_next_is_not(call, checks):
+    model, x = net(), data(4, 6)
+    for expected in (1, 1):
+        CALLS[call](squares, model, x)
+        assert len(checks) == expected
+    CALLS[call](squares, model, x, check="always")
+    assert len(checks) == 2
+    CALLS[call](squares, model, data(9, 6))  # n is no part of the shapes
+    assert len(checks) == 2
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_what_is_new_is_checked(call, checks):
+    model, x = net(), data(4, 6)
+    CALLS[call](squares, model, x)
+    CALLS[call](squares, model, data(4, 2, 6))  # shapes
+    CALLS[call](lambda m, x: m(x).sum(1), model, x)  # loss
+    CALLS[call](squares, model, x, method="book_keeping")
+    CALLS[call](squares, model.eval(), x)  # training flags
+    with torch.autocast("cpu", torch.bfloat16):
+        CALLS[call](squares, model, x)
+    model[0].weight.requires_grad_(False)
+    CALLS[call](squares, model, x)
+    CALLS[call](squares, model.double(), x.double())
+    assert len(checks) == 8
+    assert all(compared for _, compared in checks)
+
+
+def test_clipping_is_part_of_what_is_known(checks):
+    model, x = net(), data(4, 6)
+    for clipping in ("flat", "per_layer", "automatic", "flat"):
+        dpt.clipped_grad_sum(squares, model, x, max_grad_norm=0.1, clipping=clipping)
+    assert len(checks) == 3
+
+
+def test_the_loop_is_the_definition_and_off_is_off(checks):
+    model, x = net(), data(4, 6)
+    for call in CALLS.values():
+        call(squares, model, x, method="loop")
+        call(squares, model, data(1, 6))
+        call(squares, model, x, check="off")
+    assert not checks
+
+
+def test_no_examples_and_padding_do_not_use_up_the_first_call(checks):
+    model, x = net(), data(4, 6)
+    options = {"max_grad_norm": 0.1}
+    dpt.clipped_grad_sum(squares, model, x[:0], **options)
+    dpt.clipped_grad_sum(squares, model, x, mask=torch.zeros(4, dtype=torch.bool), **options)
+    dpt.clipped_grad_sum(squares, model, x[:1], **options)
+    assert not checks
+    dpt.clipped_grad_sum(squares, model, x * torch.nan, **options)
+    assert [compared for _, compared in checks] == [False]
+    mask = torch.tensor([False, False, True, False])
+    dpt.clipped_grad_sum(squares, model, x, mask=mask, **options)
+    assert [compared for _, compared in checks] == [False, True]
+
+
+def test_chunks_are_checked_once_and_not_where_all_is_padding(checks):
+    model, x = net(), data(6, 6)
+    mask = torch.tensor([False, False, True, True, True, True])
+    dpt.clipped_grad_sum(squares, model, x, max_grad_norm=1.0, mask=mask, physical_batch_size=2)
+    assert len(checks) == 1
+    assert torch.equal(checks[0][0].batch.tensors()[0], x[2:4])
+
+
+def test_an_unknown_word_is_refused():
+    with pytest.raises(ValueError, match="check='sometimes' is unknown. Expected one of always"):
+        dpt.per_sample_norms(squares, net(), data(4, 6), check="sometimes")
+
+
+# ---------------------------------------------------------------------- nothing changes
+
+
+class Everything(nn.Module):
+    """Dropout, draws from every generator, and a buffer that counts."""
+
+    def __init__(self, counts):
+        super().__init__()
+        self.counts = counts
+        self.layer, self.head = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.register_buffer("calls", torch.zeros(()))
+        self.own = torch.Generator().manual_seed(3)
+
+    def forward(self, x):
+        if self.counts:
+            self.calls += 1
+        h = F.dropout(self.layer(x).tanh(), 0.5)
+        h = h + torch.rand(h.shape, generator=self.own)
+        scales = [random.random() for _ in h], np.random.rand(len(h))  # noqa: NPY002
+        return self.head(h * torch.tensor(np.array(scales), dtype=h.dtype).sum(0)[:, None])
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("call", CALLS)
+def test_checks_change_nothing(call, method):
+    """Results, generators, buffers, gradients: bit for bit what they are without checks."""
+    x, found = data(8, 6), []
+    torch.manual_seed(0)
+    models = [Everything(counts=method != "vmap") for _ in range(2)]  # vmap writes no buffer
+    models[1].load_state_dict(models[0].state_dict())
+    for check, model in zip(("off", "always"), models, strict=True):
+        torch.manual_seed(5), random.seed(5), np.random.seed(5)  # noqa: NPY002
+        model.own.manual_seed(5)
+        model.head.weight.grad = torch.ones(3, 8)
+        results = [CALLS[call](squares, model, x, method=method, check=check) for _ in range(2)]
+        drawn = torch.rand(3), random.random(), np.random.rand()  # noqa: NPY002
+        own = torch.rand(3, generator=model.own)
+        assert torch.equal(model.head.weight.grad, torch.ones(3, 8))
+        assert model.layer.weight.grad is None
+        found.append((results, drawn, own, model.calls))
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+
+
+# ---------------------------------------------------------------------- faults
+
+
+@pytest.mark.usefixtures("bias_is_off")
+@pytest.mark.parametrize("method", CAPTURED)
+@pytest.mark.parametrize("call", CALLS)
+def test_a_fault_in_one_row_of_eight_is_found_by_the_sum(call, method):
+    """Row 0 alone is wrong: two examples are looked at, and the sum over all."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+    x = data(8, 6)
+    found = []
+    for _ in range(60 if call == "norms" else 6):  # two norms are looked at, and no sum
+        try:
+            CALLS[call](squares, model, x, method=method, check="always")
+        except ExactnessError as error:
+            found.append(error)
+    assert found
+    assert all("0.bias" in e.parameters or not e.parameters for e in found)
+    CALLS[call](squares, model, x, method=method, check="off")  # which misses it
+
+
+def test_a_fault_in_the_sum_alone_is_found(monkeypatch):
+    """Norms and single contributions are right; the product over the batch leaves out one row."""
+    real = gradients.Captured.sums
+
+    def sums(self, factors, rows):
+        if rows is None:
+            left_out = torch.arange(8) == 3
+            factors = {name: f.masked_fill(left_out, 0) for name, f in factors.items()}
+        return real(self, factors, rows)
+
+    monkeypatch.setattr(gradients.Captured, "sums", sums)
+    with pytest.raises(ExactnessError, match="clipped_grad_sum over the batch differs"):
+        dpt.clipped_grad_sum(squares, net(), data(8, 6), max_grad_norm=0.1)
+    dpt.clipped_grad_sum(squares, net(), data(8, 6), max_grad_norm=0.1, check="off")
+
+
+@pytest.mark.parametrize("clipping", ["flat", "per_layer", "automatic"])
+@pytest.mark.parametrize("share", [0.4, 2.5])
+def test_a_fault_of_twice_the_tolerance_is_found_and_less_is_not(clipping, share, monkeypatch):
+    real = dualdp_torch.per_sample.clip.factors_for
+
+    def factors(clipping, norms, bound, *, xp):
+        return real(clipping, norms, bound, xp=xp) * (1 + share * 1e-3 if norms.dim() else 1)
+
+    monkeypatch.setattr(dualdp_torch.per_sample.clip, "factors_for", factors)
+    call = lambda: dpt.clipped_grad_sum(  # noqa: E731
+        squares, net(), data(8, 6), max_grad_norm=1e-3, clipping=clipping
+    )
+    if share < 1:
+        call()
+        return
+    with pytest.raises(ExactnessError, match="by 1e-03 of the clipping bound"):
+        call()
+
+
+def test_a_failure_says_nothing_of_the_data_and_what_to_do(monkeypatch):
+    right = dualdp_torch.per_sample.clip.norms_of
+    twice = lambda *a: tuple(x * 2 if torch.is_tensor(x) else x for x in right(*a))  # noqa: E731
+    monkeypatch.setattr(dualdp_torch.per_sample.api, "norms_of", twice)
+    model, x = net(), data(8, 6) * 1.2345
+    with pytest.raises(ExactnessError) as caught:
+        dpt.per_sample_norms(squares, model, x)
+    monkeypatch.undo()
+    error = caught.value
+    assert 'Use method="loop"' in str(error)
+    norms = dpt.per_sample_norms(squares, model, x, method="loop")
+    assert any(abs(error.unprotected_details["expected_norm"] - n) < 1e-3 for n in norms.tolist())
+    digits = f"{error.unprotected_details['expected_norm']:.4g}"
+    assert digits not in str(error)
+    assert error.__cause__ is None
+
+
+# ---------------------------------------------------------------------- no false alarm
+
+
+class Ill(nn.Module):
+    """A loss that amplifies rounding: differences of numbers that are nearly equal."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 40)
+
+    def forward(self, x):
+        h = self.layer(x)
+        return (1e4 * (h + 1e3) - 1e7).tanh() * h
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rounding_that_the_loss_amplifies_is_no_fault(method, dtype):
+    torch.manual_seed(0)
+    model, x = Ill().to(dtype), data(64, 6).to(dtype)
+    for _ in range(3):
+        dpt.clipped_grad_sum(squares, model, x, max_grad_norm=0.1, method=method, check="always")
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("call", CALLS)
+def test_low_precision_is_compared_as_such(call, method):
+    model, tokens = nn.Sequential(nn.Embedding(7, 16), nn.Linear(16, 7)), ids(7, 8, 5)
+    model = model.bfloat16()
+    loss = lambda m, i: m(i).float().flatten(1).square().sum(1)  # noqa: E731
+    for _ in range(3):
+        CALLS[call](loss, model, tokens, method=method, check="always")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_backward_that_is_not_linear_is_right_where_examples_run_alone(method):
+    """`g / |g|` of a batch is not that of its examples: captured gradients are others."""
+
+    class Hooked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(6, 5), nn.Linear(5, 3)
+
+        def forward(self, x):
+            h = self.first(x)
+            if h.requires_grad:
+                h.register_hook(lambda g: g / g.norm())
+            return self.second(h.tanh())
+
+    model, x = Hooked(), data(8, 6)
+    if method in ("loop", "vmap"):
+        dpt.clipped_grad_sum(squares, model, x, max_grad_norm=0.1, method=method)
+        return
+    with pytest.raises(ExactnessError, match=r"'first\.(weight|bias)'"):
+        dpt.clipped_grad_sum(squares, model, x, max_grad_norm=0.1, method=method)

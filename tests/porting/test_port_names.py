@@ -1,0 +1,336 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which parameter is which: lists, tied weights, raw parameters, the user's table; and noise."""
+
+import flax.linen as linen
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+from torch import nn
+
+import dualdp.torch as dpt
+from dualdp import PrivacyPlan, port
+from dualdp.porting.matching import match
+
+
+class TorchTower(nn.Module):
+    """A list, a sequence, a tied head and a parameter of no layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(7, 4)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)])
+        self.head = nn.Linear(4, 7)
+        self.head.weight = self.embed.weight
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x * self.scale)
+
+
+class LinenTower(linen.Module):
+    def setup(self):
+        self.embed = linen.Embed(7, 4)
+        self.blocks = [linen.Sequential([linen.Dense(4), jnp.tanh]) for _ in range(2)]
+        self.scale = self.param("scale", jax.nn.initializers.ones, (4,))
+        self.head = OnlyBias()
+
+    def __call__(self, ids):
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.embed.attend(x * self.scale))
+
+
+class OnlyBias(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        return x + self.param("bias", jax.nn.initializers.zeros, (7,))
+
+
+class NnxTower(nnx.Module):
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(7, 4, rngs=rngs)
+        make = lambda: nnx.Sequential(nnx.Linear(4, 4, rngs=rngs), jnp.tanh)  # noqa: E731
+        self.blocks = nnx.List([make() for _ in range(2)])
+        self.scale = nnx.Param(jnp.ones(4))
+        self.head = nnx.Dict(bias=nnx.Param(jnp.zeros(7)))
+
+    def __call__(self, ids):
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.embed.attend(x * self.scale[...]) + self.head["bias"][...]
+
+
+IDS = np.random.default_rng(0).integers(0, 7, (3, 5))
+
+
+@pytest.fixture
+def tower():
+    torch.manual_seed(0)
+    net = TorchTower()
+    for p in net.parameters():
+        nn.init.normal_(p, std=0.5)
+    return net
+
+
+def linen_like():
+    return LinenTower().init(jax.random.key(0), IDS)
+
+
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
+def test_lists_tied_weights_and_raw_parameters(tower, kind):
+    expected = tower(torch.as_tensor(IDS)).detach().numpy()
+    if kind == "linen":
+        params = port.to_jax(tower, like=linen_like())
+        ours = LinenTower().apply(params, IDS)
+    else:
+        net = NnxTower(nnx.Rngs(0))
+        params = port.to_jax(tower, like=net)
+        nnx.update(net, params)
+        ours = net(IDS)
+    np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-5)
+    back = port.to_torch(params, like=tower)
+    assert list(back) == list(tower.state_dict())
+    for name, tensor in tower.state_dict().items():
+        assert torch.equal(back[name], tensor), name
+
+
+def test_a_tied_weight_may_be_the_heads_in_jax(tower):
+    """Tied under either name: here the JAX model holds it as the head's kernel."""
+    params = jax.tree.map(jnp.asarray, linen_like()["params"])
+    params["head"]["kernel"] = params.pop("embed")["embedding"].T
+    ported = port.to_jax(tower, like=params)
+    np.testing.assert_array_equal(ported["head"]["kernel"], tower.head.weight.detach().numpy().T)
+    assert torch.equal(port.to_torch(ported, like=tower)["embed.weight"], tower.embed.weight)
+
+
+def test_tied_in_one_stack_only_is_refused(tower):
+    params = linen_like()["params"]
+    params = {**params, "head": {**params["head"], "kernel": jnp.zeros((4, 7))}}
+    with pytest.raises(
+        ValueError, match=r"Two JAX leaves share .*'embed/embedding', 'head/kernel'"
+    ):
+        port.to_jax(tower, like=params)
+
+
+def test_a_table_of_modules(tower):
+    params = dict(linen_like()["params"])
+    params["Embed_0"], params["out"] = params.pop("embed"), params.pop("head")
+    params["tower"] = {"first": params.pop("blocks_0"), "second": params.pop("blocks_1")}
+    mapping = {
+        "embed": "Embed_0",
+        "head": "out",
+        "blocks.0": "tower/first",
+        "blocks.1.0": "tower/second/layers_0",
+    }
+    ported = port.to_jax(tower, like=params, mapping=mapping)
+    np.testing.assert_array_equal(
+        ported["tower"]["second"]["layers_0"]["kernel"],
+        tower.blocks[1][0].weight.detach().numpy().T,
+    )
+    back = port.to_torch(ported, like=tower, mapping=mapping)
+    assert torch.equal(back["blocks.0.0.bias"], tower.blocks[0][0].bias)
+
+
+def test_a_table_with_layouts():
+    """A nested dict of the user's own words, which no line of the table knows."""
+    net = nn.Linear(3, 3)
+    params = {"w": jnp.zeros((3, 3)), "b": jnp.zeros(3)}
+    with pytest.raises(
+        ValueError, match=r"'weight': 'w', for which there is no layout .* \(3, 3\)"
+    ):
+        port.to_jax(net, like=params, mapping={"weight": "w", "bias": "b"})
+    mapping = {"weight": ("w", "o i -> i o"), "bias": ("b", "o -> o")}
+    ported = port.to_jax(net, like=params, mapping=mapping)
+    np.testing.assert_array_equal(ported["w"], net.weight.detach().numpy().T)
+    assert torch.equal(port.to_torch(ported, like=net, mapping=mapping)["weight"], net.weight)
+
+
+def test_a_table_by_structure_is_suggested_and_not_used_by_itself(tower):
+    """Flax's own names count per class, torch's are the user's: Dense_10 comes after Dense_2."""
+
+    class Compact(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            for _ in range(11):
+                x = jnp.tanh(linen.Dense(3)(x))
+            return linen.RNN(linen.GRUCell(2))(linen.LayerNorm()(x))
+
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.steps = nn.ModuleList([nn.Linear(3, 3) for _ in range(11)])
+            self.norm, self.memory = nn.LayerNorm(3), nn.GRU(3, 2)
+
+    net = Named()
+    like = Compact().init(jax.random.key(0), jnp.zeros((4, 3)))
+    table = port.suggest(net, like)
+    assert table == {
+        **{f"steps.{k}": f"params/Dense_{k}" for k in range(11)},
+        "norm": "params/LayerNorm_0",
+        "memory.l0": "params/GRUCell_0",
+    }
+    with pytest.raises(ValueError, match="No partner"):
+        port.to_jax(net, like=like)
+    back = port.to_torch(port.to_jax(net, like=like, mapping=table), like=net, mapping=table)
+    assert torch.equal(back["steps.10.weight"], net.steps[10].weight)
+    assert port.suggest(tower, linen_like()) == {}
+    params = {**linen_like()["params"], "Dense_7": {"kernel": jnp.zeros((4, 5))}}
+    params.pop("blocks_0")
+    assert port.suggest(tower, params) == {}
+
+
+def test_layers_of_an_rnn_in_the_table():
+    net = nn.LSTM(3, 4, num_layers=2, batch_first=True)
+
+    class Deep(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            for _ in range(2):
+                x = linen.RNN(linen.LSTMCell(4))(x)
+            return x
+
+    x = np.random.default_rng(0).normal(size=(2, 5, 3)).astype(np.float32)
+    like = Deep().init(jax.random.key(0), x)
+    params = port.to_jax(net, like=like, mapping={"l0": "LSTMCell_0", "l1": "LSTMCell_1"})
+    expected = net(torch.as_tensor(x))[0].detach().numpy()
+    np.testing.assert_allclose(Deep().apply(params, x), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_name_that_could_be_two_leaves_is_refused():
+    net = nn.Sequential(nn.Linear(2, 2, bias=False))
+    params = {
+        "layers_0": {"kernel": jnp.zeros((2, 2))},
+        "layers": {"0": {"kernel": jnp.zeros((2, 2))}},
+    }
+    with pytest.raises(
+        ValueError, match=r"0.weight could be any of the JAX leaves \['layers/0/ker"
+    ):
+        port.to_jax(net, like=params)
+
+
+def test_running_statistics_need_a_place():
+    net = nn.Sequential(nn.BatchNorm1d(3))
+    params = {"layers_0": {"scale": jnp.ones(3), "bias": jnp.zeros(3)}}
+    with pytest.raises(ValueError, match=r"\['0.running_mean \(3,\)', '0.running_var \(3,\)'\]"):
+        port.to_jax(net, like=params)
+
+
+# ---------------------------------------------------------------------- portable noise
+
+
+def plan(**options):
+    return PrivacyPlan(
+        num_examples=10, expected_batch_size=1, num_steps=9, noise_multiplier=1.0,
+        max_grad_norm=1.0, delta=1e-2, noise="portable", seed=3, **options,
+    )  # fmt: skip
+
+
+def test_a_tensor_that_is_three_leaves_has_their_noise():
+    """Attention: torch's one in_proj_weight draws what JAX draws for query, key and value."""
+    import dualdp.jax as dpj
+
+    net = nn.Module()
+    net.layer = nn.MultiheadAttention(6, 3)
+    layer = linen.MultiHeadDotProductAttention(3)
+    like = {"layer": layer.init(jax.random.key(0), jnp.zeros((1, 2, 6)))["params"]}
+    zeros = {name: torch.zeros_like(p) for name, p in net.named_parameters()}
+    ours = dpt.noisy_mean(zeros, plan(), 4, layout=port.match(net, like))
+    net.load_state_dict(ours)
+    theirs = dpj.noisy_mean(jax.tree.map(jnp.zeros_like, like), plan(), 4)
+    for a, b in zip(
+        jax.tree.leaves(port.to_jax(net, like=like)), jax.tree.leaves(theirs), strict=True
+    ):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
+
+
+def lstm_leaves(net):
+    cells = linen.LSTMCell(4)
+    carry = (jnp.zeros(4), jnp.zeros(4))
+    like = {"l0": cells.init(jax.random.key(0), carry, jnp.zeros(3))["params"]}
+    return port.match(net, like)
+
+
+def test_folded_biases_have_noise_of_their_own():
+    """Both biases are trained: JAX's one normal must not be added twice."""
+    net = nn.LSTM(3, 4)
+    zeros = {name: torch.zeros_like(p) for name, p in net.named_parameters()}
+    noise = dpt.noisy_mean(zeros, plan(), 4, layout=lstm_leaves(net))
+    drawn = torch.cat([value.flatten() for value in noise.values()])
+    assert len(torch.unique(drawn)) == len(drawn)
+    assert set(noise) == set(zeros)
+
+
+def test_one_trained_bias_has_jaxs_noise():
+    """After fold_biases the frozen bias has none, and the keys are still JAX's."""
+    both, one = nn.LSTM(3, 4), dpt.weights.fold_biases(nn.LSTM(3, 4))
+    trained = {n: torch.zeros_like(p) for n, p in one.named_parameters() if p.requires_grad}
+    assert "bias_hh_l0" not in trained
+    ours = dpt.noisy_mean(trained, plan(), 4, layout=lstm_leaves(one))
+    theirs = dpt.noisy_mean(
+        {n: torch.zeros_like(p) for n, p in both.named_parameters()}, plan(), 4,
+        layout=lstm_leaves(both),
+    )  # fmt: skip
+    for name, value in ours.items():
+        assert torch.equal(value, theirs[name]), name
+
+
+def test_fold_biases_keeps_the_outputs():
+    x = torch.randn(2, 5, 3)
+    for kind in (nn.LSTM, nn.RNN, nn.GRU):
+        net = kind(3, 4, num_layers=2, bidirectional=True)
+        before = net(x)[0]
+        after = dpt.weights.fold_biases(net)(x)[0]
+        torch.testing.assert_close(before, after)
+        frozen = [name for name, p in net.named_parameters() if not p.requires_grad]
+        assert len(frozen) == (0 if kind is nn.GRU else 4)
+        assert all(not net.get_parameter(name).any() for name in frozen)
+
+
+def test_frozen_leaves_draw_no_noise():
+    """JAX numbers its keys over the trained leaves; so does the pairing."""
+    shapes, kinds = {"a": (2,), "b": (2,)}, {"a": "raw", "b": "raw"}
+    leaves = [(("a",), (2,)), (("b",), (2,))]
+    first, second = match(shapes, kinds, leaves, frozen=frozenset({"a"}))
+    assert [s.noise_index for s in second.slices] == [0]
+    assert second.jax_index == 1
+    assert first.slices[0].noise_index == -1
+
+
+# ---------------------------------------------------------------------- arrays
+
+
+def test_arrays_cross_without_a_copy():
+    tensor = torch.arange(4096.0).reshape(64, 64)
+    array = port.array_to_jax(tensor)
+    assert array.unsafe_buffer_pointer() == tensor.data_ptr()
+    np.testing.assert_array_equal(array, tensor.numpy())
+    again = port.array_to_torch(array)
+    assert again.data_ptr() == tensor.data_ptr()
+    assert torch.equal(again, tensor)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(12.0).reshape(3, 4)[:, 1:],  # strides that JAX does not take
+        torch.arange(12.0).reshape(3, 4).T,
+        torch.ones(3, 4, dtype=torch.bfloat16)[:, ::2],
+        torch.ones(3, dtype=torch.bool),
+        torch.ones(2, 3, requires_grad=True),
+        torch.arange(5),
+    ],
+)
+def test_arrays_that_cannot_be_shared_are_copied(tensor):
+    array = port.array_to_jax(tensor)
+    assert array.shape == tuple(tensor.shape)
+    np.testing.assert_array_equal(np.asarray(array, np.float64), tensor.detach().double().numpy())
+    back = port.array_to_torch(array)
+    assert torch.equal(back.double(), tensor.detach().double())
