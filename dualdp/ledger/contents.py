@@ -100,7 +100,8 @@ class Contents:
     def end_from(self, step: int) -> int | None:
         """Return the first step that may not run; None if there is none before the horizon."""
         if step >= self._horizon:
-            self._find_end(self.accountant, step)
+            # The accountant holds every release on file; a resumed run repeats the last of them.
+            self._find_end(self.accountant, max(step, 1 + max(self.of_step, default=-1)))
         return self._end
 
     def over_budget(self, operation: str) -> str:

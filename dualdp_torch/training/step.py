@@ -142,15 +142,17 @@ class PrivateStep:
 
     def _expect(self, draw: Draw | None) -> None:
         """Record the model's forward on this batch; None for no batch."""
-        self._draw, self.recorder.is_active = draw, draw is not None
-        self.recorder.terms = None
-        if draw is None:
-            return
-        plan, mask, recorder = self._ledger.plan, draw.mask, self.recorder
+        terms = None if draw is None else self._terms_of(draw)  # may raise, before anything changed
+        self._draw, self.recorder.terms = draw, terms
+        self.recorder.is_active = draw is not None
+
+    def _terms_of(self, draw: Draw) -> Terms:
+        """Return the clipping terms of one batch."""
+        plan, mask = self._ledger.plan, draw.mask
         bounds = plan.clipping_bounds(self._ledger.max_grad_norm)
-        recorder.terms = Terms(
+        return Terms(
             float(len(mask)) if self._reduction == "mean" else 1.0,
-            clipping_bounds(recorder.parameters, plan.clipping, bounds),
+            clipping_bounds(self.recorder.parameters, plan.clipping, bounds),
             plan.clipping,
             None if bool(mask.all()) else mask,
         )

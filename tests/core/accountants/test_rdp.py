@@ -260,3 +260,11 @@ def test_the_central_limit_is_below_the_truth():
     approximate = accountants.create("gdp")
     approximate.merge(made)
     assert lower > 2.2 * approximate.get_epsilon(delta=1e-5, approximate=True)
+
+
+def test_a_subclass_is_not_taken_for_its_parent():
+    class Wider(mechanisms.Laplace):
+        """Another mechanism, of which nothing is known here."""
+
+    with pytest.raises(AccountingError, match="Wider has no Renyi bound here"):
+        accountants.create("rdp").compose(Wider(1.0))

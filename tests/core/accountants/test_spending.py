@@ -242,6 +242,36 @@ def test_an_end_beyond_the_horizon_is_found_when_it_comes_near(monkeypatch):
     assert plan.epsilon(ledger.end) <= 2.0 < plan.epsilon(ledger.end + 1)
 
 
+@pytest.mark.parametrize("on_file", [60, 100, 105])
+def test_a_resumed_run_ends_where_the_uninterrupted_one_does(monkeypatch, tmp_path, on_file):
+    """Releases on file that the resumed run repeats are paid for once."""
+    monkeypatch.setattr(accounting, "_HORIZON", 16)
+    noise = schedules.Exponential(1.0, 0.99999)
+    plan = make(
+        num_examples=10_000,
+        expected_batch_size=300,
+        num_steps=None,
+        noise_multiplier=noise,
+        target_epsilon=2.6,
+        accountant="rdp",
+        seed=1,
+    )
+    ledger = dualdp.Ledger(plan, path=tmp_path / "ledger")
+    for step in range(on_file):
+        if step == 20:
+            state = ledger.state()
+        ledger.record(step)
+        ledger.seal(step, [np.full(1, float(step))])
+    ledger.close()
+    again = dualdp.Ledger.resume(plan, state, tmp_path / "ledger")
+    while again.end is None or again.position < again.end:
+        step = again.position
+        again.record(step)
+        again.seal(step, [np.full(1, float(step))])
+    assert plan.epsilon(again.end) <= 2.6 < plan.epsilon(again.end + 1)
+    assert again.end == len(again) > 100
+
+
 def test_schedules_that_settle_are_accounted_however_far():
     plan = make(num_steps=None, noise_multiplier=schedules.Linear(1.0, 300.0, over=1000))
     assert math.isfinite(plan.epsilon(10**9))

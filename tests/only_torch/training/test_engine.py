@@ -13,6 +13,7 @@ from torch.nn import functional as F
 import dualdp_torch as dpt
 from dualdp import AccountingError, UnsupportedLayerError
 from dualdp.ledger.ledger import Ledger
+from dualdp_torch.training import step as private_step
 from tests.only_torch.checks import data, ids
 from tests.only_torch.loop import NUM, build, by_hand, first_batch, plan, start, train
 
@@ -131,6 +132,23 @@ def test_an_abandoned_pass_leaves_no_half_sum():
     train(model, optimizer, loader)
     for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_a_failure_while_a_batch_is_handed_out_leaves_nothing_half_done(monkeypatch):
+    engine, model, optimizer, loader = start(plan=plan(num_steps=1))
+
+    def failing(*_):
+        raise ValueError("no bound")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(private_step, "clipping_bounds", failing)
+        with pytest.raises(ValueError, match="no bound"):
+            next(iter(loader))
+    assert engine.is_between_steps
+    with pytest.raises(RuntimeError, match="came without a batch of the loader"):
+        optimizer.step()
+    train(model, optimizer, loader)
+    assert len(engine.ledger) == 1
 
 
 def test_ledger_comes_first():
