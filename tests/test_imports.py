@@ -85,6 +85,17 @@ def test_a_missing_framework_says_what_to_install(face, missing):
 
 
 @pytest.mark.slow
+def test_a_type_checker_sees_the_types_of_an_installed_package(tmp_path):
+    """Also of an editable one, which `make` installs."""
+    (tmp_path / "program.py").write_text(
+        "import dualdp.torch as dpt\nreveal_type(dpt.PrivacyEngine().get_epsilon())\n"
+    )
+    command = [sys.executable, "-m", "mypy", "--strict", "program.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert 'Revealed type is "float"' in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.slow
 def test_core_tests_pass_without_any_framework():
     code = BLOCK.format(blocked=FRAMEWORKS) + (
         "import pytest\n"
