@@ -32,13 +32,13 @@ sys.meta_path.insert(0, Blocked())
 """
 
 
-def python(code, *arguments):
+def python(code, *arguments, timeout=300):
     return subprocess.run(
         [sys.executable, "-c", code, *arguments],
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=timeout,
     )
 
 
@@ -102,7 +102,7 @@ def test_core_tests_pass_without_any_framework():
         "raise SystemExit(pytest.main(['tests/core', '-q', '-x', '-m', 'not slow',"
         " '-p', 'no:cacheprovider']))"
     )
-    done = python(code)
+    done = python(code, timeout=1200)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 
 
