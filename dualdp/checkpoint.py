@@ -14,7 +14,7 @@ import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,12 +24,10 @@ from dualdp.ledger.ledger import Ledger, saved_lines
 from dualdp.plan.plan import PrivacyPlan
 from dualdp.randomness import RootKey
 
-if TYPE_CHECKING:
-    Arrays = Mapping[str, NDArray[Any]]
-
 _FORMAT = "dualdp_checkpoint"
 _VERSION = 2
 _DOCUMENT = "document"  # array with the document; version 1 had it in the metadata
+Arrays = Mapping[str, NDArray[Any]]
 Path_ = str | os.PathLike[str]
 
 
@@ -46,11 +44,7 @@ def _digest(arrays: Arrays, text: str) -> str:
 def write(path: Path_, arrays: Arrays, document: Mapping[str, Any]) -> None:
     """Write a checkpoint atomically: the old file remains until the new one is complete on disk.
 
-    Args:
-        path: path of the file; an existing one is replaced.
-        arrays: mapping from name to array. NumPy has no bfloat16: such an array is passed as
-            uint16, and `document["bfloat16"]` lists its name.
-        document: mapping of plain JSON data.
+    A bfloat16 array, which NumPy lacks, is passed as uint16; `document["bfloat16"]` lists its name.
 
     Guarantees:
         A process that is killed, or a disk that is full, leaves the old file as it was.
@@ -82,13 +76,7 @@ def write(path: Path_, arrays: Arrays, document: Mapping[str, Any]) -> None:
 
 
 def read(path: Path_) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
-    """Return arrays and document of a checkpoint, after verifying its SHA-256.
-
-    Raises:
-        FileNotFoundError: there is no file.
-        ValueError: the file is foreign, truncated, edited or of a later version; the text says
-            which.
-    """
+    """Return arrays and document of a checkpoint, after verifying its SHA-256."""
     from safetensors import SafetensorError, safe_open
 
     name = os.fspath(path)
@@ -112,17 +100,15 @@ def read(path: Path_) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
         raise ValueError(
             f"{name} was changed after it was written: its SHA-256 differs. Take an older one."
         )
-    document = _as_object(metadata["document"], name)
-    require_version(document, name)
+    document = _parsed(metadata["document"], name)
     if _DOCUMENT in arrays:
-        document = _as_object(arrays.pop(_DOCUMENT).tobytes(), name)
-        require_version(document, name)
+        document = _parsed(arrays.pop(_DOCUMENT).tobytes(), name)
     del document[_FORMAT]
     return arrays, without_text(document)
 
 
-def _as_object(text: str | bytes, name: str) -> dict[str, Any]:
-    """JSON object of a text."""
+def _parsed(text: str | bytes, name: str) -> dict[str, Any]:
+    """JSON object of a text, of a version that can be read."""
     try:
         found = json.loads(text)
     except (RecursionError, ValueError):
@@ -131,6 +117,7 @@ def _as_object(text: str | bytes, name: str) -> dict[str, Any]:
         raise ValueError(
             f"{name} holds no JSON object that says what it is. Expected a file of save_checkpoint."
         )
+    require_version(found, name)
     return found
 
 
@@ -186,13 +173,9 @@ def require_numbered(folder: Path_, number: int) -> None:
         )
 
 
-def relocated(document: Mapping[str, Any], folder: Path_, path: Path_) -> dict[str, Any]:
-    """Return the document of a folder's checkpoint for a file elsewhere, and copy the key there.
-
-    Raises:
-        ValueError: `<path>.key` holds another key.
-    """
-    source, target = key_path(folder), key_path(path)
+def relocated(document: Mapping[str, Any], origin: Path_, path: Path_) -> dict[str, Any]:
+    """Return the document of another file's or folder's checkpoint, and copy its key here."""
+    source, target = key_path(origin), key_path(path)
     if source.exists() and not target.exists():
         RootKey.load(source).save(target)
     elif source.exists() and RootKey.load(source) != RootKey.load(target):
@@ -200,7 +183,7 @@ def relocated(document: Mapping[str, Any], folder: Path_, path: Path_) -> dict[s
             f"{target} holds the key of another run. Expected another path for this run's "
             "checkpoint, or that file moved away."
         )
-    file = Path(folder).resolve().parent / document["ledger_file"]
+    file = Path(origin).resolve().parent / document["ledger_file"]
     relative = os.path.relpath(file, Path(path).resolve().parent)
     return {**without_text(document), "ledger_file": relative}
 
@@ -211,14 +194,6 @@ def pack_run(ledger: Ledger, path: Path_) -> dict[str, Any]:
     A ledger in memory is written to `<path>.ledger` from now on, so that later releases are on
     record too. The key is written to `<path>.key`, mode 0600, unless the plan has a seed. Whoever
     has both files can remove the noise, so publish neither with the model.
-
-    Args:
-        ledger: `Ledger` of the engine, between two steps.
-        path: path of the checkpoint.
-
-    Raises:
-        AccountingError: a step is recorded but not released.
-        ValueError: `<path>.key` holds another run's key.
     """
     root = ledger.plan.root.require_secret()
     beside = key_path(path)
@@ -229,10 +204,10 @@ def pack_run(ledger: Ledger, path: Path_) -> dict[str, Any]:
         )
     state = ledger.state()
     if ledger.path is None:
-        ledger.write_to(ledger_path(path))
+        ledger.chain.write_to(ledger_path(path))
     if root.seed is None and not beside.exists():
         ledger.plan.save_key(beside)
-    ledger.sync()
+    ledger.chain.sync()
     folder = Path(path).resolve().parent
     return {
         _FORMAT: _VERSION,
@@ -250,16 +225,8 @@ def unpack_run(
 ) -> Ledger:
     """Return the ledger (with its plan) of a checkpoint, ready for the next step.
 
-    Args:
-        document: mapping returned by `pack_run`.
-        path: path of the checkpoint; key and ledger paths are relative to it.
-        key: root key or path of its file; None for `<path>.key`.
-        ledger: path of the run's ledger; None for the one named in the checkpoint or, if that file
-            is missing, for `<path>.ledger`.
-
-    Raises:
-        FileNotFoundError: key or ledger file is missing.
-        ValueError: the document, the key or the ledger is broken or of another run.
+    Without `key` it is read from `<path>.key`. Without `ledger` the file is the one that the
+    document of `pack_run` names or, if that one is missing, `<path>.ledger`.
     """
     require_version({_FORMAT: 1, **document}, os.fspath(path))
     try:

@@ -30,13 +30,7 @@ WHOLE = 5
 _TURN = 1 << 52  # above every block number
 _TINY = np.finfo(np.float64).tiny
 #: Largest relative error, by the precision of the computation.
-TOLERANCE = {
-    "float64": 1e-9,
-    "float32": 1e-3,
-    "tf32": 3e-2,
-    "bfloat16": 3e-2,
-    "float16": 3e-2,
-}
+TOLERANCE = {"float64": 1e-9, "float32": 1e-3, "tf32": 3e-2, "bfloat16": 3e-2, "float16": 3e-2}
 #: Distance of 1 to the next larger number, by precision.
 UNIT = {
     "float64": 2.0**-52,
@@ -74,27 +68,17 @@ class ExactnessError(RuntimeError):
         self.unprotected_details = dict(unprotected_details or {})
 
     def __reduce__(self) -> Any:
-        return _without_details, (str(self), self.parameters, self.relative_error)
-
-
-def _without_details(message: str, parameters: Iterable[str], error: str) -> ExactnessError:
-    """Error without private numbers, as unpickled in another process."""
-    return ExactnessError(message, parameters=parameters, relative_error=error)
+        kept: Any = {"parameters": self.parameters, "relative_error": self.relative_error}
+        return functools.partial(ExactnessError, **kept), (str(self),)  # no private number
 
 
 @dataclass(frozen=True)
 class SpotCheck:
-    """Spot check of one step.
-
-    Attributes:
-        step: step of the run.
-        is_whole: bool, True if the whole batch is compared too.
-        fractions: four uniform numbers in [0, 1), for further random choices.
-    """
+    """Spot check of one step."""
 
     step: int
-    is_whole: bool
-    fractions: tuple[float, ...]
+    is_whole: bool  # the whole batch is compared too
+    fractions: tuple[float, ...]  # four uniform numbers in [0, 1), for further random choices
 
     def draw(self, count: int, which: int = 0) -> int:
         """Return a number in range(count), by the fraction `which`."""
@@ -123,15 +107,11 @@ def check_at(
         return None
     period = max(1, round(1 / rate))
     block = step // period
-    position, *fractions = _fractions(plan, block)
+    position, *fractions = _uniform(plan.step_key("check", block).tobytes())
     if step % period != int(position * period) and not is_first:
         return None
-    turn = int(_fractions(plan, _TURN)[0] * WHOLE)
+    turn = int(_uniform(plan.step_key("check", _TURN).tobytes())[0] * WHOLE)
     return SpotCheck(step, is_first or block % WHOLE == turn, tuple(fractions))
-
-
-def _fractions(plan: PrivacyPlan, number: int) -> list[float]:
-    return list(_uniform(plan.step_key("check", number).tobytes()))
 
 
 @functools.lru_cache(maxsize=16)  # the steps of one block use the same key
@@ -143,25 +123,15 @@ def _uniform(key: bytes) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class Sides:
-    """One example's norm and contribution, by the engine and by plain autodiff.
+    """One example's norm and contribution, by the engine and by plain autodiff."""
 
-    Attributes:
-        norm: L2 norm of the whole gradient by the engine; may be non-finite.
-        expected_norm: L2 norm of the whole gradient by plain autodiff.
-        gaps: mapping from parameter to L2 norm of the difference of the two contributions.
-        sizes: mapping from parameter to L2 norm of the engine's contribution.
-        groups: mapping from parameter to its clipping group.
-        bounds: mapping from clipping group to C, or to the expected norm without clipping.
-        scale: unit of the error of the norm: the number on which the clip factor depends.
-    """
-
-    norm: float
-    expected_norm: float
-    gaps: Mapping[str, float]
-    sizes: Mapping[str, float]
-    groups: Mapping[str, str]
-    bounds: Mapping[str, float]
-    scale: float
+    norm: float  # L2 norm of the whole gradient by the engine; may be non-finite
+    expected_norm: float  # L2 norm of the whole gradient by plain autodiff
+    gaps: Mapping[str, float]  # L2 norm of the difference of the two contributions, by parameter
+    sizes: Mapping[str, float]  # L2 norm of the engine's contribution, by parameter
+    groups: Mapping[str, str]  # clipping group of each parameter
+    bounds: Mapping[str, float]  # C of each group, or the expected norm without clipping
+    scale: float  # unit of the error of the norm: the number on which the clip factor depends
 
     @property
     def counts(self) -> bool:
@@ -210,13 +180,9 @@ def is_wrong(
     plain autodiff, are computed in float64, and plain autodiff is repeated with its inputs changed
     by a rounding error. A contribution beyond its bound is always a fault.
 
-    Args:
-        sides: `Sides` of one example.
-        precision: key of `TOLERANCE`.
-        repeated: function () -> error of the comparison in float64, engine against plain autodiff;
-            None if the model can't run in float64.
-        perturbed: function () -> change of plain autodiff when its inputs are rounded otherwise,
-            in the units of `Sides.error`.
+    `precision` is a key of `TOLERANCE`. `repeated` returns the error of the comparison in float64,
+    None if the model can't run in it. `perturbed` returns the change of plain autodiff when its
+    inputs are rounded otherwise, in the units of `Sides.error`.
     """
     # A loss may compute in half precision; the sums are formed in float32 or wider.
     formed_in = "float32" if precision in ("bfloat16", "float16") else precision

@@ -12,7 +12,6 @@ import csv
 import os
 from collections.abc import Iterable, Iterator, Sized
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
 import numpy as np
@@ -51,10 +50,10 @@ def statistics(
         `unprotected_signal_to_noise`, sum_norm / noise_norm. Without examples the first two are 0.
     """
     norms = np.asarray(norms, dtype=np.float64)
-    any_row = norms.size > 0
+    norms = norms if norms.size else np.zeros(1)
     return {
-        "unprotected_clip_fraction": float(np.mean(~(norms <= max_grad_norm))) if any_row else 0.0,
-        "unprotected_median_norm": float(np.median(norms)) if any_row else 0.0,
+        "unprotected_clip_fraction": float(np.mean(~(norms <= max_grad_norm))),
+        "unprotected_median_norm": float(np.median(norms)),
         "unprotected_signal_to_noise": sum_norm / noise_norm if noise_norm else float("inf"),
     }
 
@@ -131,12 +130,7 @@ class RunLog:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -153,17 +147,11 @@ def progress(
     Yields:
         The batches of the loader.
     """
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-    from rich.progress import TimeRemainingColumn as Remaining
+    from rich import progress as rich
 
-    columns = (
-        BarColumn(),
-        MofNCompleteColumn(),
-        Remaining(),
-        TextColumn("epsilon {task.fields[e]}"),
-    )
+    columns = rich.BarColumn(), rich.MofNCompleteColumn(), rich.TimeRemainingColumn()
     total = len(batches) if isinstance(batches, Sized) else None
-    with Progress(*columns) as bar:
+    with rich.Progress(*columns, rich.TextColumn("epsilon {task.fields[e]}")) as bar:
         task = bar.add_task("", total=total, e=f"{ledger.get_epsilon(delta):.3f}")
         for batch in batches:
             yield batch

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import importlib
 import os
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,11 +13,18 @@ from dualdp import _validate
 from dualdp import checkpoint as files
 from dualdp.porting import matching, optimizer_state, parameter_map
 from dualdp.porting.parameter_map import ParameterMap
-from dualdp.randomness import RootKey
 
 Mapped = matching.Mapped
-Path_ = str | os.PathLike[str]
+Path_ = files.Path_
 STACKS = ("jax", "torch")
+
+
+def _backends() -> tuple[Any, Any]:
+    """Public modules of both backends, imported once one is needed."""
+    import dualdp.jax as dpj
+    import dualdp.torch as dpt
+
+    return dpj, dpt
 
 
 def match(model: Any, params: Any, mapping: Mapped | None = None) -> tuple[ParameterMap, ...]:
@@ -37,9 +43,7 @@ def match(model: Any, params: Any, mapping: Mapped | None = None) -> tuple[Param
     Raises:
         ValueError: a parameter without partner, or partners whose shapes do not agree.
     """
-    import dualdp.jax as dpj
-    import dualdp.torch as dpt
-
+    dpj, dpt = _backends()
     return matching.match(
         **dpt.weights.description(model), jax_leaves=dpj.weights.leaves(params), mapping=mapping
     )
@@ -57,10 +61,9 @@ def suggest(model: Any, params: Any) -> dict[str, str]:
     Returns:
         Mapping from torch module to JAX path, without unmatched modules.
     """
-    import dualdp.jax as dpj
-    import dualdp.torch as dpt
-
-    return matching.suggest(**dpt.weights.description(model), jax_leaves=dpj.weights.leaves(params))
+    dpj, dpt = _backends()
+    leaves = dpj.weights.leaves(params)
+    return matching.Matcher(**dpt.weights.description(model), jax_leaves=leaves).suggestion()
 
 
 def to_jax(model: Any, like: Any, mapping: Mapped | None = None) -> Any:
@@ -77,9 +80,7 @@ def to_jax(model: Any, like: Any, mapping: Mapped | None = None) -> Any:
     Raises:
         ValueError: see `match`; or a bias that JAX has no place for.
     """
-    import dualdp.jax as dpj
-    import dualdp.torch as dpt
-
+    dpj, dpt = _backends()
     arrays = parameter_map.to_jax(match(model, like, mapping), dpt.weights.to_numpy(model))
     return dpj.weights.from_named(like, arrays)
 
@@ -100,11 +101,10 @@ def to_torch(params: Any, like: Any, mapping: Mapped | None = None) -> dict[str,
     Raises:
         ValueError: see `match`.
     """
-    import dualdp.jax as dpj
-    import dualdp.torch as dpt
-
+    dpj, dpt = _backends()
     arrays = parameter_map.to_torch(match(like, params, mapping), dpj.weights.to_named(params))
-    return dpt.weights.state_dict(like, arrays)
+    state_dict: dict[str, Any] = dpt.weights.state_dict(like, arrays)
+    return state_dict
 
 
 def to_optax(optimizer: Any) -> Any:
@@ -116,16 +116,14 @@ def to_optax(optimizer: Any) -> Any:
     Raises:
         ValueError: another optimizer, several groups, or settings that optax does not have.
     """
-    import dualdp.jax as dpj
-
-    if len(optimizer.param_groups) != 1:
+    groups = optimizer.param_groups
+    if len(groups) != 1:
         raise ValueError(
-            f"The optimizer has {len(optimizer.param_groups)} groups of parameters. Expected one; "
-            "write optax.multi_transform for several."
+            f"The optimizer has {len(groups)} groups of parameters. Expected one; write "
+            "optax.multi_transform for several."
         )
-    return dpj.weights.optimizer_state.like_torch(
-        type(optimizer).__name__, optimizer.param_groups[0]
-    )
+    dpj, _ = _backends()
+    return dpj.weights.optimizer_state.like_torch(type(optimizer).__name__, groups[0])
 
 
 def optimizer_to_jax(
@@ -153,8 +151,7 @@ def optimizer_to_jax(
     Raises:
         ValueError: the two optimizers do not keep the same numbers.
     """
-    import dualdp.jax as dpj
-
+    dpj, _ = _backends()
     state = _torch_state(optimizer, model)
     wanted = dpj.weights.optimizer_state.to_named(like)
     arrays = optimizer_state.to_jax(
@@ -188,9 +185,7 @@ def optimizer_to_torch(
     Raises:
         ValueError: the two optimizers do not keep the same numbers.
     """
-    import dualdp.jax as dpj
-    import dualdp.torch as dpt
-
+    dpj, dpt = _backends()
     arrays = optimizer_state.to_torch(
         dpj.weights.optimizer_state.to_named(state),
         match(model, params, mapping),
@@ -202,8 +197,7 @@ def optimizer_to_torch(
 
 def _torch_state(optimizer: Any, model: Any) -> optimizer_state.TorchState:
     """State and settings of a torch optimizer, for the trained parameters."""
-    import dualdp.torch as dpt
-
+    _, dpt = _backends()
     return optimizer_state.TorchState.of(*dpt.weights.optimizer_state(optimizer, model))
 
 
@@ -231,11 +225,7 @@ def checkpoint(
         raise ValueError(f"{os.fspath(path)} is a checkpoint of {to} already. Expected another.")
     backend = importlib.import_module(f"dualdp_{to}.checkpoint.single_file")
     converted, new_document = backend.converted(arrays, document, like, mapping)
-    ledger = Path(path).resolve().parent / document["ledger_file"]
-    new_document["ledger_file"] = os.path.relpath(ledger.resolve(), Path(out).resolve().parent)
-    if files.key_path(path).exists() and not files.key_path(out).exists():
-        RootKey.load(files.key_path(path)).save(files.key_path(out))
-    files.write(out, converted, new_document)
+    files.write(out, converted, files.relocated(new_document, path, out))
 
 
 def array_to_jax(tensor: Any) -> Any:
@@ -248,9 +238,7 @@ def array_to_jax(tensor: Any) -> Any:
     Args:
         tensor: tensor on any device, detached before conversion.
     """
-    import dualdp.jax as dpj
-    import dualdp.torch as dpt
-
+    dpj, dpt = _backends()
     return dpj.weights.from_foreign(tensor.detach(), lambda: dpt.weights.as_numpy(tensor))
 
 
@@ -262,7 +250,5 @@ def array_to_torch(array: Any) -> Any:
     Args:
         array: concrete array on one device.
     """
-    import dualdp.jax as dpj
-    import dualdp.torch as dpt
-
+    dpj, dpt = _backends()
     return dpt.weights.from_foreign(array, lambda: dpj.weights.as_numpy(array))

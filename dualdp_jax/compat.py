@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import sys
 import types
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -53,10 +52,8 @@ def flax_module(value: Any) -> Any:
 def holds_equinox(value: Any) -> bool:
     """True if a pytree contains an Equinox module, whose Python numbers are settings."""
     equinox = sys.modules.get("equinox")
-    if equinox is None:
-        return False
-    nodes = jax.tree.leaves(value, is_leaf=lambda node: isinstance(node, equinox.Module))
-    return any(isinstance(node, equinox.Module) for node in nodes)
+    is_module = lambda node: equinox is not None and isinstance(node, equinox.Module)  # noqa: E731
+    return any(map(is_module, jax.tree.leaves(value, is_leaf=is_module)))
 
 
 def is_flax_state(value: Any) -> bool:
@@ -97,12 +94,12 @@ def vary(value: Any, axes: frozenset[str]) -> Any:
     The gradient of a value that is the same on all devices is summed over the devices.
     """
     missing = tuple(sorted(axes - varying_axes(value)))
-    if not missing:
-        return value
-    if hasattr(jax.lax, "pcast"):
-        return jax.lax.pcast(value, missing, to="varying")
-    pvary: Any = getattr(jax.lax, "pvary")  # noqa: B009, jax before pcast
-    return pvary(value, missing)
+    return jax.lax.pcast(value, missing, to="varying") if missing else value
+
+
+def varying_zeros(shape: tuple[int, ...], dtype: Any, axes: frozenset[str]) -> Any:
+    """Return zeros marked as varying over these axes."""
+    return vary(jnp.zeros(shape, dtype), axes)
 
 
 def type_of(value: Any) -> Any:
@@ -119,12 +116,7 @@ def type_of_row(rows: Any) -> Any:
 
 def manual_axes(values: Any) -> set[str]:
     """Return the names of the `shard_map` axes that enclose arrays."""
-    return {
-        name
-        for sharding in _shardings(values)
-        for name, kind in zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True)
-        if kind is AxisType.Manual
-    }
+    return {name for name, _, is_manual in _mesh_axes(values) if is_manual}
 
 
 def collectives(jaxpr: Any, axes: set[str]) -> set[str]:
@@ -181,7 +173,8 @@ def trace(function: Callable[..., Any], *shapes: Any) -> tuple[Any, Any]:
 
 def fingerprint(jaxpr: Any) -> Hashable:
     """Return a hashable key of an open jaxpr, equal for equal programs."""
-    numbers = {var: i for i, var in enumerate([*jaxpr.constvars, *jaxpr.invars])}
+    inputs = [*jaxpr.constvars, *jaxpr.invars]
+    numbers = {var: i for i, var in enumerate(inputs)}
 
     def of(var: Any) -> Hashable:
         return (repr(var.val), str(var.aval)) if isinstance(var, Literal) else numbers[var]
@@ -193,8 +186,8 @@ def fingerprint(jaxpr: Any) -> Hashable:
         params = tuple((key, _fingerprint_of(value)) for key, value in sorted(eqn.params.items()))
         results = tuple(str(var.aval) for var in eqn.outvars)
         equations.append((eqn.primitive.name, operands, results, params))
-    inputs = tuple(str(var.aval) for var in [*jaxpr.constvars, *jaxpr.invars])
-    return inputs, tuple(equations), tuple(map(of, jaxpr.outvars))
+    types = tuple(str(var.aval) for var in inputs)
+    return types, tuple(equations), tuple(map(of, jaxpr.outvars))
 
 
 def _fingerprint_of(value: Any, depth: int = 0) -> Hashable:
@@ -205,10 +198,9 @@ def _fingerprint_of(value: Any, depth: int = 0) -> Hashable:
         return tuple(_fingerprint_of(part, depth) for part in value)
     function = getattr(value, "f", value)  # jax wraps the functions of custom rules
     if isinstance(function, types.FunctionType):
-        if depth > _DEPTH:
-            return function.__code__
-        inner = [part for part in closure_of(function) if callable(part)]
-        return function.__code__, tuple(_fingerprint_of(part, depth + 1) for part in inner)
+        inner = _closure_of(function) if depth <= _DEPTH else ()
+        parts = [_fingerprint_of(part, depth + 1) for part in inner if callable(part)]
+        return function.__code__, *parts
     if isinstance(value, str | bytes | int | float | bool | type(None)):
         return type(value).__name__, value
     return type(value).__name__, "" if callable(value) else repr(value)
@@ -217,15 +209,10 @@ def _fingerprint_of(value: Any, depth: int = 0) -> Hashable:
 _DEPTH = 6  # depth of functions inside functions
 
 
-def closure_of(function: Any) -> list[Any]:
-    """Return the values that a function closes over, None for an empty cell."""
-    values = []
+def _closure_of(function: Any) -> Iterator[Any]:
     for cell in function.__closure__ or ():
-        try:
-            values.append(cell.cell_contents)
-        except ValueError:
-            values.append(None)
-    return values
+        with contextlib.suppress(ValueError):  # an empty cell
+            yield cell.cell_contents
 
 
 def compiled(function: Callable[..., Any], inputs: Sequence[Any], options: Any) -> Any:
@@ -247,25 +234,17 @@ def setting(name: str) -> Any:
     return getattr(jax.config, name)
 
 
-def thread_settings() -> Callable[[], Any]:
-    """Return the numeric settings of this thread as a context for another thread."""
-    x64, precision = setting("jax_enable_x64"), setting("jax_default_matmul_precision")
-    promotion = setting("jax_numpy_dtype_promotion")
-
-    @contextlib.contextmanager
-    def settings() -> Iterator[None]:
-        with (
-            jax.enable_x64(x64),
-            jax.default_matmul_precision(precision),
-            jax.numpy_dtype_promotion(promotion),
-            jax.numpy_rank_promotion("allow"),
-            jax.debug_nans(False),
-            jax.debug_infs(False),
-            jax.transfer_guard("allow"),
-        ):
-            yield
-
-    return settings
+def thread_settings() -> list[contextlib.AbstractContextManager[Any]]:
+    """Return contexts that give another thread the numeric settings of this one."""
+    return [
+        jax.enable_x64(setting("jax_enable_x64")),
+        jax.default_matmul_precision(setting("jax_default_matmul_precision")),
+        jax.numpy_dtype_promotion(setting("jax_numpy_dtype_promotion")),
+        jax.numpy_rank_promotion("allow"),
+        jax.debug_nans(False),
+        jax.debug_infs(False),
+        jax.transfer_guard("allow"),
+    ]
 
 
 def inputs_in_use(jaxpr: Any, outputs: Sequence[bool]) -> list[bool]:
@@ -284,36 +263,31 @@ def input_behind(jaxpr: Any, var: Any) -> int | None:
         position = eqn.outvars.index(var)
         inner, _ = open_jaxpr(eqn.params["jaxpr" if name == "scan" else name])
         index = input_behind(inner, inner.outvars[position])
-        if index is None or (name == "scan" and not _passes(eqn, index, position)):
+        if index is None:
             return None
+        if name == "scan":  # passes an input on in its own carry, or in stacked slices
+            num_consts, num_carry = scan_sizes(eqn)
+            if position < num_carry and index != num_consts + position:
+                return None
+            if position >= num_carry and index < num_consts + num_carry:
+                return None
         return input_behind(jaxpr, eqn.invars[index])
     return None
 
 
-def _passes(eqn: Any, index: int, position: int) -> bool:
-    """True if a scan passes this input to this result: the same carry, or stacked slices."""
-    num_consts, num_carry = scan_sizes(eqn)
-    if position < num_carry:
-        return index == num_consts + position
-    return index >= num_consts + num_carry
-
-
 def low_precision_dtypes(jaxpr: Any) -> set[str]:
     """Return the floating formats below float32 in a jaxpr, nested ones included."""
-    variables = [var for eqn in jaxpr.eqns for var in eqn.outvars] + list(jaxpr.invars)
-    dtypes: set[Any] = {getattr(var.aval, "dtype", None) for var in variables} - {None}
-    floating = {d for d in dtypes if jnp.issubdtype(d, jnp.floating)}
-    found = {d.name for d in floating if d.itemsize < 4}
-    rounding = [eqn.params for eqn in jaxpr.eqns if eqn.primitive.name == "reduce_precision"]
+    floating = {dtype for dtype in dtypes_of(jaxpr) if jnp.issubdtype(dtype, jnp.floating)}
+    rounding = [e.params for e in equations(jaxpr) if e.primitive.name == "reduce_precision"]
     few = {params["mantissa_bits"] for params in rounding if params["mantissa_bits"] < 23}
-    found |= {f"{bits} bits of mantissa" for bits in few}
-    return found.union(*(low_precision_dtypes(inner) for inner in _extend.subjaxprs(jaxpr)))
+    names = {dtype.name for dtype in floating if dtype.itemsize < 4}
+    return names | {f"{bits} bits of mantissa" for bits in few}
 
 
-def computes_in(jaxpr: Any, dtype: Any) -> bool:
-    """True if a number of this dtype occurs in a jaxpr, nested ones included."""
+def dtypes_of(jaxpr: Any) -> set[Any]:
+    """Return the dtypes of the inputs of a jaxpr and of all results, nested ones included."""
     variables = [*jaxpr.invars, *(var for eqn in equations(jaxpr) for var in eqn.outvars)]
-    return any(getattr(var.aval, "dtype", None) == dtype for var in variables)
+    return {getattr(var.aval, "dtype", None) for var in variables} - {None}
 
 
 def multiplies_by_default(jaxpr: Any) -> bool:
@@ -337,9 +311,8 @@ def jaxprs_of(eqn: Any) -> list[Any]:
 
 def primitives_of(eqn: Any) -> set[str]:
     """Return the names of an equation's primitives, those of nested jaxprs included."""
-    return {eqn.primitive.name}.union(
-        e.primitive.name for j in jaxprs_of(eqn) for e in equations(j)
-    )
+    inner = [e for jaxpr in jaxprs_of(eqn) for e in equations(jaxpr)]
+    return {e.primitive.name for e in [eqn, *inner]}
 
 
 def has_own_backward(eqn: Any) -> bool:
@@ -353,12 +326,19 @@ def _shardings(values: Any) -> list[Any]:
     return [jax.typeof(leaf).sharding for leaf in leaves]
 
 
+def _mesh_axes(values: Any) -> Iterator[tuple[str, int, bool]]:
+    """(name, size, True if of a `shard_map`) of each axis of the meshes that arrays lie on."""
+    for mesh in {sharding.mesh for sharding in _shardings(values)}:
+        for (name, size), kind in zip(mesh.shape.items(), mesh.axis_types, strict=True):
+            yield name, size, kind is AxisType.Manual
+
+
 def spans_devices(values: Any) -> bool:
     """True if an array is known to lie on a mesh of several devices, also inside `jit`.
 
     Axes of an enclosing `shard_map` do not count: inside it the program is that of one device.
     """
-    return any(_num_parts(sharding.mesh) > 1 for sharding in _shardings(values))
+    return any(size > 1 and not is_manual for _, size, is_manual in _mesh_axes(values))
 
 
 def may_span_devices(values: Any) -> bool:
@@ -366,17 +346,9 @@ def may_span_devices(values: Any) -> bool:
 
     Inside `jit` types do not record the shardings of `in_shardings` or of a constraint.
     """
-    if spans_devices(values):
-        return True
     leaves = [leaf for leaf in jax.tree.leaves(values) if is_traced(leaf)]
     unknown = any(jax.typeof(leaf).sharding.mesh.empty for leaf in leaves)
-    return unknown and jax.device_count() > 1
-
-
-def _num_parts(mesh: Any) -> int:
-    """Number of devices of a mesh over which the partitioner spreads an array."""
-    kinds = zip(mesh.shape.values(), mesh.axis_types, strict=True)
-    return math.prod(size for size, kind in kinds if kind is not AxisType.Manual)
+    return spans_devices(values) or (unknown and jax.device_count() > 1)
 
 
 def is_sharded_in_type(values: Any) -> bool:

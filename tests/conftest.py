@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fixtures and settings of the whole suite. Imports neither torch nor jax by itself."""
 
+import gc
 import importlib
 import os
 from importlib import metadata
@@ -38,8 +39,15 @@ def backend(request):
 
 
 def pytest_collection_modifyitems(items):
-    """One worker has all tests of a case, and compiles its programs once."""
+    """One worker has all tests of a case or a model, and compiles its programs once."""
     for item in items:
-        case = item.callspec.params.get("case") if hasattr(item, "callspec") else None
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        case = params.get("case", params.get("entry"))
         if hasattr(case, "name"):
             item.add_marker(pytest.mark.xdist_group(case.name.partition("[seed=")[0]))
+
+
+def pytest_collection_finish():
+    """What was imported and collected is no garbage, and need not be looked through again."""
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 50)

@@ -14,18 +14,8 @@ from typing import Any
 import numpy as np
 
 from dualdp import _validate, accountants
-from dualdp.audit.lower_bounds import (
-    Array,
-    Guesses,
-    clopper_pearson,
-    curve_inverse,
-    f_dp_p_value,
-    gaussian_inverse,
-    guesses_at,
-    largest_refuted,
-    mu_of,
-    one_run_p_value,
-)
+from dualdp.audit import lower_bounds
+from dualdp.audit.lower_bounds import Array, Guesses
 from dualdp.audit.protocol import PrivateStep
 from dualdp.audit.statistics import log_likelihood_ratio
 
@@ -130,25 +120,19 @@ def audit(
     rng = np.random.default_rng(seed)
     included = rng.random(num_canaries) < 0.5
     scores = _scores(step, included, num_steps, sample_rate, seed)
-    account = _account(step)
+    account = accountants.create("pld", neighboring_relation=step.claims.neighboring_relation)
+    for event in step.events():
+        account.step(**event._asdict(), sampler=step.claims.sampler)
     claimed = float(account.get_epsilon(delta=delta))
     bounds = _one_run_bounds(scores, included, account, claimed, delta, alpha)
     if runs:
         inside, outside = _repeated(step, runs, num_steps, sample_rate, seed)
         limit = false_alarm / (len(bounds) + 1)
-        beyond = clopper_pearson(inside, outside, delta, limit) > claimed
-        value = clopper_pearson(inside, outside, delta, alpha)
+        beyond = lower_bounds.clopper_pearson(inside, outside, delta, limit) > claimed
+        value = lower_bounds.clopper_pearson(inside, outside, delta, alpha)
         bounds.append(Bound("Clopper-Pearson", value, 0.0 if beyond else 1.0))
     settings = {"num_canaries": num_canaries, "sample_rate": sample_rate, "runs": runs}
     return Audit(claimed, delta, tuple(bounds), confidence, false_alarm, num_steps, settings)
-
-
-def _account(step: PrivateStep) -> Any:
-    """Accountant with the events of the implementation's latest run."""
-    account = accountants.create("pld", neighboring_relation=step.claims.neighboring_relation)
-    for event in step.events():
-        account.step(**event._asdict(), sampler=step.claims.sampler)
-    return account
 
 
 def _scores(
@@ -161,11 +145,8 @@ def _scores(
         num_steps, rows=rows, num_canaries=len(included), expected_batch_size=size, seed=seed
     )
     seen = np.array([np.ravel(release.canaries) for release in released], dtype=np.float64)
-    if not len(seen):
-        return np.zeros(len(included))
-    return log_likelihood_ratio(
-        seen / step.claims.max_grad_norm, size / len(rows), step.claims.noise_multiplier
-    )
+    x = seen.reshape(-1, len(included)) / step.claims.max_grad_norm
+    return log_likelihood_ratio(x, size / len(rows), step.claims.noise_multiplier)
 
 
 def _one_run_bounds(
@@ -173,28 +154,26 @@ def _one_run_bounds(
 ) -> list[Bound]:
     """Bounds of Steinke et al. and Mahloujifar et al., over several numbers of guesses."""
     shares = sorted({2 * round(share * len(scores) / 2) for share in _SHARES} - {0})
-    options = [guesses_at(scores, included, r) for r in shares]
+    options = [lower_bounds.guesses_at(scores, included, r) for r in shares]
     epsilons = np.linspace(0.0, max(2 * claimed, 1.0), 60)
     deltas = np.array([float(account.get_delta(epsilon=e)) for e in epsilons])
-    claim = curve_inverse(epsilons, deltas)
-    methods: list[tuple[str, Callable[[Guesses], float], Callable[[Guesses, float], float]]] = [
-        (
-            "one run",
-            lambda g: one_run_p_value(g, claimed, delta),
-            lambda g, x: one_run_p_value(g, x, delta),
-        ),
-        (
-            "one run, f-DP",
-            lambda g: f_dp_p_value(g, claim),
-            lambda g, x: f_dp_p_value(g, gaussian_inverse(mu_of(x, delta))),
-        ),
+    claim = lower_bounds.curve_inverse(epsilons, deltas)
+
+    def bound(name: str, ps: list[float], p_at: Callable[[Guesses, float], float]) -> Bound:
+        value = max(lower_bounds.largest_refuted(g, p_at, alpha / len(options)) for g in options)
+        return Bound(name, value, min(1.0, len(options) * min(ps)))
+
+    def one_run(guesses: Guesses, epsilon: float) -> float:
+        return lower_bounds.one_run_p_value(guesses, epsilon, delta)
+
+    def f_dp(guesses: Guesses, epsilon: float) -> float:
+        inverse = lower_bounds.gaussian_inverse(lower_bounds.mu_of(epsilon, delta))
+        return lower_bounds.f_dp_p_value(guesses, inverse)
+
+    return [
+        bound("one run", [one_run(g, claimed) for g in options], one_run),
+        bound("one run, f-DP", [lower_bounds.f_dp_p_value(g, claim) for g in options], f_dp),
     ]
-    found = []
-    for name, p_claimed, p_at in methods:
-        p = min(1.0, len(options) * min(map(p_claimed, options)))
-        level = alpha / len(options)
-        found.append(Bound(name, max(largest_refuted(g, p_at, level) for g in options), p))
-    return found
 
 
 def _repeated(

@@ -20,13 +20,7 @@ _THRESHOLDS = 65  # number of candidate thresholds for Clopper-Pearson
 
 @dataclass(frozen=True)
 class Guesses:
-    """Guesses of an attacker about canaries that were included by fair coins.
-
-    Attributes:
-        num_canaries: number of all canaries.
-        num_guesses: number of canaries with a guess.
-        num_correct: number of correct guesses.
-    """
+    """Guesses of an attacker about some of the canaries, which were included by fair coins."""
 
     num_canaries: int
     num_guesses: int
@@ -61,9 +55,8 @@ def f_dp_p_value(guesses: Guesses, inverse: Callable[[float], float]) -> float:
     """Return P(at least this many correct guesses) for a claimed trade-off function f.
 
     If v or more are correct with probability t, a chain of inequalities from v down to 0 gives a
-    lower bound on the total probability; the p-value is the largest t that keeps it <= 1.
-
-    `inverse` is the function y -> least x with 1 - f(x) >= y.
+    lower bound on the total probability; the p-value is the largest t that keeps it <= 1. `inverse`
+    is the function y -> least x with 1 - f(x) >= y.
 
     Source: Mahloujifar et al. 2024, "Auditing f-Differential Privacy in One Run", theorem 3.2 and
         its algorithm, for fair coins.
@@ -119,22 +112,18 @@ def clopper_pearson(inside: Array, outside: Array, delta: float, alpha: float) -
 
     Source: Nasr et al. 2021, "Adversary Instantiation", section 3; Clopper & Pearson 1934.
     """
-    halves = [(inside[k::2], outside[k::2]) for k in (0, 1)]
-    (choose_in, choose_out), judge = halves
-    best, found = (0.0, True), -math.inf
-    everything = np.concatenate([choose_in, choose_out])
-    for threshold in np.quantile(everything, np.linspace(0, 1, _THRESHOLDS)):
-        for above in (True, False):
-            value = _ratio(choose_in, choose_out, threshold, above, delta, alpha)
-            if value > found:
-                best, found = (float(threshold), above), value
-    return max(0.0, _ratio(*judge, *best, delta, alpha))
+    choose, judge = (inside[::2], outside[::2]), (inside[1::2], outside[1::2])
+    thresholds = np.quantile(np.concatenate(choose), np.linspace(0, 1, _THRESHOLDS))
+    rules = [(float(threshold), above) for threshold in thresholds for above in (True, False)]
+    best = max(rules, key=lambda rule: _ratio(*choose, rule, delta, alpha))
+    return max(0.0, _ratio(*judge, best, delta, alpha))
 
 
 def _ratio(
-    inside: Array, outside: Array, threshold: float, above: bool, delta: float, alpha: float
+    inside: Array, outside: Array, rule: tuple[float, bool], delta: float, alpha: float
 ) -> float:
     """log((least true-positive rate - delta) / largest false-positive rate)."""
+    threshold, above = rule
     hits = (inside >= threshold) if above else (outside < threshold)
     alarms = (outside >= threshold) if above else (inside < threshold)
     if not len(hits) or not len(alarms):

@@ -11,11 +11,7 @@ from dualdp.plan.plan import PrivacyPlan
 
 
 def claims_of(plan: PrivacyPlan) -> Claims:
-    """Return the claims of a plan at step 0.
-
-    Raises:
-        ValueError: its clipping gives the canaries a part of the bound only.
-    """
+    """Return the claims of a plan at step 0."""
     if plan.clipping == "per_layer":
         raise ValueError(
             "clipping='per_layer' gives the canaries a part of max_grad_norm only. Expected "
@@ -43,6 +39,8 @@ def of_run(plan: PrivacyPlan, **changes: Any) -> PrivacyPlan:
 def of_sum(plan: PrivacyPlan, num_rows: int, **changes: Any) -> PrivacyPlan:
     """Return the plan of steps without noise in which every example takes part."""
     without: dict[str, Any] = {
+        "num_examples": num_rows,
+        "expected_batch_size": num_rows,
         "noise_multiplier": 0.0,
         "noise": "fast",
         "seed": 0,
@@ -51,5 +49,4 @@ def of_sum(plan: PrivacyPlan, num_rows: int, **changes: Any) -> PrivacyPlan:
         "accountant": "pld",
         "max_batch_size": None,
     }
-    sizes = {"num_examples": num_rows, "expected_batch_size": num_rows}
-    return of_run(plan, **{**sizes, **without, **changes})
+    return of_run(plan, **{**without, **changes})

@@ -21,52 +21,30 @@ def sampler_checks(sampler: str, taken: Taken | None, rate: float, limit: float)
     """Yield checks of `taken`, the (steps, examples) participations."""
     if taken is None:
         yield not_run("batches are drawn as claimed", "the implementation does not say who joined")
-    elif sampler == "poisson":
-        yield from _independent(taken, rate, limit)
-    elif sampler in _AMPLIFIED_BY_STEP:
-        yield from _cut(sampler, taken, rate, limit)
-    else:
-        yield from _passes(sampler, taken, rate)
-
-
-def _independent(taken: Taken, rate: float, limit: float) -> Iterator[Check]:
-    """Checks of independent participation of every example in every step."""
-    steps, examples = taken.shape
-    p = statistics.total(int(taken.sum()), taken.size, rate)
-    yield p_value("sample rate", p, limit, f"{taken.mean():.5f} drawn, {rate:.5f} claimed")
-    p = statistics.dispersion(taken.sum(1), examples, rate)
-    yield p_value("batch sizes scatter", p, limit)
-    yield from _apart(taken, rate, limit)
-
-
-def _apart(taken: Taken, rate: float, limit: float) -> Iterator[Check]:
-    """Checks that different steps and different examples are drawn independently."""
-    p = statistics.dispersion(taken.sum(0), len(taken), rate)
-    yield p_value("participations scatter", p, limit)
-    yield p_value("batches share members by chance", statistics.shared_members(taken, rate), limit)
-    yield p_value("neighbours are independent", statistics.neighbours(taken, rate), limit)
-
-
-def _cut(sampler: str, taken: Taken, rate: float, limit: float) -> Iterator[Check]:
-    """Checks of batches of fixed size, and of Poisson batches with a maximum size."""
-    sizes, expected = taken.sum(1), rate * taken.shape[1]
-    if sampler == "fixed_size":
-        yield at_most("batches have one size", float(np.abs(sizes - expected).max()), 0.5)
-        yield from _apart(taken, rate, limit)
-    else:
+        return
+    (steps, examples), sizes = taken.shape, taken.sum(1)
+    if sampler == "poisson":
+        p = statistics.total(int(taken.sum()), taken.size, rate)
+        yield p_value("sample rate", p, limit, f"{taken.mean():.5f} drawn, {rate:.5f} claimed")
+        yield p_value("batch sizes scatter", statistics.dispersion(sizes, examples, rate), limit)
+    elif sampler == "fixed_size":
+        yield at_most("batches have one size", float(np.abs(sizes - rate * examples).max()), 0.5)
+    elif sampler in _AMPLIFIED_BY_STEP:  # Poisson batches with a maximum size
         over = float(taken.sum() - taken.size * rate) / math.sqrt(taken.size * rate * (1 - rate))
         yield p_value("sample rate", statistics.normality_of_one(max(over, 0.0)), limit)
-
-
-def _passes(sampler: str, taken: Taken, rate: float) -> Iterator[Check]:
-    """Checks that every example takes part once in every whole pass."""
-    bins = _bins(rate)
-    whole = taken[: len(taken) // bins * bins].reshape(-1, bins, taken.shape[1])
-    wrong = float((whole.sum(1) != 1).sum())
-    yield at_most("every example once a pass", wrong, 0, "(pass, example) pairs of another count")
-    if sampler == "shuffle":
-        gap = float(np.ptp(taken.sum(1)))
-        yield at_most("batches have one size", gap, 1)
+    else:
+        bins = _bins(rate)
+        whole = taken[: steps // bins * bins].reshape(-1, bins, examples)
+        wrong, detail = float((whole.sum(1) != 1).sum()), "(pass, example) pairs of another count"
+        yield at_most("every example once a pass", wrong, 0, detail)
+        if sampler == "shuffle":
+            yield at_most("batches have one size", float(np.ptp(sizes)), 1)
+    if sampler in ("poisson", "fixed_size"):  # different steps and examples are independent
+        p = statistics.dispersion(taken.sum(0), steps, rate)
+        yield p_value("participations scatter", p, limit)
+        p = statistics.shared_members(taken, rate)
+        yield p_value("batches share members by chance", p, limit)
+        yield p_value("neighbours are independent", statistics.neighbours(taken, rate), limit)
 
 
 def participation(

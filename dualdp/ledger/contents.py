@@ -4,41 +4,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dualdp._validate import AccountingError
 from dualdp.ledger.hash_chain import Record
 from dualdp.plan import accounting
-
-if TYPE_CHECKING:
-    from dualdp.plan.plan import PrivacyPlan
+from dualdp.plan.plan import PrivacyPlan
 
 
 class Contents:
-    """Releases, cost and spot checks of a chain of records.
+    """Releases, cost and spot checks of a chain of records; `accountant` has all releases."""
 
-    Attributes:
-        entries: list of releases, in order.
-        of_step: mapping from step to its releases.
-        seals: mapping from (step, branch) to the seal.
-        accountant: accountant with all releases.
-        last_check: step of the last spot check that passed.
-        failed_check: record of a failed spot check, or None.
-        impossible: set of reasons why some numbers can't be checked.
-        check_rate: share of steps that are checked, as noted last; None if never noted.
-    """
-
-    def __init__(
-        self, plan: PrivacyPlan, accountant: str | None, records: Iterable[Record] = ()
-    ) -> None:
+    def __init__(self, plan: PrivacyPlan, accountant: str, records: Iterable[Record]) -> None:
         self._plan = plan
-        self.entries: list[Record] = []
-        self.of_step: dict[int, list[Record]] = {}
-        self.seals: dict[tuple[int, int], Record] = {}
-        self.last_check: int | None = None
+        self.entries: list[Record] = []  # releases, in order
+        self.of_step: dict[int, list[Record]] = {}  # step -> its releases
+        self.seals: dict[tuple[int, int], Record] = {}  # (step, branch) -> seal
+        self.last_check: int | None = None  # step of the last spot check that passed
         self.failed_check: Record | None = None
-        self.impossible: set[str] = set()
-        self.check_rate: float | None = None
+        self.impossible: set[str] = set()  # reasons why some numbers can't be checked
+        self.check_rate: float | None = None  # share of steps that are checked, as noted last
         for record in records:
             self.add(record)
         self.accountant = accounting.spent_by(plan, self.entries, accountant)
@@ -62,26 +47,18 @@ class Contents:
         elif kind == "seal":
             self.seals[int(entry["step"]), int(entry["branch"])] = entry
         elif kind == "note":
-            self._add_note(entry)
-
-    def _add_note(self, note: Record) -> None:
-        """Add the results of spot checks in a note."""
-        check = note.get("check")
-        if isinstance(check, dict) and check.get("passed"):
-            self.last_check = int(check["step"])
-        elif isinstance(check, dict):
-            self.failed_check = check
-        if "checks" in note:
-            self.check_rate = float(note["checks"])
-        if "check_impossible" in note:
-            self.impossible.add(str(note["check_impossible"]))
+            check = entry.get("check")
+            if isinstance(check, dict) and check.get("passed"):
+                self.last_check = int(check["step"])
+            elif isinstance(check, dict):
+                self.failed_check = check
+            if "checks" in entry:
+                self.check_rate = float(entry["checks"])
+            if "check_impossible" in entry:
+                self.impossible.add(str(entry["check_impossible"]))
 
     def spent_with(self, entry: Record) -> Any:
-        """Return an accountant with one more release; for a new step, `self.accountant` itself.
-
-        Raises:
-            AccountingError: it has no bound for it, or the release would exceed the target.
-        """
+        """Return an accountant with one more release; for a new step, `self.accountant` itself."""
         plan, step = self._plan, int(entry["step"])
         if step not in self.of_step:
             own = ("kind", "step", "branch", "max_grad_norm")

@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from dualdp._validate import AccountingError
 from dualdp.ledger.hash_chain import Chain, Record
 from dualdp.ledger.ledger import Ledger, Recorded
 from dualdp.ledger.release_record import Seal
+from dualdp.plan.plan import PrivacyPlan
 from dualdp.randomness import run_registry
-
-if TYPE_CHECKING:
-    from dualdp.plan.plan import PrivacyPlan
 
 Message = Mapping[str, Any]
 _AGAIN = "Start all processes again from the last checkpoint."
@@ -27,7 +25,7 @@ _OTHER_LINES = f"The ledger of this process has other lines than the one that is
 
 def seal_message(ledger: Ledger, num_known: int, seal: Seal) -> Message:
     """Return the message about a sealed step, for a follower ledger of `num_known` lines."""
-    return {"lines": ledger.lines(num_known), "seal": tuple(seal)}
+    return {"lines": [link.line for link in ledger.chain.links[num_known:]], "seal": tuple(seal)}
 
 
 class FollowerLedger(Ledger):
@@ -64,11 +62,7 @@ class FollowerLedger(Ledger):
         self._read().add({"kind": "note", **facts})
 
     def follow(self, message: Message) -> Seal:
-        """Apply the lines of a sealed step.
-
-        Raises:
-            AccountingError: they are not what this process would have written.
-        """
+        """Apply the lines of a sealed step; raise if this process would have written others."""
         seal = Seal(*message["seal"])
         for line in message["lines"]:
             self._apply(line)
@@ -95,14 +89,12 @@ class FollowerLedger(Ledger):
         del record["hash"]
         if record["kind"] == "release":
             entry = {name: value for name, value in record.items() if name != "kind"}
-            step, bound = int(entry["step"]), self.max_grad_norm
-            key = {"step": step, "branch": entry["branch"], "max_grad_norm": bound}
-            expected = {**key, **self._arguments(step)}
+            expected = self._entry(int(entry["step"]), entry["branch"])
             if entry != expected:
                 raise AccountingError(
                     f"The process that writes the ledger recorded {entry}. Expected {expected}. "
                     f"{_AGAIN}"
                 )
         self._append(record)
-        if self._chain.lines(-1) != [line]:  # another hash here: earlier lines differ
+        if self.chain.links[-1].line != line:  # another hash here: earlier lines differ
             raise AccountingError(_OTHER_LINES)

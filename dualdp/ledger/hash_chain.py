@@ -19,15 +19,12 @@ Record = dict[str, Any]
 
 
 class Link(NamedTuple):
-    """One line of a chain: record, text, hash of all lines up to it, and where the line ends.
-
-    `end` is the length of the file up to and with this line, bytes; 0 without a file.
-    """
+    """One line of a chain."""
 
     record: Record
     line: str
-    hash: str
-    end: int
+    hash: str  # of all lines up to this one
+    end: int  # length of the file up to and with this line, bytes; 0 without a file
 
 
 def link(previous: str, record: Record) -> str:
@@ -40,10 +37,7 @@ def parse(text: str, name: str = "The text") -> list[Record]:
     """Return the records of a chain, after verifying that each follows the one before it.
 
     A last line without its newline was cut short by a crash and is left out: nothing is released
-    before its line is complete. `name` is that of the text, for errors.
-
-    Raises:
-        ValueError: a line that is broken, edited, missing or out of order; it is named.
+    before its line is complete. A line that is broken, edited, missing or out of order is named.
     """
     records: list[Record] = []
     previous = _START
@@ -51,9 +45,9 @@ def parse(text: str, name: str = "The text") -> list[Record]:
         try:
             if len(line) > LONGEST:
                 raise ValueError("too long")
-            record = json.loads(line, parse_constant=_refuse_constant)
+            record = json.loads(line)
             found = record.pop("hash")
-            expected = link(previous, record)
+            expected = link(previous, record)  # raises for NaN and infinities, which are not JSON
         except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
             raise ValueError(
                 f"{name} is broken at line {number}: no record of a ledger. Expected the file as "
@@ -69,11 +63,6 @@ def parse(text: str, name: str = "The text") -> list[Record]:
     return records
 
 
-def _refuse_constant(word: str) -> None:
-    """Raise on NaN and infinities, which are not JSON."""
-    raise ValueError(word)
-
-
 class Chain:
     """Chained records in memory and, optionally, in a file.
 
@@ -87,7 +76,7 @@ class Chain:
     """
 
     def __init__(self, records: Iterable[Record] = ()) -> None:
-        self._links: list[Link] = []  # one list, so that adding a line is atomic
+        self.links: list[Link] = []  # one list, so that adding a line is atomic
         self.path: str | None = None
         self._file: int | None = None
         self._pid = os.getpid()
@@ -96,11 +85,7 @@ class Chain:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Self:
-        """Return the chain of an existing file, locked; an incomplete last line is cut off.
-
-        Raises:
-            ValueError: the file is broken, or another run has it.
-        """
+        """Return the chain of an existing file, locked; an incomplete last line is cut off."""
         file = _locked(path, os.O_RDWR)
         try:
             with os.fdopen(os.dup(file), "rb") as reader:
@@ -109,8 +94,8 @@ class Chain:
             end = data.rfind(b"\n") + 1
             os.ftruncate(file, end)
             os.lseek(file, 0, os.SEEK_END)
-            if chain._links:
-                chain._links[-1] = chain._links[-1]._replace(end=end)
+            if chain.links:
+                chain.links[-1] = chain.links[-1]._replace(end=end)
         except BaseException:
             os.close(file)
             raise
@@ -118,12 +103,7 @@ class Chain:
         return chain
 
     def write_to(self, path: str | os.PathLike[str]) -> None:
-        """Write the records to a new file, and append to that file from now on.
-
-        Raises:
-            FileExistsError: there is a file at `path` already.
-            FileNotFoundError: its folder does not exist.
-        """
+        """Write the records to a new file, and append to that file from now on."""
         try:
             file = _locked(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         except FileExistsError as error:
@@ -140,8 +120,8 @@ class Chain:
             text = self.text().encode()
             _write(file, text)
             self.close()
-            if self._links:
-                self._links[-1] = self._links[-1]._replace(end=len(text))
+            if self.links:
+                self.links[-1] = self.links[-1]._replace(end=len(text))
             self.path, self._file = os.fspath(path), file
         except BaseException:
             self.path = self._file = None
@@ -150,27 +130,22 @@ class Chain:
             raise
 
     def append(self, record: Record) -> None:
-        """Add one record, to the file before memory.
-
-        Raises:
-            ValueError: its line would be longer than a reader accepts.
-        """
+        """Add one record, to the file before memory."""
         self._mend()
-        chained = link(self.last_hash, record)
+        chained, end = link(self.last_hash, record), 0
         line = json.dumps({**record, "hash": chained}, sort_keys=True, allow_nan=False)
-        made = Link(record, line, chained, 0)
-        if len(made.line) > LONGEST:
+        if len(line) > LONGEST:
             raise ValueError(
-                f"A record of the ledger takes {len(made.line)} characters, more than the "
-                f"{LONGEST} that are read again. Expected a plan whose schedules have a name, such "
-                "as 'linear', instead of a table of all steps."
+                f"A record of the ledger takes {len(line)} characters, more than the {LONGEST} "
+                "that are read again. Expected a plan whose schedules have a name, such as "
+                "'linear', instead of a table of all steps."
             )
         try:
             if self._file is not None:
-                data = f"{made.line}\n".encode()
+                data = f"{line}\n".encode()
                 _write(self._file, data)
-                made = made._replace(end=self._end + len(data))
-            self._links.append(made)
+                end = self._end + len(data)
+            self.links.append(Link(record, line, chained, end))
         except BaseException:  # a full disk, or an interrupt at any of these lines
             self._mend()
             raise
@@ -178,7 +153,7 @@ class Chain:
     @property
     def _end(self) -> int:
         """Length of the file that the records in memory account for."""
-        return self._links[-1].end if self._links else 0
+        return self.links[-1].end if self.links else 0
 
     def _mend(self) -> None:
         """Cut off what a failed `append` left in the file."""
@@ -190,33 +165,29 @@ class Chain:
 
     def __len__(self) -> int:
         """Return the number of records."""
-        return len(self._links)
+        return len(self.links)
 
     @property
     def records(self) -> list[Record]:
         """All records."""
-        return [made.record for made in self._links]
-
-    def lines(self, start: int = 0) -> list[str]:
-        """Return the lines from `start` on, without newlines."""
-        return [made.line for made in self._links[start:]]
+        return [made.record for made in self.links]
 
     @property
     def last_hash(self) -> str:
         """Hash of the last line."""
-        return self.hash_at(len(self._links))
+        return self.hash_at(len(self.links))
 
     def hash_at(self, count: int) -> str:
         """Return the hash of the first `count` lines."""
-        return self._links[count - 1].hash if count else _START
+        return self.links[count - 1].hash if count else _START
 
     def holds(self, chained: str) -> bool:
         """Return True if a line has this hash."""
-        return any(made.hash == chained for made in self._links)
+        return any(made.hash == chained for made in self.links)
 
     def text(self) -> str:
         """Return every line, each with its newline."""
-        return "".join(f"{made.line}\n" for made in self._links)
+        return "".join(f"{made.line}\n" for made in self.links)
 
     def sync(self) -> None:
         """Flush the file to the disk (fsync)."""

@@ -8,7 +8,7 @@ import os
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from dualdp import _validate
 from dualdp._validate import AccountingError, newer
@@ -20,11 +20,9 @@ from dualdp.ledger.contents import Contents
 from dualdp.ledger.hash_chain import Chain, Record, parse
 from dualdp.ledger.release_record import Arrays, Seal
 from dualdp.plan import accounting
+from dualdp.plan.plan import PrivacyPlan
 from dualdp.plan.schedules import AdaptiveNorm
 from dualdp.randomness import run_registry
-
-if TYPE_CHECKING:
-    from dualdp.plan.plan import PrivacyPlan
 
 FORMAT = "dualdp_ledger"
 VERSION = 1
@@ -32,26 +30,19 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Idle:
-    """State between two steps: the next step may be recorded, or the run saved.
+    """State between two steps: the next step may be recorded, or the run saved."""
 
-    Attributes:
-        step: next step.
-        branch: branch of the key, if the step has no release on record.
-        bound: max_grad_norm of the step, if it is adaptive.
-    """
-
-    step: int
-    branch: int
-    bound: float
+    step: int  # the next one
+    branch: int  # of the key, if the step has no release on record
+    bound: float  # max_grad_norm of the step, if it is adaptive
 
 
 @dataclass(frozen=True)
 class Recorded(Idle):
     """State of a step that is on record and not sealed: its sum is being computed.
 
-    Attributes:
-        sealed_before: frozenset of branches on which the step was sealed before, in a resumed run;
-            a sum with the digest of one of these seals is a replay.
+    `sealed_before` has the branches on which the step was sealed before, in a resumed run; a sum
+    with the digest of one of these seals is a replay.
     """
 
     sealed_before: frozenset[int] = frozenset()
@@ -64,7 +55,7 @@ class Ledger:
     sum is known and before noise is added. A run resumed from a checkpoint older than the ledger
     repeats some steps. If the sum has the recorded digest, the same noise gives the same release,
     which costs nothing. Any other sum gets a new branch of the key, and two releases on one draw
-    are accounted together (`dualdp.plan.accounting`).
+    are accounted together (`dualdp.plan.accounting`). `chain` holds the lines of the record.
 
     Args:
         plan: `PrivacyPlan` of the run; the record contains only the hash of its key.
@@ -104,20 +95,20 @@ class Ledger:
         self._set(plan, name, Chain([header]), Idle(0, 0, plan.max_grad_norm_at(0)))
         self._read()
         if path is not None:
-            self._chain.write_to(path)
+            self.chain.write_to(path)
 
     def _set(
         self, plan: PrivacyPlan, accountant: str, chain: Chain, state: Idle, resumed: bool = False
     ) -> None:
         """Set all attributes, of a new run or of a resumed one."""
-        self.plan, self._accountant, self._chain, self._state = plan, accountant, chain, state
+        self.plan, self._accountant, self.chain, self._state = plan, accountant, chain, state
         self._is_resumed, self._pid = resumed, os.getpid()
         self._is_current = False  # True if `_contents` covers the chain
 
     def _read(self) -> Contents:
         """Contents of the chain, recomputed if an interrupt left them out of date."""
         if not self._is_current:
-            self._contents = Contents(self.plan, self._accountant, self._chain.records[1:])
+            self._contents = Contents(self.plan, self._accountant, self.chain.records[1:])
             self._is_current = True
         return self._contents
 
@@ -149,10 +140,6 @@ class Ledger:
     def failed_check(self) -> Record | None:
         """Record of a spot check that failed, or None."""
         return self._read().failed_check
-
-    def has_released(self, step: int) -> bool:
-        """Return True if a release of this step is on record."""
-        return step in self._read().of_step
 
     @property
     def end(self) -> int | None:
@@ -191,12 +178,7 @@ class Ledger:
         return entry
 
     def expect(self, step: int) -> None:
-        """Raise if a step could not be recorded; nothing is written.
-
-        Raises:
-            AccountingError: the step is out of order, past the plan, or past its target epsilon; or
-                the run belongs to another process.
-        """
+        """Raise as `record` would, and write nothing."""
         self._require_run()
         state = self._state
         if isinstance(state, Recorded) and state.step == step:
@@ -217,7 +199,7 @@ class Ledger:
                 f"step={step} is past the plan's num_steps={self.plan.num_steps}. Plan more steps, "
                 "or num_steps=None for an open-ended run."
             )
-        self._arguments(step)  # raises for a schedule that is out of range
+        release_record.planned(self.plan, step)  # raises for a schedule that is out of range
         raise AccountingError(contents.over_budget(f"step={step}"))
 
     def steps_ahead(self, num_steps: int) -> range:
@@ -233,7 +215,7 @@ class Ledger:
                 "the plan or its target epsilon ends. Plan more steps, or num_steps=None for an "
                 "open-ended run."
             )
-        if self.has_released(first):
+        if first in self._read().of_step:
             raise AccountingError(
                 f"Step {first} was released before, after the checkpoint was written, and a loop "
                 "of your own does not show whether it would be the same release again. Expected "
@@ -248,16 +230,14 @@ class Ledger:
         if not run_registry.is_known(self):
             self.plan.claim(self, recorder="Ledger", source="", resumed=self._is_resumed)
 
-    def _arguments(self, step: int) -> Record:
-        """Arguments of `accountant.step` for the release of a step."""
-        plan = self.plan
-        noise, size = plan.noise_multiplier_at(step), plan.expected_batch_size_at(step)
-        return accounting.release(plan, noise, size)
+    def _entry(self, step: int, branch: int) -> Record:
+        """Release of a step, as it is recorded."""
+        key = {"step": step, "branch": branch, "max_grad_norm": self.max_grad_norm}
+        return {**key, **release_record.planned(self.plan, step)}
 
     def _release(self, step: int, branch: int) -> Record:
         """Append a release, accounted alone or together with the others on the same draw."""
-        key = {"step": step, "branch": branch, "max_grad_norm": self.max_grad_norm}
-        entry = {**key, **self._arguments(step)}
+        entry = self._entry(step, branch)
         self._append({"kind": "release", **entry})
         return entry
 
@@ -266,7 +246,7 @@ class Ledger:
         contents = self._read()
         self._is_current = False
         spent = contents.spent_with(record) if record["kind"] == "release" else None
-        self._chain.append(record)
+        self.chain.append(record)
         contents.add(record, spent)
         self._is_current = True
 
@@ -312,22 +292,21 @@ class Ledger:
                     "shown."
                 )
         digest = None
-        if parts is not None and self._chain.path is not None:
+        if parts is not None and self.chain.path is not None:
             counts = num_below, num_rows
             facts = (step, stack, self.plan.noise, self.max_grad_norm, counts)
             digest = release_record.digest(self.plan, facts, parts() if callable(parts) else parts)
-        earlier = self._replayed(self._state, digest)
-        if earlier is None:
+        sealed = self._replayed(self._state, digest)
+        is_replay = sealed is not None
+        if sealed is None:
             branch = self._free_branch(self._state)
-            sealed: Record = {"step": step, "branch": branch, "digest": digest}
+            sealed = {"step": step, "branch": branch, "digest": digest}
             if self.plan.is_adaptive:
                 sealed["noisy_fraction"] = release_record.noisy_fraction(
                     self.plan, step, branch, num_below, num_rows
                 )
             self._append({"kind": "seal", **sealed})
-        else:
-            sealed = earlier
-        seal = self._seal_of(sealed, is_replay=earlier is not None)
+        seal = self._seal_of(sealed, is_replay=is_replay)
         self._advance(sealed)
         return seal
 
@@ -436,48 +415,27 @@ class Ledger:
     @property
     def path(self) -> str | None:
         """Path of the record's file, or None."""
-        return self._chain.path
+        return self.chain.path
 
     @property
     def num_lines(self) -> int:
         """Number of lines of the record."""
-        return len(self._chain)
-
-    @property
-    def last_hash(self) -> str:
-        """Hash of the last line."""
-        return self._chain.last_hash
-
-    def holds(self, chained: str) -> bool:
-        """Return True if a line of the record has this hash."""
-        return self._chain.holds(chained)
-
-    def lines(self, start: int = 0) -> list[str]:
-        """Return the lines of the record from `start` on, without newlines."""
-        return self._chain.lines(start)
-
-    def write_to(self, path: str | os.PathLike[str]) -> None:
-        """Write the record to a new file and append to that file from now on."""
-        self._chain.write_to(path)
-
-    def sync(self) -> None:
-        """Flush the record to the disk, as is done before a checkpoint is written."""
-        self._chain.sync()
+        return len(self.chain)
 
     def discard(self) -> None:
         """Close the file, and delete it if nothing was recorded."""
         path = self.path
-        self._chain.close()
+        self.chain.close()
         if path is not None and not self.entries:
             os.unlink(path)
 
     def close(self) -> None:
         """Release the file, so that another run may continue it."""
-        self._chain.close()
+        self.chain.close()
 
     def to_json(self) -> str:
         """Return the record: a line of JSON for the plan and for each entry, chained by hashes."""
-        return self._chain.text()
+        return self.chain.text()
 
     def state(self) -> dict[str, Any]:
         """Return the state of the run as plain data; `resume` needs it and the ledger's file.
@@ -498,8 +456,8 @@ class Ledger:
             "position": state.step,
             "branch": state.branch,
             "max_grad_norm": state.bound,
-            "num_lines": len(self._chain),
-            "hash": self.last_hash,
+            "num_lines": len(self.chain),
+            "hash": self.chain.last_hash,
         }
 
     @staticmethod

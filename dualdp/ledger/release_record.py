@@ -4,49 +4,40 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dualdp.plan import accounting
+from dualdp.plan.plan import PrivacyPlan
 from dualdp.randomness import grid_noise, normal
-
-if TYPE_CHECKING:
-    from dualdp.plan.plan import PrivacyPlan
 
 Arrays = Iterable[NDArray[Any]]
 
 
 class Seal(NamedTuple):
-    """Numbers of one release, fixed before its noise is drawn.
-
-    Attributes:
-        step: step of the run.
-        branch: branch of the key; 0 unless the step was run before with other gradients.
-        max_grad_norm: C that clipped the sum.
-        noise_stddev: standard deviation of the noise in the sum, gradient units.
-        expected_batch_size: divisor of the noisy sum.
-        is_replay: bool, True if the identical release was made before, so it costs nothing.
-    """
+    """Numbers of one release, fixed before its noise is drawn."""
 
     step: int
-    branch: int
-    max_grad_norm: float
-    noise_stddev: float
-    expected_batch_size: float
-    is_replay: bool
+    branch: int  # of the key; 0 unless the step was run before with other gradients
+    max_grad_norm: float  # C that clipped the sum
+    noise_stddev: float  # of the noise in the sum, gradient units
+    expected_batch_size: float  # divisor of the noisy sum
+    is_replay: bool  # the identical release was made before, so it costs nothing
+
+
+def planned(plan: PrivacyPlan, step: int) -> dict[str, Any]:
+    """Return the arguments of `accountant.step` for the release of a step."""
+    noise, size = plan.noise_multiplier_at(step), plan.expected_batch_size_at(step)
+    return accounting.release(plan, noise, size)
 
 
 def digest(plan: PrivacyPlan, facts: tuple[Any, ...], sums: Arrays) -> str:
     """Return a keyed digest of everything that determines a release except its noise.
 
-    Args:
-        plan: `PrivacyPlan` with its key, without which a digest reveals nothing about the sums.
-        facts: tuple of numbers and strings: the step, the bound, the source of the noise.
-        sums: clipped sums in a fixed order; at least one array.
-
-    Raises:
-        ValueError: there is none.
+    Without the plan's key it reveals nothing about the sums. `facts` are numbers and strings: the
+    step, the bound, the source of the noise.
 
     Guarantees:
         Sums that differ in one bit, in shape or in dtype have another digest, but for a 128-bit

@@ -6,12 +6,13 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dualdp._validate import AccountingError
 from dualdp.accountants.interop import to_dp_event
+from dualdp.ledger import release_record
 from dualdp.ledger.hash_chain import Record
 from dualdp.ledger.ledger import Ledger
 from dualdp.plan import accounting
@@ -24,36 +25,22 @@ _BROKEN = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of one check.
-
-    Attributes:
-        name: str, name of the check.
-        passed: bool, or None if the check does not apply or only informs.
-        detail: str, one sentence.
-    """
+    """Result of one check."""
 
     name: str
-    passed: bool | None
-    detail: str
+    passed: bool | None  # None if the check does not apply or only informs
+    detail: str  # one sentence
 
 
 @dataclass(frozen=True)
 class Verification:
-    """Results of all checks of one ledger.
+    """Results of all checks of one ledger."""
 
-    Attributes:
-        source: str, path of the file, or "text".
-        findings: tuple of `Finding`, in the order of the checks.
-        plan: `PrivacyPlan` of the run, or None if it could not be read.
-        records: tuple of the ledger's records.
-        epsilons: mapping from accountant to epsilon at the plan's delta.
-    """
-
-    source: str
+    source: str  # path of the file, or "text"
     findings: tuple[Finding, ...]
-    plan: PrivacyPlan | None = None
+    plan: PrivacyPlan | None = None  # None if it could not be read
     records: tuple[Record, ...] = ()
-    epsilons: dict[str, float] = field(default_factory=dict)
+    epsilons: dict[str, float] = field(default_factory=dict)  # by accountant, at the plan's delta
 
     @property
     def num_steps(self) -> int:
@@ -133,15 +120,18 @@ def verify(source: str | os.PathLike[str], *, allow_seed: bool = False) -> Verif
 
 def _releases(found: Verification, plan: PrivacyPlan) -> tuple[bool, str]:
     """Check that releases have the plan's numbers, in order, once per branch."""
-    bounds = dict(_bounds(found, plan))
+    adaptive = plan.max_grad_norm if isinstance(plan.max_grad_norm, AdaptiveNorm) else None
+    bounds = {0: {plan.max_grad_norm_at(0)}}  # of each step; a repeated one may have several
+    seals = {(int(s["step"]), int(s["branch"])): s for s in found.of_kind("seal")}
     seen: set[tuple[int, int]] = set()
     last = -1
     for record in found.of_kind("release"):
         step, branch = int(record["step"]), int(record["branch"])
-        noise, size = plan.noise_multiplier_at(step), plan.expected_batch_size_at(step)
-        planned = accounting.release(plan, noise, size)
+        planned = release_record.planned(plan, step)
         wrong = [key for key, value in planned.items() if not _same(record.get(key), value)]
-        if not _same(record["max_grad_norm"], bounds.get((step, branch))):
+        bound = record["max_grad_norm"]
+        allowed = bounds.get(step, ()) if adaptive else [plan.max_grad_norm_at(step)]
+        if not any(_same(bound, other) for other in allowed):
             wrong.append("max_grad_norm")
         if wrong:
             return False, f"Step {step} was recorded with another {', '.join(wrong)}."
@@ -149,6 +139,9 @@ def _releases(found: Verification, plan: PrivacyPlan) -> tuple[bool, str]:
             return False, f"Step {step} of branch {branch} is out of order or came twice."
         seen.add((step, branch))
         last = max(last, step)
+        if adaptive and (step, branch) in seals:
+            fraction = float(seals[step, branch]["noisy_fraction"])
+            bounds.setdefault(step + 1, set()).add(adaptive.following(float(bound), fraction))
     if plan.num_steps is not None and last >= plan.num_steps:
         return False, f"Step {last} is past the plan's {plan.num_steps} steps."
     again = len(seen) - len({step for step, _ in seen})
@@ -171,26 +164,6 @@ def _coverage(found: Verification, plan: PrivacyPlan) -> tuple[bool | None, str]
     )
 
 
-def _bounds(found: Verification, plan: PrivacyPlan) -> Iterable[tuple[tuple[int, int], float]]:
-    """((step, branch), max_grad_norm) of every release, adaptive ones from the noisy counts."""
-    if not isinstance(plan.max_grad_norm, AdaptiveNorm):
-        for record in found.of_kind("release"):
-            step = int(record["step"])
-            yield (step, int(record["branch"])), plan.max_grad_norm_at(step)
-        return
-    bound_after = {-1: {plan.max_grad_norm_at(0)}}  # a repeated step may follow any of these bounds
-    seals = {(int(s["step"]), int(s["branch"])): s for s in found.of_kind("seal")}
-    for record in found.of_kind("release"):
-        step, branch = int(record["step"]), int(record["branch"])
-        bound = float(record["max_grad_norm"])
-        if any(_same(bound, other) for other in bound_after.get(step - 1, ())):
-            yield (step, branch), bound
-        sealed = seals.get((step, branch))
-        if sealed is not None:
-            following = plan.max_grad_norm.following(bound, float(sealed["noisy_fraction"]))
-            bound_after.setdefault(step, set()).add(following)
-
-
 def _same(found: Any, expected: Any) -> bool:
     """True if equal, floats up to rounding."""
     if isinstance(expected, float) and isinstance(found, int | float):
@@ -211,7 +184,6 @@ def _seals(found: Verification, plan: PrivacyPlan) -> tuple[bool, str]:
 
 
 def _epsilon(found: Verification, plan: PrivacyPlan, accountant: str) -> tuple[bool | None, str]:
-    """Epsilon by one accountant of this package."""
     try:
         spent = accounting.spent_by(plan, found.of_kind("release"), accountant)
         value = float(spent.get_epsilon(delta=plan.delta))
@@ -266,7 +238,6 @@ def _agreement(found: Verification, plan: PrivacyPlan) -> tuple[bool | None, str
 
 
 def _target(found: Verification, plan: PrivacyPlan) -> tuple[bool | None, str]:
-    """Check the target epsilon, if the plan has one."""
     if plan.target_epsilon is None:
         return None, "The plan names no target."
     spent = found.epsilons.get("pld", min(found.epsilons.values(), default=math.inf))
@@ -275,7 +246,6 @@ def _target(found: Verification, plan: PrivacyPlan) -> tuple[bool | None, str]:
 
 
 def _checks(found: Verification, plan: PrivacyPlan) -> tuple[bool | None, str]:
-    """Number of spot checks of the gradients, and whether one failed."""
     notes = found.of_kind("note")
     checks = [note["check"] for note in notes if "check" in note]
     failed = [check for check in checks if not check["passed"]]
@@ -300,7 +270,6 @@ def _checks(found: Verification, plan: PrivacyPlan) -> tuple[bool | None, str]:
 
 
 def _seed(found: Verification, plan: PrivacyPlan) -> tuple[bool, str]:
-    """Check that the key is secret."""
     if plan.seed is None:
         return True, "drawn by the operating system; its hash is recorded"
     return False, (
@@ -310,7 +279,6 @@ def _seed(found: Verification, plan: PrivacyPlan) -> tuple[bool, str]:
 
 
 def _unprotected(found: Verification, plan: PrivacyPlan) -> tuple[bool | None, str]:
-    """Logged quantities that epsilon does not cover."""
     names = found.unprotected
     if names:
         return None, f"{', '.join(names)} were logged: epsilon does not cover them."
@@ -318,7 +286,6 @@ def _unprotected(found: Verification, plan: PrivacyPlan) -> tuple[bool | None, s
 
 
 def _noise(found: Verification, plan: PrivacyPlan) -> tuple[bool | None, str]:
-    """Guarantees of the noise source."""
     if plan.noise == "secure":
         return True, "cryptographic generator, public grid"
     return None, (

@@ -21,7 +21,7 @@ Checkpoint = tuple[dict[str, NDArray[Any]], dict[str, Any]]
 def to_jax(
     arrays: Arrays, document: Mapping[str, Any], wanted: Wanted, mapping: Mapped | None = None
 ) -> Checkpoint:
-    """Convert a checkpoint of the torch backend to the JAX backend's format.
+    """Convert arrays and document of the torch backend's checkpoint to the JAX backend's format.
 
     Args:
         arrays: mapping from name to array, of the file.
@@ -29,26 +29,20 @@ def to_jax(
         wanted: mapping from name to (shape, dtype) of every leaf of the state to fill:
             "params/<path>" and "optimizer/<path>", keys joined by ".", in the order of its leaves.
         mapping: mapping for names that differ, see `dualdp.port.match`.
-
-    Returns:
-        `(arrays, document)`.
-
-    Raises:
-        ValueError: parameters or optimizers do not fit, or their dtypes differ.
     """
-    _same_dtypes(arrays, document, wanted)
-    values = _wide(arrays, document["bfloat16"])
+    values = _wide(arrays, document, wanted)
     shapes = {name: array.shape for name, array in values.items()}
     maps = _match(document, shapes, _below(wanted, "params/"), mapping)
     named = _below(values, "params/") | _below(values, "buffers/")
-    found = {f"params/{_dots(p)}": a for p, a in parameter_map.to_jax(maps, named).items()}
+    ported = parameter_map.to_jax(maps, named)
     state = optimizer_state.TorchState.of(
         _below(values, "optimizer/"), document["optimizer"], document["trained"]
     )
-    slots = {_slashes(path): shape for path, (shape, _) in _below(wanted, "optimizer/").items()}
+    slots = {path: shape for path, (shape, _) in _below(wanted, "optimizer/", "/").items()}
     steps = int(document["position"])
     converted = optimizer_state.to_jax(state, maps, slots, steps)
-    found |= {f"optimizer/{_dots(path)}": array for path, array in converted.items()}
+    found = {f"params/{path.replace('/', '.')}": array for path, array in ported.items()}
+    found |= {f"optimizer/{path.replace('/', '.')}": a for path, a in converted.items()}
     return _pack(found, wanted, document, {"stack": "jax", "step": steps})
 
 
@@ -59,7 +53,10 @@ def to_torch(
     like: Mapping[str, Any],
     mapping: Mapped | None = None,
 ) -> Checkpoint:
-    """Convert a checkpoint of the JAX backend to the torch backend's format.
+    """Convert arrays and document of the JAX backend's checkpoint to the torch backend's format.
+
+    Buffers that JAX does not have are left out. "noise_layout" of the document describes the
+    portable noise that JAX would draw.
 
     Args:
         arrays: mapping from name to array, of the file.
@@ -67,25 +64,16 @@ def to_torch(
         wanted: mapping from "params/<name>" or "buffers/<name>" to (shape, dtype), to be filled.
         like: mapping with "layout", "trained" and "optimizer" of a checkpoint of the torch model.
         mapping: mapping for names that differ, see `dualdp.port.match`.
-
-    Returns:
-        `(arrays, document)`, without buffers that JAX does not have. "noise_layout" of the document
-        describes the portable noise that JAX would draw.
-
-    Raises:
-        ValueError: parameters or optimizers do not fit, or their dtypes differ.
     """
-    _same_dtypes(arrays, document, wanted)
-    values = _wide(arrays, document["bfloat16"])
+    values = _wide(arrays, document, wanted)
     leaves = {name: (values[f"params/{name}"].shape, "") for name in document["leaves"]}
     shapes = {name: shape for name, (shape, _) in wanted.items()}
     maps = _match(like, shapes, leaves, mapping)
-    held = {_slashes(name): array for name, array in _below(values, "params/").items()}
-    named = parameter_map.to_torch(maps, held)
+    named = parameter_map.to_torch(maps, _below(values, "params/", "/"))
     found = {_stored(name, wanted): array for name, array in named.items()}
     state = optimizer_state.TorchState.of({}, like["optimizer"], like["trained"])
-    theirs = {_slashes(path): array for path, array in _below(values, "optimizer/").items()}
-    slots = optimizer_state.to_torch(theirs, maps, state, int(document["step"]))
+    theirs, step = _below(values, "optimizer/", "/"), int(document["step"])
+    slots = optimizer_state.to_torch(theirs, maps, state, step)
     found |= {f"optimizer/{path}": array for path, array in slots.items()}
     dtypes = {
         # torch keeps a slot in its parameter's dtype, and counts in float32
@@ -101,10 +89,7 @@ def to_torch(
         "noise_layout": parameter_map.to_json(maps),
     }
     return _pack(
-        found,
-        {**wanted, **dtypes},
-        document,
-        {"stack": "torch", "position": int(document["step"]), **described},
+        found, {**wanted, **dtypes}, document, {"stack": "torch", "position": step, **described}
     )
 
 
@@ -133,44 +118,30 @@ def _stored(name: str, names: Iterable[str]) -> str:
     return f"params/{name}" if f"params/{name}" in names else f"buffers/{name}"
 
 
-def _below(named: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """Entries under a prefix, with the prefix removed."""
-    return {n.removeprefix(prefix): v for n, v in named.items() if n.startswith(prefix)}
+def _below(named: Mapping[str, Any], prefix: str, joint: str = ".") -> dict[str, Any]:
+    """Entries under a prefix, with the prefix removed; "/" joins their paths as `match` does."""
+    below = {name: value for name, value in named.items() if name.startswith(prefix)}
+    return {n.removeprefix(prefix).replace(".", joint): value for n, value in below.items()}
 
 
-def _dots(path: str) -> str:
-    """Path joined by ".", as in a checkpoint."""
-    return path.replace("/", ".")
-
-
-def _slashes(path: str) -> str:
-    """Path joined by "/", as in `match`."""
-    return path.replace(".", "/")
-
-
-def _wide(arrays: Arrays, low: Iterable[str]) -> dict[str, NDArray[Any]]:
-    """Arrays with bfloat16 ones converted to float32."""
-    low = set(low)
-    return {
-        name: (array.astype(np.uint32) << 16).view(np.float32) if name in low else array
-        for name, array in arrays.items()
-    }
-
-
-def _same_dtypes(arrays: Arrays, document: Mapping[str, Any], wanted: Wanted) -> None:
-    """Raise if the parameters have another precision."""
+def _wide(arrays: Arrays, document: Mapping[str, Any], wanted: Wanted) -> dict[str, NDArray[Any]]:
+    """Arrays with bfloat16 ones converted to float32; raise if `wanted` has another precision."""
     low = set(document["bfloat16"])
+    parameters = _below(arrays, "params/")
     theirs = {
-        "bfloat16" if name in low else str(array.dtype)
-        for name, array in arrays.items()
-        if name.startswith("params/")
+        "bfloat16" if f"params/{name}" in low else str(array.dtype)
+        for name, array in parameters.items()
     }
-    ours = {dtype for name, (_, dtype) in wanted.items() if name.startswith("params/")}
+    ours = {dtype for _, dtype in _below(wanted, "params/").values()}
     if theirs != ours:
         raise ValueError(
             f"The checkpoint's parameters are {sorted(theirs)}, but the model's {sorted(ours)}. "
             "Expected the same precision on both stacks."
         )
+    return {
+        name: (array.astype(np.uint32) << 16).view(np.float32) if name in low else array
+        for name, array in arrays.items()
+    }
 
 
 def _pack(

@@ -68,18 +68,6 @@ ROOTS = ("", "params/", "batch_stats/")
 RECURRENT = ("lstm", "gru", "rnn")
 
 
-def _cells(name: str) -> list[str]:
-    """Path forms of the cell of one RNN layer and direction: "l1_reverse" -> "_l1_reverse"."""
-    layer, _, backward = name.partition("_")
-    direction = "backward_rnn" if backward else "forward_rnn"
-    one_way = [f"_{name}", f"/{name}", *([""] if name == "l0" else [])]
-    two_way = [f"_{layer}", f"/{layer}", *([""] if layer == "l0" else [])]
-    return [
-        *(f"{form}{cell}" for form in one_way for cell in ("", "/cell")),
-        *(f"{form}/{direction}/cell" for form in two_way),
-    ]
-
-
 @dataclass(frozen=True)
 class Term:
     """One parameter of a line; (k, n) is the k-th of n equal blocks of its rows.
@@ -144,6 +132,11 @@ def path_forms(component: str, kind: str) -> list[str]:
     """Return the forms in a JAX path of a component of a torch name."""
     if component.isdigit():
         return [pattern.format(component) for pattern in _NUMBERED]
-    if kind in RECURRENT and re.fullmatch(r"l\d+(_reverse)?", component):
-        return _cells(component)
-    return [f"/{component}"]
+    if kind not in RECURRENT or not re.fullmatch(r"l\d+(_reverse)?", component):
+        return [f"/{component}"]
+    # Of the cell of one RNN layer and direction, such as "_l1_reverse".
+    layer, _, backward = component.partition("_")
+    below = f"/{'backward' if backward else 'forward'}_rnn/cell"
+    one_way = [f"_{component}", f"/{component}", *([""] if component == "l0" else [])]
+    two_way = [f"_{layer}{below}", f"/{layer}{below}", *([below] if layer == "l0" else [])]
+    return [*one_way, *(f"{form}/cell" for form in one_way), *two_way]

@@ -3,21 +3,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from itertools import product
+from dataclasses import dataclass, replace
+from itertools import accumulate, product
 
-from dualdp.porting.layouts import (
-    RECURRENT,
-    ROOTS,
-    Line,
-    Term,
-    joined,
-    lines_for,
-    path_forms,
-    split,
-)
+from dualdp.porting import layouts
+from dualdp.porting.layouts import RECURRENT, ROOTS, Line, Term
 from dualdp.porting.parameter_map import Axes, LeafSlice, ParameterMap
 
 Mapped = Mapping[str, str | tuple[str, str]]
@@ -32,7 +25,18 @@ def match(
     tied: Mapping[str, Sequence[str]] | None = None,
     frozen: frozenset[str] = frozenset(),
 ) -> tuple[ParameterMap, ...]:
-    """Pair every torch parameter with the JAX leaves of the same name; none may be left over.
+    """Pair every torch parameter with the JAX leaves of the same name, in torch's order.
+
+    Raises:
+        ValueError: a parameter or leaf without partner, or partners whose shapes do not agree.
+    """
+    matcher = Matcher(torch_shapes, torch_kinds, jax_leaves, mapping, tied, frozen)
+    return matcher.parameter_maps()
+
+
+@dataclass
+class Matcher:
+    """Search for partners: each line of `LAYOUTS` claims the leaves that it finds.
 
     Args:
         torch_shapes: mapping from the name of a parameter or running statistic to its shape.
@@ -44,76 +48,42 @@ def match(
             is "rnn.l0", "rnn.l0_reverse") to a JAX path joined by "/", or (path, layout).
         tied: mapping from the first name to all names of a parameter with several names.
         frozen: names without gradient; the JAX leaf is then frozen too and has no noise.
-
-    Returns:
-        Tuple of `ParameterMap` in torch's order.
-
-    Raises:
-        ValueError: a parameter without partner, or partners whose shapes do not agree.
     """
-    matcher = _Matcher(torch_shapes, torch_kinds, jax_leaves, mapping or {}, tied or {}, frozen)
-    return matcher.parameter_maps()
 
+    torch_shapes: Mapping[str, tuple[int, ...]]
+    torch_kinds: Mapping[str, str]
+    jax_leaves: JaxLeaves
+    mapping: Mapped | None = None
+    tied: Mapping[str, Sequence[str]] | None = None
+    frozen: frozenset[str] = frozenset()
 
-def suggest(
-    torch_shapes: Mapping[str, tuple[int, ...]],
-    torch_kinds: Mapping[str, str],
-    jax_leaves: JaxLeaves,
-    tied: Mapping[str, Sequence[str]] | None = None,
-    frozen: frozenset[str] = frozenset(),
-) -> dict[str, str]:
-    """Return a mapping by structure for modules without a match by name, to be reviewed.
-
-    Each torch module gets the first free JAX module, numbers in names compared as numbers, whose
-    leaves are exactly its parameters. Layers of equal size in another order would be swapped.
-    Arguments are those of `match`.
-
-    Returns:
-        Mapping from torch module to JAX path, for `mapping=`, without unmatched modules.
-    """
-    return _Matcher(torch_shapes, torch_kinds, jax_leaves, {}, tied or {}, frozen).suggestion()
-
-
-class _Matcher:
-    """Search for partners: each line of `LAYOUTS` claims the leaves that it finds."""
-
-    def __init__(
-        self,
-        torch_shapes: Mapping[str, tuple[int, ...]],
-        torch_kinds: Mapping[str, str],
-        jax_leaves: JaxLeaves,
-        mapping: Mapped,
-        tied: Mapping[str, Sequence[str]],
-        frozen: frozenset[str],
-    ) -> None:
-        self.torch_shapes, self.torch_kinds, self.frozen = torch_shapes, torch_kinds, frozen
-        self.first_name = {name: first for first, names in tied.items() for name in names}
-        self.shapes = {"/".join(path): shape for path, shape in jax_leaves}
+    def __post_init__(self) -> None:
+        tied = (self.tied or {}).items()
+        self.first_name = {name: first for first, names in tied for name in names}
+        self.shapes = {"/".join(path): shape for path, shape in self.jax_leaves}
         self.index = {path: number for number, path in enumerate(self.shapes)}
-        self.mapping = {
+        self.targets = {
             name: value if isinstance(value, tuple) else (value, None)
-            for name, value in mapping.items()
+            for name, value in (self.mapping or {}).items()
         }
         # (module, its kind with sizes) -> local name -> first name of the parameter
         self.modules: dict[tuple[str, str], dict[str, str]] = {}
-        for name, kind in torch_kinds.items():
-            module, local = split(name, kind)
+        for name, kind in self.torch_kinds.items():
+            module, local = layouts.split(name, kind)
             first = self.first_name.get(name, name)
             self.modules.setdefault((module, kind), {})[local] = first
-        self.slices: dict[str, list[LeafSlice]] = {name: [] for name in torch_shapes}
+        self.slices: dict[str, list[LeafSlice]] = {name: [] for name in self.torch_shapes}
         self._check_mapping()
 
     def _check_mapping(self) -> None:
         """Raise if the mapping has names that neither model has."""
         prefixes = {
-            ".".join(module.split(".")[:k])
-            for module, _ in self.modules
-            for k in range(1, module.count(".") + 2)
+            prefix for module, _ in self.modules for prefix in _prefixes(module.split("."), ".")
         }
-        unknown = sorted(set(self.mapping) - set(self.torch_kinds) - prefixes)
+        unknown = sorted(set(self.targets) - set(self.torch_kinds) - prefixes)
         paths = [path.removeprefix(root) for path in self.index for root in ROOTS]
         unknown += sorted(
-            path for path, _ in self.mapping.values()
+            path for path, _ in self.targets.values()
             if not any(f"{known}/".startswith(f"{path}/") for known in (*self.index, *paths))
         )  # fmt: skip
         if unknown:
@@ -125,7 +95,7 @@ class _Matcher:
     def parameter_maps(self) -> tuple[ParameterMap, ...]:
         """Return the map of every parameter, in torch's order; none may be left over."""
         for (module, kind), locals_ in self.modules.items():
-            for line in lines_for(kind, locals_):
+            for line in layouts.lines_for(kind, locals_):
                 for path in self._paths(module, line):
                     for number, term in enumerate(line[1]):
                         name = locals_[term.local]
@@ -150,52 +120,50 @@ class _Matcher:
         return tuple(maps)
 
     def suggestion(self) -> dict[str, str]:
-        """Return module -> path, for the modules without a partner by name."""
+        """Return module -> path by structure, for the modules without a partner by name.
+
+        Each torch module gets the first free JAX module, numbers in names compared as numbers,
+        whose leaves are exactly its parameters.
+        """
         free, unmatched = set(self.shapes), []
         for (module, kind), locals_ in self.modules.items():
             named = {
-                path for line in lines_for(kind, locals_) for path in self._paths(module, line)
+                path
+                for line in layouts.lines_for(kind, locals_)
+                for path in self._paths(module, line)
             }
             free -= named
             if module and not named:
                 unmatched.append((module, kind, locals_))
         found: dict[str, str] = {}
         for module, kind, locals_ in unmatched:
-            for prefix in sorted(_prefixes(free), key=_natural):
+            own = [name for name in locals_.values() if layouts.split(name, kind)[0] == module]
+            shapes = {name: self.torch_shapes[name] for name in own}
+            prefixes = {prefix for path in free for prefix in _prefixes(path.split("/"), "/")[:-1]}
+            for prefix in sorted(prefixes, key=_natural):
                 below = {path for path in free if path.startswith(f"{prefix}/")}
-                if below == self._fitting(prefix, module, kind, locals_):
+                leaves = [(tuple(path.split("/")), self.shapes[path]) for path in below]
+                with contextlib.suppress(ValueError):  # the two do not fit
+                    match(shapes, dict.fromkeys(own, kind), leaves, {module: prefix})
                     found[module] = prefix
                     free -= below
                     break
         return found
 
-    def _fitting(self, prefix: str, module: str, kind: str, locals_: Mapping[str, str]) -> set[str]:
-        """Leaves below a path if they can be all of a module's parameters, else none."""
-        needed = {name for name in locals_.values() if split(name, kind)[0] == module}
-        fit = set()
-        for line in lines_for(kind, locals_):
-            path, names = f"{prefix}/{line[2]}", [locals_[term.local] for term in line[1]]
-            axes = [self._axes(*pair, line[3], kind) for pair in zip(names, line[1], strict=True)]
-            if path in self.shapes and all(a and a.jax_shape == self.shapes[path] for a in axes):
-                fit.add(path)
-                needed -= set(names)
-        return set() if needed else fit
-
     def _paths(self, module: str, line: Line) -> list[str]:
         """JAX leaves that a line finds for a module: none or one."""
         components = module.split(".") if module else []
         names = [".".join([*components, term.local]) for term in line[1]]
-        if any(joined(name) in self.mapping for name in names):
+        if any(layouts.joined(name) in self.targets for name in names):
             return []  # set by the user's mapping
         head, rest = [""], components
-        for k in range(len(components), 0, -1):  # the longest prefix with a mapping
-            if ".".join(components[:k]) in self.mapping:
-                target, rest = self.mapping[".".join(components[:k])][0], components[k:]
+        for k, prefix in enumerate(_prefixes(components, "."), 1):  # the longest one with a mapping
+            if prefix in self.targets:
+                target, rest = self.targets[prefix][0], components[k:]
                 head = [f"/{target}"]
                 if not rest and line[0] in RECURRENT:
                     head.append(f"/{target}/cell")
-                break
-        forms = [head, *(path_forms(component, line[0]) for component in rest)]
+        forms = [head, *(layouts.path_forms(component, line[0]) for component in rest)]
         wanted = {"".join(form).removeprefix("/") for form in product(*forms)}
         wanted = {f"{path}/{line[2]}".removeprefix("/") for path in wanted}
         paths = [root + path for path in sorted(wanted) for root in ROOTS]
@@ -209,14 +177,14 @@ class _Matcher:
 
     def _mapped(self) -> Iterator[tuple[str, LeafSlice]]:
         """(name, slice) of the parameters that the user's mapping names."""
-        for name, (target, layout) in self.mapping.items():
+        for name, (target, layout) in self.targets.items():
             if name not in self.torch_kinds:
                 continue
             path = next((root + target for root in ROOTS if root + target in self.index), target)
             kind, first = self.torch_kinds[name], self.first_name.get(name, name)
-            local = split(name, kind)[1]
+            local = layouts.split(name, kind)[1]
             known = [
-                line[3] for line in lines_for(kind, {local: name})
+                line[3] for line in layouts.lines_for(kind, {local: name})
                 if line[2].split("/")[-1] == path.split("/")[-1] or line[0] == "raw"
             ]  # fmt: skip
             if layout is None and (len(known) != 1 or path not in self.index):
@@ -231,7 +199,9 @@ class _Matcher:
     def _slice(self, path: str, name: str, term: Term, layout: str, kind: str) -> LeafSlice:
         """Rows of a parameter that the leaf at `path` holds, after a check of its shape."""
         shape = self.torch_shapes[name]
-        axes = self._axes(name, term, layout, kind)
+        rows = _rows(shape, term.block) if shape else None
+        sizes = {k: int(v) for k, v in re.findall(r"(\w)=(\d+)", kind)}
+        axes = Axes.of(layout, (rows[1] - rows[0], *shape[1:]) if rows else (), sizes)
         expected = None if axes is None else axes.jax_shape
         if axes is None or expected != self.shapes[path]:
             block = f" (part {term.block[0]} of {term.block[1]})" if term.block else ""
@@ -239,16 +209,8 @@ class _Matcher:
                 f"{name} {shape}{block} in torch would be {expected or layout} in JAX, but {path} "
                 f"is {self.shapes[path]}. Expected the same sizes on both sides."
             )
-        rows = _rows(shape, term.block) if shape else None
         zero = _rows(shape, term.zero) if term.zero else None
         return LeafSlice(path, self.index[path], -1, rows, axes, zero=zero)
-
-    def _axes(self, name: str, term: Term, layout: str, kind: str) -> Axes | None:
-        """Layout of a parameter or of a block of its rows, or None if it does not fit."""
-        shape = self.torch_shapes[name]
-        first, last = _rows(shape, term.block) if shape else (0, 0)
-        sizes = {k: int(v) for k, v in re.findall(r"(\w)=(\d+)", kind)}
-        return Axes.of(layout, (last - first, *shape[1:]) if shape else (), sizes)
 
     def _refuse_left_over(self) -> None:
         """Raise unless every parameter and every leaf has exactly one partner."""
@@ -288,13 +250,9 @@ def _rows(shape: tuple[int, ...], block: tuple[int, int] | None) -> tuple[int, i
     return shape[0] * k // n, shape[0] * (k + 1) // n
 
 
-def _prefixes(paths: set[str]) -> set[str]:
-    """All proper prefixes of the paths."""
-    return {
-        "/".join(words[:k])
-        for words in (path.split("/") for path in paths)
-        for k in range(1, len(words))
-    }
+def _prefixes(words: list[str], joint: str) -> list[str]:
+    """Prefixes of a path: "a", "a.b" and "a.b.c" of ["a", "b", "c"]."""
+    return list(accumulate(words, lambda above, word: f"{above}{joint}{word}"))
 
 
 def _natural(path: str) -> list[tuple[int, str]]:

@@ -100,20 +100,11 @@ def to_jax(
 ) -> dict[str, Array]:
     """Return the arrays of an optax state, for every path of `wanted`.
 
-    Args:
-        state: `TorchState`.
-        maps: sequence of `ParameterMap`, from `dualdp.porting.matching.match`.
-        wanted: mapping from the path of every leaf of optax's state, joined by "/", to its shape.
-        steps: number of updates so far, for optax's counters.
-
-    Raises:
-        ValueError: the two optimizers do not have the same slots.
+    `wanted` maps the path of every leaf of optax's state, joined by "/", to its shape. `steps` is
+    the number of updates so far, for optax's counters.
     """
-    check(state)
-    _refuse_folded(state, maps)
-    fields = _fields(wanted, maps)
+    fields = _fields(state, wanted, maps)
     slots = _filled(state, maps)
-    _compare(state, fields)
     found: dict[str, Array] = {}
     for (prefix, field), paths in fields.items():
         if field in COUNTERS:
@@ -129,26 +120,14 @@ def to_jax(
 
 
 def to_torch(
-    arrays: Named,
-    maps: Sequence[ParameterMap],
-    like: TorchState,
-    steps: int | None = None,
+    arrays: Named, maps: Sequence[ParameterMap], like: TorchState, steps: int | None = None
 ) -> dict[str, Array]:
     """Return the arrays of a torch optimizer's state, by "slot/parameter".
 
-    Args:
-        arrays: mapping from the path of every leaf of optax's state, joined by "/", to its array.
-        maps: sequence of `ParameterMap`, from `dualdp.porting.matching.match`.
-        like: `TorchState` with kind and settings of the torch optimizer.
-        steps: number of updates so far, needed if torch counts them and optax does not.
-
-    Raises:
-        ValueError: the two optimizers do not have the same slots.
+    `arrays` are those of optax's state, by path joined by "/"; `like` has kind and settings of the
+    torch optimizer. `steps` is needed if torch counts updates and optax does not.
     """
-    check(like)
-    _refuse_folded(like, maps)
-    fields = _fields({path: array.shape for path, array in arrays.items()}, maps)
-    _compare(like, fields)
+    fields = _fields(like, {path: array.shape for path, array in arrays.items()}, maps)
     found: dict[str, Array] = {}
     counts = {int(arrays[prefix]) for prefix, field in fields if field in COUNTERS}
     if len(counts) > 1:
@@ -184,8 +163,24 @@ def _known(steps: int | None, where: str) -> int:
 Fields = dict[tuple[str, str], dict[str, str]]
 
 
-def _fields(wanted: Mapping[str, tuple[int, ...]], maps: Sequence[ParameterMap]) -> Fields:
-    """(path of a field, its name) -> JAX leaf -> whole path; empty for a counter."""
+def _fields(
+    state: TorchState, wanted: Mapping[str, tuple[int, ...]], maps: Sequence[ParameterMap]
+) -> Fields:
+    """(path of a field, its name) -> JAX leaf -> whole path; empty for a counter.
+
+    Raises unless both optimizers keep the same slots, by settings that both have, and no two
+    trained biases would share one momentum in JAX.
+    """
+    check(state)
+    expected = _expected(state)
+    for parameter in maps if expected else ():
+        if parameter.torch_name in state.options and any(s.is_added for s in parameter.slices):
+            raise ValueError(
+                f"{parameter.torch_name} {parameter.torch_shape} is trained and has state of its "
+                f"own, but JAX holds it folded into {parameter.jax_path}. Expected one trained "
+                "bias: call dualdp.torch.weights.fold_biases(model) before the run of an LSTM or "
+                "RNN; a GRU's weights cross, and its state with plain SGD only."
+            )
     shapes = {s.path: s.axes.jax_shape for parameter in maps for s in parameter.slices}
     found: Fields = {}
     for path, shape in wanted.items():
@@ -203,6 +198,17 @@ def _fields(wanted: Mapping[str, tuple[int, ...]], maps: Sequence[ParameterMap])
         paths = found.setdefault((prefix, field), {})
         if leaf is not None:
             paths[leaf] = path
+    kept = [field for _, field in found if field not in COUNTERS]
+    if len(set(kept)) < len(kept):
+        raise ValueError(
+            f"optax's state has {kept}, one of them twice. Expected each once: which is torch's "
+            "can't be told."
+        )
+    if set(kept) != expected:
+        raise ValueError(
+            f"torch's {state.kind} keeps {sorted(expected)} (in optax's words), but optax's state "
+            f"has {sorted(kept)}. Expected the same optimizer with the same settings on both sides."
+        )
     return found
 
 
@@ -228,22 +234,6 @@ def _trace_scale(prefix: str, fields: Fields, state: TorchState, inverse: bool =
         return lambda name, array: array
     sign = -1 if inverse else 1
     return lambda name, array: array * np.asarray(-state.options[name]["lr"], array.dtype) ** sign
-
-
-def _compare(state: TorchState, fields: Fields) -> None:
-    """Raise unless both optimizers keep the same slots."""
-    kept = [field for _, field in fields if field not in COUNTERS]
-    if len(set(kept)) < len(kept):
-        raise ValueError(
-            f"optax's state has {kept}, one of them twice. Expected each once: which is torch's "
-            "can't be told."
-        )
-    expected = _expected(state)
-    if set(kept) != expected:
-        raise ValueError(
-            f"torch's {state.kind} keeps {sorted(expected)} (in optax's words), but optax's state "
-            f"has {sorted(kept)}. Expected the same optimizer with the same settings on both sides."
-        )
 
 
 def _expected(state: TorchState) -> set[str]:
@@ -284,15 +274,3 @@ def _same_trained(torch: set[str], jax: set[str]) -> None:
             f"lacks, and not {sorted(jax - torch)}, which it has. Expected the same parameters "
             "frozen on both sides."
         )
-
-
-def _refuse_folded(state: TorchState, maps: Sequence[ParameterMap]) -> None:
-    """Raise if two trained biases would share one momentum in JAX."""
-    for parameter in maps if _expected(state) else ():
-        if parameter.torch_name in state.options and any(s.is_added for s in parameter.slices):
-            raise ValueError(
-                f"{parameter.torch_name} {parameter.torch_shape} is trained and has state of its "
-                f"own, but JAX holds it folded into {parameter.jax_path}. Expected one trained "
-                "bias: call dualdp.torch.weights.fold_biases(model) before the run of an LSTM or "
-                "RNN; a GRU's weights cross, and its state with plain SGD only."
-            )

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -17,16 +17,10 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class Axes:
-    """Layout such as "(h d) i -> i h d", for arrays of one shape.
+    """Layout such as "(h d) i -> i h d", for arrays of one shape."""
 
-    Args:
-        torch: torch's axes, each a tuple of letters whose sizes multiply.
-        jax: letters in JAX's order.
-        sizes: mapping from letter to size.
-    """
-
-    torch: tuple[tuple[str, ...], ...]
-    jax: tuple[str, ...]
+    torch: tuple[tuple[str, ...], ...]  # torch's axes, each some letters whose sizes multiply
+    jax: tuple[str, ...]  # letters in JAX's order
     sizes: Mapping[str, int] = field(hash=False)
 
     @classmethod
@@ -85,24 +79,17 @@ def _groups(side: str, spread: int = 1) -> list[tuple[str, ...]]:
 class LeafSlice:
     """Rows of a torch parameter that one JAX leaf holds.
 
-    Args:
-        path: path of the leaf, joined by "/".
-        index: index of the leaf in `jax.tree.leaves`.
-        noise_index: index of the leaf among the trained leaves, which numbers its noise key.
-        rows: first and last + 1, on torch's axis 0; None for a scalar.
-        axes: layout of the rows.
-        is_added: bool, True if the leaf holds a sum of which another parameter is the first term.
-            In the conversion to torch the first term gets the leaf, and these rows get zeros.
-        zero: rows that JAX does not have and that must be zero.
+    `is_added` if the leaf holds a sum of which another parameter is the first term. In the
+    conversion to torch the first term gets the leaf, and these rows get zeros.
     """
 
-    path: str
-    index: int
-    noise_index: int
-    rows: tuple[int, int] | None
-    axes: Axes
+    path: str  # joined by "/"
+    index: int  # in `jax.tree.leaves`
+    noise_index: int  # among the trained leaves: number of the noise key
+    rows: tuple[int, int] | None  # first and last + 1, on torch's axis 0; None for a scalar
+    axes: Axes  # of the rows
     is_added: bool = False
-    zero: tuple[int, int] | None = None
+    zero: tuple[int, int] | None = None  # rows that JAX does not have and that must be zero
 
 
 @dataclass(frozen=True)
@@ -153,18 +140,15 @@ class ParameterMap:
         """Return JAX's array in torch's layout, for a parameter with one JAX leaf."""
         return self._only().axes.to_torch(array, batch_axes)
 
-    def from_slices(self, array_of: Callable[[LeafSlice], Array], *, batch_axes: int = 0) -> Array:
+    def from_slices(self, array_of: Callable[[LeafSlice], Array]) -> Array:
         """Return torch's array, concatenated from `array_of(slice)` of each slice."""
-        arrays = [s.axes.to_torch(array_of(s), batch_axes) for s in self.slices]
-        return arrays[0] if len(arrays) == 1 else np.concatenate(arrays, axis=batch_axes)
+        arrays = [s.axes.to_torch(array_of(s)) for s in self.slices]
+        return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
     def normals(self, draw: Callable[[int, tuple[int, ...]], Array]) -> Array:
         """Return portable normals: those of the JAX leaves, or separate ones for added rows.
 
         `draw` is a function (number of the noise key, shape) -> normals.
-
-        Returns:
-            Normals in torch's layout; no two are the same draw.
 
         Guarantees:
             No normal serves two parameters, where two biases fold into one too.
@@ -175,35 +159,25 @@ class ParameterMap:
         return self.from_slices(lambda s: draw(s.noise_index, s.axes.jax_shape))
 
 
-def to_jax(
-    maps: Sequence[ParameterMap], arrays: Mapping[str, Array], *, batch_axes: int = 0
-) -> dict[str, Array]:
-    """Return torch's arrays, by name, as JAX's, by path; leading batch axes are unchanged.
-
-    Raises:
-        ValueError: rows that no JAX leaf holds are not zero.
-    """
+def to_jax(maps: Sequence[ParameterMap], arrays: Mapping[str, Array]) -> dict[str, Array]:
+    """Return torch's arrays, by name, as JAX's, by path; rows without a leaf must be zero."""
     found: dict[str, Array] = {}
-    batch = (slice(None),) * batch_axes
     pairs = [(s, parameter) for parameter in maps for s in parameter.slices]
     for s, parameter in sorted(pairs, key=lambda pair: pair[0].is_added):
         array = arrays[parameter.torch_name]
-        if s.zero and np.any(array[(*batch, slice(*s.zero))]):
+        if s.zero and np.any(array[slice(*s.zero)]):
             raise ValueError(
                 f"{parameter.torch_name} {parameter.torch_shape} is not zero in the rows {s.zero}, "
                 f"for which {s.path} {s.axes.jax_shape} has no place. Expected zeros there, or a "
                 "cell that has that bias (flax.linen.GRUCell)."
             )
-        rows = array if s.rows is None else array[(*batch, slice(*s.rows))]
-        term = s.axes.to_jax(rows, batch_axes)
+        term = s.axes.to_jax(array if s.rows is None else array[slice(*s.rows)])
         found[s.path] = found[s.path] + term if s.is_added else term
     return found
 
 
-def to_torch(
-    maps: Sequence[ParameterMap], arrays: Mapping[str, Array], *, batch_axes: int = 0
-) -> dict[str, Array]:
-    """Return JAX's arrays, by path, as torch's, by name; leading batch axes are unchanged.
+def to_torch(maps: Sequence[ParameterMap], arrays: Mapping[str, Array]) -> dict[str, Array]:
+    """Return JAX's arrays, by path, as torch's, by name.
 
     Of two biases that JAX holds as their sum, the first gets the sum and the second is zero.
     """
@@ -211,23 +185,13 @@ def to_torch(
     def array_of(s: LeafSlice) -> Array:
         return np.zeros_like(arrays[s.path]) if s.is_added else arrays[s.path]
 
-    return {
-        parameter.torch_name: parameter.from_slices(array_of, batch_axes=batch_axes)
-        for parameter in maps
-    }
+    return {parameter.torch_name: parameter.from_slices(array_of) for parameter in maps}
 
 
 def to_json(maps: Sequence[ParameterMap]) -> list[dict[str, Any]]:
-    """Return parameter maps as plain data, for a checkpoint."""
-    return [
-        {
-            "torch_name": parameter.torch_name,
-            "torch_shape": parameter.torch_shape,
-            "places": tuple(asdict(s) for s in parameter.slices),
-            "noise_stream": parameter.noise_stream,
-        }
-        for parameter in maps
-    ]
+    """Return parameter maps as plain data, for a checkpoint, where slices are "places"."""
+    names = {"slices": "places"}
+    return [{names.get(k, k): value for k, value in asdict(leaf).items()} for leaf in maps]
 
 
 def from_json(data: Sequence[Mapping[str, Any]]) -> tuple[ParameterMap, ...]:
@@ -251,24 +215,23 @@ def from_json(data: Sequence[Mapping[str, Any]]) -> tuple[ParameterMap, ...]:
     )
 
 
+class _Verbatim(str):
+    """Text that is its own `repr`."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
 def ledger_text(maps: Sequence[ParameterMap] | None) -> str:
     """Return the text by which a ledger knows a layout of noise; the same in every version."""
     if maps is None:
         return "None"
-    texts = [
-        f"Leaf(torch_name={parameter.torch_name!r}, torch_shape={parameter.torch_shape!r}, "
-        f"places={_tuple_text(map(_slice_text, parameter.slices))}, "
-        f"noise_stream={parameter.noise_stream!r})"
-        for parameter in maps
-    ]
-    return _tuple_text(texts)
-
-
-def _slice_text(s: LeafSlice) -> str:
-    return repr(s).replace("LeafSlice(", "Place(", 1)
-
-
-def _tuple_text(texts: Iterable[str]) -> str:
-    """Return ("a", "b") as "(a, b)", and ("a",) as "(a,)"."""
-    first, *rest = [*texts] or [""]
-    return f"({first}{',' if first and not rest else ''}{''.join(f', {text}' for text in rest)})"
+    texts = []
+    for leaf in maps:
+        places = tuple(_Verbatim(repr(s).replace("LeafSlice(", "Place(", 1)) for s in leaf.slices)
+        text = (
+            f"Leaf(torch_name={leaf.torch_name!r}, torch_shape={leaf.torch_shape!r}, "
+            f"places={places!r}, noise_stream={leaf.noise_stream!r})"
+        )
+        texts.append(_Verbatim(text))
+    return repr(tuple(texts))

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 import os
-import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -63,13 +63,8 @@ def accounted_noise_multiplier(noise_multiplier: float) -> float:
 def pitch(max_grad_norm: float, num_parameters: int) -> float:
     """Return the spacing of the grid: a power of two, from public numbers only.
 
-    Returns:
-        The largest power of two with pitch sqrt(num_parameters) <= GRID_MARGIN C. A finer grid
-        would cost less sensitivity, but with fewer float64 numbers per cell the noise would be
-        less exact.
-
-    Raises:
-        ValueError: C is so small that the grid would leave the normal float32 numbers.
+    It is the largest with pitch sqrt(num_parameters) <= GRID_MARGIN C. A finer grid would cost less
+    sensitivity, but with fewer float64 numbers per cell the noise would be less exact.
     """
     _, exponent = math.frexp(GRID_MARGIN * max_grad_norm / math.sqrt(max(1, num_parameters)))
     if exponent < -100:
@@ -112,18 +107,8 @@ def words(key: bytes, shape: int | Sequence[int], *, stream: int = 0) -> NDArray
     Guarantees:
         AES-256-CTR from counter stream * 2^64.  [test_the_stream_gives_the_known_answers]
     """
-    out = np.empty(shape, np.uint64)
-    flat = out.reshape(-1)
-    for start in range(0, flat.size, _BLOCK):
-        part = flat[start : start + _BLOCK]
-        part[:] = _block_words(key, start // _BLOCK, part.size, stream)
-    return out
-
-
-def _block_words(key: bytes, block: int, size: int = _BLOCK, stream: int = 0) -> NDArray[Any]:
-    """First `size` words of a block of a stream."""
-    first = (stream << 64) + block * (8 * _BLOCK // _AES_BLOCK)
-    return np.frombuffer(keystream(key, first, 8 * size), dtype="<u8")
+    stretch = keystream(key, stream << 64, 8 * int(np.prod(shape)))
+    return np.frombuffer(stretch, dtype="<u8").reshape(shape)
 
 
 def normals(key: bytes, size: int, *, threads: int | None = None) -> Float64:
@@ -148,18 +133,18 @@ def _drawing(key: bytes, size: int) -> tuple[Float64, Blocks]:
     def fill(block: int) -> None:
         own = out[block * _BLOCK : (block + 1) * _BLOCK]
         if own.size == _BLOCK:
-            _box_muller(_block_words(key, block), own)
+            _block_normals(key, block, own)
         else:
-            own[:] = _block_normals(key, block)[: own.size]
+            own[:] = _block_normals(key, block, np.empty(_BLOCK))[: own.size]
 
     return out, Blocks(fill, -(-size // _BLOCK))
 
 
-def _block_normals(key: bytes, block: int) -> Float64:
-    """All normals of a block."""
-    whole = np.empty(_BLOCK)
-    _box_muller(_block_words(key, block), whole)
-    return whole
+def _block_normals(key: bytes, block: int, out: Float64) -> Float64:
+    """All normals of a block, written to `out`."""
+    stretch = keystream(key, block * (8 * _BLOCK // _AES_BLOCK), 8 * _BLOCK)
+    _box_muller(np.frombuffer(stretch, dtype="<u8"), out)
+    return out
 
 
 def _box_muller(raw: NDArray[Any], out: Float64) -> None:
@@ -186,59 +171,29 @@ def _box_muller(raw: NDArray[Any], out: Float64) -> None:
     cosine -= diameter
 
 
-class _Ahead:
-    """Normals of the expected next step, drawn in the background."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._next: tuple[bytes, Float64, Blocks] | None = None
-
-    def take(self, key: bytes, size: int, threads: int | None) -> Float64:
-        """Return the normals of this stream, drawn now unless they are ready."""
-        with self._lock:
-            found, self._next = self._next, None
-        if found is None or found[0] != key or found[1].size != size:
-            return normals(key, size, threads=threads)
-        found[2].finish(threads)
-        return found[1]
-
-    def begin(self, key: bytes, size: int) -> None:
-        """Start on the stream of the next step; one at a time, so that memory is bounded."""
-        if not _BLOCK < size <= _MOST_AHEAD:
-            return
-        out, blocks = _drawing(key, size)
-        with self._lock:
-            self._next = key, out, blocks
-        blocks.begin()
-
-
-_ahead = _Ahead()
+#: Key and normals of the expected next step, drawn in the background; one, to bound the memory.
+_ahead: deque[tuple[bytes, Float64, Blocks]] = deque(maxlen=1)  # thread-safe
 if hasattr(os, "register_at_fork"):  # a forked process lacks the background thread
-    os.register_at_fork(after_in_child=_ahead.__init__)  # type: ignore[misc]
+    os.register_at_fork(after_in_child=_ahead.clear)
 
 
 def grid_noise(
-    plan: Any,
-    step: int,
-    *,
-    branch: int,
-    cells: float,
-    size: int,
-    threads: int | None = None,
+    plan: Any, step: int, *, branch: int, cells: float, size: int, threads: int | None = None
 ) -> Float64:
-    """Return the noise of a step in units of the grid, of standard deviation `cells`.
+    """Return the noise of a step in units of the grid: (size,) float64 integers below 2^52.
 
     The sum rounded to the grid plus this noise equals the rounding of the rounded sum plus a
-    Gaussian: post-processing of the Gaussian mechanism. Noise does not depend on the data, so that
-    of the next step is drawn in the background.
-
-    Returns:
-        (size,) float64 integers below 2^52.
+    Gaussian of standard deviation `cells`: post-processing of the Gaussian mechanism. Noise does
+    not depend on the data, so that of the next step is drawn in the background.
     """
     _check_cells(cells, size)
-    noise = _ahead.take(stream_key(plan, "noise", step, branch), size, threads)
-    if plan.num_steps is None or step + 1 < plan.num_steps:
-        _ahead.begin(stream_key(plan, "noise", step + 1), size)
+    noise = _normals_of_step(stream_key(plan, "noise", step, branch), size, threads)
+    is_last = plan.num_steps is not None and step + 1 >= plan.num_steps
+    if not is_last and _BLOCK < size <= _MOST_AHEAD:
+        following = stream_key(plan, "noise", step + 1)
+        out, blocks = _drawing(following, size)
+        _ahead.append((following, out, blocks))
+        blocks.begin()
 
     def scale(part: slice) -> None:
         noise[part] *= cells
@@ -246,6 +201,18 @@ def grid_noise(
 
     _by_parts(scale, size, threads)
     return noise
+
+
+def _normals_of_step(key: bytes, size: int, threads: int | None) -> Float64:
+    """Standard normals of a stream: those drawn ahead, or drawn now."""
+    try:
+        drawn, out, blocks = _ahead.pop()
+    except IndexError:
+        return normals(key, size, threads=threads)
+    if drawn != key or out.size != size:
+        return normals(key, size, threads=threads)
+    blocks.finish(threads)
+    return out
 
 
 def _check_cells(cells: float, size: int) -> None:
@@ -269,7 +236,7 @@ def grid_noise_between(
     out, key = np.empty(stop - start), stream_key(plan, "noise", step, branch)
 
     def draw(block: int, length: int) -> Float64:
-        return np.rint(_block_normals(key, block)[:length] * cells)
+        return np.rint(_block_normals(key, block, np.empty(_BLOCK))[:length] * cells)
 
     fill_between(out, start, size=size, block=_BLOCK, draw=draw)
     return out
@@ -280,9 +247,8 @@ def noisy_sum(
 ) -> NDArray[Any]:
     """Return the sums, rounded to the grid, plus noise in units of the grid; both (size,).
 
-    Returns:
-        (size,) like `sums`; every number is a multiple of the pitch.
-            [test_secure_sums_lie_on_the_grid]
+    Guarantees:
+        Every number is a multiple of the pitch.  [test_secure_sums_lie_on_the_grid]
     """
     out = np.empty_like(sums)
 
@@ -300,8 +266,5 @@ def noisy_sum(
 
 def _by_parts(work: Callable[[slice], None], size: int, threads: int | None) -> None:
     """Elementwise work on all processors, in blocks that fit in the cache."""
-
-    def fill(block: int) -> None:
-        work(slice(block * _BLOCK, (block + 1) * _BLOCK))
-
-    Blocks(fill, -(-size // _BLOCK)).finish(threads)
+    parts = [slice(start, start + _BLOCK) for start in range(0, size, _BLOCK)]
+    Blocks(lambda block: work(parts[block]), len(parts)).finish(threads)

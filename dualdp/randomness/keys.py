@@ -31,12 +31,8 @@ PURPOSES = ("sampling", "noise", "dropout", "count", "check")
 class RootKey:
     """Secret key of 128 bits, left out of `repr`, pickles and copies.
 
-    Args:
-        secret: bytes of length 16.
-        seed: int from which the bytes were derived, or None for bytes of the operating system.
-
-    Attributes:
-        pid: process in which the object was made; a fork of it may not begin a run with it.
+    `seed` is the integer from which the bytes were derived, None for bytes of the operating system.
+    A fork of `pid`, the process in which the object was made, may not begin a run with it.
 
     Guarantees:
         A pickle or a copy is a `LockedKey`, unless the key comes from a seed.
@@ -87,16 +83,10 @@ class RootKey:
         return hashlib.sha256(self.secret).hexdigest()
 
     def step_key(self, purpose: str, step: int, branch: int = 0) -> NDArray[np.uint32]:
-        """Return the key of one step for one purpose.
+        """Return the (2,) uint32 key of one step for one of `PURPOSES`, as `jax.random` accepts it.
 
-        Args:
-            purpose: one of `PURPOSES`; each has an independent stream.
-            step: int, 0 <= step < 2^64.
-            branch: int, 0 or the branch of a step that was repeated with another sum.
-
-        Returns:
-            (2,) uint32: the first 64 bits of BLAKE2b(root, purpose, step, branch), as big-endian
-            words, accepted by `jax.random.wrap_key_data`.
+        These are the first 64 bits of BLAKE2b(root, purpose, step, branch), as big-endian words.
+        `branch` is not 0 if the step was repeated with another sum.
 
         Guarantees:
             No two (purpose, step, branch) share a key, but for a 64-bit collision.
@@ -130,13 +120,7 @@ class RootKey:
         return self
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the key file, mode 0600; an existing file is never overwritten.
-
-        Markers of a run with this key are written beside the new file too.
-
-        Raises:
-            FileExistsError: there is a file at `path` already.
-        """
+        """Write a new key file, mode 0600, and beside it the marker of a run with this key."""
         try:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         except FileExistsError:
@@ -160,11 +144,7 @@ class RootKey:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> RootKey:
-        """Read a key file.
-
-        Raises:
-            ValueError: the file is not a key file of this library, or of a later version of it.
-        """
+        """Return the key in a key file."""
         root, version = _read(path)
         # Raised here, where no exception and no variable holds the content of the file.
         if root is not None:
@@ -193,11 +173,7 @@ def _read(path: str | os.PathLike[str]) -> tuple[RootKey | None, int | None]:
 
 @dataclass(frozen=True)
 class LockedKey:
-    """Reference to the key of a plan read from JSON, before the key file is given.
-
-    Args:
-        sha256: SHA-256 of the root key.
-    """
+    """Reference to the key of a plan read from JSON, before the key file is given."""
 
     sha256: str
     seed: None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -24,14 +25,13 @@ class Blocks:
     """
 
     def __init__(self, fill: Callable[[int], None], count: int) -> None:
-        self._fill, self._count = fill, count
-        self._lock, self._next = threading.Lock(), 0
+        self._fill, self._left = fill, deque(range(count))  # whose pops are thread-safe
         self._failed: list[int] = []
         self._threads: list[threading.Thread] = []
 
     def begin(self, threads: int = 1) -> None:
         """Start background threads and return."""
-        for _ in range(min(threads, self._count)):
+        for _ in range(min(threads, len(self._left))):
             # A daemon: a process that ends must not wait for unused noise.
             thread = threading.Thread(target=self._work, daemon=True)
             self._threads.append(thread)
@@ -39,8 +39,7 @@ class Blocks:
 
     def finish(self, threads: int | None = None) -> None:
         """Fill the remaining blocks, with the calling thread too, and wait for all threads."""
-        left = self._count - self._next
-        self.begin(min(threads or cores(), left) - 1)
+        self.begin(min(threads or cores(), len(self._left)) - 1)
         self._work()
         for thread in self._threads:
             thread.join()
@@ -49,19 +48,15 @@ class Blocks:
 
     def _work(self) -> None:
         """Fill blocks until none is left."""
-        while (index := self._take()) is not None:
+        while True:
+            try:
+                index = self._left.popleft()
+            except IndexError:
+                return
             try:
                 self._fill(index)
             except Exception:  # noqa: BLE001 - repeated by the calling thread, which raises it
                 self._failed.append(index)
-
-    def _take(self) -> int | None:
-        """Index of the next unassigned block, or None."""
-        with self._lock:
-            if self._next == self._count:
-                return None
-            self._next += 1
-            return self._next - 1
 
 
 def fill_between(

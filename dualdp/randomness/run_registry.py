@@ -31,70 +31,39 @@ _OWN_LOOP = (
 )
 
 
-class HasKey(Protocol):
-    """Plan, as an object with the root key of a run."""
-
-    @property
-    def root(self) -> Any: ...  # noqa: D102
-
-
 class HasRecord(Protocol):
-    """Ledger: path of its file, hash of its last line, next step, and a look-up of lines."""
+    """Ledger: its chain of lines, and the next step."""
 
-    @property
-    def path(self) -> Any: ...  # noqa: D102
-
-    @property
-    def last_hash(self) -> str: ...  # noqa: D102
+    chain: Any
 
     @property
     def position(self) -> int: ...  # noqa: D102
 
-    def holds(self, chained: str) -> bool: ...  # noqa: D102
-
 
 @dataclass
 class KeyUse:
-    """Run of one key in this process: who records it, and who draws its noise.
+    """Run of one key in this process: who records it, and who draws its noise."""
 
-    Attributes:
-        pid: process that began it.
-        recorder: name of the caller that keeps the record; "" if there is none.
-        source: name of the noise source; "" if there is none yet.
-        caller: object that draws the noise.
-        ledger: weak reference to the ledger, or None.
-        waiting: mapping from step to branch of recorded releases whose noise is not drawn yet.
-        end: first step without a record when the run was begun or a step was last sealed.
-        missing: set of steps whose noise was requested without a record.
-        unrecorded: step whose noise was drawn before a recorder existed, or None.
-    """
-
-    pid: int
-    recorder: str = ""
-    source: str = ""
-    caller: object = None
+    pid: int  # process that began it
+    recorder: str = ""  # name of the caller that keeps the record; "" if there is none
+    source: str = ""  # name of the noise source; "" if there is none yet
+    caller: object = None  # object that draws the noise
     ledger: weakref.ref[HasRecord] | None = None
-    waiting: dict[int, int] = field(default_factory=dict)
-    end: int = 0
-    missing: set[int] = field(default_factory=set)
-    unrecorded: int | None = None
+    waiting: dict[int, int] = field(default_factory=dict)  # step -> branch, recorded and not drawn
+    end: int = 0  # first step without a record when the run was begun or a step was last sealed
+    missing: set[int] = field(default_factory=set)  # steps asked for without a record
+    unrecorded: int | None = None  # step whose noise was drawn before a recorder existed
 
 
 _lock = threading.RLock()  # callbacks of compiled programs run in other threads
 _secret: dict[str, KeyUse] = {}  # SHA-256 of a key -> its run
 #: Runs of a plan with a seed, by the identity of the object.
-_seeded: dict[int, tuple[weakref.ref[HasKey], list[KeyUse]]] = {}
+_seeded: dict[int, tuple[weakref.ref[Any], list[KeyUse]]] = {}
 _recorded: weakref.WeakKeyDictionary[HasRecord, KeyUse] = weakref.WeakKeyDictionary()
 
 
 def begin(
-    plan: HasKey,
-    ledger: HasRecord | None,
-    recorder: str,
-    *,
-    source: str = "",
-    resumed: bool = False,
-    follows: bool = False,
+    plan: Any, ledger: HasRecord | None, recorder: str, *, source: str, resumed: bool, follows: bool
 ) -> None:
     """Reserve the key of a plan for one run; see `PrivacyPlan.claim`."""
     root = plan.root.require_secret()
@@ -119,7 +88,7 @@ def begin(
             _recorded[ledger] = run
 
 
-def _runs_of_seed(plan: HasKey) -> list[KeyUse]:
+def _runs_of_seed(plan: Any) -> list[KeyUse]:
     """Runs of a plan with a seed, the latest last."""
     ref, runs = _seeded.get(id(plan), (None, []))
     return runs if ref is not None and ref() is plan else []
@@ -129,8 +98,8 @@ def _mark(ledger: HasRecord | None) -> used_keys.Mark:
     """Marker content for a run with this ledger."""
     if ledger is None:
         return used_keys.Mark()
-    path = "" if ledger.path is None else os.path.abspath(ledger.path)
-    return used_keys.Mark(path, ledger.last_hash)
+    chain = ledger.chain
+    return used_keys.Mark(os.path.abspath(chain.path) if chain.path else "", chain.last_hash)
 
 
 def _refuse_used(
@@ -152,10 +121,10 @@ def _refuse_used(
     marks = used_keys.marks(root.sha256)
     if resumed:  # a copy of the run's ledger may lack the line of the run's last opening
         for path, mark in marks:
-            if ledger is not None and mark.opened and not ledger.holds(mark.opened):
+            if ledger is not None and mark.opened and not ledger.chain.holds(mark.opened):
                 raise AccountingError(
-                    f"{ledger.path or 'The ledger'} does not hold what the run of this key has "
-                    f"recorded since: {path} says that it went on in "
+                    f"{ledger.chain.path or 'The ledger'} does not hold what the run of this key "
+                    f"has recorded since: {path} says that it went on in "
                     f"{mark.ledger or 'a ledger in memory'}. Expected that ledger, so that no "
                     "noise is used for two different releases."
                 )
@@ -174,7 +143,7 @@ def _refuse_used(
         )
 
 
-def reserve(plan: HasKey, source: str, caller: object) -> None:
+def reserve(plan: Any, source: str, caller: object) -> None:
     """Assign the noise of a plan with a secret key to one source, before any is drawn."""
     root = plan.root.require_secret()
     if root.seed is not None:
@@ -186,7 +155,7 @@ def reserve(plan: HasKey, source: str, caller: object) -> None:
 
 @contextlib.contextmanager
 def drawing(
-    plan: HasKey,
+    plan: Any,
     source: str,
     caller: object,
     step: int,
@@ -196,21 +165,9 @@ def drawing(
 ) -> Iterator[int | None]:
     """Permit a source to draw the noise of one release, once; revoked if drawing fails.
 
-    Args:
-        plan: plan with its key.
-        source: str, name of the source, for errors.
-        caller: object that draws.
-        step: step of the release.
-        branch: branch of the release; None for the one on record.
-        on_record_only: bool, True to refuse a secret key without a recorder at once, not after
-            its first step.
-
-    Yields:
-        The branch whose noise may be drawn; None if that release is not on record.
-
-    Raises:
-        AccountingError: another source has the noise, or it was handed out before, or an earlier
-            one is on no record.
+    The context is the branch whose noise may be drawn, None if that release is not on record.
+    Without `branch` it is the one on record. With `on_record_only` a secret key without a recorder
+    is refused at once, not after its first step.
     """
     granted = _grant(plan, source, caller, step, branch, on_record_only)
     try:
@@ -224,7 +181,7 @@ def drawing(
 
 
 def _grant(
-    plan: HasKey, source: str, caller: object, step: int, branch: int | None, on_record_only: bool
+    plan: Any, source: str, caller: object, step: int, branch: int | None, on_record_only: bool
 ) -> int | None:
     """Branch whose noise may be drawn, or None; see `drawing`."""
     root = plan.root.require_secret()
@@ -281,7 +238,7 @@ def not_recorded(source: str, step: int) -> AccountingError:
     )
 
 
-def _run_of(plan: HasKey, step: int) -> KeyUse | None:
+def _run_of(plan: Any, step: int) -> KeyUse | None:
     """Run of a plan in this process; with a seed, the latest that waits for this step's noise."""
     root = plan.root.require_secret()
     run = _secret.get(root.sha256)

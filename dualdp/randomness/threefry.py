@@ -12,14 +12,14 @@ that of `jax_threefry_partitionable=True`, the default of JAX.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dualdp import _validate
-from dualdp.randomness.parallel import Blocks, fill_between
+from dualdp.randomness.parallel import fill_between
 
 UInt32 = NDArray[np.uint32]
 
@@ -27,28 +27,18 @@ _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _PARITY = np.uint32(0x1BD11BDA)
 _CHUNK = 1 << 15  # words per pass: keeps the working set in the cache
 
-# Coefficients of Giles 2012, "Approximating the erfinv function", single precision, highest first.
-_CENTRE = (
-    2.81022636e-08,
-    3.43273939e-07,
-    -3.5233877e-06,
-    -4.39150654e-06,
-    0.00021858087,
-    -0.00125372503,
-    -0.00417768164,
-    0.246640727,
-    1.50140941,
-)
-_TAIL = (
-    -0.000200214257,
-    0.000100950558,
-    0.00134934322,
-    -0.00367342844,
-    0.00573950773,
-    -0.0076224613,
-    0.00943887047,
-    1.00167406,
-    2.83297682,
+# Coefficients of Giles 2012, "Approximating the erfinv function", single precision, highest first:
+# (centre, tail).
+_ERFINV = (
+    (2.81022636e-08, -0.000200214257),
+    (3.43273939e-07, 0.000100950558),
+    (-3.5233877e-06, 0.00134934322),
+    (-4.39150654e-06, -0.00367342844),
+    (0.00021858087, 0.00573950773),
+    (-0.00125372503, -0.0076224613),
+    (-0.00417768164, 0.00943887047),
+    (0.246640727, 1.00167406),
+    (1.50140941, 2.83297682),
 )
 
 
@@ -82,16 +72,6 @@ def fold_in(key: UInt32, data: int) -> UInt32:
     return np.concatenate([x, y])
 
 
-def _fill(out: NDArray[Any], words: Callable[[int, int], NDArray[Any]]) -> None:
-    """Fill a flat array with words(start, stop), in chunks on all processors."""
-
-    def fill(chunk: int) -> None:
-        start, stop = chunk * _CHUNK, min((chunk + 1) * _CHUNK, out.size)
-        out[start:stop] = words(start, stop)
-
-    Blocks(fill, -(-out.size // _CHUNK)).finish()
-
-
 def bits(key: UInt32, shape: int | Sequence[int], *, width: int = 32) -> NDArray[Any]:
     """Return uniform unsigned integers of 32 or 64 bits; equals `jax.random.bits`.
 
@@ -100,13 +80,17 @@ def bits(key: UInt32, shape: int | Sequence[int], *, width: int = 32) -> NDArray
     if width not in (32, 64):
         raise ValueError(f"width={width!r} is unknown. Expected 32 or 64.")
     out = np.empty(shape, np.uint32 if width == 32 else np.uint64)
-    _fill(out.reshape(-1), lambda start, stop: _words(key, start, stop, width))
+
+    def draw(chunk: int, length: int) -> NDArray[Any]:
+        return _words(key, chunk, length, width)
+
+    fill_between(out.reshape(-1), 0, size=out.size, block=_CHUNK, draw=draw)
     return out
 
 
-def _words(key: UInt32, start: int, stop: int, width: int) -> NDArray[Any]:
-    """(stop - start,) unsigned integers of 32 or 64 bits at these counters."""
-    count = np.arange(start, stop, dtype=np.uint64)
+def _words(key: UInt32, chunk: int, length: int, width: int) -> NDArray[Any]:
+    """(length,) unsigned integers of 32 or 64 bits at the counters of a chunk."""
+    count = np.arange(chunk * _CHUNK, chunk * _CHUNK + length, dtype=np.uint64)
     high, low = (count >> np.uint64(32)).astype(np.uint32), count.astype(np.uint32)
     x, y = threefry2x32(key, high, low)
     return x ^ y if width == 32 else (x.astype(np.uint64) << np.uint64(32)) | y.astype(np.uint64)
@@ -129,8 +113,8 @@ def _erfinv32(x: NDArray[np.float32]) -> NDArray[np.float32]:
     w = -np.log1p(-x * x)
     centre = w < np.float32(5)
     t = np.where(centre, w - np.float32(2.5), np.sqrt(w) - np.float32(3))
-    result = np.where(centre, np.float32(_CENTRE[0]), np.float32(_TAIL[0]))
-    for a, b in zip(_CENTRE[1:], _TAIL[1:], strict=True):
+    result = np.float32(0)
+    for a, b in _ERFINV:
         result = np.where(centre, np.float32(a), np.float32(b)) + result * t
     return result * x
 
@@ -146,34 +130,27 @@ def normal(
     """
     if dtype not in (np.float32, np.float64):
         raise TypeError(f"dtype={dtype!r} is unknown. Expected numpy.float32 or numpy.float64.")
-    out = np.empty(shape, dtype)
-    _fill(out.reshape(-1), lambda start, stop: _normals(key, start, stop, dtype))
-    return out
+    size = int(np.prod(shape))
+    return normal_between(key, 0, size, size=size, dtype=dtype).reshape(shape)
 
 
 def normal_between(
     key: UInt32, start: int, stop: int, *, size: int, dtype: type[np.floating[Any]] = np.float32
 ) -> NDArray[Any]:
-    """Return the numbers start..stop-1 of `normal(key, size)`, without drawing the others.
+    """Return the numbers start..stop-1 of `normal(key, size)`, drawing only their chunks.
 
     Guarantees:
         Bit for bit those of the whole array.  [test_portable_parts_are_those_of_the_whole]
     """
+    from scipy.special import erfinv
+
     out = np.empty(stop - start, dtype)
+    width, inverse = (32, _erfinv32) if dtype is np.float32 else (64, erfinv)
 
     def draw(chunk: int, length: int) -> NDArray[Any]:
-        return _normals(key, chunk * _CHUNK, chunk * _CHUNK + length, dtype)
+        words = _words(key, chunk, length, width)
+        normals: NDArray[Any] = dtype(math.sqrt(2)) * inverse(_symmetric_uniform(words))
+        return normals
 
     fill_between(out, start, size=size, block=_CHUNK, draw=draw)
     return out
-
-
-def _normals(key: UInt32, start: int, stop: int, dtype: type[np.floating[Any]]) -> NDArray[Any]:
-    """(stop - start,) normals at these counters."""
-    from scipy.special import erfinv
-
-    single = dtype is np.float32
-    words = _words(key, start, stop, 32 if single else 64)
-    inverse = _erfinv32 if single else erfinv
-    normals: NDArray[Any] = dtype(math.sqrt(2)) * inverse(_symmetric_uniform(words))
-    return normals

@@ -23,17 +23,11 @@ _files: dict[str, set[str]] = {}  # SHA-256 -> key files that this process read 
 
 @dataclass(frozen=True)
 class Mark:
-    """Content of a marker file; the one of dualdp 0.1.0 is empty.
+    """Content of a marker file; the one of dualdp 0.1.0 is empty."""
 
-    Attributes:
-        ledger: path of the run's ledger; "" if it is kept in memory.
-        opened: hash of the ledger's last line when the run was last begun or resumed.
-        key: SHA-256 of the key; a deleted key file may have left the marker of another key.
-    """
-
-    ledger: str = ""
-    opened: str = ""
-    key: str = ""
+    ledger: str = ""  # path of the run's ledger; "" if it is kept in memory
+    opened: str = ""  # hash of the ledger's last line when the run was last begun or resumed
+    key: str = ""  # SHA-256; a deleted key file may have left the marker of another key
 
 
 def note_file(sha256: str, path: str | os.PathLike[str]) -> None:
@@ -80,21 +74,22 @@ def _read(path: Path) -> Mark | None:
 
 
 def leave(sha256: str, mark: Mark, *, is_new: bool) -> None:
-    """Write the markers of a key that has a file; none may exist if the run is new.
-
-    Raises:
-        AccountingError: a mark can't be written, or another process left one just now.
-    """
+    """Write the markers of a key that has a file; none may exist if the run is new."""
     if not _files.get(sha256):
         return
     files = sorted(path for path in _files[sha256] if os.path.exists(path))
     text, made = json.dumps(asdict(replace(mark, key=sha256))), list[Path]()
+    flags = os.O_WRONLY | os.O_CREAT | (os.O_EXCL if is_new else os.O_TRUNC)
     try:
         for path in (_folder() / sha256, *map(beside, files)):
             if (left := _read(path)) is not None and left.key not in ("", sha256):
                 path.unlink(missing_ok=True)
-            _write(path, text, is_new)
+            file = os.open(path, flags, 0o644)
             made.append(path)
+            try:
+                os.write(file, text.encode())
+            finally:
+                os.close(file)
     except BaseException as error:
         for path in made if is_new else ():
             path.unlink(missing_ok=True)
@@ -122,17 +117,3 @@ def _folder() -> Path:
                 return folder
     last.mkdir(parents=True, exist_ok=True)
     return last
-
-
-def _write(path: Path, text: str, is_new: bool) -> None:
-    """Write a marker, which must be a new file if `is_new`."""
-    flags = os.O_WRONLY | os.O_CREAT | (os.O_EXCL if is_new else os.O_TRUNC)
-    file = os.open(path, flags, 0o644)
-    try:
-        os.write(file, text.encode())
-    except BaseException:
-        if is_new:
-            path.unlink(missing_ok=True)
-        raise
-    finally:
-        os.close(file)

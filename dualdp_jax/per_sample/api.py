@@ -13,7 +13,7 @@ from dualdp import _validate
 from dualdp.exactness import CHECKS
 from dualdp_jax import compat
 from dualdp_jax.parallel.mesh import whole
-from dualdp_jax.per_sample import clip, first_calls
+from dualdp_jax.per_sample import clip
 from dualdp_jax.per_sample.call import Answer, Call, build, traced
 from dualdp_jax.per_sample.checks import spot_check, trials
 from dualdp_jax.per_sample.methods import check_method, prepared
@@ -202,17 +202,19 @@ def _answered(
     size = chunk_size(call, request.method, *sizes)
     if check == "off" or call.num_examples == 0:
         return answer(request, call, mask, size)
+    call = traced(call)
     if compat.in_trace() or compat.is_traced(call.rows, call.parameters.trained, mask):
-        call = traced(call)
         trials.examine(request, call, size, where, again=check == "always")
         return answer(request, call, mask, size)
     found = answer(request, call, mask, size)
-    kind = first_calls.kind_of(loss_fn, call, request, size)
-    rows = _chosen_rows(found, call.num_examples, mask)
-    if rows and (check == "always" or first_calls.is_new(kind)):
-        answered = spot_check.AnsweredCall(request, traced(call), mask, size, found)
-        spot_check.examine(answered, rows, where)
-        first_calls.remember(kind)
+    code = getattr(loss_fn, "__code__", None)  # a lambda in a loop is one function
+    kind = (code, trials.kind_of(request, call), size < call.num_examples)
+    if check == "always" or not trials.is_known(kind):
+        rows = _chosen_rows(found, call.num_examples, mask)
+        if rows:
+            answered = spot_check.AnsweredCall(request, call, mask, size, found)
+            spot_check.examine(answered, rows, where)
+            trials.remember(kind)
     return found
 
 

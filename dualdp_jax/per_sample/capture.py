@@ -130,7 +130,7 @@ def capture(call: Call, rows: Row) -> Capture:
     """Run forward and backward over a batch, and record the arrays that the rules need."""
     trained = call.parameters.trained
     found: Analysis = analyzed(call).analysis
-    zeros = [compat.vary(jnp.zeros(p.shape, p.dtype), p.axes) for p in found.results]
+    zeros = [compat.varying_zeros(*result) for result in found.results]
     own_zeros = {index: jnp.zeros_like(trained[index]) for index in found.kept}
 
     def one(row: Row) -> Any:

@@ -134,7 +134,7 @@ def _inverse(eqn: Any, shape: tuple[int, ...]) -> Undo | None:
         return None
 
     def undo(cotangent: Any) -> Any:
-        like = compat.vary(jnp.zeros(shape, cotangent.dtype), compat.varying_axes(cotangent))
+        like = compat.varying_zeros(shape, cotangent.dtype, compat.varying_axes(cotangent))
         return jax.linear_transpose(lambda x: compat.bind(eqn, x)[0], like)(cotangent)[0]
 
     return undo

@@ -127,7 +127,7 @@ def _in_chunks(
     masks = shape(mask) & (jnp.arange(chunks * size) < num_rows).reshape(chunks, size)
     first = jax.tree.map(lambda leaf: leaf[0], padded)
     empty = jax.tree.map(
-        lambda out: compat.vary(jnp.zeros(out.shape, out.dtype), compat.varying_axes(out)),
+        lambda out: compat.varying_zeros(out.shape, out.dtype, compat.varying_axes(out)),
         jax.eval_shape(work, first, masks[0]),
     )
 

@@ -211,9 +211,9 @@ def weighted_sum(spec: Spec, others: tuple[Any, ...], grads_out: Any, weights: A
     def convolve(kernel: Any) -> Any:
         return jax.vmap(lambda one: jax.lax.conv_general_dilated_p.bind(one, kernel, **options))(x)
 
-    like = jnp.zeros(spec.shape, cotangents.dtype)
-    pull = jax.linear_transpose(convolve, compat.vary(like, compat.varying_axes(cotangents)))
-    return pull(cotangents)[0]
+    axes = compat.varying_axes(cotangents)
+    like = compat.varying_zeros(spec.shape, cotangents.dtype, axes)
+    return jax.linear_transpose(convolve, like)(cotangents)[0]
 
 
 def _num_offsets(spec: Spec) -> int:

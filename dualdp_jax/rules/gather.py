@@ -159,7 +159,7 @@ def _sq_norms_by_table(numbers: Any, rows: Any, *, total: int) -> Any:
         return table, jnp.square(added).reshape(few, -1).sum(1)
 
     cut = (numbers.reshape(-1, few, t), rows.reshape(-1, few * t, width))
-    table = compat.vary(jnp.zeros(few * (total + 1), jnp.int32), compat.varying_axes(numbers))
+    table = compat.varying_zeros((few * (total + 1),), jnp.int32, compat.varying_axes(numbers))
     return jax.lax.scan(step, table, cut)[1].reshape(n)
 
 

@@ -2,20 +2,16 @@
 """Time and tightness of the accountants, against dp-accounting, Opacus and prv-accountant.
 
 Every system gets the same problems in the same run. A peer that is not installed, fails, or exceeds
-the time limit gets a row with the reason. Each problem has a target time; if it is missed, a row
-states the miss and where the time goes. Rows are printed as they come.
+the time limit gets a row with the reason. Rows are printed as they come.
 """
 
 from __future__ import annotations
 
 import contextlib
-import cProfile
 import functools
 import itertools
 import math
-import pstats
 import random
-import resource
 import signal
 import statistics
 import sys
@@ -31,18 +27,6 @@ LIMIT = 3.0  # seconds for one answer in the grid
 PATIENCE = 3.0  # seconds for a peer's answer to a single problem
 SHARE = 4.0  # seconds of a peer for the whole grid, in random order
 MEMORY = 12 << 30  # bytes of address space, above which a system fails
-# Target times: start of the problem's name, system, seconds.
-TARGETS = (
-    ("homogeneous grid", "dualdp", 0.010),
-    ("1000 distinct noise", "dualdp", 0.2),
-    ("10000 distinct noise", "dualdp", 1.0),
-    ("10000 distinct noise", "dualdp two-sided", 3.0),
-    ("10000 distinct (noise", "dualdp", 2.0),
-    ("full batch", "dualdp", 1e-3),
-    ("sigma 1, q 0.01", "dualdp", 0.5),
-    ("calibrate", "dualdp", 0.3),
-    ("balls in bins", "dualdp", 1.0),
-)
 DELTA = 1e-5
 
 
@@ -58,15 +42,11 @@ def ours(steps: Sequence[Step], delta: float, **options: Any) -> float:
     return float(_account(steps, **options).get_epsilon(delta=delta))
 
 
-def two_sided(steps: Sequence[Step], delta: float) -> float:
-    """Return the upper bound of dualdp, with the lower bound computed too."""
-    return float(_account(steps).epsilon_bounds(delta=delta)[2])
-
-
 #: System -> function (steps, delta) -> epsilon.
 SYSTEMS: dict[str, Callable[[Sequence[Step], float], float]] = {
     "dualdp": ours,
-    "dualdp two-sided": two_sided,
+    # with the lower bound computed too
+    "dualdp two-sided": lambda steps, delta: float(_account(steps).epsilon_bounds(delta=delta)[2]),
     "dualdp rdp": functools.partial(ours, name="rdp"),
     **PEERS,
 }
@@ -74,7 +54,8 @@ SYSTEMS: dict[str, Callable[[Sequence[Step], float], float]] = {
 
 @contextlib.contextmanager
 def limited(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError in the main thread after `seconds`, and limit the memory."""
+    """Raise TimeoutError in the main thread after `seconds`, and limit the memory (POSIX)."""
+    import resource
 
     def stop(number: int, frame: Any) -> None:
         raise TimeoutError(f"more than {seconds:.0f} s")
@@ -105,18 +86,12 @@ def timed(function: Callable[[], float], limit: float) -> tuple[float, float | N
 
 def row(workload: str, system: str, **fields: Any) -> Row:
     """Return a row of this suite."""
-    return Row(
-        suite="accounting",
-        stack="core",
-        workload=workload,
-        system=system,
-        quantity="epsilon",
-        **fields,
-    )
+    fields |= {"suite": "accounting", "stack": "core", "quantity": "epsilon"}
+    return Row(workload=workload, system=system, **fields)
 
 
-def grid(quick: bool) -> list[tuple[Step, float]]:
-    """Return the homogeneous settings: 240 of them, 8 when quick."""
+def homogeneous(quick: bool) -> Iterator[list[Row]]:
+    """Yield a row for each system over a grid: median; p90, worst and failures in the note."""
     axes: tuple[Sequence[float], ...] = (
         (0.5, 0.7, 1, 1.5, 4, 10),
         (1e-4, 1e-3, 0.01, 0.05),
@@ -125,12 +100,7 @@ def grid(quick: bool) -> list[tuple[Step, float]]:
     )
     if quick:
         axes = ((1, 4), (0.01,), (100, 1_000), (1e-5, 1e-7))
-    return [((s, q, int(t)), d) for s, q, t, d in itertools.product(*axes)]
-
-
-def homogeneous(quick: bool) -> Iterator[list[Row]]:
-    """Yield a row for each system over the grid: median; p90, worst and failures in the note."""
-    settings = grid(quick)
+    settings = [((s, q, int(t)), d) for s, q, t, d in itertools.product(*axes)]
     lower = [_account([step]).epsilon_bounds(delta=d)[0] for step, d in settings]
     problems = list(zip(settings, lower, strict=True))
     random.Random(0).shuffle(problems)
@@ -158,16 +128,8 @@ def homogeneous(quick: bool) -> Iterator[list[Row]]:
         )
         if answered < asked:
             note += f"; stopped after {SHARE:.0f} s, {answered} of {asked} settings drawn at random"
-        yield [
-            row(
-                "homogeneous grid",
-                system,
-                seconds=statistics.median(seconds),
-                rounds=answered,
-                value=100 * max(above),
-                note=note,
-            )
-        ]
+        numbers = {"seconds": statistics.median(seconds), "value": 100 * max(above)}
+        yield [row("homogeneous grid", system, rounds=answered, note=note, **numbers)]
 
 
 def schedule(n: int, *, rate_falls: bool = False) -> list[Step]:
@@ -199,40 +161,15 @@ def single_problems(quick: bool) -> Iterator[list[Row]]:
 
 
 def measured(workload: str, system: str, call: Callable[[], float], rounds: int) -> Row:
-    """Return the row of a call: median of `rounds` calls, or one call if it is slow.
-
-    If the target time is missed, the note names the four functions with the largest own time.
-    """
-    taken, answer, error = timed(call, PATIENCE if system in PEERS else 120.0)
-    times = [taken]
-    if error is None and taken < 0.5:
+    """Return the row of a call: median of `rounds` calls, or one call if it is slow."""
+    first, answer, error = timed(call, PATIENCE if system in PEERS else 120.0)
+    if error is not None:
+        return row(workload, system, rounds=1, value=answer, error=error, first=first)
+    times = [first]
+    if first < 0.5:
         times += [timed(call, PATIENCE)[0] for _ in range(rounds - 1)]
-    seconds = statistics.median(times) if error is None else None
-    target, note = _target(workload, system), None
-    if target is not None and (seconds is None or seconds > target):
-        profile = cProfile.Profile()
-        profile.runcall(call)
-        stats: Any = pstats.Stats(profile)
-        whole = stats.total_tt or 1.0
-        own = sorted(((v[2], k[2]) for k, v in stats.stats.items()), reverse=True)[:4]
-        slow = ", ".join(f"{100 * t / whole:.0f} % {name.strip('<>')}" for t, name in own)
-        note = f"misses its reach of {target:g} s: {slow}"
-    return row(
-        workload,
-        system,
-        seconds=seconds,
-        rounds=len(times),
-        value=answer,
-        error=error,
-        first=taken,
-        note=note,
-    )
-
-
-def _target(workload: str, system: str) -> float | None:
-    """Target time in seconds of a problem and system, or None."""
-    found = (s for start, who, s in TARGETS if workload.startswith(start) and system == who)
-    return next(found, None)
+    seconds, count = statistics.median(times), len(times)
+    return row(workload, system, seconds=seconds, rounds=count, value=answer, first=first)
 
 
 def calibrations(quick: bool) -> Iterator[list[Row]]:
@@ -274,18 +211,13 @@ def balls_in_bins(quick: bool) -> Iterator[list[Row]]:
 
 
 def measure(*, quick: bool) -> Iterator[list[Row]]:
-    """Yield the rows, with one for each target time, and print them as they come."""
+    """Yield the rows, and print them as they come."""
     for function in SYSTEMS.values():  # imports and first calls are not timed
         timed(functools.partial(function, [(1.0, 0.02, 10)], DELTA), 120.0)
     for suite in (homogeneous, single_problems, calibrations, balls_in_bins):
         for rows in suite(quick):
-            targets = []
             for one in rows:
-                missed = one.note if one.note and one.note.startswith("misses") else None
-                if (target := _target(one.workload, one.system)) is not None:
-                    system = f"{one.system}: reach"
-                    targets.append(row(one.workload, system, seconds=target, error=missed))
                 took = "-" if one.seconds is None else f"{1e3 * one.seconds:.2f} ms"
                 text = f"{one.workload:50s} {one.system:20s} {took:>14s}"
                 print(text, one.error or one.note or "", file=sys.stderr, flush=True)
-            yield rows + targets
+            yield rows

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import ctypes
-import importlib
 import os
 import shlex
 import sys
@@ -18,7 +17,15 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from dualdp_tools.bench import marks, results, suites, systems, workloads
+from dualdp_tools.bench import (
+    accounting,
+    marks,
+    noise,
+    results,
+    suites,
+    systems,
+    workloads,
+)
 from dualdp_tools.bench import profile as profiles
 from dualdp_tools.bench import readme as readmes
 from dualdp_tools.bench import report as reports
@@ -28,7 +35,8 @@ from dualdp_tools.bench.session import Session
 
 QUICK_FOLDER = Path("out/benchmarks")
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
-MODULES = {"accounting": "epsilon", "noise": "noise"}  # suites without workloads -> quantity
+#: Suites without workloads.
+MODULES = {"accounting": accounting.measure, "noise": noise.measure}
 
 app = typer.Typer(
     help="Measure speed, memory and accounting; every command writes and shows a results file.",
@@ -60,11 +68,9 @@ def limit_threads(threads: int) -> int:
 
 
 def keep_freed_memory() -> None:
-    """Make the C library keep freed memory, for all systems alike.
-
-    glibc returns large blocks to the kernel at once; the next step then allocates them again, page
-    by page, which takes up to half of its time, at random.
-    """
+    """Make the C library keep freed memory, for all systems alike."""
+    # glibc returns large blocks to the kernel at once; the next step then allocates them again,
+    # page by page, which takes up to half of its time, at random.
     for option in (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD):
         _call_libc("mallopt", option, 2**31 - 1)
 
@@ -93,19 +99,13 @@ def progress(title: str, steps: Iterable[list[Row]]) -> Iterator[list[Row]]:
 
 
 def steps_of(names: list[str], sessions: list[Session], quick: bool) -> Iterator[list[Row]]:
-    """Yield the rows of these suites, one point at a time; of a failed import a row with why."""
+    """Yield the rows of these suites, one point at a time."""
     for suite in names:
-        if suite not in MODULES:
-            for session in sessions:
-                yield from progress(f"{suite} {session.stack.name}", suites.SUITES[suite](session))
+        if suite in MODULES:
+            yield from progress(suite, MODULES[suite](quick=quick))
             continue
-        try:
-            module = importlib.import_module(f"dualdp_tools.bench.{suite}")
-        except ModuleNotFoundError as error:
-            yield [Row(suite=suite, stack="core", workload=suite, system="dualdp",
-                       quantity=MODULES[suite], error=systems.error_text(error))]  # fmt: skip
-            continue
-        yield from progress(suite, module.measure(quick=quick))
+        for session in sessions:
+            yield from progress(f"{suite} {session.stack.name}", suites.SUITES[suite](session))
 
 
 def keep(run: results.RunFile, steps: Iterable[list[Row]]) -> Path:
@@ -127,19 +127,17 @@ def keep(run: results.RunFile, steps: Iterable[list[Row]]) -> Path:
     return run.finish()
 
 
-def finish(path: Path) -> None:
-    """Show the tables of a results file, and write them with its figures."""
-    found = results.read(path)
+def show(found: results.Results, folder: Path) -> list[Path]:
+    """Print the tables of a results file, and write them with their figures; return the paths."""
     for table in reports.tables(found):
         table.show()
-    written = reports.write(found, path.with_suffix(""))
-    typer.echo("\n".join(str(name) for name in (path, *written)))
+    return reports.write(found, folder)
 
 
 def measure(
     names: list[str],
     suffix: str,
-    sessions: Callable[[tuple[Row, ...]], list[Session]],
+    sessions: list[Session],
     *,
     device: str,
     threads: int,
@@ -149,20 +147,16 @@ def measure(
 ) -> None:
     """Run suites, write their results file, and show it."""
     now = results.collect([], device=device, threads=threads, command=command_text())
-    earlier: tuple[Row, ...] = ()
     if resume is not None:
         stopped = results.read(resume)
         results.check_same(stopped, now, resume)
         # Suites without workloads are quick, and begin again.
         earlier = tuple(row for row in stopped.rows if row.suite not in MODULES)
+        sessions = [replace(session, earlier=earlier) for session in sessions]
         now = replace(now, took=stopped.took)
     folder = out or (QUICK_FOLDER if quick else results.FOLDER)
-    path = keep(results.RunFile(now, folder, suffix), steps_of(names, sessions(earlier), quick))
-    found = results.read(path)
-    for table in reports.tables(found):
-        table.show()
-    written = reports.write(found, path.with_suffix(""))
-    typer.echo("\n".join(str(name) for name in (path, *written)))
+    path = keep(results.RunFile(now, folder, suffix), steps_of(names, sessions, quick))
+    typer.echo("\n".join(map(str, (path, *show(results.read(path), path.with_suffix(""))))))
 
 
 def suite_command(names: list[str], suffix: str) -> Callable[..., None]:
@@ -187,10 +181,7 @@ def suite_command(names: list[str], suffix: str) -> Callable[..., None]:
         measure(
             names,
             "-".join([suffix, *(backend or ())]),
-            lambda earlier: [
-                Session(stack, system, workload, batch, protocol, device, quick, earlier)
-                for stack in stacks
-            ],
+            [Session(stack, system, workload, batch, protocol, device, quick) for stack in stacks],
             device=stacks[0].device(device),
             threads=threads,
             quick=quick,
@@ -212,15 +203,8 @@ def module_command(suite: str) -> Callable[..., None]:
     """Return the command that runs a suite without workloads."""
 
     def command(quick: Quick = False, threads: Threads = 2, out: Out = None) -> None:
-        measure(
-            [suite],
-            f"-{suite}",
-            lambda earlier: [],
-            device=results.processor(),
-            threads=limit_threads(threads),
-            quick=quick,
-            out=out,
-        )
+        threads, device = limit_threads(threads), results.processor()
+        measure([suite], f"-{suite}", [], device=device, threads=threads, quick=quick, out=out)
 
     return command
 
@@ -247,11 +231,8 @@ def report(
     if not files:
         raise ValueError(f"There is no run in {results.FOLDER}. Name a results file.")
     for path in files:
-        found = results.read(path)
-        for table in reports.tables(found):
-            table.show()
         folder = path.with_suffix("") if out is None else out / path.stem
-        for written in reports.write(found, folder):
+        for written in show(results.read(path), folder):
             typer.echo(written)
     for page in readme or ():
         readmes.update(page, files)
@@ -276,10 +257,8 @@ def profile_workloads(
     warnings.filterwarnings("ignore")
     stack = systems.stack(backend)
     for name in workload or marked(backend):
-        page_command = f"python -m benchmarks profile --backend {backend} --workload {name}"
-        page = profiles.profile(
-            stack, name, system, batch=batch, device=device, command=page_command
-        )
+        typed = f"python -m benchmarks profile --backend {backend} --workload {name}"
+        page = profiles.profile(stack, name, system, batch=batch, device=device, command=typed)
         typer.echo(page)
         typer.echo(profiles.write(page, name, backend, out))
 

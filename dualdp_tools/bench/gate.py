@@ -33,11 +33,7 @@ class WrongSystem(ValueError):
 
 
 def check(system: str, found: Clipped, truth: Clipped, slack: float = 0.0) -> None:
-    """Raise if a system's clipped sum or norms differ from those of the loop.
-
-    Raises:
-        WrongSystem: which parameter differs and by how much.
-    """
+    """Raise `WrongSystem` if a system's clipped sum or norms differ from those of the loop."""
     if found.sums.keys() != truth.sums.keys():
         raise WrongSystem(
             f"{system} is not timed: it returned sums of {sorted(found.sums)}, "

@@ -18,11 +18,9 @@ from dualdp_tools.bench.specs import (
     Attention,
     Conv,
     Embedding,
-    GroupNorm,
-    InstanceNorm,
     Layer,
-    LayerNorm,
     Linear,
+    Norm,
     Op,
     Pool,
     Recurrent,
@@ -51,17 +49,21 @@ def embedding(rows: int = 20_000, width: int = 100, length: int = 1) -> Workload
 
 
 def layernorm(width: int = 64, length: int = 16) -> Workload:
-    return _layer("layernorm", LayerNorm(width), (length, width), width=width, length=length)
+    return _layer(
+        "layernorm", Norm("layernorm", width), (length, width), width=width, length=length
+    )
 
 
 def groupnorm(channels: int = 256, groups: int = 16, image: int = 8) -> Workload:
     sizes = {"channels": channels, "groups": groups, "image": image}
-    return _layer("groupnorm", GroupNorm(channels, groups), (channels, image, image), **sizes)
+    return _layer(
+        "groupnorm", Norm("groupnorm", channels, groups), (channels, image, image), **sizes
+    )
 
 
 def instancenorm(channels: int = 256, image: int = 8) -> Workload:
     sizes = {"channels": channels, "image": image}
-    return _layer("instancenorm", InstanceNorm(channels), (channels, image, image), **sizes)
+    return _layer("instancenorm", Norm("instancenorm", channels), (channels, image, image), **sizes)
 
 
 def attention(width: int = 100, heads: int = 4, length: int = 128) -> Workload:

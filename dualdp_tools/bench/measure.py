@@ -30,25 +30,15 @@ TAKES = "takes "  # begins the note of a system that chooses between methods
 
 @dataclass(frozen=True)
 class Protocol:
-    """Numbers of rounds and time limits of a measurement.
+    """Numbers of rounds and time limits of a measurement."""
 
-    Attributes:
-        rounds: number of turns of each system.
-        warmup: number of calls before the first counted round, at least one; for a gradient, the
-            gate makes one of them.
-        patience: seconds of turns after which a system stops, once it has had `fewest` turns.
-        fewest: smallest number of turns for a median.
-        short: seconds of a warm call below which every turn begins with an uncounted call.
-        far: multiple of the non-private warm call beyond which a system gets only `fewest` turns,
-            and none with noise and update.
-        longest: seconds of a warm call beyond which a system that is far gets no turns at all.
-    """
-
-    rounds: int = 9
-    warmup: int = 2
-    patience: float = 1.5
-    fewest: int = 3
-    short: float = 0.02
+    rounds: int = 9  # turns of each system
+    warmup: int = 2  # calls before the first counted round; the gate makes one of a gradient
+    patience: float = 1.5  # seconds of turns after which a system stops that had `fewest`
+    fewest: int = 3  # turns for a median
+    short: float = 0.02  # seconds of a call below which every turn begins with an uncounted one
+    # Beyond `far` non-private calls a system gets only `fewest` turns, and none with noise and
+    # update; beyond `longest` seconds a system that is far gets no turns at all.
     far: float = 2.5
     longest: float = 2.0
 
@@ -72,15 +62,22 @@ class Timing:
         low, high = np.percentile(self.seconds, (25, 75))
         return float(high - low)
 
+    def fill(self, row: Row, steps: int = 1, **changes: Any) -> Row:
+        """Return the row with the time of one of the `steps` steps in each call."""
+        return replace(
+            row,
+            seconds=self.median / steps,
+            spread=self.spread / steps,
+            rounds=len(self.seconds),
+            first=self.first,
+            **changes,
+        )
+
 
 def interleave(
     steps: Mapping[str, Callable[[], Any]], protocol: Protocol | None = None
 ) -> dict[str, Timing]:
-    """Time each step once per round, in a random order, after the warm-up.
-
-    Returns:
-        Mapping from name to `Timing`, without rounds for a system that is too slow.
-    """
+    """Time each step once per round, in a random order; too slow a system gets no rounds."""
     protocol = protocol or Protocol()
     first = {name: _seconds(step) for name, step in steps.items()}
     warm = dict(first)
@@ -109,6 +106,19 @@ def _seconds(step: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
+def empty_row(stack: Stack, suite: str, workload: Workload, batch: int | None) -> Row:
+    """Return a row without system, quantity and numbers."""
+    return Row(
+        suite=suite,
+        stack=stack.name,
+        workload=workload.name,
+        options=workload.options,
+        batch=batch,
+        system="",
+        quantity="",
+    )
+
+
 def point(
     stack: Stack,
     workload: Workload,
@@ -122,20 +132,8 @@ def point(
     device: str = "cpu",
     together: int = 1,
 ) -> list[Row]:
-    """Measure systems on one workload and batch size.
-
-    Returns:
-        One row per system and quantity; the non-private step comes first.
-    """
-    base = Row(
-        suite=suite,
-        stack=stack.name,
-        workload=workload.name,
-        options=workload.options,
-        batch=n,
-        system="",
-        quantity="",
-    )
+    """Return a row per system and quantity of one point, the non-private step first."""
+    base = empty_row(stack, suite, workload, n)
     setting, arrays = Setting(workload, n, device=device), workload.batch(n)
     batch = stack.load(setting, *arrays)
     try:
@@ -150,7 +148,10 @@ def point(
         base = replace(base, quantity=quantity)
         candidates = {name: one for name, one in admitted.items() if name not in refused}
         if quantity == "epoch":  # new systems, as at the start of a run
-            candidates = {name: _made(stack, name, setting) for name in candidates}
+            for name in candidates:
+                start = time.perf_counter()
+                prepared = stack.systems[name](setting)
+                candidates[name] = Candidate(prepared, time.perf_counter() - start)
         elif quantity == "update":  # the gate has called the gradient only
             candidates = {name: replace(one, first=0.0) for name, one in candidates.items()}
         calls = {
@@ -165,12 +166,6 @@ def point(
         too_far = f"not timed: over {protocol.far:g} times the non-private step without noise"
         refused |= {row.system: too_far for row in timed if row.ratio and row.ratio > protocol.far}
     return _with_memory_and_choice(rows, admitted, batch, memory=memory)
-
-
-def _made(stack: Stack, name: str, setting: Setting) -> Candidate:
-    start = time.perf_counter()
-    prepared = stack.systems[name](setting)
-    return Candidate(prepared, time.perf_counter() - start)
 
 
 def _call(
@@ -208,19 +203,16 @@ def _timed(
     """Row of each call, with its time over that of the non-private step."""
     called = base.quantity == "gradient"  # by the gate; others are called in the warm-up
     timings = interleave(calls, replace(protocol, warmup=protocol.warmup - called))
-    plain = timings[NON_PRIVATE] if NON_PRIVATE in timings else None
+    plain = timings.get(NON_PRIVATE)
     rows = []
     for name, timing in timings.items():
-        first = candidates[name].first + (0.0 if called else timing.first)
-        row = replace(base, system=name, first=first)
+        row = replace(base, system=name, error=f"too slow here: {timing.warm:.1f} s a step")
         if timing.seconds:
-            seconds, spread = timing.median, timing.spread
-            row = replace(row, seconds=seconds, spread=spread, rounds=len(timing.seconds))
+            row = timing.fill(row, error=None)
             if plain and plain.seconds and plain.median:
-                row = replace(row, ratio=seconds / plain.median)
-        else:
-            row = replace(row, error=f"too slow here: {timing.warm:.1f} s a step")
-        rows.append(row)
+                row = replace(row, ratio=timing.median / plain.median)
+        first = candidates[name].first + (0.0 if called else timing.first)
+        rows.append(replace(row, first=first))
     return rows
 
 

@@ -8,6 +8,7 @@ the framework's generator in the mode's precision: float32, and float64 for "sec
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import Any
@@ -92,31 +93,25 @@ def measure(*, quick: bool) -> Iterator[list[Row]]:
 
 def point(stack: str, calls: Callable[[int], Calls], size: int, protocol: Protocol) -> list[Row]:
     """Return the rows of every system of one stack for `size` numbers."""
-    common: dict[str, Any] = {
-        "suite": "noise",
-        "stack": stack,
-        "workload": f"{size:.0e} numbers",
-        "quantity": "noise",
-        "options": {"numbers": size, "threads": parallel.cores()},
-    }
+    base = Row(
+        suite="noise",
+        stack=stack,
+        workload=f"{size:.0e} numbers",
+        system="dualdp",
+        quantity="noise",
+        options={"numbers": size, "threads": parallel.cores()},
+    )
     try:
         timings = interleave(calls(size), protocol)
     except ModuleNotFoundError as error:
-        return [Row(system="dualdp", error=systems.error_text(error), **common)]
+        return [replace(base, error=systems.error_text(error))]
     rows = []
     for system, timing in timings.items():
         dtype = YARDSTICKS.get(system.removeprefix("dualdp "), system)
-        rows.append(
-            Row(
-                system=system,
-                seconds=timing.median,
-                spread=timing.spread,
-                rounds=len(timing.seconds),
-                first=timing.first,
-                value=timing.median / size * 1e9,
-                ratio=timing.median / timings[dtype].median,
-                note=f"ratio: over {dtype} normals of {stack}",
-                **common,
-            )
-        )
+        numbers = {
+            "value": timing.median / size * 1e9,
+            "ratio": timing.median / timings[dtype].median,
+            "note": f"ratio: over {dtype} normals of {stack}",
+        }
+        rows.append(timing.fill(replace(base, system=system), **numbers))
     return rows

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from dualdp_tools.bench import systems_torch
-from dualdp_tools.bench.systems import NOISE_MULTIPLIER, Prepared, Setting
+from dualdp_tools.bench import systems, systems_torch
+from dualdp_tools.bench.systems import Prepared, Setting
 
 
 def _with_dp_cells(module: nn.Module) -> None:
@@ -55,8 +55,8 @@ def opacus(setting: Setting, mode: str) -> Prepared:
     model = prepare_module(problem.model, mode, loss_reduction="mean", **keywords)
     trained = {_plain(name): p for name, p in model.named_parameters() if p.requires_grad}
     optimizer = (DPOptimizerFastGradientClipping if ghost else DPOptimizer)(
-        torch.optim.SGD(trained.values(), systems_torch.LEARNING_RATE),
-        noise_multiplier=NOISE_MULTIPLIER,
+        torch.optim.SGD(trained.values(), systems.LEARNING_RATE),
+        noise_multiplier=systems.NOISE_MULTIPLIER,
         max_grad_norm=setting.max_grad_norm,
         expected_batch_size=setting.n,
     )

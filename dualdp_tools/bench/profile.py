@@ -9,18 +9,25 @@ calls down, so the shares are meaningful, not the milliseconds.
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping
+import re
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dualdp_tools.bench import gate, layers, measure, results, suites, traces, workloads
+from dualdp_tools.bench import gate, layers, measure, results, suites, workloads
 from dualdp_tools.bench.measure import Protocol
 from dualdp_tools.bench.systems import NON_PRIVATE, Prepared, Setting, Stack
-from dualdp_tools.bench.traces import Kernels
 
-FOLDER = results.FOLDER / "profiles"
 MOST = 18  # number of kernels shown
+CALLS = 5  # traced steps
+#: Kernel -> (seconds per step, calls per step).
+Kernels = Mapping[str, tuple[float, float]]
+# An operation of a compiled program: its name, shape, and the path of its primitive.
+_OPERATION = re.compile(r"^\s*(?:ROOT )?%(\S+) = (\S+) (?:.*?)metadata=\{op_name=\"([^\"]*)\"")
+_AROUND = ("while", "conditional", "call")  # their time is that of the operations inside
 
 
 def profile(
@@ -32,14 +39,7 @@ def profile(
     device: str = "cpu",
     command: str = "",
 ) -> str:
-    """Return the page of one workload.
-
-    Raises:
-        ValueError: the stack has no tracer, or no system of that name.
-    """
-    if stack.name not in traces.TRACERS:
-        known = list(traces.TRACERS)
-        raise ValueError(f"backend={stack.name!r} has no tracer. Expected one of {known}.")
+    """Return the page of one workload; raise a ValueError on an unknown workload or system."""
     stack.choose([system])
     points = {name: (options, n) for name, options, n in suites.SPEED[stack.name]}
     options, n = points.get(workload, ({}, 32))
@@ -51,10 +51,13 @@ def profile(
     setting = gate.calibrate(stack, Setting(model, n, device=device))
     data = stack.load(setting, *model.batch(n))
     prepared = {name: stack.systems[name](setting) for name in (NON_PRIVATE, system)}
-    facts = {name: traces.FACTS[stack.name](one, data) for name, one in prepared.items()}
-    steps = {name: partial(_step, stack, one, data) for name, one in prepared.items()}
+
+    def step(one: Prepared) -> Any:
+        return stack.wait(one.gradient(data))
+
+    steps = {name: partial(step, one) for name, one in prepared.items()}
     timings = measure.interleave(steps, Protocol(patience=3.0))
-    trace = traces.TRACERS[stack.name]
+    trace = {"torch": torch_kernels, "jax": jax_kernels}[stack.name]
     kernels = {name: trace(steps[name], one.gradient) for name, one in prepared.items()}
     ratio = timings[system].median / timings[NON_PRIVATE].median
     taken = prepared[system].chosen(data)
@@ -66,7 +69,9 @@ def profile(
             f"`{command}` on {stack.device(device)} ({platform.system()}). Steps are medians of "
             f"{rounds} interleaved rounds without tracing.",
             "",
-            *_summary(timings, facts),
+            "| system | step, ms |",
+            "|---|---:|",
+            *(f"| {name} | {timing.median * 1e3:.2f} |" for name, timing in timings.items()),
             *([f"\n`{system}` takes {taken}."] if taken else []),
             "",
             "Kernels by their own time, under tracing, in percent of the non-private step; those "
@@ -78,21 +83,50 @@ def profile(
     )
 
 
-def _step(stack: Stack, prepared: Prepared, batch: Any) -> Any:
-    return stack.wait(prepared.gradient(batch))
+def torch_kernels(step: Callable[[], Any], gradient: Any) -> Kernels:
+    """Return the operators of a PyTorch step with their own times."""
+    import torch
+
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities) as trace:
+        for _ in range(CALLS):
+            step()
+    return {
+        event.key: (
+            (event.self_cpu_time_total + event.self_device_time_total) / 1e6 / CALLS,
+            event.count / CALLS,
+        )
+        for event in trace.key_averages()
+    }
 
 
-def _summary(
-    timings: Mapping[str, measure.Timing], facts: Mapping[str, Mapping[str, float]]
-) -> list[str]:
-    """Markdown rows of the measurements of each whole system."""
-    names = list(dict.fromkeys(name for known in facts.values() for name in known))
-    rows = [f"| system | step, ms | {' | '.join(names)} |", f"|---|---:|{'---:|' * len(names)}"]
-    for system, timing in timings.items():
-        known = facts[system]
-        cells = " | ".join(f"{known[name]:.3g}" if name in known else "" for name in names)
-        rows.append(f"| {system} | {timing.median * 1e3:.2f} | {cells} |")
-    return rows
+def jax_kernels(step: Callable[[], Any], gradient: Any) -> Kernels:
+    """Return the operations of a compiled JAX step, by primitive and shape, from XLA's trace."""
+    import jax
+
+    step()
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for _ in range(CALLS):
+                step()
+        (path,) = Path(folder).rglob("*.xplane.pb")
+        data = jax.profiler.ProfileData.from_file(str(path))
+    names = {}  # operation -> its primitive and the shape of its result
+    if hasattr(gradient, "compiled"):  # not a system of several programs
+        matches = map(_OPERATION.match, gradient.compiled.as_text().splitlines())
+        for name, shape, primitive in (match.groups() for match in matches if match):
+            names[name] = f"{primitive.rsplit('/', 1)[-1]} {shape.split('{')[0]}"
+    seconds: dict[str, float] = defaultdict(float)
+    calls: dict[str, float] = defaultdict(float)
+    lines = (line for plane in data.planes for line in plane.lines)
+    for event in (event for line in lines for event in line.events):
+        if "hlo_op" in dict(event.stats) and not event.name.startswith(_AROUND):
+            name = names.get(event.name, re.sub(r"\.\d+$", "", event.name))
+            seconds[name] += event.duration_ns / 1e9 / CALLS
+            calls[name] += 1 / CALLS
+    return {name: (seconds[name], calls[name]) for name in seconds}
 
 
 def _table(base: Kernels, found: Kernels, system: str) -> list[str]:
@@ -125,7 +159,7 @@ def path_of(workload: str, stack: str) -> Path:
 
 def write(page: str, workload: str, backend: str, folder: Path | None = None) -> Path:
     """Write a page and return its path."""
-    path = (folder or FOLDER) / path_of(workload, backend).name
+    path = (folder or results.FOLDER / "profiles") / path_of(workload, backend).name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page)
     return path

@@ -42,11 +42,7 @@ def newest(folder: Path) -> dict[str, Path]:
 
 
 def section(stack: str, path: Path, page: Path) -> str:
-    """Return the table of all systems of one stack, with remarks, figure and links, for a page.
-
-    Raises:
-        ValueError: the file has no speed table of the stack.
-    """
+    """Return the table of all systems of one stack, with remarks, figure and links, for a page."""
     found, rows = _read(stack, path)
     beside = path.with_suffix("")
     to = partial(os.path.relpath, start=page.parent)
@@ -76,9 +72,6 @@ def summary(stack: str, path: Path, page: Path) -> str:
     """Return the table of dualdp and the next two systems of each point, for a page.
 
     A time that is marked (see `marks`) is a link to the page that explains it.
-
-    Raises:
-        ValueError: the file has no speed table of the stack.
     """
     found, rows = _read(stack, path)
     to = partial(os.path.relpath, start=page.parent)
@@ -156,11 +149,7 @@ WRITERS: dict[str, Callable[[str, Path, Path], str]] = {"benchmarks": section, "
 
 
 def update(page: Path, files: Iterable[Path]) -> None:
-    """Rewrite the tables of a page.
-
-    Raises:
-        ValueError: a marker is missing.
-    """
+    """Rewrite the tables of a page."""
     text = page.read_text()
     for path in files:
         rows = results.read(path).rows
@@ -172,11 +161,7 @@ def update(page: Path, files: Iterable[Path]) -> None:
 
 
 def put(text: str, marker: str, body: str) -> str:
-    """Return the text with `body` between the two comments of a marker.
-
-    Raises:
-        ValueError: there are none.
-    """
+    """Return the text with `body` between the two comments of a marker, which must be there."""
     first, last = f"<!-- {marker} -->", f"<!-- /{marker} -->"
     before, found, rest = text.partition(first)
     _, end, after = rest.partition(last)

@@ -7,6 +7,7 @@ not measured is null and `error` or `note` says why; figures and tables come fro
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import math
@@ -38,50 +39,29 @@ PACKAGES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """Measurement of one system at one point.
+    """Measurement of one system at one point."""
 
-    Attributes:
-        suite: one of `SUITES`.
-        stack: one of `STACKS`.
-        workload: name of the workload, layer or accounting problem.
-        options: mapping of its sizes, as given to its builder.
-        batch: number of examples per step, or None.
-        system: name of the measured system.
-        quantity: name of the measured quantity: "gradient" (one clipped sum), "update" (noise and
-            optimizer included), "epoch", "largest batch", "slope", "epsilon", ...
-        seconds: median over the rounds.
-        spread: interquartile range of the seconds.
-        rounds: number of measurements.
-        first: seconds of the first call, compilation included; of the first epoch for an epoch.
-        ratio: seconds over those of the non-private step of the same stack in the same run.
-        memory: peak bytes beyond the allocations before the step.
-        memory_ratio: memory over that of the non-private step.
-        axis: name of the size that was varied ("batch", "width", "rate", ...), or None.
-        at: position of this point on its axis.
-        value: value of a quantity other than time.
-        error: str, reason why this system has no number here.
-        note: str, information needed to interpret the number.
-    """
-
-    suite: str
-    stack: str
-    workload: str
+    suite: str  # one of `SUITES`
+    stack: str  # one of `STACKS`
+    workload: str  # name of the workload, layer or accounting problem
     system: str
+    # "gradient" (one clipped sum), "update" (noise and optimizer included), "epoch", "step",
+    # "largest batch", "slope", "epsilon", ...
     quantity: str
-    options: dict[str, Any] = field(default_factory=dict)
-    batch: int | None = None
-    seconds: float | None = None
-    spread: float | None = None
+    options: dict[str, Any] = field(default_factory=dict)  # sizes, as given to the builder
+    batch: int | None = None  # examples per step
+    seconds: float | None = None  # median over the rounds
+    spread: float | None = None  # interquartile range of the seconds
     rounds: int | None = None
-    first: float | None = None
-    ratio: float | None = None
-    memory: int | None = None
-    memory_ratio: float | None = None
-    axis: str | None = None
-    at: float | None = None
-    value: float | None = None
-    error: str | None = None
-    note: str | None = None
+    first: float | None = None  # seconds of the first call with compilation, or first epoch
+    ratio: float | None = None  # to the non-private step of the same stack in the same run
+    memory: int | None = None  # peak bytes beyond the allocations before the step
+    memory_ratio: float | None = None  # to that of the non-private step
+    axis: str | None = None  # size that was varied: "batch", "width", "rate", ...
+    at: float | None = None  # position of this point on its axis
+    value: float | None = None  # of a quantity other than time
+    error: str | None = None  # why this system has no number here
+    note: str | None = None  # information needed to interpret the number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,30 +105,8 @@ def _check_fields(where: str, data: Any, kind: type) -> None:
             raise ValueError(f"{where} has {name}={data[name]!r}. Expected {annotation}.")
 
 
-def _check_row(where: str, data: dict[str, Any]) -> None:
-    for name, table in (("suite", SUITES), ("stack", STACKS)):
-        if data[name] not in table:
-            raise ValueError(f"{where} has {name}={data[name]!r}. Expected one of {table}.")
-    for name in ("seconds", "spread", "first", "ratio", "memory", "memory_ratio"):
-        number = data[name]
-        if number is not None and not (math.isfinite(number) and number >= 0):
-            raise ValueError(
-                f"{where} has {name}={number!r}. Expected a finite number >= 0 or null."
-            )
-    numbers = (data["seconds"], data["value"], data["memory"])
-    if all(number is None for number in numbers) and not data["error"]:
-        raise ValueError(
-            f"{where} ({data['system']} on {data['workload']}) has neither a number nor an "
-            "error. Say in `error` why there is none."
-        )
-
-
 def validate(data: Any) -> None:
-    """Check parsed JSON against the schema.
-
-    Raises:
-        ValueError: which field is wrong, and what was expected.
-    """
+    """Raise a ValueError that names the wrong field unless parsed JSON fits the schema."""
     if isinstance(data, dict) and data.get("schema") != SCHEMA:
         raise ValueError(
             f"schema={data.get('schema')!r} cannot be read. Expected {SCHEMA}; "
@@ -156,8 +114,23 @@ def validate(data: Any) -> None:
         )
     _check_fields("The results file", data, Results)
     for index, row in enumerate(data["rows"]):
-        _check_fields(f"Row {index}", row, Row)
-        _check_row(f"Row {index}", row)
+        where = f"Row {index}"
+        _check_fields(where, row, Row)
+        for name, table in (("suite", SUITES), ("stack", STACKS)):
+            if row[name] not in table:
+                raise ValueError(f"{where} has {name}={row[name]!r}. Expected one of {table}.")
+        for name in ("seconds", "spread", "first", "ratio", "memory", "memory_ratio"):
+            number = row[name]
+            if number is not None and not (math.isfinite(number) and number >= 0):
+                raise ValueError(
+                    f"{where} has {name}={number!r}. Expected a finite number >= 0 or null."
+                )
+        measured = any(row[name] is not None for name in ("seconds", "value", "memory"))
+        if not measured and not row["error"]:
+            raise ValueError(
+                f"{where} ({row['system']} on {row['workload']}) has neither a number nor an "
+                "error. Say in `error` why there is none."
+            )
 
 
 def _git(*arguments: str) -> str:
@@ -184,26 +157,19 @@ def processor() -> str:
     return f"{name} ({kind})" if kind else name
 
 
-def versions() -> dict[str, str]:
-    """Return the versions of Python and of the relevant installed packages."""
-    found = {"python": platform.python_version(), "dualdp": dualdp.__version__}
-    for package in PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
-
-
 def collect(rows: Iterable[Row], *, device: str, threads: int, command: str) -> Results:
     """Return the rows with the commit, versions and other circumstances of this process."""
+    versions = {"python": platform.python_version(), "dualdp": dualdp.__version__}
+    for package in PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
     return Results(
         commit=_git("rev-parse", "HEAD") or "none",
         dirty=bool(_git("status", "--porcelain", "--untracked-files=no")),
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         device=device,
         threads=threads,
-        versions=versions(),
+        versions=versions,
         command=command,
         rows=list(rows),
     )
@@ -232,33 +198,27 @@ class RunFile:
     def __init__(self, start: Results, folder: Path, suffix: str) -> None:
         self.results, self._folder, self._suffix = start, folder, suffix
         self._began = time.monotonic() - start.took
-        self.partial: Path | None = None
-        if start.rows:
-            self.partial = write(start, folder, f"{suffix}{PARTIAL}")
+        self.partial = write(start, folder, f"{suffix}{PARTIAL}") if start.rows else None
 
     def add(self, rows: list[Row]) -> None:
         """Add the rows of a point and write the partial file."""
-        self.results = replace(self.results, rows=[*self.results.rows, *rows], took=self._took())
-        self.partial = write(self.results, self._folder, f"{self._suffix}{PARTIAL}")
+        self.partial = self._write([*self.results.rows, *rows], PARTIAL)
 
-    def _took(self) -> float:
-        return round(time.monotonic() - self._began, 3)
+    def _write(self, rows: list[Row], ending: str) -> Path:
+        took = round(time.monotonic() - self._began, 3)
+        self.results = replace(self.results, rows=rows, took=took)
+        return write(self.results, self._folder, f"{self._suffix}{ending}")
 
     def finish(self) -> Path:
         """Write the complete file, delete the partial one, and return the path."""
-        self.results = replace(self.results, took=self._took())
-        path = write(self.results, self._folder, self._suffix)
+        path = self._write(self.results.rows, "")
         if self.partial is not None:
             self.partial.unlink()
         return path
 
 
 def check_same(earlier: Results, now: Results, path: Path) -> None:
-    """Raise if a resumed run was measured under other circumstances.
-
-    Raises:
-        ValueError: what differs.
-    """
+    """Raise a ValueError if a resumed run was measured under other circumstances."""
     for name in ("commit", "dirty", "device", "threads", "versions"):
         was, is_now = getattr(earlier, name), getattr(now, name)
         if was != is_now:
@@ -269,11 +229,7 @@ def check_same(earlier: Results, now: Results, path: Path) -> None:
 
 
 def read(path: Path) -> Results:
-    """Read a results file back.
-
-    Raises:
-        ValueError: it is not one, and where it differs.
-    """
+    """Read a results file back; raise a ValueError about its first fault if it is not one."""
     try:
         data = json.loads(path.read_text())
     except json.JSONDecodeError as error:

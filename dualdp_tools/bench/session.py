@@ -20,27 +20,16 @@ SHORT = Protocol(patience=0.3, longest=0.5)
 
 @dataclass(frozen=True)
 class Session:
-    """Settings common to all suites.
-
-    Attributes:
-        stack: `Stack` that is measured.
-        systems: list of names, or None for all.
-        workloads: list of names, or None for all of a suite.
-        batch: int, the only batch size, or None for those of a suite.
-        protocol: `Protocol`, or None for that of the suite.
-        device: "cpu" or "cuda".
-        quick: bool, True for small sizes and few points, as a smoke test.
-        earlier: tuple of rows of a resumed run, whose points are not measured again.
-    """
+    """Settings common to all suites."""
 
     stack: Stack
-    systems: list[str] | None = None
-    workloads: list[str] | None = None
-    batch: int | None = None
-    protocol: Protocol | None = None
-    device: str = "cpu"
-    quick: bool = False
-    earlier: tuple[Row, ...] = ()
+    systems: list[str] | None = None  # None: all
+    workloads: list[str] | None = None  # None: all of a suite
+    batch: int | None = None  # the only batch size, or those of a suite
+    protocol: Protocol | None = None  # None: that of the suite
+    device: str = "cpu"  # or "cuda"
+    quick: bool = False  # small sizes and few points, as a smoke test
+    earlier: tuple[Row, ...] = ()  # of a resumed run, whose points are not measured again
 
     def __post_init__(self) -> None:
         for name in self.workloads or ():
@@ -82,18 +71,6 @@ class Session:
             if all(getattr(row, name) == value for name, value in fields.items())
         ]
 
-    def row(self, suite: str, workload: Workload, batch: int | None, quantity: str) -> Row:
-        """Return a row without numbers."""
-        return Row(
-            suite=suite,
-            stack=self.stack.name,
-            workload=workload.name,
-            options=workload.options,
-            batch=batch,
-            system="",
-            quantity=quantity,
-        )
-
     def point(
         self,
         workload: Workload,
@@ -106,11 +83,7 @@ class Session:
         protocol: Protocol | None = None,
         **keywords: Any,
     ) -> list[Row]:
-        """Measure a point by `measure.point` with this session's settings.
-
-        Returns:
-            The rows; those of an earlier run if it has this point.
-        """
+        """Return the rows of `measure.point`, or those of an earlier run that has this point."""
         options = workload.options
         at = float(n if axis == "batch" else options[axis]) if axis else None
         if earlier := self.earlier_rows(suite, workload, batch=n, axis=axis):

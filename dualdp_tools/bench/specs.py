@@ -13,8 +13,6 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-Shapes = dict[str, tuple[int, ...]]
-
 
 @dataclass(frozen=True)
 class Layer:
@@ -23,13 +21,10 @@ class Layer:
 
 @dataclass(frozen=True)
 class Op(Layer):
-    """Layer without weights.
+    """Layer without weights."""
 
-    Attributes:
-        kind: str: `relu`, `gelu`, `flatten` (pixels to features), `tokens` (pixels to positions),
-            `mean` (over positions), `pixel_mean` or `first` (position).
-    """
-
+    # "relu", "gelu", "flatten" (pixels to features), "tokens" (pixels to positions), "mean" (over
+    # positions), "pixel_mean" or "first" (position).
     kind: str
 
 
@@ -52,19 +47,12 @@ class AdaptivePool(Layer):
 
 @dataclass(frozen=True)
 class Linear(Layer):
-    """Linear layer, (..., inputs) -> (..., outputs).
-
-    Attributes:
-        inputs: number of input features of an example or position.
-        outputs: number of output features.
-        bias: bool, True with a bias.
-        image: (c, h, w) of the image that was flattened into `inputs`, or None.
-    """
+    """Linear layer, (..., inputs) -> (..., outputs)."""
 
     inputs: int
     outputs: int
     bias: bool = True
-    image: tuple[int, int, int] | None = None
+    image: tuple[int, int, int] | None = None  # (c, h, w) of the image flattened into `inputs`
 
 
 @dataclass(frozen=True)
@@ -100,25 +88,12 @@ class Token(Layer):
 
 
 @dataclass(frozen=True)
-class LayerNorm(Layer):
-    """Layer normalisation over the last axis."""
+class Norm(Layer):
+    """`layernorm` over the last axis; `groupnorm` and `instancenorm` (each channel) of an image."""
 
+    kind: str
     width: int
-
-
-@dataclass(frozen=True)
-class GroupNorm(Layer):
-    """Group normalisation of an image."""
-
-    width: int
-    groups: int
-
-
-@dataclass(frozen=True)
-class InstanceNorm(Layer):
-    """Instance normalisation of an image, for each channel separately."""
-
-    width: int
+    groups: int = 1
 
 
 #: Kind of recurrent layer -> number of its gates.
@@ -166,9 +141,9 @@ def chain(*layers: Layer) -> Chain:
     return Chain(layers)
 
 
-def shapes(layer: Layer) -> Shapes:
+def shapes(layer: Layer) -> dict[str, tuple[int, ...]]:
     """Return weight name -> shape of a layer's own weights, in PyTorch's layout."""
-    found: Shapes = {}
+    found: dict[str, tuple[int, ...]] = {}
     match layer:
         case Linear(inputs, outputs):
             found = {"weight": (outputs, inputs)}
@@ -178,7 +153,7 @@ def shapes(layer: Layer) -> Shapes:
             found = {"weight": (num_embeddings, width)}
         case Token(width):
             found = {"vector": (width,)}
-        case LayerNorm(width) | GroupNorm(width) | InstanceNorm(width):
+        case Norm(_, width):
             found = {"weight": (width,), "bias": (width,)}
         case Recurrent(kind, inputs, width):
             gates = GATES[kind] * width
@@ -199,7 +174,7 @@ def children(layer: Layer) -> dict[str, Layer]:
             seen: Counter[str] = Counter()
             named = {}
             for inner in layers:
-                is_kind = isinstance(inner, Op | Recurrent)
+                is_kind = isinstance(inner, Op | Norm | Recurrent)
                 kind = inner.kind if is_kind else type(inner).__name__.lower()
                 seen[kind] += 1
                 named[f"{kind}{seen[kind]}"] = inner

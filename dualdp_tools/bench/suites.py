@@ -17,7 +17,7 @@ import numpy as np
 from dualdp.exactness import RATE, WHOLE
 from dualdp_tools.bench import gate, workloads
 from dualdp_tools.bench import layers as single
-from dualdp_tools.bench.measure import Protocol, interleave
+from dualdp_tools.bench.measure import Protocol, empty_row, interleave
 from dualdp_tools.bench.results import Row
 from dualdp_tools.bench.session import QUICK, SHORT, Session
 from dualdp_tools.bench.systems import AUTO, LOOP, MULTI, NON_PRIVATE, Setting, error_text
@@ -25,29 +25,17 @@ from dualdp_tools.bench.systems import AUTO, LOOP, MULTI, NON_PRIVATE, Setting, 
 Rows = Iterator[list[Row]]
 
 
-# (workload, options, batch size) of the speed tables.
+# (workload, options, batch size) of the speed tables; vit_tiny is measured in PyTorch only.
 Point = tuple[str, dict[str, Any], int]
-_IMAGE32, _VIT = {"image": 32}, {"image": 64, "layers": 6}
+NAMES = ("mlp", "mnist", "cifar10", "embed", "lstm", "gpt", "resnet18_gn", "vit_tiny")
+_SIZES = {"resnet18_gn": {"image": 32}, "vit_tiny": {"image": 64, "layers": 6}}
+_BATCHES = {
+    "torch": (256, 256, 128, 256, 64, 16, 32, 32),
+    "jax": (256, 256, 64, 256, 32, 8, 16),
+}
 SPEED: dict[str, list[Point]] = {
-    "torch": [
-        ("mlp", {}, 256),
-        ("mnist", {}, 256),
-        ("cifar10", {}, 128),
-        ("embed", {}, 256),
-        ("lstm", {}, 64),
-        ("gpt", {}, 16),
-        ("resnet18_gn", _IMAGE32, 32),
-        ("vit_tiny", _VIT, 32),
-    ],
-    "jax": [
-        ("mlp", {}, 256),
-        ("mnist", {}, 256),
-        ("cifar10", {}, 64),
-        ("embed", {}, 256),
-        ("lstm", {}, 32),
-        ("gpt", {}, 8),
-        ("resnet18_gn", _IMAGE32, 16),
-    ],
+    stack: [(name, _SIZES.get(name, {}), n) for name, n in zip(NAMES, batches, strict=False)]
+    for stack, batches in _BATCHES.items()
 }
 QUICK_SPEED: list[Point] = [
     ("mlp", {"width": 128}, 64),
@@ -155,23 +143,19 @@ def _cost_of_checks(session: Session, setting: Setting) -> list[Row]:
     calls[NON_PRIVATE] = partial(several, lambda: plain(batch))
     usual = QUICK if session.quick else Protocol(rounds=15, patience=20.0)
     timings = interleave(calls, replace(session.protocol or usual, far=math.inf))
-    row = session.row("checks", workload, setting.n, "step")
+    base = empty_row(stack, "checks", workload, setting.n)
     seconds = {name: timing.median / WHOLE for name, timing in timings.items()}
     steps = [
-        replace(
-            row,
-            system=name,
-            seconds=seconds[name],
-            spread=timing.spread / WHOLE,
-            rounds=len(timing.seconds),
-            first=timing.first,
+        timing.fill(
+            replace(base, system=name, quantity="step"),
+            WHOLE,
             ratio=seconds[name] / seconds[NON_PRIVATE],
         )
         for name, timing in timings.items()
     ]
     without, between, checked = (seconds[name] for name in RATES)
-    share = (between - without + RATE * (checked - between)) / without
-    return [*steps, replace(row, system=AUTO, quantity="share of checks", value=100 * share)]
+    share = 100 * (between - without + RATE * (checked - between)) / without
+    return [*steps, replace(base, system=AUTO, quantity="share of checks", value=share)]
 
 
 def memory(session: Session) -> Rows:
@@ -190,28 +174,29 @@ def memory(session: Session) -> Rows:
         names = [name for name in session.stack.choose(names) if name != LOOP]
         admitted, refused = gate.admit(session.stack, setting, names, batch)
         note = f"below {limit:,} bytes beyond parameters and batch, to one part in eight"
-        base = replace(session.row("memory", workload, None, "largest batch"), note=note)
+        base = empty_row(session.stack, "memory", workload, None)
+        base = replace(base, quantity="largest batch", note=note)
         rows = [replace(base, system=name, error=why) for name, why in refused.items()]
         most = 2 * n if session.quick else LARGEST
         yield rows + [_largest(session, setting, base, name, limit, most) for name in admitted]
 
 
-def _peak(session: Session, setting: Setting, name: str, n: int) -> int:
-    point = replace(setting, n=n)
-    batch = session.stack.load(point, *setting.workload.batch(n))
-    return session.stack.systems[name](point).memory(batch)
-
-
 def _largest(session: Session, setting: Setting, row: Row, name: str, limit: int, most: int) -> Row:
     """Double the batch until its step is over the limit, then halve the interval three times."""
+
+    def peak_of(n: int) -> int:
+        point = replace(setting, n=n)
+        batch = session.stack.load(point, *setting.workload.batch(n))
+        return session.stack.systems[name](point).memory(batch)
+
     row = replace(row, system=name)
     fits, peak, n = 0, None, min(setting.n, 16)
     try:
-        while n <= most and (found := _peak(session, setting, name, n)) <= limit:
+        while n <= most and (found := peak_of(n)) <= limit:
             fits, peak, n = n, found, 2 * n
         step = fits // 2
         while n <= most and step >= max(fits // 8, 1):
-            if (found := _peak(session, setting, name, fits + step)) <= limit:
+            if (found := peak_of(fits + step)) <= limit:
                 fits, peak = fits + step, found
             step //= 2
     except Exception as error:  # the result is the previous batch, with this reason
@@ -299,10 +284,6 @@ def _slopes(rows: list[Row]) -> list[Row]:
 
 
 SUITES = {
-    "run": run,
-    "layers": layers,
-    "memory": memory,
-    "checks": checks,
-    "end-to-end": end_to_end,
-    "scale": scale,
+    suite.__name__.replace("_", "-"): suite
+    for suite in (run, layers, memory, checks, end_to_end, scale)
 }

@@ -40,21 +40,13 @@ class Clipped(NamedTuple):
 
 @dataclass(frozen=True)
 class Setting:
-    """One point of a benchmark.
+    """One point of a benchmark."""
 
-    Attributes:
-        workload: `Workload` with model, data and loss.
-        n: number of examples per step.
-        max_grad_norm: C.
-        device: "cpu" or "cuda".
-        seed: seed of the weights.
-    """
-
-    workload: Workload
-    n: int
+    workload: Workload  # model, data and loss
+    n: int  # examples per step
     max_grad_norm: float = 1.0
-    device: str = "cpu"
-    seed: int = 0
+    device: str = "cpu"  # or "cuda"
+    seed: int = 0  # of the weights
 
     def plan(self, **changes: Any) -> PrivacyPlan:
         """Return a plan with steps of this setting; `changes` replace its arguments."""
@@ -77,50 +69,29 @@ class Setting:
 
 @dataclass(frozen=True)
 class Prepared:
-    """System with its own model, callable with a batch on the device.
+    """System with its own model, called with a batch on the device."""
 
-    Attributes:
-        gradient: function batch -> clipped sum (non-private: gradient of the mean loss).
-        read: function from the outcome of `gradient` to `Clipped`; None for the non-private step.
-        update: function batch -> outcome with noise and optimizer step; None if not supported.
-        memory: function batch -> peak bytes that `gradient` allocates; None if unknown.
-        chosen: function batch -> text about the methods that the system chose, or "".
-    """
-
-    gradient: Callable[[Any], Any]
-    read: Callable[[Any], Clipped] | None = None
-    update: Callable[[Any], Any] | None = None
-    memory: Callable[[Any], int | None] = lambda batch: None
-    chosen: Callable[[Any], str] = lambda batch: ""
+    gradient: Callable[[Any], Any]  # -> clipped sum (non-private: gradient of the mean loss)
+    read: Callable[[Any], Clipped] | None = None  # reads that sum; None for the non-private step
+    update: Callable[[Any], Any] | None = None  # with noise and optimizer step, if supported
+    memory: Callable[[Any], int | None] = lambda batch: None  # -> peak bytes of `gradient`
+    chosen: Callable[[Any], str] = lambda batch: ""  # -> text about the methods it chose
 
 
 @dataclass(frozen=True)
 class Stack:
-    """One framework: its systems, and functions to load data and to wait for results.
+    """One framework: its systems, and functions to load data and to wait for results."""
 
-    Attributes:
-        name: "torch" or "jax".
-        systems: mapping from table name to system.
-        load: function (setting, x, y) -> batch on the device.
-        wait: function that blocks until an outcome is complete.
-        device: function from "cpu" or "cuda" to the name of the device.
-        engine: function (setting, rate of spot checks) -> call of one step of an engine's run.
-        forced: names of systems with a forced method per layer, used by the suite `layers` only.
-    """
-
-    name: str
+    name: str  # "torch" or "jax"
     systems: dict[str, Callable[[Setting], Prepared]]
-    load: Callable[[Setting, np.ndarray, np.ndarray], Any]
-    wait: Callable[[Any], Any]
-    device: Callable[[str], str]
-    engine: Callable[[Setting, float], Callable[[], Any]]
-    forced: tuple[str, ...] = ()
+    load: Callable[[Setting, np.ndarray, np.ndarray], Any]  # NumPy batch -> batch on the device
+    wait: Callable[[Any], Any]  # blocks until an outcome is complete, and returns it
+    device: Callable[[str], str]  # "cpu" or "cuda" -> name of the device
+    engine: Callable[[Setting, float], Callable[[], Any]]  # (., checks) -> one step of a run
+    forced: tuple[str, ...] = ()  # systems with one method forced, for the suite `layers` only
 
     def choose(self, names: list[str] | None) -> list[str]:
-        """Return the systems of those names in the table's order, the non-private one always first.
-
-        Without names, return all but those in `forced`.
-        """
+        """Return the systems of those names, the non-private one first; or all not `forced`."""
         unknown = sorted(set(names or ()) - set(self.systems))
         if unknown:
             raise ValueError(
@@ -133,11 +104,7 @@ class Stack:
 
 
 def installed() -> list[str]:
-    """Return the stacks whose frameworks are installed.
-
-    Raises:
-        ModuleNotFoundError: neither is.
-    """
+    """Return the stacks whose frameworks are installed; raise if neither is."""
     found = [name for name in STACKS if importlib.util.find_spec(name)]
     if not found:
         raise ModuleNotFoundError(

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -14,61 +13,31 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from dualdp_tools.bench import results, workloads_jax
-from dualdp_tools.bench.systems import (
-    AUTO,
-    LEARNING_RATE,
-    LOOP,
-    METHODS,
-    MULTI,
-    NOISE_MULTIPLIER,
-    NON_PRIVATE,
-    Clipped,
-    Prepared,
-    Setting,
-)
+from dualdp_tools.bench import results, systems, workloads_jax
+from dualdp_tools.bench.systems import Clipped, Prepared, Setting
 
 
 class Program:
-    """Function compiled at its first call for the shapes of that call."""
+    """Function with fixed first arguments, compiled for the shapes of its first call."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.function = jax.jit(function)
+    def __init__(self, function: Callable[..., Any], *fixed: Any) -> None:
+        self.function, self.fixed = jax.jit(function), fixed
         self.compiled: Any = None
 
     def build(self, *arguments: Any) -> Any:
         """Return the compiled program."""
         if self.compiled is None:
-            self.build_seconds(*arguments)
+            self.compiled = self.function.lower(*self.fixed, *arguments).compile()
         return self.compiled
-
-    def build_seconds(self, *arguments: Any) -> tuple[float, float]:
-        """Build the program; return the seconds to trace and lower, and to compile."""
-        start = time.perf_counter()
-        lowered = self.function.lower(*arguments)
-        middle = time.perf_counter()
-        self.compiled = lowered.compile()
-        return middle - start, time.perf_counter() - middle
 
     def __call__(self, *arguments: Any) -> Any:
         """Return the function's outputs, without waiting for them."""
-        return self.build(*arguments)(*arguments)
+        return self.build(*arguments)(*self.fixed, *arguments)
 
     def memory(self, *arguments: Any) -> int:
         """Return XLA's count of temporary and output bytes, without running the program."""
         analysis = self.build(*arguments).memory_analysis()
         return analysis.temp_size_in_bytes + analysis.output_size_in_bytes
-
-
-class Step:
-    """Program with the initial parameters of a system."""
-
-    def __init__(self, program: Program, params: Any) -> None:
-        self.program, self.params = program, params
-
-    def __call__(self, batch: Any) -> Any:
-        """Return the program's outputs for a batch, without waiting for them."""
-        return self.program(self.params, *batch)
 
 
 class Problem:
@@ -91,26 +60,20 @@ class Problem:
         private: bool = True,
     ) -> Prepared:
         """Return a system made from `(params, x, y) -> (sums, norms)` and a noise transform."""
-        program = Program(gradient)
-        optimizer = optax.chain(transform, optax.sgd(LEARNING_RATE))
-        state = optimizer.init(self.params)
+        program = Program(lambda params, batch: gradient(params, *batch), self.params)
+        optimizer = optax.chain(transform, optax.sgd(systems.LEARNING_RATE))
 
-        @Program
-        def update(params: Any, state: Any, x: jax.Array, y: jax.Array) -> Any:
-            changes, state = optimizer.update(gradient(params, x, y)[0], state, params)
+        def update(params: Any, state: Any, batch: Any) -> Any:
+            changes, state = optimizer.update(gradient(params, *batch)[0], state, params)
             return optax.apply_updates(params, changes), state
 
-        return Prepared(
-            gradient=Step(program, self.params),
-            read=read if private else None,
-            update=lambda batch: update(self.params, state, *batch),
-            memory=lambda batch: program.memory(self.params, *batch),
-        )
+        step = Program(update, self.params, optimizer.init(self.params))
+        return Prepared(program, read if private else None, step, program.memory)
 
 
 def by_hand(setting: Setting) -> optax.GradientTransformation:
     """Return a transformation that adds noise and divides, as written without a library."""
-    stddev = NOISE_MULTIPLIER * setting.max_grad_norm
+    stddev = systems.NOISE_MULTIPLIER * setting.max_grad_norm
 
     def update(sums: Any, key: Any, params: Any = None) -> Any:
         key, now = jax.random.split(key)
@@ -173,7 +136,7 @@ def loop(setting: Setting) -> Prepared:
         return jax.tree.map(lambda s, g: s + problem.factors(norm) * g, sums, grads), norm
 
     program = Program(one)
-    optimizer = optax.chain(by_hand(setting), optax.sgd(LEARNING_RATE))
+    optimizer = optax.chain(by_hand(setting), optax.sgd(systems.LEARNING_RATE))
     finish = Program(lambda sums, state: optimizer.update(sums, state)[0])
 
     def gradient(batch: Any) -> Any:
@@ -231,7 +194,7 @@ def engine(setting: Setting, checks: float) -> Callable[[], Any]:
     step, state, loader = dpj.PrivacyEngine().make_private(
         loss_fn=problem.loss,
         params=problem.params,
-        optimizer=optax.sgd(LEARNING_RATE),
+        optimizer=optax.sgd(systems.LEARNING_RATE),
         data=load(setting, *setting.workload.batch(2 * setting.n)),
         plan=setting.run_of_batches(),
         checks=checks,
@@ -262,9 +225,9 @@ wait = jax.block_until_ready
 #: Systems with one method forced on every layer: none in JAX.
 FORCED: dict[str, Callable[[Setting], Prepared]] = {}
 SYSTEMS: dict[str, Callable[[Setting], Prepared]] = {
-    NON_PRIVATE: non_private,
-    **{f"dualdp:{method}": partial(dualdp, method=method) for method in METHODS},
-    AUTO: auto,
-    MULTI: vmap_grad,
-    LOOP: loop,
+    systems.NON_PRIVATE: non_private,
+    **{f"dualdp:{method}": partial(dualdp, method=method) for method in systems.METHODS},
+    systems.AUTO: auto,
+    systems.MULTI: vmap_grad,
+    systems.LOOP: loop,
 }

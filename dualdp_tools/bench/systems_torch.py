@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -15,20 +16,8 @@ from torch import nn
 from torch.func import functional_call, grad, vmap
 from torch.utils.data import DataLoader, TensorDataset
 
-from dualdp_tools.bench import results, workloads_torch
-from dualdp_tools.bench.systems import (
-    AUTO,
-    LEARNING_RATE,
-    LOOP,
-    METHODS,
-    MULTI,
-    NOISE_MULTIPLIER,
-    NON_PRIVATE,
-    Clipped,
-    NothingToForce,
-    Prepared,
-    Setting,
-)
+from dualdp_tools.bench import results, systems, workloads_torch
+from dualdp_tools.bench.systems import Clipped, NothingToForce, Prepared, Setting
 from dualdp_torch.rules import choices
 
 Sums = dict[str, torch.Tensor]
@@ -40,7 +29,7 @@ class Problem:
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
         self.model = workloads_torch.model(setting.workload, setting.seed).to(setting.device)
-        self.optimizer = torch.optim.SGD(self.trained().values(), LEARNING_RATE)
+        self.optimizer = torch.optim.SGD(self.trained().values(), systems.LEARNING_RATE)
 
     def trained(self) -> dict[str, nn.Parameter]:
         """Return the trained parameters by name."""
@@ -62,7 +51,7 @@ class Problem:
 
     def noise_by_hand(self, sums: Sums) -> Sums:
         """Add noise and divide, as without a library."""
-        stddev = NOISE_MULTIPLIER * self.setting.max_grad_norm
+        stddev = systems.NOISE_MULTIPLIER * self.setting.max_grad_norm
         return {
             name: (sums[name] + torch.randn_like(parameter) * stddev) / self.setting.n
             for name, parameter in self.trained().items()
@@ -199,30 +188,27 @@ def auto(setting: Setting) -> Prepared:
     return replace(prepared, chosen=lambda batch: _chosen_text(_chosen(prepared, batch)))
 
 
-def _chosen(prepared: Prepared, batch: Any) -> dict[str, str]:
-    """Operation and sizes -> method chosen by the cost model."""
-    table: dict[str, str] = {}
-    with choices.recorded(table, measure=False):
+def _chosen(prepared: Prepared, batch: Any) -> dict[tuple[str, str], list[str]]:
+    """(method, operation) -> sizes of the layers for which the cost model chose that method."""
+    layers: dict[tuple[str, str], list[str]] = {}
+
+    def noted(operation: str, usual: str, methods: Any, sizes: Iterable[int]) -> str:
+        found, size = layers.setdefault((usual, operation), []), "x".join(map(str, sizes))
+        if size not in found:
+            found.append(size)
+        return usual
+
+    with (
+        mock.patch.object(choices, "choose", noted),
+        mock.patch.object(choices, "cost_model_decides", return_value=False),
+    ):
         prepared.gradient(batch)
-    return table
+    return layers
 
 
-def _chosen_text(table: Mapping[str, str]) -> str:
-    """Text of a table of choices: each method with its layers, by their first sizes."""
-    layers: dict[str, list[str]] = {}
-    for key, method in table.items():
-        operation, *sizes = key.split()
-        shown = sizes[:1] if operation == "convolution" else sizes[:-2]  # not dtype and device
-        size = "x".join(size.partition("=")[2] for size in shown)
-        layers.setdefault(f"{method}: {operation}", []).append(size)
-    return "; ".join(f"{method} {', '.join(sizes)}" for method, sizes in layers.items())
-
-
-def measured(setting: Setting) -> Prepared:
-    """Return dualdp with the method of each layer that was fastest at its first use."""
-    table: dict[str, str] = {}
-    prepared = dualdp(setting, "auto", partial(choices.recorded, table, measure=True))
-    return replace(prepared, chosen=lambda batch: _chosen_text(table))
+def _chosen_text(layers: Mapping[tuple[str, str], list[str]]) -> str:
+    """Text of the choices: each method with its layers, by their sizes."""
+    return "; ".join(f"{way}: {kind} {', '.join(sizes)}" for (way, kind), sizes in layers.items())
 
 
 def forced(setting: Setting, method: str) -> Prepared:
@@ -233,7 +219,7 @@ def forced(setting: Setting, method: str) -> Prepared:
     """
     able = {name: method for name, methods in choices.OPERATIONS.items() if method in methods}
     chosen = _chosen(dualdp(setting, "auto"), load(setting, *setting.workload.batch(2)))
-    if not able.keys() & {key.split()[0] for key in chosen}:
+    if not able.keys() & {operation for _, operation in chosen}:
         raise NothingToForce(method)
     return dualdp(setting, "auto", partial(choices.forced, **able))
 
@@ -281,15 +267,15 @@ def load(setting: Setting, x: np.ndarray, y: np.ndarray) -> Any:
 
 
 _FORMS = dict.fromkeys(form for forms in choices.OPERATIONS.values() for form in forms)
-#: "dualdp:<method>" -> dualdp with that method forced where supported; and with measured choices.
-FORCED: dict[str, Callable[[Setting], Prepared]] = {"dualdp:measured": measured} | {
+#: "dualdp:<method>" -> dualdp with that method forced where supported.
+FORCED: dict[str, Callable[[Setting], Prepared]] = {
     f"dualdp:{form}": partial(forced, method=form) for form in _FORMS
 }
 SYSTEMS: dict[str, Callable[[Setting], Prepared]] = {
-    NON_PRIVATE: non_private,
-    **{f"dualdp:{method}": partial(dualdp, method=method) for method in METHODS},
-    AUTO: auto,
+    systems.NON_PRIVATE: non_private,
+    **{f"dualdp:{method}": partial(dualdp, method=method) for method in systems.METHODS},
+    systems.AUTO: auto,
     **FORCED,
-    MULTI: vmap_grad,
-    LOOP: loop,
+    systems.MULTI: vmap_grad,
+    systems.LOOP: loop,
 }

@@ -21,11 +21,9 @@ from dualdp_tools.bench.specs import (
     Attention,
     Conv,
     Embedding,
-    GroupNorm,
-    InstanceNorm,
     Layer,
-    LayerNorm,
     Linear,
+    Norm,
     Op,
     Pool,
     Positions,
@@ -55,25 +53,15 @@ RELU, GELU, FLATTEN, MEAN = Op("relu"), Op("gelu"), Op("flatten"), Op("mean")
 
 @dataclass(frozen=True)
 class Workload:
-    """Model with its data and loss.
+    """Model with its data and loss."""
 
-    Attributes:
-        name: key of `WORKLOADS`, or the name of a single layer.
-        model: `Layer` of the whole model.
-        shape: shape of ONE example's input; images are (c, h, w).
-        loss: one of `LOSSES`. `squares` is half the sum of squared outputs, without targets.
-        vocabulary: number of input ids; None for inputs uniform in [0, 1).
-        classes: number of target classes.
-        options: mapping of the builder's arguments.
-    """
-
-    name: str
+    name: str  # key of `WORKLOADS`, or the name of a single layer
     model: Layer
-    shape: tuple[int, ...]
-    loss: str = "class"
-    vocabulary: int | None = None
+    shape: tuple[int, ...]  # of ONE example's input; images are (c, h, w)
+    loss: str = "class"  # of `LOSSES`; "squares": half the sum of squared outputs, without targets
+    vocabulary: int | None = None  # number of input ids; None: inputs uniform in [0, 1)
     classes: int = 10
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)  # arguments of the builder
 
     @property
     def parameters(self) -> int:
@@ -105,7 +93,7 @@ class Workload:
 def _draw(rng: np.random.Generator, layer: Layer, name: str, shape: tuple[int, ...]) -> np.ndarray:
     """Random weight, scaled to keep the size of signals through the layers."""
     noise = rng.standard_normal(shape, dtype=np.float32)
-    if isinstance(layer, LayerNorm | GroupNorm | InstanceNorm) and name == "weight":
+    if isinstance(layer, Norm) and name == "weight":
         return 1 + np.float32(0.1) * noise
     if len(shape) == 1 or isinstance(layer, Positions):
         return np.float32(0.05) * noise
@@ -161,8 +149,8 @@ def lstm(length: int = 256) -> Workload:
 
 def block(width: int, heads: int, *, causal: bool) -> tuple[Layer, Layer]:
     """Return a pre-norm transformer block: attention, and a GELU network of four times width."""
-    attention = chain(LayerNorm(width), Attention(width, heads, causal))
-    feed = chain(LayerNorm(width), Linear(width, 4 * width), GELU, Linear(4 * width, width))
+    attention = chain(Norm("layernorm", width), Attention(width, heads, causal))
+    feed = chain(Norm("layernorm", width), Linear(width, 4 * width), GELU, Linear(4 * width, width))
     return Residual(attention), Residual(feed)
 
 
@@ -175,7 +163,7 @@ def gpt(
         Embedding(vocabulary, width),
         Positions(length, width),
         *blocks,
-        LayerNorm(width),
+        Norm("layernorm", width),
         Linear(width, vocabulary, bias=False),
     )
     return Workload("gpt", model, (length,), "token", vocabulary, vocabulary)
@@ -191,7 +179,7 @@ def vit_tiny(
         Token(width),
         Positions((image // patch) ** 2 + 1, width),
         *blocks,
-        LayerNorm(width),
+        Norm("layernorm", width),
         Op("first"),
         Linear(width, 10),
     )
@@ -230,26 +218,18 @@ def vgg16(image: int = 224, hidden: int = 4_096) -> Workload:
 
 def resnet18_gn(image: int = 64, groups: int = 32) -> Workload:
     """Return ResNet-18 with GroupNorm instead of BatchNorm."""
-    layers: list[Layer] = [
-        Conv(3, 64, 7, stride=2, padding=3, bias=False),
-        GroupNorm(64, groups),
-        RELU,
-        Pool("max", 3, 2, 1),
-    ]
+
+    def convolution(inputs: int, outputs: int, kernel: int, stride: int) -> tuple[Layer, Layer]:
+        layer = Conv(inputs, outputs, kernel, stride, padding=kernel // 2, bias=False)
+        return layer, Norm("groupnorm", outputs, groups)
+
+    layers = [*convolution(3, 64, 7, 2), RELU, Pool("max", 3, 2, 1)]
     inputs = 64
     for outputs in (64, 64, 128, 128, 256, 256, 512, 512):
         stride = 1 if outputs == inputs else 2
-        body = chain(
-            Conv(inputs, outputs, 3, stride=stride, padding=1, bias=False),
-            GroupNorm(outputs, groups),
-            RELU,
-            Conv(outputs, outputs, 3, padding=1, bias=False),
-            GroupNorm(outputs, groups),
-        )
-        project = chain(
-            Conv(inputs, outputs, 1, stride=stride, bias=False), GroupNorm(outputs, groups)
-        )
-        layers += [Residual(body, project if stride > 1 else None), RELU]
+        first, second = convolution(inputs, outputs, 3, stride), convolution(outputs, outputs, 3, 1)
+        project = chain(*convolution(inputs, outputs, 1, stride)) if stride > 1 else None
+        layers += [Residual(chain(*first, RELU, *second), project), RELU]
         inputs = outputs
     model = chain(*layers, Op("pixel_mean"), Linear(512, 10))
     return Workload("resnet18_gn", model, (3, image, image))

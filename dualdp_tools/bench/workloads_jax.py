@@ -64,12 +64,12 @@ def forward(layer: specs.Layer, params: Any, x: jax.Array) -> jax.Array:
         case specs.Token(width):
             token = jnp.broadcast_to(params["vector"], (x.shape[0], 1, width))
             return jnp.concatenate([token, x], 1)
-        case specs.LayerNorm():
+        case specs.Norm("layernorm"):
             return _normalise(x, (-1,)) * params["weight"] + params["bias"]
-        case specs.GroupNorm(width, groups):
+        case specs.Norm("groupnorm", width, groups):
             grouped = x.reshape(x.shape[0], -1, groups, width // groups)  # (n, t, g, c)
             return _normalise(grouped, (1, 3)).reshape(x.shape) * params["weight"] + params["bias"]
-        case specs.InstanceNorm():
+        case specs.Norm():
             return _normalise(x, (1, 2)) * params["weight"] + params["bias"]
         case specs.Recurrent():
             return _recurrent(layer, params, x)

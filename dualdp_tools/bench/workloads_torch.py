@@ -140,11 +140,11 @@ def module(layer: specs.Layer) -> nn.Module:
             return nn.Embedding(num_embeddings, width)
         case specs.Token(width):
             return Token(width)
-        case specs.LayerNorm(width):
+        case specs.Norm("layernorm", width):
             return nn.LayerNorm(width)
-        case specs.GroupNorm(width, groups):
+        case specs.Norm("groupnorm", width, groups):
             return nn.GroupNorm(groups, width)
-        case specs.InstanceNorm(width):
+        case specs.Norm(_, width):
             return nn.InstanceNorm2d(width, affine=True)
         case specs.Recurrent(kind, inputs, width):
             return Recurrent(kind, inputs, width)
@@ -170,11 +170,6 @@ def model(workload: Workload, seed: int = 0) -> nn.Module:
             state[ours] = torch.from_numpy(weights[prefix + name])
     built.load_state_dict(state)
     return built
-
-
-def batch(workload: Workload, n: int, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `workload.batch` as tensors."""
-    return load(workload, *workload.batch(n, seed))
 
 
 def load(

@@ -19,34 +19,25 @@ from dualdp_tools.cli.common import Json, NoiseMultiplier, imported, reported_er
 
 STACKS = ("torch", "jax")
 
-Stack = Annotated[str, typer.Option(help="torch or jax: our engine, on a small classifier.")]
-Step = Annotated[
-    str | None, typer.Option(help="package.module:function that returns a PrivateStep of your own.")
-]
-SampleRate = Annotated[float, typer.Option(help="Of the run with canaries.")]
-Steps = Annotated[int, typer.Option(help="Noise releases of a run.")]
-Canaries = Annotated[int, typer.Option(help="Inserted, each by a fair coin.")]
-Runs = Annotated[int, typer.Option(help="Further runs with and without one canary.")]
-Delta = Annotated[float, typer.Option(help="At which epsilon is claimed and bounded.")]
-Confidence = Annotated[float, typer.Option(help="Of each lower bound.")]
-Noise = Annotated[str, typer.Option(help="fast, portable or secure.")]
-Seed = Annotated[int | None, typer.Option(help="Fixes coins and runs.")]
-Check = Annotated[bool, typer.Option("--check", help="Also run check_private_step.")]
-
 
 def audit(
-    stack: Stack = "torch",
-    step: Step = None,
+    stack: Annotated[
+        str, typer.Option(help="torch or jax: our engine, on a small classifier.")
+    ] = "torch",
+    step: Annotated[
+        str | None,
+        typer.Option(help="package.module:function that returns a PrivateStep of your own."),
+    ] = None,
     noise_multiplier: NoiseMultiplier = 1.0,
-    sample_rate: SampleRate = 0.1,
-    steps: Steps = 100,
-    canaries: Canaries = 1000,
-    runs: Runs = 0,
-    delta: Delta = 1e-5,
-    confidence: Confidence = 0.95,
-    noise: Noise = "fast",
-    seed: Seed = None,
-    check: Check = False,
+    sample_rate: Annotated[float, typer.Option(help="Of the run with canaries.")] = 0.1,
+    steps: Annotated[int, typer.Option(help="Noise releases of a run.")] = 100,
+    canaries: Annotated[int, typer.Option(help="Inserted, each by a fair coin.")] = 1000,
+    runs: Annotated[int, typer.Option(help="Further runs with and without one canary.")] = 0,
+    delta: Annotated[float, typer.Option(help="At which epsilon is claimed and bounded.")] = 1e-5,
+    confidence: Annotated[float, typer.Option(help="Of each lower bound.")] = 0.95,
+    noise: Annotated[str, typer.Option(help="fast, portable or secure.")] = "fast",
+    seed: Annotated[int | None, typer.Option(help="Fixes coins and runs.")] = None,
+    check: Annotated[bool, typer.Option("--check", help="Also run check_private_step.")] = False,
     as_json: Json = False,
 ) -> None:
     """Bound epsilon from below by canaries; exit code 1 if the claim is refuted."""
@@ -97,9 +88,8 @@ def _own(name: str) -> PrivateStep:
             f"step={name!r} names no function ({error}). Expected package.module:function."
         ) from error
     step: PrivateStep = make()
-    missing = [
-        word for word in ("claims", "num_examples", "releases", "events") if not hasattr(step, word)
-    ]
+    words = ("claims", "num_examples", "releases", "events")
+    missing = [word for word in words if not hasattr(step, word)]
     if missing:
         raise TypeError(
             f"step={name!r} returned a {type(step).__name__} without {', '.join(missing)}. "
@@ -112,14 +102,14 @@ def _text(found: Audit, report: Report | None) -> str:
     """Text of all bounds and the verdict, one line each."""
     lines = [
         f"claimed: epsilon = {found.claimed_epsilon:.3f} at delta = {found.delta:g}, "
-        f"{found.num_steps} steps",
-        *(
-            f"{bound.method:16s} epsilon >= {bound.epsilon:.3f} at {found.confidence:.0%} "
-            f"confidence (p of the claim: {bound.p_value:.2g})"
-            for bound in found.bounds
-        ),
-        f"{found.verdict} False alarms: {found.false_alarm:g}.",
+        f"{found.num_steps} steps"
     ]
+    lines += [
+        f"{bound.method:16s} epsilon >= {bound.epsilon:.3f} at {found.confidence:.0%} "
+        f"confidence (p of the claim: {bound.p_value:.2g})"
+        for bound in found.bounds
+    ]
+    lines += [f"{found.verdict} False alarms: {found.false_alarm:g}."]
     return "\n".join(lines if report is None else [*lines, "", str(report)])
 
 

@@ -12,9 +12,6 @@ import typer
 
 from dualdp.log import UNPROTECTED, read_log
 
-Log = Annotated[Path, typer.Argument(help="CSV file of dualdp.log.RunLog.")]
-Out = Annotated[Path | None, typer.Option(help="Picture to write; LOG.png without it.")]
-
 #: Column -> (title, unit); other columns show under their own name.
 KNOWN = {
     "epsilon": ("Privacy spent", "$\\varepsilon$"),
@@ -34,7 +31,10 @@ COLUMN = 3.4  # inches, of a page with two columns
 _SMOOTH = 15  # longer logs are drawn thin, with a running mean over a fifteenth of the points
 
 
-def plot(log: Log, out: Out = None) -> None:
+def plot(
+    log: Annotated[Path, typer.Argument(help="CSV file of dualdp.log.RunLog.")],
+    out: Annotated[Path | None, typer.Option(help="Picture to write; LOG.png without it.")] = None,
+) -> None:
     """Draw every column of a run's log against the step."""
     target = out or log.with_suffix(".png")
     picture(read_log(log)).savefig(target)
@@ -45,9 +45,6 @@ def picture(columns: Mapping[str, Sequence[float]]) -> Any:
     """Return a figure of one column's width, with a panel for each column of the log except `step`.
 
     Columns that epsilon does not cover are dashed, and marked by a dagger.
-
-    Raises:
-        ModuleNotFoundError: matplotlib is missing.
     """
     try:
         from matplotlib.figure import Figure
@@ -69,14 +66,8 @@ def picture(columns: Mapping[str, Sequence[float]]) -> Any:
             axes.set_xlabel("step", fontsize=7)
             axes.tick_params(labelbottom=True)
     by_label = {str(line.get_label()): line for axes in figure.axes for line in axes.lines[-1:]}
-    figure.legend(
-        list(by_label.values()),
-        list(by_label),
-        loc="outside lower center",
-        ncols=2,
-        fontsize=6,
-        frameon=False,
-    )
+    handles, names = list(by_label.values()), list(by_label)
+    figure.legend(handles, names, loc="outside lower center", ncols=2, fontsize=6, frameon=False)
     return figure
 
 

@@ -4,29 +4,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.table import Table
 
 from dualdp import _validate
 from dualdp_tools import scaling
 from dualdp_tools.cli.common import Json, reported_errors
-
-Parameters = Annotated[
-    str, typer.Option(help=f"Billions, of {', '.join(map(str, scaling.MODELS))}.")
-]
-Accelerators = Annotated[str, typer.Option(help="Numbers of accelerators.")]
-Methods = Annotated[str, typer.Option(help=f"Of {', '.join(scaling.METHODS)}.")]
-HardwareName = Annotated[str, typer.Option(help=f"One of {', '.join(scaling.HARDWARE)}.")]
-BatchSize = Annotated[int, typer.Option(help="Expected batch size, over all accelerators.")]
-Positions = Annotated[int, typer.Option(help="Tokens of one example.")]
-Sharding = Annotated[str, typer.Option(help=f"One of {', '.join(scaling.SHARDINGS)}.")]
-Stack = Annotated[str, typer.Option(help="torch or jax.")]
-Precision = Annotated[str, typer.Option(help="Of forward and backward: bfloat16 or float32.")]
-Noise = Annotated[str, typer.Option(help="fast or secure.")]
-AsMarkdown = Annotated[bool, typer.Option("--markdown", help="Print Markdown instead of a table.")]
 
 #: Columns of the table: title -> function from a row of `rows` to its text.
 COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
@@ -45,18 +33,26 @@ _FACTS = 3  # leading columns with a value even if nothing fits
 
 
 def scale(
-    parameters: Parameters = ",".join(map(str, scaling.MODELS)),
-    accelerators: Accelerators = "8,64,512,4096",
-    method: Methods = "book_keeping",
-    hardware: HardwareName = "h100",
-    batch_size: BatchSize = 8192,
-    positions: Positions = 1024,
-    sharding: Sharding = "auto",
-    precision: Precision = "bfloat16",
-    noise: Noise = "fast",
-    stack: Stack = "torch",
+    parameters: Annotated[
+        str, typer.Option(help=f"Billions, of {', '.join(map(str, scaling.MODELS))}.")
+    ] = ",".join(map(str, scaling.MODELS)),
+    accelerators: Annotated[str, typer.Option(help="Numbers of accelerators.")] = "8,64,512,4096",
+    method: Annotated[str, typer.Option(help=f"Of {', '.join(scaling.METHODS)}.")] = "book_keeping",
+    hardware: Annotated[str, typer.Option(help=f"One of {', '.join(scaling.HARDWARE)}.")] = "h100",
+    batch_size: Annotated[
+        int, typer.Option(help="Expected batch size, over all accelerators.")
+    ] = 8192,
+    positions: Annotated[int, typer.Option(help="Tokens of one example.")] = 1024,
+    sharding: Annotated[str, typer.Option(help=f"One of {', '.join(scaling.SHARDINGS)}.")] = "auto",
+    precision: Annotated[
+        str, typer.Option(help="Of forward and backward: bfloat16 or float32.")
+    ] = "bfloat16",
+    noise: Annotated[str, typer.Option(help="fast or secure.")] = "fast",
+    stack: Annotated[str, typer.Option(help="torch or jax.")] = "torch",
     as_json: Json = False,
-    markdown: AsMarkdown = False,
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print Markdown instead of a table.")
+    ] = False,
 ) -> None:
     """Forecast a private step of a transformer on many accelerators; lists are comma-separated."""
     with reported_errors():
@@ -76,12 +72,20 @@ def scale(
             for count in accelerators.split(",")
         ]
         found = [row for job in jobs for row in rows(job, method.split(","))]
+    lines = [_cells(row) for row in found]
     if as_json:
         typer.echo(json.dumps(found, indent=2))
     elif markdown:
-        typer.echo(to_markdown(found))
+        head, *body = [f"| {' | '.join(cells)} |" for cells in (COLUMNS, *lines)]
+        typer.echo("\n".join([head, "|" + "---|" * len(COLUMNS), *body]))
     else:
-        _print(found, f"One step on {hardware}, {batch_size} examples of {positions} tokens")
+        title = f"One step on {hardware}, {batch_size} examples of {positions} tokens"
+        table = Table(title=title, box=None, pad_edge=False, collapse_padding=True)
+        for name in COLUMNS:
+            table.add_column(name, justify="right", no_wrap=True)
+        for cells in lines:
+            table.add_row(*cells)
+        Console().print(table)
 
 
 def _number(name: str, text: str) -> int:
@@ -108,8 +112,7 @@ def rows(job: scaling.Job, methods: Iterable[str]) -> list[dict[str, Any]]:
             "accelerators": job.ranks,
             "method": method,
         }
-        found = scaling.forecast(method, job)
-        if found is not None:
+        if (found := scaling.forecast(method, job)) is not None:
             row |= {
                 "shards": found.shards,
                 "physical_batch_size": found.physical_batch_size,
@@ -134,26 +137,3 @@ def _cells(row: dict[str, Any]) -> list[str]:
         return [text(row) for text in texts]
     facts = [text(row) for text in texts[:_FACTS]]
     return [*facts, "too big", *("-" for _ in texts[_FACTS + 1 :])]
-
-
-def to_markdown(found: Sequence[dict[str, Any]]) -> str:
-    """Return the table as Markdown."""
-    lines = [_line(COLUMNS), "|" + "---|" * len(COLUMNS), *(_line(_cells(row)) for row in found)]
-    return "\n".join(lines)
-
-
-def _line(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
-def _print(found: Sequence[dict[str, Any]], title: str) -> None:
-    """Print the table to the terminal."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=title, box=None, pad_edge=False, collapse_padding=True)
-    for name in COLUMNS:
-        table.add_column(name, justify="right", no_wrap=True)
-    for row in found:
-        table.add_row(*_cells(row))
-    Console().print(table)

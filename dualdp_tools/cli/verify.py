@@ -154,13 +154,10 @@ def to_markdown(found: Verification) -> str:
     lines += ["", "## What the number means", ""]
     lines += [text for paragraph in meaning(found) for text in (paragraph, "")]
     lines += ["## What was checked", "", "| | check | finding |", "|---|---|---|"]
-    lines += [f"| {_WORDS[f.passed]} | {f.name} | {_cell(f.detail)} |" for f in found.findings]
+    for finding in found.findings:
+        detail = finding.detail.replace("|", "\\|").replace("\n", " ")
+        lines.append(f"| {_WORDS[finding.passed]} | {finding.name} | {detail} |")
     return "\n".join([*lines, ""])
-
-
-def _cell(text: str) -> str:
-    """Text escaped for a cell of a Markdown table."""
-    return text.replace("|", "\\|").replace("\n", " ")
 
 
 def to_html(found: Verification) -> str:

@@ -71,47 +71,27 @@ _TABLES = {"model": MODELS, "activation": ACTIVATIONS, "dtype": DTYPES, "device"
 
 @dataclass(frozen=True)
 class GradientRow:
-    """Difference of the per-sample gradients of one parameter between both stacks.
-
-    Args:
-        torch_name: name of the torch parameter.
-        jax_path: path of the matching JAX leaf.
-        shape: shape in torch.
-        largest: largest absolute difference of one number, gradient units.
-        relative: largest over the examples of the difference's norm over the gradient's norm.
-        excess: largest over the examples of the difference over its tolerance; at most 1 passes.
-    """
+    """Difference of the per-sample gradients of one parameter between both stacks."""
 
     torch_name: str
     jax_path: str
-    shape: tuple[int, ...]
-    largest: float
-    relative: float
-    excess: float
+    shape: tuple[int, ...]  # in torch
+    largest: float  # absolute difference of one number, gradient units
+    relative: float  # largest over the examples of the difference's norm over the gradient's norm
+    excess: float  # largest over the examples of the difference over its tolerance; <= 1 passes
 
 
 @dataclass(frozen=True)
 class Point:
-    """State of both runs after a number of steps.
-
-    Args:
-        step: number of steps done.
-        epsilon: mapping from stack to epsilon spent.
-        loss: mapping from stack to mean held-out loss.
-        accuracy: mapping from stack to held-out accuracy.
-        difference: largest over the parameters of |torch - jax| / |jax|, L2 norms.
-        parameter: name of the parameter with that difference.
-        switched: difference of the run that changed stacks to the one on JAX; None before the
-            change. Its epsilon, loss and accuracy are under "switched".
-    """
+    """State of both runs after a number of steps; the dicts are by stack, or "switched"."""
 
     step: int
     epsilon: dict[str, float]
-    loss: dict[str, float]
-    accuracy: dict[str, float]
-    difference: float
-    parameter: str
-    switched: float | None = None
+    loss: dict[str, float]  # mean, held-out
+    accuracy: dict[str, float]  # held-out
+    difference: float  # largest over the parameters of |torch - jax| / |jax|, L2 norms
+    parameter: str  # the one with that difference
+    switched: float | None = None  # difference of the run that changed stacks to the one on JAX
 
 
 @dataclass(frozen=True)

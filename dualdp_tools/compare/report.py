@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -36,11 +36,7 @@ PACKAGES = ("dualdp", "numpy", "torch", "jax", "flax", "optax")
 
 
 def writable_folder(path: str | os.PathLike[str]) -> Path:
-    """Return the folder, created if missing, after a test that it is writable.
-
-    Raises:
-        OSError: it cannot be made or written.
-    """
+    """Return the folder, created if missing; raise an OSError if it cannot be written."""
     folder = Path(path)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -62,12 +58,8 @@ def write(
     timings: Sequence[Timing],
     *,
     agree: bool,
-) -> tuple[Path, Path]:
-    """Write both files atomically.
-
-    Returns:
-        Paths of compare.json and compare.png.
-    """
+) -> list[Path]:
+    """Write compare.json and compare.png, or neither, and return their paths."""
     data: dict[str, Any] = {
         FORMAT: 1,
         "agree": agree,
@@ -78,26 +70,11 @@ def write(
         "training": [asdict(point) for point in points],
         "seconds_per_step": [asdict(timing) for timing in timings],
     }
-    text = json.dumps(data, indent=1)
-    figure = picture(experiment, points)
-    return (
-        _write_atomically(folder / "compare.json", lambda path: path.write_text(text)),
-        _write_atomically(folder / "compare.png", lambda path: figure.savefig(path, format="png")),
-    )
-
-
-def _write_atomically(path: Path, save: Callable[[Path], object]) -> Path:
-    """Save under a temporary name, then rename."""
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    os.close(descriptor)
-    try:
-        save(Path(name))
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
-    return path
+    with tempfile.TemporaryDirectory(dir=folder) as name:
+        written = [Path(name) / "compare.json", Path(name) / "compare.png"]
+        written[0].write_text(json.dumps(data, indent=1))
+        picture(experiment, points).savefig(written[1])
+        return [path.replace(folder / path.name) for path in written]
 
 
 def picture(experiment: Experiment, points: Sequence[Point]) -> Any:

@@ -5,94 +5,25 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from dualdp import _validate
 from dualdp_tools.scaling.footprint import memory
-from dualdp_tools.scaling.presets import Assumptions, Hardware, Transformer
+from dualdp_tools.scaling.presets import PRECISIONS, Job
 from dualdp_tools.scaling.timing import Duration, duration
-from dualdp_tools.scaling.traffic import GATHERS, METHODS, bytes_sent, messages
-
-SHARDINGS = ("auto", "data", "node", "full")
-PRECISIONS = {"bfloat16": 2, "float32": 4}
-NOISES = ("fast", "secure")
-
-
-@dataclass(frozen=True)
-class Job:
-    """Input of a forecast.
-
-    Attributes:
-        model: `Transformer`, sizes of the model.
-        ranks: k, number of accelerators.
-        hardware: `Hardware` of one accelerator.
-        expected_batch_size: N, size of the logical batch over all ranks.
-        sharding: "data" (a copy of the weights on each rank), "node" (one per node, which FSDP2
-            under our engine does not support), "full" (one over all ranks), or "auto": the fastest
-            that fits.
-        precision: dtype of forward and backward; sums, norms, noise and optimizer are float32.
-        noise: "fast" or "secure".
-        stack: "torch" or "jax", which gather sharded weights differently.
-        assumed: `Assumptions` of the time model.
-    """
-
-    model: Transformer
-    ranks: int
-    hardware: Hardware
-    expected_batch_size: int = 8192
-    sharding: str = "auto"
-    precision: str = "bfloat16"
-    noise: str = "fast"
-    stack: str = "torch"
-    assumed: Assumptions = Assumptions()
-
-    def __post_init__(self) -> None:
-        _validate.integer("ranks", self.ranks, minimum=1)
-        _validate.integer("expected_batch_size", self.expected_batch_size, minimum=1)
-        _validate.choice("sharding", self.sharding, SHARDINGS)
-        _validate.choice("precision", self.precision, PRECISIONS)
-        _validate.choice("noise", self.noise, NOISES)
-        _validate.choice("stack", self.stack, GATHERS)
-        if self.sharding == "node" and self.stack == "torch":
-            raise ValueError(
-                "sharding='node' is not there under torch, whose engine wants FSDP2 over all "
-                "processes. Expected 'data' or 'full', or stack='jax'."
-            )
-
-    @property
-    def share(self) -> int:
-        """Expected number of examples of one rank in a step."""
-        return math.ceil(self.expected_batch_size / self.ranks)
-
-    @property
-    def shards(self) -> list[int]:
-        """Candidate numbers of ranks that share one copy of the weights."""
-        node = math.gcd(self.hardware.node, self.ranks)
-        numbers = {"data": 1, "node": node, "full": self.ranks}
-        if self.stack == "torch":
-            del numbers["node"]
-        return list(numbers.values()) if self.sharding == "auto" else [numbers[self.sharding]]
+from dualdp_tools.scaling.traffic import METHODS, bytes_sent, messages
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """Forecast of a step on each rank.
-
-    Attributes:
-        method: key of `METHODS`.
-        shards: number of ranks that share one copy of the weights.
-        physical_batch_size: largest power of two that fits, at most the rank's share.
-        chunks: number of physical batches of a step.
-        memory: mapping from item to bytes.
-        sent: bytes sent.
-        time: `Duration` of a step.
-    """
+    """Forecast of a step on each rank."""
 
     method: str
-    shards: int
-    physical_batch_size: int
-    chunks: int
-    memory: dict[str, float]
-    sent: float
+    shards: int  # ranks that share one copy of the weights
+    physical_batch_size: int  # largest power of two that fits, at most the rank's share
+    chunks: int  # physical batches of a step
+    memory: dict[str, float]  # item -> bytes
+    sent: float  # bytes
     time: Duration
 
 
@@ -106,46 +37,24 @@ def forecast(method: str, job: Job) -> Forecast | None:
 
 def _with_shards(method: str, job: Job, shards: int) -> Forecast | None:
     """Forecast with the largest power of two of examples that fits, at most the rank's share."""
-    limit = job.hardware.memory * job.assumed.usable
-    compute_bytes = PRECISIONS[job.precision]
     size = 1 << (job.share.bit_length() - 1)
     while size:
-        chunks = math.ceil(job.share / size)
+        sizes: dict[str, Any] = {
+            "shards": shards,
+            "chunks": math.ceil(job.share / size),
+            "compute_bytes": PRECISIONS[job.precision],
+            "stack": job.stack,
+        }
+        numbers = job.assumed.optimizer_numbers
         items = memory(
-            method,
-            job.model,
-            physical_batch_size=size,
-            shards=shards,
-            chunks=chunks,
-            compute_bytes=compute_bytes,
-            optimizer_numbers=job.assumed.optimizer_numbers,
-            stack=job.stack,
+            method, job.model, physical_batch_size=size, optimizer_numbers=numbers, **sizes
         )
-        if sum(items.values()) <= limit:
+        if sum(items.values()) <= job.hardware.memory * job.assumed.usable:
             break
         size //= 2
     else:
         return None
-    found = messages(
-        method,
-        job.model.num_parameters,
-        ranks=job.ranks,
-        shards=shards,
-        chunks=chunks,
-        compute_bytes=compute_bytes,
-        root=job.model.root,
-        stack=job.stack,
-    )
-    time = duration(
-        method,
-        job.model,
-        found,
-        hardware=job.hardware,
-        assumed=job.assumed,
-        physical_batch_size=size,
-        shards=shards,
-        noise=job.noise,
-        chunks=chunks,
-        compute_bytes=compute_bytes,
-    )
+    model, chunks = job.model, sizes["chunks"]
+    found = messages(method, model.num_parameters, ranks=job.ranks, root=model.root, **sizes)
+    time = duration(method, job, found, physical_batch_size=size, shards=shards, chunks=chunks)
     return Forecast(method, shards, size, chunks, items, bytes_sent(found), time)

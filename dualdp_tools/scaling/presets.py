@@ -1,32 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Presets of accelerators and models, and the assumptions of the time model."""
+"""Presets of accelerators and models, the assumptions of the time model, and a forecast's input."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+
+from dualdp import _validate
+from dualdp_tools.scaling.traffic import GATHERS
+
+SHARDINGS = ("auto", "data", "node", "full")
+PRECISIONS = {"bfloat16": 2, "float32": 4}
+NOISES = ("fast", "secure")
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """One accelerator and its interconnect: peak figures published by its maker.
+    """One accelerator and its interconnect: peak figures published by its maker."""
 
-    Attributes:
-        flops: dense bfloat16 operations per second.
-        memory: bytes of memory.
-        bandwidth: memory bandwidth, bytes per second.
-        node: number of accelerators joined by `link`.
-        link: bytes per second in one direction inside a node.
-        network: bytes per second in one direction and per accelerator between nodes.
-        source: str, source of the figures.
-    """
-
-    flops: float
-    memory: float
-    bandwidth: float
-    node: int
-    link: float
-    network: float
-    source: str
+    flops: float  # dense bfloat16 operations per second
+    memory: float  # bytes
+    bandwidth: float  # of the memory, bytes per second
+    node: int  # accelerators joined by `link`
+    link: float  # bytes per second in one direction inside a node
+    network: float  # bytes per second in one direction and per accelerator between nodes
+    source: str  # of the figures
 
 
 _GPU_NODE = "data sheet of the SXM module; network of a DGX, one adapter per GPU"
@@ -42,19 +40,12 @@ HARDWARE = {
 
 @dataclass(frozen=True)
 class Transformer:
-    """Decoder of equal blocks: attention, then two products of four times the width.
-
-    Attributes:
-        layers: number of blocks.
-        width: d, numbers per position.
-        positions: T, positions of one example.
-        vocabulary: V; embedding and head are separate matrices.
-    """
+    """Decoder of equal blocks: attention, then two products of four times the width."""
 
     layers: int
-    width: int
-    positions: int = 1024
-    vocabulary: int = 32_000
+    width: int  # d, numbers per position
+    positions: int = 1024  # T, of one example
+    vocabulary: int = 32_000  # V; embedding and head are separate matrices
 
     @property
     def block(self) -> int:
@@ -99,26 +90,58 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Assumptions:
-    """Assumptions of the time model that no formula gives; adapt them to your machine.
+    """Assumptions of the time model that no formula gives; adapt them to your machine."""
 
-    Attributes:
-        utilisation: share of the peak that matrix products reach.
-        efficiency: share of the published bandwidth that a collective reaches.
-        overlap: share of the shorter of computing and sending that overlaps with the longer.
-        latency: seconds of one hop of a collective; log2(ranks) hops are counted.
-        usable: share of the accelerator's memory that the arrays may fill.
-        optimizer_numbers: float32 numbers of optimizer state per parameter (Adam: 2).
-        noise_passes: number of times the noise goes through the memory ("fast").
-        secure_rate: normals of the cipher per second and core ("secure").
-        cores: number of host cores per accelerator.
-    """
+    utilisation: float = 0.4  # share of the peak that matrix products reach
+    efficiency: float = 0.8  # share of the published bandwidth that a collective reaches
+    overlap: float = 0.8  # share of the shorter of computing and sending that overlaps
+    latency: float = 5e-6  # seconds of one hop of a collective; log2(ranks) hops are counted
+    usable: float = 0.9  # share of the accelerator's memory that the arrays may fill
+    optimizer_numbers: int = 2  # float32 numbers of optimizer state per parameter (Adam: 2)
+    noise_passes: int = 4  # times that the noise goes through the memory ("fast")
+    secure_rate: float = 30e6  # normals of the cipher per second and core ("secure")
+    cores: int = 8  # of the host, per accelerator
 
-    utilisation: float = 0.4
-    efficiency: float = 0.8
-    overlap: float = 0.8
-    latency: float = 5e-6
-    usable: float = 0.9
-    optimizer_numbers: int = 2
-    noise_passes: int = 4
-    secure_rate: float = 30e6
-    cores: int = 8
+
+@dataclass(frozen=True)
+class Job:
+    """Input of a forecast."""
+
+    model: Transformer
+    ranks: int  # k, number of accelerators
+    hardware: Hardware
+    expected_batch_size: int = 8192  # N, size of the logical batch over all ranks
+    # "data" (a copy of the weights on each rank), "node" (one per node, which FSDP2 under our
+    # engine does not support), "full" (one over all ranks), or "auto": the fastest that fits.
+    sharding: str = "auto"
+    precision: str = "bfloat16"  # of forward and backward; all else is float32
+    noise: str = "fast"
+    stack: str = "torch"  # or "jax", which gathers sharded weights differently
+    assumed: Assumptions = Assumptions()
+
+    def __post_init__(self) -> None:
+        _validate.integer("ranks", self.ranks, minimum=1)
+        _validate.integer("expected_batch_size", self.expected_batch_size, minimum=1)
+        _validate.choice("sharding", self.sharding, SHARDINGS)
+        _validate.choice("precision", self.precision, PRECISIONS)
+        _validate.choice("noise", self.noise, NOISES)
+        _validate.choice("stack", self.stack, GATHERS)
+        if self.sharding == "node" and self.stack == "torch":
+            raise ValueError(
+                "sharding='node' is not there under torch, whose engine wants FSDP2 over all "
+                "processes. Expected 'data' or 'full', or stack='jax'."
+            )
+
+    @property
+    def share(self) -> int:
+        """Expected number of examples of one rank in a step."""
+        return math.ceil(self.expected_batch_size / self.ranks)
+
+    @property
+    def shards(self) -> list[int]:
+        """Candidate numbers of ranks that share one copy of the weights."""
+        node = math.gcd(self.hardware.node, self.ranks)
+        numbers = {"data": 1, "node": node, "full": self.ranks}
+        if self.stack == "torch":
+            del numbers["node"]
+        return list(numbers.values()) if self.sharding == "auto" else [numbers[self.sharding]]

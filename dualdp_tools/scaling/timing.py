@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dualdp import costs
-from dualdp_tools.scaling.presets import Assumptions, Hardware, Transformer
+from dualdp_tools.scaling.presets import PRECISIONS, Assumptions, Hardware, Job, Transformer
 from dualdp_tools.scaling.traffic import METHODS, SUM_BYTES, Message
 
 #: Numbers of weights, state and gradients that an optimizer moves per parameter.
@@ -17,19 +17,12 @@ _OPTIMIZER_ACCESSES = 7
 
 @dataclass(frozen=True)
 class Work:
-    """Operations of one example; a multiplication and an addition are two.
+    """Operations of one example; a multiplication and an addition are two."""
 
-    Attributes:
-        forward: operations of all products and of attention.
-        highway: operations of the backward to the outputs of the layers.
-        weights: operations of the (weighted) sums of gradients.
-        norms: additional operations of the norms, memory traffic included.
-    """
-
-    forward: float
-    highway: float
-    weights: float
-    norms: float
+    forward: float  # all products and attention
+    highway: float  # backward to the outputs of the layers
+    weights: float  # (weighted) sums of gradients
+    norms: float  # additional ones of the norms, memory traffic included
 
 
 def work(method: str, model: Transformer, move: float) -> Work:
@@ -50,19 +43,12 @@ def work(method: str, model: Transformer, move: float) -> Work:
 
 @dataclass(frozen=True)
 class Duration:
-    """Seconds of one step.
+    """Seconds of one step."""
 
-    Attributes:
-        compute: forward, backward, norms and sums.
-        exposed: sending that does not overlap with computing.
-        noise: drawing and adding the noise.
-        update: update of the optimizer.
-    """
-
-    compute: float
-    exposed: float
-    noise: float
-    update: float
+    compute: float  # forward, backward, norms and sums
+    exposed: float  # sending that does not overlap with computing
+    noise: float  # drawing and adding it
+    update: float  # of the optimizer
 
     @property
     def total(self) -> float:
@@ -79,40 +65,43 @@ def seconds_of(message: Message, hardware: Hardware, assumed: Assumptions) -> fl
 
 def duration(
     method: str,
-    model: Transformer,
+    job: Job,
     found: Sequence[Message],
     *,
-    hardware: Hardware,
-    assumed: Assumptions,
     physical_batch_size: int,
     shards: int,
-    noise: str = "fast",
-    chunks: int = 1,
-    compute_bytes: int = 2,
+    chunks: int,
 ) -> Duration:
-    """Return the duration of one step of one rank; arguments as in `messages` and `Job`.
+    """Return the duration of one step of one rank that sends the messages `found`.
 
-    Float32 takes twice the time of bfloat16 (`compute_bytes` 2); less is not modelled.
+    Float32 takes twice the time of bfloat16; less is not modelled.
     """
-    rate = hardware.flops * assumed.utilisation * min(1.0, 2 / compute_bytes)
-    amount = work(method, model, move=rate * SUM_BYTES / hardware.bandwidth)
-    per_pass = {m.what: m for m in found}
+    hardware, assumed = job.hardware, job.assumed
+    rate = hardware.flops * assumed.utilisation * min(1.0, 2 / PRECISIONS[job.precision])
+    amount = work(method, job.model, move=rate * SUM_BYTES / hardware.bandwidth)
+    by_name = {message.what: message for message in found}
+    seconds = {what: seconds_of(m, hardware, assumed) for what, m in by_name.items()}
     compute = exposed = 0.0
     for operations, what, times in _phases(method, amount):
-        busy = operations * physical_batch_size / rate
-        message = per_pass.get(what)
-        sending = seconds_of(message, hardware, assumed) if message else 0.0
+        busy, sending = operations * physical_batch_size / rate, seconds.get(what, 0.0)
         compute += busy * times * chunks
         hidden = assumed.overlap * min(busy, sending)
         exposed += (sending - hidden) * times * chunks
+    # Messages once per step, of which the sums over copies overlap with the last products.
     behind = _last_products(method, amount) * physical_batch_size / rate
-    exposed += _of_the_step(per_pass, hardware, assumed, behind)
-    held = model.num_parameters / shards
+    once = {
+        what: seconds[what] * by_name[what].times
+        for what in ("sums over copies", "agreement")
+        if what in by_name
+    }
+    hidden = assumed.overlap * min(once.get("sums over copies", 0.0), behind)
+    exposed += sum(once.values()) - hidden
+    held = job.model.num_parameters / shards
     moves = held * SUM_BYTES / hardware.bandwidth
     drawn = 0.0
     if method != "plain":
         cipher = held / (assumed.secure_rate * assumed.cores)
-        drawn = cipher if noise == "secure" else assumed.noise_passes * moves
+        drawn = cipher if job.noise == "secure" else assumed.noise_passes * moves
     return Duration(compute, exposed, drawn, _OPTIMIZER_ACCESSES * moves)
 
 
@@ -126,19 +115,6 @@ def _phases(method: str, amount: Work) -> list[tuple[float, str, int]]:
     passes = METHODS[method]
     phases = [(amount.forward, forward, passes), (amount.highway, backward, passes)]
     return [*phases, (amount.norms, "", 1), (amount.weights, sums, 1)]
-
-
-def _of_the_step(
-    found: dict[str, Message], hardware: Hardware, assumed: Assumptions, behind: float
-) -> float:
-    """Seconds of the messages sent once per step, minus their overlap with `behind` seconds."""
-    seconds = {
-        what: seconds_of(found[what], hardware, assumed) * found[what].times
-        for what in ("sums over copies", "agreement")
-        if what in found
-    }
-    hidden = assumed.overlap * min(seconds.get("sums over copies", 0.0), behind)
-    return sum(seconds.values()) - hidden
 
 
 def _last_products(method: str, amount: Work) -> float:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from dualdp import _validate
@@ -15,43 +14,29 @@ METHODS = {"plain": 1, "book_keeping": 1, "per_layer": 1, "two_pass": 2, "materi
 GATHERS = {"torch": "layers", "jax": "whole"}
 SUM_BYTES = 4  # of a number in the clipped sums, norms, noise and optimizer: float32
 
-_ring_once: Callable[[int], float] = lambda k: (k - 1) / k  # noqa: E731
-_ring_twice: Callable[[int], float] = lambda k: 2 * (k - 1) / k  # noqa: E731
-
-#: Transport -> collective -> bytes that a rank sends, mean over ranks, per byte of the whole
-#: payload (for a gather, of what every rank ends up with).
-WIRES: dict[str, dict[str, Callable[[int], float]]] = {
-    "ring": {"all_reduce": _ring_twice, "reduce_scatter": _ring_once, "all_gather": _ring_once},
+#: Transport -> collective -> how often a rank sends its (k - 1) / k of the whole payload, mean over
+#: ranks (for a gather, of what every rank ends up with).
+WIRES: dict[str, dict[str, int]] = {
+    "ring": {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1},
     # torch on gloo implements reduce_scatter as an all_reduce of which it keeps a part.
-    "torch_gloo": {
-        "all_reduce": _ring_twice,
-        "reduce_scatter": _ring_twice,
-        "all_gather": _ring_once,
-    },
+    "torch_gloo": {"all_reduce": 2, "reduce_scatter": 2, "all_gather": 1},
 }
 
 
 @dataclass(frozen=True)
 class Message:
-    """One collective of a step.
+    """One collective of a step."""
 
-    Attributes:
-        what: str, description of the payload.
-        collective: key of a table of `WIRES`.
-        size: bytes of the whole payload.
-        ranks: number of participating ranks.
-        times: number of calls per step.
-    """
-
-    what: str
-    collective: str
-    size: float
-    ranks: int
-    times: int = 1
+    what: str  # description of the payload
+    collective: str  # key of a table of `WIRES`
+    size: float  # bytes of the whole payload
+    ranks: int  # that take part
+    times: int = 1  # calls per step
 
     def sent(self, wire: str = "ring") -> float:
         """Return the bytes that one rank sends in a step, mean over the ranks."""
-        return WIRES[wire][self.collective](self.ranks) * self.size * self.times
+        part = WIRES[wire][self.collective] * (self.ranks - 1) / self.ranks
+        return part * self.size * self.times
 
 
 def gathers_whole(method: str, stack: str) -> bool:
@@ -61,31 +46,17 @@ def gathers_whole(method: str, stack: str) -> bool:
 
 
 def messages(
-    method: str,
-    num_parameters: int,
+    method: str,  # "plain" is training without privacy
+    num_parameters: int,  # P, trained ones
     *,
-    ranks: int,
-    shards: int = 1,
-    chunks: int = 1,
-    compute_bytes: int = SUM_BYTES,
-    root: int = 0,
+    ranks: int,  # k, number of accelerators
+    shards: int = 1,  # g, ranks that share one copy of the weights: 1 is data parallel
+    chunks: int = 1,  # c, physical batches of a rank in one step
+    compute_bytes: int = SUM_BYTES,  # of a number of the gathered weights
+    root: int = 0,  # parameters outside the wrapped layers: FSDP2 gathers them once
     stack: str = "torch",
 ) -> list[Message]:
     """Return the collectives of one step.
-
-    Args:
-        method: one of `METHODS`; "plain" is training without privacy.
-        num_parameters: P, number of trained parameters.
-        ranks: k, number of accelerators.
-        shards: g, ranks that share one copy of the weights: 1 is data parallel, k fully sharded.
-        chunks: c, physical batches of a rank in one step.
-        compute_bytes: bytes of a number of the gathered weights.
-        root: number of parameters outside the wrapped layers, which FSDP2 keeps gathered from
-            forward to backward.
-        stack: key of `GATHERS`.
-
-    Raises:
-        ValueError: an unknown word, or shards that do not divide the ranks.
 
     >>> [m.what for m in messages("two_pass", 10, ranks=4, shards=4)]
     ['weights, forward', 'weights, backward', 'sums over shards', 'agreement']

@@ -88,7 +88,7 @@ def load_run(
         return put_model, restorer(optimizer, inner, slots, document["optimizer"])
 
     put_model, put_optimizer = on_all(group, "the parts of the checkpoint", checked)
-    settings, states = RunSettings(**document["settings"]), _below("generator/", tensors)
+    settings, states = RunSettings.from_saved(document["settings"]), _below("generator/", tensors)
     ledger = resume_ledger(group, document["plan"], resume)
     engine = PrivacyEngine.loaded(
         ledger, settings, model, optimizer, lambda: _set_generators(states, rank), group

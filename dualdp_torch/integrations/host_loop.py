@@ -132,7 +132,7 @@ class HostedRun:
     ) -> PlannedLoader:
         """Resume the saved run at the step where it was saved."""
         try:
-            self._name, settings = saved["name"], RunSettings(**saved["settings"])
+            self._name, settings = saved["name"], RunSettings.from_saved(saved["settings"])
             self.pass_start = int(saved["pass_start"])
         except (KeyError, TypeError) as error:
             raise ValueError(

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from functools import lru_cache
 from typing import Any
 
@@ -12,7 +11,7 @@ import numpy as np
 import torch
 
 from dualdp.randomness import threefry
-from dualdp.randomness.parallel import Blocks, fill_between
+from dualdp.randomness.parallel import Blocks
 from dualdp_torch.rules.base import Tensor
 
 _STATE_WORDS = 624  # words of the Mersenne Twister behind torch's CPU generator
@@ -22,32 +21,6 @@ _FEW = 16  # blocks up to which one thread draws them all
 _DEVICE_BLOCK = 1 << 20  # numbers per block on other devices, where each draw costs a launch
 #: Version of the fast noise's stream; a run resumed with another version releases its steps anew.
 STREAM = 2
-
-
-def add_normal(sums: Tensor, key: Any, stddev: float) -> Tensor:
-    """Return a flat array plus normals that depend on all 64 bits of the key.
-
-    Each block has a generator of its own, so that any part can be drawn separately. On the CPU,
-    where torch draws on one core, blocks are drawn in parallel; the numbers do not depend on the
-    number of threads.
-    """
-    out = torch.empty_like(sums)
-    if sums.device.type != "cpu":
-        for block, part in enumerate(out.split(_DEVICE_BLOCK)):
-            part.normal_(0.0, stddev, generator=_block_generator(key, block, sums.device))
-        return out.add_(sums)
-    noisy, total = out.numpy(), sums.numpy()
-
-    def fill(block: int) -> None:
-        part = slice(block * _BLOCK, (block + 1) * _BLOCK)
-        out[part].normal_(0.0, stddev, generator=_block_generator(key, block, sums.device))
-        # NumPy, because torch's addition would start threads of its own inside this thread.
-        np.add(noisy[part], total[part], out=noisy[part])
-
-    blocks = math.ceil(sums.numel() / _BLOCK)
-    # A few blocks take less time than a thread needs to start while torch's own threads spin.
-    Blocks(fill, blocks).finish(torch.get_num_threads() if blocks > _FEW else 1)
-    return out
 
 
 def _block_generator(key: Any, block: int, device: torch.device) -> torch.Generator:
@@ -81,32 +54,50 @@ def _twister(key: Any, block: int) -> torch.Generator:
 
 
 class Normals:
-    """Normals that `add_normal` would add to a flat array, drawn part by part.
+    """Normals of a flat array of `size` numbers, of the dtype and device of `like`.
 
-    The array has `size` numbers, of the dtype and device of `like`.
+    They depend on all 64 bits of the key. Each block has a generator of its own, so that any part
+    can be drawn separately. On the CPU, where torch draws on one core, blocks are drawn in
+    parallel; the numbers do not depend on the number of threads.
     """
 
     def __init__(self, key: Any, size: int, stddev: float, like: Tensor) -> None:
-        self._size, self._on_host = size, like.device.type == "cpu"
-        self._draw = lru_cache(2)(self._block)  # consecutive small parameters share a block
-        self._key, self._stddev, self._like = key, stddev, like.new_empty(0)
+        self._key, self._size, self._stddev = key, size, stddev
+        self._like, self._on_host = like.new_empty(0), like.device.type == "cpu"
+        self._kept = lru_cache(2)(self._whole_block)  # consecutive small parameters share a block
 
-    def _block(self, block: int, length: int) -> Any:
-        """All normals of one block."""
+    def _draw(self, block: int, out: Tensor) -> None:
+        """Fill `out` with all normals of one block."""
+        generator = _block_generator(self._key, block, out.device)
+        out.normal_(0.0, self._stddev, generator=generator)
+
+    def _whole_block(self, block: int, length: int) -> Any:
         drawn = self._like.new_empty(length)
-        generator = _block_generator(self._key, block, drawn.device)
-        drawn.normal_(0.0, self._stddev, generator=generator)
+        self._draw(block, drawn)
         return drawn.numpy() if self._on_host else drawn
 
     def add_at(self, start: int, total: Tensor) -> Tensor:
         """Return (k,) numbers, the array's from `start` on, plus their normals."""
-        noise = torch.empty_like(total)
-        fill_between(
-            noise.numpy() if self._on_host else noise,
-            start,
-            size=self._size,
-            block=_BLOCK if self._on_host else _DEVICE_BLOCK,
-            draw=self._draw,
-            threads=torch.get_num_threads() if self._on_host else 1,
-        )
-        return noise.add_(total)
+        noise, stop = torch.empty_like(total), start + len(total)
+        size = _BLOCK if self._on_host else _DEVICE_BLOCK
+        # NumPy, because torch's own operations would start threads inside of ours.
+        out: Any = noise.numpy() if self._on_host else noise
+        first = start // size
+
+        def fill(number: int) -> None:
+            block = first + number
+            low, high = block * size, min((block + 1) * size, self._size)
+            begin, end = max(start, low), min(stop, high)
+            part = slice(begin - start, end - start)
+            if end - begin == high - low:
+                self._draw(block, noise[part])
+            else:
+                out[part] = self._kept(block, high - low)[begin - low : end - low]
+            if self._on_host:
+                out[part] += total.numpy()[part]
+
+        count = -(-stop // size) - first if len(total) else 0
+        # A few blocks take less time than a thread needs to start while torch's own threads spin.
+        threads = torch.get_num_threads() if self._on_host and count > _FEW else 1
+        Blocks(fill, count).finish(threads)
+        return noise if self._on_host else noise.add_(total)

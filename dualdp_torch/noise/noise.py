@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +14,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from dualdp import _validate
 from dualdp._validate import AccountingError
 from dualdp.randomness import grid_noise, run_registry, threefry
-from dualdp_torch.noise.generators import Normals, add_normal
-from dualdp_torch.noise.generators import keyed_generator as keyed_generator
+from dualdp_torch.noise.generators import Normals
 from dualdp_torch.rules.base import Tensor, wide
 
 
@@ -32,15 +31,30 @@ class Piece:
     numel: int
 
 
+#: Sums of one device and dtype, by name; together they are one flat array.
+Group = dict[str, Tensor]
+#: (index of a group, where a parameter begins in its flat array, its piece, (k,) sums of the piece,
+#: name) -> (k,) sums plus noise.
+Adder = Callable[[int, int, Piece, Tensor, str], Tensor]
+
+
 @dataclass(frozen=True)
 class NoiseSettings:
-    """Settings of the noise of one release; `names` are those of the parameters, in order."""
+    """Settings of the noise of one release.
+
+    `names` are those of all parameters, in order; `sizes` the lengths of the groups' flat arrays,
+    of which this process holds the whole or, under FSDP, pieces.
+    """
 
     plan: Any
     step: int
     branch: int
     max_grad_norm: float
     names: list[str]
+    groups: list[Group]
+    sizes: list[int]
+    is_whole: bool
+    layout: Sequence[Any] | None
 
     @property
     def stddev(self) -> float:
@@ -162,57 +176,53 @@ def noised_mean(
 ) -> dict[str, Tensor]:
     """`noisy_mean` for a step that the caller has recorded and sealed itself."""
     step = _checked_step(plan, step)
-    _validate.choice("noise", plan.noise, _SOURCES)
+    _validate.choice("noise", plan.noise, _ADDERS)
+    if layout is not None and pieces is not None:
+        raise ValueError(
+            "layout came with pieces: the noise of a JAX model's shapes can't be drawn shard by "
+            "shard. Consolidate the checkpoint and go on in one process, or leave layout out."
+        )
     bound = plan.max_grad_norm_at(step) if max_grad_norm is None else max_grad_norm
     bound = _validate.positive("max_grad_norm", bound)
-    release = NoiseSettings(plan, step, branch, bound, list(grads))
-    totals = {name: total.detach().to(wide(total.dtype)) for name, total in grads.items()}
-    groups = _groups(totals)
-    if pieces is not None:
-        return _mean_of_pieces(release, groups, pieces, layout)
+    by_kind: dict[Any, Group] = {}
+    for name, grad in grads.items():
+        total = grad.detach().to(wide(grad.dtype))
+        by_kind.setdefault((total.device, total.dtype), {})[name] = total
+    groups, is_whole = list(by_kind.values()), pieces is None
+    numel = {n: grad.numel() if pieces is None else pieces[n].numel for n, grad in grads.items()}
+    sizes = [sum(numel[name] for name in group) for group in groups]
+    release = NoiseSettings(plan, step, branch, bound, list(grads), groups, sizes, is_whole, layout)
+    add, divisor = _ADDERS[plan.noise](release), plan.expected_batch_size_at(step)
     mean: dict[str, Tensor] = {}
-    for group, flat in zip(groups, _SOURCES[plan.noise](release, groups, layout), strict=True):
-        flat.div_(plan.expected_batch_size_at(step))
-        parts = _unflatten_dense_tensors(flat, list(group.values()))
-        mean.update(zip(group, parts, strict=True))
+    for index, group in enumerate(groups):
+        if is_whole and plan.noise != "portable":  # whose keys are those of parameters
+            flat = _flatten_dense_tensors(list(group.values()))
+            flat = add(index, 0, Piece(0, sizes[index]), flat, "").div_(divisor)
+            parts = _unflatten_dense_tensors(flat, list(group.values()))
+            mean.update(zip(group, parts, strict=True))
+            continue
+        first = 0
+        for name, total in group.items():
+            piece = Piece(0, numel[name]) if pieces is None else pieces[name]
+            noisy = add(index, first, piece, total.reshape(-1), name)
+            mean[name] = noisy.div_(divisor).view_as(total)
+            first += piece.numel
     return {name: mean[name] for name in grads}
 
 
-#: Sums of one device and dtype, by name; together they become one flat array.
-Group = dict[str, Tensor]
+def _fast(release: NoiseSettings) -> Adder:
+    """Adder of the normals of torch's own generator."""
+    normals = []
+    for index, (group, size) in enumerate(zip(release.groups, release.sizes, strict=True)):
+        key, like = threefry.fold_in(release.key, index), next(iter(group.values()))
+        normals.append(Normals(key, size, release.stddev, like))
+    return lambda index, first, piece, total, _: normals[index].add_at(first + piece.start, total)
 
 
-def _groups(totals: Mapping[str, Tensor]) -> list[Group]:
-    """Sums grouped by device and dtype."""
-    groups: dict[Any, Group] = {}
-    for name, total in totals.items():
-        groups.setdefault((total.device, total.dtype), {})[name] = total
-    return list(groups.values())
-
-
-def _flat(group: Group) -> Tensor:
-    """Flat array of a group's sums, which it may share memory with."""
-    flat: Tensor = _flatten_dense_tensors(list(group.values()))
-    return flat
-
-
-# ---------------------------------------------------------------------- fast
-
-
-def _fast(release: NoiseSettings, groups: list[Group], layout: Any) -> Iterator[Tensor]:
-    """Sums plus normals of torch's own generator, one flat array per group."""
-    for index, group in enumerate(groups):
-        key = threefry.fold_in(release.key, index)
-        yield add_normal(_flat(group), key, release.stddev)
-
-
-# ---------------------------------------------------------------------- portable
-
-
-def _portable(release: NoiseSettings, groups: list[Group], layout: Any) -> Iterator[Tensor]:
-    """Sums plus the normals that JAX draws: leaf i from `fold_in(key, i)`."""
-    leaves = {leaf.torch_name: leaf for leaf in layout or ()}
-    missing = sorted(set().union(*groups) - set(leaves)) if layout is not None else []
+def _portable(release: NoiseSettings) -> Adder:
+    """Adder of the normals that JAX draws: leaf i from `fold_in(key, i)`."""
+    leaves = {leaf.torch_name: leaf for leaf in release.layout or ()}
+    missing = sorted(set(release.names) - set(leaves)) if release.layout is not None else []
     if missing:
         raise ValueError(
             f"layout lacks the parameters {missing}. Expected dualdp.port.match(model, params) of "
@@ -220,118 +230,45 @@ def _portable(release: NoiseSettings, groups: list[Group], layout: Any) -> Itera
         )
     key = release.key
 
-    def normals(name: str, like: Tensor) -> Tensor:
-        dtype = np.float64 if like.dtype == torch.float64 else np.float32
+    def add(index: int, first: int, piece: Piece, total: Tensor, name: str) -> Tensor:
+        dtype = np.float64 if total.dtype == torch.float64 else np.float32
 
         # A tensor may be several JAX leaves; `ParameterMap.normals` calls `draw` for each of them.
         def draw(number: int, shape: tuple[int, ...]) -> Any:
             return threefry.normal(threefry.fold_in(key, number), shape, dtype=dtype)
 
         if name in leaves:
-            drawn = leaves[name].normals(draw)
+            drawn = np.ascontiguousarray(leaves[name].normals(draw)).reshape(-1)
         else:
-            drawn = draw(release.names.index(name), tuple(like.shape))
-        return torch.from_numpy(np.ascontiguousarray(drawn)).to(like.device)
-
-    for group in groups:
-        noise = _flatten_dense_tensors([normals(name, like) for name, like in group.items()])
-        yield noise.mul_(release.stddev).add_(_flat(group))
-
-
-# ---------------------------------------------------------------------- secure
-
-
-def _secure(release: NoiseSettings, groups: list[Group], layout: Any) -> Iterator[Tensor]:
-    """Sums plus noise on the public grid, added on the host in float64."""
-    flats = [_flat(group) for group in groups]
-    size, threads = sum(flat.numel() for flat in flats), torch.get_num_threads()
-    pitch = grid_noise.pitch(release.max_grad_norm, size)
-    noise = grid_noise.grid_noise(
-        release.plan,
-        release.step,
-        branch=release.branch,
-        cells=release.stddev / pitch,
-        size=size,
-        threads=threads,
-    )
-    for flat in flats:
-        part, noise = np.split(noise, [flat.numel()])
-        noisy = grid_noise.noisy_sum(flat.cpu().numpy(), part, pitch, threads=threads)
-        yield torch.from_numpy(noisy).to(flat.device)
-
-
-_SOURCES = {"fast": _fast, "portable": _portable, "secure": _secure}
-
-
-# ---------------------------------------------------------------------- sharded parameters
-
-#: (offset of the parameter in the group's flat array, piece, (k,) sums, name) -> sums plus noise.
-Adder = Callable[[int, Piece, Tensor, str], Tensor]
-
-
-def _mean_of_pieces(
-    release: NoiseSettings, groups: list[Group], pieces: Mapping[str, Piece], layout: Any
-) -> dict[str, Tensor]:
-    """Noisy mean of each piece that this process holds, by parameter name."""
-    if layout is not None:
-        raise ValueError(
-            "layout came with pieces: the noise of a JAX model's shapes can't be drawn shard by "
-            "shard. Consolidate the checkpoint and go on in one process, or leave layout out."
-        )
-    sizes = [sum(pieces[name].numel for name in group) for group in groups]
-    mean: dict[str, Tensor] = {}
-    for index, group in enumerate(groups):
-        add = _ADDERS[release.plan.noise](release, index, group, sizes)
-        first = 0
-        for name, total in group.items():
-            piece = pieces[name]
-            noisy = add(first, piece, total.reshape(-1), name)
-            noisy.div_(release.plan.expected_batch_size_at(release.step))
-            mean[name] = noisy.view_as(total)
-            first += piece.numel
-    return {name: mean[name] for name in release.names}
-
-
-def _fast_adder(release: NoiseSettings, index: int, group: Group, sizes: list[int]) -> Adder:
-    """Function that adds the normals of `_fast`."""
-    key, like = threefry.fold_in(release.key, index), next(iter(group.values()))
-    normals = Normals(key, sizes[index], release.stddev, like)
-    return lambda first, piece, total, name: normals.add_at(first + piece.start, total)
-
-
-def _portable_adder(release: NoiseSettings, index: int, group: Group, sizes: list[int]) -> Adder:
-    """Function that adds the normals of JAX's leaf."""
-
-    def add(first: int, piece: Piece, total: Tensor, name: str) -> Tensor:
-        key = threefry.fold_in(release.key, release.names.index(name))
-        dtype = np.float64 if total.dtype == torch.float64 else np.float32
-        drawn = threefry.normal_between(
-            key, piece.start, piece.start + total.numel(), size=piece.numel, dtype=dtype
-        )
+            own, start = threefry.fold_in(key, release.names.index(name)), piece.start
+            stop = start + total.numel()
+            drawn = threefry.normal_between(own, start, stop, size=piece.numel, dtype=dtype)
         return torch.from_numpy(drawn).to(total.device).mul_(release.stddev).add_(total)
 
     return add
 
 
-def _secure_adder(release: NoiseSettings, index: int, group: Group, sizes: list[int]) -> Adder:
-    """Function that adds the grid noise."""
-    pitch, before = grid_noise.pitch(release.max_grad_norm, sum(sizes)), sum(sizes[:index])
+def _secure(release: NoiseSettings) -> Adder:
+    """Adder of noise on the public grid, on the host in float64."""
+    plan, step, sizes, threads = release.plan, release.step, release.sizes, torch.get_num_threads()
+    pitch = grid_noise.pitch(release.max_grad_norm, sum(sizes))
+    cells = release.stddev / pitch
+    options: Any = {"branch": release.branch, "cells": cells, "size": sum(sizes)}
+    whole = None
+    if release.is_whole:
+        whole = grid_noise.grid_noise(plan, step, threads=threads, **options)
 
-    def add(first: int, piece: Piece, total: Tensor, name: str) -> Tensor:
-        start = before + first + piece.start
-        noise = grid_noise.grid_noise_between(
-            release.plan,
-            release.step,
-            start,
-            start + total.numel(),
-            branch=release.branch,
-            cells=release.stddev / pitch,
-            size=sum(sizes),
-        )
-        noisy = grid_noise.noisy_sum(total.cpu().numpy(), noise, pitch)
+    def add(index: int, first: int, piece: Piece, total: Tensor, name: str) -> Tensor:
+        start = sum(sizes[:index]) + first + piece.start
+        stop = start + total.numel()
+        if whole is None:
+            noise = grid_noise.grid_noise_between(plan, step, start, stop, **options)
+        else:
+            noise = whole[start:stop]
+        noisy = grid_noise.noisy_sum(total.cpu().numpy(), noise, pitch, threads=threads)
         return torch.from_numpy(noisy).to(total.device)
 
     return add
 
 
-_ADDERS = {"fast": _fast_adder, "portable": _portable_adder, "secure": _secure_adder}
+_ADDERS = {"fast": _fast, "portable": _portable, "secure": _secure}

@@ -27,10 +27,10 @@ class AnalysisCache(dict[Any, "Analysis"]):
     """Analyses by signatures of the parameter uses, for one model, loss and batch shape.
 
     Attributes:
-        bytes_each: mapping from the per-sample gradients that are kept to bytes per example.
+        bytes_each: per-sample gradients that are kept -> bytes per example.
         checked: calls whose numbers were compared with plain autograd (`spot_check`).
         writes: names of buffers that a forward writes, the same on every batch.
-        passes_differ: bool, True if a second forward is another function than the first.
+        passes_differ: True if a second forward is another function than the first.
     """
 
     def __init__(self, referents: list[Callable[[], Any]]) -> None:

@@ -85,17 +85,8 @@ def per_sample_grads(
         UnsupportedLayerError: the losses depend on other examples.
         TypeError, ValueError: a wrong argument or loss.
     """
-    call = Call.checked(
-        loss_fn,
-        model,
-        batch,
-        method,
-        has_aux,
-        physical_batch_size,
-        max_memory,
-        check=check,
-        purpose=("per_sample_grads",),
-    )
+    sizes, purpose = (physical_batch_size, max_memory), ("per_sample_grads",)
+    call = Call.checked(loss_fn, model, batch, method, has_aux, *sizes, None, check, purpose)
     found: list[dict[str, Tensor]] = []
     auxes: list[tuple[Any, int]] = []
     for _, numbers in _of_chunks(call, _grads, auxes):
@@ -143,17 +134,9 @@ def per_sample_norms(
         UnsupportedLayerError: the losses depend on other examples.
         TypeError, ValueError: a wrong argument or loss.
     """
-    call = Call.checked(
-        loss_fn,
-        model,
-        batch,
-        method,
-        has_aux,
-        physical_batch_size,
-        max_memory,
-        check=check,
-        purpose=("per_sample_norms", "each" if per_parameter else "whole"),
-    )
+    sizes = physical_batch_size, max_memory
+    purpose = "per_sample_norms", "each" if per_parameter else "whole"
+    call = Call.checked(loss_fn, model, batch, method, has_aux, *sizes, None, check, purpose)
     limits = Limits() if per_parameter else Limits(lambda name: "")
     auxes: list[tuple[Any, int]] = []
     found = [numbers for _, numbers in _of_chunks(call, partial(_norms, limits), auxes)]
@@ -214,18 +197,8 @@ def clipped_grad_sum(
 
     Source: Abadi et al. 2016, Algorithm 1; Bu et al. 2023 (book-keeping).
     """
-    call = Call.checked(
-        loss_fn,
-        model,
-        batch,
-        method,
-        has_aux,
-        physical_batch_size,
-        max_memory,
-        mask,
-        check=check,
-        purpose=("clipped_grad_sum", clipping),
-    )
+    sizes, purpose = (physical_batch_size, max_memory), ("clipped_grad_sum", clipping)
+    call = Call.checked(loss_fn, model, batch, method, has_aux, *sizes, mask, check, purpose)
     bounds = clipping_bounds(call.parameters, clipping, max_grad_norm)
     refuse_two_pass(method, clipping)
     grads: dict[str, Tensor] = {}
@@ -357,19 +330,16 @@ class _SecondPass:
         }
 
     def __call__(self, weights: Tensor) -> dict[str, Tensor]:
-        """Return the sum of weights (n,) times per-sample gradients.
-
-        Raises:
-            _PassesDifferError: losses or gradient sums differ from those of the first pass.
-        """
-        call = self._call
+        """Return the sum of weights (n,) times per-sample gradients."""
+        call, start = self._call, self._call.start
+        assert start is not None  # kept for every call of "two_pass"
         self._gradients.forget()  # so that two passes need no more memory than one
 
         def losses() -> Tensor:
             out = call.loss_fn(call.model, *call.batch.arguments())
             return out[0] if call.has_aux else out
 
-        with call.again():
+        with call.unchanged(), start.replayed(call.model):
             sums = reweighted(losses, call.parameters, weights, self._losses)
         if sums is None:
             raise _PassesDifferError
@@ -383,11 +353,7 @@ class _SecondPass:
 def _check(
     call: Call, numbers: BatchNumbers, compute: Callable[[Call], tuple[BatchNumbers, Any]]
 ) -> None:
-    """Compare the numbers of one chunk of the batch with plain autograd, if a check is due.
-
-    Raises:
-        ExactnessError: they differ.
-    """
+    """Compare the numbers of one chunk of the batch with plain autograd, if a check is due."""
     start = call.start
     if not call.is_checked or start is None:
         return
@@ -409,7 +375,8 @@ def _check(
             what=f"the result of {call.purpose[1]}",
         )
     if compared:
-        call.compared()
+        call.was_compared = True
+        call.cache.checked.add(call.purpose)
 
 
 _drawn = random.Random(0)  # draws the example that a functional call is checked on

@@ -14,16 +14,7 @@ from dualdp_torch.rules.base import Tensor
 
 
 class Batch:
-    """Flattened batch arguments.
-
-    Args:
-        arguments: tuple of the loss function's arguments after the model; nested dicts, lists and
-            tuples are allowed.
-
-    Raises:
-        TypeError: a NumPy array.
-        ValueError: no tensor, or tensors with different numbers of examples.
-    """
+    """Flattened arguments of a loss function after the model: nested dicts, lists and tuples."""
 
     def __init__(self, arguments: tuple[Any, ...]) -> None:
         self._arguments = arguments
@@ -95,12 +86,7 @@ class Batch:
 
 
 def check_losses(losses: Any, n: int) -> Tensor:
-    """Return the losses, checked to be one per example.
-
-    Raises:
-        TypeError: no floating-point tensor.
-        ValueError: any other shape than (n,).
-    """
+    """Return the losses, checked to be one per example."""
     if not torch.is_tensor(losses) or not losses.is_floating_point():
         what = losses.dtype if torch.is_tensor(losses) else type(losses).__name__
         raise TypeError(
@@ -116,12 +102,7 @@ def check_losses(losses: Any, n: int) -> Tensor:
 
 
 def join_aux(auxes: list[tuple[Any, int]]) -> Any:
-    """Join the auxiliary outputs of consecutive chunks, each with the chunk's number of examples.
-
-    Raises:
-        ValueError: a tensor without the chunk's examples on axis 0, or another value that differs
-            between the chunks.
-    """
+    """Join the auxiliary outputs of consecutive chunks, each with the size of its chunk."""
     if len(auxes) < 2:
         return auxes[0][0] if auxes else None
     flat = [pytree.tree_flatten(aux) for aux, _ in auxes]

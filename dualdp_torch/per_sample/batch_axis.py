@@ -15,10 +15,8 @@ from dualdp_torch.rules.base import Tensor
 class BatchAxis:
     """Batch axis of a tensor: axis `axis`, or axis 0 with the examples folded into it.
 
-    Attributes:
-        axis: int, axis of the examples, 0 when folded.
-        fold: None, "outer" for rows (n, t) or "inner" for rows (t, n) folded into axis 0, "single"
-            for a batch of one example, which is the whole tensor.
+    `fold` is "outer" for rows (n, t) or "inner" for rows (t, n) folded into axis 0, and "single"
+    for a batch of one example, which is the whole tensor.
     """
 
     axis: int = 0

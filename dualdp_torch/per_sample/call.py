@@ -55,9 +55,8 @@ class Call:
 
     Attributes:
         cache: analyses of earlier calls, looked up once for all chunks.
-        check: "first", "always" or "off": when the call's numbers are compared with plain autograd.
         purpose: name and variant of the called function; the first call of each is checked.
-        is_checked: True if the numbers of this chunk are to be compared.
+        is_checked: True if the numbers of this chunk are to be compared with plain autograd.
         was_compared: True once they were compared.
         start: state before the forward that the gradients come from, or None if it was not kept.
     """
@@ -219,27 +218,8 @@ class Call:
         ):
             yield
 
-    @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
-        """Context in which a forward draws the random numbers of the recorded forward again."""
-        with self.unchanged():
-            with (
-                contextlib.nullcontext() if self.start is None else self.start.replayed(self.model)
-            ):
-                yield
-
-    def compared(self) -> None:
-        """Note that the numbers of this chunk were compared with plain autograd and agree."""
-        self.was_compared = True
-        self.cache.checked.add(self.purpose)
-
     def gradients(self) -> tuple[Gradients, Tensor, Any]:
-        """Return the gradients, the losses (n,), and aux.
-
-        Raises:
-            UnsupportedLayerError: the losses depend on other examples, buffers written by a forward
-                differ between batches, or a function of the model differentiates by itself.
-        """
+        """Return the gradients, the losses (n,), and aux."""
         with eagerly(), torch.enable_grad(), gradients_set_aside(self.parameters):
             before = State(self.model)
             found = self._by_method()
@@ -283,15 +263,8 @@ class Call:
     def _analyze(self) -> Analysis | None:
         """Analyse the model on this batch, and cache the analysis if it is complete."""
         with gradients_set_aside(self.parameters):
-            analysis = analyze(
-                self.model,
-                self.loss_fn,
-                self.batch,
-                self.parameters,
-                self.mask,
-                self.has_aux,
-                self.cache.writes,
-            )
+            given = self.model, self.loss_fn, self.batch, self.parameters, self.mask, self.has_aux
+            analysis = analyze(*given, self.cache.writes)
         if analysis is not None and analysis.complete:
             self.cache.add(analysis)
         return analysis

@@ -33,18 +33,8 @@ from dualdp_torch.per_sample.parameter_use import (
     refuse_transforms,
 )
 from dualdp_torch.per_sample.row_permutation import RowPermutations, indexes_unseen
-from dualdp_torch.rules import FOLLOWING, REWRITES, RULES
+from dualdp_torch.rules import REWRITES, RULES
 from dualdp_torch.rules.base import Rule, Tensor
-
-
-def _refuse_batch_statistics(arguments: Mapping[str, Any]) -> None:
-    """Refuse a batch norm that uses the statistics of the batch."""
-    if arguments.get("training") or arguments.get("running_mean") is None:
-        raise UnsupportedLayerError(
-            "batch_norm was called with batch statistics: it mixes examples, so no per-sample "
-            "gradient exists. Replace BatchNorm by GroupNorm, or call the module's eval()."
-        )
-
 
 #: Functions of autograd and their arguments: they would miss the detached parameters.
 _DIFFERENTIATE = {
@@ -67,13 +57,8 @@ class Capture(TorchFunctionMode):
     parameter, under a name of its own in `derived`; its gradients are pulled back to the parameters
     at the end. So do the outputs of uses at the positions `skip`, which hold no examples, such as
     position embeddings. Tensors by which sharding wrappers replace parameters in the forward of
-    `model` are recognised by module and attribute.
-
-    Args:
-        names: mapping from the id of a parameter to its name.
-        on_use: function called with each `Use` and its output.
-        skip: positions of uses that hold no examples.
-        model: module that is run.
+    `model` are recognised by module and attribute. `names` maps ids of parameters to their names,
+    and `on_use` is called with each `Use` and its output.
     """
 
     def __init__(
@@ -109,7 +94,7 @@ class Capture(TorchFunctionMode):
             and rewrite.covers(args, kwargs)
         ):
             refuse_transforms(func)
-            if rewrite.function not in FOLLOWING:
+            if not rewrite.follows:
                 self.permutations.note_use(args, kwargs)
             with self, self.permutations.ignored():
                 return rewrite.function(self, *args, **kwargs)
@@ -117,8 +102,13 @@ class Capture(TorchFunctionMode):
         if rule is None:
             if func is F.batch_norm:
                 call = dict(zip(_BATCH_NORM, args, strict=False)) | kwargs
-                if not self._is_parameter(call["input"]):  # weights hold no examples
-                    _refuse_batch_statistics(call)
+                of_batch = call.get("training") or call.get("running_mean") is None
+                if of_batch and not self._is_parameter(call["input"]):  # weights hold no examples
+                    raise UnsupportedLayerError(
+                        "batch_norm was called with batch statistics: it mixes examples, so no "
+                        "per-sample gradient exists. Replace BatchNorm by GroupNorm, or call the "
+                        "module's eval()."
+                    )
             if func in _DIFFERENTIATE:
                 self._refuse_second_order(func, args, kwargs)
             return self._plain(func, args, kwargs)
@@ -311,8 +301,7 @@ class Capture(TorchFunctionMode):
     ) -> list[str]:
         """Set `grads_out` of every use to the gradient of the scalar `total`.
 
-        Returns:
-            Names of the parameters that also reach `total` outside of captured uses.
+        Returns the names of the parameters that also reach `total` outside of captured uses.
         """
         for use in self.uses:
             use.grads_out = None

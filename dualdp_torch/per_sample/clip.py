@@ -24,11 +24,8 @@ SecondPass = Callable[[Tensor], dict[str, Tensor] | None]
 class Terms(NamedTuple):
     """Clipping settings of one batch, fixed when the loader yields the batch.
 
-    Attributes:
-        scale: factor that undoes the loss reduction: n for a mean, 1 for a sum.
-        bounds: mapping from clipping group to bound.
-        clipping: one of `dualdp.plan.clipping.CLIPPING`.
-        mask: (n,) bool, False for padding, or None.
+    `scale` undoes the loss reduction: n for a mean, 1 for a sum. `bounds` maps clipping groups to
+    C. `mask` is None, or (n,) bool and False for padding.
     """
 
     scale: float
@@ -66,23 +63,12 @@ def clipping_bounds(
 
 
 def refuse_two_pass(method: str, clipping: str) -> None:
-    """Refuse per-layer clipping with a method that reweights whole losses.
-
-    Raises:
-        ValueError: method="two_pass" with clipping="per_layer".
-    """
+    """Refuse per-layer clipping with a method that reweights whole losses."""
     if clipping == "per_layer" and method == "two_pass":
         raise ValueError(
             'method="two_pass" reweights whole losses, so it can\'t clip per_layer. Expected '
             'clipping="flat" or "automatic", or another method.'
         )
-
-
-def limits_of(bounds: Mapping[str, float], clipping: str) -> Limits:
-    """Return the precision that these clip factors need of the norms."""
-    if clipping == "per_layer":
-        return Limits(group_of, bounds)
-    return Limits(lambda name: "", {"": AUTOMATIC_OFFSET} if clipping == "automatic" else bounds)
 
 
 def whole_norms(squares: Mapping[str, Tensor], n: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -100,11 +86,6 @@ def norms_of(
 
     A norm whose square overflows float32 is recomputed in float64, so that the example is not taken
     for a broken one.
-
-    Args:
-        gradients: per-sample gradients of n examples.
-        limits: precision that the norms need.
-        n: number of examples.
     """
     squares = gradients.sq_norms(limits)
     norms = whole_norms(squares, n)
@@ -147,13 +128,10 @@ def _factors(
 
 @dataclass(frozen=True)
 class Factors:
-    """Clip factors of n examples.
+    """Clip factors of n examples: `of` maps parameter names to the (n,) factors of their groups.
 
-    Attributes:
-        of: mapping from parameter name to the (n,) factors of its group.
-        norms: (n,) before clipping, 0 for padding.
-        rows: indices of the examples to sum, None for all: a factor 0 would not remove a nan.
-        squares: mapping from parameter name to (n,) squared norms.
+    `norms` are (n,) before clipping, 0 for padding; `rows` are the examples to sum, None for all: a
+    factor 0 would not remove a nan. `squares` maps parameter names to (n,) squared norms.
     """
 
     of: dict[str, Tensor]
@@ -175,20 +153,17 @@ class Factors:
 def clip_factors(
     gradients: Gradients, n: int, bounds: Mapping[str, Any], clipping: str, mask: Tensor | None
 ) -> Factors:
-    """Return the clip factors of n examples.
-
-    Args:
-        gradients: per-sample gradients of n examples.
-        n: number of examples.
-        bounds: mapping from clipping group to bound, see `clipping_bounds`.
-        clipping: one of `dualdp.plan.clipping.CLIPPING`.
-        mask: (n,) bool, False for padding, or None.
+    """Return the clip factors of n examples; `bounds` are those of `clipping_bounds`.
 
     Guarantees:
         Contributions are bounded also where squares underflow.
             [test_contributions_are_bounded_where_squares_underflow]
     """
-    squares, norms, are_finite = norms_of(gradients, limits_of(bounds, clipping), n)
+    limits = Limits(group_of, bounds)
+    if clipping != "per_layer":
+        floors = {"": AUTOMATIC_OFFSET} if clipping == "automatic" else bounds
+        limits = Limits(lambda name: "", floors)
+    squares, norms, are_finite = norms_of(gradients, limits, n)
     rows = None
     if mask is not None or not are_finite:
         counted = norms < torch.inf  # nor nan
@@ -212,49 +187,20 @@ def clipped_sums(
 ) -> dict[str, Tensor]:
     """Return name -> sum over the examples of factor times gradient.
 
-    Args:
-        gradients: per-sample gradients of n examples.
-        factors: clip factors of the same examples.
-        second_pass: function from factors (n,) to the sums by a second forward and backward, or to
-            None if that is another function of the data; used only if `passes_again`.
-        shards: shards of a model under `fully_shard`: each sum is reduced to this process's shard
-            of the sum over all processes before the next is computed.
-        formed: function (name, sum) -> sum, applied to each sum as soon as it is computed.
+    `second_pass`, used only if `passes_again`, computes the sums by a second forward and backward,
+    from factors (n,), or returns None if that is another function of the data. With `shards` each
+    sum is reduced to this process's shard of the sum over all processes before the next one is
+    computed. `formed` is applied to each sum as soon as it is computed.
     """
     if second_pass is not None and passes_again(gradients, factors.rows, shards):
         shared = next(iter(factors.of.values()))
-        sums = second_pass(_counting(shared, factors.rows))
+        # Processes of a sharded model pass again together, also one in which no row counts.
+        sums = second_pass(shared if factors.rows is None else torch.zeros_like(shared))
         if sums is not None:
             return {name: formed(name, total) for name, total in sums.items()}
     reduce = (lambda name, total: total) if shards is None else shards.reduce
     each = gradients.sums(factors.of, factors.rows)
     return {name: formed(name, reduce(name, total)) for name, total in each}
-
-
-def clip_and_sum(
-    gradients: Gradients,
-    n: int,
-    bounds: Mapping[str, Any],
-    clipping: str,
-    mask: Tensor | None,
-    second_pass: SecondPass | None = None,
-    shards: Shards | None = None,
-    formed: Callable[[str, Tensor], Tensor] = lambda name, total: total,
-) -> tuple[dict[str, Tensor], Tensor]:
-    """Return name -> clipped sum, and the norms (n,) before clipping, 0 for padding.
-
-    Args:
-        gradients: per-sample gradients of n examples.
-        n: number of examples.
-        bounds: mapping from clipping group to bound, see `clipping_bounds`.
-        clipping: one of `dualdp.plan.clipping.CLIPPING`.
-        mask: (n,) bool, False for padding, or None.
-        second_pass: function or None, see `clipped_sums`.
-        shards: shards or None, see `clipped_sums`.
-        formed: function, see `clipped_sums`.
-    """
-    factors = clip_factors(gradients, n, bounds, clipping, mask)
-    return clipped_sums(gradients, factors, second_pass, shards, formed), factors.norms
 
 
 def passes_again(gradients: Gradients, rows: Tensor | None, shards: Shards | None = None) -> bool:
@@ -268,8 +214,3 @@ def passes_again(gradients: Gradients, rows: Tensor | None, shards: Shards | Non
         return rows is None and not gradients.one_sum
     some_left_out = rows is not None and len(rows) > 0
     return shards.first_that(some_left_out or gradients.one_sum) is None
-
-
-def _counting(factors: Tensor, rows: Tensor | None) -> Tensor:
-    """Return the factors, or zeros if `rows` is given, as then no row counts."""
-    return factors if rows is None else torch.zeros_like(factors)

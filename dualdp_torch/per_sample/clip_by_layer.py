@@ -15,7 +15,7 @@ import torch
 
 from dualdp_torch.parallel.fsdp import Shards
 from dualdp_torch.per_sample.batch_axis import BatchAxis
-from dualdp_torch.per_sample.clip import Terms, clip_and_sum, group_of
+from dualdp_torch.per_sample.clip import Terms, clip_factors, clipped_sums, group_of
 from dualdp_torch.per_sample.gradients import Captured
 from dualdp_torch.per_sample.parameter_use import Derived, Use
 from dualdp_torch.per_sample.use_gradients import complete, leads_to
@@ -26,11 +26,8 @@ from dualdp_torch.rules.base import Tensor
 class Layer:
     """Parameters that are clipped together, since they share uses.
 
-    Attributes:
-        names: names of the parameters.
-        uses: mapping from their uses to batch axes.
-        waiting: uses whose gradient has not arrived.
-        is_last: bool, True if a use is of a derived tensor; the layer is then clipped in `finish`.
+    `waiting` are uses whose gradient has not arrived. If `is_last`, a use is of a derived tensor,
+    and the layer is clipped in `finish`.
     """
 
     names: list[str] = field(default_factory=list)
@@ -42,13 +39,7 @@ class Layer:
 class Layered:
     """Clipped sums of one batch of n examples, computed layer by layer.
 
-    Args:
-        uses: mapping from the uses of the recorded forward to batch axes.
-        derived: mapping from name to a tensor computed from parameters and used like one.
-        parameters: mapping from name to parameter, as the forward saw it.
-        terms: clipping settings of the batch, whose groups are layers.
-        n: number of examples.
-        shards: shards of the model.
+    Arguments are those of `Captured`, from a recorded forward of a sharded model.
 
     Guarantees:
         The same sums as after the backward.  [test_sharded_runs_end_where_one_device_ends]
@@ -85,7 +76,8 @@ class Layered:
             complete(use, batch_axis, self._terms.scale)
         parameters = {name: self._parameters[name] for name in layer.names}
         derived = self._derived if layer.is_last else {}
-        groups = {group_of(name) for name in layer.names}
+        bounds = {group_of(name): self._terms.bounds[group_of(name)] for name in layer.names}
+        clipping, mask = self._terms.clipping, self._terms.mask
         with torch.no_grad():
             captured = Captured(
                 layer.uses,
@@ -96,17 +88,9 @@ class Layered:
                 keep="small",
                 gathered=self._shards.gathered,
             )
-            sums, norms = clip_and_sum(
-                captured,
-                self._n,
-                {group: self._terms.bounds[group] for group in groups},
-                self._terms.clipping,
-                self._terms.mask,
-                None,
-                self._shards,
-            )
-        self._sums |= sums
-        self._squares.append(norms.square())
+            factors = clip_factors(captured, self._n, bounds, clipping, mask)
+            self._sums |= clipped_sums(captured, factors, shards=self._shards)
+        self._squares.append(factors.norms.square())
         self._layers.remove(layer)
 
     def finish(self) -> tuple[dict[str, Tensor], Tensor]:

@@ -68,43 +68,27 @@ def explain(
         gradients, _, _ = call.gradients()
         uses = gradients.describe() if isinstance(gradients, Captured) else []
     way = "uses" if isinstance(gradients, Captured) else "loop" if method == "loop" else "vmap"
+    reason = None if way == "uses" or method == way else call.cache.problem
+    status: dict[str, Any] = {"status": "off"}
+    if check == "first" and method == "loop":
+        status = {"status": "not checked", "reason": "the loop is the definition"}
+    elif check == "first":
+        options: dict[str, Any] = {"method": method, "clipping": clipping, "has_aux": has_aux}
+        options |= {"max_grad_norm": 1.0, "check": "always"}
+        try:
+            norms = clipped_grad_sum(loss_fn, model, *batch, **options).norms
+            status = {"status": "passed"}
+            if not bool(norms.isfinite().any()):
+                status = {"status": "not checked", "reason": "no norm of the batch is finite"}
+        except ExactnessError as error:
+            status = {"status": "failed", "reason": str(error)}
     return {
         "method": method,
         "way": way,
-        "reason": None if way == "uses" or method == way else call.cache.problem,
+        "reason": reason,
         "uses": uses,
         "instantiated": sorted(
             {n for use in uses if use["form"] == "gradients" for n in use["parameters"]}
         ),
-        "check": _checked(loss_fn, model, batch, method, clipping, has_aux, check),
+        "check": status,
     }
-
-
-def _checked(
-    loss_fn: Callable[..., Any],
-    model: nn.Module,
-    batch: tuple[Any, ...],
-    method: str,
-    clipping: str,
-    has_aux: bool,
-    check: str,
-) -> dict[str, Any]:
-    """Return the outcome of the call's check, as the "check" entry of `explain`."""
-    if check == "off":
-        return {"status": "off"}
-    if method == "loop":
-        return {"status": "not checked", "reason": "the loop is the definition"}
-    try:
-        norms = clipped_grad_sum(
-            *(loss_fn, model, *batch),
-            max_grad_norm=1.0,
-            method=method,
-            clipping=clipping,
-            has_aux=has_aux,
-            check="always",
-        ).norms
-    except ExactnessError as error:
-        return {"status": "failed", "reason": str(error)}
-    if not bool(norms.isfinite().any()):
-        return {"status": "not checked", "reason": "no norm of the batch is finite"}
-    return {"status": "passed"}

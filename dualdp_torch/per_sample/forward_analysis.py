@@ -30,15 +30,9 @@ class ForwardAnalysis:
     A sharded model gathers its parameters in a forward of all processes together. So all processes
     analyse it on the same few examples as soon as one process needs the analysis.
 
-    Args:
-        model: module to analyse.
-        inside: mapping from name to parameter, as the forward sees it.
-        shards: shards of a model under `fully_shard`, or None.
-        pause: function returning a context in which the model's calls are not recorded.
-
-    Attributes:
-        skip: positions of uses that hold no examples.
-        cache: analyses of the model on batches like the last one.
+    `inside` has the parameters as the forward sees them; in the context that `pause` returns, the
+    model's calls are not recorded. The uses at the positions `skip` hold no examples, and `cache`
+    has the analyses of the model on batches like the last one.
     """
 
     def __init__(
@@ -54,11 +48,7 @@ class ForwardAnalysis:
         self.skip: frozenset[int] = frozenset()
 
     def begin(self, batch: Batch) -> str | None:
-        """Return the reason why captured uses can't be trusted, or None; analyse a new model first.
-
-        Raises:
-            UnsupportedLayerError: there is a reason, and the model is sharded.
-        """
+        """Analyse a new model; return the reason why captured uses can't be trusted, or None."""
         self._batch, self.cache = batch, cached_analyses(self._model, projected, batch)
         self._complete(lambda: not self.cache)
         problem = self.cache.problem
@@ -74,11 +64,7 @@ class ForwardAnalysis:
         return problem
 
     def batch_axes(self, capture: Capture, outputs: Any) -> tuple[BatchAxis | None, ...]:
-        """Return the batch axis of each use of the forward that has ended, None if not known.
-
-        Raises:
-            UnsupportedLayerError: the analysis is impossible, or rows were permuted on this batch.
-        """
+        """Return the batch axis of each use of the forward that has ended, None if not known."""
         cache, signatures = self.cache, tuple(use.signature for use in capture.uses)
         self._complete(lambda: signatures not in cache or not cache[signatures].complete)
         n = self._batch.n

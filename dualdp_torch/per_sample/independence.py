@@ -44,12 +44,9 @@ _ON_CUDA = 10.0  # factor of the tolerance: kernels and TF32 vary with the batch
 class Analysis:
     """Result of the analysis of one model under one loss.
 
-    Attributes:
-        signatures: signature of each use, in order.
-        batch_axes: batch axis of each use, in order; None where no gradient arrived.
-        problem: reason why captured uses cannot be trusted (`vmap` is used then), or None.
-        skip: positions of uses that hold no examples.
-        unreached: indices of uses that the losses do not depend on.
+    Signatures and batch axes are those of the uses, in order; an axis is None where no gradient
+    arrived. `problem` is the reason why captured uses cannot be trusted (`vmap` is used then). The
+    uses `skip` hold no examples, and the losses do not depend on those in `unreached`.
     """
 
     signatures: tuple[Any, ...]
@@ -120,15 +117,10 @@ def analyze(
     has_aux: bool = False,
     writes: set[str] | None = None,
 ) -> Analysis | None:
-    """Analyse a model on a few examples of a batch, n >= 2.
+    """Analyse a model on a few examples of a batch, n >= 2; None if fewer than two are usable.
 
     Names of buffers that a forward writes, with the same values on every batch, join `writes`.
-
-    Returns:
-        The analysis, or None when fewer than two unmasked examples have finite losses.
-
-    Raises:
-        UnsupportedLayerError: the losses depend on other examples, or a buffer changes.
+    Losses that depend on other examples, and buffers that change otherwise, are refused.
     """
     refuse_mixing_modules(model)
     losses_of = _losses_of(model, loss_fn, has_aux)
@@ -296,11 +288,7 @@ def _agrees_in_double(
 def _locate(
     capture: Capture, losses: Tensor, parameters: Mapping[str, Tensor], skip: frozenset[int]
 ) -> Analysis | Use:
-    """Find every use's batch axis from the gradients of single examples' losses.
-
-    Returns:
-        The analysis, or a use that does not hold the examples on one axis.
-    """
+    """Find each use's batch axis from gradients of single losses, or return a use without one."""
     n, uses = len(losses), capture.uses
     left = [candidates(use.out_shape, n, use.possible_axes, use.rule.rows_are_free) for use in uses]
     shown, reached = [False] * len(uses), set[int]()
@@ -312,10 +300,9 @@ def _locate(
             problem = f"parameter {leftover[0]!r} is used by a function without a rule"
             return Analysis((), (), problem)
         for i, use in enumerate(uses):
-            if use.grads_out is None:
-                continue
-            reached.add(i)
-            if not bool(use.grads_out.any()):
+            if use.grads_out is not None:
+                reached.add(i)
+            if use.grads_out is None or not bool(use.grads_out.any()):
                 continue
             shown[i] = True
             left[i] = [axis for axis in left[i] if belongs_to(use.grads_out, axis, n, example)]

@@ -62,11 +62,7 @@ def module_findings(model: nn.Module) -> list[Finding]:
 
 
 def refuse_mixing_modules(model: nn.Module) -> None:
-    """Refuse a model that `module_findings` objects to, except for batch norm in eval mode.
-
-    Raises:
-        UnsupportedLayerError: the first finding.
-    """
+    """Refuse a model that `module_findings` objects to, except for batch norm in eval mode."""
     modules = dict(model.named_modules())
     for finding in module_findings(model):
         module = modules[finding.path]

@@ -58,13 +58,13 @@ def _is_same(a: _Version | None, b: _Version | None) -> bool:
 
 def _versions(model: nn.Module) -> list[_Version]:
     """Return buffers and frozen parameters, without building names: this runs at every forward."""
-    found, waiting, met = list[_Version](), [model], set[int]()
-    while waiting:
-        module = waiting.pop()
-        if id(module) in met:
-            continue
-        met.add(id(module))
-        waiting += [child for child in module._modules.values() if child is not None]
+    found, modules = list[_Version](), [model]
+    met = {model}
+    for module in modules:  # grows
+        for child in module._modules.values():
+            if child is not None and child not in met:
+                met.add(child)
+                modules.append(child)
         for key, tensor in module._buffers.items():
             if tensor is not None:
                 found.append(_Version(module, key, tensor, tensor._version))

@@ -20,11 +20,7 @@ def projected(model: nn.Module, args: Any, kwargs: Any, cotangents: Any = None) 
 
 
 def combined(leaves: Sequence[Tensor], cotangents: Sequence[Tensor] | None = None) -> Tensor:
-    """Return (n,) products of each example's outputs with their cotangents, or with fixed numbers.
-
-    Raises:
-        UnsupportedLayerError: an output does not hold the examples on axis 0, or there is none.
-    """
+    """Return (n,) products of each example's outputs with cotangents, or with fixed numbers."""
     n = len(leaves[0]) if leaves and leaves[0].dim() else 0
     total = None
     for position, leaf in enumerate(leaves):

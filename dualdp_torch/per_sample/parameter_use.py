@@ -70,16 +70,13 @@ class Use:
     """One call of a function with a rule, on at least one trainable parameter.
 
     Attributes:
-        function: the called function.
-        rule: rule of the function.
         held: mapping from parameter argument to parameter name.
         shapes: mapping from parameter argument to parameter shape.
         acts: saved input(s), as the call had them; None when not needed.
         options: mapping of the call's other arguments.
         edge: graph edge at which the output's gradient arrives.
-        out_shape: shape of the output.
         position: index among all calls that rules cover.
-        can_skip: bool, True if the call can be run without being captured.
+        can_skip: True if the call can be run without being captured.
         axis_permutations: hash of those before the call, see `RowPermutations.of_axes`.
         versions: saved inputs with their versions at the call.
         grads_out: gradient of the output, or None before it arrives.
@@ -125,12 +122,7 @@ class Use:
 
 @dataclass(frozen=True, eq=False)
 class Derived:
-    """Tensor that was computed from parameters alone, and used like a parameter.
-
-    Attributes:
-        value: the tensor, with the graph that leads to the parameters.
-        version: version of the tensor at its use.
-    """
+    """Tensor that was computed from parameters alone and used like one, and its version then."""
 
     value: Tensor
     version: int
@@ -142,11 +134,8 @@ class Derived:
 
         Where the value is narrower than float32, each gradient is split into three summands that
         are exact in its precision, and their results are added in float32: rounding a sum of many
-        examples would change it by more than the contribution of one.
-
-        Returns:
-            Mapping from name to gradient, float32 or wider; and True if nothing was rounded to the
-            value's precision on the way.
+        examples would change it by more than the contribution of one. The second result is True if
+        nothing was rounded to the value's precision on the way.
         """
         if self.value._version != self.version:
             raise ChangedInPlaceError(
@@ -214,8 +203,7 @@ def name_of(function: Callable[..., Any]) -> str:
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return name -> trainable parameter; a tied weight is listed under its first name.
 
-    Raises:
-        UnsupportedLayerError: a complex parameter, or one with a hook that changes its gradient.
+    Complex parameters, and hooks that would change a gradient, are refused.
     """
     found = {name: p for name, p in model.named_parameters() if p.requires_grad}
     for name, p in found.items():

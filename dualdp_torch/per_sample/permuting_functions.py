@@ -16,13 +16,10 @@ from dualdp_torch.rules.base import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Permutation:
-    """One call that selects, writes or permutes rows.
+    """One call that selects, writes or permutes rows of a tensor of this shape.
 
-    Attributes:
-        shape: shape of the tensor whose rows are selected.
-        keeps: function from axis to bool, True if no row along it changes its position.
-        by_data: bool, True if tensors determine the rows; False if Python numbers do, which depend
-            on data only after some were read.
+    `keeps(axis)` is True if no row along the axis changes its position. `by_data` is False if
+    Python numbers determine the rows, which depend on data only after some were read.
     """
 
     shape: torch.Size
@@ -91,11 +88,6 @@ def _along(x: Tensor, dim: int, index: Any, *_: Any, **__: Any) -> Permutation |
     return Permutation(x.shape, lambda axis: axis != dim or is_order())
 
 
-def _taken(x: Tensor, index: Any, dim: Any = None, *_: Any) -> Permutation | None:
-    """Rows of `torch.take_along_dim`, which takes the axis last."""
-    return Permutation(x.shape) if dim is None else _along(x, dim, index)
-
-
 def _sorted(x: Tensor, dim: Any = -1, *_: Any, **__: Any) -> Permutation | None:
     """Rows of a sort along an axis; None for a vector of integers, as lengths of sequences are."""
     if x.dim() == 1 and not x.is_floating_point():
@@ -154,7 +146,9 @@ _INDEXING: dict[str, _Permuting] = {
         ("index_put", "index_put_"), lambda x, indices, *_, **__: _indexed(x, tuple(indices))
     ),
     **{name + end: _along for name in _ALONG for end in ("", "_")},
-    "take_along_dim": _taken,
+    "take_along_dim": lambda x, index, dim=None, *_: (
+        Permutation(x.shape) if dim is None else _along(x, dim, index)
+    ),
     "sort": _sorted,
     "msort": lambda x: _sorted(x, 0),
     "topk": lambda x, k, dim=-1, *_, **__: _sorted(x, dim),

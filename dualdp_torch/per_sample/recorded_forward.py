@@ -26,7 +26,8 @@ from dualdp_torch.per_sample.checks.model_check import ModelCheck, unclipped
 from dualdp_torch.per_sample.checks.tape import Tape
 from dualdp_torch.per_sample.clip import (
     Terms,
-    clip_and_sum,
+    clip_factors,
+    clipped_sums,
     clipping_bounds,
     norms_of,
     refuse_two_pass,
@@ -64,7 +65,13 @@ class Record:
         if n > 1:
             drawn = np.random.default_rng(n).random(4)
             self._check_criterion(n, drawn)
-            self._check_gradients(n, SpotCheck(0, True, tuple(drawn)))
+            gradients = self._read()
+            if recorder.start is not None and recorder.parameters:
+                terms = Terms(self._scale, {}, "flat", None)
+                numbers = unclipped(gradients, recorder.losses(self._scale))
+                check = SpotCheck(0, True, tuple(drawn))
+                if ModelCheck(recorder, numbers, terms).run(check, is_first=True):
+                    recorder.analyses.checked.add(self.purpose)
         recorder.tape.clear()
 
     def _check_criterion(self, n: int, drawn: Any) -> None:
@@ -80,15 +87,6 @@ class Record:
         finding = criterion.check(tape, recorder.cotangents, rows, recorder.model)
         if finding is not None:
             raise error_of(finding, is_known)
-
-    def _check_gradients(self, n: int, check: SpotCheck) -> None:
-        recorder, gradients = self._recorder, self._read()
-        if recorder.start is None or not recorder.parameters:
-            return
-        terms = Terms(self._scale, {}, "flat", None)
-        trial = ModelCheck(recorder, unclipped(gradients, recorder.losses(self._scale)), terms)
-        if trial.run(check, is_first=True):
-            recorder.analyses.checked.add(self.purpose)
 
     @property
     def purpose(self) -> tuple[str, ...]:
@@ -137,7 +135,9 @@ class Record:
         bounds = clipping_bounds(self._recorder.parameters, clipping, max_grad_norm)
         refuse_two_pass(self._recorder.method, clipping)
         n, second_pass = self._recorder.n or 0, self._recorder.second_pass(self._scale)
-        return clip_and_sum(self._read(), n, bounds, clipping, mask, second_pass)[0]
+        gradients = self._read()
+        factors = clip_factors(gradients, n, bounds, clipping, mask)
+        return clipped_sums(gradients, factors, second_pass)
 
 
 @contextlib.contextmanager

@@ -66,33 +66,21 @@ RECORDED = ("auto", "book_keeping", "two_pass", "materialize", "vmap")
 class Recorder:
     """Records one forward and one backward of a model, and returns the gradients.
 
-    Args:
-        model: module to record; `detach` removes every hook.
-        method: str, one of `RECORDED`.
-        tape: record of the loop's operations outside of the model; it need not be open.
+    `tape` records the loop outside of the model; it need not be open. `detach` removes every hook.
 
     Attributes:
-        is_active: bool, True if a forward that begins now is to be recorded.
+        is_active: True if a forward that begins now is to be recorded.
         terms: clipping settings of the batch, or None; with them a sharded model under per-layer
-            clipping is clipped layer by layer during the backward.
-        is_due: function from the cached analysis to bool, True if the forward that begins may be
-            run again.
+            clipping is clipped layer by layer during the backward, into `layered`.
+        is_due: predicate of the cached analysis, True if the forward that begins may be run again.
         start: state before the recorded forward, or None if it is not run again.
-        computes_loss: bool, True if the model's forward computes the loss, too, so that only
-            parameter uses are captured.
-        has_drawn: bool, True if the forward drew random numbers; known only with `start`.
-        shards: shards of a model under `fully_shard`, whose processes record together, or None.
+        computes_loss: True if the model's forward computes the loss, too, so that only parameter
+            uses are captured.
+        has_drawn: True if the forward drew random numbers; known only with `start`.
         outputs: floating-point tensors that the recorded forward returned.
-        layered: clipped sums of the recorded batch if the backward computes them, or None.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        method: str,
-        tape: Tape,
-    ) -> None:
+    def __init__(self, model: nn.Module, *, method: str, tape: Tape) -> None:
         refuse_mixing_modules(model)
         check_sharded(model, method)
         self.model, self.method, self.tape = model, method, tape
@@ -284,11 +272,7 @@ class Recorder:
         out.register_hook(arrived)
 
     def _note_backward(self, *, came_before: bool) -> None:
-        """Note that a gradient arrived in the recorded forward's graph.
-
-        Raises:
-            RuntimeError: by a second backward over one recorded forward, or an unrecorded backward.
-        """
+        """Note that a gradient arrived; refuse a second backward over one recorded forward."""
         if came_before:
             raise RuntimeError(
                 "backward ran twice over one recorded forward. Expected one backward per step; "
@@ -300,8 +284,7 @@ class Recorder:
         if begins:
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
 
-    def _backward_ended(self) -> None:
-        """Note the end of the backward; torch does not call this after a failure."""
+    def _backward_ended(self) -> None:  # not called after a failure
         self._in_backward, self.has_gradients = False, True
 
     def _handed_out(self, leaf: Any) -> Any:
@@ -356,11 +339,7 @@ class Recorder:
     # ------------------------------------------------------------------ gradients
 
     def gradients(self, scale: float, keep: str) -> Gradients:
-        """Return the gradients of each example's own loss; `scale` undoes the loss reduction.
-
-        Raises:
-            RuntimeError: no forward or no backward was recorded.
-        """
+        """Return the gradients of each example's own loss; `scale` undoes the loss reduction."""
         n = self.require_backward()
         self.refuse_written()
         if self._by_vmap:
@@ -385,11 +364,7 @@ class Recorder:
         return self._analysis.cache
 
     def refuse_written(self) -> None:
-        """Refuse buffers written by the forward, unless every batch writes the same values.
-
-        Raises:
-            UnsupportedLayerError: values differ, or the model is sharded and they were not tested.
-        """
+        """Refuse buffers written by the forward, unless every batch writes the same values."""
         names, allowed = self._written, self.analyses.writes
         if allowed.issuperset(names):
             return
@@ -406,11 +381,7 @@ class Recorder:
         return self.model(*args, **kwargs)
 
     def require_backward(self) -> int:
-        """Return the number of examples of the recorded forward and backward.
-
-        Raises:
-            RuntimeError: no forward or no backward was recorded.
-        """
+        """Return the number of examples; refuse if no forward or no backward was recorded."""
         if self.n is None:
             raise RuntimeError(
                 "No forward was recorded. Call the model inside, with gradients on, before this."

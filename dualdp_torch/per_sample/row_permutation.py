@@ -74,15 +74,9 @@ def indexes_unseen(model: nn.Module | None, uses: Sequence[Use], seen: int) -> b
 
 @dataclass(frozen=True, eq=False)
 class _Ordered:
-    """Tensor whose examples are in another, known order.
+    """Tensor whose examples are in another, known order, (n,); in packed data they have no axis."""
 
-    Attributes:
-        value: the tensor, kept alive so that its id stays unique.
-        axis: axis of the examples; None in packed data.
-        order: (n,) indices of the examples in their present order.
-    """
-
-    value: Tensor
+    value: Tensor  # kept alive so that its id stays unique
     axis: int | None
     order: Tensor
 
@@ -92,16 +86,11 @@ class RowPermutations:
 
     Packing sequences sorts them; this order alone is followed, from `index_select` through packed
     data and recurrent layers until it is undone. Any other function of such a tensor counts as a
-    permutation.
+    permutation. `of_axes` is a hash of the axis permutations so far.
 
-    Args:
-        has_unseen: function from `seen` to bool, True if the graph has more nodes of
-            `INDEXING_NODES`, for instance from scripted functions; it must not refer to this
-            object's owner.
-
-    Attributes:
-        of_axes: hash of the axis permutations so far.
-        seen: number of calls so far that add a node of `INDEXING_NODES` to the graph.
+    `seen` counts the calls so far that add a node of `INDEXING_NODES` to the graph;
+    `has_unseen(seen)` is True if the graph has more, for instance from scripted functions. It must
+    not refer to this object's owner.
     """
 
     def __init__(self, has_unseen: Callable[[int], bool] = lambda seen: False) -> None:

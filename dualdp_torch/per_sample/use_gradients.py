@@ -28,10 +28,7 @@ class Part:
     """Contribution of one parameter use to one parameter's gradient, batch-first.
 
     Tensors are kept in the precision that the forward computed them in, and widened when read.
-
-    Attributes:
-        slot: name of the parameter's argument in the use.
-        kept_acts: saved input(s), or None where the rule needs none.
+    `slot` is the parameter's argument in the use; `kept_acts` are its saved input(s), if needed.
     """
 
     use: Use
@@ -127,16 +124,7 @@ def tied(parts: list[Part]) -> Norms | None:
 
 
 def complete(use: Use, batch_axis: BatchAxis | None, scale: float) -> None:
-    """Check that a use has a batch axis and unchanged inputs, and undo the loss reduction.
-
-    Args:
-        use: parameter use, with or without a gradient.
-        batch_axis: position of the examples in the use, or None if the analysis did not find it.
-        scale: factor that undoes the loss reduction: n for a mean, 1 for a sum.
-
-    Raises:
-        UnsupportedLayerError: the examples' gradients can't be told apart, or inputs were changed.
-    """
+    """Check that a use has a batch axis and unchanged inputs; multiply its gradient by `scale`."""
     if use.grads_out is None:
         return
     use.check_unchanged()

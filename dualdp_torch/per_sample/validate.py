@@ -38,13 +38,8 @@ def validate(
         ValueError: a batch without two examples whose losses are finite.
     """
     findings = module_findings(model)
-    return findings if loss_fn is None or findings else _dry_run(model, loss_fn, batch)
-
-
-def _dry_run(
-    model: nn.Module, loss_fn: Callable[..., Any], batch: tuple[Any, ...]
-) -> list[Finding]:
-    """Return findings about mixing, buffers and parameters without a gradient."""
+    if loss_fn is None or findings:
+        return findings
     examples, parameters = Batch(batch), trainable_parameters(model)
     if examples.n < 2:
         raise ValueError(

@@ -69,10 +69,12 @@ class Rewrite(NamedTuple):
     Attributes:
         function: callable that takes the capture, then the arguments of the original.
         covers: predicate of (args, kwargs), True if this call can be rewritten.
+        follows: True if it keeps track of the order in which a packed sequence holds the examples.
     """
 
     function: Callable[..., Any]
     covers: Callable[[tuple[Any, ...], dict[str, Any]], bool] = lambda args, kwargs: True
+    follows: bool = False
 
 
 REWRITES: dict[Callable[..., Any], Rewrite] = {
@@ -80,10 +82,10 @@ REWRITES: dict[Callable[..., Any], Rewrite] = {
         attention.multi_head_attention, attention.covers_attention
     ),
     F.embedding_bag: Rewrite(bilinear_prelu_cells.embedding_bag, bilinear_prelu_cells.covers_bag),
-    torch.lstm: Rewrite(rnn.recurrent(torch.lstm)),
-    torch.gru: Rewrite(rnn.recurrent(torch.gru)),
-    torch.rnn_tanh: Rewrite(rnn.recurrent(torch.rnn_tanh)),
-    torch.rnn_relu: Rewrite(rnn.recurrent(torch.rnn_relu)),
+    **{
+        function: Rewrite(rnn.recurrent(function), follows=True)
+        for function in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
+    },
     torch.lstm_cell: Rewrite(bilinear_prelu_cells.lstm_cell),
     torch.gru_cell: Rewrite(bilinear_prelu_cells.gru_cell),
     torch.rnn_tanh_cell: Rewrite(bilinear_prelu_cells.rnn_cell(torch.tanh)),
@@ -95,12 +97,6 @@ REWRITES: dict[Callable[..., Any], Rewrite] = {
         for name in ("add", "sub", "mul")
         for function in (getattr(torch, name), getattr(Tensor, name))
     },
-}
-
-#: Rewrites that keep track of the order in which a packed sequence holds the examples.
-FOLLOWING = {
-    REWRITES[function].function
-    for function in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 }
 
 

@@ -96,15 +96,13 @@ def _mask(
         masks.append(attn_mask if is_shared else attn_mask.view(n, heads, *attn_mask.shape[1:]))
     if key_padding_mask is not None:
         masks.append(key_padding_mask.view(n, 1, 1, -1))
-    found = [_additive(mask, keys, dtype) for mask in masks]
-    return None if not found else found[0] if len(found) == 1 else found[0] + found[1]
-
-
-def _additive(mask: Tensor, keys: int, dtype: torch.dtype) -> Tensor:
-    """Boolean mask as zeros and minus infinities, padded with zeros to `keys` columns."""
-    if mask.dtype == torch.bool:
-        mask = torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -math.inf)
-    return F.pad(mask.to(dtype), (0, keys - mask.shape[-1]))
+    total = None
+    for mask in masks:
+        if mask.dtype == torch.bool:
+            mask = torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -math.inf)
+        mask = F.pad(mask.to(dtype), (0, keys - mask.shape[-1]))
+        total = mask if total is None else total + mask
+    return total
 
 
 def covers_attention(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -46,11 +46,6 @@ def _multiplied(acts: Tensor, grads_out: Tensor, *, shape: torch.Size, **_: Any)
     return reduce_to(acts * grads_out, shape)
 
 
-def _other_operand(held: Mapping[str, str]) -> str:
-    """Name of the operand that is not a parameter."""
-    return "other" if "input" in held else "input"
-
-
 def _is_one_parameter(call: Mapping[str, Any]) -> bool:
     """True if both operands are tensors with at least one axis."""
     tensors = [v for v in (call.get("input"), call.get("other")) if torch.is_tensor(v)]
@@ -62,7 +57,7 @@ def _elementwise(**grads: Callable[..., Tensor]) -> Rule:
     return Rule(
         arguments=("input", "other"),
         grads=grads,
-        acts=_other_operand,
+        acts=lambda held: "other" if "input" in held else "input",  # that is not a parameter
         light=frozenset({"input", "other"}),
         batch_axes=_axes,
         applies=_is_one_parameter,

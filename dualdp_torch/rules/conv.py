@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from dualdp import costs
 from dualdp_torch.rules import choices, conv_forms, linear, memory
-from dualdp_torch.rules.base import Norms, Rule, Tensor, sq_norms, weighted_sum
+from dualdp_torch.rules.base import Norms, Rule, Tensor, sq_norms
 from dualdp_torch.rules.conv_forms import frames, padded, patches, per_axis, weight_backward
 from dualdp_torch.rules.matmul import product
 
@@ -31,20 +31,12 @@ def weight_grads(
     acts: Tensor, grads_out: Tensor, *, shape: torch.Size, transposed: bool = False, **options: Any
 ) -> Tensor:
     """(n, [f,] c, ...), (n, [f,] o, ...) -> (n, *shape), in the form that suits the sizes."""
-    options["transposed"] = transposed
-    method = _method(acts, grads_out, shape, **options)
+    method = _method(acts, grads_out, shape, transposed=transposed, **options)
     if method == "gram":
         method = _usual_form(acts, shape, transposed, options.get("groups", 1))
-    return _formed(method, acts, grads_out, shape, **options)
-
-
-def _formed(
-    form: str, acts: Tensor, grads_out: Tensor, shape: Sequence[int], transposed: bool, **o: Any
-) -> Tensor:
-    """(n, [f,] c, ...), (n, [f,] o, ...) -> (n, *shape) by one of the forms."""
-    if transposed:
-        o["transposed"] = True
-    return conv_forms.FORMS[form](acts, grads_out, shape=shape, **o)
+    if transposed:  # only "folded" takes this option
+        options["transposed"] = True
+    return conv_forms.FORMS[method](acts, grads_out, shape=shape, **options)
 
 
 def _usual_form(acts: Tensor, shape: Sequence[int], transposed: bool, groups: int) -> str:
@@ -60,37 +52,21 @@ def _method(
 ) -> str:
     """Return "gram" or the form of a kept gradient."""
     usual = _usual_form(acts, shape, transposed, o.get("groups", 1))
-    has_gram = not transposed and acts.dim() == len(shape)  # one frame per example
-    numbers = _sizes(acts, grads_out, shape) if has_gram else {}
-    if has_gram and costs.convolution_prefers_gram(**numbers):
+    if transposed or acts.dim() != len(shape):  # several frames per example
+        return choices.choose("convolution", usual, ("folded",), acts.shape[1:])
+    sizes = {
+        "t": math.prod(grads_out.shape[2:]),
+        "pixels": math.prod(p + k - 1 for p, k in zip(acts.shape[2:], shape[2:], strict=True)),
+        "kernel": math.prod(shape[2:]),
+        "channels": acts.shape[1],
+        "d_out": grads_out.shape[1],
+        "weights": math.prod(shape),
+        "n": len(acts),
+    }
+    if costs.convolution_prefers_gram(**sizes):
         usual = "gram"
-    if choices.cost_model_decides():
-        return usual
-    forms = conv_forms.FORMS if has_gram and acts.dim() <= 4 else ("folded",)
-
-    def kept(form: str) -> tuple[Tensor, Tensor]:
-        grads = _formed(form, acts, grads_out, shape, transposed, **o)
-        norms = sq_norms(grads)
-        return norms, weighted_sum(norms, grads)
-
-    def gram() -> tuple[Norms, Tensor]:
-        total = weight_sum(acts, grads_out, shape=shape, **o)
-        return _gram_norms(acts, grads_out, shape, **o), total
-
-    methods: dict[str, Callable[[], Any]] = {form: partial(kept, form) for form in forms}
-    at = dict.fromkeys(forms, costs.form_cost(**numbers) if has_gram else 1.0)
-    if has_gram:
-        methods = {"gram": gram} | methods
-        at["gram"] = costs.patch_gram_cost(**numbers)
-    sizes = {"input": _by(acts.shape[1:]), "weight": _by(shape), "output": _by(grads_out.shape[2:])}
-    options = ("stride", "padding", "dilation", "groups", "output_padding")
-    sizes |= {name: _by(o[name]) for name in options if name in o}
-    return choices.choose("convolution", usual, sizes, acts, methods, at)
-
-
-def _by(value: Any) -> str:
-    """Sizes as one word: (3, 3) -> "3x3"."""
-    return str(value) if isinstance(value, int | str) else "x".join(map(str, value))
+    methods = ("gram", *(conv_forms.FORMS if acts.dim() <= 4 else ("folded",)))
+    return choices.choose("convolution", usual, methods, acts.shape[1:])
 
 
 def weight_sum(
@@ -154,19 +130,6 @@ def weight_sq_norms(
     return norms, linear.formed_error(acts, grads_out).mul_(math.prod(shape[2:]))
 
 
-def _sizes(acts: Tensor, grads_out: Tensor, shape: Sequence[int]) -> dict[str, int]:
-    """Sizes for the cost model."""
-    return {
-        "t": math.prod(grads_out.shape[2:]),
-        "pixels": math.prod(p + k - 1 for p, k in zip(acts.shape[2:], shape[2:], strict=True)),
-        "kernel": math.prod(shape[2:]),
-        "channels": acts.shape[1],
-        "d_out": grads_out.shape[1],
-        "weights": math.prod(shape),
-        "n": len(acts),
-    }
-
-
 def bias_grads(_: None, grads_out: Tensor, *, axes: int, **__: Any) -> Tensor:
     """(n, [f,] o, ...) -> (n, o) per-sample gradients."""
     return frames(grads_out, axes).flatten(3).sum((1, 3))
@@ -186,18 +149,10 @@ def keeps(acts: Tensor, grads_out: Tensor, *, shape: torch.Size, **options: Any)
     return fits and _method(acts, grads_out, shape, **options) != "gram"
 
 
-def _is_batched(call: Mapping[str, Any]) -> bool:
-    """True if the input has a batch axis."""
-    return bool(call["input"].dim() == call["weight"].dim())
-
-
 def rule(axes: int, *, transposed: bool = False) -> Rule:
     """Return the rule of convolutions, or transposed convolutions, over `axes` axes."""
     last = ("dilation", "groups") if not transposed else ("output_padding", "groups", "dilation")
-
-    def of(function: Callable[..., Any]) -> Callable[..., Any]:
-        return partial(function, transposed=True) if transposed else function
-
+    of = partial(partial, transposed=transposed)
     return Rule(
         arguments=("input", "weight", "bias", "stride", "padding", *last),
         grads={"weight": of(weight_grads), "bias": partial(bias_grads, axes=axes)},
@@ -205,5 +160,5 @@ def rule(axes: int, *, transposed: bool = False) -> Rule:
         sums={"weight": of(weight_sum), "bias": partial(bias_sum, axes=axes)},
         rows_are_free=True,
         keeps=of(keeps),
-        applies=_is_batched,
+        applies=lambda call: bool(call["input"].dim() == call["weight"].dim()),  # has a batch axis
     )

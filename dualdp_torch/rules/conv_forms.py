@@ -26,11 +26,9 @@ UNFOLDED = 1 << 22
 
 def per_axis(value: Sizes, axes: int) -> list[int]:
     """One number for each axis."""
-    return (
-        [value] * axes
-        if isinstance(value, int)
-        else [int(v) for v in value] * (axes if len(value) == 1 else 1)
-    )
+    if isinstance(value, int):
+        return [value] * axes
+    return [int(v) for v in value] * (axes if len(value) == 1 else 1)
 
 
 def padded(acts: Tensor, padding: Any, dilation: list[int], kernel: Sequence[int]) -> Any:
@@ -77,12 +75,6 @@ def _at_once(acts: Tensor, each: int) -> int:
     return each * torch.get_num_threads()
 
 
-def _folded_at_once(acts: Tensor, grads_out: Tensor, shape: Sequence[int]) -> int:
-    """Examples whose inputs, output gradients and weight gradients fit in a cache together."""
-    numbers = math.prod(acts.shape[1:]) + math.prod(grads_out.shape[1:]) + math.prod(shape)
-    return _at_once(acts, min(max(FOLDED // (numbers * acts.element_size()), 4), 64))
-
-
 def frames(x: Tensor, axes: int) -> Tensor:
     """(n, c, ...) or (n, f, c, ...) -> (n, f, c, ...); gradients of an example's frames add up."""
     return x.unsqueeze(1) if x.dim() == axes + 2 else x
@@ -97,7 +89,9 @@ def by_folding(
     """
     n, axes = acts.shape[0], len(shape) - 2
     a, g = frames(acts, axes), frames(grads_out, axes)
-    size = _folded_at_once(a, g, shape)
+    # Inputs, output gradients and weight gradients of the examples at once fit in a cache together.
+    numbers = math.prod(a.shape[1:]) + math.prod(g.shape[1:]) + math.prod(shape)
+    size = _at_once(a, min(max(FOLDED // (numbers * a.element_size()), 4), 64))
 
     def of(rows: slice) -> Tensor:
         folded_a, folded_g = (x[rows].transpose(0, 1).flatten(1, 2) for x in (a, g))  # (f, n c, ..)

@@ -89,18 +89,10 @@ def weight_sum(
 def cross_products(
     ids: Tensor, grads_out: Tensor, acts: Tensor, head_grads: Tensor, *, shape: torch.Size, **o: Any
 ) -> tuple[Tensor, Tensor]:
-    """Inner product of a table's two gradients, as embedding and as the head tied to it.
+    """(n,) inner products of a table's two gradients, as embedding and as the head tied to it.
 
-    Args:
-        ids: (n, ...) ids of the embedding.
-        grads_out: (n, ..., d) gradient of the embedding's output.
-        acts: (n, ..., d) inputs of the head.
-        head_grads: (n, ..., v) gradient of the head's output.
-        shape: (v, d), the shape of the table.
-        **o: options of the embedding.
-
-    Returns:
-        (n,) inner products, and the (n,) sum of the lengths of all terms of both gradients.
+    Embedding: ids (n, ...), grads_out (n, ..., d). Head: acts (n, ..., d), head_grads (n, ..., v).
+    Also the (n,) sum of the lengths of all terms of both gradients.
     """
     ids, g = _flat(ids, grads_out, shape, o.get("padding_idx"))
     a, h = linear.flatten_positions(acts), linear.flatten_positions(head_grads)

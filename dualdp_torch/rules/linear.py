@@ -12,7 +12,7 @@ import torch
 from dualdp import costs
 from dualdp.plan.clipping import margin_of
 from dualdp_torch.rules import choices, memory
-from dualdp_torch.rules.base import Norms, Rule, Tensor, all_but_last, sq_norms, weighted_sum
+from dualdp_torch.rules.base import Norms, Rule, Tensor, all_but_last, sq_norms
 from dualdp_torch.rules.matmul import product, products
 
 #: The Gram form's rounding error is below eps (GRAM_ERROR (sum_t l_t)^2 + GRAM_SPREAD sum_t l_t^2),
@@ -78,32 +78,10 @@ def _way(acts: Tensor, grads_out: Tensor) -> str:
     sizes = _sizes(acts, grads_out)
     if sizes["t"] == 1 and choices.cost_model_decides():
         return "gram"
-    a, g = flatten_positions(acts), flatten_positions(grads_out)
     usual = "gram" if _prefers_gram(sizes) else "discard"
-    if costs.keeps_gradient(n=a.shape[0], **sizes, move=MOVE):
+    if costs.keeps_gradient(n=len(acts), **sizes, move=MOVE):
         usual = "keep"
-    if choices.cost_model_decides():
-        return usual
-
-    def formed() -> Tensor:
-        return sq_norms(weight_grads(a, g))
-
-    def kept() -> tuple[Tensor, Tensor]:
-        grads = weight_grads(a, g)
-        norms = sq_norms(grads)
-        return norms, weighted_sum(norms, grads)
-
-    ways = {
-        "gram": lambda: (_gram_norms(a, g), weight_sum(a, g)),
-        "keep": kept,
-        "discard": lambda: (formed(), weight_sum(a, g)),
-    }
-    at = {
-        "gram": costs.gram_cost(**sizes, move=MOVE),
-        "keep": costs.keep_cost(**sizes, move=MOVE),
-        "discard": costs.discard_cost(**sizes, move=MOVE),
-    }
-    return choices.choose("linear", usual, sizes, a, ways, at)
+    return choices.choose("linear", usual, choices.OPERATIONS["linear"], sizes.values())
 
 
 def _uses_gram(acts: Tensor, grads_out: Tensor) -> bool:

@@ -32,12 +32,6 @@ def _layer(x: Tensor, *, normalized_shape: Sequence[int], eps: float = 1e-5, **_
     return centred.mul_(variances.add_(eps).rsqrt_()).view(x.shape)
 
 
-def _rms(
-    x: Tensor, *, normalized_shape: Sequence[int], eps: float | None = None, **_: Any
-) -> Tensor:
-    return F.rms_norm(x, list(normalized_shape), eps=eps)
-
-
 def _group(x: Tensor, *, num_groups: int | None = None, eps: float = 1e-5, **_: Any) -> Tensor:
     """Input normalised over its groups; in instance norm every channel is one."""
     return F.group_norm(x, num_groups or x.shape[1], eps=eps)
@@ -74,7 +68,10 @@ LAYER = Rule(
 )
 RMS = Rule(
     arguments=("input", "normalized_shape", "weight", "eps"),
-    grads=_functions(_rms, _per_feature),
+    grads=_functions(
+        lambda x, *, normalized_shape, eps=None, **_: F.rms_norm(x, [*normalized_shape], eps=eps),
+        _per_feature,
+    ),
     batch_axes=all_but_last,
     rows_are_free=True,
 )

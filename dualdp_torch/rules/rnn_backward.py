@@ -24,48 +24,34 @@ _CHUNK = 1 << 19
 
 @dataclass(eq=False)
 class Cell:
-    """One layer in one direction; weights are detached, sequences run forward in time.
+    """One layer in one direction; weights are detached, sequences run forward in time."""
 
-    Attributes:
-        kind: "lstm", "gru", "rnn_tanh" or "rnn_relu".
-        w_ih: (g, i) input weight.
-        w_hh: (g, p) hidden weight.
-        b_ih: (g,) input bias, or None.
-        b_hh: (g,) hidden bias, or None.
-        w_hr: (p, h) projection, or None.
-        alive: (t, n, 1) bool, False after the end of a sequence; None for equal lengths.
-    """
-
-    kind: str
-    w_ih: Tensor
-    w_hh: Tensor
-    b_ih: Tensor | None
-    b_hh: Tensor | None
-    w_hr: Tensor | None
-    alive: Tensor | None
+    kind: str  # "lstm", "gru", "rnn_tanh" or "rnn_relu"
+    w_ih: Tensor  # (g, i)
+    w_hh: Tensor  # (g, p)
+    b_ih: Tensor | None  # (g,)
+    b_hh: Tensor | None  # (g,)
+    w_hr: Tensor | None  # (p, h)
+    alive: Tensor | None  # (t, n, 1) bool, False after the end; None for equal lengths
 
     def forward(
         self, x: Tensor, h: Tensor, c: Tensor | None
     ) -> tuple[Tensor, tuple[Tensor, ...], Tensor | None]:
         """Outputs (t, n, p), final states, and the activated gates if oneDNN provides them."""
-        weights = (self.w_ih, self.w_hh, self.b_ih, self.b_hh)
-        if (
-            c is not None
-            and self.alive is None
-            and self.w_hr is None
-            and all(w is not None for w in weights)
-        ):
-            found = lstm_with_gates(x, h, c, weights)  # type: ignore[arg-type]
+        every = (self.w_ih, self.w_hh, self.b_ih, self.b_hh, self.w_hr)
+        weights = [w for w in every if w is not None]
+        if c is not None and self.alive is None and self.w_hr is None and len(weights) == 4:
+            found = lstm_with_gates(x, h, c, tuple(weights))
             if found is not None:
                 out, last_h, last_c, gates = found
                 return out, (last_h, last_c), gates
-        out, *states = self.fused(x, h, c)
+        out, *states = self.fused(x, h, c, weights)
         return out, tuple(states), None
 
-    def fused(self, x: Tensor, h: Tensor, c: Tensor | None) -> tuple[Tensor, ...]:
+    def fused(
+        self, x: Tensor, h: Tensor, c: Tensor | None, weights: list[Tensor]
+    ) -> tuple[Tensor, ...]:
         """Outputs (t, n, p) and final states (n, p)[, (n, h)] of torch's own function."""
-        every = (self.w_ih, self.w_hh, self.b_ih, self.b_hh, self.w_hr)
-        weights = [w for w in every if w is not None]
         state: Any = h[None] if c is None else (h[None], c[None])
         rest = (weights, self.b_ih is not None, 1, 0.0, False, False)
         function: Callable[..., Any] = getattr(torch, self.kind)
@@ -80,12 +66,6 @@ class Cell:
         out, *final = function(data, sizes, picked, *rest)
         out, _ = torch._pad_packed_sequence(out, sizes, False, 0.0, len(x))
         return (out[:, back], *(f[0, back] for f in final))
-
-    def gates(self, x: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:
-        """Input and hidden summand of the gates, each (t, n, g), for all steps in one product."""
-        x_gates = product(rows_of(x), self.w_ih, self.b_ih)
-        h_gates = product(rows_of(previous), self.w_hh, self.b_hh)
-        return steps_of(x_gates, x), steps_of(h_gates, x)
 
     def gate_sums(self, x: Tensor, previous: Tensor) -> Tensor:
         """(t, n, g) gates before their nonlinearity."""
@@ -208,8 +188,7 @@ def lstm_deltas(
     deltas, dc = gates.flatten(2), dc.clone()
     if known is not None:
         deltas = by_example(len(x), deltas[0])
-    before = _Before(cell, out_grads)
-    dh = before.last(dh)
+    before, dh = _before(cell, out_grads), dh + out_grads[-1]
     for steps in reversed(_chunks(deltas)):
         alive = None if cell.alive is None else cell.alive[steps]
         chunk = gates[steps]
@@ -232,31 +211,28 @@ def lstm_deltas(
     return deltas, deltas, projected, dh, dc
 
 
-class _Before:
-    """Gradient of the hidden state before a step, from that step and from the previous output."""
+def _before(cell: Cell, out_grads: Tensor) -> Callable[[int, Tensor, Tensor], Tensor]:
+    """Gradient (n, p) of the hidden state before step t, from (t, deltas (n, g), dh (n, p)).
 
-    def __init__(self, cell: Cell, out_grads: Tensor) -> None:
-        self._above = out_grads.unbind(0)
-        self._add = adder(cell.w_hh.T.contiguous(), out_grads.shape[1])
-        ended = None if cell.alive is None else ~cell.alive
-        self._dead = None if ended is None else ended.to(out_grads.dtype).unbind(0)
+    After the end of a sequence `dh` is passed on unchanged.
+    """
+    above = out_grads.unbind(0)
+    add = adder(cell.w_hh.T.contiguous(), out_grads.shape[1])
+    dead = None if cell.alive is None else (~cell.alive).to(out_grads.dtype).unbind(0)
 
-    def last(self, dh: Tensor) -> Tensor:
-        """Gradient of the state after the last step."""
-        return dh + self._above[-1]
+    def before(t: int, delta: Tensor, dh: Tensor) -> Tensor:
+        found = add(above[t - 1] if t else torch.zeros_like(dh), delta)
+        return found if dead is None else found.addcmul_(dead[t], dh)
 
-    def __call__(self, t: int, delta: Tensor, dh: Tensor) -> Tensor:
-        """(n, g), (n, p) -> (n, p); after the end of a sequence `dh` is passed on unchanged."""
-        above = self._above[t - 1] if t else torch.zeros_like(dh)
-        found = self._add(above, delta)
-        return found if self._dead is None else found.addcmul_(self._dead[t], dh)
+    return before
 
 
 def gru_deltas(
     cell: Cell, x: Tensor, previous: Tensor, out_grads: Tensor, dh: Tensor
 ) -> tuple[Tensor, Tensor, None, Tensor, None]:
     """Deltas of input and hidden side, which differ in the candidate, and of the first state."""
-    x_gates, h_gates = cell.gates(x, previous)
+    x_gates = steps_of(product(rows_of(x), cell.w_ih, cell.b_ih), x)
+    h_gates = steps_of(product(rows_of(previous), cell.w_hh, cell.b_hh), x)
     (x_r, x_z, x_n), (h_r, h_z, h_n) = x_gates.chunk(3, -1), h_gates.chunk(3, -1)
     r, z = (x_r + h_r).sigmoid(), (x_z + h_z).sigmoid()
     candidate = tanh(x_n + r * h_n)
@@ -284,8 +260,7 @@ def rnn_deltas(
     deltas.copy_(out > 0 if cell.kind == "rnn_relu" else 1 - out * out)
     if cell.alive is not None:
         deltas *= cell.alive
-    before = _Before(cell, out_grads)
-    dh = before.last(dh)
+    before, dh = _before(cell, out_grads), dh + out_grads[-1]
     for t in range(len(out) - 1, -1, -1):
         deltas[t].mul_(dh)
         dh = before(t, deltas[t], dh)

@@ -27,14 +27,8 @@ def lstm_with_gates(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
     """Output (t, n, h), last states (n, h) twice, activated gates i, f, g, o (t, n, 4, h).
 
-    Args:
-        x: (t, n, i) inputs.
-        h: (n, h) first hidden state.
-        c: (n, h) first cell state.
-        weights: input (4 h, i), hidden (4 h, h), and two biases (4 h,).
-
-    Returns:
-        four tensors as above, or None if oneDNN cannot run the layer or returns no such workspace.
+    From x (t, n, i), first states (n, h), weights (4 h, i) and (4 h, h), and two biases (4 h,).
+    None if oneDNN cannot run the layer or returns no such workspace.
     """
     if _layer is None or torch.is_autocast_enabled("cpu") or not x.numel():
         return None
@@ -62,13 +56,10 @@ def _row(numbers: int) -> int:
 
 
 def are_gates(gates: Tensor, cells: Tensor, last_c: Tensor, last_sums: Tensor) -> bool:
-    """True if `gates` agree with the last cell state and with the last step's gate sums.
+    """True if activated gates (t, n, 4, h) agree with the layer's last cell state and last step.
 
-    Args:
-        gates: (t, n, 4, h) candidate gates, activated.
-        cells: (t + 1, n, h) cell states computed from `gates`.
-        last_c: (n, h) last cell state that the layer returned.
-        last_sums: (n, 4 h) gates of the last step, before activation.
+    `cells`, (t + 1, n, h), were computed from the gates; the layer returned `last_c`, (n, h);
+    `last_sums`, (n, 4 h), are the gates of the last step before activation.
     """
     i, f, g, o = last_sums.chunk(4, 1)
     expected = torch.stack([i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()], 1)

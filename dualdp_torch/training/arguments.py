@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -47,8 +47,6 @@ class RunSettings:
         whole: bool, True if one pass of the loader is the whole plan.
         has_target: bool, True if the user named the plan's delta.
         pass_end: step that ends the pass which a checkpoint interrupted.
-        choices: method of each layer's norm, see `rules/choices.py`; a resumed run uses the same
-            ones, whatever the cost model of its version prefers.
         checks: share of steps at which examples are checked; 0 is off.
     """
 
@@ -57,8 +55,12 @@ class RunSettings:
     whole: bool = False
     has_target: bool = False
     pass_end: int = 0
-    choices: dict[str, str] = field(default_factory=dict)
     checks: float = exactness.RATE
+
+    @classmethod
+    def from_saved(cls, saved: Mapping[str, Any]) -> RunSettings:
+        """Settings in a checkpoint, without the table of layers' methods that older ones hold."""
+        return cls(**{name: value for name, value in saved.items() if name != "choices"})
 
 
 def check(

@@ -7,7 +7,7 @@ import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -25,7 +25,7 @@ from dualdp.porting.parameter_map import ParameterMap
 from dualdp.randomness import run_registry
 from dualdp_torch.parallel.process_group import QUIET, Group, group_of, on_all, unwrapped
 from dualdp_torch.training.arguments import RunSettings, check, plan_of
-from dualdp_torch.training.loader import SINGLE_PROCESS, Draw, PlannedLoader, Share
+from dualdp_torch.training.loader import SINGLE_PROCESS, Passes, PlannedLoader, Share
 from dualdp_torch.training.own_loop import OwnLoopLoader
 from dualdp_torch.training.rank_consistency import agreed
 from dualdp_torch.training.run_ledger import open_ledger
@@ -252,10 +252,12 @@ class PrivacyEngine:
     def _attach(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Put the hooks on model and optimizer."""
         model = unwrapped(module)
+        self._step = PrivateStep(model, optimizer, self.ledger, self._settings, self._group, self)
         _in_use.update((model, optimizer))
+        self._undo.callback(_in_use.difference_update, (model, optimizer))
         if module is not model:
             set_temporarily(self._undo, module, **QUIET)
-        self._step = PrivateStep(model, optimizer, self.ledger, self._settings, self._group, self)
+        self._undo.callback(self._step.detach)
 
     @classmethod
     def loaded(
@@ -349,7 +351,7 @@ class PrivacyEngine:
             data_loader, plan, plan_arguments, method="make_loader", **self._plan_options
         )
         self._settings.whole = plan.num_steps is not None
-        loader = OwnLoopLoader(data_loader, plan, _Passes(self, len(data_loader)).span)
+        loader = OwnLoopLoader(data_loader, plan, partial(self._span, len(data_loader)))
         self._ledger = open_ledger(None, plan, ledger, "PrivacyEngine.make_loader", "")
         self._own_loop = loader
         return loader
@@ -359,8 +361,18 @@ class PrivacyEngine:
     ) -> PlannedLoader:
         """Loader of the plan's batches; `until` is the end of an interrupted pass, or 0."""
         share = SINGLE_PROCESS if self._group is None else Share(self._group.rank, self._group.size)
-        passes = _Passes(self, len(loader), until)
+        passes = Passes(partial(self._span, len(loader), until), self._require_step)
         return PlannedLoader(loader, plan, passes, share, settings.checks)
+
+    def _span(self, per_pass: int, until: int = 0) -> tuple[int, int]:
+        """Steps (start, stop) of the coming pass, which may end an interrupted one at `until`."""
+        plan, start = self.plan, self.ledger.position
+        stop = until if until > start else start + per_pass
+        if plan.num_steps is not None:
+            stop = plan.num_steps if self._settings.whole else min(stop, plan.num_steps)
+        if plan.on_budget == "stop" and self.ledger.end is not None:
+            stop = min(stop, self.ledger.end)
+        return start, stop
 
     def _refuse_second_run(self) -> None:
         if self._ledger is not None:
@@ -369,12 +381,9 @@ class PrivacyEngine:
     def detach(self) -> None:
         """Remove every hook from module and optimizer; plan, ledger and epsilon stay readable."""
         if self._own_loop is None:
-            self._require_step().detach()
-        self.ledger.close()
+            self._require_step()
         self._undo.close()
-        if self._step is not None:
-            _in_use.discard(self._step.recorder.model)
-            _in_use.discard(self._step.optimizer)
+        self.ledger.close()
         self._step = None
 
     # ------------------------------------------------------------------ the run
@@ -515,43 +524,3 @@ class PrivacyEngine:
                 "No step was taken since a batch was handed out. Call optimizer.step() first."
             )
         return stages
-
-
-@dataclass
-class _Passes:
-    """Passes over the loader of an engine: their steps, and what the private step must know.
-
-    Attributes:
-        engine: engine of the run.
-        per_pass: steps of one pass, unless the plan ends earlier or is one pass.
-        until: step that ends a pass which a checkpoint interrupted, or 0.
-    """
-
-    engine: PrivacyEngine
-    per_pass: int
-    until: int = 0
-
-    def span(self) -> tuple[int, int]:
-        """Steps (start, stop) of the coming pass."""
-        engine = self.engine
-        start, plan = engine.ledger.position, engine.plan
-        stop = self.until if self.until > start else start + self.per_pass
-        if plan.num_steps is not None and engine._settings.whole:
-            stop = plan.num_steps
-        ends = [plan.num_steps, engine.ledger.end if plan.on_budget == "stop" else None]
-        return start, min([stop, *(end for end in ends if end is not None)])
-
-    def begin(self) -> int:
-        """Begin a pass; returns its number."""
-        number = self.engine._require_step().begin()
-        self.engine._settings.pass_end = self.span()[1]
-        return number
-
-    def announce(self, draw: Draw, batch: Any, number: int) -> None:
-        """Take note of a batch just before the loader yields it."""
-        self.engine._require_step().announce(draw, batch, number)
-
-    def leave(self, number: int) -> None:
-        """End a pass, whether it is complete or abandoned."""
-        if self.engine._step is not None:
-            self.engine._step.leave(number)

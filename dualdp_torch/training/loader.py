@@ -7,7 +7,7 @@ import copy
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -133,16 +133,18 @@ class _BatchSampler:
             yield draw.indices
 
 
-class _Passes(Protocol):
-    """Run that the batches of a loader belong to."""
+class Passes(NamedTuple):
+    """Passes over the loader of a run.
 
-    def span(self) -> tuple[int, int]: ...
+    Attributes:
+        span: function that returns the steps (start, stop) of the coming pass.
+        step: function that returns the attached `PrivateStep`, which numbers the passes (`begin`),
+            and gets each batch before it is yielded (`announce`) and the end of each pass
+            (`leave`).
+    """
 
-    def begin(self) -> int: ...
-
-    def announce(self, draw: Draw, batch: Any, number: int) -> None: ...
-
-    def leave(self, number: int) -> None: ...
+    span: Callable[[], tuple[int, int]]
+    step: Callable[[], Any]
 
 
 class PlannedLoader:
@@ -152,9 +154,7 @@ class PlannedLoader:
         loader: `DataLoader` over a map-style data set; its workers, collate function and pinned
             memory are kept.
         plan: `PrivacyPlan`.
-        passes: object that says the steps (start, stop) of the coming pass (`span`), numbers the
-            passes (`begin`), and gets each batch before it is yielded (`announce`) and the end of
-            each pass (`leave`); None if only `of_steps` is called.
+        passes: `Passes` of the run; None if only `of_steps` is called.
         share: `Share` of this process.
         checks: share of the batches whose `collate_fn` is checked.
 
@@ -169,7 +169,7 @@ class PlannedLoader:
         self,
         loader: DataLoader[Any],
         plan: Any,
-        passes: _Passes | None,
+        passes: Passes | None,
         share: Share = SINGLE_PROCESS,
         checks: float = 0.0,
     ) -> None:
@@ -228,15 +228,16 @@ class PlannedLoader:
         batches = self.of_steps(*span)
         if span[0] >= span[1]:
             return
-        number = passes.begin()
+        step = passes.step()
+        number = step.begin(span[1])
         self._running = self._last = span
         try:
             for draw, batch in batches:
-                passes.announce(draw, batch, number)
+                passes.step().announce(draw, batch, number)
                 yield draw, batch
         finally:
             self._running = None
-            passes.leave(number)
+            step.leave(number)
 
     def of_steps(self, start: int, stop: int) -> Iterator[tuple[Draw, Any]]:
         """Return an iterator over the physical batches of the steps start..stop-1, with draws.

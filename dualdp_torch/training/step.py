@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,11 +30,11 @@ from dualdp_torch.per_sample.clip import (
 )
 from dualdp_torch.per_sample.recorder import Recorder
 from dualdp_torch.rules.base import Tensor
-from dualdp_torch.rules.choices import of_run
 from dualdp_torch.training.arguments import GRAD_SAMPLE_MODES, RunSettings, check_holds
 from dualdp_torch.training.loader import Draw
-from dualdp_torch.training.release import GroupRelease, LocalRelease
+from dualdp_torch.training.release import Releaser
 from dualdp_torch.training.step_checks import StepChecks
+from dualdp_torch.training.temporary_attributes import set_temporarily
 
 _STACK = f"torch {torch.__version__}, stream {STREAM}"  # source of the noise
 _AMP = "_step_supports_amp_scaling"  # makes GradScaler.step call `step` without unscaling
@@ -57,34 +58,27 @@ class Stages:
     unprotected_grads: dict[str, Tensor] | None = None
 
 
-class _Once:
+def _once(loss: Any) -> Callable[[], Any]:
     """Closure that returns a loss computed earlier and refuses a second call."""
+    calls: list[bool] = []
 
-    def __init__(self, loss: Any) -> None:
-        self._loss, self._asked = loss, False
-
-    def __call__(self) -> Any:
-        if self._asked:
+    def closure() -> Any:
+        if calls:
             raise RuntimeError(
                 "The optimizer evaluates its closure more than once a step, but one release gives "
                 "one gradient. Expected an optimizer that needs one, such as SGD or Adam."
             )
-        self._asked = True
-        return self._loss
+        calls.append(True)
+        return loss
 
-
-class StepOptions(Protocol):
-    """Options that may change between two steps, see `PrivacyEngine`."""
-
-    keep_per_sample: bool
-    noise_layout: Sequence[Any] | None
+    return closure
 
 
 class PrivateStep:
     """Hook before every `optimizer.step()` that clips, sums, records and adds noise.
 
-    The model has no wrapper of DDP. The settings' table of choices is filled while layers are
-    reached; options are read at every step.
+    The model has no wrapper of DDP. `options` is the engine, whose `keep_per_sample` and
+    `noise_layout` are read at every step.
 
     Attributes:
         recorder: recorder of the model's forward and backward.
@@ -98,39 +92,31 @@ class PrivateStep:
         ledger: Ledger,
         settings: RunSettings,
         group: Group | None,
-        options: StepOptions,
+        options: Any,
     ) -> None:
-        method, choices = GRAD_SAMPLE_MODES[settings.grad_sample_mode], settings.choices
+        method = GRAD_SAMPLE_MODES[settings.grad_sample_mode]
         self.optimizer, self._ledger, self._options = optimizer, ledger, options
-        self._reduction, self._keep = settings.loss_reduction, METHODS[method] or "all"
-        self._choices, self._decides = choices, group is None or group.is_first
-        self._seeded = ledger.plan.seed is not None
+        self._settings, self._keep = settings, METHODS[method] or "all"
         self.recorder = recorder = Recorder(model, method=method, tape=Tape())
-        self._shards = recorder.shards
-        self._checks = StepChecks(
-            recorder, ledger, settings.checks, self._reduction, (method, ledger.plan.clipping)
-        )
+        self._shards, self._is_alone = recorder.shards, group is None
+        purpose, reduction = (method, ledger.plan.clipping), settings.loss_reduction
+        self._checks = StepChecks(recorder, ledger, settings.checks, reduction, purpose)
         recorder.is_due = self._checks.is_due
-        self._releaser: LocalRelease | GroupRelease = LocalRelease(ledger, self._shards)
-        if group is not None:
-            self._releaser = GroupRelease(ledger, group, recorder.parameters, choices, self._shards)
+        self._releaser = Releaser(ledger, group, recorder.parameters, self._shards)
         self._pass = 0
         self._lost: int | None = None
         self.stages: Stages | None = None
         self._expect(None)
         self._forget()
-        self._scaled_itself = vars(optimizer).get(_AMP)
-        setattr(optimizer, _AMP, True)
-        self._handle = optimizer.register_step_pre_hook(self._before_step)
+        self._undo = ExitStack()
+        self._undo.callback(recorder.detach)
+        set_temporarily(self._undo, optimizer, **{_AMP: True})
+        self._undo.callback(self._checks.end)
+        self._undo.callback(optimizer.register_step_pre_hook(self._before_step).remove)
 
     def detach(self) -> None:
         """Remove all hooks, and restore the attributes of optimizer and model."""
-        self._handle.remove()
-        self._checks.end()
-        delattr(self.optimizer, _AMP)
-        if self._scaled_itself is not None:
-            setattr(self.optimizer, _AMP, self._scaled_itself)
-        self.recorder.detach()
+        self._undo.close()
 
     def _forget(self) -> None:
         """Clear the sums and norms of the logical batch."""
@@ -142,20 +128,18 @@ class PrivateStep:
 
     def _expect(self, draw: Draw | None) -> None:
         """Record the model's forward on this batch; None for no batch."""
-        terms = None if draw is None else self._terms_of(draw)  # may raise, before anything changed
+        terms = None
+        if draw is not None:  # may raise, before anything changed
+            plan, mask = self._ledger.plan, draw.mask
+            bounds = plan.clipping_bounds(self._ledger.max_grad_norm)
+            terms = Terms(
+                float(len(mask)) if self._settings.loss_reduction == "mean" else 1.0,
+                clipping_bounds(self.recorder.parameters, plan.clipping, bounds),
+                plan.clipping,
+                None if bool(mask.all()) else mask,
+            )
         self._draw, self.recorder.terms = draw, terms
         self.recorder.is_active = draw is not None
-
-    def _terms_of(self, draw: Draw) -> Terms:
-        """Return the clipping terms of one batch."""
-        plan, mask = self._ledger.plan, draw.mask
-        bounds = plan.clipping_bounds(self._ledger.max_grad_norm)
-        return Terms(
-            float(len(mask)) if self._reduction == "mean" else 1.0,
-            clipping_bounds(self.recorder.parameters, plan.clipping, bounds),
-            plan.clipping,
-            None if bool(mask.all()) else mask,
-        )
 
     # ------------------------------------------------------------------ the loader's side
 
@@ -163,13 +147,14 @@ class PrivateStep:
         """True if no logical batch is under way."""
         return self._draw is None and not self._norms
 
-    def begin(self) -> int:
-        """Begin a pass and return its number; state of an abandoned pass is dropped."""
+    def begin(self, stop: int) -> int:
+        """Begin a pass that ends at step `stop` and return its number; drop an abandoned one."""
         self._expect(None)
         self._lost = None
         self._forget()
         self._checks.end()
         self.recorder.clear()
+        self._settings.pass_end = stop
         self._pass += 1
         return self._pass
 
@@ -221,8 +206,7 @@ class PrivateStep:
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is not None:
             with torch.enable_grad():
-                once = _Once(closure())
-            args, kwargs = (args[0],), {**kwargs, "closure": once}
+                args, kwargs = (args[0],), {**kwargs, "closure": _once(closure())}
         with self.recorder.tape.suspended():
             self._step(self._draw)
         return args, kwargs
@@ -243,7 +227,7 @@ class PrivateStep:
             )
         check_holds(self.optimizer, self.recorder.parameters)
         try:
-            with torch.no_grad(), of_run(self._choices, seeded=self._seeded, decides=self._decides):
+            with torch.no_grad():
                 self._add(draw)
             self.recorder.clear()
             if draw.is_last:
@@ -321,7 +305,7 @@ class PrivateStep:
         try:
             check()
         except (ExactnessError, ValueError) as failure:
-            if self._releaser.is_alone:
+            if self._is_alone:
                 raise
             self._failure = self._failure or failure
 
@@ -341,10 +325,8 @@ class PrivateStep:
     def _release(self, step: int) -> None:
         """Release the logical batch and give the optimizer the noisy mean."""
         ledger, sums, norms = self._ledger, self._sums, torch.cat(self._norms)
-        grads = {
-            name: torch.cat([part[name] for part in self._grads])
-            for name in (self._grads[0] if self._grads else ())
-        }
+        names = self._grads[0] if self._grads else ()
+        grads = {name: torch.cat([part[name] for part in self._grads]) for name in names}
         has_passed = self._checks.has_passed
         self._forget()
         counts: tuple[int, ...] = ()

@@ -18,7 +18,7 @@ from dualdp_torch.per_sample.checks.criterion_check import (
     error_of,
     sum_of_squares,
 )
-from dualdp_torch.per_sample.checks.model_check import IMPOSSIBLE, ModelCheck, WholeStepCheck
+from dualdp_torch.per_sample.checks.model_check import IMPOSSIBLE, ModelCheck
 from dualdp_torch.per_sample.checks.spot_check import BatchNumbers
 from dualdp_torch.per_sample.clip import Terms
 from dualdp_torch.per_sample.recorder import Recorder
@@ -63,7 +63,7 @@ class StepChecks:
 
     def is_step_checked(self, step: int) -> bool:
         """True if a step is checked; the same on all processes."""
-        return bool(self._rate) and self._drawn(step, is_first=step == 0) is not None
+        return bool(self._rate) and (step == 0 or self._drawn(step) is not None)
 
     def begin(self, draw: Draw, batch: Any) -> None:
         """Draw the check of a batch and start to record the loop, before the batch is yielded."""
@@ -157,8 +157,7 @@ class StepChecks:
         is_first = self._is_first(known)
         check = self.due or self._drawn(draw.step, is_first=True)
         assert check is not None
-        kind = WholeStepCheck if recorder.computes_loss else ModelCheck
-        trial = kind(recorder, numbers, terms)
+        trial = ModelCheck(recorder, numbers, terms)
         if trial.run(check, is_first=is_first):
             known.checked.add(self._purpose)
             self.has_passed = True

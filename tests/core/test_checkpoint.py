@@ -98,7 +98,7 @@ def test_a_checkpoint_holds_a_position_and_a_hash_of_the_ledger(tmp_path):
     ledger = saved(path)
     state = checkpoint.read(path)[1]["ledger"]
     assert set(state) == {"position", "branch", "max_grad_norm", "num_lines", "hash"}
-    assert (state["num_lines"], state["hash"]) == (7, ledger.last_hash)
+    assert (state["num_lines"], state["hash"]) == (7, ledger.chain.last_hash)
     ledger.close()
     other = saved(tmp_path / "other")
     other.close()

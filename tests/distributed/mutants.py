@@ -19,7 +19,7 @@ from dualdp.plan import schedules
 from dualdp.randomness import RootKey, run_registry
 from dualdp_torch.parallel import process_group
 from dualdp_torch.training.loader import Share
-from dualdp_torch.training.release import GroupRelease
+from dualdp_torch.training.release import Releaser
 
 from . import sharded_models as models
 
@@ -125,12 +125,12 @@ def share(rank=None, size=None):
 
 def local_counts():
     """Rank 0 alone counts who lies below an adaptive bound."""
-    real = GroupRelease.finish
+    real = Releaser.finish
 
     def call(self, step, sums, *, counts=(), **rest):
         return real(self, step, sums, counts=(0, 0) if dist.get_rank() else counts, **rest)
 
-    return replaced(GroupRelease, "finish", call)
+    return replaced(Releaser, "finish", call)
 
 
 def empty_skipped():

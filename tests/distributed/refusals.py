@@ -11,8 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import dualdp_torch as dpt
-from dualdp_torch.parallel.process_group import Group, Reduction, fingerprints, unwrapped
-from dualdp_torch.rules import choices
+from dualdp_torch.parallel.process_group import Group, Reduction, unwrapped
 
 from . import sharded_models as models
 
@@ -227,27 +226,6 @@ def wrapper(folder):
     }
 
 
-def chosen(folder):
-    """The table of choices, where the cost model of rank 1 is another one."""
-    real = choices.choose
-    if dist.get_rank():
-
-        def other(operation, usual, sizes, like, ways, costs):
-            worst = max(ways, key=lambda way: costs[way])
-            return real(operation, worst, sizes, like, ways, costs)
-
-        choices.choose = other
-    try:
-        model, data = models.build("cnn", torch.float64)
-        engine, model, optimizer, loader = models.begin(model, data, models.plan(num_steps=2))
-        for batch in loader:
-            models.step(model, optimizer, batch)
-        table = dict(engine._settings.choices)
-    finally:
-        choices.choose = real
-    return table, fingerprints(model.parameters())
-
-
 def everything(folder):
     """All of the above, in one start of the processes."""
-    return {"refusals": refusals(folder), "wrapper": wrapper(folder), "choices": chosen(folder)}
+    return {"refusals": refusals(folder), "wrapper": wrapper(folder)}

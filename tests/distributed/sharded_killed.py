@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 import dualdp_torch.training.step
 from dualdp_torch.parallel.fsdp import Shards
-from dualdp_torch.rules import choices
 from tests.kill import notes
 
 from . import sharded_models as models
@@ -37,7 +36,6 @@ def train(folder, die=None):
         folder: for the ledger of rank 0 and everybody's notes.
         die: (rank, place, step), the place being "gather" in the forward, "reduce", or "noise".
     """
-    choices._seconds = lambda *_: 0.0  # timing would let two runs go two ways
     rank, at = dist.get_rank(), [0]
     model, data = models.build(MODEL)
     models.shard(model)

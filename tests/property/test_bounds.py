@@ -339,9 +339,8 @@ def test_a_huge_gradient_is_clipped_and_not_dropped(name):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", MODELS)
 def test_every_contribution_is_at_most_the_bound_and_reaches_it(name, dtype):
-    """All combinations of float32, half of the others."""
+    """Half of the combinations of float32, a sixth of the others."""
     every = [one for one in combinations() if one.dtype == dtype]
-    found = faults(
-        name, every if dtype == "float32" else random.Random(name).sample(every, len(every) // 2)
-    )
+    some = len(every) // (2 if dtype == "float32" else 6)
+    found = faults(name, random.Random(name).sample(every, some))
     assert not found, f"{len(found)}:\n" + "\n".join(found[:10])

@@ -32,7 +32,7 @@ SIZES = ("small", "whole")
 #: Dtypes that can't name all rows of an ordinary table.
 NARROW = ("uint8", "int8", "uint16", "int16")
 WAYS = ("auto", *METHODS)
-SAMPLE = 40
+SAMPLE = 24
 BOUND, TOLERANCE = 0.5, 1e-3
 
 
@@ -169,13 +169,18 @@ CASES = [Case(*case) for case in itertools.product(PROGRAMS, DTYPES, SIZES)]
 
 
 @functools.cache
+def plain_grads(program):
+    """`vmap(grad)`, compiled once for data of one shape."""
+    return jax.jit(jax.vmap(jax.grad(PROGRAMS[program].loss), in_axes=(None, 0)))
+
+
+@functools.cache
 def truth(case, replaced):
     """Clipped sum by `vmap(grad)` in float64, by hand."""
-    loss = PROGRAMS[case.program].loss
     with jax.enable_x64(True):
         p = {name: jnp.asarray(array, jnp.float64) for name, array in case.parameters().items()}
         ids = jnp.asarray(batch(case, replaced))
-        grads = jax.jit(jax.vmap(jax.grad(loss), in_axes=(None, 0)))(p, ids)
+        grads = plain_grads(case.program)(p, ids)
         grads = {name: np.asarray(grad) for name, grad in grads.items()}
     norms = np.sqrt(sum(np.square(g).reshape(N, -1).sum(1) for g in grads.values()))
     factors = np.minimum(1, BOUND / (1 + MARGIN["float32"]) / np.maximum(norms, 1e-300))
@@ -244,22 +249,25 @@ def test_a_replaced_example_moves_the_sum_by_its_own_part(case, method):
     ("number", "case"), [*enumerate(CASES)], ids=[_name(case) for case in CASES]
 )
 def test_every_program_and_dtype(number, case):
-    """By book-keeping, which does arithmetic with the indices, and by the others in turn."""
-    others = [way for way in WAYS if way != "book_keeping"]
-    for method in ("book_keeping", others[number % len(others)]):
-        check(case, method)
+    """By book-keeping, which does arithmetic with the indices; whole tables by another, too."""
+    check(case, "book_keeping")
+    if case.size == "whole":
+        others = [way for way in WAYS if way != "book_keeping"]
+        check(case, others[number // len(SIZES) % len(others)])
 
 
 def check_larger(dtype):
-    """All programs on tables with more rows than the dtype has numbers.
+    """All programs with a table that has more rows than the dtype has numbers.
 
     Not "windows": where a slice begins is clamped in the dtype of the index, so that JAX's own
     gradient of one example writes outside of the table.
     """
-    for program, method in itertools.product(
-        PROGRAMS.keys() - {"windows"}, ("auto", "book_keeping")
-    ):
-        check(Case(program, dtype, "larger"), method)
+    programs = [name for name in PROGRAMS if PROGRAMS[name].has_table and name != "windows"]
+    for number, program in enumerate(programs):
+        case = Case(program, dtype, "larger")
+        check(case, "book_keeping")
+        if number % 2 == NARROW.index(dtype) // 2:  # each with dtypes with and without a sign
+            check(case, "auto")
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -29,13 +30,11 @@ class Problem(NamedTuple):
     trainable: Any = None
 
 
-def two_each(entries: Sequence[Any], methods: Iterable[str]) -> list[Any]:
-    """Parameters (entry, method) of a test: two methods for each entry, in turn."""
-    names = tuple(methods)
+def one_each(entries: Sequence[Any], methods: Iterable[str]) -> list[Any]:
+    """Parameters (entry, method) of a test: the methods take turns."""
     return [
-        pytest.param(entry, names[(i + shift) % len(names)], id=f"{entry.name}-{i + shift}")
-        for i, entry in enumerate(entries)
-        for shift in (0, 2)
+        pytest.param(entry, method, id=f"{entry.name}-{method}")
+        for entry, method in zip(entries, itertools.cycle(methods), strict=False)
     ]
 
 

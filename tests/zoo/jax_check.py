@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from flax import nnx
 import dualdp_jax as dpj
 from dualdp import PrivacyPlan
 from dualdp.plan.clipping import MARGIN
-from tests.zoo.entry import N, Problem
+from tests.zoo.entry import Entry, N, Problem
 
 #: Largest distance of two clipped sums in units of C, and of norms, relative, in float32.
 TOLERANCE = 1e-3
@@ -72,8 +73,10 @@ def _separate(problem: Problem) -> tuple[list[Any], Callable[..., Any]]:
     return [leaf for leaf, c in zip(fixed, chosen, strict=True) if c], loss
 
 
-def truth_of(problem: Problem) -> Truth:
+@functools.cache
+def truth_of(entry: Entry) -> Truth:
     """The gradients by `jax.grad` of one example's loss after the other."""
+    problem = entry.build()
     with jax.enable_x64(True):
         values, loss = _separate(problem)
         grad = jax.jit(jax.grad(loss))
@@ -124,6 +127,7 @@ def engine_step(problem: Problem, bound: float) -> tuple[list[Any], Any]:
         data=problem.batch,
         plan=plan,
         trainable=problem.trainable,
+        checks=0,  # of which test_checks.py has enough
     )
     for batch in loader:
         state, _ = step(state, batch)

@@ -9,7 +9,7 @@ import pytest
 import dualdp_torch as dpt
 from dualdp import ExactnessError, UnsupportedLayerError
 from tests.zoo import torch_check
-from tests.zoo.entry import two_each
+from tests.zoo.entry import one_each
 from tests.zoo.torch_packages import torchvision
 from tests.zoo.torch_zoo import MAY_BE_REFUSED, PACKAGES, TORCH
 
@@ -30,8 +30,7 @@ def check_calls(entry):
         with pytest.raises(REFUSALS, match=entry.refusal):
             call(entry.build(), 1.0)
         return
-    problem = entry.build()
-    truth = torch_check.truth_of(problem)
+    problem, truth = entry.build(), torch_check.truth_of(entry)
     bound = float(truth.norms.median())
     for each in torch_check.precisions(problem):
         torch_check.assert_exact(each, truth, bound, *call(each, bound))
@@ -43,18 +42,29 @@ def check_engine(entry):
         with pytest.raises(REFUSALS, match=entry.engine_refusal):
             torch_check.engine_step(entry.build(), 1.0)
         return
-    problem = entry.build()
-    truth = torch_check.truth_of(problem)
+    problem, truth = entry.build(), torch_check.truth_of(entry)
     bound = float(truth.norms.median())
     torch_check.assert_exact(problem, truth, bound, *torch_check.engine_step(problem, bound))
 
 
-@pytest.mark.parametrize("entry", TORCH, ids=lambda entry: entry.name)
+def entries(turn, attribute):
+    """Parameters of a test: every second model and the refused ones, the others slow."""
+    return [
+        pytest.param(
+            entry,
+            id=entry.name,
+            marks=[] if i % 2 == turn or getattr(entry, attribute) else pytest.mark.slow,
+        )
+        for i, entry in enumerate(TORCH)
+    ]
+
+
+@pytest.mark.parametrize("entry", entries(0, "refusal"))
 def test_clipped_grad_sum_is_that_of_the_loop(entry):
     check_calls(entry)
 
 
-@pytest.mark.parametrize("entry", TORCH, ids=lambda entry: entry.name)
+@pytest.mark.parametrize("entry", entries(1, "engine_refusal"))
 def test_a_step_of_the_engine_is_that_of_the_loop(entry):
     check_engine(entry)
 
@@ -66,19 +76,18 @@ def check_never_wrong(entry, step):
         found = step(problem, 1.0)
     except REFUSALS:
         return
-    truth = torch_check.truth_of(entry.build())  # the step has changed the model
-    torch_check.assert_exact(entry.build(), truth, 1.0, *found)
+    truth = torch_check.truth_of(entry)
+    torch_check.assert_exact(entry.build(), truth, 1.0, *found)  # the step has changed the model
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["ghost", "ew", "functorch"])
-@pytest.mark.parametrize("entry", TORCH, ids=lambda entry: entry.name)
+@pytest.mark.parametrize(("entry", "mode"), one_each(TORCH, ["ghost", "ew", "functorch"]))
 def test_no_mode_of_the_engine_is_wrong(entry, mode):
     check_never_wrong(entry, partial(torch_check.engine_step, mode=mode))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("entry", "method"), two_each(TORCH, [*dpt.METHODS][1:]))
+@pytest.mark.parametrize(("entry", "method"), one_each(TORCH, [*dpt.METHODS][1:]))
 def test_no_method_is_wrong(entry, method):
     check_never_wrong(entry, partial(call, method=method))
 
@@ -115,8 +124,7 @@ def test_names_are_unique():
 
 def test_the_check_sees_a_wrong_sum():
     """Of one example too much, of a parameter left out, of factors that are one."""
-    problem = TORCH[0].build()
-    truth = torch_check.truth_of(problem)
+    problem, truth = TORCH[0].build(), torch_check.truth_of(TORCH[0])
     bound = float(truth.norms.median())
     sums, norms = call(problem, bound)
     name = next(iter(sums))

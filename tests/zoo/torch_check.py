@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 import dualdp_torch as dpt
 from dualdp import PrivacyPlan
 from dualdp.plan.clipping import MARGIN
-from tests.zoo.entry import N, Problem
+from tests.zoo.entry import Entry, N, Problem
 
 #: Largest distance of two clipped sums, in units of C, and of norms, relative; by precision. Many
 #: models do some of their work in float32, whatever their parameters are.
@@ -76,9 +77,10 @@ def loop(problem: Problem) -> Truth:
     return Truth(stacked, norms)
 
 
-def truth_of(problem: Problem) -> Truth:
+@functools.lru_cache(maxsize=16)
+def truth_of(entry: Entry) -> Truth:
     """The gradients in float64."""
-    return loop(doubled(problem))
+    return loop(doubled(entry.build()))
 
 
 def distance(one: Grads, other: Grads) -> float:

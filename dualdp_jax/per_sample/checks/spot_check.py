@@ -111,7 +111,7 @@ def precision_of(jaxpr: Any) -> str:
     low = compat.low_precision_dtypes(jaxpr)
     if low:
         return "float16" if low == {"float16"} else "bfloat16"
-    if not compat.computes_in(jaxpr, jnp.float32):
+    if np.dtype(np.float32) not in compat.dtypes_of(jaxpr):
         return "float64"
     # Accelerators multiply float32 matrices in fewer bits where the program does not forbid it.
     rounds = jax.default_backend() != "cpu" and compat.multiplies_by_default(jaxpr)

@@ -9,10 +9,11 @@ transformation around the call is active.
 
 from __future__ import annotations
 
+import contextlib
 import math
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -28,7 +29,7 @@ from dualdp_jax.per_sample.checks.spot_check import ADVICE, Measure
 from dualdp_jax.per_sample.request import SUM, Request, answer
 from dualdp_jax.rules.base import as_if
 
-_MOST = 256  # cached programs
+_MOST = 256  # cached verdicts
 _FEW, _SOME = 2, 8  # rows of a trial, for large and other models
 _SMALL = 2**22  # elements of _SOME gradients, above which a trial has _FEW rows
 _LARGE = 2**27  # parameters above which nothing is tried: stand-ins would need too much memory
@@ -47,12 +48,25 @@ class Verdict(NamedTuple):
     reason: str = ""  # why nothing could be checked; else empty
 
 
+_PASSED = Verdict("passed", {})
 _verdicts: OrderedDict[Hashable, Verdict | exactness.ExactnessError] = OrderedDict()
 
 
 def forget() -> None:
     """Clear the cache of verdicts."""
     _verdicts.clear()
+
+
+def is_known(kind: Hashable) -> bool:
+    """True if a check of this kind was remembered."""
+    return kind in _verdicts
+
+
+def remember(kind: Hashable, verdict: Verdict | exactness.ExactnessError = _PASSED) -> None:
+    """Remember the outcome of a check; the oldest of many are forgotten."""
+    _verdicts[kind] = verdict
+    while len(_verdicts) > _MOST:
+        _verdicts.popitem(last=False)
 
 
 def examine(request: Request, call: Call, size: int, where: str, *, again: bool = False) -> Verdict:
@@ -62,15 +76,14 @@ def examine(request: Request, call: Call, size: int, where: str, *, again: bool 
         ExactnessError: our numbers are not those of plain autodiff.
     """
     call = _outside(call)
-    known = _key(request, call, size)
-    if again or known not in _verdicts:
+    consts = tuple(map(_content, call.program.consts))
+    kind = (kind_of(request, call), consts, call.num_examples, size)
+    if again or not is_known(kind):
         try:
-            _verdicts[known] = _in_clean_thread(lambda: _tried(request, call, size, where))
+            remember(kind, _in_clean_thread(lambda: _tried(request, call, size, where)))
         except exactness.ExactnessError as error:
-            _verdicts[known] = error
-        while len(_verdicts) > _MOST:
-            _verdicts.popitem(last=False)
-    found = _verdicts[known]
+            remember(kind, error)
+    found = _verdicts[kind]
     if isinstance(found, exactness.ExactnessError):
         raise found.with_traceback(None) from None
     return found
@@ -87,16 +100,12 @@ def _outside(call: Call) -> Call:
     return call._replace(known=program_of(call.loss, trained, row), analysis=None)
 
 
-def _key(request: Request, call: Call, size: int) -> Hashable:
-    """Cache key: everything that the outcome of a trial depends on."""
-    program = call.program
+def kind_of(request: Request, call: Call) -> Hashable:
+    """Return a key of the request and the program of its loss; it leaves out the examples."""
     return (
-        compat.fingerprint(program.jaxpr),
-        tuple(_content(const) for const in program.consts),
+        compat.fingerprint(call.program.jaxpr),
         len(call.parameters.trained),
         request.kind_key,
-        call.num_examples,
-        size,
         compat.setting("jax_enable_x64"),
         compat.setting("jax_default_matmul_precision"),
     )
@@ -327,19 +336,12 @@ def _edge(tried: StandInCall) -> stand_ins.Trial | None:
 def _in_clean_thread(function: Callable[[], Any]) -> Any:
     """Call a function in a new thread, which has no trace, axis names or mesh."""
     settings = compat.thread_settings()
-    outcome: list[tuple[Any, BaseException | None]] = []
 
-    def body() -> None:
-        try:
-            with settings():
-                outcome.append((function(), None))
-        except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
-            outcome.append((None, error))
+    def body() -> Any:
+        with contextlib.ExitStack() as stack:
+            for setting in settings:
+                stack.enter_context(setting)
+            return function()
 
-    thread = threading.Thread(target=body, name="dualdp trial")
-    thread.start()
-    thread.join()
-    result, error = outcome[0]
-    if error is not None:
-        raise error
-    return result
+    with ThreadPoolExecutor(1, "dualdp trial") as pool:
+        return pool.submit(body).result()

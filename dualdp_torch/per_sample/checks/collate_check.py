@@ -127,23 +127,18 @@ def _difference(a: Any, b: Any, n: int, i: int, m: int, j: int, path: str = "bat
     if isinstance(a, Mapping):
         if a.keys() != b.keys():
             return f"{path} has other keys"
-        return _first(_difference(a[k], b[k], n, i, m, j, f"{path}[{k!r}]") for k in a)
+        found = (_difference(a[k], b[k], n, i, m, j, f"{path}[{k!r}]") for k in a)
+        return next(filter(None, found), None)
     if isinstance(a, list | tuple):
         if len(a) == n and len(b) == m and not any(isinstance(v, Tensor) for v in a):
             return None if _equal(a[i], b[j]) else f"{path}[{i}] is another one"
         if len(a) != len(b):
             return f"{path} has {len(a)} entries for {n} rows and {len(b)} for {m}"
-        pairs = zip(a, b, strict=True)
-        return _first(
-            _difference(x, y, n, i, m, j, f"{path}[{k}]") for k, (x, y) in enumerate(pairs)
-        )
+        found = (_difference(a[k], b[k], n, i, m, j, f"{path}[{k}]") for k in range(len(a)))
+        return next(filter(None, found), None)
     if hasattr(a, "__dict__") and not callable(a):
         return _difference(vars(a), vars(b), n, i, m, j, path)
     return None if _equal(a, b) else f"{path} is another value"
-
-
-def _first(found: Iterator[str | None]) -> str | None:
-    return next((text for text in found if text is not None), None)
 
 
 def _tensors_differ(a: Tensor, b: Tensor, n: int, i: int, m: int, j: int, path: str) -> str | None:

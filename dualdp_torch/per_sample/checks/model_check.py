@@ -10,6 +10,7 @@ must not matter.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -21,6 +22,7 @@ from dualdp.exactness import ExactnessError, SpotCheck
 from dualdp_torch.per_sample.api import clipped_numbers
 from dualdp_torch.per_sample.call import Call
 from dualdp_torch.per_sample.checks.spot_check import (
+    CANT_REPEAT,
     BatchNumbers,
     Comparison,
     Precisions,
@@ -49,16 +51,21 @@ IMPOSSIBLE = (
 class ModelCheck:
     """Comparisons for one recorded batch.
 
+    If the recorded forward computes the loss, too, an example's loss is that of a forward on its
+    row alone; its outputs are hidden, and comparisons on the whole batch would need per-example
+    losses.
+
     Attributes:
         is_impossible: bool, True if the forward's random numbers can't be repeated.
     """
 
     def __init__(self, recorder: Recorder, numbers: BatchNumbers, terms: Terms) -> None:
-        self._recorder, self._numbers, self._terms = recorder, numbers, terms
+        self._recorder, self._numbers = recorder, numbers
         self._subject = recorder.subject(terms.scale, terms.mask)
-        # A static method, so that no reference cycle keeps this object's tensors alive.
-        again = partial(self._numbers_again, recorder, terms)
+        # No bound method, so that no reference cycle keeps this object's tensors alive.
+        again = partial(_recorded if recorder.computes_loss else _called, recorder.method, terms)
         self._comparison = Comparison(self._subject, again, "the clipped contribution")
+        self._definition = _alone_with_loss if recorder.computes_loss else None
         self.is_impossible = False
 
     def run(self, check: SpotCheck, *, is_first: bool) -> bool:
@@ -66,9 +73,6 @@ class ModelCheck:
 
         The numbers drawn for the step decide if and how the whole batch is compared; `is_first`
         runs all comparisons.
-
-        Raises:
-            ExactnessError: the numbers differ from plain autograd, or depend on other examples.
         """
         recorder = self._recorder
         rows = chosen_rows(self._numbers, self._subject.mask, check.fractions[0])
@@ -79,10 +83,11 @@ class ModelCheck:
                 self._without_draws(rows, check)
             else:
                 for row in rows:
-                    self._comparison.of_row(self._numbers, row)
-                first = torch.tensor(rows[:1])
-                self._same_output(self._subject, first, 0, rows[0], recorder.outputs)
-            if not is_first and not check.is_whole:
+                    self._comparison.of_row(self._numbers, row, self._definition)
+                if not recorder.computes_loss:
+                    first = torch.tensor(rows[:1])
+                    self._same_output(self._subject, first, 0, rows[0], recorder.outputs)
+            if recorder.computes_loss or not (is_first or check.is_whole):
                 return True
             if recorder.has_drawn and not self._subject.draws_as(self._numbers.losses):
                 self.is_impossible = True
@@ -92,26 +97,6 @@ class ModelCheck:
             if is_first or check.draw(2, 1) == 1:
                 self._among_others(rows[0], check)
         return True
-
-    @staticmethod
-    def _numbers_again(recorder: Recorder, terms: Terms, subject: ReferenceLosses) -> BatchNumbers:
-        """Compute the numbers for another batch or model, by the same method."""
-        call = Call.checked(
-            subject.loss_fn,
-            subject.model,
-            subject.batch.arguments(),
-            method=recorder.method,
-            has_aux=False,
-            physical_batch_size=None,
-            max_memory=None,
-            mask=subject.mask,
-        )
-        call = call.on(subject.model, subject.batch, dict(subject.parameters))
-        with subject.start.replayed(subject.model):
-            if terms.bounds:
-                return clipped_numbers(call, terms.bounds, terms.clipping)[0]
-            gradients, losses, _ = call.gradients()
-            return unclipped(gradients, losses)
 
     def _without_draws(self, rows: Sequence[int], check: SpotCheck) -> None:
         """Compare examples with themselves alone, both without random numbers."""
@@ -124,11 +109,9 @@ class ModelCheck:
             comparison = replace(self._comparison, subject=few, is_alone=not few.draws())
             numbers = comparison.again(few)
             for row in range(len(rows)):
-                self._compare_row(comparison, numbers, row)
-            self._same_output_of_few(comparison)
-
-    def _compare_row(self, comparison: Comparison, numbers: BatchNumbers, row: int) -> None:
-        comparison.of_row(numbers, row)
+                comparison.of_row(numbers, row, self._definition)
+            if comparison.is_alone and not self._recorder.computes_loss:
+                self._same_output(few, torch.tensor([0]), 0, 0)
 
     def _among_others(self, row: int, check: SpotCheck) -> None:
         """Compare one example in its batch, and among other examples."""
@@ -162,17 +145,18 @@ class ModelCheck:
     ) -> None:
         """Refuse outputs of an example that are others when the model runs on the rows `index`.
 
-        The example is in row `row` of the batch and at `position` of `index`; `recorded` are the
-        outputs for the batch, None to compute them.
+        The example is at `position` of `index`; `recorded` are the outputs for the batch.
         """
         with torch.no_grad(), Precisions() as precisions:
             whole = _outputs(subject) if recorded is None else recorded
             apart = _apart(whole, _outputs(_with_rows(subject, index)), row, position)
         if apart <= _CLOSER * exactness.TOLERANCE[precisions.lowest]:
             return
-        exact = _apart_in_double(subject, index, row, position)
-        if exact is not None and exact <= exactness.REPEATED:
-            return
+        with contextlib.suppress(*CANT_REPEAT), torch.no_grad():
+            double = subject.in_double()
+            exact = _apart(_outputs(double), _outputs(_with_rows(double, index)), row, position)
+            if exact <= exactness.REPEATED:
+                return
         size = exactness.power_of_ten(apart)
         raise ExactnessError(
             "A spot check failed: the model's outputs for one example depend on the other examples "
@@ -181,11 +165,6 @@ class ModelCheck:
             relative_error=size,
             unprotected_details={"apart": apart},
         )
-
-    def _same_output_of_few(self, comparison: Comparison) -> None:
-        """Compare the outputs of the first example with those of it alone."""
-        if comparison.is_alone:
-            self._same_output(comparison.subject, torch.tensor([0]), 0, 0)
 
 
 def unclipped(gradients: Gradients, losses: Tensor) -> BatchNumbers:
@@ -210,64 +189,22 @@ def _outputs(subject: ReferenceLosses) -> list[Tensor]:
         return [leaf.detach() for leaf in float_leaves(subject.model(*args, **kwargs))]
 
 
-def _apart_in_double(
-    subject: ReferenceLosses, index: Tensor, row: int, position: int
-) -> float | None:
-    """Return the difference of two rows in float64; None if the model can't run in it."""
-    try:
-        double = subject.in_double()
-        with torch.no_grad():
-            return _apart(_outputs(double), _outputs(_with_rows(double, index)), row, position)
-    except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError):
-        return None
+def _called(method: str, terms: Terms, subject: ReferenceLosses) -> BatchNumbers:
+    """Compute the numbers for another batch or model, by the same method."""
+    given = subject.loss_fn, subject.model, subject.batch.arguments(), method
+    call = Call.checked(*given, False, None, None, mask=subject.mask)
+    call = call.on(subject.model, subject.batch, dict(subject.parameters))
+    with subject.start.replayed(subject.model):
+        if terms.bounds:
+            return clipped_numbers(call, terms.bounds, terms.clipping)[0]
+        gradients, losses, _ = call.gradients()
+        return unclipped(gradients, losses)
 
 
-class WholeStepCheck(ModelCheck):
-    """Comparisons for a batch whose loss was computed in the recorded forward.
-
-    The loss of one example is that of a forward on its row alone. Comparisons on the whole batch
-    would need per-example losses.
-    """
-
-    def run(self, check: SpotCheck, *, is_first: bool) -> bool:
-        """Compare each chosen example with itself alone; see `ModelCheck.run`."""
-        rows = chosen_rows(self._numbers, self._subject.mask, check.fractions[0])
-        with self._recorder.unchanged():
-            if rows and self._recorder.has_drawn:
-                self._without_draws(rows, check)
-            for row in () if self._recorder.has_drawn else rows:
-                self._compare_row(self._comparison, self._numbers, row)
-        return bool(rows)
-
-    def _compare_row(self, comparison: Comparison, numbers: BatchNumbers, row: int) -> None:
-        """Compare one example with the loss of its row alone."""
-
-        def alone(subject: ReferenceLosses, row: int) -> dict[str, Tensor]:
-            args, kwargs = subject.batch.rows(slice(row, row + 1)).arguments()
-
-            def loss() -> Tensor:
-                with subject.start.replayed(subject.model):
-                    found: Tensor = subject.model.loss(*args, **kwargs)  # type: ignore[operator]
-                    return found
-
-            return plain_gradients(loss, subject.parameters)
-
-        comparison.of_row(numbers, row, alone)
-
-    def _same_output_of_few(self, comparison: Comparison) -> None:
-        """Do nothing: the loss is compared, and the outputs are hidden."""
-
-    @staticmethod
-    def _numbers_again(recorder: Recorder, terms: Terms, subject: ReferenceLosses) -> BatchNumbers:
-        """Record another batch or model, and return its numbers."""
-        return recorded(subject, recorder.method, terms)
-
-
-def recorded(subject: ReferenceLosses, method: str, terms: Terms) -> BatchNumbers:
+def _recorded(method: str, terms: Terms, subject: ReferenceLosses) -> BatchNumbers:
     """Record a forward that computes its loss, and return its numbers."""
-    recorder = Recorder(subject.model, method=method, tape=Tape())
+    recorder, n = Recorder(subject.model, method=method, tape=Tape()), subject.batch.n
     args, kwargs = subject.batch.arguments()
-    n = subject.batch.n
     try:
         with subject.start.replayed(subject.model), torch.enable_grad():
             subject.model.loss(*args, **kwargs).backward()  # type: ignore[operator]
@@ -282,6 +219,18 @@ def recorded(subject: ReferenceLosses, method: str, terms: Terms) -> BatchNumber
         )
     finally:
         recorder.detach()
+
+
+def _alone_with_loss(subject: ReferenceLosses, row: int) -> dict[str, Tensor]:
+    """Return the gradient of one example by a forward on its row that computes the loss, too."""
+    args, kwargs = subject.batch.rows(slice(row, row + 1)).arguments()
+
+    def loss() -> Tensor:
+        with subject.start.replayed(subject.model):
+            found: Tensor = subject.model.loss(*args, **kwargs)  # type: ignore[operator]
+            return found
+
+    return plain_gradients(loss, subject.parameters)
 
 
 def _with_rows(subject: ReferenceLosses, index: Tensor) -> ReferenceLosses:

@@ -37,9 +37,7 @@ _ROUNDINGS = 6
 #: Smallest norm in whose units errors are measured: squares of float32 underflow below.
 _SMALLEST = 1e-15
 #: Errors of a model that can't be copied, or not run in float64.
-_CANT_REPEAT = (
-    *(AttributeError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError),
-)
+CANT_REPEAT = AttributeError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError
 _ADVICE = (
     'Use method="loop", which is the definition itself, and report the model and the loss; or '
     "change what treats an example otherwise alone than in a batch."
@@ -55,14 +53,13 @@ class BatchNumbers:
         losses: (n,) losses of the forward that the numbers come from.
         contribution: function from row to name -> the example's term in the sum; empty where only
             norms were computed.
-        sums: mapping from name to the sum over the batch, or None.
-        factors: mapping from name to the (n,) factors in the sum, or None.
-        bounds: mapping from clipping group to C; None without clipping.
-        clipping: one of `dualdp.plan.clipping.CLIPPING`.
+        sums: name -> sum over the batch, or None.
+        factors: name -> (n,) factors in the sum, or None.
+        bounds: clipping group -> C; None without clipping.
         doubt: (n,) error bound of each norm in units of its tolerance, or None.
-        runs_examples: bool, True if the loss function ran on single examples, as in `vmap`.
-        formed: mapping from name to (n, *shape) gradients, if they were formed.
-        lengths: mapping from name to (n,) norms per parameter, if they were computed.
+        runs_examples: True if the loss function ran on single examples, as in `vmap`.
+        formed: name -> (n, *shape) gradients, if they were formed.
+        lengths: name -> (n,) norms per parameter, if they were computed.
     """
 
     norms: Tensor
@@ -87,11 +84,7 @@ class BatchNumbers:
 class ReferenceLosses:
     """Per-example losses, whose gradients plain autograd computes one by one.
 
-    Attributes:
-        loss_fn: callable (model, *batch) -> (n,) losses, or (losses, aux) if `has_aux`.
-        parameters: mapping from name to trainable parameter.
-        start: state before the forward of the batch.
-        mask: (n,) bool, False for padding, or None.
+    `start` is the state before the forward of the batch; `mask` is (n,), False for padding.
     """
 
     loss_fn: Callable[..., Any]
@@ -194,21 +187,15 @@ def check(
     has_drawn: bool,
     what: str,
 ) -> bool:
-    """Compare an engine's numbers with plain autograd.
+    """Compare an engine's numbers with plain autograd; False if no example can be compared.
 
     Args:
         subject: reference losses.
         engine: numbers of the engine for the same batch.
         again: function from losses to the engine's numbers for them, for instance in float64.
         drawn: uniform in [0, 1); selects the example.
-        has_drawn: bool, True if the engine's forward drew random numbers.
+        has_drawn: True if the engine's forward drew random numbers.
         what: name of the compared result, for the error.
-
-    Returns:
-        True if something was compared; False if every example is padding or not finite.
-
-    Raises:
-        ExactnessError: they differ.
     """
     if not has_drawn:
         return Comparison(subject, again, what).of_batch(engine, drawn)
@@ -275,8 +262,8 @@ class Comparison:
     ) -> None:
         """Compare norm and contribution of one example.
 
-        `definition` computes its gradient by name, by plain autograd; None for the gradient of the
-        loss alone, or in the batch unless `is_alone`. `how` describes it in the error.
+        `definition` computes its gradient by plain autograd, by default that of the loss alone, or
+        in the batch unless `is_alone`. `how` describes it in the error.
         """
         own = definition or (ReferenceLosses.alone if self.is_alone else ReferenceLosses.among)
         self._judge(
@@ -355,7 +342,7 @@ class Comparison:
                 double = self.subject.in_double()
                 numbers = self.again(double)
                 return sides(ours(numbers), plain(double, numbers), numbers).error
-            except _CANT_REPEAT:
+            except CANT_REPEAT:
                 return None
 
         def moved() -> float:

@@ -270,7 +270,7 @@ def test_a_key_that_is_saved_after_its_run_began_is_marked(tmp_path, state):
     mark = json.loads(used_keys.beside(tmp_path / "key").read_text())
     assert mark == {
         "ledger": str(tmp_path / "ledger"),
-        "opened": ledger.last_hash,
+        "opened": ledger.chain.last_hash,
         "key": plan.root.sha256,
     }
     assert f"records in {tmp_path / 'ledger'}" in begin(plan.to_json(), tmp_path / "key")

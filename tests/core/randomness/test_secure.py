@@ -248,7 +248,7 @@ def test_the_next_step_is_ahead_and_memory_is_bounded(monkeypatch):
 
     def ahead(step, size=SIZE):
         grid_noise.grid_noise(run, step, branch=0, cells=1.0, size=size)
-        return grid_noise._ahead._next
+        return grid_noise._ahead[-1] if grid_noise._ahead else None
 
     key, out, work = ahead(0)
     assert key == grid_noise.stream_key(run, "noise", 1)

@@ -10,7 +10,6 @@ import pytest
 
 import dualdp
 import dualdp_jax as dpj
-from dualdp_jax.per_sample import first_calls
 from dualdp_jax.per_sample.checks import spot_check, stand_ins, trials
 from dualdp_jax.rules import RULES
 from dualdp_jax.rules.estimate import Estimate
@@ -22,7 +21,6 @@ FAILED = "A spot check failed: "
 @pytest.fixture(autouse=True)
 def _forgotten():
     """Nothing is known from other tests."""
-    first_calls.forget()
     trials.forget()
 
 

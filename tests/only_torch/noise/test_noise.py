@@ -14,7 +14,7 @@ from dualdp.plan.plan import PrivacyPlan
 from dualdp.randomness import threefry
 from dualdp_torch.noise import generators as generators
 from dualdp_torch.noise import noise
-from dualdp_torch.noise.noise import add_normal, keyed_generator
+from dualdp_torch.noise.generators import Normals, keyed_generator
 
 
 def plan(**changes):
@@ -58,7 +58,7 @@ def test_noise_depends_on_the_whole_key():
     keys = [np.array([high, 7], np.uint32) for high in (0, 1, 2)]
     for draw in (
         lambda key: torch.randn(1000, generator=keyed_generator(key, device)),
-        lambda key: add_normal(zeros, key, 1.0),
+        lambda key: Normals(key, 1000, 1.0, zeros).add_at(0, zeros),
     ):
         drawn = [draw(key) for key in keys]
         assert not torch.equal(drawn[0], drawn[1])
@@ -76,7 +76,13 @@ def test_noise_depends_on_the_whole_key():
 
 def test_devices_and_dtypes_have_keys_of_their_own(monkeypatch):
     keys = []
-    monkeypatch.setattr(noise, "add_normal", lambda sums, key, _: keys.append(tuple(key)) or sums)
+
+    class Kept(Normals):
+        def __init__(self, key, *rest):
+            keys.append(tuple(key))
+            super().__init__(key, *rest)
+
+    monkeypatch.setattr(noise, "Normals", Kept)
     dpt.noisy_mean({name: total.clone() for name, total in ZEROS.items()}, plan(), 0)
     assert len(set(keys)) == len(ZEROS)
 

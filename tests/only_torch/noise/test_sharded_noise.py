@@ -4,6 +4,7 @@
 import pytest
 import torch
 
+from dualdp.randomness import grid_noise, threefry
 from dualdp_torch.noise import generators
 from dualdp_torch.noise.noise import Piece, noised_mean
 
@@ -49,21 +50,24 @@ def test_noise_of_pieces_is_that_of_the_whole(mode, size):
 def test_a_piece_draws_its_own_blocks_only(mode, monkeypatch):
     """No process holds the whole noise: what is drawn for a piece is bounded by its length."""
     drawn = []
-    fill = generators.fill_between
+    for module in (threefry, grid_noise):
+        fill = module.fill_between
 
-    def counted(out, start, *, size, block, draw, threads=None):
-        def seen(index, length):
-            drawn.append(length)
-            return draw(index, length)
+        def counted(out, start, *, size, block, draw, threads=None, fill=fill):
+            def seen(index, length):
+                drawn.append(length)
+                return draw(index, length)
 
-        fill(out, start, size=size, block=block, draw=seen, threads=threads)
+            fill(out, start, size=size, block=block, draw=seen, threads=threads)
 
-    for module in (
-        "dualdp_torch.noise.generators",
-        "dualdp.randomness.threefry",
-        "dualdp.randomness.grid_noise",
-    ):
-        monkeypatch.setattr(f"{module}.fill_between", counted)
+        monkeypatch.setattr(module, "fill_between", counted)
+    draw_block = generators.Normals._draw
+
+    def seen_block(self, block, out):
+        drawn.append(len(out))
+        draw_block(self, block, out)
+
+    monkeypatch.setattr(generators.Normals, "_draw", seen_block)
     length, numel = 100, 10_000_000
     sums = {"w": torch.zeros(length)}
     noised_mean(sums, plan(noise=mode, seed=None), 0, pieces={"w": Piece(5_000_000, numel)})
@@ -91,6 +95,5 @@ def test_other_devices_draw_in_blocks_too(monkeypatch):
     for start, stop in ((0, size), (999, 1001), (4000, size), (70, 70)):
         drawn = generators.Normals(key, size, 2.0, like)
         drawn._on_host = False
-        drawn._draw = drawn._block
         sums = torch.randn(stop - start, dtype=like.dtype)
         assert torch.equal(drawn.add_at(start, sums), whole[start:stop] + sums)

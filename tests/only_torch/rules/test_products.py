@@ -132,7 +132,7 @@ def test_the_workspace_begins_with_the_gates(steps, n, inputs, width):
         pytest.skip("this build of torch has no oneDNN")
     out, last_h, last_c, gates = found
     cell = rnn_backward.Cell("lstm", *weights, None, None)
-    for ours, torchs in zip((out, last_h, last_c), cell.fused(x, h, c), strict=True):
+    for ours, torchs in zip((out, last_h, last_c), cell.fused(x, h, c, weights), strict=True):
         torch.testing.assert_close(ours, torchs)
     sums = cell.gate_sums(x, torch.cat([h[None], out[:-1]]))
     torch.testing.assert_close(gates, rnn_backward.lstm_gates(sums.clone(), None))
@@ -188,7 +188,7 @@ def test_convolutions_whose_sum_is_one_product(library, monkeypatch, layer, few)
 def test_examples_are_folded_whole_or_in_chunks(monkeypatch, n):
     acts, grads_out, shape = data(n, 2, 5, 5), data(n, 4, 3, 3, seed=2), torch.Size((4, 2, 3, 3))
     whole = conv_forms.by_folding(acts, grads_out, shape=shape)
-    monkeypatch.setattr(conv_forms, "_folded_at_once", lambda *_: 2)
+    monkeypatch.setattr(conv_forms, "_at_once", lambda *_: 2)
     chunks = conv_forms.by_folding(acts, grads_out, shape=shape)
     assert whole.shape == (n, *shape)
     torch.testing.assert_close(whole, chunks)

@@ -27,11 +27,10 @@ def test_every_way_is_forced_and_the_choice_is_in_the_row(session, monkeypatch):
     (rows,) = suites.layers(session)
     found = {row.system: row for row in rows}
     assert not [row.error for row in rows if row.error]
-    ways = {"gram", "folded", "unfold", "crb", "keep", "discard", "auto", "measured"}
+    ways = {"gram", "folded", "unfold", "crb", "keep", "discard", "auto"}
     assert set(found) == {f"dualdp:{way}" for way in ways} | {"non-private", "vmap(grad)", "loop"}
-    for name in ("dualdp:auto", "dualdp:measured"):
-        assert found[name].note.startswith("takes ")
-        assert "convolution 3x6x6" in found[name].note
+    assert found["dualdp:auto"].note.startswith("takes ")
+    assert "convolution 3x6x6" in found["dualdp:auto"].note
     assert (found["loop"].axis, found["loop"].at) == ("rate", 1.0)
 
 

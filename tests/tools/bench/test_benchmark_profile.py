@@ -4,7 +4,7 @@
 import pytest
 from typer.testing import CliRunner
 
-from dualdp_tools.bench import command_line, profile, systems, traces
+from dualdp_tools.bench import command_line, profile, systems
 
 
 @pytest.fixture(autouse=True)
@@ -19,6 +19,7 @@ def _page(folder, backend):
     assert outcome.exit_code == 0, outcome.output
     page = (folder / f"ffnn-{backend}.md").read_text()
     assert page.startswith(f"# ffnn, 32 examples, {backend}: ")
+    assert "| system | step, ms |\n|---|---:|\n| non-private | " in page
     assert "| kernel | non-private | calls | dualdp:auto | calls | more |" in page
     assert "| all | 100.0 |" in page
     rows = [row.split("|") for row in page.splitlines() if row.startswith("| `")]
@@ -29,16 +30,13 @@ def _page(folder, backend):
 
 def test_a_page_shows_where_the_time_goes(tmp_path):
     page, rows = _page(tmp_path, "torch")
-    assert "| system | step, ms | first call, s | peak, MiB |" in page
     assert "`dualdp:auto` takes gram: linear 1x" in page
     # Which kernels are the longest, and so are listed, depends on the machine.
     assert any("`aten::" in row[1] and float(row[3]) >= 1 and float(row[5]) >= 1 for row in rows)
 
 
-def test_a_page_of_jax_names_primitives_and_what_compiling_takes(tmp_path):
-    page, rows = _page(tmp_path, "jax")
-    columns = "tracing, s | compiling, s | temporary, MiB | outputs, MiB"
-    assert f"| system | step, ms | {columns} |" in page
+def test_a_page_of_jax_names_primitives(tmp_path):
+    _, rows = _page(tmp_path, "jax")
     assert any(row[1].strip().startswith("`dot_general f32[") for row in rows)
 
 
@@ -53,12 +51,6 @@ def test_a_system_of_several_programs_has_a_page_too(tmp_path):
     stack = systems.stack("jax")
     page = profile.profile(stack, "logreg", "loop", batch=2)
     assert "| loop |" in page
-
-
-def test_a_stack_without_a_tracer_is_refused(monkeypatch):
-    monkeypatch.setattr(traces, "TRACERS", {})
-    with pytest.raises(ValueError, match="backend='torch' has no tracer. Expected one of"):
-        profile.profile(systems.stack("torch"), "ffnn", "dualdp:auto")
 
 
 def test_freed_memory_is_kept(monkeypatch):
