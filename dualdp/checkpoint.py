@@ -204,10 +204,10 @@ def pack_run(ledger: Ledger, path: Path_) -> dict[str, Any]:
         )
     state = ledger.state()
     if ledger.path is None:
-        ledger.chain.write_to(ledger_path(path))
+        ledger.write_to(ledger_path(path))
     if root.seed is None and not beside.exists():
         ledger.plan.save_key(beside)
-    ledger.chain.sync()
+    ledger.sync()
     folder = Path(path).resolve().parent
     return {
         _FORMAT: _VERSION,

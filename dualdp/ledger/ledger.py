@@ -422,6 +422,14 @@ class Ledger:
         """Number of lines of the record."""
         return len(self.chain)
 
+    def write_to(self, path: str | os.PathLike[str]) -> None:
+        """Write the record to a new file and append to that file from now on."""
+        self.chain.write_to(path)
+
+    def sync(self) -> None:
+        """Flush the record to the disk, as is done before a checkpoint is written."""
+        self.chain.sync()
+
     def discard(self) -> None:
         """Close the file, and delete it if nothing was recorded."""
         path = self.path
