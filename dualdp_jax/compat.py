@@ -75,9 +75,6 @@ def leaf_paths(tree: Any, separator: str = ".") -> list[tuple[str, Any]]:
     ]
 
 
-# ---------------------------------------------------------------------- axes of a shard_map
-
-
 def varying_axes(value: Any) -> frozenset[str]:
     """Return the `shard_map` axes over which a value differs between devices, by its type.
 
@@ -129,8 +126,6 @@ def collectives(jaxpr: Any, axes: set[str]) -> set[str]:
             found.add(eqn.primitive.name)
     return found
 
-
-# ---------------------------------------------------------------------- jaxprs
 
 #: Primitives that only wrap a jaxpr, with the parameter that holds it.
 WRAPPERS = {

@@ -65,9 +65,6 @@ def resume_engine(
     return PrivacyEngine.loaded(shared.resumed(open_ledger, followed), state, shared)
 
 
-# ---------------------------------------------------------------------- leaves of a state
-
-
 def named_leaves(state: TrainState) -> dict[str, Any]:
     """Return the saved leaves by name, "params/<path>" or "optimizer/<path>".
 

@@ -132,9 +132,6 @@ def consolidate_checkpoint(folder: PathLike, path: PathLike) -> None:
     write_file(path, arrays, checkpoint.relocated(document, folder, path))
 
 
-# ---------------------------------------------------------------------- Orbax
-
-
 def _orbax() -> Any:
     """Import Orbax, which only sharded checkpoints need."""
     try:

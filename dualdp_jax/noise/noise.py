@@ -285,9 +285,6 @@ def noised_mean(grads: Any, release: Release) -> Any:
     return jax.tree.unflatten(treedef, means)
 
 
-# ---------------------------------------------------------------------- secure
-
-
 def _grid_noise(
     plan: Any, step: int, branch: int, bound: float, stddev: float, like: Any
 ) -> GridNoise:

@@ -78,8 +78,6 @@ class DataMesh:
         """Return a sharding on the mesh."""
         return NamedSharding(self.mesh, P(*spec))
 
-    # ------------------------------------------------------------------ arrays on the mesh
-
     def rows(self, array: Any, at: Any = None) -> jax.Array:
         """Return rows of an array, split over the data axes; a process reads only its own shards.
 
@@ -154,8 +152,6 @@ class DataMesh:
             others=others(parameters.others),
             arrays=arrays,
         )
-
-    # ------------------------------------------------------------------ sums
 
     def spread(self, function: Callable[..., Any], like: Sequence[Any]) -> Callable[..., Any]:
         """Extend a function of the rows of one shard to all rows.

@@ -69,8 +69,6 @@ class Group:
         """True on process 0, which writes the ledger and the checkpoints."""
         return self.rank == 0
 
-    # ------------------------------------------------------------------ messages
-
     def gather(self, point: str, message: bytes = b"") -> list[bytes]:
         """Return the message of every process, by rank; all must pass the same `point`.
 

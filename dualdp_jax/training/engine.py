@@ -99,8 +99,6 @@ class PrivacyEngine:
         engine._names_delta = True
         return engine
 
-    # ------------------------------------------------------------------ set-up
-
     def make_private(
         self,
         *,
@@ -338,8 +336,6 @@ class PrivacyEngine:
             self._ledger = open_ledger(plan, self._accountant, path, **claim)
         self._has_begun = True
 
-    # ------------------------------------------------------------------ a step
-
     def _span(self) -> tuple[int, int | None]:
         """Next step, and the first step that the loader must not draw."""
         ledger = self._running()
@@ -444,8 +440,6 @@ class PrivacyEngine:
                 "Expected another noise for inspection."
             )
         return run.stages(*self._last, per_sample=self.keep_per_sample)
-
-    # ------------------------------------------------------------------ account
 
     def record(self, num_steps: int = 1) -> range:
         """Record the next releases, before a jitted or scanned run of that many steps.

@@ -203,8 +203,6 @@ class CompiledStep:
             grads,
         )
 
-    # ------------------------------------------------------------------ compiled functions
-
     def _inputs(self, params: Any, batch: LogicalBatch) -> tuple[list[Any], Any]:
         """Per chunk (arrays of the model, arrays of its rows), and the key data for dropout."""
         arrays = self.parameters.arrays(params)

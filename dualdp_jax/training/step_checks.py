@@ -82,8 +82,6 @@ class StepChecks:
             self._check_chunk(step, due)
         return True
 
-    # ------------------------------------------------------------------ one example
-
     def _check_example(
         self, step: ComputedStep, at: Example, norm: float, *, with_contribution: bool
     ) -> None:
@@ -122,8 +120,6 @@ class StepChecks:
             return jax.tree.map(lambda leaf: leaf[row : row + 1], rows)
         return self._pick(rows, np.int32(row))
 
-    # ------------------------------------------------------------------ a chunk
-
     def _check_chunk(self, step: ComputedStep, due: exactness.SpotCheck) -> None:
         """Compare the clipped sum of a chunk with plain autodiff of its weighted losses.
 
@@ -154,8 +150,6 @@ class StepChecks:
         ):
             raise exactness.failure(sides, "the clipped sum of a physical batch", ADVICE)
 
-    # ------------------------------------------------------------------ repetitions
-
     def _local(self, step: ComputedStep, chunk: int, rows: Sequence[int]) -> AnsweredCall:
         """Unanswered request for some rows of a chunk, with all arrays on the host.
 
@@ -169,8 +163,6 @@ class StepChecks:
         call = self.run.call(trained, others, arrays, step.dropout)
         request = Request(SUM, self.run.method, self.run.clipper(call.parameters, step.bound))
         return AnsweredCall(request, call, mask[at], len(at), Answer([]))
-
-    # ------------------------------------------------------------------ compiled functions
 
     @cached_property
     def _plain(self) -> Callable[..., Any]:
@@ -240,8 +232,6 @@ class StepChecks:
             return jax.jit(function)
         scalar, like = self.data_mesh.sharding(), shardings(self.run.parameters.trained)
         return jax.jit(function, out_shardings=(like, scalar) if returns_gradient else scalar)
-
-    # ------------------------------------------------------------------ facts
 
     def _measure(self, step: ComputedStep) -> Measure:
         parameters = self.run.parameters

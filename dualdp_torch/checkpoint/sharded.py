@@ -185,9 +185,6 @@ def _run_tensors(
     return {name: tensor.detach() for name, tensor in tensors.items()}, described
 
 
-# ---------------------------------------------------------------------- torch's format
-
-
 def _dcp() -> Any:
     """`torch.distributed.checkpoint`, imported late because the import is slow."""
     import torch.distributed.checkpoint as dcp
@@ -220,9 +217,6 @@ def _room(name: str, entry: Any, ours: Mapping[str, Tensor]) -> Tensor:
     if like is not None and is_sharded(like) and like.shape == entry.size:
         return torch.zeros_like(like, dtype=dtype)
     return torch.zeros(entry.size, dtype=dtype)
-
-
-# ---------------------------------------------------------------------- files
 
 
 def _document(folder: Path) -> tuple[int, dict[str, Any]]:

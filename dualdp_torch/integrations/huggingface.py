@@ -92,8 +92,6 @@ class PrivacyCallback(TrainerCallback):
         trainer.train = MethodType(_train, self)
         return self
 
-    # ------------------------------------------------------------------ around `train`
-
     def train(self, resume: Any, *args: Any, **kwargs: Any) -> Any:
         """Run `Trainer.train` with the loader, loss and logs of this callback."""
         trainer, options = self._require_trainer(), self._require_trainer().args
@@ -158,8 +156,6 @@ class PrivacyCallback(TrainerCallback):
         self._source = with_larger_batches(plain, self._times)
         self._loader = _Batches(self._source)
         return self._loader
-
-    # ------------------------------------------------------------------ the trainer's calls
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Attach the engine, now that the trainer has its optimizer and has read its checkpoint."""

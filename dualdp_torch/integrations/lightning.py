@@ -71,8 +71,6 @@ class PrivacyCallback(Callback):
         """`PrivacyEngine` of the run."""
         return self._run.engine
 
-    # ------------------------------------------------------------------ Lightning's calls
-
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Attach the engine, when the optimizer exists and the data is not loaded yet."""
         refuse(trainer, pl_module)
@@ -183,8 +181,6 @@ class PrivacyCallback(Callback):
         if self._loader is None:
             raise RuntimeError("PrivacyCallback was added during training. Expected it before fit.")
         return self._loader
-
-    # ------------------------------------------------------------------ checkpoints
 
     def state_dict(self) -> dict[str, Any]:
         """Return the run's part of Lightning's checkpoint."""

@@ -150,8 +150,6 @@ class Shards:
         rows, width = _rows_of_each(p, self.group.size), math.prod(p.shape[1:])
         return Piece(min(self.group.rank * rows, p.shape[0]) * width, p.numel())
 
-    # ------------------------------------------------------------------ sums
-
     def reduce(self, name: str, total: Tensor) -> Tensor:
         """Return this process's rows of a whole gradient, summed over all processes."""
         p, group = self.parameters[name], self.group
@@ -195,8 +193,6 @@ class Shards:
             state.update(piece.detach().cpu().contiguous().view(torch.uint8).numpy().data)
         digests = self.group.gather("the digest of the sums", state.digest())
         return np.frombuffer(b"".join(digests), np.uint8)
-
-    # ------------------------------------------------------------------ decisions
 
     def first_that(self, holds: bool) -> int | None:
         """Return the first rank on which `holds` is true, or None; the same on all processes."""
@@ -251,8 +247,6 @@ class Shards:
         finally:
             for layer in layers:
                 layer.reshard()
-
-    # ------------------------------------------------------------------ the second pass
 
     def reweighted(self, losses: Callable[[], Tensor], factors: Tensor) -> dict[str, Tensor]:
         """Return each parameter's shard of the gradient of sum(factors * losses).

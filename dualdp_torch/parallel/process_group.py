@@ -65,8 +65,6 @@ class Group:
         """True on rank 0, which writes the ledger and the checkpoints."""
         return self.rank == 0
 
-    # ------------------------------------------------------------------ messages
-
     def gather(self, point: str, value: Any = None) -> list[Any]:
         """Return the value of every process, by rank; each must have reached the same `point`.
 
@@ -151,8 +149,6 @@ class Group:
     def count(self, point: str, *numbers: int) -> tuple[int, ...]:
         """Return the sums of integers over the processes."""
         return tuple(map(sum, zip(*self.gather(point, numbers), strict=True)))
-
-    # ------------------------------------------------------------------ tensors
 
     @contextlib.contextmanager
     def collective(self, point: str) -> Iterator[None]:
@@ -271,8 +267,6 @@ def _buckets(sums: Mapping[str, Tensor]) -> Iterator[list[str]]:
         if bucket:
             yield bucket
 
-
-# ---------------------------------------------------------------------- DistributedDataParallel
 
 #: Attributes that keep DDP from reducing gradients, broadcasting buffers and wrapping outputs: the
 #: engine reduces the clipped sums, and every process keeps its own buffers.

@@ -151,8 +151,6 @@ class Recorder:
         finally:
             self._paused = before
 
-    # ------------------------------------------------------------------ forward
-
     def _enter(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         """Forward pre-hook: begin to record, unless paused, without gradients, or not active."""
         if self._paused or not torch.is_grad_enabled() or not self.is_active:
@@ -336,8 +334,6 @@ class Recorder:
             "clipped_grad_sum with a loss function that does all of it."
         )
 
-    # ------------------------------------------------------------------ gradients
-
     def gradients(self, scale: float, keep: str) -> Gradients:
         """Return the gradients of each example's own loss; `scale` undoes the loss reduction."""
         n = self.require_backward()
@@ -451,8 +447,6 @@ class Recorder:
                 cache.passes_differ = self._repeated() is None
             cache.checked.add(purpose)
         return cache.passes_differ
-
-    # ------------------------------------------------------------------ checks
 
     def losses(self, scale: float) -> Tensor:
         """Return (n,) products of outputs and cotangents, or zeros if `computes_loss`."""

@@ -79,8 +79,6 @@ class PrivacyEngine:
         self._loaded: tuple[nn.Module, torch.optim.Optimizer, Callable[[], None]] | None = None
         self._undo = ExitStack()
 
-    # ------------------------------------------------------------------ set-up
-
     def make_private(
         self,
         *,
@@ -385,8 +383,6 @@ class PrivacyEngine:
         self._undo.close()
         self.ledger.close()
         self._step = None
-
-    # ------------------------------------------------------------------ the run
 
     @property
     def group(self) -> Group | None:

@@ -141,8 +141,6 @@ class PrivateStep:
         self._draw, self.recorder.terms = draw, terms
         self.recorder.is_active = draw is not None
 
-    # ------------------------------------------------------------------ the loader's side
-
     def is_between_steps(self) -> bool:
         """True if no logical batch is under way."""
         return self._draw is None and not self._norms
@@ -192,8 +190,6 @@ class PrivateStep:
                 "sums are dropped. Begin a new pass over the loader, which begins this step again "
                 "with the same examples."
             )
-
-    # ------------------------------------------------------------------ the optimizer's side
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         """Replace the gradients by the noisy mean, or by None within a logical batch."""

@@ -37,9 +37,6 @@ OF_SUM = {"float64": 0.02, "float32": 0.02, "tf32": 1.0, "float16": 1.0, "bfloat
 _DRAWS = 4  # random perturbations in `amplified`
 
 
-# ---------------------------------------------------------------------- the reference
-
-
 def plain_gradient(call: Call, row: Row) -> list[Any]:
     """Return the gradient of one example's own loss, per trained leaf, float32 or wider."""
     grads = jax.grad(lambda trained: call.loss(trained, row)[0])(call.parameters.trained)
@@ -116,9 +113,6 @@ def precision_of(jaxpr: Any) -> str:
     # Accelerators multiply float32 matrices in fewer bits where the program does not forbid it.
     rounds = jax.default_backend() != "cpu" and compat.multiplies_by_default(jaxpr)
     return "tf32" if rounds else "float32"
-
-
-# ---------------------------------------------------------------------- the comparison
 
 
 @dataclass(frozen=True)
@@ -274,9 +268,6 @@ def sides_of(
         gaps, sizes = differences(plain, ours, measure.factors(known))
     norm = math.hypot(*sizes) if norms is None else float(host(norms)[k])
     return measure.sides(known, norm, gaps, sizes)
-
-
-# ---------------------------------------------------------------------- a call as a whole
 
 
 class AnsweredCall(NamedTuple):

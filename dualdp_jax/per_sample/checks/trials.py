@@ -122,9 +122,6 @@ def _content(const: Any) -> Hashable:
     return shape, dtype
 
 
-# ---------------------------------------------------------------------- one program
-
-
 class StandInCall:
     """Compiled programs of one call on stand-ins: our answer, and the plain gradient.
 

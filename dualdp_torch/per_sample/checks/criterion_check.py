@@ -383,8 +383,6 @@ class _BatchReplay:
             known.append("tf32")
         return max(known, key=TOLERANCE.__getitem__)
 
-    # ------------------------------------------------------------------ the recorded rows again
-
     def identity(self) -> Problem | None:
         """Replay the recorded batch, which must reproduce the recorded gradients."""
         reason = self._not_recorded()
@@ -446,8 +444,6 @@ class _BatchReplay:
             "autograd.Function, or a change in place that nobody sees is between them and the "
             "loss; use clipped_grad_sum"
         )
-
-    # ------------------------------------------------------------------ the other rows replaced
 
     def others(self, row: int, seed: int, is_whole: bool) -> Problem | None:
         """Replay with the other rows replaced; this row's gradient may not change."""
@@ -523,8 +519,6 @@ class _BatchReplay:
             made |= {a - b for b in read[:_MOST_VALUES]} | {a / b for b in read if b}
         made -= {0.0, 1.0}
         return any(math.isclose(v, m, rel_tol=1e-12) for v in numbers for m in made)
-
-    # ------------------------------------------------------------------ the row alone
 
     def alone(self, row: int, learned: Meanings | None) -> Problem | None:
         """Replay the row alone; the recorded gradient must be 1 / n of the result, or equal."""
@@ -614,8 +608,6 @@ class _BatchReplay:
             f"{power_of_ten(error)} of it). {_WAY_OUT.format(declared=self.declared)} {_WEIGHTED}",
             error,
         )
-
-    # ------------------------------------------------------------------ numbers
 
     def _error(self, found: Replayed, position: int, row: int, scale: float) -> float:
         """Return the difference of one row's gradient from the recorded one, relative to it."""

@@ -180,8 +180,6 @@ class Script:
         found = {i: s for i, s in met.items() if s.kind == OTHER and s.requires_grad}
         return list(found.values())
 
-    # ------------------------------------------------------------------ one replay
-
     def run(self, rows: Rows, *, finds_draws: bool = False) -> Replayed:
         """Replay all live calls; if `rows` is the recorded batch, note which of them draw.
 

@@ -289,8 +289,6 @@ class Tape(TorchFunctionMode):
         self.outputs, self.backwards, self.inputs, self.after = [], [], None, None
         self._reached = self.in_backward = False
 
-    # ------------------------------------------------------------------ a call
-
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
@@ -398,8 +396,6 @@ class Tape(TorchFunctionMode):
                     "scalar, the mean or the sum over the examples."
                 )
         self._reached = True
-
-    # ------------------------------------------------------------------ tensors and numbers
 
     def _take(self, value: Any, tokens: list[Any], numbers: list[float]) -> Any:
         """Return an argument with slots for tensors; append its tokens and numbers."""
