@@ -392,6 +392,8 @@ class PrivacyPlan:
             if version != _VERSION:
                 raise ValueError("unknown version")
             sha256 = data.pop("key_sha256")
+            if not isinstance(sha256, str):
+                raise ValueError("key_sha256 is no text")
             for name in _SCHEDULED:
                 data[name] = schedules.from_json(name, data[name])
             seed = data.pop("seed")
