@@ -54,9 +54,11 @@ def keeps_gradient(*, n: int, t: int, d_in: int, d_out: int, move: float = MOVE)
     (False, True)
     """
     del n
+    if t == 1:
+        return False
     sizes = {"t": t, "d_in": d_in, "d_out": d_out}
     others = min(gram_cost(**sizes, move=move), discard_cost(**sizes, move=move))
-    return keep_cost(**sizes, move=move) < others and t > 1
+    return keep_cost(**sizes, move=move) < others
 
 
 #: Multiplications that cost as much as forming one weight of one example's convolution gradient

@@ -86,13 +86,13 @@ def ratio_text(row: Row) -> str:
     return f"{row.ratio:.2f} ± {row.spread / row.seconds * row.ratio:.2f}"
 
 
-def time_cell(row: Row) -> str:
+def _ratio(row: Row) -> str:
     """Time of the non-private step; for other systems the multiple of that, with its spread."""
     is_plain = row.system == NON_PRIVATE or not row.ratio
     return time_text(row.seconds) if is_plain else ratio_text(row)
 
 
-def memory_cell(row: Row) -> str:
+def _memory(row: Row) -> str:
     """Peak memory of the non-private step; for other systems the multiple of that."""
     if row.memory is None:
         return "not known"
@@ -121,28 +121,28 @@ def _noise(row: Row) -> str:
     return f"{row.value:.2f} ({row.ratio:.2f})"
 
 
-_MARKED = (time_cell, _seconds)  # cells of times, which may need an explanation
+_MARKED = (_ratio, _seconds)  # cells of times, which may need an explanation
 _TIMES = "time over the non-private step's, ± its quartile range"
 _PEAKS = "peak memory over the non-private step's"
 # Suite -> its tables: (title, quantity, cell).
 _SHOWN: dict[str, list[tuple[str, str, Cell]]] = {
     "run": [
-        (f"Clipped gradient sum: {_TIMES}", "gradient", time_cell),
-        (f"With noise and optimizer: {_TIMES}", "update", time_cell),
-        (f"Clipped gradient sum: {_PEAKS}", "gradient", memory_cell),
+        (f"Clipped gradient sum: {_TIMES}", "gradient", _ratio),
+        (f"With noise and optimizer: {_TIMES}", "update", _ratio),
+        (f"Clipped gradient sum: {_PEAKS}", "gradient", _memory),
     ],
-    "layers": [(_TIMES, "gradient", time_cell), (_PEAKS, "gradient", memory_cell)],
+    "layers": [(_TIMES, "gradient", _ratio), (_PEAKS, "gradient", _memory)],
     "memory": [("largest batch", "largest batch", _value)],
     "end-to-end": [
         ("time per epoch", "epoch", _seconds),
         ("time of the first epoch, with all that is compiled or proved once", "epoch", _first),
     ],
     "checks": [
-        (f"A step of the engine, noise and optimizer included: {_TIMES}", "step", time_cell),
+        (f"A step of the engine, noise and optimizer included: {_TIMES}", "step", _ratio),
         ("What spot checks cost on average, % of a step without them", "share of checks", _value),
     ],
     "scale": [
-        (_TIMES, "gradient", time_cell),
+        (_TIMES, "gradient", _ratio),
         ("exponent of the cost along one axis", "slope", _value),
     ],
     "accounting": [("epsilon and the time it takes", "epsilon", _accounting)],
@@ -161,7 +161,7 @@ def pivot(title: str, rows: list[Row], cell: Cell, explain: Explain) -> Table:
         line, chosen = [system], [f"{system} takes"]
         for point in points:
             row = found.get((system, point))
-            is_chosen = row is not None and row.suite == "layers" and cell is time_cell
+            is_chosen = row is not None and row.suite == "layers" and cell is _ratio
             note = (row.note or "") if is_chosen else ""
             chosen.append(note.removeprefix(TAKES) if note.startswith(TAKES) else "")
             remark = row and (row.error or explain(row))
@@ -195,7 +195,7 @@ def tables(results: Results, folder: str = "..") -> list[Table]:
                     name = f"{row.workload} {sizes_text(row)} {row.axis}" if swept else ""
                     groups.setdefault((row.stack, name), []).append(row)
             for (stack, swept), rows in groups.items():
-                if cell is memory_cell and all(row.memory is None for row in rows):
+                if cell is _memory and all(row.memory is None for row in rows):
                     continue
                 name = f"{stack}, {rows[0].workload}" if swept else stack
                 marked = explain if cell in _MARKED else lambda row: None

@@ -25,17 +25,29 @@ from dualdp_tools.bench.systems import AUTO, LOOP, MULTI, NON_PRIVATE, Setting, 
 Rows = Iterator[list[Row]]
 
 
-# (workload, options, batch size) of the speed tables; vit_tiny is measured in PyTorch only.
+# (workload, options, batch size) of the speed tables.
 Point = tuple[str, dict[str, Any], int]
-NAMES = ("mlp", "mnist", "cifar10", "embed", "lstm", "gpt", "resnet18_gn", "vit_tiny")
-_SIZES = {"resnet18_gn": {"image": 32}, "vit_tiny": {"image": 64, "layers": 6}}
-_BATCHES = {
-    "torch": (256, 256, 128, 256, 64, 16, 32, 32),
-    "jax": (256, 256, 64, 256, 32, 8, 16),
-}
+_IMAGE32, _VIT = {"image": 32}, {"image": 64, "layers": 6}
 SPEED: dict[str, list[Point]] = {
-    stack: [(name, _SIZES.get(name, {}), n) for name, n in zip(NAMES, batches, strict=False)]
-    for stack, batches in _BATCHES.items()
+    "torch": [
+        ("mlp", {}, 256),
+        ("mnist", {}, 256),
+        ("cifar10", {}, 128),
+        ("embed", {}, 256),
+        ("lstm", {}, 64),
+        ("gpt", {}, 16),
+        ("resnet18_gn", _IMAGE32, 32),
+        ("vit_tiny", _VIT, 32),
+    ],
+    "jax": [
+        ("mlp", {}, 256),
+        ("mnist", {}, 256),
+        ("cifar10", {}, 64),
+        ("embed", {}, 256),
+        ("lstm", {}, 32),
+        ("gpt", {}, 8),
+        ("resnet18_gn", _IMAGE32, 16),
+    ],
 }
 QUICK_SPEED: list[Point] = [
     ("mlp", {"width": 128}, 64),

@@ -198,10 +198,7 @@ def _chosen(prepared: Prepared, batch: Any) -> dict[tuple[str, str], list[str]]:
             found.append(size)
         return usual
 
-    with (
-        mock.patch.object(choices, "choose", noted),
-        mock.patch.object(choices, "cost_model_decides", return_value=False),
-    ):
+    with mock.patch.object(choices, "choose", noted):
         prepared.gradient(batch)
     return layers
 

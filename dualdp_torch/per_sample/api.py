@@ -85,8 +85,17 @@ def per_sample_grads(
         UnsupportedLayerError: the losses depend on other examples.
         TypeError, ValueError: a wrong argument or loss.
     """
-    sizes, purpose = (physical_batch_size, max_memory), ("per_sample_grads",)
-    call = Call.checked(loss_fn, model, batch, method, has_aux, *sizes, None, check, purpose)
+    call = Call.checked(
+        loss_fn,
+        model,
+        batch,
+        method,
+        has_aux,
+        physical_batch_size,
+        max_memory,
+        check=check,
+        purpose=("per_sample_grads",),
+    )
     found: list[dict[str, Tensor]] = []
     auxes: list[tuple[Any, int]] = []
     for _, numbers in _of_chunks(call, _grads, auxes):
@@ -134,9 +143,17 @@ def per_sample_norms(
         UnsupportedLayerError: the losses depend on other examples.
         TypeError, ValueError: a wrong argument or loss.
     """
-    sizes = physical_batch_size, max_memory
-    purpose = "per_sample_norms", "each" if per_parameter else "whole"
-    call = Call.checked(loss_fn, model, batch, method, has_aux, *sizes, None, check, purpose)
+    call = Call.checked(
+        loss_fn,
+        model,
+        batch,
+        method,
+        has_aux,
+        physical_batch_size,
+        max_memory,
+        check=check,
+        purpose=("per_sample_norms", "each" if per_parameter else "whole"),
+    )
     limits = Limits() if per_parameter else Limits(lambda name: "")
     auxes: list[tuple[Any, int]] = []
     found = [numbers for _, numbers in _of_chunks(call, partial(_norms, limits), auxes)]
@@ -197,8 +214,18 @@ def clipped_grad_sum(
 
     Source: Abadi et al. 2016, Algorithm 1; Bu et al. 2023 (book-keeping).
     """
-    sizes, purpose = (physical_batch_size, max_memory), ("clipped_grad_sum", clipping)
-    call = Call.checked(loss_fn, model, batch, method, has_aux, *sizes, mask, check, purpose)
+    call = Call.checked(
+        loss_fn,
+        model,
+        batch,
+        method,
+        has_aux,
+        physical_batch_size,
+        max_memory,
+        mask,
+        check=check,
+        purpose=("clipped_grad_sum", clipping),
+    )
     bounds = clipping_bounds(call.parameters, clipping, max_grad_norm)
     refuse_two_pass(method, clipping)
     grads: dict[str, Tensor] = {}

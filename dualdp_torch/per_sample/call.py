@@ -263,8 +263,15 @@ class Call:
     def _analyze(self) -> Analysis | None:
         """Analyse the model on this batch, and cache the analysis if it is complete."""
         with gradients_set_aside(self.parameters):
-            given = self.model, self.loss_fn, self.batch, self.parameters, self.mask, self.has_aux
-            analysis = analyze(*given, self.cache.writes)
+            analysis = analyze(
+                self.model,
+                self.loss_fn,
+                self.batch,
+                self.parameters,
+                self.mask,
+                self.has_aux,
+                self.cache.writes,
+            )
         if analysis is not None and analysis.complete:
             self.cache.add(analysis)
         return analysis

@@ -46,11 +46,6 @@ def is_forced() -> bool:
     return bool(_forced.get())
 
 
-def cost_model_decides() -> bool:
-    """True if no method is forced."""
-    return not is_forced()
-
-
 def choose(operation: str, usual: str, methods: Iterable[str], sizes: Iterable[int]) -> str:
     """Return the forced one of a layer's methods, or else `usual`.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -152,7 +152,10 @@ def keeps(acts: Tensor, grads_out: Tensor, *, shape: torch.Size, **options: Any)
 def rule(axes: int, *, transposed: bool = False) -> Rule:
     """Return the rule of convolutions, or transposed convolutions, over `axes` axes."""
     last = ("dilation", "groups") if not transposed else ("output_padding", "groups", "dilation")
-    of = partial(partial, transposed=transposed)
+
+    def of(function: Callable[..., Any]) -> Callable[..., Any]:
+        return partial(function, transposed=transposed)
+
     return Rule(
         arguments=("input", "weight", "bias", "stride", "padding", *last),
         grads={"weight": of(weight_grads), "bias": partial(bias_grads, axes=axes)},

@@ -76,8 +76,6 @@ def _prefers_gram(sizes: Mapping[str, int]) -> bool:
 def _way(acts: Tensor, grads_out: Tensor) -> str:
     """(n, ..., i), (n, ..., o) -> method: "gram", "keep" or "discard"."""
     sizes = _sizes(acts, grads_out)
-    if sizes["t"] == 1 and choices.cost_model_decides():
-        return "gram"
     usual = "gram" if _prefers_gram(sizes) else "discard"
     if costs.keeps_gradient(n=len(acts), **sizes, move=MOVE):
         usual = "keep"

@@ -71,7 +71,7 @@ class Releaser:
             if error is not None:
                 raise error from None
         hint = "Give all the same optimizer and learning rates, and change parameters nowhere else."
-        self._compare(digests, "parameters before " + at, self._parameters, ours, hint)
+        _compare(group, digests, "parameters before " + at, self._parameters, ours, hint)
         self._num_known = min(lines[1:])  # lines that the ledgers of all other ranks have
         ledger.record(step)
         self._reduction = Reduction(group, at, self._parameters)
@@ -137,7 +137,8 @@ class Releaser:
             return message, _sha256(reduced)
 
         messages, digests = zip(*group.gather_results(f"the seal of {at}", seal), strict=True)
-        self._compare(digests, "sums of " + at, compared, reduced, "A device or a link is faulty.")
+        hint = "A device or a link is faulty."
+        _compare(group, digests, "sums of " + at, compared, reduced, hint)
         if isinstance(ledger, FollowerLedger):
             return sums, ledger.follow(messages[0])
         return sums, Seal(*messages[0]["seal"])
@@ -163,12 +164,18 @@ class Releaser:
                     unprotected_details={"error": error},
                 )
 
-    def _compare(
-        self, digests: Iterable[str], what: str, names: Iterable[str], ours: list[int], hint: str
-    ) -> None:
-        """Refuse tensors whose bits differ between processes; the error names the first."""
-        if self._group is not None and len(set(digests)) > 1:
-            self._group.require_same(what, dict(zip(names, ours, strict=True)), hint, shown=False)
+
+def _compare(
+    group: Group,
+    digests: Iterable[str],
+    what: str,
+    names: Iterable[str],
+    ours: list[int],
+    hint: str,
+) -> None:
+    """Refuse tensors whose bits differ between processes; the error names the first."""
+    if len(set(digests)) > 1:
+        group.require_same(what, dict(zip(names, ours, strict=True)), hint, shown=False)
 
 
 class _Projection(NamedTuple):

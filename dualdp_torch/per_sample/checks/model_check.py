@@ -191,8 +191,16 @@ def _outputs(subject: ReferenceLosses) -> list[Tensor]:
 
 def _called(method: str, terms: Terms, subject: ReferenceLosses) -> BatchNumbers:
     """Compute the numbers for another batch or model, by the same method."""
-    given = subject.loss_fn, subject.model, subject.batch.arguments(), method
-    call = Call.checked(*given, False, None, None, mask=subject.mask)
+    call = Call.checked(
+        subject.loss_fn,
+        subject.model,
+        subject.batch.arguments(),
+        method=method,
+        has_aux=False,
+        physical_batch_size=None,
+        max_memory=None,
+        mask=subject.mask,
+    )
     call = call.on(subject.model, subject.batch, dict(subject.parameters))
     with subject.start.replayed(subject.model):
         if terms.bounds:

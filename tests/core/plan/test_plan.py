@@ -290,15 +290,7 @@ def test_a_plan_as_plain_data_holds_no_secret():
 
 @pytest.mark.parametrize("sha256", [{}, [], 7, None])
 def test_a_plan_whose_hash_of_the_key_is_no_text_is_refused(sha256):
-    text = dualdp.PrivacyPlan(
-        num_examples=100,
-        expected_batch_size=10,
-        num_steps=5,
-        noise_multiplier=1.0,
-        max_grad_norm=1.0,
-        delta=1e-5,
-        seed=0,
-    ).to_json()
+    text = make(seed=0).to_json()
     broken = json.dumps({**json.loads(text), "key_sha256": sha256})
     with pytest.raises(ValueError, match="not a plan .key_sha256 is no text"):
         dualdp.PrivacyPlan.from_json(broken)
