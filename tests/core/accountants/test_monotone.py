@@ -6,7 +6,6 @@ is `is_rounding_bound`, as docs/accounting.md says in section 8.
 """
 
 import math
-import time
 import tracemalloc
 
 import numpy as np
@@ -158,13 +157,13 @@ def test_monotone_in_many_settings(seed):
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [20])
 def test_monotone_in_many_corners(seed):
-    check_many(200, seed, extreme=True)
+    check_many(100, seed, extreme=True)
 
 
 @pytest.mark.slow
 def test_bounds_in_many_settings():
     for extreme in (False, True):
-        for run in cases.settings(150, seed=30, extreme=extreme):
+        for run in cases.settings(75, seed=30, extreme=extreme):
             check_bounds(run)
 
 
@@ -180,8 +179,8 @@ def test_an_added_step_never_lowers_epsilon():
 
 @pytest.mark.slow
 def test_added_steps_never_lower_epsilon_in_many_settings():
-    check_all_added(250, 42, extreme=False)
-    check_all_added(150, 44, extreme=True)
+    check_all_added(120, 42, extreme=False)
+    check_all_added(75, 44, extreme=True)
 
 
 def test_one_more_step_never_costs_less():
@@ -275,8 +274,24 @@ def test_asking_after_every_step_gives_the_same():
     assert grown.get_epsilon(delta=1e-5) == pytest.approx(more.get_epsilon(delta=1e-5), rel=1e-8)
 
 
-def cost_of_growing(steps, asked):
-    """Median CPU seconds of one question at the end of a long schedule."""
+@pytest.fixture
+def mechanisms_read(monkeypatch):
+    """Counts the mechanisms of each question that go into a sum, over all sums of the question."""
+    read, right = [], prefix_cache.PrefixCache.total
+
+    def total(self, key, terms, empty, pmfs):
+        def counted(rest):
+            read.append(sum(term.counts.size for term in rest))
+            return pmfs(rest)
+
+        return right(self, key, terms, empty, counted)
+
+    monkeypatch.setattr(prefix_cache.PrefixCache, "total", total)
+    return read
+
+
+def usually_read(steps, asked, read):
+    """Median of mechanisms that a question at the end of a long schedule puts into a sum."""
     made = accountants.create("pld")
 
     def grow(i):
@@ -285,32 +300,31 @@ def cost_of_growing(steps, asked):
 
     for i in range(steps - asked):
         grow(i)
-    made.get_epsilon(delta=1e-5)
-    times, last = [], 0.0
+    last = made.get_epsilon(delta=1e-5)
+    read.clear()
     for i in range(steps - asked, steps):
         grow(i)
-        start = time.process_time()
         now = made.get_epsilon(delta=1e-5)
-        times.append(time.process_time() - start)
         assert now >= last * (1 - RELATIVE)
         last = now
-    return float(np.median(times))
+    assert len(read) >= asked
+    return float(np.median(read))
 
 
-def test_epsilon_after_every_step_costs_milliseconds():
-    assert cost_of_growing(3_000, 40) < 0.03
+def test_epsilon_after_every_step_reads_the_new_step_only(mechanisms_read):
+    assert usually_read(3_000, 40, mechanisms_read) <= 1
 
 
 @pytest.mark.slow
-def test_epsilon_after_every_step_of_a_long_run_costs_milliseconds():
+def test_epsilon_after_every_step_of_a_long_run_takes_little_memory(mechanisms_read):
     tracemalloc.start()
     try:
-        assert cost_of_growing(20_000, 400) < 0.08  # tracing the memory takes most of it
+        assert usually_read(20_000, 100, mechanisms_read) <= 1
         assert tracemalloc.get_traced_memory()[1] < 1 << 28
     finally:
         tracemalloc.stop()
 
 
-def test_without_its_memory_a_question_costs_more(monkeypatch):
+def test_without_its_memory_a_question_reads_every_step(monkeypatch, mechanisms_read):
     monkeypatch.setattr(prefix_cache, "_beyond", lambda term, counts: None)
-    assert cost_of_growing(3_000, 3) > 0.03
+    assert usually_read(3_000, 3, mechanisms_read) >= 2_998
