@@ -178,7 +178,7 @@ def test_nothing_half_written_when_the_picture_fails(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "model", "tolerance"),
-    [("float32", "cnn", 1e-5), ("float32", "mlp", 1e-5), ("float64", "cnn", 1e-8)],
+    [("float32", "cnn", 1e-5), ("float64", "mlp", 1e-8)],
 )
 def test_400_steps_stay_together_and_learn(tmp_path, dtype, model, tolerance):
     """The figures that README states: the drift, and 92 % held-out accuracy at epsilon <= 8."""
