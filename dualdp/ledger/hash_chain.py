@@ -33,6 +33,25 @@ def link(previous: str, record: Record) -> str:
     return hashlib.sha256(f"{previous}\n{body}".encode()).hexdigest()
 
 
+def read_text(source: str | os.PathLike[str]) -> tuple[str, str]:
+    """Return (text, name) of a chain: `source` itself if it begins as one, else the file there.
+
+    Raises:
+        OSError: the file can't be read.
+    """
+    if isinstance(source, str) and source.lstrip().startswith("{"):
+        return source, "The text"
+    name = os.fspath(source)
+    try:
+        with open(source, encoding="utf-8", errors="replace") as file:
+            return file.read(), name
+    except OSError as error:
+        raise type(error)(
+            f"{name!r} can't be read: {error.strerror}. Expected the file of a run's ledger: the "
+            "ledger= of its PrivacyEngine, or <checkpoint>.ledger beside its checkpoint."
+        ) from error
+
+
 def parse(text: str, name: str = "The text") -> list[Record]:
     """Return the records of a chain, after verifying that each follows the one before it.
 
@@ -51,7 +70,7 @@ def parse(text: str, name: str = "The text") -> list[Record]:
         except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
             raise ValueError(
                 f"{name} is broken at line {number}: no record of a ledger. Expected the file as "
-                "dualdp wrote it; restore it from a copy."
+                "dualdp wrote it (no checkpoint, plan or log); restore it from a copy."
             ) from error
         if found != expected:
             raise ValueError(

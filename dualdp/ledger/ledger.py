@@ -17,7 +17,7 @@ from dualdp.accountants import require_bound
 from dualdp.exactness import ExactnessError
 from dualdp.ledger import release_record
 from dualdp.ledger.contents import Contents
-from dualdp.ledger.hash_chain import Chain, Record, parse
+from dualdp.ledger.hash_chain import Chain, Record, parse, read_text
 from dualdp.ledger.release_record import Arrays, Seal
 from dualdp.plan import accounting
 from dualdp.plan.plan import PrivacyPlan
@@ -479,18 +479,10 @@ class Ledger:
             The header, then records of the kinds "release", "seal", "resume" and "note".
 
         Raises:
+            OSError: the file can't be read.
             ValueError: a line is broken, edited, missing or out of order, or it is no ledger.
         """
-        is_text = isinstance(source, str) and source.lstrip().startswith("{")
-        name = "The text" if is_text else os.fspath(source)
-        if is_text:
-            text = str(source)
-        else:
-            with open(source, encoding="utf-8", errors="replace") as file:
-                text = file.read()
-        records = parse(text, name)
-        _require_header(records, name)
-        return records
+        return read_records(*read_text(source))
 
     @classmethod
     def resume(
@@ -549,6 +541,13 @@ class Ledger:
                 "Expected the ledger of the same run."
             )
         return ledger
+
+
+def read_records(text: str, name: str) -> list[Record]:
+    """Return the records of a ledger's text, as `Ledger.read` does."""
+    records = parse(text, name)
+    _require_header(records, name)
+    return records
 
 
 def saved_lines(state: Mapping[str, Any]) -> tuple[int, str]:

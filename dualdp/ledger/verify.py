@@ -7,14 +7,16 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from dualdp._validate import AccountingError
 from dualdp.accountants.interop import to_dp_event
 from dualdp.ledger import release_record
-from dualdp.ledger.hash_chain import Record
-from dualdp.ledger.ledger import Ledger
+from dualdp.ledger.hash_chain import Record, read_text
+from dualdp.ledger.ledger import read_records
 from dualdp.plan import accounting
 from dualdp.plan.plan import PrivacyPlan
 from dualdp.plan.schedules import AdaptiveNorm
@@ -36,11 +38,12 @@ class Finding:
 class Verification:
     """Results of all checks of one ledger."""
 
-    source: str  # path of the file, or "text"
+    source: str  # path of the file, or "The text"
     findings: tuple[Finding, ...]
     plan: PrivacyPlan | None = None  # None if it could not be read
     records: tuple[Record, ...] = ()
     epsilons: dict[str, float] = field(default_factory=dict)  # by accountant, at the plan's delta
+    cut_line: int | None = None  # number of a last line that is cut off, and not in `records`
 
     @property
     def num_steps(self) -> int:
@@ -52,6 +55,31 @@ class Verification:
         """True if all planned steps are recorded; None for an open-ended plan."""
         planned = None if self.plan is None else self.plan.num_steps
         return None if planned is None else self.num_steps >= planned
+
+    @property
+    def stopped_inside(self) -> int | None:
+        """Step of the last release, if others are sealed and it is not; else None."""
+        sealed = [(seal.get("step"), seal.get("branch")) for seal in self.of_kind("seal")]
+        last = [(made.get("step"), made.get("branch")) for made in self.of_kind("release")[-1:]]
+        return last[0][0] if sealed and last and last[0] not in sealed else None
+
+    @property
+    def is_whole(self) -> bool:
+        """True if all planned steps are recorded and nothing at the end is cut off."""
+        ends = self.cut_line is None and self.stopped_inside is None
+        return ends and bool(self.covers_the_plan)
+
+    @cached_property
+    def epsilon_of_the_plan(self) -> float:
+        """Upper bound by PLD for one run of all planned steps; nan if open-ended or without one."""
+        plan = self.plan
+        if plan is None or plan.num_steps is None:
+            return math.nan
+        try:
+            whole = accounting.account(plan, accounting.stretches(plan, 0, plan.num_steps), "pld")
+            return float(whole.get_epsilon(delta=plan.delta))
+        except ValueError:
+            return math.nan
 
     @property
     def failures(self) -> tuple[str, ...]:
@@ -98,15 +126,15 @@ def verify(source: str | os.PathLike[str], *, allow_seed: bool = False) -> Verif
         The epsilons are those of an accountant that saw the releases.
             [test_epsilon_is_recomputed]
     """
-    is_text = isinstance(source, str) and source.lstrip().startswith("{")
-    name = "text" if is_text else os.fspath(source)
+    text, name = read_text(source)
     try:
-        records = Ledger.read(source)
+        records, cut_line = _records(text, name)
         plan = PrivacyPlan.from_json(json.dumps(records[0]["plan"]))
     except _BROKEN as error:
         return Verification(name, (Finding("chain is unbroken", False, str(error)),))
-    whole = Finding("chain is unbroken", True, f"{len(records)} lines, each chained to the last")
-    found, findings = Verification(name, (whole,), plan, tuple(records)), [whole]
+    chain = Finding("chain is unbroken", True, f"{len(records)} lines, each chained to the last")
+    found = Verification(name, (chain,), plan, tuple(records), cut_line=cut_line)
+    findings = [chain]
     for title, check in _CHECKS.items():
         try:
             passed, detail = check(found, plan)
@@ -116,6 +144,27 @@ def verify(source: str | os.PathLike[str], *, allow_seed: bool = False) -> Verif
             passed = passed or None
         findings.append(Finding(title, passed, detail))
     return replace(found, findings=tuple(findings))
+
+
+def _records(text: str, name: str) -> tuple[list[Record], int | None]:
+    """Records of a ledger, and the number of a last line that is cut off.
+
+    A last line that lacks only its end-of-line counts: a run does not, but a copy may have lost it.
+    """
+    if not text.endswith("\n"):
+        with suppress(ValueError):
+            return read_records(f"{text}\n", name), None
+    return read_records(text, name), None if text.endswith("\n") else text.count("\n") + 1
+
+
+def _last_line(found: Verification, plan: PrivacyPlan) -> tuple[bool | None, str]:
+    """Note a last line that is cut off; the run itself released nothing of it, another copy may."""
+    if found.cut_line is None:
+        return True, f"line {len(found.records)}"
+    return None, (
+        f"Line {found.cut_line} is cut off and not counted: a crash while it was written, before "
+        "anything of it was released, or a copy that is not whole."
+    )
 
 
 def _releases(found: Verification, plan: PrivacyPlan) -> tuple[bool, str]:
@@ -295,6 +344,7 @@ def _noise(found: Verification, plan: PrivacyPlan) -> tuple[bool | None, str]:
 
 
 _CHECKS: Mapping[str, Callable[[Verification, PrivacyPlan], tuple[bool | None, str]]] = {
+    "last line is whole": _last_line,
     "record covers the plan": _coverage,
     "releases are the plan's": _releases,
     "releases are sealed": _seals,

@@ -38,6 +38,8 @@ def verify(
     with reported_errors():
         if report is not None and report.suffix not in (".md", ".html"):
             raise ValueError(f"report={str(report)!r} has no known form. Expected .md or .html.")
+        if report is not None and not report.absolute().parent.is_dir():
+            raise ValueError(f"report={str(report)!r} lies in no existing folder. Make it first.")
         if report is not None and len(ledger) > 1:
             raise ValueError(f"report came with {len(ledger)} ledgers. Expected one of them.")
         several = [run_verify(path, allow_seed=allow_seed) for path in ledger]
@@ -65,33 +67,53 @@ def _line(finding: Finding) -> str:
 
 
 def _text(found: Verification) -> str:
-    """Text of all findings and the verdict, one line each."""
-    return "\n".join([*map(_line, found.findings), verdict(found)])
+    """Text of all findings, one line each, the verdict, and what its epsilon means."""
+    return "\n".join([*map(_line, found.findings), "", verdict(found), *meaning(found)[:2]])
 
 
 def _data(found: Verification) -> dict[str, Any]:
     """Findings and verdict as plain data."""
     return {
         "passed": found.passed,
+        "verdict": verdict(found),
         "covers_the_plan": found.covers_the_plan,
+        "cut_line": found.cut_line,
+        "epsilon_of_the_plan": _finite(found.epsilon_of_the_plan),
         "failures": found.failures,
-        "epsilons": {k: v if math.isfinite(v) else None for k, v in found.epsilons.items()},
+        "epsilons": {name: _finite(value) for name, value in found.epsilons.items()},
         "findings": [asdict(finding) for finding in found.findings],
     }
 
 
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
 def verdict(found: Verification) -> str:
-    """Return the verdict in one sentence."""
-    if not found.passed:
+    """Return the verdict: what holds, and what the ledger does not show."""
+    plan, epsilon = found.plan, f"epsilon = {found.epsilon:.4f}"
+    if plan is None:
         return f"NOT verified: {', '.join(found.failures)}."
-    if found.covers_the_plan:
-        return f"The ledger is whole and true: epsilon = {found.epsilon:.4f}."
-    planned = None if found.plan is None else found.plan.num_steps
-    of = "" if planned is None else f" of {planned} planned"
-    return (
-        f"What the ledger says is true, for the {found.num_steps}{of} steps that it covers: "
-        f"epsilon = {found.epsilon:.4f}. It does not show whether there were more."
-    )
+    if found.passed and found.is_whole:
+        return f"The ledger is whole and true: {epsilon}."
+    planned = "" if plan.num_steps is None else f" of {plan.num_steps} planned"
+    covered = f"the {found.num_steps}{planned} steps that it covers"
+    if not found.passed:
+        said = [f"NOT verified: {', '.join(found.failures)}."]
+    else:
+        said = [f"What the ledger says is true, for {covered}: {epsilon}."]
+    if found.covers_the_plan is False:
+        said.insert(0, "The ledger is CUT SHORT of its plan.")
+        said.append("It does not show whether the run stopped there or went on.")
+        if math.isfinite(found.epsilon_of_the_plan):
+            said.append(f"All planned steps, run once, cost {found.epsilon_of_the_plan:.4f}.")
+    elif found.covers_the_plan is None:
+        said.append("It does not show whether there were more: its plan has no end.")
+    if found.stopped_inside is not None:
+        said.append(f"It ends inside step {found.stopped_inside}, whose release is not sealed.")
+    if found.cut_line is not None:
+        said.append(f"Its last line, {found.cut_line}, is cut off and not counted.")
+    return " ".join(said)
 
 
 def facts(found: Verification) -> list[tuple[str, str]]:
@@ -134,8 +156,8 @@ def meaning(found: Verification) -> list[str]:
     factor = math.exp(min(epsilon, 700.0))
     best = min(1.0, (factor + delta) / (1 + factor))
     return [
-        f"Compare {_RELATIONS[found.plan.neighboring_relation]}. Whatever is done with what this "
-        f"run released, the probability of any outcome differs by a factor of at most "
+        f"Compare {_RELATIONS[found.plan.neighboring_relation]}. Whatever is done with the "
+        f"releases on record, the probability of any outcome differs by a factor of at most "
         f"e^{epsilon:.3f} = {factor:.4g}, apart from a probability of {delta:g}.",
         f"Someone who knows everything else and is to tell the two apart, where a fair coin chose, "
         f"is right with probability at most {best:.1%} (guessing is 50 %).",

@@ -192,6 +192,45 @@ def test_a_sampler_that_rdp_does_not_know_has_one_opinion():
     assert finding(found, "epsilon by RDP").passed is None
 
 
+def test_a_ledger_that_was_cut_anywhere_is_not_called_whole():
+    """Fewer steps than planned, a last line cut off, or a step without its seal."""
+    text = run(plan_of(num_steps=2), steps=2).to_json()
+    assert verify(text).is_whole
+    header = text.index("\n")
+    ends = [k for k, character in enumerate(text) if character == "\n"][:-1]
+    for cut in {end + more for end in ends for more in (-9, -1, 0, 1, 2, 30)} | {len(text) - 2}:
+        found = verify(text[:cut])
+        assert not found.is_whole, cut
+        assert found.passed == (cut >= header), cut
+        is_cut = cut > header and cut not in ends and cut - 1 not in ends
+        assert found.cut_line == (1 + text[:cut].count("\n") if is_cut else None), cut
+    inside = verify(text[: ends[3]])  # header, release, seal, release
+    assert (inside.num_steps, inside.stopped_inside, inside.cut_line) == (2, 1, None)
+    assert finding(verify(text[: ends[3] - 9]), "last line is whole").passed is None
+
+
+def test_a_last_line_without_its_end_of_line_counts(tmp_path):
+    """An editor or a mail may take it; a bound that counts too much is a bound."""
+    text = run(plan_of(num_steps=4), steps=4).to_json()
+    released = text[: text.rindex('"seal"')]
+    released = released[: released.rindex("\n")]  # ends with the fourth release
+    assert not released.endswith("\n")
+    assert verify(released).epsilons == verify(text).epsilons
+    (tmp_path / "x").write_text(text[:-1])
+    found = verify(tmp_path / "x")
+    assert found.is_whole
+    assert len(found.records) == text.count("\n")
+
+
+def test_what_the_whole_plan_costs_is_said_where_there_is_a_bound():
+    account = accountants.create("pld")
+    account.step(noise_multiplier=1.0, sample_rate=0.05, num_steps=20)
+    found = verify(run(plan_of(accountant="rdp"), steps=3).to_json())
+    expected = account.get_epsilon(delta=1e-5)
+    assert found.epsilon_of_the_plan == pytest.approx(expected, rel=1e-12)
+    assert np.isnan(verify(run(plan_of(num_steps=None)).to_json()).epsilon_of_the_plan)
+
+
 @pytest.mark.parametrize("text", ["", "{", "{}", "{}\n", "[]\n", '{"hash": 3}\n', '{"a": 1}\n' * 3])
 def test_what_is_no_ledger_fails(text, tmp_path):
     path = tmp_path / "x"
@@ -200,8 +239,10 @@ def test_what_is_no_ledger_fails(text, tmp_path):
 
 
 def test_a_missing_file_is_an_error(tmp_path):
-    with pytest.raises(OSError, match="nothing"):
+    with pytest.raises(FileNotFoundError, match="nothing' can't be read: No such file.*ledger="):
         verify(tmp_path / "nothing")
+    with pytest.raises(IsADirectoryError, match="Is a directory. Expected the file of a run's"):
+        verify(tmp_path)
 
 
 def test_spot_checks_are_told():

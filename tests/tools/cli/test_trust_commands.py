@@ -58,7 +58,20 @@ def test_a_ledger_that_was_cut_short_is_not_called_whole(ledger, tmp_path):
         assert f"note    record covers the plan        {steps} steps are on record" in done.output
         assert "whole and true" not in done.output
         assert f"is true, for the {steps} steps that it covers: epsilon = " in done.output
-        assert not json.loads(call("verify", path, "--json").output)["covers_the_plan"]
+        assert "The ledger is CUT SHORT of its plan. What" in done.output
+        data = json.loads(call("verify", path, "--json").output)
+        assert not data["covers_the_plan"]
+        assert data["epsilon_of_the_plan"] > data["epsilons"]["pld"]
+        assert (
+            f"All planned steps, run once, cost {data['epsilon_of_the_plan']:.4f}."
+            in (data["verdict"])
+        )
+    cut.write_text(whole.read_text()[:-9])
+    said = call("verify", cut).output
+    assert "true, for the 5 of 5 planned steps" in said
+    assert "It ends inside step 4, whose release is not sealed." in said
+    assert "Its last line, 11, is cut off and not counted." in said
+    assert "whole and true" not in said
     done = call("verify", ledger("open", num_steps=None))
     assert "5 steps are on record and the plan has no end" in done.output
     assert "is true, for the 5 steps that it covers" in done.output
@@ -169,7 +182,9 @@ def test_a_page_of_a_broken_ledger_makes_no_statement(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("verify", "nowhere"), "No such file"),
+        (("verify", "nowhere"), "'nowhere' can't be read: No such file or directory. Expected"),
+        (("verify", "."), "'.' can't be read: Is a directory. Expected the file of a run's"),
+        (("verify", "nowhere", "--report", "no/x.md"), "lies in no existing folder. Make it first"),
         (("verify", "nowhere", "--report", "x.pdf"), "has no known form. Expected .md or .html"),
         (("audit", "--stack", "tf"), "stack='tf' is unknown. Expected one of jax, torch."),
         (("audit", "--noise-multiplier", "0"), "noise_multiplier=0.0 is out of range"),
