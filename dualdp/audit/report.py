@@ -62,8 +62,12 @@ class Report:
 
     def __str__(self) -> str:
         head = "All checks passed" if self.passed else f"{len(self.failures)} checks FAILED"
-        lines = [f"{head} (false alarms: {self.false_alarm:g}; {self.seconds:.1f} s)"]
-        return "\n".join([*lines, *map(str, self.checks)])
+        words = [
+            "p: probability that a correct step gives such odd numbers; fails below its limit.",
+            "value: what was measured; fails above its limit.",
+            f"At most one correct step in {1 / self.false_alarm:,.0f} fails any of the checks.",
+        ]
+        return "\n".join([f"{head} ({self.seconds:.1f} s)", *map(str, self.checks), *words])
 
 
 def p_value(name: str, p: float, threshold: float, detail: str = "") -> Check:

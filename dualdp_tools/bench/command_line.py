@@ -16,6 +16,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from dualdp_tools.bench import (
     accounting,
@@ -89,11 +90,14 @@ def command_text() -> str:
 
 
 def progress(title: str, steps: Iterable[list[Row]]) -> Iterator[list[Row]]:
-    """Yield the rows of a suite while showing its progress and duration."""
+    """Yield the rows of a suite while showing how far it is and for how long it has run."""
     start = time.perf_counter()
-    with console.status(title) as status:
-        for found in steps:
-            status.update(f"{title}: {reports.point_name(found[-1])} done" if found else title)
+    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(title)
+        for number, found in enumerate(steps, 1):
+            last = f", the last {reports.point_name(found[-1])}" if found else ""
+            bar.update(task, description=f"{title}: {number} points done{last}")
             yield found
     console.print(f"{title}: {time.perf_counter() - start:.0f} s")
 
@@ -258,7 +262,8 @@ def profile_workloads(
     stack = systems.stack(backend)
     for name in workload or marked(backend):
         typed = f"python -m benchmarks profile --backend {backend} --workload {name}"
-        page = profiles.profile(stack, name, system, batch=batch, device=device, command=typed)
+        with console.status(f"Tracing {name} ..."):
+            page = profiles.profile(stack, name, system, batch=batch, device=device, command=typed)
         typer.echo(page)
         typer.echo(profiles.write(page, name, backend, out))
 

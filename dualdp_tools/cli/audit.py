@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -14,8 +15,8 @@ from dualdp import _validate
 from dualdp.audit.canaries import Audit
 from dualdp.audit.canaries import audit as run_audit
 from dualdp.plan.plan import PrivacyPlan
-from dualdp.testing import PrivateStep, Report, check_private_step
-from dualdp_tools.cli.common import Json, NoiseMultiplier, imported, reported_errors
+from dualdp.testing import PrivateStep, Release, Report, check_private_step
+from dualdp_tools.cli.common import Json, NoiseMultiplier, imported, reported_errors, working
 
 STACKS = ("torch", "jax")
 
@@ -42,21 +43,42 @@ def audit(
 ) -> None:
     """Bound epsilon from below by canaries; exit code 1 if the claim is refuted."""
     with reported_errors():
-        tested = _own(step) if step is not None else _ours(stack, noise_multiplier, noise)
-        found = run_audit(
-            tested,
-            num_steps=steps,
-            num_canaries=canaries,
-            sample_rate=sample_rate,
-            delta=delta,
-            runs=runs,
-            confidence=confidence,
-            seed=seed,
-        )
-        report = check_private_step(tested, seed=seed) if check else None
+        with working("Preparing"):
+            tested = _own(step) if step is not None else _ours(stack, noise_multiplier, noise)
+        with working("Training with canaries", steps * (1 + runs)) as advance:
+            watched: Any = _Watched(tested, advance)
+            found = run_audit(
+                watched,
+                num_steps=steps,
+                num_canaries=canaries,
+                sample_rate=sample_rate,
+                delta=delta,
+                runs=runs,
+                confidence=confidence,
+                seed=seed,
+            )
+        report = None
+        if check:
+            with working("Checking the step"):
+                report = check_private_step(tested, seed=seed)
         typer.echo(_json(found, report) if as_json else _text(found, report))
     if found.is_refuted or (report is not None and not report.passed):
         raise typer.Exit(1)
+
+
+class _Watched:
+    """`PrivateStep` that calls `advance` after each release."""
+
+    def __init__(self, step: PrivateStep, advance: Callable[[], None]) -> None:
+        self._step, self._advance = step, advance
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._step, name)
+
+    def releases(self, *arguments: Any, **keywords: Any) -> Iterator[Release]:
+        for release in self._step.releases(*arguments, **keywords):
+            self._advance()
+            yield release
 
 
 def _ours(stack: str, noise_multiplier: float, noise: str) -> PrivateStep:
@@ -104,12 +126,21 @@ def _text(found: Audit, report: Report | None) -> str:
         f"claimed: epsilon = {found.claimed_epsilon:.3f} at delta = {found.delta:g}, "
         f"{found.num_steps} steps"
     ]
+    limit = found.false_alarm / len(found.bounds)
+    for bound in found.bounds:
+        p = f"< {limit:.1g}" if bound.p_value < limit else f"= {bound.p_value:.2g}"
+        lines.append(
+            f"{bound.method:16s} epsilon is at least {bound.epsilon:.3f} with "
+            f"{found.confidence:.0%} confidence; p {p}"
+        )
     lines += [
-        f"{bound.method:16s} epsilon >= {bound.epsilon:.3f} at {found.confidence:.0%} "
-        f"confidence (p of the claim: {bound.p_value:.2g})"
-        for bound in found.bounds
+        f"p: probability of guesses as good as these if the claim is true; below {limit:.1g} it "
+        f"refutes the claim. At most one correct step in {1 / found.false_alarm:,.0f} is refuted.",
+        "",
+        found.verdict,
     ]
-    lines += [f"{found.verdict} False alarms: {found.false_alarm:g}."]
+    if not found.is_refuted:
+        lines.append("That proves nothing: most faults do not show in canaries; see --check.")
     return "\n".join(lines if report is None else [*lines, "", str(report)])
 
 

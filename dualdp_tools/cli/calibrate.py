@@ -10,7 +10,9 @@ import typer
 from dualdp.accountants import solve
 from dualdp_tools.cli import common
 
-TargetEpsilon = Annotated[float, typer.Option("--epsilon", help="The budget.")]
+TargetEpsilon = Annotated[
+    float, typer.Option("--target-epsilon", "--epsilon", help="The epsilon to stay within.")
+]
 Noise = Annotated[float | None, typer.Option(help="Known noise: then the steps are looked for.")]
 
 
@@ -46,26 +48,29 @@ def calibrate(
         target: dict[str, Any] = {"target_epsilon": target_epsilon, "target_delta": delta}
         known_rate = sample_rate is not None or batch_size is not None
         known_steps = steps is not None or epochs is not None
-        if noise_multiplier is None:
-            rate, number = common.run_length(sample_rate, steps, num_examples, batch_size, epochs)
-            noise_multiplier = solve.get_noise_multiplier(
-                **target, sample_rate=rate, num_steps=number, **options
-            )
-        elif known_rate and not known_steps:
-            rate, _ = common.run_length(sample_rate, 0, num_examples, batch_size, None)
-            number = solve.get_num_steps(
-                **target, noise_multiplier=noise_multiplier, sample_rate=rate, **options
-            )
-        elif known_steps and not known_rate:
-            rate, number = common.run_length(1.0, steps, None, None, epochs)
-            rate = solve.get_sample_rate(
-                **target, noise_multiplier=noise_multiplier, num_steps=number, **options
-            )
-        else:
-            raise ValueError(
-                "Nothing is left to look for. Leave out one of --noise-multiplier, the rate and "
-                "the steps."
-            )
+        with common.working("Searching"):
+            if noise_multiplier is None:
+                rate, number = common.run_length(
+                    sample_rate, steps, num_examples, batch_size, epochs
+                )
+                noise_multiplier = solve.get_noise_multiplier(
+                    **target, sample_rate=rate, num_steps=number, **options
+                )
+            elif known_rate and not known_steps:
+                rate, _ = common.run_length(sample_rate, 0, num_examples, batch_size, None)
+                number = solve.get_num_steps(
+                    **target, noise_multiplier=noise_multiplier, sample_rate=rate, **options
+                )
+            elif known_steps and not known_rate:
+                rate, number = common.run_length(1.0, steps, None, None, epochs)
+                rate = solve.get_sample_rate(
+                    **target, noise_multiplier=noise_multiplier, num_steps=number, **options
+                )
+            else:
+                raise ValueError(
+                    "Nothing is left to look for. Leave out one of --noise-multiplier, the rate "
+                    "and the steps."
+                )
         bounds = common.epsilon_by_steps(
             delta=delta, noise_multiplier=noise_multiplier, sample_rate=rate, **options
         )

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich import progress
 from rich.console import Console
 from rich.table import Table
 
@@ -37,6 +38,26 @@ GroupSize = Annotated[int, typer.Option(help="Examples of one user.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Plot = Annotated[Path | None, typer.Option(help="Write a picture: epsilon against steps.")]
 
+#: Neighboring relation -> the two data sets that it compares.
+RELATIONS = {
+    "add_or_remove": "the data with and without any one example",
+    "replace": "the data with any one example and with another in its place",
+    "zero_out": "the data with any one example and with an empty one in its place",
+}
+#: Name of a number that `show` prints -> its meaning; {factor} is e^number.
+MEANINGS = {
+    "epsilon": "any outcome is at most {factor:.4g} times as likely on neighboring data",
+    "lower_bound": "the true epsilon is not below this",
+    "certified": "epsilon is a proven upper bound, no approximation",
+    "target_epsilon": "what was asked for; epsilon is not above it",
+    "delta": "probability left out of that comparison; below 1 / examples",
+    "noise_multiplier": "noise standard deviation / max_grad_norm",
+    "sample_rate": "expected batch size / number of examples",
+    "num_steps": "noisy gradient sums that are released",
+    "accountant": "pld and rdp give bounds, pld the smaller; gdp approximates",
+    "sampler": "the run must draw its batches in this way",
+}
+
 
 @contextmanager
 def reported_errors() -> Iterator[None]:
@@ -46,6 +67,28 @@ def reported_errors() -> Iterator[None]:
     except (ValueError, TypeError, OSError) as error:
         typer.echo(f"dualdp: {error}", err=True)
         raise typer.Exit(2) from error
+
+
+@contextmanager
+def working(title: str, pieces: int | None = None) -> Iterator[Callable[[], None]]:
+    """Show on a terminal that work goes on: the time so far, and the share of `pieces` done.
+
+    Yields:
+        A function to call after each piece.
+    """
+    console = Console(stderr=True)
+    columns = [progress.TextColumn(title), progress.TimeElapsedColumn()]
+    if pieces:
+        columns += [progress.BarColumn(), progress.TimeRemainingColumn()]
+    with progress.Progress(
+        progress.SpinnerColumn(),
+        *columns,
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    ) as bar:
+        task = bar.add_task("", total=pieces)
+        yield lambda: bar.advance(task)
 
 
 def imported(name: str) -> Any:
@@ -113,14 +156,17 @@ def run_length(
 
 
 def show(record: dict[str, Any], *, as_json: bool, title: str) -> None:
-    """Print a record as JSON or as a table of two columns."""
+    """Print a record as JSON, or as a table with the meaning of each number."""
     if as_json:
         finite = {name: None if value == math.inf else value for name, value in record.items()}
         typer.echo(json.dumps(finite, indent=2))
         return
     table = Table(title=title, show_header=False)
     for name, value in record.items():
-        table.add_row(name, f"{value:.6g}" if isinstance(value, float) else str(value))
+        meaning = RELATIONS.get(value) if name == "neighboring_relation" else MEANINGS.get(name)
+        factor = math.exp(min(value, 700.0)) if name == "epsilon" else 1.0
+        text = f"{value:.6g}" if isinstance(value, float) else str(value)
+        table.add_row(name, text, (meaning or "").format(factor=factor))
     Console().print(table)
 
 
@@ -135,7 +181,12 @@ def draw(
     except ModuleNotFoundError as error:
         raise ValueError("--plot needs matplotlib. Run: pip install 'dualdp[demo]'") from error
     counts = sorted({max(1, round(num_steps * i / 40)) for i in range(1, 41)}) if num_steps else [0]
-    lower, upper = map(list, zip(*map(bounds, counts), strict=True))
+    found = []
+    with working("Accounting for the picture", len(counts)) as advance:
+        for count in counts:
+            found.append(bounds(count))
+            advance()
+    lower, upper = map(list, zip(*found, strict=True))
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
     axes.plot(counts, upper, label="epsilon")

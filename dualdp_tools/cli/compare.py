@@ -60,7 +60,8 @@ def compare(
         for side in (torch_side, jax_side):
             side.compute_exactly(settings)
         experiment = Experiment(settings)
-    gradients = experiment.compare_gradients()
+    with console.status("Comparing per-sample gradients ..."):
+        gradients = experiment.compare_gradients()
     console.print(_gradient_table(gradients))
     points = _train(console, experiment)
     with console.status("Timing private and plain steps in turn ..."):
@@ -79,7 +80,10 @@ def compare(
 
 def _gradient_table(rows: Sequence[GradientRow]) -> Table:
     """Table 1: per-sample gradients."""
-    table = Table(title="1. Per-sample gradients, PyTorch vs JAX, on the same weights")
+    table = Table(
+        title="1. Per-sample gradients, PyTorch vs JAX, on the same weights",
+        caption="relative: norm of an example's difference / norm of its gradient",
+    )
     for name in ("PyTorch", "JAX", "shape"):
         table.add_column(name, no_wrap=True)
     for name in ("largest |difference|", "largest relative"):
@@ -95,7 +99,9 @@ def _train(console: Console, experiment: Experiment) -> list[Point]:
     plan = experiment.plan
     table = Table(
         title=f"2. One plan, two runs: noise multiplier {plan.noise_multiplier_at(0):.3f}, "
-        f"sample rate {plan.sample_rate:.3f}, C {plan.max_grad_norm_at(0):g}"
+        f"sample rate {plan.sample_rate:.3f}, C {plan.max_grad_norm_at(0):g}",
+        caption="loss, accuracy: on data held out; parameters differ by: norm of the difference / "
+        "norm on JAX, of the parameter where it is largest",
     )
     for name in ("step", "epsilon", "loss torch", "loss jax", "acc. torch", "acc. jax"):
         table.add_column(name, justify="right")
@@ -131,7 +137,10 @@ def _train(console: Console, experiment: Experiment) -> list[Point]:
 
 def _timing_table(timings: Sequence[Timing]) -> Table:
     """Table 3: time of a private and a non-private step."""
-    table = Table(title="3. Time per step, interleaved rounds (median; ratio with its quartiles)")
+    table = Table(
+        title="3. Time per step, interleaved rounds (median)",
+        caption="ratio: private / non-private; in brackets, half of the rounds lie between",
+    )
     table.add_column("stack")
     for name in ("non-private", "private", "ratio"):
         table.add_column(name, justify="right")

@@ -40,7 +40,8 @@ def epsilon(
             num_examples=num_examples,
             max_batch_size=max_batch_size,
         )
-        lower, spent = bounds(number)
+        with common.working("Accounting"):
+            lower, spent = bounds(number)
         record: dict[str, Any] = {
             "epsilon": spent,
             "lower_bound": lower,

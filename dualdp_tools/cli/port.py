@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from dualdp_tools.cli.common import imported, reported_errors
+from dualdp_tools.cli.common import imported, reported_errors, working
 
 
 def port(
@@ -34,7 +34,7 @@ def port(
     from dualdp.port import checkpoint as write
 
     target = out or Path(f"{os.fspath(checkpoint)}.{to}")
-    with reported_errors():
+    with reported_errors(), working("Converting"):
         write(checkpoint, target, to=to, like=_made(like), mapping=_table(mapping))
     typer.echo(f"wrote {target}")
 

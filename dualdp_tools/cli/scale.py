@@ -18,16 +18,26 @@ from dualdp_tools.cli.common import Json, reported_errors
 
 #: Columns of the table: title -> function from a row of `rows` to its text.
 COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
-    "1e9 P": lambda row: f"{row['parameters'] / 1e9:.3g}",
-    "k": lambda row: f"{row['accelerators']:,}",
+    "billion weights": lambda row: f"{row['parameters'] / 1e9:.3g}",
+    "devices": lambda row: f"{row['accelerators']:,}",
     "method": lambda row: str(row["method"]),
-    "g": lambda row: f"{row['shards']:,}",
-    "n x c": lambda row: f"{row['physical_batch_size']} x {row['chunks']}",
+    "shards": lambda row: f"{row['shards']:,}",
+    "batch x chunks": lambda row: f"{row['physical_batch_size']} x {row['chunks']}",
     "GB held": lambda row: f"{sum(row['memory'].values()) / 1e9:.1f}",
     "GB sent": lambda row: _three_digits(row["sent"] / 1e9),
-    "seconds": lambda row: _three_digits(sum(row["seconds"].values())),
-    "sending": lambda row: _three_digits(row["seconds"]["exposed"]),
+    "step seconds": lambda row: _three_digits(sum(row["seconds"].values())),
+    "of them sending": lambda row: _three_digits(row["seconds"]["exposed"]),
     "speed": lambda row: f"{row['speed']:.2f}" if row["speed"] else "-",
+}
+#: Title -> its meaning; the others say it.
+MEANINGS = {
+    "method": "how gradients are clipped; plain is training without privacy",
+    "shards": "devices that share one copy of the weights; 1: each has a copy",
+    "batch x chunks": "examples a device works on at once x such batches in a step",
+    "GB held": "most memory in use on a device; too big: not even one example fits",
+    "GB sent": "by each device in a step",
+    "of them sending": "seconds in which a device only sends and waits",
+    "speed": "1 is that of training without privacy, at its own best batch",
 }
 _FACTS = 3  # leading columns with a value even if nothing fits
 
@@ -82,10 +92,11 @@ def scale(
         title = f"One step on {hardware}, {batch_size} examples of {positions} tokens"
         table = Table(title=title, box=None, pad_edge=False, collapse_padding=True)
         for name in COLUMNS:
-            table.add_column(name, justify="right", no_wrap=True)
+            table.add_column("\n".join(name.rsplit(" ", 1)), justify="right", no_wrap=True)
         for cells in lines:
             table.add_row(*cells)
         Console().print(table)
+        typer.echo("\n" + "\n".join(f"{name:16s} {text}" for name, text in MEANINGS.items()))
 
 
 def _number(name: str, text: str) -> int:

@@ -14,18 +14,13 @@ import typer
 
 from dualdp.ledger.verify import Finding, Verification, one_key
 from dualdp.ledger.verify import verify as run_verify
-from dualdp_tools.cli.common import Json, reported_errors
+from dualdp_tools.cli.common import RELATIONS, Json, reported_errors, working
 
 LedgerFiles = Annotated[list[Path], typer.Argument(help="Ledgers that runs wrote.")]
 Page = Annotated[Path | None, typer.Option("--report", help="Write one page: FILE.md or .html.")]
 AllowSeed = Annotated[bool, typer.Option(help="Let a run pass whose key came from a seed.")]
 
 _WORDS = {True: "ok", False: "FAILED", None: "note"}
-_RELATIONS = {
-    "add_or_remove": "the data with and without any one example",
-    "replace": "the data with any one example and with another in its place",
-    "zero_out": "the data with any one example and with an empty one in its place",
-}
 
 
 def verify(
@@ -42,7 +37,11 @@ def verify(
             raise ValueError(f"report={str(report)!r} lies in no existing folder. Make it first.")
         if report is not None and len(ledger) > 1:
             raise ValueError(f"report came with {len(ledger)} ledgers. Expected one of them.")
-        several = [run_verify(path, allow_seed=allow_seed) for path in ledger]
+        several = []
+        with working("Checking", len(ledger)) as advance:
+            for path in ledger:
+                several.append(run_verify(path, allow_seed=allow_seed))
+                advance()
         found, keys = several[0], one_key(several)
         if report is not None:
             page = to_html(found) if report.suffix == ".html" else to_markdown(found)
@@ -129,7 +128,7 @@ def facts(found: Verification) -> list[tuple[str, str]]:
         ("Released", f"{len(releases)} noisy sums of clipped gradients, and all made of them"),
         ("Covered", f"{found.num_steps} steps of {planned}"),
         ("Examples", f"{plan.num_examples}; one example is what is protected"),
-        ("Relation", f"{plan.neighboring_relation}: {_RELATIONS[plan.neighboring_relation]}"),
+        ("Relation", f"{plan.neighboring_relation}: {RELATIONS[plan.neighboring_relation]}"),
         ("Sampler", f"{plan.sampler}, sample rate {_range(releases, 'sample_rate')}"),
         ("Clipping", f"{plan.clipping}, max_grad_norm {norm}"),
         ("Noise", f"{plan.noise}, accounted multiplier {_range(releases, 'noise_multiplier')}"),
@@ -156,7 +155,7 @@ def meaning(found: Verification) -> list[str]:
     factor = math.exp(min(epsilon, 700.0))
     best = min(1.0, (factor + delta) / (1 + factor))
     return [
-        f"Compare {_RELATIONS[found.plan.neighboring_relation]}. Whatever is done with the "
+        f"Compare {RELATIONS[found.plan.neighboring_relation]}. Whatever is done with the "
         f"releases on record, the probability of any outcome differs by a factor of at most "
         f"e^{epsilon:.3f} = {factor:.4g}, apart from a probability of {delta:g}.",
         f"Someone who knows everything else and is to tell the two apart, where a fair coin chose, "

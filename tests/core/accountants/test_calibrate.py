@@ -3,6 +3,7 @@
 
 import json
 import math
+import re
 import sys
 import time
 
@@ -168,12 +169,18 @@ def test_the_command_epsilon(tmp_path):
         "--delta", "1e-5", "--accountant", "rdp",
     )  # fmt: skip
     assert table.exit_code == 0
-    assert "epsilon" in table.output
+    words = " ".join(re.sub("[│┌┐└┘─]", " ", table.output).split())
+    found = float(re.search(r"epsilon ([\d.]+) any outcome", words).group(1))
+    assert f"any outcome is at most {math.exp(found):.3g}"[:-1] in words
+    assert "add_or_remove the data with and without any one example" in words
 
 
 def test_the_commands_call_an_approximation_one():
     run = ["epsilon", "--noise-multiplier", "1", *RUN, "--accountant", "gdp", "--json"]
-    for words in (run, ["calibrate", "--epsilon", "3", *RUN, "--accountant", "gdp", "--json"]):
+    for words in (
+        run,
+        ["calibrate", "--target-epsilon", "3", *RUN, "--accountant", "gdp", "--json"],
+    ):
         refused = command(*words)
         assert refused.exit_code == 2
         assert "can lie far below the true epsilon" in refused.output
@@ -196,7 +203,7 @@ def test_a_plot_shows_both_bounds(tmp_path, monkeypatch):
     drawn, plot = [], Axes.plot
     monkeypatch.setattr(Axes, "plot", lambda *a, **k: drawn.append((a[1], a[2])) or plot(*a, **k))
     picture = tmp_path / "epsilon.pdf"
-    words = ("--epsilon", "3", *RUN, "--plot", str(picture), "--json")
+    words = ("--target-epsilon", "3", *RUN, "--plot", str(picture), "--json")
     record = json.loads(command("calibrate", *words).stdout)
     assert picture.read_bytes()[:4] == b"%PDF"
     (steps, upper), (same, lower) = drawn
@@ -208,10 +215,11 @@ def test_a_plot_shows_both_bounds(tmp_path, monkeypatch):
 
 
 def test_the_command_calibrate():
-    result = command("calibrate", "--epsilon", "3", *RUN, "--json")
+    result = command("calibrate", "--target-epsilon", "3", *RUN, "--json")
+    assert command("calibrate", "--epsilon", "3", *RUN, "--json").stdout == result.stdout
     record = json.loads(result.stdout)
     assert 2.99 < record["epsilon"] <= 3
-    known = ["--noise-multiplier", "1.5", "--delta", "1e-5", "--epsilon", "3", "--json"]
+    known = ["--noise-multiplier", "1.5", "--delta", "1e-5", "--target-epsilon", "3", "--json"]
     steps = json.loads(command("calibrate", *known, "--sample-rate", "0.01").stdout)
     assert 2.9 < steps["epsilon"] <= 3
     rate = json.loads(command("calibrate", *known, "--steps", "1000").stdout)
@@ -245,7 +253,7 @@ def test_the_command_calibrate():
             "both say the rate",
         ),
         (
-            ["calibrate", "--epsilon", "3", "--noise-multiplier", "1", *RUN],
+            ["calibrate", "--target-epsilon", "3", "--noise-multiplier", "1", *RUN],
             "Nothing is left to look for",
         ),
         (

@@ -21,6 +21,7 @@ def test_right_steps_pass(sampler, seed):
     assert report.passed, report
     assert report.false_alarm == 1e-6
     assert "All checks passed" in str(report)
+    assert "At most one correct step in 1,000,000 fails any of the checks." in str(report)
 
 
 @pytest.mark.parametrize("fault", FAULTS)

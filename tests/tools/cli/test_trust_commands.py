@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`dualdp verify` and `dualdp audit` on the command line."""
 
+import contextlib
+import importlib
 import json
 import re
 from html.parser import HTMLParser
@@ -12,7 +14,9 @@ from typer.testing import CliRunner
 from dualdp import PrivacyPlan
 from dualdp.ledger.ledger import Ledger
 from dualdp.randomness import RootKey, run_registry
-from dualdp_tools.cli import app
+from dualdp_tools.cli import app, common
+
+audit = importlib.import_module("dualdp_tools.cli.audit")  # the package has a function of that name
 
 
 def call(*arguments):
@@ -206,11 +210,43 @@ def test_an_audit_of_a_step_of_ones_own():
     done = call("audit", "--step", "tests.numpy_step:NumpyStep", "--seed", 1, "--steps", 40)
     assert done.exit_code == 0, done.output
     assert "Not refuted" in done.output
+    assert "below 5e-07 it refutes the claim. At most one correct step in 1,000,000" in done.output
+    assert "with 95% confidence; p = 1\n" in done.output
+    done = call("audit", "--step", "tests.tools.cli.test_trust_commands:broken", "--seed", 1)
+    assert "confidence; p < 5e-07\n" in done.output
     done = call(
         "audit", "--step", "tests.tools.cli.test_trust_commands:broken", "--seed", 1, "--json"
     )
     assert done.exit_code == 1
     assert json.loads(done.output)["is_refuted"]
+
+
+def test_progress_counts_the_releases(monkeypatch):
+    """Three runs of 20 steps are 60 pieces; the bar ends where the work does."""
+    shown = []
+
+    @contextlib.contextmanager
+    def counted(title, pieces=None):
+        shown.append([title, pieces, 0])
+        yield lambda: shown.append([title, pieces, shown.pop()[2] + 1])
+
+    monkeypatch.setattr(audit, "working", counted)
+    words = ("--canaries", 50, "--runs", 2, "--steps", 20, "--seed", 1)
+    assert call("audit", "--step", "tests.numpy_step:NumpyStep", *words).exit_code == 0
+    assert shown == [["Preparing", None, 0], ["Training with canaries", 60, 60]]
+
+
+def test_progress_is_for_terminals(monkeypatch, capsys):
+    with common.working("Counting", 3) as advance:
+        advance()
+    assert capsys.readouterr() == ("", ""), "a file or a pipe gets nothing"
+    monkeypatch.setenv("FORCE_COLOR", "1")  # by which rich takes anything for a terminal
+    with common.working("Counting", 3) as advance:
+        advance()
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "Counting" in err
+    assert "0:00:00" in err
 
 
 def broken():

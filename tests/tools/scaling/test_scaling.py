@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from dualdp_tools import scaling
 from dualdp_tools.cli import app
+from dualdp_tools.cli.scale import COLUMNS, MEANINGS
 from dualdp_tools.scaling import timing, traffic
 from dualdp_tools.scaling.timing import work
 
@@ -316,6 +317,18 @@ def test_wrong_arguments_are_one_sentence(arguments, text):
     done = call(*arguments)
     assert done.exit_code == 2
     assert text in " ".join(done.output.split())
+
+
+def test_the_table_fits_a_terminal_and_says_what_its_columns_are(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    done = call()
+    assert done.exit_code == 0
+    assert "\u2026" not in done.output, "no cell is cut"
+    head, words = done.output.split("\n\n")
+    assert "70,213" in head
+    for title, meaning in MEANINGS.items():
+        assert title in COLUMNS
+        assert re.search(rf"^{title} +{re.escape(meaning)}$", words, re.M)
 
 
 def test_the_tables_of_the_page_are_what_their_commands_print():
