@@ -71,8 +71,8 @@ class PrivacyPlan:
         key: root key or path of its file, to reuse an existing key.
 
     noise_multiplier, max_grad_norm and expected_batch_size accept a number, a schedule of
-    `dualdp.schedules` or a callable of the step. max_grad_norm also accepts `AdaptiveNorm`, whose
-    later values are known to the ledger only.
+    `dualdp.schedules` or a callable of the step. Read, they are the number or the schedule.
+    max_grad_norm also accepts `AdaptiveNorm`, whose later values are known to the ledger only.
 
     Guarantees:
         Batches, schedules, keys and epsilon are pure functions of (plan, key, step).
@@ -242,7 +242,7 @@ class PrivacyPlan:
         """Scheduled value at a step, validated: an open-ended schedule may leave its range."""
         schedule, step = getattr(self, name), _validate.integer("step", step)
         if isinstance(schedule, schedules.Constant):  # checked when the plan was made
-            return schedule.value
+            return float(schedule)
         return float(self.scheduled(name, np.asarray([step]))[0])
 
     def scheduled(self, name: str, steps: NDArray[np.int64]) -> NDArray[np.float64]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,11 +28,22 @@ class Schedule(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Constant:
-    """Constant value."""
+class Constant(float):
+    """Constant value, which is a number itself: `plan.noise_multiplier * 2` needs no step.
 
-    value: float
+    >>> Constant(1.1), Constant(1.1) * 2
+    (1.1, 2.2)
+    """
+
+    __slots__ = ()
+
+    def __new__(cls, value: float) -> Self:
+        return super().__new__(cls, _validate.real("value", value))
+
+    @property
+    def value(self) -> float:
+        """The number, as a plain float."""
+        return float(self)
 
     def at(self, steps: Any) -> Values:
         """Return the values at the given steps, shape of `steps`."""
@@ -272,7 +283,7 @@ def settles_at(schedule: Schedule) -> float:
 def to_json(schedule: Schedule) -> float | dict[str, Any]:
     """Return plain data: a number for a constant, else `{"schedule": name, ...}`."""
     if isinstance(schedule, Constant):
-        return schedule.value
+        return float(schedule)
     named = {item.name: getattr(schedule, item.name) for item in fields(schedule)}  # type: ignore[arg-type]
     if isinstance(schedule, Warmup):
         named["then"] = to_json(schedule.then)

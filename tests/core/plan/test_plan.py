@@ -56,6 +56,16 @@ def test_values_of_a_step():
     assert make().sample_rate == 0.05
 
 
+def test_a_number_of_a_plan_is_a_number():
+    plan = make(noise_multiplier=schedules.Linear(2.0, 1.0, over=5))
+    assert (plan.expected_batch_size, plan.max_grad_norm) == (50.0, 0.5)
+    assert plan.expected_batch_size / plan.num_examples == plan.sample_rate
+    assert "expected_batch_size=50.0" in repr(plan)
+    assert json.loads(plan.to_json())["max_grad_norm"] == 0.5
+    with pytest.raises(TypeError, match="must be a string or a real number, not 'Linear'"):
+        float(plan.noise_multiplier)  # a schedule has no one value
+
+
 def test_the_key_is_never_published(tmp_path):
     plan = make()
     secret = plan.root.secret

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Schedules are pure functions of the step and survive JSON."""
 
+import copy
 import json
+import pickle
 
 import numpy as np
 import pytest
@@ -31,6 +33,20 @@ def test_json_round_trip(schedule, expected):
     data = json.loads(json.dumps(schedules.to_json(schedule)))
     again = schedules.as_schedule("x", schedules.from_json("x", data), 4)
     assert again == schedule
+
+
+def test_a_constant_is_a_number():
+    constant = schedules.Constant(1.1)
+    assert repr(constant) == str(constant) == "1.1"
+    assert constant == constant.value == 1.1
+    assert (type(constant.value), type(constant * 2)) == (float, float)
+    for again in (copy.deepcopy(constant), pickle.loads(pickle.dumps(constant))):
+        assert type(again) is schedules.Constant
+        assert again == constant
+    assert schedules.to_json(constant) == 1.1
+    assert schedules.Constant(value=3) == 3.0
+    with pytest.raises(TypeError, match="value='1.1' is a str. Expected a number"):
+        schedules.Constant("1.1")
 
 
 def test_a_callable_is_tabulated_once():
