@@ -128,7 +128,7 @@ class EngineStep:
     ) -> Iterator[Any]:
         """Yield the noisy means of a run whose optimizer stores them and updates nothing."""
         step, state, loader = self._private(loss_fn, params, data, plan)
-        for batch in loader:
+        for batch in loader.remaining():
             state, _ = step(state, batch)
             yield state.opt_state
 

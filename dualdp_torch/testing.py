@@ -144,7 +144,7 @@ class EngineStep:
             plan=plan,
             grad_sample_mode=self._mode,
         )
-        for batch in loader:
+        for batch in loader.remaining():
             released = len(engine.accountant)
             optimizer.zero_grad()
             module(*batch).sum().backward()

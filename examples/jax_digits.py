@@ -52,7 +52,7 @@ def main():
         target_delta=TARGET_DELTA,
         epochs=EPOCHS,
     )
-    for batch in loader:
+    for batch in loader.remaining():
         state, _ = step(state, batch)
 
     logits = jax.vmap(model.apply, (None, 0))(state.params, images[test])

@@ -37,7 +37,7 @@ def main():
         max_grad_norm=AdaptiveNorm(initial=1.0, quantile=0.5),
         delta=DELTA,
     )
-    for batch in loader:
+    for batch in loader.remaining():
         state, _ = step(state, batch)
 
     accuracy = (jax.vmap(state.params)(images).argmax(-1) == labels).mean()

@@ -66,7 +66,7 @@ def main():
 
     update = jax.jit(lambda state, sums: state.apply_gradients(grads=sums))
 
-    for batch in loader:
+    for batch in loader.remaining():
         engine.record()  # before anything of this step is computed
         sums = jax.tree.map(jnp.zeros_like, state.params)
         for chunk in batch.chunks:

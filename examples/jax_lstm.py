@@ -58,7 +58,7 @@ def main():
         target_delta=TARGET_DELTA,
         epochs=EPOCHS,
     )
-    for batch in loader:
+    for batch in loader.remaining():
         state, _ = step(state, batch)
 
     new_text, new_labels = lines(500, seed=1)

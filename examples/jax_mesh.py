@@ -70,7 +70,7 @@ def trained(data, params, data_sharding):
         delta=DELTA,
         seed=0,  # to compare the two runs; a real one has none
     )
-    for batch in loader:
+    for batch in loader.remaining():
         state, _ = step(state, batch)
     return engine, state.params
 

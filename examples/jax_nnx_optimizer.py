@@ -63,7 +63,7 @@ def main():
     def update(model, optimizer, sums):
         optimizer.update(model, sums)
 
-    for batch in loader:
+    for batch in loader.remaining():
         engine.record()  # before anything of this step is computed
         parts = [chunk_sum(model, chunk) for chunk in batch.chunks]
         update(model, optimizer, jax.tree.map(lambda *leaves: sum(leaves), *parts))

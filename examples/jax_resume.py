@@ -45,7 +45,7 @@ def main():
 
     engine = dpj.PrivacyEngine()
     step, state, loader = engine.make_private(params=params, plan=plan, **run)
-    for batch in loader:
+    for batch in loader.remaining():
         state, _ = step(state, batch)
         if batch.step == STEPS // 2:
             dpj.save_checkpoint(path, state=state, engine=engine)
@@ -54,7 +54,7 @@ def main():
     like = dpj.TrainState.create(params, run["optimizer"])
     resumed, engine = dpj.load_checkpoint(path, like=like)
     step, resumed, loader = engine.resume(params=params, **run)
-    for batch in loader:
+    for batch in loader.remaining():
         resumed, _ = step(resumed, batch)
 
     same = jax.tree.map(lambda a, b: bool((a == b).all()), state.params, resumed.params)

@@ -74,7 +74,7 @@ def train_on_torch(x, y, params, steps, path=None):
         module=model, optimizer=optimizer, data_loader=torch.utils.data.DataLoader(data), plan=plan
     )
     engine.noise_layout = port.match(model, params)  # portable noise in the order of JAX's leaves
-    for step, (images, labels) in enumerate(loader, 1):
+    for step, (images, labels) in enumerate(loader.remaining(), 1):
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(images), labels).backward()
         optimizer.step()
@@ -93,7 +93,7 @@ def go_on_with_jax(x, y, params, path):
     step, state, loader = engine.resume(
         loss_fn=loss_fn, params=params, optimizer=optimizer, data=(x, y)
     )
-    for batch in loader:
+    for batch in loader.remaining():
         state, _ = step(state, batch)
     return state.params, engine
 

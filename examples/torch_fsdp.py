@@ -94,7 +94,7 @@ def train(device, folder):
         data_loader=torch.utils.data.DataLoader(data, batch_size=BATCH_SIZE),
         plan=plan,
     )
-    for inputs, targets in loader:
+    for inputs, targets in loader.remaining():
         optimizer.zero_grad()
         F.cross_entropy(model(inputs.to(device)), targets.to(device)).backward()
         optimizer.step()

@@ -69,11 +69,10 @@ def main():
     model.train()
     before = loss_of(model.eval(), lines[:100]).item()
     model.train()
-    while engine.ledger.position < STEPS:
-        for (batch,) in loader:
-            optimizer.zero_grad()
-            loss_of(model, batch).backward()
-            optimizer.step()
+    for (batch,) in loader.remaining():
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        optimizer.step()
 
     with torch.no_grad():
         after = loss_of(model.eval(), lines[:100]).item()

@@ -29,7 +29,7 @@ def parts():
 
 
 def train(model, optimizer, loader, after_step=lambda: None):
-    for x, y in loader:
+    for x, y in loader.remaining():
         optimizer.zero_grad()
         nn.functional.mse_loss(model(x)[:, 0], y).backward()
         optimizer.step()

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Physical batches of a logical batch, and the batches handed out to a user's own loop."""
+"""Physical batches of a logical batch, passes over the data, and the batches handed out."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,12 +47,46 @@ def physical_batches(
         yield padded, np.arange(rows) < len(part)
 
 
+def end_of_pass(plan: Any, start: int, end: int | None, until: int = 0) -> int:
+    """Return the step after the last one of a pass: one epoch from `start`, or what is left of it.
+
+    An epoch is ceil(num_examples / expected_batch_size) steps, by the size at its first step.
+
+    Args:
+        plan: `PrivacyPlan`.
+        start: int, next step.
+        end: int, step that ends the run; None for an open-ended one.
+        until: int, step that ends a pass which a checkpoint interrupted; 0 for none.
+    """
+    if end is not None and start >= end:
+        return start
+    stop = start + math.ceil(plan.num_examples / plan.expected_batch_size_at(start))
+    limits = [limit for limit in (end, until) if limit is not None and limit > start]
+    return min([stop, *limits])
+
+
+def require_end(end: int | None) -> int:
+    """Return the step that ends a run.
+
+    Raises:
+        AccountingError: None; the run is open-ended.
+    """
+    if end is None:
+        raise AccountingError(
+            "remaining() runs to the end of the plan, but num_steps=None has none. Expected "
+            "num_steps= or epochs= in the plan, or target_epsilon= with on_budget='stop'; a pass "
+            "over the loader itself is one epoch."
+        )
+    return end
+
+
 @dataclass
 class HandedOut:
     """Batches handed out to a loop of the user: the first step, and the number of steps so far."""
 
     first: int | None = None
     count: int = 0
+    pass_end: int = 0  # step that ends the pass under way, or interrupted by a checkpoint
 
     def note(self, step: int) -> None:
         """Note the batch of a step."""

@@ -31,6 +31,7 @@ def run_document(state: TrainState, engine: PrivacyEngine, path: PathLike) -> di
         "stack": "jax",
         "position": engine.ledger.position,
         "step": int(state.step),
+        "pass_end": engine.pass_end,
         "leaves": [name for name, _ in leaf_paths(state.params)],
         **checkpoint.pack_run(engine.ledger, path),
     }
@@ -57,12 +58,12 @@ def resume_engine(
     def followed(root: RootKey) -> PrivacyPlan:
         return PrivacyPlan.from_json(json.dumps(document["plan"]), key=root)
 
-    group = Group.current()
+    group, pass_end = Group.current(), document.get("pass_end", 0)  # 0.1.0 had no passes
     if group is None:
-        return PrivacyEngine.loaded(open_ledger(), state)
+        return PrivacyEngine.loaded(open_ledger(), state, pass_end=pass_end)
     group.require_same("the checkpoint", document, "Give all of them the same file.")
     shared = SharedLedger(group)
-    return PrivacyEngine.loaded(shared.resumed(open_ledger, followed), state, shared)
+    return PrivacyEngine.loaded(shared.resumed(open_ledger, followed), state, shared, pass_end)
 
 
 def named_leaves(state: TrainState) -> dict[str, Any]:

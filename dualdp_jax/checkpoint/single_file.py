@@ -120,8 +120,10 @@ def converted(
     """Convert a torch checkpoint to the one that this backend would have written for this state."""
     ours = {name: whole(array) for name, array in named_arrays(like).items()}
     wanted = {name: (array.shape, str(array.dtype)) for name, array in ours.items()}
+    pass_end = document["settings"]["pass_end"]
     arrays, document = convert_checkpoint.to_jax(arrays, document, wanted, mapping)
-    return arrays, {**document, "leaves": [name for name, _ in leaf_paths(like.params)]}
+    leaves = [name for name, _ in leaf_paths(like.params)]
+    return arrays, {**document, "leaves": leaves, "pass_end": pass_end}
 
 
 def write_file(path: PathLike, arrays: Arrays, document: Mapping[str, Any]) -> None:

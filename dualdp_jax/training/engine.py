@@ -87,16 +87,24 @@ class PrivacyEngine:
         self._is_checked = False  # a check passed since the start or the last failure
         self._shared: SharedLedger | None = None  # with several processes
         self._loaded: TrainState | None = None  # state from a checkpoint
+        self._interrupted = 0  # end of the pass in which that was saved
         self._last: tuple[Any, LogicalBatch, Any] | None = None  # params, batch, seal
 
     @classmethod
     def loaded(
-        cls, ledger: Ledger, state: TrainState, shared: SharedLedger | None = None
+        cls,
+        ledger: Ledger,
+        state: TrainState,
+        shared: SharedLedger | None = None,
+        pass_end: int = 0,
     ) -> PrivacyEngine:
-        """Return the engine of a run from a checkpoint; `resume` continues it."""
+        """Return the engine of a run from a checkpoint; `resume` continues it.
+
+        `pass_end` is the step that ends the pass in which the checkpoint was saved.
+        """
         engine = cls()
         engine._ledger, engine._loaded, engine._shared = ledger, state, shared
-        engine._names_delta = True
+        engine._names_delta, engine._interrupted = True, pass_end
         return engine
 
     def make_private(
@@ -145,7 +153,8 @@ class PrivacyEngine:
 
         Returns:
             `(step, state, loader)`; call `state, metrics = step(state, batch)` for each batch of
-            the loader. Metrics named `unprotected_*` are not private; noise="secure" omits them.
+            the loader. One pass over it is an epoch, `loader.remaining()` the rest of the plan.
+            Metrics named `unprotected_*` are not private; noise="secure" omits them.
 
         Raises:
             AccountingError: the engine has a run already.
@@ -174,7 +183,7 @@ class PrivacyEngine:
         plan = self._plan_of(plan, data, plan_arguments, group)
         parameters = parameters if data_mesh is None else data_mesh.model(parameters)
         examples = examples_of(data)
-        loader = PlannedLoader(examples, plan, self._span, data_mesh)
+        loader = PlannedLoader(examples, plan, self._span, self._interrupted, data_mesh)
         state = first_state(parameters, optimizer)
         if self._loaded is not None:
             state = continued(self._loaded, state)
@@ -281,7 +290,7 @@ class PrivacyEngine:
         group = None if data_mesh is None else data_mesh.group
         plan = self._plan_of(plan, data, plan_arguments, group)
         examples = examples_of(data)
-        loader = PlannedLoader(examples, plan, self._span, data_mesh)
+        loader = PlannedLoader(examples, plan, self._span, self._interrupted, data_mesh)
         if group is not None:
             check_data(group, examples)
         self._begin(plan, ledger, group, "PrivacyEngine.make_loader", "")
@@ -475,6 +484,12 @@ class PrivacyEngine:
         if self._own_loop is not None:
             self._own_loop.handed_out.require_recorded(ledger.position)
         return ledger.get_epsilon(delta=delta, accept_unverified=accept_unverified)
+
+    @property
+    def pass_end(self) -> int:
+        """Step where the current pass over the loader ends; 0 before the first."""
+        loader = self._own_loop if self._loader is None else self._loader
+        return self._interrupted if loader is None else loader.handed_out.pass_end
 
     @property
     def plan(self) -> PrivacyPlan:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import math
 import operator
@@ -15,7 +16,7 @@ import jax
 import numpy as np
 
 from dualdp._validate import AccountingError
-from dualdp.plan.batches import HandedOut, physical_batches
+from dualdp.plan.batches import HandedOut, end_of_pass, physical_batches, require_end
 from dualdp_jax.parallel.mesh import DataMesh
 from dualdp_jax.per_sample.call import split_batch
 
@@ -56,13 +57,15 @@ class LogicalBatch:
 class PlannedLoader:
     """Iterable over the logical batches of a plan, from the first step not yet released.
 
-    One pass is the rest of the planned steps, or one epoch of an open-ended plan. A pass that is
-    left early and started again draws the unused batch once more.
+    One pass is an epoch, ceil(num_examples / expected_batch_size) steps or what is left of the
+    plan; `remaining` is the rest of the plan. A pass that is left early and started again draws
+    the unused batch once more.
 
     Args:
         data: tuple of arrays or pytrees of arrays, examples on axis 0.
         plan: `PrivacyPlan`; its physical_batch_size is that of one shard.
         span: callable () -> (next step, first step that must not be drawn or None).
+        interrupted: int, step that ends the pass in which a checkpoint was saved; 0 for none.
         data_mesh: `DataMesh` of the rows on a mesh, with which a process reads only the rows of its
             devices; None for NumPy arrays.
 
@@ -82,6 +85,7 @@ class PlannedLoader:
         data: tuple[Any, ...],
         plan: Any,
         span: Callable[[], Span],
+        interrupted: int = 0,
         data_mesh: DataMesh | None = None,
     ) -> None:
         arrays, num_examples, self.rebuild = split_batch(data)
@@ -91,7 +95,8 @@ class PlannedLoader:
                 f"{plan.num_examples}. Both must be the same."
             )
         self._arrays, self._plan, self._span, self._data_mesh = arrays, plan, span, data_mesh
-        self.handed_out = HandedOut()
+        self.handed_out = HandedOut(pass_end=interrupted)
+        self._interrupted, self._is_whole = interrupted, False
         shards = 1 if data_mesh is None else data_mesh.num_shards
         own = plan.physical_batch_size or -(-default_rows(plan) // shards)
         self.physical_batch_size = own * shards
@@ -99,22 +104,38 @@ class PlannedLoader:
 
     def __len__(self) -> int:
         """Number of batches of a pass that begins now."""
-        start, end = self._span()
-        if self._plan.num_steps is None:
-            epoch = math.ceil(self._plan.num_examples / self._plan.expected_batch_size_at(0))
-            end = start + epoch if end is None else min(end, start + epoch)
-        return max((end or 0) - start, 0)
+        return len(self._steps())
 
     def __iter__(self) -> Iterator[LogicalBatch]:
-        start, count = self._span()[0], len(self)
-        if not count and self._plan.num_steps is not None and self._plan.on_budget != "stop":
+        steps = self._steps()
+        if not steps and not self._is_whole and self._plan.on_budget != "stop":
             raise AccountingError(
-                f"All {start} planned steps are taken. Plan more steps or epochs; each release "
-                "spends privacy."
+                f"All {steps.start} planned steps are taken. Plan more steps or epochs; each "
+                "release spends privacy."
             )
-        for step in range(start, start + count):
+        self.handed_out.pass_end = steps.stop
+        for step in steps:
             self.handed_out.note(step)
             yield self.batch(step)
+
+    def _steps(self) -> range:
+        """Steps of a pass that begins now."""
+        start, end = self._span()
+        if self._is_whole:
+            return range(start, require_end(end))
+        return range(start, end_of_pass(self._plan, start, end, self._interrupted))
+
+    def remaining(self) -> PlannedLoader:
+        """Return the same loader with passes that run to the end of the plan.
+
+        Once the plan is done its passes are empty.
+
+        Raises:
+            AccountingError: in a pass, the run is open-ended.
+        """
+        other = copy.copy(self)
+        other._is_whole = True
+        return other
 
     def batch(self, step: int) -> LogicalBatch:
         """Return the logical batch of a step: a pure function of the plan's key and the step."""

@@ -203,7 +203,7 @@ def engine(setting: Setting, checks: float) -> Callable[[], Any]:
     def states() -> Iterator[Any]:
         now = state
         while True:
-            for batch in loader:
+            for batch in loader.remaining():
                 now, _ = step(now, batch)
                 yield now.params
 

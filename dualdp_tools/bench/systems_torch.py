@@ -237,7 +237,7 @@ def engine(setting: Setting, checks: float) -> Callable[[], Any]:
 
     def steps() -> Iterator[None]:
         while True:
-            for batch in loader:
+            for batch in loader.remaining():
                 optimizer.zero_grad(set_to_none=True)
                 problem.losses(problem.model, *batch).mean().backward()
                 optimizer.step()

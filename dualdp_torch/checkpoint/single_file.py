@@ -153,8 +153,9 @@ def converted(
         name: (tuple(value.shape), str(value.dtype).removeprefix("torch."))
         for name, value in ours.items()
     }
+    pass_end = document.get("pass_end", 0)
     arrays, document = convert_checkpoint.to_torch(arrays, document, wanted, described, mapping)
     kept = ours | generator_states(next(model.parameters()).device, rank=0)
     arrays |= {n: to_numpy(t) for n, t in kept.items() if n not in arrays}
-    settings = RunSettings("mean", "auto", whole=True, has_target=True)
+    settings = RunSettings("mean", "auto", has_target=True, pass_end=pass_end)
     return arrays, {**document, "settings": asdict(settings)}

@@ -44,7 +44,6 @@ class RunSettings:
     Attributes:
         loss_reduction: "mean" or "sum".
         grad_sample_mode: one of `GRAD_SAMPLE_MODES`.
-        whole: bool, True if one pass of the loader is the whole plan.
         has_target: bool, True if the user named the plan's delta.
         pass_end: step that ends the pass which a checkpoint interrupted.
         checks: share of steps at which examples are checked; 0 is off.
@@ -52,15 +51,15 @@ class RunSettings:
 
     loss_reduction: str
     grad_sample_mode: str
-    whole: bool = False
     has_target: bool = False
     pass_end: int = 0
     checks: float = exactness.RATE
 
     @classmethod
     def from_saved(cls, saved: Mapping[str, Any]) -> RunSettings:
-        """Settings in a checkpoint, without the table of layers' methods that older ones hold."""
-        return cls(**{name: value for name, value in saved.items() if name != "choices"})
+        """Settings in a checkpoint, without those that only older ones hold."""
+        older = ("choices", "whole")  # a table of layers' methods; a pass was the whole plan
+        return cls(**{name: value for name, value in saved.items() if name not in older})
 
 
 def check(

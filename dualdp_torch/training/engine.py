@@ -20,12 +20,19 @@ from dualdp.accountants import require_bound
 from dualdp.exactness import checked_rate
 from dualdp.ledger.ledger import Ledger
 from dualdp.plan.arguments import NO_RUN, SECOND_RUN, names_delta, refuse_beside_target
+from dualdp.plan.batches import end_of_pass, require_end
 from dualdp.plan.plan import PrivacyPlan
 from dualdp.porting.parameter_map import ParameterMap
 from dualdp.randomness import run_registry
 from dualdp_torch.parallel.process_group import QUIET, Group, group_of, on_all, unwrapped
 from dualdp_torch.training.arguments import RunSettings, check, plan_of
-from dualdp_torch.training.loader import SINGLE_PROCESS, Passes, PlannedLoader, Share
+from dualdp_torch.training.loader import (
+    SINGLE_PROCESS,
+    Passes,
+    PlannedLoader,
+    Share,
+    most_steps,
+)
 from dualdp_torch.training.own_loop import OwnLoopLoader
 from dualdp_torch.training.rank_consistency import agreed
 from dualdp_torch.training.run_ledger import open_ledger
@@ -128,8 +135,9 @@ class PrivacyEngine:
                 Opacus' method that have a meaning here.
 
         Returns:
-            `(module, optimizer, loader)`. With `plan`, one pass over the loader is the rest of the
-            plan; else a pass has as many steps as `data_loader` has batches.
+            `(module, optimizer, loader)`. One pass over the loader is an epoch,
+            ceil(num_examples / expected_batch_size) steps or what is left of the plan;
+            `loader.remaining()` runs to its end. With `drop_last` an epoch is `len(data_loader)`.
 
         Raises:
             AccountingError: the engine has a run already.
@@ -153,7 +161,6 @@ class PrivacyEngine:
         settings = RunSettings(
             loss_reduction,
             grad_sample_mode,
-            whole=plan is not None,
             has_target=names_delta(plan, given),
             checks=checked_rate(checks),
         )
@@ -348,8 +355,7 @@ class PrivacyEngine:
         plan = plan_of(
             data_loader, plan, plan_arguments, method="make_loader", **self._plan_options
         )
-        self._settings.whole = plan.num_steps is not None
-        loader = OwnLoopLoader(data_loader, plan, partial(self._span, len(data_loader)))
+        loader = OwnLoopLoader(data_loader, plan, partial(self._span, most_steps(data_loader), 0))
         self._ledger = open_ledger(None, plan, ledger, "PrivacyEngine.make_loader", "")
         self._own_loop = loader
         return loader
@@ -359,18 +365,21 @@ class PrivacyEngine:
     ) -> PlannedLoader:
         """Loader of the plan's batches; `until` is the end of an interrupted pass, or 0."""
         share = SINGLE_PROCESS if self._group is None else Share(self._group.rank, self._group.size)
-        passes = Passes(partial(self._span, len(loader), until), self._require_step)
+        span = partial(self._span, most_steps(loader), until)
+        passes = Passes(span, self._require_step)
         return PlannedLoader(loader, plan, passes, share, settings.checks)
 
-    def _span(self, per_pass: int, until: int = 0) -> tuple[int, int]:
-        """Steps (start, stop) of the coming pass, which may end an interrupted one at `until`."""
+    def _span(self, most: int | None, until: int, is_whole: bool) -> tuple[int, int]:
+        """Steps (start, stop) of the coming pass, or of the rest of the plan.
+
+        A pass has at most `most` steps, and ends an interrupted one at `until`.
+        """
         plan, start = self.plan, self.ledger.position
-        stop = until if until > start else start + per_pass
-        if plan.num_steps is not None:
-            stop = plan.num_steps if self._settings.whole else min(stop, plan.num_steps)
-        if plan.on_budget == "stop" and self.ledger.end is not None:
-            stop = min(stop, self.ledger.end)
-        return start, stop
+        end = self.ledger.end if plan.on_budget == "stop" else plan.num_steps
+        if is_whole:
+            return start, require_end(end)
+        stop = end_of_pass(plan, start, end, until)
+        return start, stop if most is None else min(stop, start + most)
 
     def _refuse_second_run(self) -> None:
         if self._ledger is not None:

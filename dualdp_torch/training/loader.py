@@ -137,18 +137,21 @@ class Passes(NamedTuple):
     """Passes over the loader of a run.
 
     Attributes:
-        span: function that returns the steps (start, stop) of the coming pass.
+        span: function of a bool that returns the steps (start, stop) of the coming pass; with True
+            of the rest of the plan.
         step: function that returns the attached `PrivateStep`, which numbers the passes (`begin`),
             and gets each batch before it is yielded (`announce`) and the end of each pass
             (`leave`).
     """
 
-    span: Callable[[], tuple[int, int]]
+    span: Callable[[bool], tuple[int, int]]
     step: Callable[[], Any]
 
 
 class PlannedLoader:
     """Copy of the user's loader that yields the plan's batches.
+
+    One pass is an epoch, or what is left of the plan; `remaining` is the rest of the plan.
 
     Args:
         loader: `DataLoader` over a map-style data set; its workers, collate function and pinned
@@ -188,6 +191,7 @@ class PlannedLoader:
         self._options["collate_fn"] = CheckedCollate(loader.collate_fn, period)
         self._plan, self._share = plan, share
         self._passes: Any = passes
+        self._is_whole = False  # True if a pass is the rest of the plan
         self._use_size(plan.physical_batch_size)
 
     def _use_size(self, size: int | None) -> None:
@@ -204,6 +208,19 @@ class PlannedLoader:
         other._use_size(size)
         return other
 
+    def remaining(self) -> PlannedLoader:
+        """Return the same loader with passes that run to the end of the plan.
+
+        Once the plan is done its passes are empty.
+
+        Raises:
+            AccountingError: in a pass, the run is open-ended.
+        """
+        other = copy.copy(self)
+        other._use_size(self._size)
+        other._is_whole = True
+        return other
+
     def num_batches(self, start: int, stop: int) -> int:
         """Return the number of physical batches of the steps start..stop-1."""
         if self._size is None:
@@ -214,7 +231,7 @@ class PlannedLoader:
         )
 
     def __len__(self) -> int:
-        span = self._running or self._passes.span()
+        span = self._running or self._passes.span(self._is_whole)
         if span[0] >= span[1] and self._last is not None:
             span = self._last
         return self.num_batches(*span)
@@ -224,7 +241,9 @@ class PlannedLoader:
 
     def with_draws(self) -> Generator[tuple[Draw, Any]]:
         """Yield each physical batch of a pass with its draw."""
-        passes, span = self._passes, self._passes.span()
+        passes, span = self._passes, self._passes.span(self._is_whole)
+        if span[0] >= span[1] and self._is_whole:
+            return
         batches = self.of_steps(*span)
         if span[0] >= span[1]:
             return
@@ -351,6 +370,11 @@ def _check_share(loader: DataLoader[Any], share: Share) -> None:
             f"{sampler.num_replicas} in process {share.rank} of {share.size}. Expected that of the "
             "process group, or a plain DataLoader with the batch size of all processes together."
         )
+
+
+def most_steps(loader: DataLoader[Any]) -> int | None:
+    """Return the batches of a loader that drops its incomplete last one; None for others."""
+    return len(loader) if loader.drop_last else None
 
 
 def expected_batch_size(loader: DataLoader[Any]) -> int:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -47,33 +48,40 @@ class LogicalBatch:
 class OwnLoopLoader:
     """Iterable over the logical batches of a plan, from the first step not yet on record.
 
-    One pass is the rest of the planned steps, or one pass of the user's loader for an open-ended
-    plan.
+    One pass is an epoch, or what is left of the plan; `remaining` is the rest of the plan.
 
     Args:
         loader: the user's `DataLoader`.
         plan: `PrivacyPlan`.
-        span: function that returns the steps (start, stop) of the coming pass.
+        span: function of a bool, see `Passes`.
 
     Attributes:
         handed_out: record of the batches that were yielded.
     """
 
     def __init__(
-        self, loader: DataLoader[Any], plan: Any, span: Callable[[], tuple[int, int]]
+        self, loader: DataLoader[Any], plan: Any, span: Callable[[bool], tuple[int, int]]
     ) -> None:
-        self._plan, self._span = plan, span
+        self._plan, self._span, self._is_whole = plan, span, False
         self._planned = PlannedLoader(loader, plan, None)
         self.handed_out = HandedOut()
 
     def __len__(self) -> int:
         """Logical batches of a pass that would begin now."""
-        start, stop = self._span()
+        start, stop = self._span(self._is_whole)
         return max(stop - start, 0)
 
+    def remaining(self) -> OwnLoopLoader:
+        """Return the same loader with passes that run to the end of the plan."""
+        other = copy.copy(self)
+        other._is_whole = True
+        return other
+
     def __iter__(self) -> Iterator[LogicalBatch]:
-        chunks: list[Chunk] = []
-        for draw, batch in self._planned.of_steps(*self._span()):
+        span, chunks = self._span(self._is_whole), list[Chunk]()
+        if self._is_whole and span[0] >= span[1]:
+            return
+        for draw, batch in self._planned.of_steps(*span):
             args = tuple(batch) if isinstance(batch, list | tuple) else (batch,)
             chunks.append(Chunk(args, draw.mask, draw.indices))
             if draw.is_last:

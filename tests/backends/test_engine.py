@@ -64,7 +64,7 @@ def make_private(stack, *, secure_mode=False, **arguments):
         )
 
         def train():
-            for x, y in loader:  # physical batches; a release ends a logical one
+            for x, y in loader.remaining():  # physical batches; a release ends a logical one
                 released = len(engine.accountant)
                 optimizer.zero_grad()
                 (0.5 * (model(x) - y) ** 2).sum().backward()
@@ -86,7 +86,7 @@ def make_private(stack, *, secure_mode=False, **arguments):
 
     def train():
         current = state
-        for batch in loader:
+        for batch in loader.remaining():
             current, _ = step(current, batch)
             yield np.asarray(current.params)
 

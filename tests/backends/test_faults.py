@@ -68,7 +68,7 @@ class Run:
             plan=plan,
             ledger=path,
         )
-        self.batches = iter(loader)
+        self.batches = iter(loader.remaining())
 
     def _jax(self, plan, path, x, y, start):
         self.engine = dpj.PrivacyEngine()
@@ -80,7 +80,7 @@ class Run:
             plan=plan,
             ledger=path,
         )
-        self.batches = iter(loader)
+        self.batches = iter(loader.remaining())
 
     @property
     def weights(self):

@@ -42,7 +42,7 @@ def resumed(stack, folder):
         model, optimizer, loader = engine.resume(data_loader=loader)
 
         def go_on():
-            for x, y in loader:
+            for x, y in loader.remaining():
                 optimizer.zero_grad()
                 torch.nn.functional.cross_entropy(model(x), y).backward()
                 optimizer.step()
@@ -56,7 +56,7 @@ def resumed(stack, folder):
 
     def go_on():
         end = state
-        for batch in loader:
+        for batch in loader.remaining():
             end, _ = step(end, batch)
         dpj.save_checkpoint(path, state=end, engine=engine)
 

@@ -62,7 +62,7 @@ def torch_run(plan):
         plan=plan,
     )
     drawn = []
-    for x, index in loader:
+    for x, index in loader.remaining():
         before = engine.ledger.position
         optimizer.zero_grad()
         (model(x) ** 2).sum().backward()
@@ -86,7 +86,7 @@ def jax_run(plan):
         data=X,
         plan=plan,
     )
-    for batch in loader:
+    for batch in loader.remaining():
         state, _ = step(state, batch)
         rows = np.concatenate([chunk.indices[chunk.mask] for chunk in batch.chunks])
         yield rows, engine.stages().unprotected_sum, state.opt_state[0]

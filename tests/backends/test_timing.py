@@ -87,7 +87,7 @@ def torch_step(scales, method, positions, **changes):
         grad_sample_mode=method,
         loss_reduction="sum",
     )
-    for x, scale in loader:  # the first step also examines the model
+    for x, scale in loader.remaining():  # the first step also examines the model
         optimizer.zero_grad()
         with Operations() as operations:
             out = F.log_softmax(net(x), -1)[..., 0]

@@ -89,7 +89,7 @@ def train(folder, die=None, dropout=0.2, stop=None):
             )
             dpt.save_checkpoint(path, model=module, optimizer=optimizer, engine=engine)
         notes.watch_noise(str(folder), "dualdp_torch.training.step")
-        for x, y in loader if engine.ledger.position < engine.plan.num_steps else ():
+        for x, y in loader.remaining():
             optimizer.zero_grad()
             F.cross_entropy(module(x), y).backward()
             optimizer.step()

@@ -50,7 +50,7 @@ def releases(ledger=None, **changes):
     """(released, clipped sum if it can be seen) of every step, each as one array."""
     engine, model, optimizer, loader = start(ledger, **changes)
     found = []
-    for x, y in loader:
+    for x, y in loader.remaining():
         optimizer.zero_grad()
         F.cross_entropy(model(x), y).backward()
         optimizer.step()

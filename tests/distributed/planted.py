@@ -91,7 +91,7 @@ def run(checks, begins):
     Clock.step, said = 0, None
     try:
         with begins():
-            for x, y in loader:
+            for x, y in loader.remaining():
                 optimizer.zero_grad()
                 F.cross_entropy(model(x), y).backward()
                 optimizer.step()

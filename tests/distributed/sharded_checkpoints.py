@@ -38,7 +38,7 @@ def go_on(folder, model, load=load_sharded_checkpoint):
     engine = load(folder, model=model, optimizer=optimizer)
     data = models.build("mlp", torch.float64)[1]
     loader = torch.utils.data.DataLoader(data, batch_size=6)
-    for batch in engine.resume(data_loader=loader)[2]:
+    for batch in engine.resume(data_loader=loader)[2].remaining():
         models.step(model, optimizer, batch)
     ended = models.parameters(model), engine.get_epsilon(), len(engine.ledger)
     engine.detach()

@@ -116,11 +116,11 @@ def plan(**changes):
 
 
 def begin(model, data, run, mode="auto", optimizer=None, **options):
-    """Engine and the three parts of a private run."""
+    """Engine and the three parts of a private run; one pass of the loader is the whole plan."""
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
     engine = dpt.PrivacyEngine()
     loader = DataLoader(data, batch_size=int(run.expected_batch_size_at(0)))
-    parts = engine.make_private(
+    *trained, loader = engine.make_private(
         module=model,
         optimizer=optimizer,
         data_loader=loader,
@@ -128,7 +128,7 @@ def begin(model, data, run, mode="auto", optimizer=None, **options):
         grad_sample_mode=mode,
         **options,
     )
-    return engine, *parts
+    return engine, *trained, loader.remaining()
 
 
 def step(model, optimizer, batch):

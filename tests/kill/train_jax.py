@@ -81,7 +81,7 @@ def main(folder: str, die: tuple[str, int] | None = None) -> None:
         dpj.save_checkpoint(path, state=state, engine=engine)
         notes.write(folder, started=True)
     watch_noise(folder)
-    for batch in loader:
+    for batch in loader.remaining():
         state, _ = step(state, batch)
         if state.step % EVERY == 0:
             dpj.save_checkpoint(path, state=state, engine=engine)

@@ -43,12 +43,13 @@ def plan(**changes):
 
 
 def start(parts=None, **options):
-    """An engine around a fresh model."""
+    """An engine around a fresh model; with a plan, one pass of the loader is the whole plan."""
     model, optimizer, loader = parts or build()
     engine = dpt.PrivacyEngine(accountant=None if "plan" in options else "rdp")
-    return engine, *engine.make_private(
+    *trained, loader = engine.make_private(
         module=model, optimizer=optimizer, data_loader=loader, **options
     )
+    return engine, *trained, loader.remaining() if "plan" in options else loader
 
 
 def train(model, optimizer, loader, reduction="mean"):

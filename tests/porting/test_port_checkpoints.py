@@ -72,7 +72,7 @@ def saved_by_torch(folder, parts=None, until=2, **options):
     _, _, loader = engine.make_private(
         module=model, optimizer=optimizer, data_loader=DataLoader(data), plan=plan(**options)
     )
-    for x, y in loader:
+    for x, y in loader.remaining():
         optimizer.zero_grad()
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
@@ -94,7 +94,7 @@ RUN = {"loss_fn": loss_fn, "optimizer": optax.adam(0.1), "data": (X, Y)}
 def saved_by_jax(folder):
     engine = dpj.PrivacyEngine()
     step, state, loader = engine.make_private(params=jax_state().params, plan=plan(seed=1), **RUN)
-    for batch in loader:
+    for batch in loader.remaining():
         state, _ = step(state, batch)
         if engine.ledger.position == 2:
             break
@@ -160,7 +160,7 @@ def test_jax_to_torch_goes_on(tmp_path):
     assert torch.equal(model.count, torch.arange(2))
     data = TensorDataset(torch.as_tensor(X), torch.as_tensor(Y))
     _, _, loader = engine.resume(data_loader=DataLoader(data))
-    for x, y in loader:
+    for x, y in loader.remaining():
         optimizer.zero_grad()
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
@@ -185,7 +185,7 @@ def go_on_with_nnx(path):
         return optax.softmax_cross_entropy_with_integer_labels(net(x), y)
 
     step, state, loader = engine.resume(loss_fn=loss, params=net, optimizer=optimizer, data=(X, Y))
-    for batch in loader:
+    for batch in loader.remaining():
         state, _ = step(state, batch)
     return state, engine
 

@@ -83,7 +83,7 @@ def test_a_jax_pipeline_feeds_the_torch_step(models):
     engine = dpj.PrivacyEngine()
     loader = engine.make_loader(data=tuple(data), plan=plan())
     layout = port.match(model, params)
-    for batch in loader:
+    for batch in loader.remaining():
         (step,) = engine.record()
         sums = []
         for chunk in batch.chunks:

@@ -76,7 +76,7 @@ class Run:
         else:
             engine = dpt.load_checkpoint(load, model=model, optimizer=optimizer)
             _, _, loader = engine.resume(data_loader=self.loader())
-        for x, y in loader:
+        for x, y in loader.remaining():
             optimizer.zero_grad()
             logits = model(x)
             F.cross_entropy(logits.flatten(0, -2), y.flatten()).backward()
@@ -105,7 +105,7 @@ class Run:
             like = dpj.TrainState.create(self.params, run["optimizer"])
             state, engine = dpj.load_checkpoint(load, like=like)
             step, state, loader = engine.resume(params=self.params, **run)
-        for batch in loader:
+        for batch in loader.remaining():
             state, _ = step(state, batch)
             if engine.ledger.position == stop:
                 break

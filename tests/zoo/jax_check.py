@@ -129,7 +129,7 @@ def engine_step(problem: Problem, bound: float) -> tuple[list[Any], Any]:
         trainable=problem.trainable,
         checks=0,  # of which test_checks.py has enough
     )
-    for batch in loader:
+    for batch in loader.remaining():
         state, _ = step(state, batch)
     norms = np.empty(N)
     norms[plan.batch_indices(0)] = np.asarray(engine.stages().unprotected_norms)

@@ -252,7 +252,7 @@ def test_steps_in_jax_raise_nothing(entry, in_jax):
         trainable=problem.trainable,
         checks=1.0,
     )
-    for batch in loader:
+    for batch in loader.remaining():
         state, _ = step(state, batch)
     assert engine.ledger.failed_check is None
     assert in_jax.number >= OF_JAX_STEPS
@@ -410,7 +410,7 @@ def test_steps_in_torch_are_held_to_the_tolerance(precision, fault, share, monke
     plant(monkeypatch, error_of(share, precision))
     try:
         with expectation(SHARES[share]):
-            for (rows,) in loader:
+            for (rows,) in loader.remaining():
                 optimizer.zero_grad()
                 torch_loss(model, rows).mean().backward()
                 optimizer.step()
@@ -461,6 +461,6 @@ def test_steps_in_jax_are_held_to_the_tolerance(jax_problem, fault, share, monke
         checks=1.0,
     )
     with expectation(SHARES[share]):
-        for batch in loader:
+        for batch in loader.remaining():
             state, _ = step(state, batch)
     assert (engine.ledger.failed_check is not None) == SHARES[share]

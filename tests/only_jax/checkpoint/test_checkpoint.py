@@ -61,7 +61,7 @@ def start(plan=None, rate=0.1, **changes):
 
 
 def train(step, state, loader, num_steps=None):
-    for k, batch in enumerate(loader):
+    for k, batch in enumerate(loader.remaining()):
         if k == num_steps:
             break
         state, _ = step(state, batch)

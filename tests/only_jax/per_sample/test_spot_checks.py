@@ -296,7 +296,7 @@ def run_until_caught(fault, rate, monkeypatch, programs=None):
     model, plan = fault.model(), plan_of(**fault.changes)
     engine, step, state, loader = begin(model, fault.method, rate, plan)
     run = engine._run
-    for batch in loader:
+    for batch in loader.remaining():
         if batch.step == fault.start:
             with monkeypatch.context() as patch:
                 fault.plant(patch)
@@ -428,7 +428,7 @@ def test_checks_change_nothing(name):
         engine, step, state, loader = begin(
             (params, drops, data), "auto", rate, plan, needs_key=True
         )
-        for batch in loader:
+        for batch in loader.remaining():
             state, metrics = step(state, batch)
         ends.append((state, metrics))
         assert len(engine.ledger) == 12
@@ -452,7 +452,7 @@ def test_a_check_waits_for_the_first_example():
     """An empty batch does not use up the first check."""
     plan = plan_of(expected_batch_size=0.2, physical_batch_size=2)
     engine, step, state, loader = begin(mlp(), plan=plan)
-    for batch in loader:
+    for batch in loader.remaining():
         state, _ = step(state, batch)
         is_empty = not any(chunk.mask.any() for chunk in batch.chunks)
         assert (engine.ledger.last_check is None) == is_empty
@@ -467,6 +467,6 @@ def test_broken_examples_pass_their_check():
     x = x.copy()
     x[::3] = np.nan
     engine, step, state, loader = begin((params, loss, (x, y)), checks=1, plan=plan_of(num_steps=8))
-    for batch in loader:
+    for batch in loader.remaining():
         state, _ = step(state, batch)
     assert engine.ledger.last_check == 7

@@ -94,7 +94,7 @@ def counted(case, folder):
     )
     known = {path.name for path in folder.iterdir()}
     sent, chunks, before = [], 0, bytes_sent()
-    for batch in loader:
+    for batch in loader.remaining():
         state, _ = step(state, batch)
         jax.block_until_ready(state)
         sent.append(bytes_sent() - before)

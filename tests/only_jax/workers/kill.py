@@ -43,7 +43,7 @@ def main(folder, rank, kind):
         step, state, loader = engine.make_private(plan=notes.plan(folder), **given)
         save(path, state=state, engine=engine)
     watch_noise(folder)
-    for batch in loader:
+    for batch in loader.remaining():
         state, _ = step(state, batch)
         if (batch.step + 1) % EVERY == 0:
             save(path, state=state, engine=engine)

@@ -157,7 +157,7 @@ def relu_step_by_step():
     for model in (mlp(jax.nn.relu), cnn(jax.nn.relu)):
         _, step, state, loader = begin(model)
         _, spread, theirs, other = begin(model, mesh=mesh_of((8,)), split="data")
-        for batch, again, _ in zip(loader, other, range(12), strict=False):
+        for batch, again, _ in zip(loader.remaining(), other.remaining(), range(12), strict=False):
             theirs = jax.tree.map(
                 lambda x, like: x if isinstance(x, int) else jax.device_put(x, like.sharding),
                 state,
@@ -365,7 +365,7 @@ def own_loop():
             ).grads
 
         opt_state = optimizer.init(params)
-        for batch in loader:
+        for batch in loader.remaining():
             engine.record()
             total = [sums(params, chunk) for chunk in batch.chunks]
             total = jax.tree.map(lambda *parts: sum(parts), *total)

@@ -152,7 +152,7 @@ def begin(model, *where, run=None, ledger=None, accountant=None, **changes):
 
 
 def train(step, state, loader, num_steps=None):
-    for k, batch in enumerate(loader):
+    for k, batch in enumerate(loader.remaining()):
         if k == num_steps:
             break
         state, _ = step(state, batch)

@@ -50,7 +50,7 @@ def begin(run=None, made=None, **options):
 
 def go(engine, model, optimizer, loader, until=None, save_at=None, path=None):
     """The user's loop, until so many steps are taken, saving after one of them."""
-    for x, y, _ in loader:
+    for x, y, _ in loader if engine.plan.num_steps is None else loader.remaining():
         optimizer.zero_grad()
         dtype = next(model.parameters()).dtype
         F.cross_entropy(model(x.to(dtype)), y).backward()

@@ -109,7 +109,7 @@ def data(shuffle=True):
 
 
 def plan(**changes):
-    sizes = {"num_examples": ROWS, "expected_batch_size": 16, "num_steps": STEPS, "delta": 1e-4}
+    sizes = {"num_examples": ROWS, "expected_batch_size": 8, "num_steps": STEPS, "delta": 1e-4}
     return dualdp.PrivacyPlan(**{**sizes, "noise_multiplier": 1.0, "max_grad_norm": 1.0, **changes})
 
 

@@ -80,7 +80,7 @@ def by_hand(model, causal, **changes):
     )
     model.train()
     torch.manual_seed(42)
-    for batch in loader:
+    for batch in loader.remaining():
         optimizer.zero_grad()
         labels = batch.pop("labels")
         logits = model(**batch).logits

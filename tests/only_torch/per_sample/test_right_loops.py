@@ -40,7 +40,7 @@ def train(model, loop, items, reduction="mean", steps=2, collate=None, **changes
         loss_reduction=reduction,
         checks=1.0,
     )
-    for batch in loader:
+    for batch in loader.remaining():
         optimizer.zero_grad()
         loop(model, batch).backward()
         optimizer.step()
@@ -407,7 +407,7 @@ def test_shapes_are_read_in_batches_of_one_size():
         plan=plan(num_examples=16, expected_batch_size=8, num_steps=12, sampler="shuffle"),
         checks=1.0,
     )
-    for ids, targets in loader:
+    for ids, targets in loader.remaining():
         each = F.cross_entropy(model(ids).flatten(0, 1), targets.flatten(), reduction="none")
         each.view(targets.shape).mean(1).mean().backward()
         optimizer.step()
