@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Public API of the PyTorch backend: `import dualdp.torch as dpt`."""
 
+from typing import TYPE_CHECKING
+
 try:
     import torch as _framework  # noqa: F401
 except ModuleNotFoundError as error:
@@ -39,3 +41,7 @@ from dualdp_torch import save_checkpoint as save_checkpoint
 from dualdp_torch import save_sharded_checkpoint as save_sharded_checkpoint
 from dualdp_torch import validate as validate
 from dualdp_torch.checkpoint import weights as weights
+from dualdp_torch.training import opacus_names
+
+if not TYPE_CHECKING:  # a type checker refuses unknown names by itself
+    __getattr__ = opacus_names.missing_from(__name__)

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from difflib import get_close_matches
 from typing import Any
 
 from dualdp import _validate, accountants
@@ -37,8 +38,11 @@ def plan_of(
     secure_mode: bool,
     calibrates: bool = False,
     method: str = "make_private",
+    also: Collection[str] = (),
 ) -> PrivacyPlan:
     """Return the given plan, or one made of the arguments.
+
+    `also` are names that the method takes and does not pass on, for errors.
 
     Raises:
         AccountingError: the accountant gives no upper bound.
@@ -48,9 +52,11 @@ def plan_of(
     given = {name: value for name, value in given.items() if value is not None}
     unknown = sorted(set(given) - KNOWN)
     if unknown:
+        known = sorted(KNOWN.union(also))
+        near = get_close_matches(unknown[0], known, n=1)
         raise TypeError(
-            f"{method} has no argument {', '.join(map(repr, unknown))}. Expected any of "
-            f"{', '.join(sorted(KNOWN))}."
+            f"{method} has no argument {', '.join(map(repr, unknown))}"
+            f"{f' (did you mean {near[0]}?)' if near else ''}. Expected any of {', '.join(known)}."
         )
     if plan is not None:
         _check_plan(plan, given, accountant, secure_mode)

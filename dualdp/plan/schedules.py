@@ -38,6 +38,7 @@ class Constant(float):
     __slots__ = ()
 
     def __new__(cls, value: float) -> Self:
+        """Return the number, checked."""
         return super().__new__(cls, _validate.real("value", value))
 
     @property
@@ -260,8 +261,9 @@ def as_schedule(
     if callable(value):
         if num_steps is None:
             raise ValueError(
-                f"{name} is a callable and num_steps is None. Expected num_steps, so that the "
-                f"schedule can be tabulated and accounted; or one of {', '.join(SCHEDULES)}."
+                f"{name} is a callable and num_steps is None. Expected num_steps (of an engine, or "
+                "epochs), so that the schedule can be tabulated and accounted; or one of "
+                f"{', '.join(SCHEDULES)}."
             )
         return Table(tuple(_validate.real(f"{name}({k})", value(k)) for k in range(num_steps)))
     return Constant(_validate.real(name, value))

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from dualdp_torch.per_sample.clip import clipping_bounds, refuse_two_pass
 from dualdp_torch.per_sample.model_checks import refuse_mixing_modules
 from dualdp_torch.per_sample.recorder import RECORDED
 from dualdp_torch.training.loader import check_loader, expected_batch_size
+from dualdp_torch.training.opacus_names import advice
 
 #: Our methods for per-sample gradients and Opacus' names for them -> our method.
 GRAD_SAMPLE_MODES = {
@@ -29,11 +31,18 @@ GRAD_SAMPLE_MODES = {
     "functorch": "vmap",
     "ghost": "two_pass",
 }
-#: Arguments of Opacus' make_private -> (value that is accepted and ignored, advice for others).
+#: Further arguments of Opacus' make_private -> the value that means what happens here, or None.
 _OPACUS = {
-    "batch_first": (True, "where the examples lie inside the model is found by itself"),
-    "criterion": (None, "the criterion stays in your loop"),
-    "noise_generator": (None, "noise has its own key; pass seed= or plan= for a fixed one"),
+    "batch_first": True,
+    "criterion": None,
+    "noise_generator": None,
+    "wrap_model": False,
+    "rand_on_empty": False,
+    "target_unclipped_quantile": None,
+    "clipbound_learning_rate": None,
+    "max_clipbound": None,
+    "min_clipbound": None,
+    "unclipped_num_std": None,
 }
 
 
@@ -101,9 +110,11 @@ def check_holds(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Pa
 def _translated(given: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of a plan, with those of Opacus translated; contradictions are refused."""
     found = {name: value for name, value in given.items() if value is not None}
-    for name, (neutral, why) in _OPACUS.items():
-        if name in found and found.pop(name) != neutral:
-            raise ValueError(f"{name}={given[name]!r} is not supported: {why}.")
+    refused = [name for name in _OPACUS if name in found and found.pop(name) != _OPACUS[name]]
+    refused += ["clipping"] if found.get("clipping") == "adaptive" else []
+    if refused:
+        name = refused[0]
+        raise ValueError(f"{name}={given[name]!r} is not supported. {advice(f'{name}=')}")
     poisson = found.pop("poisson_sampling", None)
     if poisson is not None and "sampler" in found:
         raise ValueError(
@@ -116,9 +127,13 @@ def _translated(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def plan_of(
-    loader: DataLoader[Any], plan: PrivacyPlan | None, given: Mapping[str, Any], **options: Any
+    loader: DataLoader[Any],
+    plan: PrivacyPlan | None,
+    given: Mapping[str, Any],
+    method: Callable[..., Any],
+    **options: Any,
 ) -> PrivacyPlan:
-    """Return the given plan, or one made from arguments of `make_private` and the loader's sizes.
+    """Return the given plan, or one made from arguments of a method and the loader's sizes.
 
     The loader's batch size is the default expected batch size; arguments that were not passed are
     None. Options are those of `dualdp.plan.arguments.plan_of`.
@@ -136,4 +151,13 @@ def plan_of(
     if found.get("epochs") is not None and found.get("num_steps") is None and loader.drop_last:
         epochs = _validate.integer("epochs", found.pop("epochs"), minimum=1)
         found["num_steps"] = epochs * len(loader)  # `len` leaves out the incomplete last batch
-    return arguments.plan_of(plan, found, num_examples=size, **options)
+    also = {"poisson_sampling", *(name for name, value in _OPACUS.items() if value is not None)}
+    own = inspect.signature(method).parameters.values()
+    return arguments.plan_of(
+        plan,
+        found,
+        num_examples=size,
+        method=method.__name__,
+        also=also.union(p.name for p in own if p.kind != p.VAR_KEYWORD),
+        **options,
+    )

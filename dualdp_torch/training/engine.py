@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import nn
@@ -33,6 +33,7 @@ from dualdp_torch.training.loader import (
     Share,
     most_steps,
 )
+from dualdp_torch.training.opacus_names import missing_in
 from dualdp_torch.training.own_loop import OwnLoopLoader
 from dualdp_torch.training.rank_consistency import agreed
 from dualdp_torch.training.run_ledger import open_ledger
@@ -69,6 +70,9 @@ class PrivacyEngine:
 
     Source: Abadi et al. 2016, Algorithm 1.
     """
+
+    if not TYPE_CHECKING:  # a type checker refuses unknown names by itself
+        __getattr__ = missing_in("PrivacyEngine", "PrivacyEngine")
 
     def __init__(self, accountant: str | None = None, secure_mode: bool = False) -> None:
         accountant = accountant if accountant is None else require_bound(accountant)
@@ -164,7 +168,7 @@ class PrivacyEngine:
             has_target=names_delta(plan, given),
             checks=checked_rate(checks),
         )
-        plan = plan_of(data_loader, plan, given, **self._plan_options)
+        plan = plan_of(data_loader, plan, given, self.make_private, **self._plan_options)
         return self._start(module, optimizer, data_loader, plan, settings, ledger)
 
     def make_private_with_epsilon(
@@ -175,6 +179,7 @@ class PrivacyEngine:
         data_loader: DataLoader[Any],
         target_epsilon: float,
         target_delta: float,
+        max_grad_norm: Any = None,
         epochs: int | None = None,
         num_steps: int | None = None,
         loss_reduction: str = "mean",
@@ -191,13 +196,14 @@ class PrivacyEngine:
             data_loader: `DataLoader`, as in `make_private`.
             target_epsilon: epsilon of the whole run.
             target_delta: delta of `target_epsilon`.
+            max_grad_norm: C, as in `make_private`.
             epochs: passes over the loader; a further one is refused.
             num_steps: number of steps, in place of `epochs`.
             loss_reduction: "mean" or "sum", as in `make_private`.
             grad_sample_mode: "auto" or one of `GRAD_SAMPLE_MODES`.
             ledger: path of a new file, or None, as in `make_private`.
             checks: share of steps that are checked, as in `make_private`.
-            **others: further arguments of `make_private`, max_grad_norm among them.
+            **others: further arguments of `make_private`.
 
         Returns:
             `(module, optimizer, loader)`.
@@ -207,15 +213,20 @@ class PrivacyEngine:
             ValueError: a wrong value, or neither or both of epochs and num_steps.
         """
         self._refuse_second_run()
-        given = {"target_epsilon": target_epsilon, "target_delta": target_delta, **others}
+        given = {
+            "target_epsilon": target_epsilon,
+            "target_delta": target_delta,
+            "max_grad_norm": max_grad_norm,
+            **others,
+        }
         refuse_beside_target(given.pop("plan", None), given)
         given |= {"epochs": epochs, "num_steps": num_steps}
         plan = plan_of(
             data_loader,
             None,
             given,
+            self.make_private_with_epsilon,
             calibrates=True,
-            method="make_private_with_epsilon",
             **self._plan_options,
         )
         settings = RunSettings(
@@ -352,9 +363,7 @@ class PrivacyEngine:
                 "run. Expected make_private, which accounts them together."
             )
         self._settings.has_target = names_delta(plan, plan_arguments)
-        plan = plan_of(
-            data_loader, plan, plan_arguments, method="make_loader", **self._plan_options
-        )
+        plan = plan_of(data_loader, plan, plan_arguments, self.make_loader, **self._plan_options)
         loader = OwnLoopLoader(data_loader, plan, partial(self._span, most_steps(data_loader), 0))
         self._ledger = open_ledger(None, plan, ledger, "PrivacyEngine.make_loader", "")
         self._own_loop = loader

@@ -7,7 +7,7 @@ import copy
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from dualdp.randomness import threefry
 from dualdp_torch.noise.generators import keyed_generator
 from dualdp_torch.per_sample.checks.collate_check import CheckedCollate
 from dualdp_torch.rules.base import Tensor
+from dualdp_torch.training.opacus_names import missing_in
 
 _KEPT = (
     *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn"),
@@ -167,6 +168,9 @@ class PlannedLoader:
         A pass draws nothing from torch's global generator.
             [test_a_pass_leaves_the_users_random_numbers_alone]
     """
+
+    if not TYPE_CHECKING:  # a type checker refuses unknown names by itself
+        __getattr__ = missing_in("PlannedLoader", "DPDataLoader")
 
     def __init__(
         self,

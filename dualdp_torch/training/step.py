@@ -32,6 +32,7 @@ from dualdp_torch.per_sample.recorder import Recorder
 from dualdp_torch.rules.base import Tensor
 from dualdp_torch.training.arguments import GRAD_SAMPLE_MODES, RunSettings, check_holds
 from dualdp_torch.training.loader import Draw
+from dualdp_torch.training.opacus_names import optimizer_values, refuse_changed
 from dualdp_torch.training.release import Releaser
 from dualdp_torch.training.step_checks import StepChecks
 from dualdp_torch.training.temporary_attributes import set_temporarily
@@ -110,7 +111,8 @@ class PrivateStep:
         self._forget()
         self._undo = ExitStack()
         self._undo.callback(recorder.detach)
-        set_temporarily(self._undo, optimizer, **{_AMP: True})
+        self._opacus = optimizer_values(optimizer, ledger.plan)
+        set_temporarily(self._undo, optimizer, **{_AMP: True}, **self._opacus)
         self._undo.callback(self._checks.end)
         self._undo.callback(optimizer.register_step_pre_hook(self._before_step).remove)
 
@@ -194,6 +196,7 @@ class PrivateStep:
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         """Replace the gradients by the noisy mean, or by None within a logical batch."""
         _refuse_scaler(optimizer)
+        refuse_changed(self.optimizer, self._opacus)
         if self._draw is None:
             raise RuntimeError(
                 "optimizer.step() came without a batch of the loader that make_private returned. "

@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 
 import dualdp
+from dualdp_torch.training import opacus_names
 
 DOCS = Path(__file__).parents[2] / "docs"
 ROW = re.compile(r"^\| (`.*?) \| (.*?) \| (.*?)\|$", re.MULTILINE)
 NAME = re.compile(r"`([A-Za-z_][\w.]*)(?:\([^`]*\))?`")
-ROOTS = {"dualdp": "dualdp", "dpt": "dualdp.torch", "dpj": "dualdp.jax", "torch": "torch"}
+ROOTS = {name: name for name in ("dualdp", "dualdp_torch", "torch")}
+ROOTS |= {"dpt": "dualdp.torch", "dpj": "dualdp.jax"}
 
 
 def rows(page):
@@ -32,6 +34,10 @@ def resolve(name):
         else:
             value = getattr(value, part)
     return value
+
+
+def test_the_page_and_the_errors_say_the_same():
+    assert opacus_names.TABLES in (DOCS / "from_opacus.md").read_text()
 
 
 @pytest.mark.parametrize("page", ["from_opacus.md", "from_jax_privacy.md"])
@@ -65,7 +71,8 @@ def public_names(package, folders):
 def test_every_name_of_opacus_exists():
     pytest.importorskip("opacus", reason="a peer, installed by `make bench` only")
     folders = ("", "accountants", "accountants.utils", "grad_sample", "layers", "optimizers")
-    more = ("schedulers", "utils.batch_memory_manager", "utils.uniform_sampler", "validators")
+    more = ("schedulers", "validators", "utils.batch_memory_manager", "utils.uniform_sampler")
+    more += ("utils.fast_gradient_clipping_utils",)
     known = public_names("opacus", (*folders, *more, "data_loader"))
     for left, _, _ in rows("from_opacus.md"):
         for name in NAME.findall(left):
