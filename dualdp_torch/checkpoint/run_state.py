@@ -88,10 +88,11 @@ def load_run(
         return put_model, restorer(optimizer, inner, slots, document["optimizer"])
 
     put_model, put_optimizer = on_all(group, "the parts of the checkpoint", checked)
-    settings, states = RunSettings.from_saved(document["settings"]), _below("generator/", tensors)
+    settings = RunSettings.from_saved(document["settings"])
+    states = {name: t for name, t in tensors.items() if name.startswith("generator/")}
     ledger = resume_ledger(group, document["plan"], resume)
     engine = PrivacyEngine.loaded(
-        ledger, settings, model, optimizer, lambda: _set_generators(states, rank), group
+        ledger, settings, model, optimizer, lambda: set_generators(states, rank), group
     )
     put_model()
     put_optimizer()
@@ -140,20 +141,30 @@ def _model_restorer(
 
 def generator_states(device: torch.device, rank: int) -> dict[str, Tensor]:
     """Return the states of torch's global generators on this process, by name with its rank."""
-    states = {"cpu": torch.get_rng_state()}
+    states = {_name("cpu", rank): torch.get_rng_state()}
     if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device)
-    return {f"generator/{_of_rank(name, rank)}": state for name, state in states.items()}
+        states[_name("cuda", rank)] = torch.cuda.get_rng_state(device)
+    return states
 
 
-def _of_rank(name: str, rank: int) -> str:
+def all_generators(engine: PrivacyEngine) -> dict[str, Tensor]:
+    """Return the `generator_states` of all processes, which call this together."""
+    group, device = engine.group, next(iter(engine.parameters.values())).device
+    if group is None:
+        return generator_states(device, 0)
+    point = f"save_checkpoint after {engine.ledger.position} steps"
+    each = group.gather(point, generator_states(device, group.rank))
+    return {name: state for states in each for name, state in states.items()}
+
+
+def _name(device: str, rank: int) -> str:
     """Name of a generator's state; those of rank 0 have no number."""
-    return f"{name}.{rank}" if rank else name
+    return f"generator/{device}.{rank}" if rank else f"generator/{device}"
 
 
-def _set_generators(states: Mapping[str, Tensor], rank: int) -> None:
+def set_generators(states: Mapping[str, Tensor], rank: int) -> None:
     """Set the global generators, unless the saved run did not have this rank."""
-    cpu, cuda = states.get(_of_rank("cpu", rank)), states.get(_of_rank("cuda", rank))
+    cpu, cuda = states.get(_name("cpu", rank)), states.get(_name("cuda", rank))
     if cpu is not None:
         torch.set_rng_state(cpu)
     if cuda is not None and torch.cuda.is_available():

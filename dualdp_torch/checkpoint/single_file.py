@@ -18,6 +18,7 @@ from dualdp_torch.checkpoint import weights
 from dualdp_torch.checkpoint.optimizer_state import named_state
 from dualdp_torch.checkpoint.run_state import (
     Path,
+    all_generators,
     generator_states,
     load_run,
     model_tensors,
@@ -57,18 +58,12 @@ def save_checkpoint(
     """
     refuse_sharded(model, "save_checkpoint")
     settings, group = engine.settings_to_save(model, optimizer), engine.group
-    states = generator_states(
-        next(iter(engine.parameters.values())).device, 0 if group is None else group.rank
-    )
+    generators = all_generators(engine)
     position, inner = engine.ledger.position, unwrapped(model)
-    each = [states]
-    if group is not None:
-        each = group.gather(f"save_checkpoint after {position} steps", states)
 
     def write() -> None:
         tensors, described = run_tensors(inner, optimizer)
-        for states in each:
-            tensors |= states
+        tensors |= generators
         low = [name for name, tensor in tensors.items() if tensor.dtype == torch.bfloat16]
         document = run_document(engine, settings, inner, described, path) | {"bfloat16": low}
         checkpoint.write(path, {n: to_numpy(tensor) for n, tensor in tensors.items()}, document)

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -12,24 +13,20 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from dualdp import checkpoint
 from dualdp._validate import AccountingError
+from dualdp.plan.plan import PrivacyPlan
+from dualdp_torch.parallel.process_group import QUIET, Group, group_of, on_first
 from dualdp_torch.training.arguments import RunSettings
 from dualdp_torch.training.engine import PrivacyEngine
-from dualdp_torch.training.loader import Draw, PlannedLoader, check_loader
+from dualdp_torch.training.loader import Draw, PlannedLoader
 from dualdp_torch.training.run_ledger import resume_ledger
+from dualdp_torch.training.temporary_attributes import set_temporarily
 
-_KEPT = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "prefetch_factor")
-
-
-def with_larger_batches(loader: DataLoader[Any], times: int) -> DataLoader[Any]:
-    """Return the same loader with a batch size `times` as large, to replace accumulation."""
-    check_loader(loader)
-    size = times * loader.batch_sampler.batch_size  # type: ignore[union-attr]
-    options = {name: getattr(loader, name) for name in _KEPT}
-    return DataLoader(loader.dataset, batch_size=size, **options)
+_KEPT = ("num_workers", "collate_fn", "timeout", "worker_init_fn", "prefetch_factor", "drop_last")
 
 
 class HostedRun:
@@ -45,8 +42,10 @@ class HostedRun:
 
     Attributes:
         engine: `PrivacyEngine` of the run.
+        loader: `HostedLoader` in place of the host's own, from `take_loader` to `finish`.
+        saved: result of `state` from a checkpoint, which `start` resumes; None for a new run.
         is_running: bool, True while the engine is attached.
-        pass_start: first step of the current pass.
+        undo: stack of what `finish` undoes.
     """
 
     def __init__(
@@ -61,49 +60,79 @@ class HostedRun:
         self._folder, self._key, self.arguments = folder, key, arguments
         self._new_engine = partial(PrivacyEngine, accountant, secure_mode)
         self.engine = self._new_engine()
-        self.is_running, self.pass_start, self._name = False, 0, ""
+        self.loader: HostedLoader | None = None
+        self.saved: Mapping[str, Any] | None = None
+        self.is_running, self._name, self.undo = False, "", ExitStack()
+
+    def replace(self, owner: Any, **values: Any) -> None:
+        """Set attributes of one of the host's objects until `finish`."""
+        set_temporarily(self.undo, owner, **values)
+
+    def take_loader(
+        self, loader: DataLoader[Any], size: int, times: int, processes: int
+    ) -> HostedLoader:
+        """Return a loader in place of the host's, with the plan's batches once the run has begun.
+
+        Its length is that of an epoch: of `plan=` if the run has one, else of the host's batches.
+
+        Args:
+            loader: the host's `DataLoader`, whose data and workers are kept.
+            size: number of examples in a batch of one process.
+            times: number of batches that the host would accumulate for a step.
+            processes: number of processes.
+        """
+        options = {name: getattr(loader, name) for name in _KEPT}
+        plan, logical = self.arguments.get("plan"), size * times * processes
+        if isinstance(plan, PrivacyPlan):
+            logical = max(1, round(plan.expected_batch_size_at(0)))
+        source = DataLoader(
+            loader.dataset,
+            batch_size=logical,
+            pin_memory=loader.pin_memory and torch.cuda.is_available(),
+            **options,
+        )
+        self._physical = size if times > 1 else None
+        self.loader = HostedLoader(self, source, times)
+        return self.loader
 
     def start(
         self,
         module: nn.Module,
         optimizer: torch.optim.Optimizer,
-        loader: DataLoader[Any],
         *,
+        wrapper: nn.Module,
         folder: str | os.PathLike[str],
         num_steps: int | None,
-        physical: int | None,
-        saved: Mapping[str, Any] | None,
-    ) -> HostedLoader:
-        """Attach an engine for a new run, or for the saved one.
+    ) -> None:
+        """Attach an engine for a new run, or for the saved one, to the loader that was taken.
 
         Args:
             module: module to be recorded.
             optimizer: the host's optimizer.
-            loader: `DataLoader` with the batch size of logical batches.
+            wrapper: model that the host calls, such as `DistributedDataParallel`, or `module`.
             folder: the host's folder, used unless the run has one of its own.
             num_steps: number of steps that the host will take; None if there is no limit.
-            physical: physical batch size, if the host sets one; else None.
-            saved: result of `state`; None for a new run.
 
         Raises:
             TypeError, ValueError: as `make_private`; the saved run is not one.
         """
+        assert self.loader is not None
+        group, source, saved = group_of(wrapper), self.loader.source, self.saved
         folder = Path(self._folder if self._folder is not None else folder)
         folder.mkdir(parents=True, exist_ok=True)
         if saved is None:
-            given = {"module": module, "optimizer": optimizer, "data_loader": loader}
-            planned = self._begin(given | self.arguments, num_steps, physical)
+            given = {"module": module, "optimizer": optimizer, "data_loader": source}
+            planned = self._begin(given | self.arguments, num_steps)
             self._name = f"dualdp-{self.engine.plan.root.sha256[:12]}"
         else:
-            planned = self._resume(module, optimizer, loader, saved, folder)
-        self._base = folder / self._name
-        checkpoint.pack_run(self.engine.ledger, self._base)
-        self._trained, self.is_running = (module, optimizer), True
-        return HostedLoader(self, planned, resumed=saved is not None)
+            planned = self._resume(module, optimizer, source, saved, folder, group)
+        self._base, self._trained, self.is_running = folder / self._name, (module, optimizer), True
+        if isinstance(wrapper, DistributedDataParallel):
+            self.replace(wrapper, **QUIET)
+        self._pack()
+        self.loader.begin(planned, 0 if saved is None else int(saved["pass_start"]))
 
-    def _begin(
-        self, given: dict[str, Any], num_steps: int | None, physical: int | None
-    ) -> PlannedLoader:
+    def _begin(self, given: dict[str, Any], num_steps: int | None) -> PlannedLoader:
         if self._name and (releases := len(self.engine.ledger)):
             raise AccountingError(
                 f"This callback has trained a run of {releases} releases already, and a new one "
@@ -111,8 +140,8 @@ class HostedRun:
                 "another callback; a model that was trained twice has spent both."
             )
         self.engine = self._new_engine()
-        if physical is not None and "plan" not in given:
-            given.setdefault("max_physical_batch_size", physical)
+        if self._physical is not None and "plan" not in given:
+            given.setdefault("max_physical_batch_size", self._physical)
         if "target_epsilon" in given and "noise_multiplier" not in given and "plan" not in given:
             if num_steps is None:
                 raise ValueError(
@@ -126,81 +155,122 @@ class HostedRun:
         self,
         module: nn.Module,
         optimizer: torch.optim.Optimizer,
-        loader: DataLoader[Any],
+        source: DataLoader[Any],
         saved: Mapping[str, Any],
         folder: Path,
+        group: Group | None,
     ) -> PlannedLoader:
         """Resume the saved run at the step where it was saved."""
         try:
             self._name, settings = saved["name"], RunSettings.from_saved(saved["settings"])
-            self.pass_start = int(saved["pass_start"])
+            plan, _ = saved["plan"], saved["pass_start"]
         except (KeyError, TypeError) as error:
             raise ValueError(
                 f"The checkpoint says nothing of a private run ({error}). Expected one that was "
                 "saved while this callback was there."
             ) from error
         base, key = folder / self._name, self._key
-        ledger = resume_ledger(None, {}, lambda: checkpoint.unpack_run(saved, base, key))
-        self.engine = PrivacyEngine.loaded(ledger, settings, module, optimizer, lambda: None)
+        ledger = resume_ledger(group, plan, lambda: checkpoint.unpack_run(saved, base, key))
+        engine = PrivacyEngine.loaded(ledger, settings, module, optimizer, lambda: None, group)
+        self.engine = engine
         try:
-            return self.engine.resume(data_loader=loader)[2]
+            return engine.resume(data_loader=source)[2]
         except BaseException:
             ledger.close()
             raise
 
+    def _pack(self) -> dict[str, Any]:
+        """Save key and ledger on rank 0, and return their part of a checkpoint on all ranks."""
+        ledger = self.engine.ledger
+        point = f"the checkpoint after {ledger.position} steps"
+        return on_first(self.engine.group, point, lambda: checkpoint.pack_run(ledger, self._base))
+
     def state(self) -> dict[str, Any]:
         """Return the run's part of the host's checkpoint: plain data, without the key.
+
+        Of several processes, all call this.
 
         Raises:
             RuntimeError: a logical batch is half done.
         """
+        assert self.loader is not None
         return {
             "name": self._name,
             "settings": asdict(self.engine.settings_to_save(*self._trained)),
-            "pass_start": self.pass_start,
-            **checkpoint.pack_run(self.engine.ledger, self._base),
+            "pass_start": self.loader.pass_start,
+            **self._pack(),
         }
 
-    def end_pass(self, loader: HostedLoader | None) -> bool:
+    def epsilon(self) -> float:
+        """Return the epsilon spent so far, at the plan's delta."""
+        return self.engine.get_epsilon(self.engine.plan.delta)
+
+    def end_pass(self) -> bool:
         """End a pass of the host; True if the budget is spent, so that training must stop."""
-        if loader is not None:
-            loader.end_pass()
+        if self.loader is not None:
+            self.loader.end_pass()
         ledger = self.engine.ledger
         return ledger.end is not None and ledger.position >= ledger.end
 
-    def finish(self) -> None:
-        """Detach the engine; plan, ledger and epsilon stay readable."""
+    def finish(self, logged: Iterable[str] = ()) -> None:
+        """Restore the host and detach the engine; plan, ledger and epsilon stay readable.
+
+        Args:
+            logged: names of values that the host logged without protection, for the ledger.
+        """
+        self.undo.close()
         if self.is_running:
             self.is_running = False
+            if names := sorted(set(logged) - {"epsilon"}):
+                self.engine.ledger.note(unprotected=names)
             self.engine.detach()
+        self.loader = self.saved = None
 
 
 class HostedLoader:
-    """Planned loader with the length of the whole pass, even if a resumed run begins inside it.
+    """Loader in place of a host's, with the length of the whole pass even if a run resumes in it.
+
+    Before the run begins it has the host's length and no batches.
 
     Attributes:
+        source: `DataLoader` with the batch size of logical batches.
         is_last: bool, True if the last batch yielded completes a logical batch.
+        pass_start: first step of the current pass.
     """
 
-    def __init__(self, run: HostedRun, planned: PlannedLoader, resumed: bool) -> None:
-        self._run, self._planned = run, planned
-        self._is_whole = not resumed or run.engine.ledger.position >= run.engine.pass_end
-        self._is_inside = not self._is_whole
-        self.dataset, self.is_last = planned.dataset, True
+    def __init__(self, run: HostedRun, source: DataLoader[Any], times: int) -> None:
+        self._run, self.source, self._times = run, source, times
+        self.dataset, self.is_last, self.pass_start = source.dataset, True, 0
+        self._planned: PlannedLoader | None = None
         self._batches: Generator[tuple[Draw, Any]] | None = None
+        self._is_inside = False
+
+    def begin(self, planned: PlannedLoader, pass_start: int) -> None:
+        """Yield the batches of `planned` from now on; `pass_start` is that of a resumed pass."""
+        engine = self._run.engine
+        self._planned, self.pass_start = planned, pass_start
+        self._is_inside = engine.ledger.position < engine.pass_end
 
     def __len__(self) -> int:
+        if self._planned is None:
+            return len(self.source) * self._times
         if self._is_inside:
-            return self._planned.num_batches(self._run.pass_start, self._run.engine.pass_end)
+            return self._planned.num_batches(self.pass_start, self._run.engine.pass_end)
         return len(self._planned)
 
     def __iter__(self) -> Iterator[Any]:
-        if self._is_whole:
-            self._run.pass_start = self._run.engine.ledger.position
+        if self._planned is None:
+            raise RuntimeError(
+                "Data were asked for before the private run began. Expected no batches before "
+                "training, such as those of a search for a batch size or learning rate."
+            )
+        if self._batches is not None:  # a pass that was abandoned
+            self.end_pass()
+        if not self._is_inside:
+            self.pass_start = self._run.engine.ledger.position
         self._batches = self._planned.with_draws()
         for draw, batch in self._batches:
-            self._is_inside = self._is_whole = True
-            self.is_last = draw.is_last
+            self._is_inside, self.is_last = True, draw.is_last
             yield batch
         self.end_pass()
 

@@ -6,27 +6,20 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
 from pathlib import Path
 from types import MethodType
 from typing import Any
 
-import torch
+from accelerate.utils import DynamoBackend
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer_utils import get_last_checkpoint
 
-from dualdp_torch.integrations.host_loop import (
-    HostedLoader,
-    HostedRun,
-    refuse_findings,
-    with_larger_batches,
-)
+from dualdp_torch.integrations.host_loop import HostedLoader, HostedRun, refuse_findings
 from dualdp_torch.rules.base import Tensor
 from dualdp_torch.training.engine import PrivacyEngine
-from dualdp_torch.training.temporary_attributes import set_temporarily
+from dualdp_torch.training.loader import as_dataset
 
 FILE = "dualdp.json"
 _IGNORED = -100  # label of a position without a loss
@@ -40,10 +33,11 @@ class PrivacyCallback(TrainerCallback):
     """Callback that makes `Trainer.train` private: `PrivacyCallback(...).attach(trainer)`.
 
     Batches are drawn by the plan: `per_device_train_batch_size` times `gradient_accumulation_steps`
-    is the expected size of a logical batch, the former that of a physical one. Steps, schedules and
-    the progress bar count logical batches. Every log has `epsilon`. Each checkpoint holds the
-    ledger so far; key and live ledger are stored in `folder`, where
-    `train(resume_from_checkpoint=...)` finds them.
+    times the number of processes is the expected size of a logical batch, the first of these that
+    of a physical one. Steps, schedules and the progress bar count logical batches. Every log has
+    `epsilon`. Each checkpoint holds the ledger so far; key and live ledger are stored in `folder`,
+    where `train(resume_from_checkpoint=...)` finds them. A private step runs eagerly, also with
+    `torch_compile=True`; activations are checkpointed without reentrance.
 
     The loss of an example is the mean over its own labelled positions, and that of a batch the mean
     over its examples; `compute_loss_func` of the trainer may be another mean over examples.
@@ -61,16 +55,13 @@ class PrivacyCallback(TrainerCallback):
         What this can't make private is refused before the first step.
             [test_what_trainer_would_do_to_gradients_is_refused]
         A resumed run is bitwise the one that was not interrupted.  [test_trainer_resumes]
+        Several processes end where one ends.  [test_processes_of_trainer_end_where_one_ends]
     """
 
     def __init__(self, folder: Any = None, **arguments: Any) -> None:
         self._run = HostedRun(folder=folder, **arguments)
         self._trainer: Any = None
-        self._loader: _Batches | None = None
-        self._source: DataLoader[Any] | None = None
-        self._saved: dict[str, Any] | None = None
         self._logged: set[str] = set()
-        self._undo = ExitStack()
 
     @property
     def engine(self) -> PrivacyEngine:
@@ -98,11 +89,10 @@ class PrivacyCallback(TrainerCallback):
         refuse(trainer)
         if resume is True:
             resume = get_last_checkpoint(options.output_dir)
-        self._saved = _read(resume) if resume else None
+        self._run.saved = _read(resume) if resume else None
         self._times = options.gradient_accumulation_steps
         self._users_loss = trainer.compute_loss_func
-        set_temporarily(
-            self._undo,
+        self._run.replace(
             trainer,
             get_train_dataloader=self._make_loader,
             training_step=self._training_step,
@@ -111,21 +101,18 @@ class PrivacyCallback(TrainerCallback):
             model_accepts_loss_kwargs=False,
         )
         # The loader of a resumed pass begins at its position, so the trainer must skip no batches.
-        set_temporarily(
-            self._undo,
+        self._run.replace(
             options,
             gradient_accumulation_steps=1,
             max_grad_norm=0.0,
             ignore_data_skip=True,
+            **_checkpointing(options),
         )
+        self._run.replace(trainer.accelerator.state.dynamo_plugin, backend=DynamoBackend.NO)
         try:
             return type(trainer).train(trainer, resume or None, *args, **kwargs)
         finally:
-            self._undo.close()
-            if self._logged and self._run.is_running:
-                self.engine.ledger.note(unprotected=sorted(self._logged))
-            self._run.finish()
-            self._loader = None
+            self._run.finish(self._logged)
 
     def _require_trainer(self) -> Any:
         """Attached trainer; a callback that was not attached is refused."""
@@ -139,49 +126,45 @@ class PrivacyCallback(TrainerCallback):
     def _make_loader(self) -> _Batches:
         """`get_train_dataloader` for a private run, which needs the data set's length only."""
         trainer = self._require_trainer()
+        as_dataset(trainer.train_dataset)
         theirs = type(trainer).get_train_dataloader(trainer)
-        sampler = getattr(theirs.batch_sampler, "sampler", None)
-        if type(sampler).__name__ not in _SAMPLERS:
+        drawn = _sampler(theirs)
+        if drawn not in _SAMPLERS:
             raise ValueError(
-                f"The trainer draws by {type(sampler).__name__}, which the plan's sampler would "
-                "replace. Expected its default; select examples in the data set instead."
+                f"The trainer draws by {drawn}, which the plan's sampler would replace: epsilon "
+                "holds for examples that are drawn whatever they are, and batches by length or "
+                "weight depend on the data. Expected train_sampling_strategy='random', the "
+                "default; select examples in the data set instead."
             )
-        plain = DataLoader(
-            theirs.dataset,
-            batch_size=trainer.args.per_device_train_batch_size,
-            collate_fn=theirs.collate_fn,
-            num_workers=theirs.num_workers,
-            pin_memory=theirs.pin_memory and torch.cuda.is_available(),
-        )
-        self._source = with_larger_batches(plain, self._times)
-        self._loader = _Batches(self._source)
-        return self._loader
+        size, processes = trainer.args.per_device_train_batch_size, trainer.args.world_size
+        return _Batches(self._run.take_loader(theirs, size, self._times, processes))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Attach the engine, now that the trainer has its optimizer and has read its checkpoint."""
         trainer = self._require_trainer()
-        if self._source is None or self._loader is None:
+        if self._run.loader is None:
             raise RuntimeError("trainer.train was replaced after attach(). Attach last.")
-        self._loader.private = self._run.start(
+        self._run.start(
             trainer.model,
             getattr(trainer.optimizer, "optimizer", trainer.optimizer),  # accelerate's wrapper
-            self._source,
+            wrapper=trainer.model_wrapped,
             folder=args.output_dir,
             num_steps=state.max_steps,
-            physical=args.per_device_train_batch_size if self._times > 1 else None,
-            saved=self._saved,
         )
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """End the pass, and stop the training if the budget is spent."""
-        if self._run.end_pass(None if self._loader is None else self._loader.private):
+        if self._run.end_pass():
             control.should_training_stop = True
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Write the state of the run to the checkpoint; one without it cannot be resumed."""
+        run = json.dumps(self._run.state())  # on all processes
+        if not args.should_save:
+            return
         target = Path(args.output_dir) / f"checkpoint-{state.global_step}" / FILE
         temporary = target.with_suffix(".tmp")
-        temporary.write_text(json.dumps(self._run.state()), encoding="utf-8")
+        temporary.write_text(run, encoding="utf-8")
         os.replace(temporary, target)
 
     def _training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
@@ -201,7 +184,7 @@ class PrivacyCallback(TrainerCallback):
         if self._run.is_running:
             logs.pop("grad_norm", None)  # always 0: gradients exist only inside the private step
             self._logged |= logs.keys() & {"loss", "train_loss"}
-            logs["epsilon"] = self.engine.get_epsilon(self.engine.plan.delta)
+            logs["epsilon"] = self._run.epsilon()
         type(trainer).log(trainer, logs, *args, **kwargs)
 
     def _loss(self, outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
@@ -230,22 +213,32 @@ class _Logical(dict[str, Any]):
 class _Batches:
     """Iterable over logical batches, in place of the trainer's loader."""
 
-    def __init__(self, source: DataLoader[Any]) -> None:
-        self.dataset, self._length = source.dataset, len(source)
-        self.private: HostedLoader | None = None
+    def __init__(self, physical: HostedLoader) -> None:
+        self.dataset, self._physical = physical.dataset, physical
 
     def __len__(self) -> int:
-        return self._length
+        return len(self._physical.source)
 
     def __iter__(self) -> Iterator[_Logical]:
-        private = self.private
-        if private is None:
-            raise RuntimeError("The trainer asked for data before training began.")
-        batches = iter(private)
+        batches = iter(self._physical)
         for batch in batches:
             logical = _Logical(batch)
-            logical.physical, logical.batches = private, batches
+            logical.physical, logical.batches = self._physical, batches
             yield logical
+
+
+def _sampler(loader: Any) -> str:
+    """Class of the sampler at the bottom of a loader that accelerate may have wrapped."""
+    sampler = loader
+    for name in ("batch_sampler", "batch_sampler", "sampler"):
+        sampler = getattr(sampler, name, None) or sampler
+    return type(sampler).__name__
+
+
+def _checkpointing(options: Any) -> dict[str, Any]:
+    """Arguments for activation checkpointing without reentrance, under both of their names."""
+    names = ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")
+    return {n: {"use_reentrant": False, **(getattr(options, n, None) or {})} for n in names}
 
 
 def _read(checkpoint: str) -> dict[str, Any]:
@@ -313,7 +306,8 @@ def _kind(model: Any) -> str | None:
 
 def refuse(trainer: Any) -> None:
     """Refuse options of the trainer that cannot be made private."""
-    options = trainer.args
+    options, parallel = trainer.args, trainer.accelerator.distributed_type.value
+    checkpointing = _checkpointing(options).values()
     findings = {
         f"max_grad_norm={options.max_grad_norm} of TrainingArguments clips whole batches. Leave it "
         "out; max_grad_norm of the callback bounds each example": (
@@ -322,8 +316,16 @@ def refuse(trainer: Any) -> None:
         "fp16 scales the loss, and with it the norms that are clipped. Use bf16 or neither": (
             options.fp16
         ),
-        f"the trainer has {options.world_size} processes and {options.n_gpu} GPUs. Expected one": (
-            options.world_size > 1 or options.n_gpu > 1
+        f"the trainer has {options.n_gpu} GPUs in one process, where examples can't be told apart. "
+        "Start a process for each: torchrun --nproc-per-node ...": options.n_gpu > 1,
+        f"the trainer works in parallel by {parallel}. Expected one process, or several of "
+        "DistributedDataParallel (torchrun)": (
+            not parallel.startswith(("NO", "MULTI_"))
+            or getattr(options, "parallelism_config", None) is not None
+        ),
+        "use_reentrant=True checkpoints activations where no gradient of an example can be seen. "
+        "Write activation_checkpointing_kwargs={'use_reentrant': False}": (
+            any(given["use_reentrant"] for given in checkpointing)
         ),
         "auto_find_batch_size changes the batch size after a failure. Give a number": (
             options.auto_find_batch_size

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -18,25 +19,32 @@ try:
 except ModuleNotFoundError:  # older name of the package
     from pytorch_lightning import Callback, LightningModule  # type: ignore[assignment]
 
-from dualdp_torch.integrations.host_loop import (
-    HostedLoader,
-    HostedRun,
-    refuse_findings,
-    with_larger_batches,
-)
+from dualdp_torch.checkpoint.run_state import all_generators, set_generators
+from dualdp_torch.integrations.host_loop import HostedLoader, HostedRun, refuse_findings
 from dualdp_torch.per_sample.outputs import WholeStep, float_leaves
 from dualdp_torch.rules.base import Tensor
 from dualdp_torch.training.arguments import GRAD_SAMPLE_MODES
 from dualdp_torch.training.engine import PrivacyEngine
+from dualdp_torch.training.loader import check_loader
 from dualdp_torch.training.temporary_attributes import set_temporarily
+
+_STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy")
+#: Lightning's callbacks that change the steps or the batches of a run.
+_CALLBACKS = {
+    "GradientAccumulationScheduler": "changes the size of batches by epoch. Give the plan a "
+    "schedule of expected_batch_size",
+    "BatchSizeFinder": "trains on batches that are in no account. Give the loader a batch size",
+    "LearningRateFinder": "trains on batches that are in no account. Give a learning rate",
+}
 
 
 class PrivacyCallback(Callback):
     """Callback that makes `Trainer.fit` private: `Trainer(callbacks=[PrivacyCallback(...)])`.
 
     The module keeps its `training_step`, the trainer its loop, logs and checkpoints. Batches are
-    drawn by the plan; with `accumulate_grad_batches=k` a logical batch has k times the loader's
-    batch size and is processed in physical batches of that size. `epsilon` is logged beside the
+    drawn by the plan. As in Lightning, a batch of the loader is that of one process: with
+    `accumulate_grad_batches=k` and p processes a logical batch is k p times as large, and each
+    process works on physical batches of the loader's size. `epsilon` is logged beside the
     module's values. A checkpoint of Lightning's holds the ledger so far; key and live ledger are
     stored in `folder`, where `fit(ckpt_path=...)` finds them.
 
@@ -46,6 +54,8 @@ class PrivacyCallback(Callback):
 
     Args:
         folder: path of the folder for key and ledger; None for the trainer's `default_root_dir`.
+        module: name of the submodule that is trained privately, such as "discriminator", where a
+            module with several optimizers trains others on what is public; None for all.
         **arguments: arguments of `PrivacyEngine` and its `make_private`: max_grad_norm,
             noise_multiplier or target_epsilon with target_delta, clipping, plan, ...; also `key=`,
             the key file of a resumed run.
@@ -57,61 +67,86 @@ class PrivacyCallback(Callback):
         What this can't make private is refused before the first step.
             [test_what_lightning_would_do_to_gradients_is_refused]
         A resumed run is bitwise the one that was not interrupted.  [test_lightning_resumes]
+        Several processes end where one ends.  [test_processes_of_lightning_end_where_one_ends]
+        What `module` leaves out gets no gradient of an example.
+            [test_other_modules_get_no_gradient_of_an_example]
     """
 
-    def __init__(self, folder: Any = None, **arguments: Any) -> None:
-        self._run = HostedRun(folder=folder, **arguments)
-        self._saved: dict[str, Any] | None = None
+    def __init__(self, folder: Any = None, module: str | None = None, **arguments: Any) -> None:
+        self._run, self._module = HostedRun(folder=folder, **arguments), module
         self._final: dict[str, Any] = {}
-        self._loader: HostedLoader | None = None
-        self._undo = ExitStack()
+        self._generators: Mapping[str, Tensor] = {}
+        self._optimizer: Any = None
+        self._is_public = False  # between toggle_optimizer and untoggle_optimizer of another one
 
     @property
     def engine(self) -> PrivacyEngine:
         """`PrivacyEngine` of the run."""
         return self._run.engine
 
+    def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
+        """Put our loader in the place of the module's, whose length it has until the run begins."""
+        if stage != "fit":
+            return
+        source = trainer.fit_loop._data_source
+        times, processes = trainer.accumulate_grad_batches, trainer.world_size
+
+        def dataloader() -> HostedLoader:
+            if self._run.loader is not None:
+                return self._run.loader
+            theirs = type(source).dataloader(source)
+            check_loader(theirs)
+            size = theirs.batch_sampler.batch_size
+            return self._run.take_loader(theirs, size, times, processes)
+
+        self._run.replace(source, dataloader=dataloader)
+
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Attach the engine, when the optimizer exists and the data is not loaded yet."""
-        refuse(trainer, pl_module)
-        source, times = trainer.fit_loop._data_source, trainer.accumulate_grad_batches
-        loader = with_larger_batches(source.dataloader(), times)
-        module, step = self._recorded(pl_module)
-        epochs = trainer.max_epochs if trainer.max_epochs not in (None, -1) else None
-        steps = [] if epochs is None else [epochs * len(loader)]
-        self._loader = self._run.start(
+        """Attach the engine, when the optimizer exists and no batch was drawn yet."""
+        refuse(trainer, pl_module, is_named=self._module is not None)
+        module, self._optimizer, step = self._recorded(trainer.optimizers, pl_module)
+        num_steps = trainer.estimated_stepping_batches
+        self._run.start(
             module,
-            trainer.optimizers[0],
-            loader,
+            self._optimizer,
+            wrapper=trainer.model,
             folder=trainer.default_root_dir,
-            num_steps=min(steps + [trainer.max_steps] * (trainer.max_steps != -1), default=None),
-            physical=loader.batch_sampler.batch_size // times if times > 1 else None,  # type: ignore[union-attr]
-            saved=None if self._saved is None else self._saved["run"],
+            num_steps=int(num_steps) if 0 < num_steps < math.inf else None,
         )
-        physical = self.engine.plan.physical_batch_size
+        physical, replace = self.engine.plan.physical_batch_size, self._run.replace
         if physical is not None and trainer.limit_train_batches != 1.0:
             raise ValueError(
                 f"limit_train_batches={trainer.limit_train_batches} would cut a logical batch in "
                 f"physical ones of {physical}. Leave it out, or train without physical batches."
             )
-        replace = partial(set_temporarily, self._undo)
-        replace(trainer.fit_loop._data_source, instance=self._loader)
+        trainer.fit_loop._combined_loader = None  # its length was the host's
         # Lightning steps after the last physical batch of a logical one only, and divides losses
         # by accumulate_grad_batches, which therefore must be 1.
         replace(trainer, accumulate_grad_batches=1)
-        steps_now = partial(getattr, self._loader, "is_last")
+        steps_now = partial(getattr, self._require_loader(), "is_last")
         replace(trainer.fit_loop.epoch_loop, _accumulated_batches_reached=steps_now)
         if physical is not None:  # each pass has its own length
             replace(trainer, reload_dataloaders_every_n_epochs=1)
         if step is not None:
             replace(pl_module, training_step=step)
+        self._guard_others(trainer.optimizers, pl_module)
 
-    def _recorded(self, pl_module: LightningModule) -> tuple[nn.Module, Any]:
-        """Module that the engine records, and a replacement for `training_step` or None."""
+    def _recorded(
+        self, optimizers: list[Any], pl_module: LightningModule
+    ) -> tuple[nn.Module, Any, Any]:
+        """Module that the engine records, its optimizer, and a `training_step` or None."""
+        if self._module is not None:
+            return *_named(pl_module, self._module, optimizers), None
         trained = [m for m in pl_module.children() if _is_trained(m)]
         inside = {id(p) for m in trained[:1] for p in m.parameters()}
         if all(id(p) in inside for p in pl_module.parameters() if p.requires_grad):
-            return trained[0], None
+            return trained[0], optimizers[0], None
+        if not pl_module.automatic_optimization:
+            raise ValueError(
+                "training_step optimizes manually and calls several modules. Expected one module "
+                "(self.model) that it calls once, or PrivacyCallback(module=...), the name of the "
+                "private one."
+            )
         mode = str(self._run.arguments.get("grad_sample_mode", "auto"))
         if GRAD_SAMPLE_MODES.get(mode) in ("vmap", "two_pass"):
             raise ValueError(
@@ -120,18 +155,46 @@ class PrivacyCallback(Callback):
             )
         whole = _WholeStep(pl_module)
         # Not the bound method: a copy of pl_module would copy `whole` with it.
-        return whole, lambda *args, **kwargs: whole.run(*args, **kwargs)
+        return whole, optimizers[0], lambda *args, **kwargs: whole.run(*args, **kwargs)
+
+    def _guard_others(self, optimizers: list[Any], pl_module: LightningModule) -> None:
+        """Refuse gradients of other optimizers' parameters, unless their optimizer is toggled."""
+        others = [o for o in optimizers if o is not self._optimizer]
+        if not others:
+            return
+
+        def arrived(p: Tensor) -> None:
+            if self._is_public:
+                return
+            p.grad = None
+            raise UnsupportedLayerError(
+                "A module of another optimizer got a gradient in the backward of the private one, "
+                "where it would be trained on examples without clipping and noise. Expected its "
+                "own backward between self.toggle_optimizer(its optimizer) and "
+                "self.untoggle_optimizer(its optimizer), on what is public."
+            )
+
+        def toggle(optimizer: Any) -> None:
+            type(pl_module).toggle_optimizer(pl_module, optimizer)
+            self._is_public = getattr(optimizer, "optimizer", optimizer) is not self._optimizer
+
+        def untoggle(optimizer: Any) -> None:
+            type(pl_module).untoggle_optimizer(pl_module, optimizer)
+            self._is_public = False
+
+        for p in {p for o in others for group in o.param_groups for p in group["params"]}:
+            self._run.undo.callback(p.register_post_accumulate_grad_hook(arrived).remove)
+        self._run.replace(pl_module, toggle_optimizer=toggle, untoggle_optimizer=untoggle)
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Restore the state of torch's generator, after everything else is loaded."""
-        if self._saved is not None:
-            torch.set_rng_state(self._saved["generator"])
-            self._saved = None
+        """Restore the states of torch's generators, after everything else is loaded."""
+        set_generators(self._generators, trainer.global_rank)
+        self._generators = {}
 
     def on_after_backward(self, trainer: Any, pl_module: LightningModule) -> None:
         """Step on a physical batch within a logical batch, which adds it to the clipped sum."""
-        if not self._require_loader().is_last:
-            trainer.optimizers[0].step()
+        if not self._require_loader().is_last and pl_module.automatic_optimization:
+            self._optimizer.step()
 
     def on_train_batch_end(
         self,
@@ -146,51 +209,44 @@ class PrivacyCallback(Callback):
         if self._require_loader().is_last and (
             position % trainer.log_every_n_steps == 0 or position == self.engine.pass_end
         ):
-            delta = self.engine.plan.delta
-            pl_module.log("epsilon", self.engine.get_epsilon(delta), prog_bar=True, batch_size=1)
+            pl_module.log("epsilon", self._run.epsilon(), prog_bar=True, batch_size=1)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: LightningModule) -> None:
         """End the pass, and stop the training if the budget is spent."""
-        if self._run.end_pass(self._require_loader()):
+        if self._run.end_pass():
             trainer.should_stop = True
 
     def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Note in the ledger which other values were logged, without protection."""
-        names = sorted(set(trainer.logged_metrics) - {"epsilon"})
-        if names:
-            self.engine.ledger.note(unprotected=names)
+        """Keep the state for checkpoints that are saved after training."""
         self._final = self.state_dict()
 
     def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
-        """Restore module, optimizer and trainer."""
-        self._finish()
+        """Restore module, optimizer and trainer; note in the ledger what else was logged."""
+        self._run.finish(trainer.logged_metrics)
 
     def on_exception(
         self, trainer: Any, pl_module: LightningModule, exception: BaseException
     ) -> None:
         """Restore module, optimizer and trainer."""
-        self._finish()
-
-    def _finish(self) -> None:
-        self._undo.close()
-        self._run.finish()
-        self._loader = self._saved = None
+        self._run.finish(trainer.logged_metrics)
 
     def _require_loader(self) -> HostedLoader:
         """Loader of this `fit`; a callback that was added too late is refused."""
-        if self._loader is None:
+        if self._run.loader is None:
             raise RuntimeError("PrivacyCallback was added during training. Expected it before fit.")
-        return self._loader
+        return self._run.loader
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the run's part of Lightning's checkpoint."""
+        """Return the run's part of Lightning's checkpoint, on all processes."""
         if not self._run.is_running:  # trainer.save_checkpoint after fit
             return self._final
-        return {"run": self._run.state(), "generator": torch.get_rng_state()}
+        return {"run": self._run.state(), "generator": all_generators(self.engine)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep the saved state until the optimizer exists."""
-        self._saved = state_dict
+        states = state_dict.get("generator", {})
+        self._run.saved = state_dict.get("run", {})
+        self._generators = {"generator/cpu": states} if torch.is_tensor(states) else states
 
     def on_load_checkpoint(
         self, trainer: Any, pl_module: LightningModule, checkpoint: dict[str, Any]
@@ -208,22 +264,60 @@ def _is_trained(module: nn.Module) -> bool:
     return any(p.requires_grad for p in module.parameters())
 
 
-def refuse(trainer: Any, pl_module: LightningModule) -> None:
-    """Refuse options of trainer and module that cannot be made private."""
-    optimizers, precision = trainer.optimizers, str(trainer.precision)
+def _named(pl_module: nn.Module, name: str, optimizers: list[Any]) -> tuple[nn.Module, Any]:
+    """Return the submodule of this name and the optimizer that holds its parameters."""
+    module = dict(pl_module.named_modules()).get(name)
+    if module is None:
+        raise ValueError(
+            f"module={name!r} is no submodule of {type(pl_module).__name__}. Expected one of "
+            f"{[name for name, _ in pl_module.named_children()]}, or of their submodules."
+        )
+    ours = {id(p) for p in module.parameters()}
+    found = [o for o in optimizers if ours & {id(p) for g in o.param_groups for p in g["params"]}]
+    if len(found) != 1:
+        raise ValueError(
+            f"{len(found)} optimizers hold parameters of module={name!r}. Expected one, which may "
+            "have several parameter groups: one release gives one gradient."
+        )
+    return module, found[0]
+
+
+def refuse(trainer: Any, pl_module: LightningModule, is_named: bool = False) -> None:
+    """Refuse options of trainer and module that cannot be made private.
+
+    Args:
+        trainer: `Trainer`.
+        pl_module: `LightningModule`.
+        is_named: bool, True if the callback names the private module.
+    """
+    optimizers, precision, strategy = trainer.optimizers, str(trainer.precision), trainer.strategy
+    is_manual = not pl_module.automatic_optimization
     findings = {
         f"gradient_clip_val={trainer.gradient_clip_val} clips whole batches. Leave it out; "
         "max_grad_norm of the callback bounds each example": trainer.gradient_clip_val,
         f"precision={precision!r} scales the loss, and with it the norms that are clipped. Use "
         "'32-true' or 'bf16-mixed'": precision.startswith("16"),
-        f"configure_optimizers returned {len(optimizers)} optimizers. Expected one; one release "
-        "gives one gradient": len(optimizers) != 1,
-        "automatic_optimization is False. Expected True, or dualdp.torch.PrivacyEngine in a loop "
-        "of your own": not pl_module.automatic_optimization,
-        f"the trainer has {trainer.world_size} processes. Expected one": trainer.world_size > 1,
+        f"configure_optimizers returned {len(optimizers)} optimizers. Expected one, with several "
+        "parameter groups if need be, since one release gives one gradient; or "
+        "PrivacyCallback(module=...), the name of the module that sees the examples": (
+            len(optimizers) != 1 and not is_named
+        ),
+        f"strategy {type(strategy).__name__} is not known here. Expected 'auto' or 'ddp'": (
+            type(strategy).__name__ not in _STRATEGIES
+        ),
+        "the strategy starts processes that end with fit(), and what they spent is not known here "
+        "afterwards. Expected strategy='ddp', in a script": (
+            getattr(strategy, "_start_method", "popen") != "popen"
+        ),
+        "a strategy that averages parameters (model_averaging_period) trains each process by "
+        "itself. Leave it out": getattr(strategy, "_model_averaging_period", None),
+        "training_step optimizes manually in several processes, and gradients of the other "
+        "modules would not be averaged. Expected one process": is_manual and trainer.world_size > 1,
         f"overfit_batches={trainer.overfit_batches} trains on a few batches again and again. Leave "
         "it out": trainer.overfit_batches,
     }
+    names = {type(callback).__name__ for callback in trainer.callbacks}
+    findings |= {f"{name} {why}": name in names for name, why in _CALLBACKS.items()}
     refuse_findings(findings)
 
 

@@ -135,6 +135,9 @@ class Script:
             makes = any(index in wanted for index in outs)
             is_given = bool(outs) and all(index in self._given for index in outs)
             acts = is_in_place(call.function) or not outs
+            if is_collective(call.function):  # what it sends is no result, what it fills may be
+                filled = {slot.index for slot in slots_of((call.args[:1], call.kwargs))}
+                acts = bool(filled & wanted)
             if (makes and not is_given) or (acts and used & (wanted | self._from_rows)):
                 wanted |= used
                 found.append(position)
@@ -236,6 +239,8 @@ class Script:
     ) -> None:
         """Call one function again, and store its results."""
         call = self.tape.calls[position]
+        if is_collective(call.function):
+            raise ReplayError(f"{name_of(call.function)} brings in examples of other processes")
         at_full_size = position in self.draws and len(rows.index) != self.n
         numbers = call.numbers
         if not at_full_size:
@@ -372,6 +377,11 @@ def _pairs(made: Any, out: Any) -> Iterator[tuple[Slot, Tensor]]:
     elif isinstance(made, tuple) and isinstance(out, tuple | list):
         for slot, part in zip(made, out, strict=False):
             yield from _pairs(slot, part)
+
+
+def is_collective(function: Any) -> bool:
+    """True if a function sends tensors between processes, judged by its module."""
+    return str(getattr(function, "__module__", "")).startswith("torch.distributed")
 
 
 def name_of(function: Any) -> str:
