@@ -148,7 +148,7 @@ class PrivacyCallback(Callback):
                 "private one."
             )
         mode = str(self._run.arguments.get("grad_sample_mode", "auto"))
-        if GRAD_SAMPLE_MODES.get(mode) in ("vmap", "two_pass"):
+        if GRAD_SAMPLE_MODES.get(mode) in ("vmap", "two_pass", "loop"):
             raise ValueError(
                 f"grad_sample_mode={mode!r} with a training_step that calls several modules. "
                 "Expected 'auto', or one module that it calls once."

@@ -14,10 +14,14 @@ from dualdp_torch.rules.base import Tensor
 
 
 class Batch:
-    """Flattened arguments of a loss function after the model: nested dicts, lists and tuples."""
+    """Flattened arguments of a loss function after the model: nested dicts, lists and tuples.
 
-    def __init__(self, arguments: tuple[Any, ...]) -> None:
-        self._arguments = arguments
+    With `shares`, a tensor with 1 on axis 0 beside n > 1 elsewhere is one that all examples share,
+    such as position ids, and is handed on whole.
+    """
+
+    def __init__(self, arguments: tuple[Any, ...], *, shares: bool = False) -> None:
+        self._arguments, self._shares = arguments, shares
         self.leaves, self.spec = pytree.tree_flatten(arguments)
         sizes: set[int] = set()
         for leaf in self.leaves:
@@ -33,23 +37,29 @@ class Batch:
                         "every tensor; pass numbers as Python floats."
                     )
                 sizes.add(len(leaf))
+        if shares and len(sizes) == 2:
+            sizes.discard(1)
         if len(sizes) != 1:
             came = f"{sorted(sizes)} examples" if sizes else "no tensor"
+            way_out = ", or 1 if all examples share it (unsqueeze(0))" if shares else ""
             raise ValueError(
                 f"The batch arguments hold {came}. Expected the same number of examples on axis 0 "
-                "of every tensor."
+                f"of every tensor{way_out}."
             )
         self.n = sizes.pop()
 
+    def _has_rows(self, leaf: Any) -> bool:
+        return torch.is_tensor(leaf) and len(leaf) == self.n
+
     def _map(self, change: Any) -> Any:
-        leaves = [change(leaf) if torch.is_tensor(leaf) else leaf for leaf in self.leaves]
+        leaves = [change(leaf) if self._has_rows(leaf) else leaf for leaf in self.leaves]
         return pytree.tree_unflatten(leaves, self.spec)
 
     def arguments(self) -> Any:
         """Return the arguments, detached; dicts and lists are new unless nothing was detached."""
         if all(torch.is_tensor(a) and not a.requires_grad for a in self._arguments):
             return self._arguments
-        return self._map(lambda leaf: leaf.detach() if leaf.requires_grad else leaf)
+        return pytree.tree_map_only(Tensor, Tensor.detach, self._arguments)
 
     def rows(self, which: slice | Tensor) -> Batch:
         """Return the batch of the selected examples."""
@@ -57,7 +67,7 @@ class Batch:
         def pick(leaf: Tensor) -> Tensor:
             return leaf[which if isinstance(which, slice) else which.to(leaf.device)]
 
-        return Batch(self._map(pick))
+        return Batch(self._map(pick), shares=self._shares)
 
     def chunks(self, size: int | None) -> Iterator[tuple[slice, Batch]]:
         """Yield (rows, batch) for consecutive chunks of at most `size` examples; none if n = 0."""
@@ -69,13 +79,17 @@ class Batch:
             yield which, self.rows(which)
 
     def tensors(self) -> list[Tensor]:
-        """Return the tensors in flattened order."""
-        return [leaf for leaf in self.leaves if torch.is_tensor(leaf)]
+        """Return the tensors with examples, in flattened order."""
+        return [leaf for leaf in self.leaves if self._has_rows(leaf)]
 
     def with_tensors(self, tensors: list[Tensor]) -> Any:
         """Return the arguments with their tensors replaced by `tensors`, in order."""
         queue = iter(tensors)
         return self._map(lambda _: next(queue))
+
+    def on(self, tensors: list[Tensor]) -> Batch:
+        """Return the batch with its tensors replaced by `tensors`, in order."""
+        return Batch(self.with_tensors(tensors), shares=self._shares)
 
     def signature(self) -> tuple[Any, ...]:
         """Return the structure, shapes without n, dtypes, devices, and types of other leaves."""

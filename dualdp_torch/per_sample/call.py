@@ -22,6 +22,7 @@ from dualdp_torch.per_sample.independence import Analysis, analyze
 from dualdp_torch.per_sample.model_checks import refuse_mixing_modules
 from dualdp_torch.per_sample.model_state import Start, State, refuse_written, restored
 from dualdp_torch.per_sample.parameter_use import (
+    USE_LOOP,
     ChangedInPlaceError,
     SecondOrderError,
     eagerly,
@@ -82,7 +83,7 @@ class Call:
         cls,
         loss_fn: LossFn,
         model: Any,
-        batch: tuple[Any, ...],
+        batch: tuple[Any, ...] | Batch,
         method: str,
         has_aux: bool,
         physical_batch_size: int | None,
@@ -105,7 +106,7 @@ class Call:
             raise TypeError(
                 f"loss_fn is a {type(loss_fn).__name__}. Expected a function of (model, *batch)."
             )
-        examples = Batch(batch)
+        examples = batch if isinstance(batch, Batch) else Batch(batch)
         if physical_batch_size is not None:
             physical_batch_size = _validate.integer(
                 "physical_batch_size", physical_batch_size, minimum=1
@@ -251,7 +252,7 @@ class Call:
             raise UnsupportedLayerError(
                 f"A function of the model differentiates by itself and wrote the gradient of "
                 f"{written[0]!r} in its backward, as reversible blocks do, so no layer's input and "
-                'output show it. Use method="loop", which is exact for every model.'
+                f"output show it. {USE_LOOP}"
             )
         return found or by_loop(*arguments)
 

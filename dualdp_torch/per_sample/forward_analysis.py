@@ -18,6 +18,7 @@ from dualdp_torch.per_sample.batch_axis import BatchAxis, of_single
 from dualdp_torch.per_sample.capture import Capture
 from dualdp_torch.per_sample.independence import analyze
 from dualdp_torch.per_sample.outputs import combined, float_leaves, projected
+from dualdp_torch.per_sample.parameter_use import USE_LOOP
 from dualdp_torch.per_sample.permutation_check import PERMUTED, permuted_use
 from dualdp_torch.per_sample.vmap_and_loop import gradients_set_aside
 
@@ -76,8 +77,8 @@ class ForwardAnalysis:
         elif signatures not in cache:
             raise UnsupportedLayerError(
                 "The model could not be examined on this batch: fewer than two of its outputs are "
-                "finite, or a few of the examples take another way through it than all of them. "
-                'Use clipped_grad_sum, or method="vmap".'
+                "finite, or chance (layerdrop) or the other examples decide which layers run. "
+                f"{USE_LOOP}"
             )
         else:
             found = cache[signatures].batch_axes
@@ -107,7 +108,7 @@ class ForwardAnalysis:
         while (rank := self._shards.first_that(missing)) is not None:
             few = self._batch.rows(slice(0, _SAMPLE)).arguments()
             device = self._batch.tensors()[0].device
-            self._analyze(Batch(self._shards.sample_of(rank, few, device)))
+            self._analyze(Batch(self._shards.sample_of(rank, few, device), shares=True))
             missing = missing and rank != self._shards.group.rank and is_missing()
 
     def _analyze(self, batch: Batch) -> None:

@@ -13,6 +13,7 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,12 @@ from dualdp_torch.per_sample.batch import Batch, check_losses
 from dualdp_torch.per_sample.batch_axis import BatchAxis, belongs_to, candidates
 from dualdp_torch.per_sample.capture import Capture
 from dualdp_torch.per_sample.model_checks import refuse_mixing_modules
-from dualdp_torch.per_sample.model_state import State, refuse_written, restored
+from dualdp_torch.per_sample.model_state import (
+    State,
+    refuse_written,
+    restored,
+    unchanged_by_forward,
+)
 from dualdp_torch.per_sample.parameter_use import SecondOrderError, Use, eagerly
 from dualdp_torch.per_sample.random_state import RandomState, seed_generators, untouched_generators
 from dualdp_torch.rules.base import Tensor
@@ -130,8 +136,10 @@ def analyze(
         drawn = RandomState.of(model)
         whole = _without_graph(losses_of, batch)
         has_drawn, written = not drawn.is_as_before(model), before.written()
+        in_one_state = losses_of
         if written:
             refuse_written(model, losses_of, batch, written)
+            in_one_state = partial(_in_one_state, model, losses_of, written)
         if writes is not None:
             writes.update(written)
         good = whole.isfinite() if mask is None else whole.isfinite() & mask.to(whole.device)
@@ -145,15 +153,19 @@ def analyze(
         nested = None
         try:
             with Capture(names, model=model) as capture:
-                losses = losses_of(few)
+                losses = in_one_state(few)
         except SecondOrderError as error:
-            nested, losses = str(error), _without_graph(losses_of, few)
+            nested, losses = str(error), _without_graph(in_one_state, few)
         problem = None
-        if not has_drawn:  # a batch of another size would draw other numbers
+        if written and not has_drawn:
+            for _ in range(DRAWS):  # in as many consecutive states
+                problem = problem or _mixes(in_one_state, batch, chosen, tolerance)
+                _without_graph(losses_of, few)
+        elif not has_drawn:  # a batch of another size would draw other numbers
             problem = _apart(losses.detach(), whole[chosen], tolerance, "in a smaller batch")
             problem = problem or _differs_alone(losses_of, few, losses.detach(), tolerance)
         if problem and not _agrees_in_double(model, loss_fn, batch, chosen, has_aux):
-            raise UnsupportedLayerError(problem)
+            raise UnsupportedLayerError(_counted(model, losses_of, few) or problem)
         problem = _draws_join(model, losses_of, few, tolerance)
         if problem:
             raise UnsupportedLayerError(problem)
@@ -168,7 +180,7 @@ def analyze(
                 return Analysis((), (), f"{found} does not keep the examples apart on one axis")
             skip |= {found.position}
             with Capture(names, skip=skip, model=model) as capture:
-                losses = losses_of(few)
+                losses = in_one_state(few)
 
 
 def _losses_of(
@@ -233,6 +245,45 @@ def _differs_alone(
     return None
 
 
+def _mixes(
+    losses_of: Callable[[Batch], Tensor], batch: Batch, chosen: Tensor, tolerance: float
+) -> str | None:
+    """Return a message if losses differ between the batch, the chosen examples, and each alone."""
+    whole, few = _without_graph(losses_of, batch), batch.rows(chosen)
+    together = _without_graph(losses_of, few)
+    problem = _apart(together, whole[chosen], tolerance, "in a smaller batch")
+    return problem or _differs_alone(losses_of, few, together, tolerance)
+
+
+def _in_one_state(
+    model: nn.Module, losses_of: Callable[[Batch], Tensor], written: list[str], batch: Batch
+) -> Tensor:
+    """Return the losses of a batch by a forward that leaves the buffers `written` as they are."""
+    with unchanged_by_forward(model, written):
+        return losses_of(batch)
+
+
+def _counted(model: nn.Module, losses_of: Callable[[Batch], Tensor], few: Batch) -> str | None:
+    """Return a message if a forward changes a number that is an attribute of a module, or None."""
+
+    def numbers() -> dict[tuple[str, str], Any]:
+        modules = model.named_modules()
+        each = ((path, name, v) for path, m in modules for name, v in vars(m).items())
+        return {(path, name): v for path, name, v in each if type(v) in (int, float)}
+
+    before = numbers()
+    _without_graph(losses_of, few)
+    changed = [name for name, value in numbers().items() if before.get(name) != value]
+    if not changed:
+        return None
+    path, name = changed[0]
+    return (
+        f"The forward changes the number {f'{path}.{name}'.lstrip('.')!r} of the model, and the "
+        "loss of an example with it. Expected a buffer (register_buffer), which a check can put "
+        "back."
+    )
+
+
 def _draws_join(
     model: nn.Module, losses_of: Callable[[Batch], Tensor], few: Batch, tolerance: float
 ) -> str | None:
@@ -273,15 +324,13 @@ def _agrees_in_double(
     if any(hasattr(p, "device_mesh") for p in model.parameters()):  # no copy of a sharded model
         return False
     tensors = [t.double() if t.is_floating_point() else t for t in batch.tensors()]
-    every, tolerance = Batch(batch.with_tensors(tensors)), TOLERANCE[torch.float64]
-    losses_of = _losses_of(copy.deepcopy(model).double(), loss_fn, has_aux)
+    every, tolerance = batch.on(tensors), TOLERANCE[torch.float64]
     try:
-        whole, few = _without_graph(losses_of, every), every.rows(chosen)
-        together = _without_graph(losses_of, few)
-        if together.dtype != torch.float64 or _apart(together, whole[chosen], tolerance, ""):
+        losses_of = _losses_of(copy.deepcopy(model).double(), loss_fn, has_aux)
+        if _without_graph(losses_of, every.rows(chosen)).dtype != torch.float64:
             return False
-        return not _differs_alone(losses_of, few, together, tolerance)
-    except (RuntimeError, TypeError, ValueError):  # the model can't be run in float64
+        return not _mixes(losses_of, every, chosen, tolerance)
+    except (RuntimeError, TypeError, ValueError):  # no copy, or it can't be run in float64
         return False
 
 

@@ -117,6 +117,22 @@ def attributes_kept(model: nn.Module) -> Iterator[None]:
             _refill(container, content)
 
 
+@contextlib.contextmanager
+def unchanged_by_forward(model: nn.Module, names: Iterable[str]) -> Iterator[None]:
+    """Context whose forward writes copies of these buffers, and whose attributes are restored.
+
+    Unlike `restored` it writes to no tensor that the forward's graph holds.
+    """
+    names = set(names)
+    copies = {id(t): t.clone() for name, t in model.named_buffers() if name in names}
+    with attributes_kept(model):
+        for module in model.modules():
+            module._buffers.update(
+                {key: copies[id(t)] for key, t in module._buffers.items() if id(t) in copies}
+            )
+        yield
+
+
 def _refill(container: Any, content: Any) -> None:
     """Make a list, mapping or set hold the same objects again, if it does not."""
     if isinstance(container, list):
@@ -208,7 +224,7 @@ def _others(batch: Batch) -> Iterator[Batch]:
     The positions of each example, or the examples of a vector, are reversed and floats halved; of
     several examples, the first is left out, or the last is replaced by the one before.
     """
-    yield Batch(batch.with_tensors([_altered(t) for t in batch.tensors()]))
+    yield batch.on([_altered(t) for t in batch.tensors()])
     if batch.n > 1:
         rows = torch.arange(batch.n)
         yield batch.rows(rows[1:])

@@ -16,19 +16,23 @@ from dualdp_torch.rules.base import Tensor
 
 def projected(model: nn.Module, args: Any, kwargs: Any, cotangents: Any = None) -> Tensor:
     """Return (n,) products of each example's model outputs with `cotangents`."""
-    return combined(float_leaves(model(*args, **kwargs)), cotangents)
+    given = [t for t in pytree.tree_leaves((args, kwargs)) if torch.is_tensor(t)]
+    n = max(map(len, given))  # 1 in a tensor that all examples share
+    return combined(float_leaves(model(*args, **kwargs)), cotangents, n)
 
 
-def combined(leaves: Sequence[Tensor], cotangents: Sequence[Tensor] | None = None) -> Tensor:
-    """Return (n,) products of each example's outputs with cotangents, or with fixed numbers."""
-    n = len(leaves[0]) if leaves and leaves[0].dim() else 0
+def combined(
+    leaves: Sequence[Tensor], cotangents: Sequence[Tensor] | None = None, n: int | None = None
+) -> Tensor:
+    """Return (n,) products of each example's outputs with cotangents, or with fixed numbers.
+
+    n is by default that of the first output.
+    """
+    if n is None:
+        n = len(leaves[0]) if leaves and leaves[0].dim() else 0
     total = None
     for position, leaf in enumerate(leaves):
-        if leaf.dim() == 0 or len(leaf) != n:
-            raise UnsupportedLayerError(
-                f"The model returned a tensor of shape {tuple(leaf.shape)}. Expected the examples "
-                "on axis 0 of every output; use clipped_grad_sum, which sees the losses."
-            )
+        require_rows(leaf, n)
         if cotangents is None:
             weight = torch.arange(leaf[0].numel(), device=leaf.device).cos().view(leaf[0].shape)
             product = (leaf * weight.to(leaf.dtype)).flatten(1) if leaf.dim() > 1 else leaf[:, None]
@@ -38,6 +42,22 @@ def combined(leaves: Sequence[Tensor], cotangents: Sequence[Tensor] | None = Non
     if total is None:
         raise UnsupportedLayerError("The model returned no tensor. Expected its outputs.")
     return total
+
+
+def require_rows(leaf: Tensor, n: int) -> None:
+    """Refuse an output of the model that has not the n examples on axis 0."""
+    if leaf.dim() and len(leaf) == n:
+        return
+    advice = "return the output of each example, and take means in the loop"
+    if n in leaf.shape and n > 1:
+        advice = "transpose it in forward (batch_first=True)"
+    elif n == 1:
+        advice = "name the axis to squeeze, as squeeze() drops that of a single example"
+    raise UnsupportedLayerError(
+        f"The model returned a tensor of shape {tuple(leaf.shape)} for "
+        f"{'one example' if n == 1 else f'{n} examples'}. Expected the examples on axis 0 of every "
+        f"output: {advice}; or use clipped_grad_sum, which sees the losses."
+    )
 
 
 def float_leaves(outputs: Any) -> list[Tensor]:
@@ -90,6 +110,10 @@ class Silent:
     """
 
     _paused, _mode = True, None
+
+    def _records(self) -> bool:
+        """Return False: nothing is recorded."""
+        return False
 
     def _enter(self, *_: Any) -> None:
         """Ignore the start of the copy's forward."""

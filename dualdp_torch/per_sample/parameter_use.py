@@ -49,9 +49,12 @@ class SecondOrderError(UnsupportedLayerError):
     """The forward differentiates, so that captured uses would miss a part of the gradient."""
 
 
+USE_LOOP = (
+    'Use method="loop" (of make_private: grad_sample_mode="loop"), which is exact for every model.'
+)
 SECOND_ORDER = (
     "The model or the loss {} inside the forward: the gradient has a part that no layer's input "
-    'and output show. Use method="loop", which is exact for every model.'
+    f"and output show. {USE_LOOP}"
 )
 
 

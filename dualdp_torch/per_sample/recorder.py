@@ -38,6 +38,7 @@ from dualdp_torch.per_sample.model_state import (
     refuse_written,
     restored,
 )
+from dualdp_torch.per_sample.one_by_one import each_alone, gradients_alone, joined
 from dualdp_torch.per_sample.outputs import (
     Silent,
     WholeStep,
@@ -46,7 +47,13 @@ from dualdp_torch.per_sample.outputs import (
     hand_out,
     projected,
 )
-from dualdp_torch.per_sample.parameter_use import Derived, Use, eagerly, trainable_parameters
+from dualdp_torch.per_sample.parameter_use import (
+    USE_LOOP,
+    Derived,
+    Use,
+    eagerly,
+    trainable_parameters,
+)
 from dualdp_torch.per_sample.random_state import untouched_generators
 from dualdp_torch.per_sample.use_gradients import complete
 from dualdp_torch.per_sample.vmap_and_loop import (
@@ -60,7 +67,7 @@ from dualdp_torch.rules.base import Tensor, is_narrow
 
 _CALL = "_compiled_call_impl"  # a module attribute, called instead of its forward and hooks
 #: Methods that need the recorded forward and backward only.
-RECORDED = ("auto", "book_keeping", "two_pass", "materialize", "vmap")
+RECORDED = ("auto", "book_keeping", "two_pass", "materialize", "vmap", "loop")
 
 
 class Recorder:
@@ -124,6 +131,7 @@ class Recorder:
         self.outputs: list[Tensor] = []
         self._differentiable: list[int] = []
         self._by_vmap = False
+        self._alone: list[Any] | None = None
         self.start: Start | None = None
         self.has_drawn = False
         self._written: list[str] = []
@@ -153,14 +161,11 @@ class Recorder:
 
     def _enter(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         """Forward pre-hook: begin to record, unless paused, without gradients, or not active."""
-        if self._paused or not torch.is_grad_enabled() or not self.is_active:
+        if not self._records():
             return
-        with self.tape.suspended():
-            self._require_one_forward()
-            self._batch = batch = Batch((args, kwargs))
-            self._is_inside = True
-            self.tape.enter_model(args, kwargs, batch.n)
-        problem = self._analysis.begin(batch)
+        batch, problem = self._begin(args, kwargs)
+        if problem and problem.endswith(USE_LOOP):  # the model differentiates in its forward
+            raise UnsupportedLayerError(problem)
         if self.method == "two_pass" or self.is_due(self.analyses):
             self.start = Start.of(model, self.analyses.writes)
         self._state = State(model)
@@ -172,6 +177,31 @@ class Recorder:
         self._eager.enter_context(eagerly())
         self._mode.__enter__()
         self.n = batch.n
+
+    def _records(self) -> bool:
+        """True if a call of the model that begins now is to be recorded."""
+        return not self._paused and torch.is_grad_enabled() and self.is_active
+
+    def _begin(self, args: Any, kwargs: Any) -> tuple[Batch, str | None]:
+        """Begin a recorded forward; return its batch, and why captured uses can't be trusted."""
+        with self.tape.suspended():
+            self._require_one_forward()
+            self._batch = batch = Batch((args, kwargs), shares=True)
+            self._is_inside = True
+            self.tape.enter_model(args, kwargs, batch.n)
+        return batch, self._analysis.begin(batch)
+
+    def run(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run `call`, which is the model's; each example alone if the method is "loop"."""
+        if self.method != "loop" or not self._records():
+            return call(*args, **kwargs)
+        batch, _ = self._begin(args, kwargs)
+        state = State(self.model)
+        with self._pause(), eagerly():
+            self._alone = each_alone(self.model, call, batch, self.analyses.writes)
+            outputs = joined(self._alone)
+        self.n, self._written = batch.n, state.written()
+        return self._hand_out(outputs)
 
     def _require_one_forward(self) -> None:
         """Refuse a second forward for one batch, and parameters changed since set-up."""
@@ -216,6 +246,10 @@ class Recorder:
         if self.computes_loss:
             self._is_inside = False
             return outputs
+        return self._hand_out(outputs)
+
+    def _hand_out(self, outputs: Any) -> Any:
+        """Return the outputs of the recorded forward, which ends, for the loop."""
         leaves, spec = pytree.tree_flatten(outputs)
         leaves = [self._handed_out(leaf) for leaf in leaves]
         self.tape.leave_model(leaves)
@@ -292,12 +326,16 @@ class Recorder:
         if self._by_vmap:  # computed without a graph
             leaf = leaf.detach().requires_grad_()
         # The values are needed only to run the model again; otherwise an empty tensor will do.
-        needed = self.start is not None or self._by_vmap
-        self.outputs.append(leaf.detach() if needed else leaf.new_empty(0))
+        self.outputs.append(leaf.detach() if self._needs_values else leaf.new_empty(0))
         if not leaf.requires_grad:
             return leaf
         self._differentiable.append(len(self.outputs) - 1)
         return hand_out(partial(self._keep_cotangent, len(self.outputs) - 1), leaf)
+
+    @property
+    def _needs_values(self) -> bool:
+        """True if the gradients are computed from the outputs' values and their gradients."""
+        return self.start is not None or self._by_vmap or self._alone is not None
 
     def _keep_cotangent(self, position: int, grad: Tensor) -> None:
         """Keep the gradient of one output."""
@@ -313,7 +351,7 @@ class Recorder:
 
     def free_outputs(self) -> None:
         """Free the outputs and their gradients, unless the model is run again."""
-        if self.start is None and not self._by_vmap:
+        if not self._needs_values:
             self._cotangents = {i: g.new_empty(0) for i, g in self._cotangents.items()}
             self.tape.free_outputs()
 
@@ -338,8 +376,11 @@ class Recorder:
         """Return the gradients of each example's own loss; `scale` undoes the loss reduction."""
         n = self.require_backward()
         self.refuse_written()
+        if self._alone is not None:
+            with self._pause():
+                return gradients_alone(self._alone, self._scaled_cotangents(scale), self.parameters)
         if self._by_vmap:
-            batch = Batch((*self._batch.arguments(), self._scaled_cotangents(scale)))
+            batch = self._with_cotangents(scale)
             with self._pause(), gradients_set_aside(self.parameters):
                 return again_by_vmap(self.model, projected, batch, self.parameters)
         for use, batch_axis in self._uses.items():
@@ -394,6 +435,10 @@ class Recorder:
             self._cotangents[i] * scale if i in self._cotangents else torch.zeros_like(out)
             for i, out in enumerate(self.outputs)
         ]
+
+    def _with_cotangents(self, scale: float) -> Batch:
+        """Return the batch with the scaled gradient of each output as a further argument."""
+        return Batch((*self._batch.arguments(), self._scaled_cotangents(scale)), shares=True)
 
     def second_pass(
         self, scale: float, free: Callable[[], None] = lambda: None
@@ -459,7 +504,7 @@ class Recorder:
         assert self.start is not None
         batch = self._batch
         if not self.computes_loss:
-            batch = Batch((*batch.arguments(), self._scaled_cotangents(scale)))
+            batch = self._with_cotangents(scale)
         return ReferenceLosses(projected, self.model, batch, self.parameters, self.start, mask=mask)
 
     @contextlib.contextmanager
@@ -485,7 +530,7 @@ class _Guarded:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
-            return self._call(*args, **kwargs)
+            return self._recorder.run(self._call, args, kwargs)
         except BaseException:  # also KeyboardInterrupt, for which torch runs no hook
             self._recorder.abandon()
             raise

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from dualdp._validate import UnsupportedLayerError
 from dualdp_torch.per_sample.batch import Batch, check_losses, join_aux
 from dualdp_torch.per_sample.gradients import Formed
+from dualdp_torch.per_sample.parameter_use import USE_LOOP
 from dualdp_torch.rules.base import Tensor, wide
 
 
@@ -154,10 +155,9 @@ def by_vmap(
             warnings.filterwarnings("ignore", "There is a performance drop", UserWarning)
             formed, (losses, tensors_of_aux) = each(values, tensors)
     except (RuntimeError, NotImplementedError) as error:
-        first_line = str(error).strip().split("\n")[0]
+        first = str(error).strip().split("\n")[0].split(". ")[0].rstrip(".")
         raise UnsupportedLayerError(
-            f'torch.func.vmap can\'t run this model ({first_line}). Use method="loop", which is '
-            "exact for every model."
+            f"torch.func.vmap can't run this model ({first}). {USE_LOOP}"
         ) from error
     grads = Formed({name: formed[f"model.{name}"] for name in parameters})
     return grads, losses, call.aux(tensors_of_aux)
@@ -177,8 +177,7 @@ def again_by_vmap(
             raise
         raise UnsupportedLayerError(
             "The model draws its randomness (dropout) itself and goes through vmap, which can't "
-            "draw those of the recorded forward again. Use a grad_sample_mode without vmap if that "
-            "was asked for, else clipped_grad_sum."
+            f"draw those of the recorded forward again. {USE_LOOP}"
         ) from error
     return found
 

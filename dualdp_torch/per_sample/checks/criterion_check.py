@@ -26,7 +26,7 @@ from torch import nn
 
 from dualdp.exactness import REPEATED, TOLERANCE, ExactnessError, power_of_ten
 from dualdp_torch.per_sample.checks.replay import Replayed, ReplayError, Rows, Script, name_of
-from dualdp_torch.per_sample.checks.tape import OTHER, Slot, Tape
+from dualdp_torch.per_sample.checks.tape import OTHER, Slot, Tape, slots_of
 from dualdp_torch.per_sample.random_state import untouched_generators
 from dualdp_torch.rules.base import Tensor
 
@@ -320,11 +320,16 @@ def _numbers(tape: Tape, positions: Iterable[int | Position]) -> dict[Position, 
 
 
 def _foreign(tape: Tape, positions: Iterable[int | Position]) -> dict[Position, Any]:
-    """Digest of each tensor of unknown origin and without rows, of the calls at `positions`."""
+    """Digest of each tensor of unknown origin and without rows, of the calls at `positions`.
+
+    The model's own call, which may take tensors that all examples share, is at -1.
+    """
     found: dict[Position, Any] = {}
-    for at in _calls_at(positions):
-        call = tape.calls[at]
-        for i, slot in enumerate(call.taken):
+    taken = {at: tape.calls[at].taken for at in _calls_at(positions) if at >= 0}
+    if tape.inputs is not None:
+        taken[-1] = list(slots_of(tape.inputs.arguments))
+    for at, slots in taken.items():
+        for i, slot in enumerate(slots):
             if slot.kind == OTHER and not slot.requires_grad and tape.row_axis(slot) is None:
                 found[at, i] = _digest(slot.value)
     return found
@@ -726,9 +731,7 @@ def _input_apart(
     """Return the largest relative difference of one row of the model's inputs."""
     worst = 0.0
     for a, b in zip(ours, theirs, strict=True):
-        if not b.dim() or len(b) != n or not a.dim() or position >= len(a):
-            continue
-        x, y = a[position], b[row]
+        x, y = (a[position], b[row]) if len(b) == n else (a, b)  # whole, if all rows share it
         if x.shape != y.shape:
             return math.inf
         if x.numel():

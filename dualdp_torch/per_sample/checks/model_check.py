@@ -34,6 +34,7 @@ from dualdp_torch.per_sample.clip import Factors, Terms, clip_factors, clipped_s
 from dualdp_torch.per_sample.gradients import Gradients, Limits
 from dualdp_torch.per_sample.independence import NoRandomness
 from dualdp_torch.per_sample.outputs import float_leaves
+from dualdp_torch.per_sample.random_state import RandomState
 from dualdp_torch.per_sample.recorder import Recorder
 from dualdp_torch.per_sample.vmap_and_loop import plain_gradients
 from dualdp_torch.rules.base import Tensor
@@ -122,6 +123,9 @@ class ModelCheck:
         drawn = torch.randint(int(whole.sum()), (n,), generator=generator)
         index = whole.nonzero().flatten()[drawn]
         index[row] = row
+        if self._recorder.has_drawn and not self._draws_alike(index):
+            self._comparison.of_sum(self._numbers, check.fractions[2])
+            return
 
         def in_its_batch(subject: ReferenceLosses, row: int) -> dict[str, Tensor]:
             if bool(whole.all()):
@@ -134,6 +138,24 @@ class ModelCheck:
         self._comparison.of_row(self._numbers, row, in_its_batch, " in its batch")
         self._comparison.of_row(self._numbers, row, among_others, " among other examples")
         self._same_output(self._subject, index, row, row)
+
+    def _draws_alike(self, index: Tensor) -> bool:
+        """True if the forward draws as many random numbers with the rows `index` as in its batch.
+
+        Some functions draw by the data, such as rrelu for negative numbers only: then an example
+        draws other numbers beside others. Batches of a single repeated row show it, too, as the
+        numbers of two batches may agree by chance.
+        """
+        model, n, states = self._subject.model, len(index), list[RandomState]()
+        repeated = [torch.full_like(index, n * i // _FEW) for i in range(_FEW)]
+        for rows in (torch.arange(n), index, *repeated):
+            subject = _with_rows(self._subject, rows)
+            with torch.no_grad(), subject.start.replayed(model):
+                subject.loss_fn(model, *subject.batch.arguments())
+                if states and not states[0].is_as_before(model):
+                    return False
+                states.append(RandomState.of(model))
+        return True
 
     def _same_output(
         self,
@@ -194,7 +216,7 @@ def _called(method: str, terms: Terms, subject: ReferenceLosses) -> BatchNumbers
     call = Call.checked(
         subject.loss_fn,
         subject.model,
-        subject.batch.arguments(),
+        subject.batch,
         method=method,
         has_aux=False,
         physical_batch_size=None,

@@ -27,6 +27,7 @@ from dualdp_torch.per_sample.batch import Batch, check_losses
 from dualdp_torch.per_sample.clip import group_of
 from dualdp_torch.per_sample.independence import NoRandomness
 from dualdp_torch.per_sample.model_state import Start
+from dualdp_torch.per_sample.parameter_use import USE_LOOP
 from dualdp_torch.per_sample.random_state import seed_generators, untouched_generators
 from dualdp_torch.per_sample.vmap_and_loop import is_same_forward, plain_gradients
 from dualdp_torch.rules.base import Tensor, wide
@@ -39,8 +40,8 @@ _SMALLEST = 1e-15
 #: Errors of a model that can't be copied, or not run in float64.
 CANT_REPEAT = AttributeError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError
 _ADVICE = (
-    'Use method="loop", which is the definition itself, and report the model and the loss; or '
-    "change what treats an example otherwise alone than in a batch."
+    f"{USE_LOOP} And report the model and the loss; or change what treats an example otherwise "
+    "alone than in a batch."
 )
 
 
@@ -137,7 +138,7 @@ class ReferenceLosses:
         return replace(
             self,
             model=model,
-            batch=Batch(self.batch.with_tensors(tensors)),
+            batch=self.batch.on(tensors),
             parameters={name: named[name] for name in self.parameters},
             start=self.start.on(model),
         )
@@ -422,8 +423,8 @@ def _roundings(subject: ReferenceLosses, unit: float) -> Iterator[ReferenceLosse
         for _ in range(_ROUNDINGS):
             for p, value in zip(parameters, kept, strict=True):
                 p.data.copy_(rounded(value))
-            batch = subject.batch.with_tensors([rounded(t) for t in subject.batch.tensors()])
-            yield replace(subject, batch=Batch(batch))
+            batch = subject.batch.on([rounded(t) for t in subject.batch.tensors()])
+            yield replace(subject, batch=batch)
     finally:
         for p, value in zip(parameters, kept, strict=True):
             p.data.copy_(value)

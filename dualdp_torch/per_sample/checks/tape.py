@@ -258,7 +258,8 @@ class Tape(TorchFunctionMode):
         tokens, numbers = list[Any](), list[float]()
         taken = self._take((args, kwargs), tokens, numbers)
         for slot in slots_of(taken):
-            slot.kind = ROW if self.may_be_rows(slot) else slot.kind
+            is_rows = slot.shape[:1] == (n,) and self.may_be_rows(slot)
+            slot.kind = ROW if is_rows else slot.kind
         self.inputs = Inputs(taken, numbers, tuple(tokens), len(self.calls))
 
     def leave_model(self, outputs: Iterable[Any]) -> None:

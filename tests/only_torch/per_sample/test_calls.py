@@ -453,7 +453,7 @@ def test_functions_that_differentiate_by_themselves(method):
         truth = truth_of(block, loss_fn, data(N, 6))
         assert_grads_close({name: g.numpy() for name, g in found.items()}, truth, "float32")
     else:
-        with pytest.raises(UnsupportedLayerError, match='Use method="loop", which is exact'):
+        with pytest.raises(UnsupportedLayerError, match='Use method="loop" .*which is exact'):
             dpt.per_sample_grads(loss_fn, block, data(N, 6), method=method)
     assert torch.equal(block.inner.weight.grad, torch.ones(5, 5))
     assert block.inner.bias.grad is None

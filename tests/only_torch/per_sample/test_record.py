@@ -181,8 +181,8 @@ def test_words_are_checked():
     ):
         pass
     with (
-        pytest.raises(ValueError, match="method='loop' is unknown"),
-        dpt.record_per_sample(model, loss_reduction="sum", method="loop"),
+        pytest.raises(ValueError, match="method='ghost' is unknown"),
+        dpt.record_per_sample(model, loss_reduction="sum", method="ghost"),
     ):
         pass
 
