@@ -7,12 +7,26 @@ Python object, and raises before anything has changed.
 
 from __future__ import annotations
 
+import errno
+import inspect
 import math
 import operator
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 LARGEST_INTEGER = (1 << 53) - 1  # exact in every JSON reader and in float64
+#: What was done with a file -> error of the system -> its name in a sentence.
+_SYSTEM_ERRORS = {
+    "read": {errno.ENOENT: "does not exist", errno.EISDIR: "is a folder"},
+    "written": {
+        errno.ENOENT: "can't be made: its folder does not exist",
+        errno.ENOTDIR: "can't be made: its folder is a file",
+        errno.EISDIR: "is a folder",
+        errno.EEXIST: "exists",
+    },
+}
 
 
 class UnsupportedLayerError(ValueError):
@@ -23,18 +37,87 @@ class AccountingError(ValueError):
     """Request for a privacy statement that would not be true."""
 
 
+def kind(value: Any) -> str:
+    """Return the kind of a value in words: "None", "the class SGD", "an int", "a JAX array"."""
+    if value is None:
+        return "None"
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if hasattr(value, "aval"):  # also while it is traced
+        return "a JAX array"
+    name = type(value).__name__.replace("ndarray", "NumPy array")
+    return f"{'an' if name[0] in 'aeioAEIO' else 'a'} {name}"
+
+
+def _with_kind(name: str, value: Any) -> str:
+    """Argument, value and kind: "delta='1' is a str", "delta=None"."""
+    return f"{name}={value!r}" + ("" if value is None else f" is {kind(value)}")
+
+
+def path(name: str, value: Any) -> str:
+    """Return the path of a file or folder as text."""
+    try:
+        text = os.fsdecode(value)
+    except TypeError:
+        raise TypeError(f"{_with_kind(name, value)}. Expected a path.") from None
+    if not text or "\0" in text:
+        raise ValueError(f"{name}={text!r} is no path. Expected the name of a file.")
+    return text
+
+
+def new_file(name: str, value: Any) -> str:
+    """Return the path of a file in an existing folder, which may replace a file and no folder."""
+    text = path(name, value)
+    if not os.path.isdir(os.path.dirname(text) or "."):
+        raise FileNotFoundError(f"{name}={text!r} lies in no existing folder. Make it first.")
+    if os.path.isdir(text):
+        raise IsADirectoryError(f"{name}={text!r} is a folder. Expected the name of a file.")
+    return text
+
+
+@contextmanager
+def file_errors(verb: str, file: str | os.PathLike[str], expected: str) -> Iterator[None]:
+    """Put an error of the system about a file into one sentence; `verb` is "read" or "written"."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:  # it is a sentence already
+            raise
+        what = _SYSTEM_ERRORS[verb].get(error.errno, f"can't be {verb} ({error.strerror})")
+        raise type(error)(f"{os.fspath(file)} {what}. Expected {expected}.") from error
+
+
+def takes(name: str, function: Any, form: str, *args: Any, **kwargs: Any) -> None:
+    """Refuse what is no function, or can't be called so; `form` names the arguments that it gets.
+
+    A function whose arguments can't be known, such as a wrapper of (*args, **kwargs), passes.
+    """
+    if not callable(function):
+        raise TypeError(f"{name} is {kind(function)}. Expected a function of {form}.")
+    function = getattr(function, "forward", function)  # of a torch module
+    try:
+        signature = inspect.signature(function, follow_wrapped=False)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(
+            f"{name} takes ({', '.join(signature.parameters)}), but is called with {form}, "
+            f"{len(args) + len(kwargs)} in all: {error}. Expected a function of these."
+        ) from None
+
+
 def real(name: str, value: Any) -> float:
     """Return a real number, finite or infinite; raise on nan, bool and str."""
     if isinstance(value, bool | str | bytes) or value is None:
-        raise TypeError(f"{name}={value!r} is a {type(value).__name__}. Expected a number.")
+        raise TypeError(f"{_with_kind(name, value)}. Expected a number.")
     try:
         number = float(value)
     except OverflowError as error:
         raise ValueError(f"{name} is out of range. Expected a number below 1e308.") from error
-    except (TypeError, ValueError) as error:
-        raise TypeError(
-            f"{name}={value!r} is a {type(value).__name__}. Expected a number."
-        ) from error
+    except (RuntimeError, TypeError, ValueError) as error:  # RuntimeError: a tensor of several
+        raise TypeError(f"{_with_kind(name, value)}. Expected a number.") from error
     if math.isnan(number):
         raise ValueError(f"{name}={value!r} is not a number. Expected a number.")
     return number
@@ -83,15 +166,13 @@ def sample_rate(value: Any) -> float:
 def integer(name: str, value: Any, *, minimum: int = 0, maximum: int = LARGEST_INTEGER) -> int:
     """Return an integer >= minimum; NumPy integers and integral floats such as 1e4 are accepted."""
     if isinstance(value, bool | str | bytes) or value is None:
-        raise TypeError(f"{name}={value!r} is a {type(value).__name__}. Expected an integer.")
+        raise TypeError(f"{_with_kind(name, value)}. Expected an integer.")
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     try:
         number = operator.index(value)
     except TypeError as error:
-        raise TypeError(
-            f"{name}={value!r} is a {type(value).__name__}. Expected an integer."
-        ) from error
+        raise TypeError(f"{_with_kind(name, value)}. Expected an integer.") from error
     if number < minimum:
         raise ValueError(f"{name}={value!r} is out of range. Expected an integer >= {minimum}.")
     if number > maximum:
@@ -103,9 +184,7 @@ def choice(name: str, value: Any, allowed: Iterable[str] | Mapping[str, Any]) ->
     """Return `value` if it is one of the allowed strings."""
     words = sorted(allowed)
     if not isinstance(value, str):
-        raise TypeError(
-            f"{name}={value!r} is a {type(value).__name__}. Expected one of {', '.join(words)}."
-        )
+        raise TypeError(f"{_with_kind(name, value)}. Expected one of {', '.join(words)}.")
     if value not in words:
         raise ValueError(f"{name}={value!r} is unknown. Expected one of {', '.join(words)}.")
     return value

@@ -57,7 +57,18 @@ def write(path: Path_, arrays: Arrays, document: Mapping[str, Any]) -> None:
     body = json.dumps({**document, _FORMAT: _VERSION}, allow_nan=False)
     packed[_DOCUMENT] = np.frombuffer(body.encode(), np.uint8)
     data = save(packed, metadata={"document": text, "sha256": _digest(packed, text)})
-    target = Path(path)
+    target = Path(_validate.new_file("path", path))
+    with _validate.file_errors("written", target, "a folder with room that may be written to"):
+        _replace(target, data)
+    handle = os.open(target.parent, os.O_RDONLY)
+    try:
+        os.fsync(handle)  # flushes the rename to the disk
+    finally:
+        os.close(handle)
+
+
+def _replace(target: Path, data: bytes) -> None:
+    """Write a file under another name, and give it its own once it is on the disk."""
     handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
@@ -68,20 +79,18 @@ def write(path: Path_, arrays: Arrays, document: Mapping[str, Any]) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
-    handle = os.open(target.parent, os.O_RDONLY)
-    try:
-        os.fsync(handle)  # flushes the rename to the disk
-    finally:
-        os.close(handle)
 
 
 def read(path: Path_) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
     """Return arrays and document of a checkpoint, after verifying its SHA-256."""
     from safetensors import SafetensorError, safe_open
 
-    name = os.fspath(path)
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"{name} does not exist. Expected a file of save_checkpoint.")
+    name = _validate.path("path", path)
+    expected = "a file of save_checkpoint"
+    if numbers(name):
+        expected += "; load_sharded_checkpoint reads this folder"
+    with _validate.file_errors("read", name, expected), open(name, "rb"):
+        pass  # its own errors name neither the file nor the cause
     try:
         with safe_open(name, framework="numpy") as file:
             metadata = file.metadata() or {}

@@ -8,6 +8,7 @@ with secure noise omits them.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import os
 from collections.abc import Iterable, Iterator, Sized
@@ -77,12 +78,11 @@ class RunLog:
     ) -> None:
         self.ledger, self._writer = ledger, writer
         self._columns: list[str] | None = None
-        try:
+        _require_ledger(ledger)
+        path = _validate.path("path", path)
+        expected = "a new path, in a folder that exists; a log is never overwritten"
+        with _validate.file_errors("written", path, expected):
             self._file = Path(path).open("x", newline="", encoding="utf-8")
-        except FileExistsError as error:
-            raise FileExistsError(
-                f"{os.fspath(path)} exists. Expected a new path; a log is never overwritten."
-            ) from error
 
     def write(self, **columns: float) -> dict[str, float]:
         """Add a row: the number of steps taken, the epsilon spent, and these columns.
@@ -104,6 +104,8 @@ class RunLog:
         values = {name: _number(name, value) for name, value in columns.items()}
         if self.ledger.plan.noise == "secure":
             values = {n: v for n, v in values.items() if not n.startswith(UNPROTECTED)}
+        if self._file.closed:
+            raise ValueError("The log is closed. Write before close(), or open another.")
         if self._columns is not None and sorted(self._columns) != sorted(values):
             raise ValueError(
                 f"Columns {sorted(values)} came after rows with {sorted(self._columns)}. Expected "
@@ -147,6 +149,7 @@ def progress(
     Yields:
         The batches of the loader.
     """
+    _require_ledger(ledger)
     from rich import progress as rich
 
     columns = rich.BarColumn(), rich.MofNCompleteColumn(), rich.TimeRemainingColumn()
@@ -158,9 +161,15 @@ def progress(
             bar.update(task, advance=1, e=f"{ledger.get_epsilon(delta):.3f}")
 
 
+def _require_ledger(ledger: Any) -> None:
+    if not isinstance(ledger, Ledger):
+        raise TypeError(f"ledger is {_validate.kind(ledger)}. Expected engine.ledger.")
+
+
 def _number(name: str, value: Any) -> float:
     """Float of a scalar of any framework."""
-    value = value.item() if hasattr(value, "item") else value
+    with contextlib.suppress(AttributeError, RuntimeError, ValueError):  # not of several numbers
+        value = value.item()
     return float(value) if value != value else _validate.real(name, value)
 
 
@@ -168,18 +177,24 @@ def read_log(path: str | os.PathLike[str]) -> dict[str, list[float]]:
     """Return the columns of a log.
 
     Raises:
-        ValueError: the file is no log.
+        OSError: the file can't be read.
+        ValueError: it is no log.
     """
+    path, expected = _validate.path("path", path), "a CSV file of dualdp.log.RunLog"
     try:
-        with open(path, newline="", encoding="utf-8") as file:
+        with (
+            _validate.file_errors("read", path, expected),
+            open(path, newline="", encoding="utf-8") as file,
+        ):
             rows = list(csv.DictReader(file))
+        if not rows:
+            raise ValueError("it has no rows")
         names = list(rows[0])
         columns = {name: [float(row[name]) for row in rows] for name in names}
         if tuple(names[:2]) != OWN:
             raise ValueError(f"its columns are {names}")
-    except (IndexError, KeyError, TypeError, ValueError, csv.Error) as error:
+    except (KeyError, TypeError, ValueError, csv.Error) as error:
         raise ValueError(
-            f"{os.fspath(path)} is no log of a run ({error}). Expected a CSV file of "
-            "dualdp.log.RunLog with at least one row."
+            f"{path} is no log of a run ({error}). Expected {expected} with at least one row."
         ) from error
     return columns

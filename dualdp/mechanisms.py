@@ -216,7 +216,7 @@ def require(event: Any) -> Mechanism:
     """Return the event if it is a `Mechanism`, else raise TypeError."""
     if not isinstance(event, Mechanism):
         raise TypeError(
-            f"event={event!r} is a {type(event).__name__}. Expected a mechanism of "
+            f"event={event!r} is {_validate.kind(event)}. Expected a mechanism of "
             f"dualdp.mechanisms: {', '.join(sorted(_TYPES))}."
         )
     return event

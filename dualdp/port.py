@@ -27,6 +27,12 @@ def _backends() -> tuple[Any, Any]:
     return dpj, dpt
 
 
+def _require(value: Any, name: str, attribute: str, expected: str) -> None:
+    """Refuse an object without the attribute that shows its kind, since no backend is imported."""
+    if isinstance(value, type) or not hasattr(value, attribute):
+        raise TypeError(f"{name} is {_validate.kind(value)}. Expected {expected}.")
+
+
 def match(model: Any, params: Any, mapping: Mapped | None = None) -> tuple[ParameterMap, ...]:
     """Match the parameters of a torch module with the leaves of a JAX model.
 
@@ -116,6 +122,7 @@ def to_optax(optimizer: Any) -> Any:
     Raises:
         ValueError: another optimizer, several groups, or settings that optax does not have.
     """
+    _require(optimizer, "optimizer", "param_groups", "an optimizer of torch.optim")
     groups = optimizer.param_groups
     if len(groups) != 1:
         raise ValueError(
@@ -238,6 +245,7 @@ def array_to_jax(tensor: Any) -> Any:
     Args:
         tensor: tensor on any device, detached before conversion.
     """
+    _require(tensor, "tensor", "detach", "a torch tensor")
     dpj, dpt = _backends()
     return dpj.weights.from_foreign(tensor.detach(), lambda: dpt.weights.as_numpy(tensor))
 
@@ -250,5 +258,6 @@ def array_to_torch(array: Any) -> Any:
     Args:
         array: concrete array on one device.
     """
+    _require(array, "array", "__dlpack__", "a JAX array")
     dpj, dpt = _backends()
     return dpt.weights.from_foreign(array, lambda: dpj.weights.as_numpy(array))

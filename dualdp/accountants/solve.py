@@ -9,7 +9,7 @@ that end: rounding can only cost utility. The target is compared with the upper 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dualdp import _validate, accountants, mechanisms
@@ -64,6 +64,19 @@ class _Query:
         return float(account.get_epsilon(delta=delta, **options))
 
 
+_OPTIONS = [item.name for item in dataclasses.fields(_Query)][3:]
+
+
+def _query(sampler: str, accountant: str, relation: str, options: Mapping[str, Any]) -> _Query:
+    """Query with the caller's further options, of which an unknown one is refused."""
+    if unknown := sorted(set(options) - set(_OPTIONS)):
+        raise TypeError(
+            f"There is no argument {', '.join(map(repr, unknown))}. Expected those of the "
+            f"function's signature, or {', '.join(_OPTIONS)}."
+        )
+    return _Query(sampler, accountant, relation, **options)
+
+
 def get_epsilon(
     *,
     noise_multiplier: float,
@@ -97,7 +110,7 @@ def get_epsilon(
     >>> get_epsilon(noise_multiplier=1.0, sample_rate=0.01, num_steps=1000, delta=1e-5) < 1.84
     True
     """
-    query = _Query(sampler, accountant, neighboring_relation, **options)
+    query = _query(sampler, accountant, neighboring_relation, options)
     steps = [(noise_multiplier, sample_rate, _validate.integer("num_steps", num_steps))]
     return query.epsilon(steps, _validate.probability("delta", delta))
 
@@ -128,7 +141,7 @@ def get_delta(
     Returns:
         delta in [0, 1].
     """
-    query = _Query(sampler, accountant, neighboring_relation, **options)
+    query = _query(sampler, accountant, neighboring_relation, options)
     steps = [(noise_multiplier, sample_rate, _validate.integer("num_steps", num_steps))]
     target = _validate.non_negative("epsilon", epsilon)
     account, approximate = query.account(steps)
@@ -204,7 +217,7 @@ def get_schedule_scale(
     Returns:
         Factor >= 0 such that the scaled noise multipliers spend at most the target epsilon.
     """
-    query = _Query(sampler, accountant, neighboring_relation, **options)
+    query = _query(sampler, accountant, neighboring_relation, options)
     epsilon, delta = check_target(target_epsilon, target_delta)
     for i, step in enumerate(steps):
         if not isinstance(step, tuple | list) or len(step) != 3:
@@ -248,7 +261,7 @@ def get_num_steps(
     Raises:
         AccountingError: a billion steps stay within the target.
     """
-    query = _Query(sampler, accountant, neighboring_relation, **options)
+    query = _query(sampler, accountant, neighboring_relation, options)
     epsilon, delta = check_target(target_epsilon, target_delta)
 
     def spent(count: float) -> float:
@@ -291,7 +304,7 @@ def get_sample_rate(
     Raises:
         AccountingError: not even a rate of 1e-9 stays within the target.
     """
-    query = _Query(sampler, accountant, neighboring_relation, **options)
+    query = _query(sampler, accountant, neighboring_relation, options)
     epsilon, delta = check_target(target_epsilon, target_delta)
     whole = sampler in ("balls_in_bins", "shuffle")
 

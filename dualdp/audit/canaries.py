@@ -117,6 +117,7 @@ def audit(
     _validate.open_probability("delta", delta)
     alpha = 1 - _validate.open_probability("confidence", confidence)
     _validate.open_probability("false_alarm", false_alarm)
+    seed = seed if seed is None else _validate.integer("seed", seed)
     rng = np.random.default_rng(seed)
     included = rng.random(num_canaries) < 0.5
     scores = _scores(step, included, num_steps, sample_rate, seed)

@@ -11,9 +11,20 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Self
 
+from dualdp import _validate
+
 _START = "0" * 64
 #: Largest number of characters in a line; a longer line is neither written nor read.
 LONGEST = 1 << 26
+_NEW_FILE = (
+    "a new path, in a folder that exists, for the ledger of a new run; load_checkpoint goes on "
+    "with the run that wrote one"
+)
+_RUNS_LEDGER = (
+    "the file of a run's ledger: the ledger= of its PrivacyEngine, or <checkpoint>.ledger beside "
+    "its checkpoint"
+)
+_ROOM = "a disk with room: no step is released without its record"
 
 Record = dict[str, Any]
 
@@ -41,15 +52,12 @@ def read_text(source: str | os.PathLike[str]) -> tuple[str, str]:
     """
     if isinstance(source, str) and source.lstrip().startswith("{"):
         return source, "The text"
-    name = os.fspath(source)
-    try:
-        with open(source, encoding="utf-8", errors="replace") as file:
-            return file.read(), name
-    except OSError as error:
-        raise type(error)(
-            f"{name!r} can't be read: {error.strerror}. Expected the file of a run's ledger: the "
-            "ledger= of its PrivacyEngine, or <checkpoint>.ledger beside its checkpoint."
-        ) from error
+    name = _validate.path("ledger", source)
+    with (
+        _validate.file_errors("read", name, _RUNS_LEDGER),
+        open(name, encoding="utf-8", errors="replace") as file,
+    ):
+        return file.read(), name
 
 
 def parse(text: str, name: str = "The text") -> list[Record]:
@@ -105,7 +113,9 @@ class Chain:
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Self:
         """Return the chain of an existing file, locked; an incomplete last line is cut off."""
-        file = _locked(path, os.O_RDWR)
+        path = _validate.path("ledger", path)
+        with _validate.file_errors("read", path, _RUNS_LEDGER):
+            file = _locked(path, os.O_RDWR)
         try:
             with os.fdopen(os.dup(file), "rb") as reader:
                 data = reader.read()
@@ -123,21 +133,13 @@ class Chain:
 
     def write_to(self, path: str | os.PathLike[str]) -> None:
         """Write the records to a new file, and append to that file from now on."""
-        try:
+        path = _validate.path("ledger", path)
+        with _validate.file_errors("written", path, _NEW_FILE):
             file = _locked(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-        except FileExistsError as error:
-            raise FileExistsError(
-                f"{os.fspath(path)} exists. Expected a new path for the ledger of a new run, or "
-                "load_checkpoint to go on with the run that wrote it."
-            ) from error
-        except FileNotFoundError as error:
-            raise FileNotFoundError(
-                f"{os.fspath(path)} can't be made: its folder does not exist. Expected a path in "
-                "a folder that does."
-            ) from error
         try:
             text = self.text().encode()
-            _write(file, text)
+            with _validate.file_errors("written", path, _ROOM):
+                _write(file, text)
             self.close()
             if self.links:
                 self.links[-1] = self.links[-1]._replace(end=len(text))
@@ -150,6 +152,11 @@ class Chain:
 
     def append(self, record: Record) -> None:
         """Add one record, to the file before memory."""
+        if self.path is not None and self._file is None:
+            raise ValueError(
+                f"{self.path} is closed, so a release would not be on record. Expected no step "
+                "after ledger.close() or engine.detach(); load_checkpoint goes on with a run."
+            )
         self._mend()
         chained, end = link(self.last_hash, record), 0
         line = json.dumps({**record, "hash": chained}, sort_keys=True, allow_nan=False)
@@ -162,7 +169,8 @@ class Chain:
         try:
             if self._file is not None:
                 data = f"{line}\n".encode()
-                _write(self._file, data)
+                with _validate.file_errors("written", str(self.path), _ROOM):
+                    _write(self._file, data)
                 end = self._end + len(data)
             self.links.append(Link(record, line, chained, end))
         except BaseException:  # a full disk, or an interrupt at any of these lines
@@ -215,7 +223,7 @@ class Chain:
             os.fsync(self._file)
 
     def close(self) -> None:
-        """Close and unlock the file; records stay readable and may still be added in memory."""
+        """Close and unlock the file; records stay readable, and no more can be added."""
         if self._file is not None:
             os.close(self._file)
         self._file = None

@@ -20,7 +20,7 @@ from dualdp.ledger.contents import Contents
 from dualdp.ledger.hash_chain import Chain, Record, parse, read_text
 from dualdp.ledger.release_record import Arrays, Seal
 from dualdp.plan import accounting
-from dualdp.plan.plan import PrivacyPlan
+from dualdp.plan.plan import PrivacyPlan, require_plan
 from dualdp.plan.schedules import AdaptiveNorm
 from dualdp.randomness import run_registry
 
@@ -84,6 +84,7 @@ class Ledger:
         accountant: str | None = None,
         path: str | os.PathLike[str] | None = None,
     ) -> None:
+        require_plan(plan)
         require_bound(accountant or plan.accountant)
         name = accounting.account(plan, [], accountant).name
         header = {
@@ -167,7 +168,7 @@ class Ledger:
             AccountingError: the step is out of order, past the plan, or past its target epsilon; or
                 the run belongs to another process.
         """
-        self.expect(step)
+        self.expect(_validate.integer("step", step))
         state, contents = self._state, self._read()
         releases = contents.of_step.get(step, [])
         entry = releases[-1] if releases else self._release(step, state.branch)

@@ -11,7 +11,7 @@ from typing import Any
 from dualdp import _validate, accountants
 from dualdp.accountants import require_bound
 from dualdp.mechanisms import num_steps_of
-from dualdp.plan.plan import PrivacyPlan
+from dualdp.plan.plan import PrivacyPlan, require_plan
 
 #: Errors of both engines about a missing or a second run.
 NO_RUN = "The engine has no run yet. Call make_private first."
@@ -61,6 +61,8 @@ def plan_of(
     if plan is not None:
         _check_plan(plan, given, accountant, secure_mode)
         return plan
+    if num_examples == 0:
+        raise ValueError("The data has no examples. Expected at least one.")
     settings = _plan_arguments(given, num_examples, accountant, secure_mode)
     wanted = ["expected_batch_size", "max_grad_norm"]
     wanted += ["target_epsilon"] if calibrates else ["noise_multiplier"]
@@ -109,8 +111,7 @@ def _check_plan(
     plan: PrivacyPlan, given: Mapping[str, Any], accountant: str | None, secure_mode: bool
 ) -> None:
     """Raise if the user's plan is none, or another argument contradicts it."""
-    if not isinstance(plan, PrivacyPlan):
-        raise TypeError(f"plan is a {type(plan).__name__}. Expected a dualdp.PrivacyPlan.")
+    require_plan(plan)
     if given:
         raise ValueError(
             f"{', '.join(sorted(given))} came together with plan=, which holds such things. "

@@ -418,6 +418,12 @@ class PrivacyPlan:
             ) from error
 
 
+def require_plan(plan: Any) -> None:
+    """Raise unless this is a plan."""
+    if not isinstance(plan, PrivacyPlan):
+        raise TypeError(f"plan is {_validate.kind(plan)}. Expected a dualdp.PrivacyPlan.")
+
+
 _CHOICES = {
     "sampler": SAMPLERS,
     "neighboring_relation": mechanisms.RELATIONS,

@@ -66,6 +66,7 @@ class Step:
     every: int
 
     def __post_init__(self) -> None:
+        _validate.real("initial", self.initial)
         _validate.positive("factor", self.factor)
         _validate.integer("every", self.every, minimum=1)
 
@@ -88,6 +89,7 @@ class Exponential:
     rate: float
 
     def __post_init__(self) -> None:
+        _validate.real("initial", self.initial)
         _validate.positive("rate", self.rate)
 
     def at(self, steps: Any) -> Values:
@@ -116,6 +118,8 @@ class Linear:
     over: int
 
     def __post_init__(self) -> None:
+        _validate.real("initial", self.initial)
+        _validate.real("final", self.final)
         _validate.integer("over", self.over, minimum=1)
 
     def at(self, steps: Any) -> Values:
@@ -265,6 +269,7 @@ def as_schedule(
                 "epochs), so that the schedule can be tabulated and accounted; or one of "
                 f"{', '.join(SCHEDULES)}."
             )
+        _validate.takes(name, value, "(step)", 0)
         return Table(tuple(_validate.real(f"{name}({k})", value(k)) for k in range(num_steps)))
     return Constant(_validate.real(name, value))
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, product
 
+from dualdp import _validate
 from dualdp.porting import layouts
 from dualdp.porting.layouts import RECURRENT, ROOTS, Line, Term
 from dualdp.porting.parameter_map import Axes, LeafSlice, ParameterMap
@@ -58,6 +59,11 @@ class Matcher:
     frozen: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
+        if not isinstance(self.mapping, Mapping | None):
+            raise TypeError(
+                f"mapping is {_validate.kind(self.mapping)}. Expected a mapping from torch names "
+                "to JAX paths, {'fc': 'Dense_0'}."
+            )
         tied = (self.tied or {}).items()
         self.first_name = {name: first for first, names in tied for name in names}
         self.shapes = {"/".join(path): shape for path, shape in self.jax_leaves}

@@ -26,6 +26,10 @@ class Axes:
     @classmethod
     def of(cls, layout: str, shape: Sequence[int], known: Mapping[str, int]) -> Axes | None:
         """Return the axes of a layout for torch's shape, or None if the layout does not fit."""
+        if layout.count("->") != 1:
+            raise ValueError(
+                f"layout={layout!r} has no '->'. Expected torch's axes and JAX's: 'o i -> i o'."
+            )
         left, right = layout.split("->")
         spread = len(shape) - len(_groups(left)) + 1
         torch, jax = (_groups(side, spread) for side in (left, right))

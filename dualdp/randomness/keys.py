@@ -121,12 +121,10 @@ class RootKey:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a new key file, mode 0600, and beside it the marker of a run with this key."""
-        try:
+        path = _validate.path("path", path)
+        expected = "a new path, in a folder that exists; a key file is never overwritten"
+        with _validate.file_errors("written", path, expected):
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        except FileExistsError:
-            raise FileExistsError(
-                f"{os.fspath(path)} exists. Expected a new path; a key file is never overwritten."
-            ) from None
         try:
             with os.fdopen(descriptor, "w") as file:
                 file.write(self._text())  # no variable of a traceback holds the secret
@@ -145,7 +143,9 @@ class RootKey:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> RootKey:
         """Return the key in a key file."""
-        root, version = _read(path)
+        path = _validate.path("key", path)
+        with _validate.file_errors("read", path, "a key file written by plan.save_key"):
+            root, version = _read(path)
         # Raised here, where no exception and no variable holds the content of the file.
         if root is not None:
             used_keys.note_file(root.sha256, path)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dualdp import checkpoint
+from dualdp import _validate, checkpoint
 from dualdp.ledger.ledger import Ledger
 from dualdp.plan.plan import PrivacyPlan
 from dualdp.randomness import RootKey
@@ -35,6 +35,12 @@ def run_document(state: TrainState, engine: PrivacyEngine, path: PathLike) -> di
         "leaves": [name for name, _ in leaf_paths(state.params)],
         **checkpoint.pack_run(engine.ledger, path),
     }
+
+
+def check_engine(engine: Any) -> None:
+    """Refuse what is no engine, before anything is saved."""
+    if not isinstance(engine, PrivacyEngine):
+        raise TypeError(f"engine is {_validate.kind(engine)}. Expected the run's PrivacyEngine.")
 
 
 def resume_engine(
@@ -74,7 +80,7 @@ def named_leaves(state: TrainState) -> dict[str, Any]:
         ValueError: two leaves have one name.
     """
     if not isinstance(state, TrainState):
-        raise TypeError(f"state is a {type(state).__name__}. Expected the TrainState of a step.")
+        raise TypeError(f"state is {_validate.kind(state)}. Expected the TrainState of a step.")
     found: dict[str, Any] = {}
     for prefix, tree in (("params", state.params), ("optimizer", state.opt_state)):
         for path, leaf in leaf_paths(tree):
@@ -119,7 +125,7 @@ def check_like(like: Any) -> None:
     """Refuse anything but a `TrainState`."""
     if not isinstance(like, TrainState):
         raise TypeError(
-            f"like is a {type(like).__name__}. Expected dpj.TrainState.create(params, optimizer)."
+            f"like is {_validate.kind(like)}. Expected dpj.TrainState.create(params, optimizer)."
         )
 
 

@@ -14,10 +14,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from dualdp import checkpoint
+from dualdp import _validate, checkpoint
 from dualdp.randomness import RootKey
 from dualdp_jax.checkpoint.run_state import (
     PathLike,
+    check_engine,
     check_fits,
     check_like,
     named_arrays,
@@ -53,11 +54,13 @@ def save_sharded_checkpoint(folder: PathLike, *, state: TrainState, engine: Priv
         Resumed, on this mesh or another, the run goes on where it was.
             [test_a_sharded_checkpoint_loads_on_other_meshes]
     """
+    check_engine(engine)
     ocp = _orbax()
     arrays = named_arrays(state)
 
     def describe(_: None) -> tuple[int, dict[str, Any]]:
-        Path(folder).mkdir(exist_ok=True)
+        with _validate.file_errors("written", folder, "a new folder, or that of earlier ones"):
+            Path(folder).mkdir(exist_ok=True)
         kinds = {name: [str(a.dtype), list(a.shape)] for name, a in arrays.items()}
         document = {**run_document(state, engine, folder), "arrays": kinds}
         return 1 + max(checkpoint.numbers(folder), default=0), document

@@ -11,12 +11,13 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from dualdp import checkpoint
+from dualdp import _validate, checkpoint
 from dualdp.porting import convert_checkpoint
 from dualdp.randomness import RootKey
 from dualdp_jax import compat
 from dualdp_jax.checkpoint.run_state import (
     PathLike,
+    check_engine,
     check_fits,
     check_like,
     is_key,
@@ -56,12 +57,15 @@ def save_checkpoint(path: PathLike, *, state: TrainState, engine: PrivacyEngine)
         A step that is run again with anything changed has other noise, and both are accounted.
             [test_a_changed_replay_gets_new_noise_and_both_are_accounted]
     """
+    check_engine(engine)
     arrays = named_arrays(state)
-    engine.written(
-        "the checkpoint",
-        lambda: {name: whole(array) for name, array in arrays.items()},
-        lambda arrays: write_file(path, arrays, run_document(state, engine, path)),
-    )
+
+    def write(arrays: Arrays) -> None:
+        _validate.new_file("path", path)
+        write_file(path, arrays, run_document(state, engine, path))
+
+    content = lambda: {name: whole(array) for name, array in arrays.items()}  # noqa: E731
+    engine.written("the checkpoint", content, write)
 
 
 def load_checkpoint(
@@ -118,6 +122,7 @@ def converted(
     mapping: Mapping[str, Any] | None,
 ) -> tuple[Arrays, dict[str, Any]]:
     """Convert a torch checkpoint to the one that this backend would have written for this state."""
+    check_like(like)
     ours = {name: whole(array) for name, array in named_arrays(like).items()}
     wanted = {name: (array.shape, str(array.dtype)) for name, array in ours.items()}
     pass_end = document["settings"]["pass_end"]

@@ -14,6 +14,7 @@ from jax.experimental import io_callback
 
 from dualdp import _validate
 from dualdp._validate import AccountingError
+from dualdp.plan.plan import require_plan
 from dualdp.randomness import grid_noise, run_registry
 from dualdp_jax import compat
 from dualdp_jax.noise import generators
@@ -88,8 +89,8 @@ def checked_step(plan: Any, step: Any) -> int:
     Raises:
         AccountingError: it is not.
     """
-    step = int(step)
-    if step < 0 or (plan.num_steps is not None and step >= plan.num_steps):
+    step = _validate.integer("step", step)
+    if plan.num_steps is not None and step >= plan.num_steps:
         raise AccountingError(
             f"step={step} is past the plan's num_steps={plan.num_steps}. Plan more steps, or "
             "num_steps=None for an open-ended run."
@@ -171,6 +172,21 @@ def noisy_mean(
     return claimed_mean(grads, plan, step, source, source, branch, max_grad_norm)
 
 
+def _check_sum(grads: Any) -> None:
+    """Refuse what is no clipped sum: a pytree of arrays."""
+    if grads is None or "norms" in getattr(grads, "_fields", ()):
+        raise TypeError(
+            f"grads is {_validate.kind(grads)}. Expected the clipped sum alone, such as "
+            "clipped_grad_sum(...).grads: no noise makes norms and losses private."
+        )
+    for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
+        if not isinstance(leaf, jax.Array | np.ndarray | np.generic):
+            raise TypeError(
+                f"grads{jax.tree_util.keystr(path)} is {_validate.kind(leaf)}. Expected a JAX or "
+                "NumPy array."
+            )
+
+
 def claimed_mean(
     grads: Any,
     plan: Any,
@@ -184,6 +200,8 @@ def claimed_mean(
 
     `source` is the user's name of the noise source; the other arguments are those of `noisy_mean`.
     """
+    require_plan(plan)
+    _check_sum(grads)
     is_traced = compat.is_traced((grads, step)) or compat.in_trace()
     mean = _traced_mean if is_traced else _mean_on_host
     return mean(grads, plan, step, source, caller, branch, max_grad_norm)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import optax
 
+from dualdp.plan.plan import require_plan
 from dualdp.randomness import run_registry
 from dualdp_jax.noise.noise import claimed_mean, refuse_adaptive
 
@@ -56,6 +57,7 @@ def add_noise(plan: Any) -> optax.GradientTransformation:
             [test_a_step_that_is_not_on_record_gets_nan_inside_jit]
         The state holds no key.  [test_add_noise_keeps_the_key_on_the_host]
     """
+    require_plan(plan)
     refuse_adaptive(plan)
     caller = object()
     run_registry.reserve(plan, _SOURCE, caller)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dualdp import _validate
 from dualdp._validate import UnsupportedLayerError
 from dualdp_jax import compat
 from dualdp_jax.per_sample.parameters import Parameters, split
@@ -88,6 +89,8 @@ def build(
     """
     parameters = what if isinstance(what, Parameters) else split(what, trainable)
     arrays, num_examples, rebuild = split_batch(batch)
+    named = {} if key is None else {"key": key}
+    _validate.takes("loss_fn", loss_fn, "(params, *example)", what, *batch, **named)
     if positions is None:
         positions = np.arange(num_examples, dtype=np.uint32)
     _check_key(key)
@@ -141,8 +144,10 @@ def split_batch(batch: tuple[Any, ...]) -> tuple[list[Any], int, Callable[[list[
     arrays: list[Any] = []
     lengths: dict[str, int] = {}
     for path, leaf in flat:
+        name = f"batch{jax.tree_util.keystr(path)}"
+        if isinstance(leaf, Iterator) or _is_foreign(leaf):
+            raise TypeError(f"{name} is {_validate.kind(leaf)}. Expected a JAX or NumPy array.")
         if isinstance(leaf, jax.Array | np.ndarray):
-            name = f"batch{jax.tree_util.keystr(path)}"
             lengths[name] = _num_rows(name, leaf)
             arrays.append(leaf)
     if not lengths:
@@ -166,6 +171,11 @@ def split_batch(batch: tuple[Any, ...]) -> tuple[list[Any], int, Callable[[list[
         return jax.tree.unflatten(treedef, leaves)
 
     return arrays, num_examples, rebuild
+
+
+def _is_foreign(leaf: Any) -> bool:
+    """True for an array of another library, such as a torch tensor."""
+    return hasattr(leaf, "__array__") and not isinstance(leaf, jax.Array | np.ndarray | np.generic)
 
 
 def _refuse_lists_of_numbers(batch: Any, n: int) -> None:
@@ -211,7 +221,7 @@ def _checked_loss(result: Any, has_aux: bool) -> tuple[Any, Any]:
     """Return (loss (), aux) from the result of `loss_fn` for one example."""
     if has_aux and not (isinstance(result, tuple) and len(result) == 2):
         raise TypeError(
-            f"has_aux=True, but loss_fn returned a {type(result).__name__}. Expected (loss, aux)."
+            f"has_aux=True, but loss_fn returned {_validate.kind(result)}. Expected (loss, aux)."
         )
     loss, aux = result if has_aux else (result, None)
     if isinstance(loss, tuple | list | dict) or loss is None:

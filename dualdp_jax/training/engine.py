@@ -170,14 +170,23 @@ class PrivacyEngine:
         if checks is None and self._loaded is not None:
             checks = self.ledger.check_rate
         rate = exactness.checked_rate(checks)
+        if not callable(loss_fn):
+            raise TypeError(
+                f"loss_fn is {_validate.kind(loss_fn)}. Expected a function (params, *example) -> "
+                "loss of one example."
+            )
         if not hasattr(optimizer, "init") or not hasattr(optimizer, "update"):
             raise TypeError(
-                f"optimizer is a {type(optimizer).__name__}. Expected an optax transformation, "
+                f"optimizer is {_validate.kind(optimizer)}. Expected an optax transformation, "
                 "such as optax.sgd(0.1)."
             )
         parameters = split(params, trainable)
         if not parameters.trained:
-            raise ValueError("No leaf of params is trained. Expected at least one; see trainable=.")
+            kinds = sorted({_validate.kind(leaf) for leaf in jax.tree.leaves(params)})
+            raise ValueError(
+                f"No leaf of params is trained; it holds {', '.join(kinds) or 'nothing'}. Expected "
+                "at least one floating JAX or NumPy array; see trainable=."
+            )
         data_mesh = data_mesh_of(data_sharding, parameters)
         group = None if data_mesh is None else data_mesh.group
         plan = self._plan_of(plan, data, plan_arguments, group)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from dualdp import _validate
 from dualdp_jax import compat
 from dualdp_jax.noise.noise import Release, noised_mean, release_at
 from dualdp_jax.parallel.mesh import DataMesh, shardings, whole
@@ -294,6 +295,11 @@ def first_state(parameters: Parameters, optimizer: optax.GradientTransformation)
     Dtypes are made strong, and the optimizer is initialized with parameters as wide as the noisy
     mean, so that no later step recompiles.
     """
+    if not hasattr(optimizer, "init"):
+        raise TypeError(
+            f"optimizer is {_validate.kind(optimizer)}. Expected an optax transformation, such as "
+            "optax.sgd(0.1)."
+        )
     strong = [jax.lax.convert_element_type(p, p.dtype) for p in parameters.trained]
     opt_state = optimizer.init(parameters.like([widen(p) for p in strong]))
     return TrainState(parameters.whole(strong, parameters.others), opt_state, 0)
@@ -329,9 +335,14 @@ def check_step(loader: PlannedLoader, state: TrainState, batch: LogicalBatch) ->
             "releases. Call it from Python; for a jitted loop use clipped_grad_sum, "
             "add_noise(plan) and engine.record(num_steps=k)."
         )
+    if not isinstance(state, TrainState):
+        raise TypeError(
+            f"state is {_validate.kind(state)}. Expected the TrainState that make_private or the "
+            "step before returned: step(state, batch)."
+        )
     if not loader.drew(batch):
         raise TypeError(
-            f"batch is a {type(batch).__name__} that this engine's loader did not draw, or that "
+            f"batch is {_validate.kind(batch)} that this engine's loader did not draw, or that "
             "was changed since. Expected one of its batches as it is: only they are what the "
             "accountant assumes. Augment examples in loss_fn (needs_key=True gives each a key)."
         )

@@ -24,6 +24,7 @@ from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import dualdp
+from dualdp import _validate
 
 SCHEMA = 2
 PARTIAL = ".partial"
@@ -231,8 +232,9 @@ def check_same(earlier: Results, now: Results, path: Path) -> None:
 def read(path: Path) -> Results:
     """Read a results file back; raise a ValueError about its first fault if it is not one."""
     try:
-        data = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
+        with _validate.file_errors("read", path, "a results file that this package wrote"):
+            data = json.loads(path.read_text())
+    except ValueError as error:
         raise ValueError(
             f"{path} is not JSON: {error}. Expected a file this package wrote."
         ) from None

@@ -16,7 +16,7 @@ from dualdp.audit.canaries import Audit
 from dualdp.audit.canaries import audit as run_audit
 from dualdp.plan.plan import PrivacyPlan
 from dualdp.testing import PrivateStep, Release, Report, check_private_step
-from dualdp_tools.cli.common import Json, NoiseMultiplier, imported, reported_errors, working
+from dualdp_tools.cli.common import Json, NoiseMultiplier, made, reported_errors, working
 
 STACKS = ("torch", "jax")
 
@@ -103,13 +103,7 @@ def _ours(stack: str, noise_multiplier: float, noise: str) -> PrivateStep:
 
 def _own(name: str) -> PrivateStep:
     """`PrivateStep` returned by the user's function "module:function"."""
-    try:
-        make = imported(name)
-    except (ImportError, AttributeError, ValueError, TypeError) as error:
-        raise ValueError(
-            f"step={name!r} names no function ({error}). Expected package.module:function."
-        ) from error
-    step: PrivateStep = make()
+    step: PrivateStep = made("step", name)
     words = ("claims", "num_examples", "releases", "events")
     missing = [word for word in words if not hasattr(step, word)]
     if missing:

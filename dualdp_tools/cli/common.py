@@ -91,14 +91,21 @@ def working(title: str, pieces: int | None = None) -> Iterator[Callable[[], None
         yield lambda: bar.advance(task)
 
 
-def imported(name: str) -> Any:
-    """Object "module:name" of the user, found from the working directory too."""
+def made(option: str, name: str) -> Any:
+    """Return what the user's function "module:function" returns; without arguments."""
     module, _, attribute = name.partition(":")
     sys.path.insert(0, os.getcwd())
     try:
-        return getattr(importlib.import_module(module), attribute)
+        function = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{option}={name!r} names no function ({error}). Expected package.module:function, "
+            "found from the working directory."
+        ) from error
     finally:
         sys.path.remove(os.getcwd())
+    _validate.takes(f"{option}={name!r}", function, "no arguments")
+    return function()
 
 
 def epsilon_by_steps(
@@ -174,8 +181,7 @@ def draw(
     path: Path, bounds: Callable[[int], tuple[float, float]], num_steps: int, title: str
 ) -> None:
     """Plot epsilon and its lower bound against the number of steps."""
-    if not path.absolute().parent.is_dir():
-        raise ValueError(f"plot={str(path)!r} lies in no existing folder. Create it first.")
+    _validate.new_file("plot", path)
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:

@@ -10,7 +10,9 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
+from dualdp import _validate
 from dualdp.log import UNPROTECTED, read_log
+from dualdp_tools.cli.common import reported_errors
 
 #: Column -> (title, unit); other columns show under their own name.
 KNOWN = {
@@ -37,7 +39,9 @@ def plot(
 ) -> None:
     """Draw every column of a run's log against the step."""
     target = out or log.with_suffix(".png")
-    picture(read_log(log)).savefig(target)
+    with reported_errors():
+        _validate.new_file("out", target)
+        picture(read_log(log)).savefig(target)
     typer.echo(f"wrote {target}")
 
 

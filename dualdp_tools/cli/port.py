@@ -10,7 +10,9 @@ from typing import Annotated, Any
 
 import typer
 
-from dualdp_tools.cli.common import imported, reported_errors, working
+from dualdp import _validate
+from dualdp.port import STACKS
+from dualdp_tools.cli.common import made, reported_errors, working
 
 
 def port(
@@ -35,24 +37,22 @@ def port(
 
     target = out or Path(f"{os.fspath(checkpoint)}.{to}")
     with reported_errors(), working("Converting"):
-        write(checkpoint, target, to=to, like=_made(like), mapping=_table(mapping))
+        _validate.choice("to", to, STACKS)
+        _validate.new_file("out", target)
+        write(checkpoint, target, to=to, like=made("like", like), mapping=_table(mapping))
     typer.echo(f"wrote {target}")
-
-
-def _made(name: str) -> Any:
-    """Result of the user's factory "module:factory"."""
-    try:
-        make = imported(name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(
-            f"like={name!r} can't be imported ({error}). Expected module:factory, found from here."
-        ) from error
-    return make()
 
 
 def _table(path: Path | None) -> dict[str, Any] | None:
     """Mapping from the user's JSON file; a pair [path, layout] becomes a tuple."""
     if path is None:
         return None
-    table = json.loads(path.read_text())
+    expected = 'a JSON table of names, {"torch name": "jax path"}'
+    try:
+        with _validate.file_errors("read", path, expected):
+            table = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error}). Expected {expected}.") from error
+    if not isinstance(table, dict):
+        raise ValueError(f"{path} holds {_validate.kind(table)}. Expected {expected}.")
     return {name: tuple(to) if isinstance(to, list) else to for name, to in table.items()}

@@ -66,10 +66,11 @@ def scale(
 ) -> None:
     """Forecast a private step of a transformer on many accelerators; lists are comma-separated."""
     with reported_errors():
+        positions = _validate.integer("positions", positions, minimum=1)
         chosen = _validate.choice("hardware", hardware, scaling.HARDWARE)
         jobs = [
             scaling.Job(
-                replace(_model(billions), positions=_validate.integer("positions", positions)),
+                replace(_model(billions), positions=positions),
                 ranks=_number("accelerators", count),
                 hardware=scaling.HARDWARE[chosen],
                 expected_batch_size=batch_size,

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from dualdp import _validate
 from dualdp.ledger.verify import Finding, Verification, one_key
 from dualdp.ledger.verify import verify as run_verify
 from dualdp_tools.cli.common import RELATIONS, Json, reported_errors, working
@@ -33,10 +34,10 @@ def verify(
     with reported_errors():
         if report is not None and report.suffix not in (".md", ".html"):
             raise ValueError(f"report={str(report)!r} has no known form. Expected .md or .html.")
-        if report is not None and not report.absolute().parent.is_dir():
-            raise ValueError(f"report={str(report)!r} lies in no existing folder. Make it first.")
         if report is not None and len(ledger) > 1:
             raise ValueError(f"report came with {len(ledger)} ledgers. Expected one of them.")
+        if report is not None:
+            _validate.new_file("report", report)
         several = []
         with working("Checking", len(ledger)) as advance:
             for path in ledger:

@@ -15,18 +15,25 @@ import numpy as np
 import torch
 from torch import nn
 
-from dualdp import checkpoint
+from dualdp import _validate, checkpoint
 from dualdp.ledger.ledger import Ledger
 from dualdp.porting import parameter_map
 from dualdp_torch.checkpoint import weights
 from dualdp_torch.checkpoint.optimizer_state import named_state, restorer
 from dualdp_torch.parallel.process_group import Group, on_all
 from dualdp_torch.rules.base import Tensor
-from dualdp_torch.training.arguments import RunSettings
+from dualdp_torch.training.arguments import RunSettings, check_kinds
 from dualdp_torch.training.engine import PrivacyEngine
 from dualdp_torch.training.run_ledger import resume_ledger
 
 Path = str | os.PathLike[str]
+
+
+def check_parts(model: Any, optimizer: Any, engine: Any) -> None:
+    """Refuse what is no model, optimizer or engine, before anything is saved."""
+    check_kinds(model, optimizer, "model")
+    if not isinstance(engine, PrivacyEngine):
+        raise TypeError(f"engine is {_validate.kind(engine)}. Expected the run's PrivacyEngine.")
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from dualdp import checkpoint
+from dualdp import _validate, checkpoint
 from dualdp.randomness import RootKey
 from dualdp_torch.checkpoint.run_state import (
     Path,
+    check_parts,
     generator_states,
     load_run,
     run_document,
@@ -63,6 +64,7 @@ def save_sharded_checkpoint(
         Resumed, on as many processes or others, the run goes on where it was.
             [test_sharded_checkpoints_load_on_other_numbers_of_processes]
     """
+    check_parts(model, optimizer, engine)
     settings, group = engine.settings_to_save(model, optimizer), engine.group
     rank = 0 if group is None else group.rank
     tensors, described = _run_tensors(model, optimizer)
@@ -74,7 +76,8 @@ def save_sharded_checkpoint(
 
     def describe() -> dict[str, Any]:
         shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
+        with _validate.file_errors("written", folder, "a new folder, or that of earlier ones"):
+            part.mkdir(parents=True)
         return run_document(engine, settings, model, described, folder)
 
     document = on_first(group, f"the document of {engine.ledger.position} steps", describe)

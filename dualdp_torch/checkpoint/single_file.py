@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dualdp import checkpoint
+from dualdp import _validate, checkpoint
 from dualdp.porting import convert_checkpoint
 from dualdp.randomness import RootKey
 from dualdp_torch.checkpoint import weights
@@ -19,6 +19,7 @@ from dualdp_torch.checkpoint.optimizer_state import named_state
 from dualdp_torch.checkpoint.run_state import (
     Path,
     all_generators,
+    check_parts,
     generator_states,
     load_run,
     model_tensors,
@@ -29,7 +30,7 @@ from dualdp_torch.checkpoint.run_state import (
 )
 from dualdp_torch.parallel.fsdp import refuse_sharded
 from dualdp_torch.parallel.process_group import group_of, on_all, on_first, unwrapped
-from dualdp_torch.training.arguments import RunSettings
+from dualdp_torch.training.arguments import RunSettings, check_kinds
 from dualdp_torch.training.engine import PrivacyEngine
 
 Arrays = dict[str, Any]
@@ -56,12 +57,14 @@ def save_checkpoint(
         TypeError: the optimizer keeps something else than tensors and plain values.
         ValueError: another model or optimizer.
     """
+    check_parts(model, optimizer, engine)
     refuse_sharded(model, "save_checkpoint")
     settings, group = engine.settings_to_save(model, optimizer), engine.group
     generators = all_generators(engine)
     position, inner = engine.ledger.position, unwrapped(model)
 
     def write() -> None:
+        _validate.new_file("path", path)
         tensors, described = run_tensors(inner, optimizer)
         tensors |= generators
         low = [name for name, tensor in tensors.items() if tensor.dtype == torch.bfloat16]
@@ -104,6 +107,7 @@ def load_checkpoint(
         FileNotFoundError: a file is missing.
         ValueError: the file is truncated, edited or foreign, or does not fit model or optimizer.
     """
+    check_kinds(model, optimizer, "model")
     refuse_sharded(model, "load_checkpoint")
     group = group_of(model)
     arrays, document = on_all(group, "load_checkpoint", lambda: checkpoint.read(path))
@@ -137,7 +141,10 @@ def converted(
     State that JAX lacks is the model's own: buffers other than running statistics, and the states
     of torch's generators. The loss is assumed to be a mean over the batch.
     """
+    if not isinstance(like, tuple | list) or len(like) != 2:
+        raise TypeError(f"like is {_validate.kind(like)}. Expected (model, optimizer).")
     model, optimizer = like
+    check_kinds(model, optimizer, "model")
     ours = model_tensors(model)
     described = {
         "layout": weights.layout(model),

@@ -15,6 +15,7 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from dualdp_torch.checkpoint.optimizer_state import named_state, restorer
 from dualdp_torch.parallel.fsdp import is_sharded
+from dualdp_torch.per_sample.model_checks import require_module
 
 _KINDS: dict[str, tuple[type[nn.Module], ...]] = {
     "linear": (nn.Linear,),
@@ -59,6 +60,7 @@ def layout(model: nn.Module) -> dict[str, Any]:
 
 def description(model: nn.Module) -> dict[str, Any]:
     """Return the arguments of `dualdp.porting.matching.match` that describe a torch module."""
+    require_module("The torch model", model)
     values, described = dict(_values(model)), layout(model)
     return {
         "torch_shapes": {name: tuple(value.shape) for name, value in values.items()},

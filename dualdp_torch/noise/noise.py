@@ -13,6 +13,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from dualdp import _validate
 from dualdp._validate import AccountingError
+from dualdp.plan.plan import require_plan
 from dualdp.randomness import grid_noise, run_registry, threefry
 from dualdp_torch.noise.generators import Normals
 from dualdp_torch.rules.base import Tensor, wide
@@ -119,6 +120,8 @@ def noisy_mean(
 
     Source: Abadi et al. 2016, Algorithm 1, "add noise".
     """
+    require_plan(plan)
+    _check_sum(grads)
     _refuse_repetition(grads)
     step = _checked_step(plan, step)
     with run_registry.drawing(plan, _SOURCE, _SOURCE, step, branch) as granted:
@@ -136,6 +139,19 @@ def noisy_mean(
 
 
 _SOURCE = "noisy_mean"
+
+
+def _check_sum(grads: Any) -> None:
+    """Refuse what is no clipped sum: a mapping from name to tensor."""
+    if not isinstance(grads, Mapping):
+        raise TypeError(
+            f"grads is {_validate.kind(grads)}. Expected a mapping from name to tensor, such as "
+            "clipped_grad_sum(...).grads."
+        )
+    for name, grad in grads.items():
+        if not torch.is_tensor(grad) or grad.is_meta:
+            what = "on the meta device" if torch.is_tensor(grad) else _validate.kind(grad)
+            raise TypeError(f"grads[{name!r}] is {what}. Expected a torch tensor with numbers.")
 
 
 def _refuse_repetition(grads: Mapping[str, Tensor]) -> None:

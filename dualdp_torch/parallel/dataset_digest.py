@@ -37,8 +37,9 @@ def described(dataset: Any) -> dict[str, Any]:
         dataset: map-style data set.
     """
     about = {"class": type(dataset).__qualname__, "examples": len(dataset)}
-    if isinstance(dataset, TensorDataset):
-        return about | {"rows": [_digest(_of_rows(tensor)) for tensor in dataset.tensors]}
+    if isinstance(dataset, TensorDataset | torch.Tensor):
+        tensors = dataset.tensors if isinstance(dataset, TensorDataset) else (dataset,)
+        return about | {"rows": [_digest(_of_rows(tensor)) for tensor in tensors]}
     if isinstance(dataset, Subset):
         indices = np.asarray(dataset.indices, np.int64)
         return about | {"indices": _digest(indices), "of": described(dataset.dataset)}

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
+from dualdp import _validate
 from dualdp_torch.rules.base import Tensor
 
 
@@ -25,12 +26,20 @@ class Batch:
         self.leaves, self.spec = pytree.tree_flatten(arguments)
         sizes: set[int] = set()
         for leaf in self.leaves:
-            if isinstance(leaf, np.ndarray):
+            is_tensor = torch.is_tensor(leaf)
+            is_array = hasattr(leaf, "__array__") and not isinstance(leaf, np.generic)
+            if isinstance(leaf, Iterator) or (is_array and not is_tensor):
+                shape = f" of shape {leaf.shape}" if hasattr(leaf, "shape") else ""
                 raise TypeError(
-                    f"The batch holds a NumPy array of shape {leaf.shape}. Expected torch tensors; "
-                    "use torch.as_tensor."
+                    f"The batch holds {_validate.kind(leaf)}{shape}. Expected torch tensors; use "
+                    "torch.as_tensor."
                 )
-            if torch.is_tensor(leaf):
+            if is_tensor:
+                if leaf.is_meta:
+                    raise ValueError(
+                        "The batch holds a tensor on the meta device, which has no numbers. "
+                        "Expected the examples themselves."
+                    )
                 if leaf.dim() == 0:
                     raise ValueError(
                         "The batch holds a tensor without axes. Expected the examples on axis 0 of "
@@ -99,13 +108,25 @@ class Batch:
         )
 
 
+def split_aux(returned: Any, has_aux: bool) -> tuple[Any, Any]:
+    """Return (losses, aux) of what a loss function returned."""
+    if not has_aux:
+        return returned, None
+    if not isinstance(returned, tuple | list) or len(returned) != 2:
+        raise TypeError(
+            f"has_aux=True, but loss_fn returned {_validate.kind(returned)}. Expected "
+            "(losses, aux)."
+        )
+    return returned[0], returned[1]
+
+
 def check_losses(losses: Any, n: int) -> Tensor:
     """Return the losses, checked to be one per example."""
     if not torch.is_tensor(losses) or not losses.is_floating_point():
         what = losses.dtype if torch.is_tensor(losses) else type(losses).__name__
         raise TypeError(
             f"loss_fn returned {what}. Expected a floating-point tensor of shape ({n},): one loss "
-            "per example."
+            "per example; has_aux=True allows (losses, aux)."
         )
     if losses.shape != (n,):
         raise ValueError(

@@ -15,11 +15,11 @@ from dualdp import _validate
 from dualdp._validate import UnsupportedLayerError
 from dualdp.exactness import CHECKS
 from dualdp_torch.per_sample.analysis_cache import AnalysisCache, cached_analyses
-from dualdp_torch.per_sample.batch import Batch, check_losses
+from dualdp_torch.per_sample.batch import Batch, check_losses, split_aux
 from dualdp_torch.per_sample.capture import Capture
 from dualdp_torch.per_sample.gradients import Captured, Gradients
 from dualdp_torch.per_sample.independence import Analysis, analyze
-from dualdp_torch.per_sample.model_checks import refuse_mixing_modules
+from dualdp_torch.per_sample.model_checks import refuse_mixing_modules, require_module
 from dualdp_torch.per_sample.model_state import Start, State, refuse_written, restored
 from dualdp_torch.per_sample.parameter_use import (
     USE_LOOP,
@@ -100,12 +100,9 @@ class Call:
                 "A per-sample gradient was asked for inside torch.inference_mode(), where nothing "
                 "has a gradient. Expected the call outside of it."
             )
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"The model is a {type(model).__name__}. Expected a torch.nn.Module.")
-        if not callable(loss_fn):
-            raise TypeError(
-                f"loss_fn is a {type(loss_fn).__name__}. Expected a function of (model, *batch)."
-            )
+        require_module("The model", model)
+        if not isinstance(batch, Batch):
+            _validate.takes("loss_fn", loss_fn, "(model, *batch)", model, *batch)
         examples = batch if isinstance(batch, Batch) else Batch(batch)
         if physical_batch_size is not None:
             physical_batch_size = _validate.integer(
@@ -287,7 +284,7 @@ class Call:
         names = {id(p): name for name, p in self.parameters.items()}
         with Capture(names, skip=skip, model=self.model) as capture:
             out = self.loss_fn(self.model, *self.batch.arguments())
-            losses, aux = out if self.has_aux else (out, None)
+            losses, aux = split_aux(out, self.has_aux)
         if capture.stand_ins:  # freed by now, so that plain autograd would miss them
             self.is_checked = False
         losses = check_losses(losses, self.batch.n)

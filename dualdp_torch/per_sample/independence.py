@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from dualdp import exactness
 from dualdp._validate import UnsupportedLayerError
-from dualdp_torch.per_sample.batch import Batch, check_losses
+from dualdp_torch.per_sample.batch import Batch, check_losses, split_aux
 from dualdp_torch.per_sample.batch_axis import BatchAxis, belongs_to, candidates
 from dualdp_torch.per_sample.capture import Capture
 from dualdp_torch.per_sample.model_checks import refuse_mixing_modules
@@ -190,7 +190,7 @@ def _losses_of(
 
     def losses_of(batch: Batch) -> Tensor:
         out = loss_fn(model, *batch.arguments())
-        return check_losses(out[0] if has_aux else out, batch.n)
+        return check_losses(split_aux(out, has_aux)[0], batch.n)
 
     return losses_of
 

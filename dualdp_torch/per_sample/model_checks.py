@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
+from dualdp import _validate
 from dualdp._validate import UnsupportedLayerError
 
 
@@ -32,6 +34,12 @@ class Finding:
         if self.kind == "Parameter":
             return f"Parameter {self.path!r}: {self.reason}. {self.fix}"
         return f"No rule for {self.kind} (layer {self.path!r}): {self.reason}. {self.fix}"
+
+
+def require_module(name: str, model: Any) -> None:
+    """Refuse what is no torch module."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{name} is {_validate.kind(model)}. Expected a torch.nn.Module.")
 
 
 def _problem_of(module: nn.Module) -> tuple[str, str] | None:

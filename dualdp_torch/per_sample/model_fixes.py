@@ -12,7 +12,12 @@ from torch.nn import functional as F
 
 from dualdp import _validate
 from dualdp._validate import UnsupportedLayerError
-from dualdp_torch.per_sample.model_checks import Finding, module_findings, refuse_mixing_modules
+from dualdp_torch.per_sample.model_checks import (
+    Finding,
+    module_findings,
+    refuse_mixing_modules,
+    require_module,
+)
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _CHANNELS_OF_VECTORS, _CHANNELS_OF_MAPS = 8, 2  # least number per group
@@ -39,8 +44,7 @@ def fix(model: nn.Module, *, num_groups: int = 32) -> nn.Module:
         TypeError, ValueError: a wrong argument.
     """
     _validate.integer("num_groups", num_groups, minimum=1)
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model is a {type(model).__name__}. Expected a torch.nn.Module.")
+    require_module("model", model)
     fixed = copy.deepcopy(model)
     for finding in module_findings(fixed):
         replaced = _replacement(finding, fixed.get_submodule(finding.path), num_groups)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge
+from torch.nn.parameter import is_lazy
 
 from dualdp._validate import UnsupportedLayerError
 from dualdp_torch.rules.base import Rule, Tensor
@@ -206,10 +207,16 @@ def name_of(function: Callable[..., Any]) -> str:
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return name -> trainable parameter; a tied weight is listed under its first name.
 
-    Complex parameters, and hooks that would change a gradient, are refused.
+    Complex parameters, those without numbers, and hooks that would change a gradient, are refused.
     """
     found = {name: p for name, p in model.named_parameters() if p.requires_grad}
     for name, p in found.items():
+        if is_lazy(p) or p.is_meta:
+            where = "not made before the first batch" if is_lazy(p) else "on the meta device"
+            raise ValueError(
+                f"Parameter {name!r} has no numbers: it is {where}. Expected a model with its "
+                "weights: run a batch through it first, or use to_empty(device=) and load them."
+            )
         if p.is_complex():
             raise UnsupportedLayerError(
                 f"Parameter {name!r} is {p.dtype}. Expected real numbers: store "

@@ -33,6 +33,7 @@ from dualdp_torch.per_sample.clip import (
     refuse_two_pass,
 )
 from dualdp_torch.per_sample.gradients import Gradients, Limits
+from dualdp_torch.per_sample.model_checks import require_module
 from dualdp_torch.per_sample.recorder import RECORDED, Recorder
 from dualdp_torch.rules.base import Tensor
 
@@ -161,6 +162,7 @@ def record_per_sample(
         UnsupportedLayerError: the model mixes examples, or a trainable parameter reaches the loss
             outside its forward.
     """
+    require_module("model", model)
     _validate.choice("loss_reduction", loss_reduction, REDUCTIONS)
     _validate.choice("method", method, RECORDED)
     _validate.choice("check", check, CHECKS)

@@ -421,7 +421,8 @@ class Recorder:
         """Return the number of examples; refuse if no forward or no backward was recorded."""
         if self.n is None:
             raise RuntimeError(
-                "No forward was recorded. Call the model inside, with gradients on, before this."
+                "No forward was recorded. Call the model on the batch, with gradients on, and "
+                "then loss.backward()."
             )
         if not self.has_gradients:
             raise RuntimeError(

@@ -12,7 +12,7 @@ from torch import nn
 from dualdp._validate import UnsupportedLayerError
 from dualdp_torch.per_sample.batch import Batch, check_losses
 from dualdp_torch.per_sample.independence import analyze
-from dualdp_torch.per_sample.model_checks import Finding, module_findings
+from dualdp_torch.per_sample.model_checks import Finding, module_findings, require_module
 from dualdp_torch.per_sample.parameter_use import trainable_parameters
 from dualdp_torch.per_sample.random_state import untouched_generators
 
@@ -37,6 +37,7 @@ def validate(
     Raises:
         ValueError: a batch without two examples whose losses are finite.
     """
+    require_module("model", model)
     findings = module_findings(model)
     if loss_fn is None or findings:
         return findings

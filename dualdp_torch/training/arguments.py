@@ -18,7 +18,8 @@ from dualdp.plan.plan import PrivacyPlan
 from dualdp_torch.parallel.fsdp import check_sharded
 from dualdp_torch.per_sample.checks.criterion_check import REDUCTIONS
 from dualdp_torch.per_sample.clip import clipping_bounds, refuse_two_pass
-from dualdp_torch.per_sample.model_checks import refuse_mixing_modules
+from dualdp_torch.per_sample.model_checks import refuse_mixing_modules, require_module
+from dualdp_torch.per_sample.parameter_use import trainable_parameters
 from dualdp_torch.per_sample.recorder import RECORDED
 from dualdp_torch.training.loader import check_loader, expected_batch_size
 from dualdp_torch.training.opacus_names import advice
@@ -71,18 +72,28 @@ class RunSettings:
         return cls(**{name: value for name, value in saved.items() if name not in older})
 
 
+def check_kinds(module: Any, optimizer: Any, name: str = "module") -> None:
+    """Refuse what is no module or no optimizer of torch; `name` is the user's for the module."""
+    require_module(name, module)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"optimizer is {_validate.kind(optimizer)}. Expected one of torch, such as "
+            "torch.optim.SGD(model.parameters(), lr=0.1)."
+        )
+
+
 def check(
     module: nn.Module, optimizer: torch.optim.Optimizer, plan: PrivacyPlan, settings: RunSettings
 ) -> None:
     """Refuse a model, optimizer or plan that cannot be trained privately; changes nothing."""
     _validate.choice("loss_reduction", settings.loss_reduction, REDUCTIONS)
     _validate.choice("grad_sample_mode", settings.grad_sample_mode, GRAD_SAMPLE_MODES)
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"module is a {type(module).__name__}. Expected a torch.nn.Module.")
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"optimizer is a {type(optimizer).__name__}. Expected a torch one.")
     refuse_mixing_modules(module)
-    trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
+    trained = trainable_parameters(module)
+    if not trained:
+        raise ValueError(
+            "The model has no trainable parameter. Expected at least one with requires_grad."
+        )
     check_holds(optimizer, trained)
     check_sharded(module, GRAD_SAMPLE_MODES[settings.grad_sample_mode])
     clipping_bounds(trained, plan.clipping, plan.clipping_bounds(plan.max_grad_norm_at(0)))
@@ -96,8 +107,9 @@ def check_holds(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Pa
     missing = [n for n, p in parameters.items() if id(p) not in theirs]
     if missing:
         raise ValueError(
-            f"The optimizer does not hold the trainable parameters {missing}. Freeze them "
-            "(requires_grad_(False)) or give the optimizer all of model.parameters()."
+            f"The optimizer does not hold the trainable parameters {missing}. Give it all of "
+            "model.parameters() after the last change of the model (fix makes new parameters), or "
+            "freeze them (requires_grad_(False))."
         )
     strange = [tuple(p.shape) for p in held if id(p) not in ours and p.requires_grad]
     if strange:

@@ -25,7 +25,7 @@ from dualdp.plan.plan import PrivacyPlan
 from dualdp.porting.parameter_map import ParameterMap
 from dualdp.randomness import run_registry
 from dualdp_torch.parallel.process_group import QUIET, Group, group_of, on_all, unwrapped
-from dualdp_torch.training.arguments import RunSettings, check, plan_of
+from dualdp_torch.training.arguments import RunSettings, check, check_kinds, plan_of
 from dualdp_torch.training.loader import (
     SINGLE_PROCESS,
     Passes,
@@ -244,6 +244,7 @@ class PrivacyEngine:
         ledger: str | os.PathLike[str] | None,
     ) -> Private:
         """Check everything, then open the ledger and attach."""
+        check_kinds(module, optimizer)
         for name, used in (("module", unwrapped(module)), ("optimizer", optimizer)):
             if used in _in_use:
                 raise AccountingError(

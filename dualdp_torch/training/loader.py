@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,11 +14,9 @@ import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    Dataset,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
-    TensorDataset,
 )
 from torch.utils.data.distributed import DistributedSampler
 
@@ -96,23 +94,23 @@ def draws(
             yield Draw(step, indices[rows].tolist(), torch.from_numpy(mask[rows]), k, len(chunks))
 
 
-def as_dataset(data: Any) -> Dataset[Any]:
-    """Return a map-style data set, also from a tensor or a tuple of tensors.
-
-    Raises:
-        TypeError: an iterable data set, or something without length and rows.
-    """
-    if torch.is_tensor(data):
-        return TensorDataset(data)
-    if isinstance(data, tuple | list) and data and all(torch.is_tensor(d) for d in data):
-        return TensorDataset(*data)
-    if isinstance(data, IterableDataset) or not hasattr(data, "__getitem__"):
-        raise TypeError(
-            f"The data is a {type(data).__name__}, which can't be drawn from by index. Expected a "
-            "map-style Dataset or a tuple of tensors."
-        )
-    dataset: Dataset[Any] = data
-    return dataset
+def _check_dataset(data: Any) -> None:
+    """Refuse data that aren't map-style: without length or rows, or a collection of columns."""
+    is_mapped = hasattr(data, "__getitem__") and hasattr(data, "__len__")
+    if isinstance(data, Mapping):
+        is_table = not all(isinstance(key, int) for key in data)
+    else:  # a list holds examples
+        is_table = isinstance(data, tuple) and all(hasattr(item, "__array__") for item in data)
+    if is_table and len(data):
+        reason = "whose items are columns, not examples"
+    elif isinstance(data, IterableDataset) or not is_mapped:
+        reason = "which can't be drawn from by index, as the sampler does"
+    else:
+        return
+    raise TypeError(
+        f"The data set is {_validate.kind(data)}, {reason}. Expected a map-style one (with "
+        "__getitem__ and __len__), such as TensorDataset(x, y)."
+    )
 
 
 class _BatchSampler:
@@ -182,7 +180,7 @@ class PlannedLoader:
     ) -> None:
         check_loader(loader)
         _check_share(loader, share)
-        self.dataset = as_dataset(loader.dataset)
+        self.dataset = loader.dataset
         if len(self.dataset) != plan.num_examples:  # type: ignore[arg-type]
             raise ValueError(
                 f"The data has {len(self.dataset)} examples but the plan's "  # type: ignore[arg-type]
@@ -315,11 +313,14 @@ class BatchMemoryManager:
     ) -> None:
         if not isinstance(data_loader, PlannedLoader):
             raise TypeError(
-                f"data_loader is a {type(data_loader).__name__}. Expected the loader that "
+                f"data_loader is {_validate.kind(data_loader)}. Expected the loader that "
                 "make_private returned."
             )
         if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(f"optimizer is a {type(optimizer).__name__}. Expected a torch one.")
+            raise TypeError(
+                f"optimizer is {_validate.kind(optimizer)}. Expected the optimizer that "
+                "make_private returned."
+            )
         self._loader = data_loader.limited(max_physical_batch_size)
 
     def __enter__(self) -> PlannedLoader:
@@ -336,12 +337,17 @@ def check_loader(loader: Any) -> None:
         TypeError: no `DataLoader`, or one over an iterable data set.
         ValueError: a sampler that is neither in order nor a plain shuffle of everything.
     """
+    if isinstance(loader, PlannedLoader):
+        raise TypeError(
+            "data_loader is private already: make_private returned it for another run. Expected "
+            "the DataLoader that it was made of."
+        )
     if not isinstance(loader, DataLoader):
         raise TypeError(
-            f"data_loader is a {type(loader).__name__}. Expected a torch DataLoader over a "
+            f"data_loader is {_validate.kind(loader)}. Expected a torch DataLoader over a "
             "map-style data set."
         )
-    as_dataset(loader.dataset)
+    _check_dataset(loader.dataset)
     batches = loader.batch_sampler
     sampler = batches.sampler if type(batches) is BatchSampler else (batches or loader.sampler)
     plain = type(sampler) is SequentialSampler or (

@@ -17,7 +17,7 @@ from dualdp_torch.parallel.dataset_digest import described
 from dualdp_torch.parallel.fsdp import is_sharded
 from dualdp_torch.parallel.process_group import Group, device_kind, fingerprints
 from dualdp_torch.training.arguments import RunSettings
-from dualdp_torch.training.loader import as_dataset, check_loader
+from dualdp_torch.training.loader import check_loader
 from dualdp_torch.training.run_ledger import secret_of
 
 
@@ -66,7 +66,7 @@ def agreed(
     hint = "Set the same seed before building the model, or load the same weights."
     group.require_same("the start of parameters", starts, hint, shown=False)
     hint = "Row i must be the same example on every process, of one data set that all have whole."
-    data = described(as_dataset(loader.dataset))
+    data = described(loader.dataset)
     group.require_same("data", data, hint, shown=False)
     secret = secret_of(plan) if group.is_first else None
     root = RootKey(*group.broadcast("the key", secret))

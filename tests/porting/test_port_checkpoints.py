@@ -321,7 +321,7 @@ def test_bad_arguments_of_the_command(tmp_path, monkeypatch):
     path, _, _ = saved_by_torch(tmp_path, seed=1)
     for arguments, message in (
         (("--to", "tf", "--like", "factories:state"), "to='tf' is unknown. Expected one of jax"),
-        (("--to", "jax", "--like", "nobody:state"), "like='nobody:state' can't be imported"),
+        (("--to", "jax", "--like", "nobody:state"), "like='nobody:state' names no function"),
         (("--to", "torch", "--like", "factories:parts"), "is a checkpoint of torch already"),
     ):
         done = command(tmp_path, monkeypatch, path, *arguments)

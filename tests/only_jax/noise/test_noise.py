@@ -166,8 +166,10 @@ def test_add_noise_keeps_the_key_on_the_host():
 
 def test_noisy_mean_refuses_steps_past_the_plan():
     plan, grads = make_plan(), {"a": jnp.zeros(3)}
-    for step in (3, -1):
-        with pytest.raises(AccountingError, match=f"step={step} is past the plan's num_steps=3"):
+    with pytest.raises(AccountingError, match="step=3 is past the plan's num_steps=3"):
+        dpj.noisy_mean(grads, plan, 3)
+    for step, error in ((-1, ValueError), ("0", TypeError), (1.5, TypeError)):
+        with pytest.raises(error, match=f"step={step!r} is"):
             dpj.noisy_mean(grads, plan, step)
 
 

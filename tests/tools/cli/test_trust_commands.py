@@ -186,8 +186,8 @@ def test_a_page_of_a_broken_ledger_makes_no_statement(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("verify", "nowhere"), "'nowhere' can't be read: No such file or directory. Expected"),
-        (("verify", "."), "'.' can't be read: Is a directory. Expected the file of a run's"),
+        (("verify", "nowhere"), "nowhere does not exist. Expected the file of a run's"),
+        (("verify", "."), ". is a folder. Expected the file of a run's ledger"),
         (("verify", "nowhere", "--report", "no/x.md"), "lies in no existing folder. Make it first"),
         (("verify", "nowhere", "--report", "x.pdf"), "has no known form. Expected .md or .html"),
         (("audit", "--stack", "tf"), "stack='tf' is unknown. Expected one of jax, torch."),
