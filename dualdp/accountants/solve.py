@@ -133,7 +133,7 @@ def get_delta(
         sample_rate: expected batch size / number of examples.
         num_steps: number of noise releases.
         epsilon: float >= 0.
-        sampler: name of the sampler that formed the batches.
+        sampler: name of the sampler that formed the batches, one of `mechanisms.SAMPLERS`.
         accountant: one of `accountants.names()`.
         neighboring_relation: `add_or_remove`, `zero_out` or `replace`.
         **options: see `get_epsilon`.
@@ -166,7 +166,7 @@ def get_noise_multiplier(
         target_delta: float in (0, 1).
         sample_rate: expected batch size / number of examples.
         num_steps: number of noise releases.
-        sampler: name of the sampler that will form the batches.
+        sampler: name of the sampler that will form the batches, one of `mechanisms.SAMPLERS`.
         accountant: one of `accountants.names()`.
         neighboring_relation: `add_or_remove`, `zero_out` or `replace`.
         **options: see `get_epsilon`.
@@ -209,7 +209,7 @@ def get_schedule_scale(
         target_epsilon: float > 0.
         target_delta: float in (0, 1).
         steps: list of (noise_multiplier, sample_rate, num_steps), one for each constant phase.
-        sampler: name of the sampler that will form the batches.
+        sampler: name of the sampler that will form the batches, one of `mechanisms.SAMPLERS`.
         accountant: one of `accountants.names()`.
         neighboring_relation: `add_or_remove`, `zero_out` or `replace`.
         **options: see `get_epsilon`.
@@ -250,7 +250,7 @@ def get_num_steps(
         target_delta: float in (0, 1).
         noise_multiplier: noise standard deviation / max_grad_norm.
         sample_rate: expected batch size / number of examples.
-        sampler: name of the sampler that will form the batches.
+        sampler: name of the sampler that will form the batches, one of `mechanisms.SAMPLERS`.
         accountant: one of `accountants.names()`.
         neighboring_relation: `add_or_remove`, `zero_out` or `replace`.
         **options: see `get_epsilon`.

@@ -59,7 +59,7 @@ class PrivacyPlan:
         clipping: one of `dualdp.plan.clipping.CLIPPING`.
         noise: "fast" (the framework's generator with our keys), "portable" (the same normals in
             both backends) or "secure" (a cryptographic generator and a public grid).
-        accountant: name of the accountant.
+        accountant: one of `dualdp.accountants.names()`.
         physical_batch_size: number of examples processed at once; None for the whole draw.
         max_batch_size: largest batch for `sampler="truncated_poisson"`.
         group_shares: mapping from group to bound / C, for clipping="per_layer" with a schedule of
