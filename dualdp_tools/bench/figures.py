@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,28 +24,68 @@ from dualdp_tools.bench.results import Results, Row, slug  # noqa: E402
 from dualdp_tools.bench.systems import AUTO, LOOP, NON_PRIVATE  # noqa: E402
 
 EPOCHS = 20  # length of the cumulative curve
-# One colour per system in every figure: ours blue, the non-private step black, peers by name.
-_BLUES = ("#0b3d91", "#2e6fd0", "#6ea0e8", "#a5c5f2", "#cfe0f9")
-_OTHERS = ("#c44e52", "#dd8452", "#937860", "#55a868", "#8172b3", "#da8bc3", "#8c8c8c")
+# Six colours that colour-blind readers tell apart (Okabe & Ito).
+_OTHERS = ("#E69F00", "#009E73", "#CC79A7", "#D55E00")
+#: Library or system -> its colour in every figure; dualdp's methods take the four in turn.
+COLORS = {
+    NON_PRIVATE: "#000000",
+    AUTO: "#0072B2",
+    **dict(zip(("vmap(grad)", "opacus", "loop", "backpack"), _OTHERS, strict=True)),
+    "jax_privacy": _OTHERS[1],
+}
+#: Line, marker and hatch of a library's first system, its second, ...
+_VARIANTS = (("-", "o", ""), ("--", "s", "////"), (":", "^", "...."), ("-.", "D", "xxxx"))
+REFERENCES = (NON_PRIVATE, AUTO)
 
 
 def styles(rows: Iterable[Row]) -> dict[str, dict[str, Any]]:
-    """Return system -> label, colour and line; dashes for ours that share a colour with another."""
-    blues, others, made = iter(_BLUES * 3), iter(_OTHERS * 3), {}
+    """Return system -> label, colour, line, marker and hatch, in at most six colours.
+
+    Systems of one library share a colour, but for dualdp's methods, of which `families` puts four
+    into a figure.
+    """
+    counts: Counter[str] = Counter()
+    free, made = itertools.cycle(_OTHERS), {}
     for name in dict.fromkeys(row.system for row in rows):
-        shared = sum(other.startswith(OURS) for other in made) >= len(_BLUES)
-        is_ours = name.startswith(OURS)
+        key = name if name.startswith(OURS) else name.partition(":")[0]
+        line, marker, hatch = _VARIANTS[counts[key] % len(_VARIANTS)]
+        counts[key] += 1
         made[name] = {
             "label": name,
-            "color": "black" if name == NON_PRIVATE else next(blues if is_ours else others),
-            "linestyle": "--" if is_ours and shared else "-",
+            "color": COLORS.get(key) or next(free),
+            "linestyle": line,
+            "marker": marker,
+            "hatch": hatch,
             "linewidth": 2 if name == AUTO else 1,
         }
     return made
 
 
+def families(rows: list[Row]) -> dict[str, list[Row]]:
+    """Return suffix of a figure's name -> its rows: other systems, then four methods at a time."""
+
+    def of(systems: Iterable[str]) -> list[Row]:
+        return [row for row in rows if row.system in systems]
+
+    found = list(dict.fromkeys(row.system for row in rows))
+    methods = [name for name in found if name.startswith(OURS) and name != AUTO]
+    made = {"": of(set(found) - set(methods))}
+    for start in range(0, len(methods), len(_OTHERS)):
+        chosen = methods[start : start + len(_OTHERS)]
+        made[f"-methods{start // len(_OTHERS) + 1}"] = of({*REFERENCES, *chosen})
+    return made
+
+
 def _label(row: Row) -> str:
     return f"{row.workload}\nB {row.batch}"
+
+
+def _workload(row: Row) -> str:
+    return row.workload
+
+
+def _scaled(row: Row) -> str:
+    return f"{row.workload} by {row.axis}"
 
 
 def _layer(row: Row) -> str:
@@ -71,7 +114,8 @@ def bars(rows: list[Row], stack: str) -> Figure | None:
             found = {_label(row): getattr(row, name) for row in rows if row.system == system}
             found = {point: value for point, value in found.items() if value}
             at = [points.index(point) + (index + 0.5) * width - 0.425 for point in found]
-            axes.bar(at, list(found.values()), width, label=system, color=style["color"])
+            look = {name: style[name] for name in ("label", "color", "hatch")}
+            axes.bar(at, list(found.values()), width, edgecolor="white", linewidth=0, **look)
         axes.axhline(1, color="black", linewidth=0.8)
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -98,7 +142,7 @@ def cumulative(rows: list[Row]) -> Figure | None:
     for axes, (workload, n) in zip(grid.flat, largest.items(), strict=True):
         for row in (row for row in rows if (row.workload, row.batch) == (workload, n)):
             seconds = [row.first + (epoch - 1) * row.seconds for epoch in epochs]
-            axes.plot(epochs, seconds, **drawn[row.system] | {"linestyle": "-"})
+            axes.plot(epochs, seconds, markevery=5, markersize=4, **_line(drawn[row.system]))
         axes.set(title=f"{workload}, B {n}", xlabel="epoch", ylabel="seconds in all", yscale="log")
     return _with_legend(figure, grid.flat[0])
 
@@ -108,7 +152,8 @@ def lines(
 ) -> Figure | None:
     """Return small multiples: the field `name` of every system along an axis, on log-log axes."""
     rows = [row for row in rows if getattr(row, name)]
-    panels = list(dict.fromkeys(map(panel, rows)))
+    compared = [row for row in rows if row.system not in REFERENCES]
+    panels = list(dict.fromkeys(map(panel, compared or rows)))
     if not panels:
         return None
     columns = min(len(panels), 4)
@@ -120,14 +165,21 @@ def lines(
         for system, style in styles(rows).items():
             points = sorted((row.at, getattr(row, name)) for row in chosen if row.system == system)
             at, values = zip(*points, strict=True) if points else ((), ())
-            axes.plot(at, values, marker="o", markersize=3, **style)
+            axes.plot(at, values, markersize=4, **_line(style))
         axes.set(title=title, xlabel=chosen[0].axis, ylabel=label, xscale="log", yscale="log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:g}")
         axes.minorticks_off()
         ticks = sorted({row.at for row in chosen})
         axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks], fontsize=8)
     for axes in list(grid.flat)[len(panels) :]:
         axes.set_visible(False)
     return _with_legend(figure, grid.flat[0])
+
+
+def _line(style: dict[str, Any]) -> dict[str, Any]:
+    """Style of a line, which has no hatch."""
+    return {name: value for name, value in style.items() if name != "hatch"}
 
 
 def _with_legend(figure: Figure, axes: Axes) -> Figure:
@@ -152,17 +204,25 @@ def draw(results: Results, folder: Path) -> list[Path]:
         rows = [row for row in rows if row.system != LOOP]
         epochs = chosen("end-to-end", "epoch", rows)
         scaled = chosen("scale", "gradient", rows)
-        made = {
-            "run": bars(chosen("run", "gradient", rows), stack),
-            "layers": lines(swept, _layer, "seconds"),
-            "layers-memory": lines(swept, _layer, "peak / non-private", "memory_ratio"),
-            "epochs": lines(epochs, lambda row: row.workload, "seconds per epoch"),
-            "first-epochs": cumulative(epochs),
-            "scale": lines(scaled, lambda row: f"{row.workload} by {row.axis}", "seconds"),
+        made: dict[str, tuple[list[Row], Callable[[list[Row]], Figure | None]]] = {
+            "run": (chosen("run", "gradient", rows), partial(bars, stack=stack)),
+            "layers": (swept, partial(lines, panel=_layer, label="seconds")),
+            "layers-memory": (
+                swept,
+                partial(lines, panel=_layer, label="peak / non-private", name="memory_ratio"),
+            ),
+            "epochs": (epochs, partial(lines, panel=_workload, label="seconds per epoch")),
+            "first-epochs": (epochs, cumulative),
+            "scale": (scaled, partial(lines, panel=_scaled, label="seconds")),
         }
-        for name, figure in made.items():
+        figures = (
+            (f"{name}-{slug(stack)}{suffix}", make(shown))
+            for name, (found, make) in made.items()
+            for suffix, shown in families(found).items()
+        )
+        for name, figure in figures:
             if figure is not None:
-                paths.append(folder / f"{name}-{slug(stack)}.png")
+                paths.append(folder / f"{name}.png")
                 figure.savefig(paths[-1], dpi=110)
                 plt.close(figure)
     return paths

@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from dualdp.plan.plan import NOISE
 from dualdp_tools.bench import (
     command_line,
+    figures,
     gate,
     layers,
     measure,
@@ -472,6 +473,22 @@ def test_a_run_draws_its_figures(invoke):
     drawn = {path.name for path in folder.glob("*/*.png")}
     assert drawn == {"run-torch.png"}
     assert "run-torch.png" in output
+
+
+@pytest.mark.parametrize("stack", ["torch", "jax"])
+def test_no_figure_has_more_than_six_colours(stack):
+    """Two systems of a figure never look alike, and every system is in one."""
+    names = systems.stack(stack).systems
+    point = {"suite": "run", "stack": stack, "workload": "mlp", "quantity": "gradient"}
+    rows = [Row(system=name, **point) for name in names]
+    shown = figures.families(rows)
+    assert {row.system for part in shown.values() for row in part} == set(names)
+    for part in shown.values():
+        looks = figures.styles(part).values()
+        assert len({look["color"] for look in looks}) <= 6
+        for kind in ("linestyle", "marker", "hatch"):
+            assert len({(look["color"], look[kind]) for look in looks}) == len(looks)
+        assert {row.system for row in part} >= {NON_PRIVATE, AUTO}
 
 
 def test_epochs_draw_the_cumulative_curve(invoke):
