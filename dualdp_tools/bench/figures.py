@@ -167,6 +167,9 @@ def lines(
             at, values = zip(*points, strict=True) if points else ((), ())
             axes.plot(at, values, markersize=4, **_line(style))
         axes.set(title=title, xlabel=chosen[0].axis, ylabel=label, xscale="log", yscale="log")
+        low, high = axes.get_ylim()
+        if high < 5 * low:  # small differences look small
+            axes.set_ylim(math.sqrt(low * high / 5), math.sqrt(low * high * 5))
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter("{x:g}")
         axes.minorticks_off()
