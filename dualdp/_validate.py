@@ -14,6 +14,7 @@ import operator
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any
 
 LARGEST_INTEGER = (1 << 53) - 1  # exact in every JSON reader and in float64
@@ -94,6 +95,10 @@ def takes(name: str, function: Any, form: str, *args: Any, **kwargs: Any) -> Non
     """
     if not callable(function):
         raise TypeError(f"{name} is {kind(function)}. Expected a function of {form}.")
+    if isinstance(function, FunctionType) and not kwargs:  # sparing each call its signature
+        code = function.__code__
+        if code.co_argcount == len(args) and not code.co_kwonlyargcount:
+            return
     function = getattr(function, "forward", function)  # of a torch module
     try:
         signature = inspect.signature(function, follow_wrapped=False)

@@ -60,7 +60,7 @@ def end_of_pass(plan: Any, start: int, end: int | None, until: int = 0) -> int:
     """
     if end is not None and start >= end:
         return start
-    stop = start + math.ceil(plan.num_examples / plan.expected_batch_size_at(start))
+    stop: int = start + math.ceil(plan.num_examples / plan.expected_batch_size_at(start))
     limits = [limit for limit in (end, until) if limit is not None and limit > start]
     return min([stop, *limits])
 

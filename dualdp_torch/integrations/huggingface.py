@@ -19,7 +19,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from dualdp_torch.integrations.host_loop import HostedLoader, HostedRun, refuse_findings
 from dualdp_torch.rules.base import Tensor
 from dualdp_torch.training.engine import PrivacyEngine
-from dualdp_torch.training.loader import as_dataset
+from dualdp_torch.training.loader import check_dataset
 
 FILE = "dualdp.json"
 _IGNORED = -100  # label of a position without a loss
@@ -126,7 +126,7 @@ class PrivacyCallback(TrainerCallback):
     def _make_loader(self) -> _Batches:
         """`get_train_dataloader` for a private run, which needs the data set's length only."""
         trainer = self._require_trainer()
-        as_dataset(trainer.train_dataset)
+        check_dataset(trainer.train_dataset)
         theirs = type(trainer).get_train_dataloader(trainer)
         drawn = _sampler(theirs)
         if drawn not in _SAMPLERS:

@@ -94,7 +94,7 @@ def draws(
             yield Draw(step, indices[rows].tolist(), torch.from_numpy(mask[rows]), k, len(chunks))
 
 
-def _check_dataset(data: Any) -> None:
+def check_dataset(data: Any) -> None:
     """Refuse data that aren't map-style: without length or rows, or a collection of columns."""
     is_mapped = hasattr(data, "__getitem__") and hasattr(data, "__len__")
     if isinstance(data, Mapping):
@@ -347,7 +347,7 @@ def check_loader(loader: Any) -> None:
             f"data_loader is {_validate.kind(loader)}. Expected a torch DataLoader over a "
             "map-style data set."
         )
-    _check_dataset(loader.dataset)
+    check_dataset(loader.dataset)
     batches = loader.batch_sampler
     sampler = batches.sampler if type(batches) is BatchSampler else (batches or loader.sampler)
     plain = type(sampler) is SequentialSampler or (
