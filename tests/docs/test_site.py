@@ -133,6 +133,24 @@ def test_choices_are_spelled_out(monkeypatch):
     assert spelled("one of <code>them</code>") == "one of <code>them</code>"
 
 
+def test_doctests_are_code_and_guarantees_a_list(monkeypatch):
+    monkeypatch.setitem(sys.modules, "griffe", types.SimpleNamespace(Extension=object))
+    markdown = runpy.run_path(str(DOCS / "docstrings.py"))["markdown"]
+    text = """Do.
+
+Guarantees:
+    One holds.  [test_one]
+    Another holds, and
+        goes on.  [test_two]
+
+>>> f(["a"])
+1
+"""
+    expected = text.replace("    One", "    - One").replace("    Another", "    - Another")
+    expected = expected.replace('>>> f(["a"])\n1\n', '```pycon\n>>> f(["a"])\n1\n```\n')
+    assert markdown(text) == expected
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not importlib.util.find_spec("material"), reason="needs dualdp[docs]")
 def test_the_site_builds_without_a_warning(tmp_path):
