@@ -167,6 +167,12 @@ def numbered(folder: Path_, number: int) -> Path:
     return Path(folder).resolve() / str(number)
 
 
+def make_folder(folder: Path_) -> None:
+    """Make the folder of sharded checkpoints, unless it exists."""
+    with _validate.file_errors("written", folder, "a new folder, or that of earlier checkpoints"):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+
+
 def numbers(folder: Path_) -> list[int]:
     """Return the numbers of complete sharded checkpoints in a folder, sorted."""
     found = Path(folder).iterdir() if Path(folder).is_dir() else ()

@@ -170,7 +170,7 @@ def _number(name: str, value: Any) -> float:
     """Float of a scalar of any framework."""
     with contextlib.suppress(AttributeError, RuntimeError, ValueError):  # not of several numbers
         value = value.item()
-    return float(value) if value != value else _validate.real(name, value)
+    return value if isinstance(value, float) and value != value else _validate.real(name, value)
 
 
 def read_log(path: str | os.PathLike[str]) -> dict[str, list[float]]:

@@ -107,7 +107,7 @@ class Accountant:
         An epoch that is unfinished in both histories counts as two whole epochs.
         """
         if not isinstance(other, Accountant):
-            raise TypeError(f"other={other!r} is a {type(other).__name__}. Expected an accountant.")
+            raise TypeError(f"other={other!r} is {_validate.kind(other)}. Expected an accountant.")
         mine = (self._relation, self._group_size)
         theirs = (other._relation, other._group_size)
         if mine != theirs:

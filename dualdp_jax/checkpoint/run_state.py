@@ -110,7 +110,7 @@ def named_arrays(state: TrainState) -> dict[str, Any]:
             arrays[name] = leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
         else:
             raise TypeError(
-                f"The leaf {name!r} is a {type(leaf).__name__}. Expected arrays and numbers; what "
+                f"The leaf {name!r} is {_validate.kind(leaf)}. Expected arrays and numbers; what "
                 "is no number can't be in a checkpoint."
             )
     return arrays

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from dualdp import _validate, checkpoint
+from dualdp import checkpoint
 from dualdp.randomness import RootKey
 from dualdp_jax.checkpoint.run_state import (
     PathLike,
@@ -59,8 +58,7 @@ def save_sharded_checkpoint(folder: PathLike, *, state: TrainState, engine: Priv
     arrays = named_arrays(state)
 
     def describe(_: None) -> tuple[int, dict[str, Any]]:
-        with _validate.file_errors("written", folder, "a new folder, or that of earlier ones"):
-            Path(folder).mkdir(exist_ok=True)
+        checkpoint.make_folder(folder)
         kinds = {name: [str(a.dtype), list(a.shape)] for name, a in arrays.items()}
         document = {**run_document(state, engine, folder), "arrays": kinds}
         return 1 + max(checkpoint.numbers(folder), default=0), document

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dualdp import _validate
 from dualdp_jax import compat
 from dualdp_jax.checkpoint import optimizer_state as optimizer_state
 
@@ -99,7 +100,7 @@ def _flat(params: Any) -> list[tuple[Path, Any]]:
         words = tuple(jax.tree_util.keystr((key,), simple=True) for key in keys)
         if not isinstance(leaf, jax.Array | np.ndarray):
             raise TypeError(
-                f"The parameter {'/'.join(words)!r} is a {type(leaf).__name__}. Expected an array."
+                f"The parameter {'/'.join(words)!r} is {_validate.kind(leaf)}. Expected an array."
             )
         found.append((words, leaf))
     return found

@@ -23,6 +23,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from dualdp import _validate
 from dualdp_jax.parallel.process_group import Group
 
 Axes = tuple[str, ...]
@@ -46,7 +47,7 @@ class DataMesh:
         """
         if not isinstance(sharding, NamedSharding):
             raise TypeError(
-                f"data_sharding is a {type(sharding).__name__}. Expected where the examples of a "
+                f"data_sharding is {_validate.kind(sharding)}. Expected where the examples of a "
                 'batch go, such as NamedSharding(mesh, PartitionSpec("data")).'
             )
         if any(entry is not None for entry in sharding.spec[1:]):

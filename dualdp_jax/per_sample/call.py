@@ -226,14 +226,14 @@ def _checked_loss(result: Any, has_aux: bool) -> tuple[Any, Any]:
     loss, aux = result if has_aux else (result, None)
     if isinstance(loss, tuple | list | dict) or loss is None:
         raise TypeError(
-            f"loss_fn returned a {type(loss).__name__} for one example. Expected a scalar; use "
+            f"loss_fn returned {_validate.kind(loss)} for one example. Expected a scalar; use "
             "has_aux=True to return (loss, aux)."
         )
     try:
         loss = jnp.asarray(loss)
     except TypeError as error:
         raise TypeError(
-            f"loss_fn returned a {type(loss).__name__} for one example. Expected a scalar."
+            f"loss_fn returned {_validate.kind(loss)} for one example. Expected a scalar."
         ) from error
     if loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.floating):
         raise ValueError(

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dualdp import _validate
 from dualdp._validate import UnsupportedLayerError
 from dualdp_jax import compat
 
@@ -84,7 +85,7 @@ def _flags(tree: Any, trainable: Any) -> list[bool | None]:
     for flag in flags:
         if not isinstance(flag, bool | np.bool_):
             raise TypeError(
-                f"trainable holds {flag!r}, a {type(flag).__name__}. Expected Python bools, known "
+                f"trainable holds {flag!r}, {_validate.kind(flag)}. Expected Python bools, known "
                 "before tracing."
             )
     return [bool(flag) for flag in flags]

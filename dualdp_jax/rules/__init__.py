@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from dualdp import _validate
 from dualdp_jax.rules import conv, dot_general, gather
 from dualdp_jax.rules.base import Choice as Choice
 from dualdp_jax.rules.base import Rule as Rule
@@ -34,7 +35,7 @@ def register_rule(target: Any, rule: Rule, *, overwrite: bool = False) -> None:
     name = target if isinstance(target, str) else getattr(target, "name", None)
     if not isinstance(name, str) or not isinstance(rule, Rule):
         raise TypeError(
-            f"register_rule got {target!r} and a {type(rule).__name__}. Expected a primitive (or "
+            f"register_rule got {target!r} and {_validate.kind(rule)}. Expected a primitive (or "
             "its name) and a dualdp_jax.rules.Rule."
         )
     if name in RULES and not overwrite:

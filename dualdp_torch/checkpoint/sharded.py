@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dualdp import _validate, checkpoint
+from dualdp import checkpoint
 from dualdp.randomness import RootKey
 from dualdp_torch.checkpoint.run_state import (
     Path,
@@ -76,8 +76,8 @@ def save_sharded_checkpoint(
 
     def describe() -> dict[str, Any]:
         shutil.rmtree(part, ignore_errors=True)
-        with _validate.file_errors("written", folder, "a new folder, or that of earlier ones"):
-            part.mkdir(parents=True)
+        checkpoint.make_folder(folder)
+        part.mkdir()
         return run_document(engine, settings, model, described, folder)
 
     document = on_first(group, f"the document of {engine.ledger.position} steps", describe)

@@ -123,7 +123,7 @@ def split_aux(returned: Any, has_aux: bool) -> tuple[Any, Any]:
 def check_losses(losses: Any, n: int) -> Tensor:
     """Return the losses, checked to be one per example."""
     if not torch.is_tensor(losses) or not losses.is_floating_point():
-        what = losses.dtype if torch.is_tensor(losses) else type(losses).__name__
+        what = losses.dtype if torch.is_tensor(losses) else _validate.kind(losses)
         raise TypeError(
             f"loss_fn returned {what}. Expected a floating-point tensor of shape ({n},): one loss "
             "per example; has_aux=True allows (losses, aux)."

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional as F
 
+from dualdp import _validate
 from dualdp_torch.rules import (
     attention,
     bilinear_prelu_cells,
@@ -116,7 +117,7 @@ def register_rule(target: Callable[..., Any], rule: Rule, *, overwrite: bool = F
     if not callable(target):
         raise TypeError(f"target={target!r} is not callable. Expected a function.")
     if not isinstance(rule, Rule):
-        raise TypeError(f"rule={rule!r} is a {type(rule).__name__}. Expected a dualdp_torch.Rule.")
+        raise TypeError(f"rule={rule!r} is {_validate.kind(rule)}. Expected a dualdp_torch.Rule.")
     if target in RULES and not overwrite:
         raise ValueError(
             f"{getattr(target, '__name__', target)} has a rule already. Pass overwrite=True."

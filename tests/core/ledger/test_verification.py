@@ -241,7 +241,7 @@ def test_what_is_no_ledger_fails(text, tmp_path):
 def test_a_missing_file_is_an_error(tmp_path):
     with pytest.raises(FileNotFoundError, match="nothing does not exist. Expected.*ledger="):
         verify(tmp_path / "nothing")
-    with pytest.raises(IsADirectoryError, match="Is a directory. Expected the file of a run's"):
+    with pytest.raises(IsADirectoryError, match="is a folder. Expected the file of a run's"):
         verify(tmp_path)
 
 

@@ -330,7 +330,7 @@ def test_an_unused_parameter_gets_zeros(problem):
         (lambda p, x, y: p["b"]["w"][0], ValueError, r"returned float32\[2\] for one example"),
         (lambda p, x, y: jnp.int32(1), ValueError, r"returned int32\[\]"),
         (lambda p, x, y: (loss_fn(p, x, y), 1), TypeError, "use has_aux=True"),
-        (lambda p, x, y: None, TypeError, "returned a NoneType"),
+        (lambda p, x, y: None, TypeError, "returned None for one example"),
         (lambda p, x, y: "loss", TypeError, "returned a str"),
     ],
 )
