@@ -162,5 +162,6 @@ def _write(event: Mechanism, d: Any) -> Any:
         case mechanisms.RandomizedResponse(noise, buckets):
             return d.dp_event.RandomizedResponseDpEvent(noise, buckets)
     raise AccountingError(
-        f"dp-accounting has no event for {type(event).__name__} that means the same."
+        f"dp-accounting has no event for {type(event).__name__} that means the same. Expected a "
+        "history without it; epsilon_bounds of our accountants covers it."
     )

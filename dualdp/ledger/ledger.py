@@ -282,8 +282,8 @@ class Ledger:
             raise AccountingError(f"step={step} was not recorded. Call record(step) before seal.")
         if self.plan.is_adaptive and (num_below is None or num_rows is None):
             raise TypeError(
-                "num_below and num_rows are missing. An adaptive max_grad_norm needs the number "
-                "of examples below the bound, and of all in the batch."
+                "num_below and num_rows are missing. Expected both with an adaptive max_grad_norm: "
+                "the number of examples below the bound, and of all in the batch."
             )
         if parts is not None and not callable(parts):
             parts = list(parts)

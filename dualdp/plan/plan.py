@@ -330,7 +330,9 @@ class PrivacyPlan:
             raise ValueError("num_steps is None, so the run has no end. Pass step=.")
         step = _validate.integer("step", step)
         if self.num_steps is not None and step > self.num_steps:
-            raise ValueError(f"step={step} is past the plan's num_steps={self.num_steps}.")
+            raise ValueError(
+                f"step={step} is past the plan's num_steps={self.num_steps}. Expected at most that."
+            )
         spent = accounting.account(self, accounting.stretches(self, 0, step))
         return float(spent.get_epsilon(delta=self.delta))
 
@@ -422,6 +424,16 @@ def require_plan(plan: Any) -> None:
     """Raise unless this is a plan."""
     if not isinstance(plan, PrivacyPlan):
         raise TypeError(f"plan is {_validate.kind(plan)}. Expected a dualdp.PrivacyPlan.")
+
+
+def require_size(plan: PrivacyPlan, num_examples: int) -> None:
+    """Raise unless the data have as many examples as the plan."""
+    if num_examples != plan.num_examples:
+        raise ValueError(
+            f"The data has {num_examples} examples but the plan has num_examples="
+            f"{plan.num_examples}. Both must be the same, or epsilon is not true: make a plan for "
+            "these data."
+        )
 
 
 _CHOICES = {

@@ -17,6 +17,7 @@ import numpy as np
 
 from dualdp._validate import AccountingError
 from dualdp.plan.batches import HandedOut, end_of_pass, physical_batches, require_end
+from dualdp.plan.plan import require_size
 from dualdp_jax.parallel.mesh import DataMesh
 from dualdp_jax.per_sample.call import split_batch
 
@@ -89,11 +90,7 @@ class PlannedLoader:
         data_mesh: DataMesh | None = None,
     ) -> None:
         arrays, num_examples, self.rebuild = split_batch(data)
-        if num_examples != plan.num_examples:
-            raise ValueError(
-                f"The data has {num_examples} examples but the plan has num_examples="
-                f"{plan.num_examples}. Both must be the same."
-            )
+        require_size(plan, num_examples)
         self._arrays, self._plan, self._span, self._data_mesh = arrays, plan, span, data_mesh
         self.handed_out = HandedOut(pass_end=interrupted)
         self._interrupted, self._is_whole = interrupted, False

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dualdp import _validate
 from dualdp._validate import UnsupportedLayerError
 from dualdp_torch.per_sample.batch import Batch, check_losses
 from dualdp_torch.per_sample.independence import analyze
@@ -41,6 +42,7 @@ def validate(
     findings = module_findings(model)
     if loss_fn is None or findings:
         return findings
+    _validate.takes("loss_fn", loss_fn, "(model, *batch)", model, *batch)
     examples, parameters = Batch(batch), trainable_parameters(model)
     if examples.n < 2:
         raise ValueError(

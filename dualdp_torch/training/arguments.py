@@ -75,6 +75,11 @@ class RunSettings:
 def check_kinds(module: Any, optimizer: Any, name: str = "module") -> None:
     """Refuse what is no module or no optimizer of torch; `name` is the user's for the module."""
     require_module(name, module)
+    if isinstance(module, torch.jit.RecursiveScriptModule):
+        raise TypeError(
+            f"{name} was made by torch.jit.script, and takes no hooks. Expected "
+            "nn.Sequential(it), or the module before it was scripted."
+        )
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
             f"optimizer is {_validate.kind(optimizer)}. Expected one of torch, such as "

@@ -23,6 +23,7 @@ from torch.utils.data.distributed import DistributedSampler
 from dualdp import _validate
 from dualdp._validate import AccountingError
 from dualdp.plan.batches import num_physical_batches, physical_batches
+from dualdp.plan.plan import require_size
 from dualdp.randomness import threefry
 from dualdp_torch.noise.generators import keyed_generator
 from dualdp_torch.per_sample.checks.collate_check import CheckedCollate
@@ -181,11 +182,7 @@ class PlannedLoader:
         check_loader(loader)
         _check_share(loader, share)
         self.dataset = loader.dataset
-        if len(self.dataset) != plan.num_examples:  # type: ignore[arg-type]
-            raise ValueError(
-                f"The data has {len(self.dataset)} examples but the plan's "  # type: ignore[arg-type]
-                f"num_examples is {plan.num_examples}. Both must agree, or epsilon is not true."
-            )
+        require_size(plan, len(self.dataset))  # type: ignore[arg-type]
         self._options = {name: getattr(loader, name) for name in _KEPT if hasattr(loader, name)}
         if not loader.pin_memory_device:
             self._options.pop("pin_memory_device", None)

@@ -164,7 +164,6 @@ WRONG = {
     ),
     "sampler": ({**NUMBERS, "sampler": "random"}, ValueError, "sampler='random' is unknown"),
     "groups": ({**NUMBERS, "max_grad_norm": {"a": 1.0}}, ValueError, "Bounds of groups came with"),
-    "sizes": ({"plan": plan(num_examples=59)}, ValueError, "Both must"),
     "gdp": (
         {**NUMBERS, "accountant": "gdp"},
         dualdp.AccountingError,

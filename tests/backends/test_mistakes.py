@@ -4,6 +4,8 @@
 Words that only an engine's plan knows are in `test_engine_arguments.py`.
 """
 
+import warnings
+from contextlib import suppress
 from types import SimpleNamespace
 
 import jax
@@ -45,6 +47,7 @@ class Torch:
         self.arrays = torch.from_numpy(X), torch.from_numpy(Y)
         self.rows = TensorDataset(*self.arrays)
         self.sums = {"w": torch.zeros(3)}
+        self.begun = []
 
     def parts(self, **changes):
         model = changes.get("module", nn.Linear(3, 1))
@@ -56,6 +59,7 @@ class Torch:
 
     def begin(self, **changes):
         engine = dpt.PrivacyEngine()
+        self.begun.append(engine)
         return engine, *engine.make_private(**self.parts(**changes))
 
     def read(self, data):
@@ -163,6 +167,16 @@ def kits(tmp_path_factory):
     return SimpleNamespace(**made)
 
 
+@pytest.fixture(autouse=True)
+def detached(kits):
+    """No run, with its hooks and its tape, outlives a test."""
+    yield
+    for engine in kits.torch.begun:
+        with suppress(AccountingError):
+            engine.detach()
+    kits.torch.begun.clear()
+
+
 #: Mistake -> (call with the kit of a stack, error, words).
 ON_BOTH = {
     # engines
@@ -196,6 +210,15 @@ ON_BOTH = {
         ),
         ValueError,
         "Expected its key file; pass key=",
+    ),
+    "plan of other data": (
+        lambda k: k.begin(
+            plan=plan(num_examples=23),
+            **dict.fromkeys(NUMBERS),
+            **({"expected_batch_size": None} if isinstance(k, Jax) else {}),
+        ),
+        ValueError,
+        "The data has 24 examples but the plan has num_examples=23. Both must be the same",
     ),
     "checks as a word": (lambda k: k.begin(checks="first"), TypeError, "checks='first' is a str"),
     "delta of 2": (lambda k: k.begin()[0].get_epsilon(2), ValueError, "delta=2 is not a prob"),
@@ -363,6 +386,11 @@ def frozen():
     return nn.Linear(3, 1).requires_grad_(False)
 
 
+def scripted():
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+        return torch.jit.script(nn.Linear(3, 1))
+
+
 def fixed_too_late():
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -444,6 +472,16 @@ ON_TORCH = {
         lambda k: k.begin(module=nn.LazyLinear(1)),
         ValueError,
         "'weight' has no numbers: it is not made before the first batch.*run a batch through it",
+    ),
+    "scripted": (
+        lambda k: k.begin(module=scripted()),
+        TypeError,
+        r"made by torch.jit.script, and takes no hooks. Expected nn.Sequential\(it\)",
+    ),
+    "a tensor to validate on": (
+        lambda k: dpt.validate(k.model, loss_fn=lambda m, x: x, batch=k.arrays[0]),
+        TypeError,
+        r"loss_fn takes \(m, x\), but is called with \(model, \*batch\), 25 in all",
     ),
     "batch norm": (
         lambda k: k.begin(module=nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))),

@@ -265,7 +265,7 @@ class Stream(IterableDataset):
             "draws by SequentialSampler with batch_size=None",
         ),
         (lambda: [1, 2], TypeError, "data_loader is a list"),
-        (lambda: DataLoader(dataset(30), batch_size=4), ValueError, "30 examples but the plan's"),
+        (lambda: DataLoader(dataset(30), batch_size=4), ValueError, "30 examples but the plan has"),
     ],
 )
 def test_other_loaders_are_refused(loader, error, match):
