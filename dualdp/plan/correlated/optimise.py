@@ -27,7 +27,7 @@ Graded = tuple[float, Vector]
 OBJECTIVES = ("mean", "max")
 #: Size of each family, by argument of `optimise`.
 SIZES = {"window": "bands", "band": "bands", "blt": "buffers"}
-_OPTIONS = {"maxfun": 2000, "maxiter": 2000, "maxcor": 20, "ftol": 1e-15, "gtol": 1e-9}
+_OPTIONS = {"maxfun": 2000, "maxiter": 2000, "maxcor": 20, "ftol": 1e-13, "gtol": 1e-9}
 #: Loss of a strategy that grows out of range, above every other logarithm.
 _HOPELESS = 1e4
 
@@ -212,7 +212,7 @@ def blt_loss(decays: Vector, scales: Vector, problem: Problem) -> Graded:
     return _loss((error, by_error.ravel()), (sensitivity, by_sensitivity.ravel()))
 
 
-def _best(loss: Callable[[Vector], Graded], start: Vector, bounds: Any = None) -> Vector:
+def _best(loss: Callable[[Vector], Graded], start: Vector, bounds: Any) -> Vector:
     """Parameters of the least loss that L-BFGS meets from `start`."""
     from scipy.optimize import minimize  # a tenth of a second that `import dualdp` does without
 
@@ -251,7 +251,8 @@ def _best_window(bands: int, problem: Problem) -> Window:
         return strategies.identity()
     starts = (strategies.bisr(bands=bands).weights, np.eye(bands)[0])
     sums = [np.cumsum(start)[1:] for start in starts]
-    found = [_best(loss, np.append(each[:-1], np.log(each[-1]))) for each in sums]
+    bounds = [(None, None)] * (bands - 2) + [(-40.0, 40.0)]
+    found = [_best(loss, np.append(each[:-1], np.log(each[-1])), bounds) for each in sums]
     return Window(tuple(weights(min(found, key=lambda parameters: loss(parameters)[0]))))
 
 

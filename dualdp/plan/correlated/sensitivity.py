@@ -85,7 +85,7 @@ def squared_sensitivity(c: Vector, separation: int, count: int, pattern: str) ->
     h[separation:] = np.maximum.accumulate(h[separation:][::-1])[::-1]
     tooth = comb(h, separation, count)
     enlarged = float(tooth @ tooth)
-    if len(c) ** 2 * count > _MOST_WORK or enlarged <= bound * (1 + 1e-9):
+    if len(c) ** 2 * count > _MOST_WORK or enlarged <= bound * (1 + 1e-12):
         return enlarged  # long, or it rises by rounding only
     return min(enlarged, _any_gaps(np.abs(c), separation, count))
 

@@ -200,8 +200,7 @@ class BLT(Strategy):
 class SquareRoot(Strategy):
     """C C = prefix sums: c_j = (1/2)(3/4) ... ((2j-1)/(2j)), all of the noise so far.
 
-    Source: Fichtenberger, Henzinger & Upadhyay 2023 (arXiv 2202.11205), the factorization of
-    their Theorem 1.
+    Source: Fichtenberger, Henzinger & Upadhyay 2023 (arXiv 2202.11205).
     """
 
     def _strategy(self, n: int) -> Vector:

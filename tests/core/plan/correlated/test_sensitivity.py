@@ -23,6 +23,7 @@ COLUMNS = {
     "blt": correlated.blt(decays=[0.9, 0.2], scales=[0.7, 0.8]).strategy(STEPS),
     "band of both signs": np.array([1, -0.8, 0.9, 0, 0, 0, 0, 0, 0]),
     "rises at first": np.array([1, 2, 0.5, 1.5, 0.5, 0.5, 0.3, 0.2, 0.2]),
+    "rises once": np.array([1, 0.1, 0.9, 0.3, 0.2, 0.1, 0.1, 0, 0]),
     "rises late": np.array([1, 0.1, 0.1, 0.1, 0.1, 0.9, 0.1, 1.5, 0.1]),
     "gap": np.array([1, 0, 0, 0.7, 0, 0, 0.7, 0, 0.6]),
     "alternates": correlated.window([1, 0.9, 0.3]).strategy(STEPS),
