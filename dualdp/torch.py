@@ -3,13 +3,6 @@
 
 from typing import TYPE_CHECKING
 
-try:
-    import torch as _framework  # noqa: F401
-except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(
-        "dualdp.torch needs PyTorch, which is not installed. Run: pip install 'dualdp[torch]'"
-    ) from error
-
 from dualdp_torch import METHODS as METHODS
 from dualdp_torch import RULES as RULES
 from dualdp_torch import BatchMemoryManager as BatchMemoryManager

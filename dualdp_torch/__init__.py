@@ -1,6 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The PyTorch backend of dualdp."""
 
+try:
+    import torch as _framework  # noqa: F401
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "dualdp.torch needs PyTorch, which is not installed. Run: pip install 'dualdp[torch]'"
+    ) from error
+
 from dualdp_torch.checkpoint import weights as weights
 from dualdp_torch.checkpoint.sharded import consolidate_checkpoint as consolidate_checkpoint
 from dualdp_torch.checkpoint.sharded import load_sharded_checkpoint as load_sharded_checkpoint

@@ -84,6 +84,29 @@ def test_a_missing_framework_says_what_to_install(face, missing):
     assert f"Run: pip install 'dualdp[{face}]'" in done.stderr
 
 
+HOSTS = {
+    "lightning": "Lightning, which is not installed. Run: pip install lightning",
+    "trainer": "transformers, which is not installed. Run: pip install transformers accelerate",
+}
+TORCH = "PyTorch, which is not installed. Run: pip install 'dualdp[torch]'"
+
+
+@pytest.mark.parametrize("missing", ["torch", "lightning pytorch_lightning transformers"])
+def test_a_missing_host_says_what_to_install(missing):
+    names = [f"dualdp_torch.{host}" for host in HOSTS]
+    code = BLOCK.format(blocked=set(missing.split())) + (
+        "import importlib\n"
+        f"for name in {names}:\n"
+        "    try: importlib.import_module(name)\n"
+        "    except ModuleNotFoundError as error: print(error)\n"
+    )
+    said = python(code).stdout.splitlines()
+    if missing == "torch":
+        assert said == [f"dualdp.torch needs {TORCH}"] * 2
+    else:
+        assert said == [f"dualdp_torch.{host} needs {hint}" for host, hint in HOSTS.items()]
+
+
 @pytest.mark.slow
 def test_a_type_checker_sees_the_types_of_an_installed_package(tmp_path):
     """Also of an editable one, which `make` installs."""

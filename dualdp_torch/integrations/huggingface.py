@@ -131,10 +131,8 @@ class PrivacyCallback(TrainerCallback):
         drawn = _sampler(theirs)
         if drawn not in _SAMPLERS:
             raise ValueError(
-                f"The trainer draws by {drawn}, which the plan's sampler would replace: epsilon "
-                "holds for examples that are drawn whatever they are, and batches by length or "
-                "weight depend on the data. Expected train_sampling_strategy='random', the "
-                "default; select examples in the data set instead."
+                f"The trainer draws by {drawn}, which the plan's sampler would replace. Expected "
+                "its default; select examples in the data set instead."
             )
         size, processes = trainer.args.per_device_train_batch_size, trainer.args.world_size
         return _Batches(self._run.take_loader(theirs, size, self._times, processes))
@@ -308,6 +306,7 @@ def refuse(trainer: Any) -> None:
     """Refuse options of the trainer that cannot be made private."""
     options, parallel = trainer.args, trainer.accelerator.distributed_type.value
     checkpointing = _checkpointing(options).values()
+    strategy = getattr(options, "train_sampling_strategy", "random")
     findings = {
         f"max_grad_norm={options.max_grad_norm} of TrainingArguments clips whole batches. Leave it "
         "out; max_grad_norm of the callback bounds each example": (
@@ -327,6 +326,9 @@ def refuse(trainer: Any) -> None:
         "Write activation_checkpointing_kwargs={'use_reentrant': False}": (
             any(given["use_reentrant"] for given in checkpointing)
         ),
+        f"train_sampling_strategy={strategy!r} makes batches of examples that are alike, so that "
+        "who is in a batch depends on the others' data, and epsilon is of batches where it does "
+        "not. Leave it out": strategy not in ("random", "sequential"),
         "auto_find_batch_size changes the batch size after a failure. Give a number": (
             options.auto_find_batch_size
         ),

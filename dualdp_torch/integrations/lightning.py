@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from dualdp._validate import UnsupportedLayerError
+from dualdp.exactness import ExactnessError
 
 try:
     from lightning.pytorch import Callback, LightningModule
@@ -88,6 +89,7 @@ class PrivacyCallback(Callback):
         """Put our loader in the place of the module's, whose length it has until the run begins."""
         if stage != "fit":
             return
+        refuse(trainer, pl_module)
         source = trainer.fit_loop._data_source
         times, processes = trainer.accumulate_grad_batches, trainer.world_size
 
@@ -103,8 +105,8 @@ class PrivacyCallback(Callback):
 
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Attach the engine, when the optimizer exists and no batch was drawn yet."""
-        refuse(trainer, pl_module, is_named=self._module is not None)
         module, self._optimizer, step = self._recorded(trainer.optimizers, pl_module)
+        trainer.fit_loop._data_source.dataloader()  # if nobody has asked for it so far
         num_steps = trainer.estimated_stepping_batches
         self._run.start(
             module,
@@ -137,6 +139,12 @@ class PrivacyCallback(Callback):
         """Module that the engine records, its optimizer, and a `training_step` or None."""
         if self._module is not None:
             return *_named(pl_module, self._module, optimizers), None
+        if len(optimizers) != 1:
+            raise ValueError(
+                f"configure_optimizers returned {len(optimizers)} optimizers. Expected one, with "
+                "several parameter groups if need be, since one release gives one gradient; or "
+                "PrivacyCallback(module=...), the name of the module that sees the examples."
+            )
         trained = [m for m in pl_module.children() if _is_trained(m)]
         inside = {id(p) for m in trained[:1] for p in m.parameters()}
         if all(id(p) in inside for p in pl_module.parameters() if p.requires_grad):
@@ -227,7 +235,13 @@ class PrivacyCallback(Callback):
     def on_exception(
         self, trainer: Any, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Restore module, optimizer and trainer."""
+        """Restore module, optimizer and trainer; say which loss the module was declared to have."""
+        if isinstance(exception, ExactnessError):
+            declared = self._run.arguments.get("loss_reduction", "mean")
+            exception.add_note(
+                f"The loss of training_step was taken for a {declared} over the batch. If it is "
+                "not, declare it: PrivacyCallback(loss_reduction=...)."
+            )
         self._run.finish(trainer.logged_metrics)
 
     def _require_loader(self) -> HostedLoader:
@@ -282,26 +296,15 @@ def _named(pl_module: nn.Module, name: str, optimizers: list[Any]) -> tuple[nn.M
     return module, found[0]
 
 
-def refuse(trainer: Any, pl_module: LightningModule, is_named: bool = False) -> None:
-    """Refuse options of trainer and module that cannot be made private.
-
-    Args:
-        trainer: `Trainer`.
-        pl_module: `LightningModule`.
-        is_named: bool, True if the callback names the private module.
-    """
-    optimizers, precision, strategy = trainer.optimizers, str(trainer.precision), trainer.strategy
+def refuse(trainer: Any, pl_module: LightningModule) -> None:
+    """Refuse options of trainer and module that cannot be made private."""
+    precision, strategy = str(trainer.precision), trainer.strategy
     is_manual = not pl_module.automatic_optimization
     findings = {
         f"gradient_clip_val={trainer.gradient_clip_val} clips whole batches. Leave it out; "
         "max_grad_norm of the callback bounds each example": trainer.gradient_clip_val,
         f"precision={precision!r} scales the loss, and with it the norms that are clipped. Use "
         "'32-true' or 'bf16-mixed'": precision.startswith("16"),
-        f"configure_optimizers returned {len(optimizers)} optimizers. Expected one, with several "
-        "parameter groups if need be, since one release gives one gradient; or "
-        "PrivacyCallback(module=...), the name of the module that sees the examples": (
-            len(optimizers) != 1 and not is_named
-        ),
         f"strategy {type(strategy).__name__} is not known here. Expected 'auto' or 'ddp'": (
             type(strategy).__name__ not in _STRATEGIES
         ),
@@ -309,10 +312,11 @@ def refuse(trainer: Any, pl_module: LightningModule, is_named: bool = False) -> 
         "afterwards. Expected strategy='ddp', in a script": (
             getattr(strategy, "_start_method", "popen") != "popen"
         ),
-        "a strategy that averages parameters (model_averaging_period) trains each process by "
-        "itself. Leave it out": getattr(strategy, "_model_averaging_period", None),
-        "training_step optimizes manually in several processes, and gradients of the other "
-        "modules would not be averaged. Expected one process": is_manual and trainer.world_size > 1,
+        "model_averaging_period lets each process train by itself in between. Leave it out": (
+            getattr(strategy, "_model_averaging_period", None)
+        ),
+        "training_step optimizes manually in several processes, and gradients of other modules "
+        "would not be averaged. Expected one process": is_manual and trainer.world_size > 1,
         f"overfit_batches={trainer.overfit_batches} trains on a few batches again and again. Leave "
         "it out": trainer.overfit_batches,
     }
