@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -79,6 +79,7 @@ class PrivacyCallback(Callback):
         self._generators: Mapping[str, Tensor] = {}
         self._optimizer: Any = None
         self._is_public = False  # between toggle_optimizer and untoggle_optimizer of another one
+        self._pause = ExitStack()
 
     @property
     def engine(self) -> PrivacyEngine:
@@ -183,15 +184,23 @@ class PrivacyCallback(Callback):
             )
 
         def toggle(optimizer: Any) -> None:
+            end()
             type(pl_module).toggle_optimizer(pl_module, optimizer)
             self._is_public = getattr(optimizer, "optimizer", optimizer) is not self._optimizer
+            if self._is_public:
+                self._pause.enter_context(getattr(self.engine, "pause", nullcontext)())
 
         def untoggle(optimizer: Any) -> None:
+            end()
             type(pl_module).untoggle_optimizer(pl_module, optimizer)
+
+        def end() -> None:
             self._is_public = False
+            self._pause.close()
 
         for p in {p for o in others for group in o.param_groups for p in group["params"]}:
             self._run.undo.callback(p.register_post_accumulate_grad_hook(arrived).remove)
+        self._run.undo.callback(end)
         self._run.replace(pl_module, toggle_optimizer=toggle, untoggle_optimizer=untoggle)
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:

@@ -566,3 +566,64 @@ def test_other_modules_get_no_gradient_of_an_example(tmp_path):
     assert same(before, lit.public.state_dict())
     assert all(p.grad is None for p in lit.public.parameters())
     assert len(callback.engine.ledger) == 0
+
+
+class LitGAN(LitManual):
+    """Lightning's manual GAN; the generator's step is toggled, on a fixed number of images."""
+
+    def __init__(self):
+        super().__init__()
+        self.generator, self.zs = nn.Linear(2, 16), torch.Generator().manual_seed(7)
+
+    def noise(self, n):
+        return torch.randn(n, 2, generator=self.zs)
+
+    def training_step(self, batch, batch_idx):
+        g_opt, d_opt = self.optimizers()
+        criterion, x = nn.functional.cross_entropy, batch[0]
+        real, fake = torch.ones(len(x)).long(), torch.zeros(len(x)).long()
+        errors = criterion(self.model(x), real)
+        errors = errors + criterion(self.model(self.generator(self.noise(len(x))).detach()), fake)
+        d_opt.zero_grad()
+        self.manual_backward(errors)
+        d_opt.step()
+        self.toggle_optimizer(g_opt)
+        error = criterion(self.model(self.generator(self.noise(8))), torch.ones(8).long())
+        g_opt.zero_grad()
+        self.manual_backward(error)
+        g_opt.step()
+        self.untoggle_optimizer(g_opt)
+
+    def configure_optimizers(self):
+        g_opt = torch.optim.SGD(self.generator.parameters(), lr=0.1)
+        return [g_opt, torch.optim.SGD(self.model.parameters(), lr=0.1)]
+
+
+@pytest.mark.skipif(not hasattr(dpt.PrivacyEngine, "pause"), reason="the engine has no pause yet")
+def test_a_gan_is_clipped_once_per_example(tmp_path):
+    """Against autograd of each example's loss on its real and its fake image, by hand."""
+    callback = PrivacyCallback(plan=plan(seed=3, noise_multiplier=1e-4), module="model")
+    lit, twin = LitGAN(), LitGAN()
+    trainer(tmp_path, callback).fit(lit, data())
+
+    rows, made = data().dataset, plan(seed=3)
+    d_params, criterion = list(twin.model.parameters()), nn.functional.cross_entropy
+    g_opt = torch.optim.SGD(twin.generator.parameters(), lr=0.1)
+    for step in range(STEPS):
+        drawn = made.batch_indices(step)
+        fakes = twin.generator(twin.noise(max(len(drawn), 1))).detach()
+        total = [torch.zeros_like(p) for p in d_params]
+        for i, fake in zip(drawn, fakes, strict=False):
+            loss = criterion(twin.model(rows[i][0][None]), torch.tensor([1]))
+            loss = loss + criterion(twin.model(fake[None]), torch.tensor([0]))
+            grads = torch.autograd.grad(loss, d_params)
+            norm = torch.cat([g.flatten() for g in grads]).norm() * (1 + 1e-4)
+            total = [t + g * (1 / norm).clamp(max=1) for t, g in zip(total, grads, strict=True)]
+        with torch.no_grad():
+            for p, t in zip(d_params, total, strict=True):
+                p -= 0.1 * t / 8
+        g_opt.zero_grad()
+        criterion(twin.model(twin.generator(twin.noise(8))), torch.ones(8).long()).backward()
+        g_opt.step()
+    for name, p in twin.state_dict().items():
+        torch.testing.assert_close(lit.state_dict()[name], p, rtol=1e-4, atol=1e-5)
