@@ -7,7 +7,9 @@ import contextlib
 import sys
 import types
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any
+from contextvars import ContextVar
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +19,10 @@ from jax.extend import core as _extend
 from jax.sharding import AxisType
 
 Literal = _extend.Literal
+P = ParamSpec("P")
+T = TypeVar("T")
+_DEFAULT_PROMOTION = ("standard", "allow")
+_users_promotion: ContextVar[tuple[str, str] | None] = ContextVar("promotion", default=None)
 
 
 def is_traced(*values: Any) -> bool:
@@ -227,6 +233,39 @@ def evaluated(jaxpr: Any, consts: Any, *inputs: Any) -> list[Any]:
 def setting(name: str) -> Any:
     """Return a setting of jax on this thread."""
     return getattr(jax.config, name)
+
+
+@contextlib.contextmanager
+def _promotion(dtypes: str, ranks: str, users: tuple[str, str] | None) -> Iterator[None]:
+    token = _users_promotion.set(users)
+    try:
+        with jax.numpy_dtype_promotion(dtypes), jax.numpy_rank_promotion(ranks):
+            yield
+    finally:
+        _users_promotion.reset(token)
+
+
+def promoting(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorate a public function to compute by jax's default promotion of dtypes and ranks.
+
+    The user may forbid it (`jax_numpy_dtype_promotion="strict"`): `as_user` is for their own code.
+    """
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        users = (setting("jax_numpy_dtype_promotion"), setting("jax_numpy_rank_promotion"))
+        if users == _DEFAULT_PROMOTION:
+            return function(*args, **kwargs)
+        with _promotion(*_DEFAULT_PROMOTION, users):
+            return function(*args, **kwargs)
+
+    return call
+
+
+def as_user() -> contextlib.AbstractContextManager[None]:
+    """Context with the promotion that the user chose, for their loss."""
+    users = _users_promotion.get()
+    return contextlib.nullcontext() if users is None else _promotion(*users, None)
 
 
 def thread_settings() -> list[contextlib.AbstractContextManager[Any]]:

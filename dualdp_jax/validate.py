@@ -37,6 +37,7 @@ class Finding:
         return f"{self.kind} ({self.path!r}): {self.reason}. {self.fix}"
 
 
+@compat.promoting
 def validate(
     loss_fn: Callable[..., Any],
     what: Any,
@@ -44,6 +45,7 @@ def validate(
     has_aux: bool = False,
     key: Any = None,
     trainable: Any = None,
+    keep_batch_dim: bool = False,
 ) -> list[Finding]:
     """Dry run of a loss on a batch: nothing is released, nothing is compiled.
 
@@ -54,6 +56,7 @@ def validate(
         has_aux: bool, True if `loss_fn` returns (loss, aux).
         key: random key, if `loss_fn` takes one.
         trainable: pytree of bools like `what`; False freezes.
+        keep_batch_dim: bool, see `per_sample_grads`.
 
     Returns:
         List with a finding for each leaf that can't be trained, each variable that one example
@@ -64,7 +67,15 @@ def validate(
         parameters = split(what, trainable)
     except (TypeError, UnsupportedLayerError) as error:
         return _untrainable(what, trainable) or [_of_error(error)]
-    call = build(loss_fn, parameters, batch, has_aux=has_aux, key=key, trainable=None)
+    call = build(
+        loss_fn,
+        parameters,
+        batch,
+        has_aux=has_aux,
+        key=key,
+        trainable=None,
+        keep_batch_dim=keep_batch_dim,
+    )
     try:
         constant = _constant_gradients(call)
     except (TypeError, ValueError, UnsupportedLayerError) as error:

@@ -21,6 +21,14 @@ SECOND_RUN = (
 )
 #: Names of engine arguments, and the names of the same plan fields.
 SYNONYMS = {"target_delta": "delta", "max_physical_batch_size": "physical_batch_size"}
+#: Names that other libraries give to engine arguments, for the error about them.
+ELSEWHERE = {
+    **dict.fromkeys(("num_epochs", "num_train_epochs"), "epochs"),
+    **dict.fromkeys(("batch_size", "logical_batch_size"), "expected_batch_size"),
+    **dict.fromkeys(("l2_norm_clip", "l2_clip_norm"), "max_grad_norm"),
+    **dict.fromkeys(("steps", "num_updates", "iterations"), "num_steps"),
+    "microbatch_size": "max_physical_batch_size",
+}
 #: Fields of a plan that an engine takes as arguments.
 FIELDS = {field.name for field in dataclasses.fields(PrivacyPlan) if field.init} - {"num_examples"}
 #: All accepted argument names.
@@ -54,9 +62,11 @@ def plan_of(
     if unknown:
         known = sorted(KNOWN.union(also))
         near = get_close_matches(unknown[0], known, n=1)
+        meant = [f"{name} is {ELSEWHERE[name]} here. " for name in unknown if name in ELSEWHERE]
+        hint = f" (did you mean {near[0]}?)" if near and not meant else ""
         raise TypeError(
-            f"{method} has no argument {', '.join(map(repr, unknown))}"
-            f"{f' (did you mean {near[0]}?)' if near else ''}. Expected any of {', '.join(known)}."
+            f"{method} has no argument {', '.join(map(repr, unknown))}{hint}. {''.join(meant)}"
+            f"Expected any of {', '.join(known)}."
         )
     if plan is not None:
         _check_plan(plan, given, accountant, secure_mode)

@@ -62,7 +62,7 @@ def end_of_pass(plan: Any, start: int, end: int | None, until: int = 0) -> int:
         return start
     stop: int = start + math.ceil(plan.num_examples / plan.expected_batch_size_at(start))
     limits = [limit for limit in (end, until) if limit is not None and limit > start]
-    return min([stop, *limits])
+    return int(min([stop, *limits]))
 
 
 def require_end(end: int | None) -> int:

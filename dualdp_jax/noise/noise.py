@@ -187,6 +187,7 @@ def _check_sum(grads: Any) -> None:
             )
 
 
+@compat.promoting
 def claimed_mean(
     grads: Any,
     plan: Any,

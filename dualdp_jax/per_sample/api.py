@@ -39,6 +39,7 @@ class ClippedGradSum(NamedTuple):
     aux: Any
 
 
+@compat.promoting
 def per_sample_grads(
     loss_fn: Callable[..., Any],
     what: Any,
@@ -49,6 +50,7 @@ def per_sample_grads(
     has_aux: bool = False,
     key: Any = None,
     trainable: Any = None,
+    keep_batch_dim: bool = False,
     check: str = "first",
 ) -> Any:
     """Return the gradient of each example's own loss.
@@ -66,6 +68,8 @@ def per_sample_grads(
         has_aux: bool, True if `loss_fn` returns (loss, aux).
         key: random key; example k gets `fold_in(key, k)`.
         trainable: pytree of bools like `what`, or a prefix of it; False freezes.
+        keep_batch_dim: bool, True for a `loss_fn` that is written for a batch: it gets batches of
+            one example, arrays with an axis 0 of length 1, and returns their mean loss.
         check: str; "first" compares two examples with plain `jax.grad` at the first call for a
             loss, parameters and shapes (without n), "always" at every call, "off" never. Inside
             `jit`, stand-in inputs are compared during tracing; `explain` reports the result.
@@ -77,13 +81,22 @@ def per_sample_grads(
     Raises:
         ExactnessError: the check failed.
     """
-    call = build(loss_fn, what, batch, has_aux=has_aux, key=key, trainable=trainable)
+    call = build(
+        loss_fn,
+        what,
+        batch,
+        has_aux=has_aux,
+        key=key,
+        trainable=trainable,
+        keep_batch_dim=keep_batch_dim,
+    )
     sizes = (physical_batch_size, max_memory)
     found = _answered(loss_fn, call, Request(GRADS, method), sizes, check, "per_sample_grads")
     result = call.parameters.like(found.leaves)
     return (result, found.aux) if has_aux else result
 
 
+@compat.promoting
 def per_sample_norms(
     loss_fn: Callable[..., Any],
     what: Any,
@@ -95,6 +108,7 @@ def per_sample_norms(
     has_aux: bool = False,
     key: Any = None,
     trainable: Any = None,
+    keep_batch_dim: bool = False,
     check: str = "first",
 ) -> Any:
     """Return the L2 norm of each example's gradient.
@@ -110,6 +124,7 @@ def per_sample_norms(
         has_aux: bool, see `per_sample_grads`.
         key: random key or None, see `per_sample_grads`.
         trainable: pytree of bools or None, see `per_sample_grads`.
+        keep_batch_dim: bool, see `per_sample_grads`.
         check: str, see `per_sample_grads`.
 
     Returns:
@@ -119,7 +134,15 @@ def per_sample_norms(
     Raises:
         ExactnessError: the check failed.
     """
-    call = build(loss_fn, what, batch, has_aux=has_aux, key=key, trainable=trainable)
+    call = build(
+        loss_fn,
+        what,
+        batch,
+        has_aux=has_aux,
+        key=key,
+        trainable=trainable,
+        keep_batch_dim=keep_batch_dim,
+    )
     request = Request(NORMS, method, per_parameter=bool(per_parameter))
     sizes = (physical_batch_size, max_memory)
     found = _answered(loss_fn, call, request, sizes, check, "per_sample_norms")
@@ -127,6 +150,7 @@ def per_sample_norms(
     return (norms, found.aux) if has_aux else norms
 
 
+@compat.promoting
 def clipped_grad_sum(
     loss_fn: Callable[..., Any],
     what: Any,
@@ -140,6 +164,7 @@ def clipped_grad_sum(
     has_aux: bool = False,
     key: Any = None,
     trainable: Any = None,
+    keep_batch_dim: bool = False,
     check: str = "first",
 ) -> ClippedGradSum:
     """Return the sum over the examples of their clipped gradients.
@@ -158,6 +183,7 @@ def clipped_grad_sum(
         has_aux: bool, see `per_sample_grads`.
         key: random key or None, see `per_sample_grads`.
         trainable: pytree of bools or None, see `per_sample_grads`.
+        keep_batch_dim: bool, see `per_sample_grads`.
         check: str, see `per_sample_grads`; compares the contributions of two examples, and the sum
             over all examples, with plain autodiff.
 
@@ -175,7 +201,15 @@ def clipped_grad_sum(
 
     Source: Abadi et al. 2016, Algorithm 1, lines "clip gradient" and "add noise" (the sum).
     """
-    call = build(loss_fn, what, batch, has_aux=has_aux, key=key, trainable=trainable)
+    call = build(
+        loss_fn,
+        what,
+        batch,
+        has_aux=has_aux,
+        key=key,
+        trainable=trainable,
+        keep_batch_dim=keep_batch_dim,
+    )
     request = Request(SUM, method, clip.clipper(call.parameters, clipping, max_grad_norm))
     sizes = (physical_batch_size, max_memory)
     found = _answered(loss_fn, call, request, sizes, check, "clipped_grad_sum", mask)

@@ -80,6 +80,7 @@ def build(
     has_aux: bool,
     key: Any,
     trainable: Any,
+    keep_batch_dim: bool = False,
     positions: Any = None,
 ) -> Call:
     """Check the arguments of a call and bring them to normal form; `loss_fn` is not run on data.
@@ -98,10 +99,18 @@ def build(
     def loss(trained: list[Any], row: Row) -> tuple[Any, Any]:
         example, position = row
         kwargs = {} if key is None else {"key": jax.random.fold_in(key, position)}
-        result = parameters.call(
-            loss_fn, trained, parameters.others, position, rebuild(example), kwargs
-        )
-        return _checked_loss(result, has_aux)
+        arguments = rebuild([leaf[None] for leaf in example] if keep_batch_dim else example)
+        result = parameters.call(of_one, trained, parameters.others, position, arguments, kwargs)
+        return _checked_loss(result, has_aux, keep_batch_dim)
+
+    def of_one(model: Any, *arguments: Any, **kwargs: Any) -> Any:
+        try:
+            with compat.as_user():
+                return loss_fn(model, *arguments, **kwargs)
+        except (TypeError, ValueError, IndexError) as error:
+            if type(error) not in (TypeError, ValueError, IndexError):
+                raise
+            raise _failure_of_one(error, arguments, keep_batch_dim) from error
 
     rows = ([jnp.asarray(leaf) for leaf in arrays], jnp.asarray(positions))
     call = Call(parameters, rows, num_examples, loss)
@@ -217,7 +226,21 @@ def _check_key(key: Any) -> None:
         )
 
 
-def _checked_loss(result: Any, has_aux: bool) -> tuple[Any, Any]:
+def _failure_of_one(error: Exception, arguments: Any, keep_batch_dim: bool) -> Exception:
+    """Return the error of a loss that failed, with the arguments that it got."""
+    arrays = [x for x in jax.tree.leaves(arguments) if isinstance(x, jax.Array)]
+    got = ", ".join(f"{x.dtype}{list(x.shape)}" for x in arrays)
+    kind, text = TypeError if isinstance(error, TypeError) else ValueError, str(error).rstrip(".")
+    if keep_batch_dim:
+        return kind(f"loss_fn failed for a batch of ONE example, here {got}: {text}.")
+    return kind(
+        f"loss_fn gets ONE example, without a batch axis, here {got}, and failed: {text}. "
+        "Expected the loss of one example, as under jax.vmap; a loss that is written for a batch "
+        "goes with keep_batch_dim=True, which gives it batches of one."
+    )
+
+
+def _checked_loss(result: Any, has_aux: bool, keep_batch_dim: bool) -> tuple[Any, Any]:
     """Return (loss (), aux) from the result of `loss_fn` for one example."""
     if has_aux and not (isinstance(result, tuple) and len(result) == 2):
         raise TypeError(
@@ -236,9 +259,10 @@ def _checked_loss(result: Any, has_aux: bool) -> tuple[Any, Any]:
             f"loss_fn returned {_validate.kind(loss)} for one example. Expected a scalar."
         ) from error
     if loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.floating):
+        how = "the mean over a batch of one" if keep_batch_dim else "without a batch axis"
         raise ValueError(
             f"loss_fn returned {loss.dtype}{list(loss.shape)} for one example. Expected a real "
-            "scalar, shape (): the loss of that example alone, without a batch axis."
+            f"scalar, shape (): the loss of that example alone, {how}."
         )
     return loss, jax.tree.map(_aux_leaf, aux)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from dualdp import _validate
 from dualdp.exactness import ExactnessError
+from dualdp_jax import compat
 from dualdp_jax.per_sample import clip, norms
 from dualdp_jax.per_sample.call import Call, build
 from dualdp_jax.per_sample.capture import analyzed
@@ -16,6 +17,7 @@ from dualdp_jax.per_sample.methods import BY_COST, METHODS, check_method, is_sma
 from dualdp_jax.per_sample.request import SUM, Request
 
 
+@compat.promoting
 def explain(
     loss_fn: Callable[..., Any],
     what: Any,
@@ -25,6 +27,7 @@ def explain(
     has_aux: bool = False,
     key: Any = None,
     trainable: Any = None,
+    keep_batch_dim: bool = False,
     check: str = "first",
 ) -> dict[str, Any]:
     """Return how `clipped_grad_sum` treats a model, as plain data that can be saved.
@@ -41,6 +44,7 @@ def explain(
         has_aux: bool, see `clipped_grad_sum`.
         key: random key or None, see `clipped_grad_sum`.
         trainable: pytree of bools or None, see `clipped_grad_sum`.
+        keep_batch_dim: bool, see `clipped_grad_sum`.
         check: str; "first" reports the check that such a call makes while `jit` traces it, and
             runs that check if it has not run before; "off" computes nothing.
 
@@ -65,7 +69,15 @@ def explain(
     'passed'
     """
     _validate.choice("check", check, ("first", "off"))
-    call = build(loss_fn, what, batch, has_aux=has_aux, key=key, trainable=trainable)
+    call = build(
+        loss_fn,
+        what,
+        batch,
+        has_aux=has_aux,
+        key=key,
+        trainable=trainable,
+        keep_batch_dim=keep_batch_dim,
+    )
     if call.num_examples == 0:
         raise ValueError("The batch has no examples. Expected at least one, for its shapes.")
     check_method(method)

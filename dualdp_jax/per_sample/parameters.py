@@ -37,6 +37,8 @@ class Parameters:
     call: Callable[..., Any]
     #: callable (others, key) -> others, with rng state derived from the key (nnx only).
     keyed: Callable[[Sequence[Any], Any], list[Any]]
+    #: callable, parameters as the user holds them -> `nnx.Module`; None for a pytree.
+    module: Callable[[Any], Any] | None = None
 
     @property
     def groups(self) -> list[str]:
@@ -66,6 +68,12 @@ def split(what: Any, trainable: Any = None) -> Parameters:
         TypeError: a leaf that would be trained is no real floating array.
         ValueError: `trainable` has another structure.
     """
+    if hasattr(what, "opt_state"):
+        held = "params" if hasattr(what, "params") else "model"
+        raise TypeError(
+            f"The parameters are a {type(what).__name__}, which holds an optimizer's state too. "
+            f"Expected its parameters alone: say state.{held}."
+        )
     nnx = compat.flax_module(what)
     return _from_pytree(what, trainable) if nnx is None else _from_module(nnx, what, trainable)
 
@@ -178,7 +186,13 @@ def _from_pytree(what: Any, trainable: Any) -> Parameters:
 
 
 def _from_module(nnx: Any, module: Any, trainable: Any) -> Parameters:
-    """Split an `nnx.Module`: `nnx.Param` is trained, other state is carried and guarded."""
+    """Split an `nnx.Module`: `nnx.Param` is trained, other state is carried and guarded.
+
+    Values that earlier calls sowed are left out: every example begins without them.
+    """
+    if nnx.state(module, nnx.Intermediate):
+        module = nnx.clone(module)
+        nnx.pop(module, nnx.Intermediate)
     graphdef, *states = nnx.split(module, nnx.Param, nnx.RngState, ...)
     flags = _flags(states[0], trainable)
 
@@ -188,15 +202,22 @@ def _from_module(nnx: Any, module: Any, trainable: Any) -> Parameters:
 
     slots = _Slots(tuple(states), is_trained)
     carried = jax.tree.leaves(tuple(states))[len(flags) :]
+    arrays = lambda state: slots.arrays([*jax.tree.leaves(state), *carried])  # noqa: E731
+    rewritten = tuple(  # at every call, from these parameters alone
+        "/".join(map(str, (*path, "layer_instance/")))
+        for path, part in nnx.iter_modules(module)
+        if isinstance(part, nnx.WeightNorm)
+    )
 
     def rekey(others: Sequence[Any], fold: Callable[[int, Any], Any]) -> list[Any]:
         is_key = lambda leaf: jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)  # noqa: E731
         return [fold(i, leaf) if is_key(leaf) else leaf for i, leaf in enumerate(others)]
 
     def call(loss_fn: Any, trained: Any, others: Any, position: Any, args: Any, kwargs: Any) -> Any:
-        others = rekey(others, lambda i, key: jax.random.fold_in(key, position))
+        others = rekey(others, lambda i, keys: _fold_in(keys, position))
         parts = slots.fill(trained, others, slots.fixed)
-        return _run_unchanged(nnx, graphdef, parts, lambda copy: loss_fn(copy, *args, **kwargs))
+        run = lambda copy: loss_fn(copy, *args, **kwargs)  # noqa: E731
+        return _run_unchanged(nnx, graphdef, parts, run, rewritten)
 
     paths = [compat.variable_path(path[1:]) for path in slots.paths]
     return Parameters(
@@ -206,10 +227,26 @@ def _from_module(nnx: Any, module: Any, trainable: Any) -> Parameters:
         names=[path_name(path) for path in paths],
         like=lambda values: slots.like(values)[0],
         whole=lambda trained, others: slots.fill(trained, others, slots.fixed)[0],
-        arrays=lambda state: slots.arrays([*jax.tree.leaves(state), *carried]),
+        arrays=arrays,
         call=call,
-        keyed=lambda others, key: rekey(others, lambda i, _: jax.random.fold_in(key, i)),
+        keyed=lambda others, key: rekey(
+            others, lambda i, keys: _keys_like(keys, jax.random.fold_in(key, i))
+        ),
+        module=lambda state: nnx.merge(graphdef, *slots.fill(*arrays(state), slots.fixed)),
     )
+
+
+def _fold_in(keys: Any, number: Any) -> Any:
+    """Fold an integer into a random key, or into each of an array of them (`nnx.split_rngs`)."""
+    fold = jax.random.fold_in
+    for _ in keys.shape:
+        fold = jax.vmap(fold, (0, None))
+    return fold(keys, number)
+
+
+def _keys_like(keys: Any, key: Any) -> Any:
+    """Return the key, or as many keys drawn from it as there are in an array of them."""
+    return jax.random.split(key, keys.shape) if keys.shape else key
 
 
 def variable_name(path: KeyPath) -> str:
@@ -217,17 +254,25 @@ def variable_name(path: KeyPath) -> str:
     return path_name(compat.variable_path(path))
 
 
-def _run_unchanged(nnx: Any, graphdef: Any, parts: Any, function: Callable[[Any], Any]) -> Any:
+def _run_unchanged(
+    nnx: Any,
+    graphdef: Any,
+    parts: Any,
+    function: Callable[[Any], Any],
+    rewritten: tuple[str, ...],
+) -> Any:
     """Call the function on the module of these parts; refuse a call that changes a variable.
 
-    The next example would see the change.
+    The next example would not see the change, as it would in a plain loop. What `sow` keeps for
+    the loss (`nnx.Intermediate`) may change, and parameters under the paths `rewritten`.
     """
     leaves, treedef = jax.tree.flatten(parts)
 
     def run(leaves: list[Any]) -> tuple[Any, Any]:
         copy = nnx.merge(graphdef, *jax.tree.unflatten(treedef, leaves))
         result = function(copy)
-        _, params, _, rest = nnx.split(copy, nnx.Param, nnx.RngState, ...)
+        filters = nnx.Param, nnx.RngState, nnx.Intermediate
+        _, params, _, _, rest = nnx.split(copy, *filters, ...)
         return result, (params, rest)
 
     def guarded(leaves: Sequence[Any]) -> tuple[Any, Any]:
@@ -239,7 +284,11 @@ def _run_unchanged(nnx: Any, graphdef: Any, parts: Any, function: Callable[[Any]
     old, new = (dict(jax.tree_util.tree_flatten_with_path(state)[0]) for state in states)
     wrong = [path for path in [*old, *new] if path not in old or path not in new]
     if not wrong:
-        wrong = [path for path in new if old[path] is not new[path]]
+        wrong = [
+            path
+            for path in new
+            if old[path] is not new[path] and not variable_name(path[1:]).startswith(rewritten)
+        ]
     if wrong and old.keys() == new.keys() and all(map(_is_array, leaves)):
         # Transformations of nnx return variables as new arrays: look whether a variable provably
         # is the array that came in.

@@ -11,7 +11,29 @@ from typing import Any
 import jax
 
 from dualdp_jax.per_sample.call import build, split_batch
+from dualdp_jax.training.loader import examples_of
 from dualdp_jax.training.step import CompiledStep, TrainState
+
+
+def arguments_of(data: Any, loss_fn: Callable[..., Any], needs_key: bool) -> tuple[Any, ...]:
+    """Return the data as arguments of the loss after the parameters.
+
+    A list is one argument, unless the loss takes its parts as arguments and not the whole list.
+    """
+    examples = examples_of(data)
+    if isinstance(data, list) and not _takes(loss_fn, examples, needs_key):
+        if _takes(loss_fn, tuple(data), needs_key):
+            return tuple(data)
+    return examples
+
+
+def _takes(loss_fn: Callable[..., Any], examples: tuple[Any, ...], needs_key: bool) -> bool:
+    """True if a loss can be called with the parameters and these arguments, by its signature."""
+    try:
+        inspect.signature(loss_fn).bind(None, *examples, **({"key": None} if needs_key else {}))
+    except (TypeError, ValueError):  # other arguments, or no signature
+        return False
+    return True
 
 
 def check_loss(run: CompiledStep, examples: tuple[Any, ...]) -> None:
@@ -25,22 +47,15 @@ def check_loss(run: CompiledStep, examples: tuple[Any, ...]) -> None:
     kind = lambda dtype: jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)  # noqa: E731
     shapes = [jax.ShapeDtypeStruct((1, *x.shape[1:]), kind(x.dtype)) for x in leaves]
 
-    def loss_fn(*arguments: Any, **kwargs: Any) -> Any:
-        try:
-            return run.loss_fn(*arguments, **kwargs)
-        except (TypeError, ValueError, IndexError) as error:
-            got = ", ".join(f"{s.dtype}{list(s.shape[1:])}" for s in shapes)
-            error.add_note(f"loss_fn gets ONE example, without a batch axis: here {got}.")
-            raise
-
     def loss(trained: list[Any], others: list[Any], rows: list[Any], key: Any) -> Any:
         call = build(
-            loss_fn,
+            run.loss_fn,
             replace(run.parameters, trained=trained, others=others),
             rebuild(rows),
             has_aux=run.has_aux,
             key=key if run.needs_key else None,
             trainable=None,
+            keep_batch_dim=run.keep_batch_dim,
         )
         return call.loss(trained, jax.tree.map(lambda leaf: leaf[0], call.rows))[0]
 

@@ -26,11 +26,12 @@ from dualdp.plan.arguments import (
 )
 from dualdp.plan.plan import PrivacyPlan
 from dualdp.randomness import run_registry
+from dualdp_jax import compat
 from dualdp_jax.parallel.mesh import data_mesh_of, local_shards, shardings
 from dualdp_jax.parallel.process_group import Group
 from dualdp_jax.per_sample.call import split_batch
 from dualdp_jax.per_sample.parameters import split
-from dualdp_jax.training.arguments import check_loss, check_optimizer
+from dualdp_jax.training.arguments import arguments_of, check_loss, check_optimizer
 from dualdp_jax.training.loader import LogicalBatch, PlannedLoader, examples_of
 from dualdp_jax.training.rank_consistency import check_data, check_run, one_plan
 from dualdp_jax.training.run_ledger import SharedLedger, open_ledger
@@ -107,6 +108,7 @@ class PrivacyEngine:
         engine._names_delta, engine._interrupted = True, pass_end
         return engine
 
+    @compat.promoting
     def make_private(
         self,
         *,
@@ -118,6 +120,7 @@ class PrivacyEngine:
         needs_key: bool = False,
         has_aux: bool = False,
         trainable: Any = None,
+        keep_batch_dim: bool = False,
         method: str = "auto",
         data_sharding: Any = None,
         ledger: str | os.PathLike[str] | None = None,
@@ -131,11 +134,13 @@ class PrivacyEngine:
                 is called with `key=`, one key per (plan, step, example).
             params: pytree of parameters, or an `nnx.Module`, which is not changed.
             optimizer: optax transformation, applied to the noisy mean.
-            data: tuple of arrays (arguments of the loss after params), examples on axis 0.
+            data: tuple of arrays (arguments of the loss after params), examples on axis 0; a list
+                is one argument, unless `loss_fn` takes as many as it holds.
             plan: `PrivacyPlan`; None to make one of `plan_arguments`.
             needs_key: bool, True if `loss_fn` takes `key=`.
             has_aux: bool, True if `loss_fn` returns (loss, aux).
             trainable: pytree of bools like `params`, False freezes.
+            keep_batch_dim: bool, True for a `loss_fn` of batches of one, see `clipped_grad_sum`.
             method: str, see `clipped_grad_sum`.
             data_sharding: sharding of a batch on a mesh, `NamedSharding(mesh,
                 PartitionSpec("data"))`; None for one device. Parameters on the mesh keep their
@@ -175,6 +180,11 @@ class PrivacyEngine:
                 f"loss_fn is {_validate.kind(loss_fn)}. Expected a function (params, *example) -> "
                 "loss of one example."
             )
+        if hasattr(optimizer, "tx"):
+            raise TypeError(
+                f"optimizer is a {type(optimizer).__module__}.{type(optimizer).__name__}. Expected "
+                "its optax transformation: say optimizer.tx."
+            )
         if not hasattr(optimizer, "init") or not hasattr(optimizer, "update"):
             raise TypeError(
                 f"optimizer is {_validate.kind(optimizer)}. Expected an optax transformation, "
@@ -191,7 +201,7 @@ class PrivacyEngine:
         group = None if data_mesh is None else data_mesh.group
         plan = self._plan_of(plan, data, plan_arguments, group)
         parameters = parameters if data_mesh is None else data_mesh.model(parameters)
-        examples = examples_of(data)
+        examples = arguments_of(data, loss_fn, needs_key)
         loader = PlannedLoader(examples, plan, self._span, self._interrupted, data_mesh)
         state = first_state(parameters, optimizer)
         if self._loaded is not None:
@@ -205,6 +215,7 @@ class PrivacyEngine:
             optimizer=optimizer,
             needs_key=bool(needs_key),
             has_aux=bool(has_aux),
+            keep_batch_dim=bool(keep_batch_dim),
             method=method,
             rebuild=loader.rebuild,
             data_mesh=data_mesh,
@@ -360,6 +371,7 @@ class PrivacyEngine:
         end = ledger.end if ledger.plan.on_budget == "stop" else ledger.plan.num_steps
         return ledger.position, end
 
+    @compat.promoting
     def _step(self, state: TrainState, batch: LogicalBatch) -> tuple[TrainState, dict[str, Any]]:
         """Perform one release: sum, check, record, seal, add noise, update.
 
@@ -440,6 +452,7 @@ class PrivacyEngine:
         self._running().close()
         self._is_detached, self._run, self._last = True, None, None
 
+    @compat.promoting
     def stages(self) -> Stages:
         """Return the gradients of the last step at each stage, for inspection only.
 
@@ -493,6 +506,18 @@ class PrivacyEngine:
         if self._own_loop is not None:
             self._own_loop.handed_out.require_recorded(ledger.position)
         return ledger.get_epsilon(delta=delta, accept_unverified=accept_unverified)
+
+    def model(self, state: TrainState) -> Any:
+        """Return an `nnx.Module` with the parameters of a state, the rest as it came.
+
+        Raises:
+            AccountingError: the step is the user's own.
+            TypeError: `params` was no `nnx.Module`.
+        """
+        module = self._attached().parameters.module
+        if module is None:
+            raise TypeError("params was no nnx.Module. Expected state.params, which is like it.")
+        return module(state.params)
 
     @property
     def pass_end(self) -> int:

@@ -40,6 +40,7 @@ class Chunk(NamedTuple):
     indices: Any
 
 
+@jax.tree_util.register_static  # so that `step` itself refuses to be traced with one
 @dataclass(frozen=True, eq=False)
 class LogicalBatch:
     """Batch that the sampler drew for one step; its arrays are read-only.

@@ -75,6 +75,7 @@ def check_run(group: Group, run: Any, state: Any) -> None:
         "method": run.method,
         "needs_key": run.needs_key,
         "has_aux": run.has_aux,
+        "keep_batch_dim": run.keep_batch_dim,
         "step": state.step,
     })  # fmt: skip
     leaves = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array)]

@@ -42,6 +42,7 @@ class TrainState(NamedTuple):
     step: int
 
     @classmethod
+    @compat.promoting
     def create(
         cls, params: Any, optimizer: optax.GradientTransformation, trainable: Any = None
     ) -> TrainState:
@@ -103,6 +104,7 @@ class CompiledStep:
     optimizer: optax.GradientTransformation
     needs_key: bool
     has_aux: bool
+    keep_batch_dim: bool
     method: str
     rebuild: Callable[[list[Any]], tuple[Any, ...]]
     data_mesh: DataMesh | None = None  # `DataMesh` of the rows; None for one device
@@ -235,6 +237,7 @@ class CompiledStep:
             has_aux=self.has_aux,
             key=key if self.needs_key else None,
             trainable=None,
+            keep_batch_dim=self.keep_batch_dim,
             positions=indices.astype(jnp.uint32),
         )
 

@@ -48,6 +48,11 @@ class LinearModel(torch.nn.Module):
         return torch.nn.functional.linear(x, self.w[None])[:, 0]
 
 
+def rest_of(engine, loader):
+    """The rest of the plan; one epoch if it has no end."""
+    return loader if engine.plan.num_steps is None else loader.remaining()
+
+
 def make_private(stack, *, secure_mode=False, **arguments):
     """(engine, train): train(steps) does so many steps and returns the weights after each."""
     if stack == "torch":
@@ -64,7 +69,7 @@ def make_private(stack, *, secure_mode=False, **arguments):
         )
 
         def train():
-            for x, y in loader.remaining():  # physical batches; a release ends a logical one
+            for x, y in rest_of(engine, loader):  # physical batches; a release ends a logical one
                 released = len(engine.accountant)
                 optimizer.zero_grad()
                 (0.5 * (model(x) - y) ** 2).sum().backward()
@@ -86,7 +91,7 @@ def make_private(stack, *, secure_mode=False, **arguments):
 
     def train():
         current = state
-        for batch in loader.remaining():
+        for batch in rest_of(engine, loader):
             current, _ = step(current, batch)
             yield np.asarray(current.params)
 

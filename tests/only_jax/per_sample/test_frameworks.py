@@ -190,7 +190,7 @@ class Counting(Net):
 
 class Keeping(Net):
     def __call__(self, x):
-        self.seen = nnx.Intermediate(x)
+        self.seen = nnx.Cache(x)
         return super().__call__(x)
 
 
