@@ -10,7 +10,6 @@ from pathlib import Path
 from types import MethodType
 from typing import Any
 
-from accelerate.utils import DynamoBackend
 from torch.nn import functional as F
 from transformers import TrainerCallback
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -108,7 +107,8 @@ class PrivacyCallback(TrainerCallback):
             ignore_data_skip=True,
             **_checkpointing(options),
         )
-        self._run.replace(trainer.accelerator.state.dynamo_plugin, backend=DynamoBackend.NO)
+        compiler = trainer.accelerator.state.dynamo_plugin
+        self._run.replace(compiler, backend=type(compiler.backend).NO)
         try:
             return type(trainer).train(trainer, resume or None, *args, **kwargs)
         finally:

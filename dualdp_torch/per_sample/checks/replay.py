@@ -127,6 +127,7 @@ class Script:
         ends = [slot for b in tape.backwards for slot in (*b.losses, *b.weights) if slot]
         ends += slots_of(tape.inputs.arguments) if tape.inputs is not None else ()
         wanted = {slot.index for slot in ends}
+        leading = set(wanted)  # leads to the losses themselves
         last = max((b.position for b in tape.backwards), default=0)
         found = list[int]()
         for position, call in reversed(list(enumerate(tape.calls[:last]))):
@@ -135,9 +136,11 @@ class Script:
             makes = any(index in wanted for index in outs)
             is_given = bool(outs) and all(index in self._given for index in outs)
             acts = is_in_place(call.function) or not outs
-            if is_collective(call.function):  # what it sends is no result, what it fills may be
-                filled = {slot.index for slot in slots_of((call.args[:1], call.kwargs))}
-                acts = bool(filled & wanted)
+            target = {slot.index for slot in slots_of((call.args[:1], call.kwargs))}
+            if is_collective(call.function):  # a value for the log is not sent again
+                acts = bool(target & leading)
+            elif leading.intersection(outs) or (is_in_place(call.function) and target & leading):
+                leading |= used
             if (makes and not is_given) or (acts and used & (wanted | self._from_rows)):
                 wanted |= used
                 found.append(position)
