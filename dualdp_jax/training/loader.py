@@ -40,7 +40,6 @@ class Chunk(NamedTuple):
     indices: Any
 
 
-@jax.tree_util.register_static  # so that `step` itself refuses to be traced with one
 @dataclass(frozen=True, eq=False)
 class LogicalBatch:
     """Batch that the sampler drew for one step; its arrays are read-only.
@@ -54,6 +53,18 @@ class LogicalBatch:
     plan: Any
     step: int
     chunks: tuple[Chunk, ...]
+
+
+def _refuse_as_argument(batch: LogicalBatch) -> Any:
+    """Refuse a batch as an argument of a function of jax, which would need it as a pytree."""
+    raise TypeError(
+        "A batch of the loader was handed to jit, or to another function of jax. Call step(state, "
+        "batch) from Python: it writes the ledger, and compiles what it computes. A loop of your "
+        "own compiles functions of batch.chunks, and engine.record(num_steps=k) comes before."
+    )
+
+
+jax.tree_util.register_pytree_node(LogicalBatch, _refuse_as_argument, lambda *_: None)
 
 
 class PlannedLoader:

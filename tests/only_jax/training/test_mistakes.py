@@ -86,18 +86,22 @@ def test_calls_refuse_the_same_mistakes():
 
 
 @pytest.mark.parametrize(
-    "call",
+    ("call", "said"),
     [
-        lambda step, state, batch: jax.jit(step)(state, batch),
-        lambda step, state, batch: jax.jit(step, donate_argnums=0)(state, batch),
-        lambda step, state, batch: jax.lax.scan(lambda s, _: step(s, batch), state, None, 2),
+        (lambda step, state, batch: jax.jit(step)(state, batch), "handed to jit, or"),
+        (lambda step, state, batch: jax.jit(step, donate_argnums=0)(state, batch), "handed to jit"),
+        (lambda step, state, batch: jax.jit(lambda s: step(s, batch))(state), "called inside jit"),
+        (
+            lambda step, state, batch: jax.lax.scan(lambda s, _: step(s, batch), state, None, 2),
+            "step was called inside jit, scan",
+        ),
     ],
-    ids=["jit", "donated", "scan"],
+    ids=["jit", "donated", "closure", "scan"],
 )
-def test_a_step_inside_a_program_is_refused_by_its_fix(call):
+def test_a_step_inside_a_program_is_refused_by_its_fix(call, said):
     engine = dpj.PrivacyEngine()
     step, state, loader = private(engine)
-    with pytest.raises(TypeError, match=r"step was called inside jit.*engine\.record\(num_steps=k"):
+    with pytest.raises(TypeError, match=said + r".*engine\.record\(num_steps=k"):
         call(step, state, next(iter(loader)))
     assert engine.ledger.position == 0
 
