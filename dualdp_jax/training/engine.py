@@ -202,7 +202,7 @@ class PrivacyEngine:
         plan = self._plan_of(plan, data, plan_arguments, group)
         parameters = parameters if data_mesh is None else data_mesh.model(parameters)
         examples = arguments_of(data, loss_fn, needs_key)
-        loader = PlannedLoader(examples, plan, self._span, self._interrupted, data_mesh)
+        loader = PlannedLoader(examples, plan, self._span, data_mesh, self._interrupted)
         state = first_state(parameters, optimizer)
         if self._loaded is not None:
             state = continued(self._loaded, state)
@@ -310,7 +310,7 @@ class PrivacyEngine:
         group = None if data_mesh is None else data_mesh.group
         plan = self._plan_of(plan, data, plan_arguments, group)
         examples = examples_of(data)
-        loader = PlannedLoader(examples, plan, self._span, self._interrupted, data_mesh)
+        loader = PlannedLoader(examples, plan, self._span, data_mesh, self._interrupted)
         if group is not None:
             check_data(group, examples)
         self._begin(plan, ledger, group, "PrivacyEngine.make_loader", "")

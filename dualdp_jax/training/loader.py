@@ -55,7 +55,7 @@ class LogicalBatch:
     chunks: tuple[Chunk, ...]
 
 
-def _refuse_as_argument(batch: LogicalBatch) -> Any:
+def _refuse_as_argument(*_: Any) -> Any:
     """Refuse a batch as an argument of a function of jax, which would need it as a pytree."""
     raise TypeError(
         "A batch of the loader was handed to jit, or to another function of jax. Call step(state, "
@@ -64,7 +64,7 @@ def _refuse_as_argument(batch: LogicalBatch) -> Any:
     )
 
 
-jax.tree_util.register_pytree_node(LogicalBatch, _refuse_as_argument, lambda *_: None)
+jax.tree_util.register_pytree_node(LogicalBatch, _refuse_as_argument, _refuse_as_argument)
 
 
 class PlannedLoader:
@@ -78,9 +78,9 @@ class PlannedLoader:
         data: tuple of arrays or pytrees of arrays, examples on axis 0.
         plan: `PrivacyPlan`; its physical_batch_size is that of one shard.
         span: callable () -> (next step, first step that must not be drawn or None).
-        interrupted: int, step that ends the pass in which a checkpoint was saved; 0 for none.
         data_mesh: `DataMesh` of the rows on a mesh, with which a process reads only the rows of its
             devices; None for NumPy arrays.
+        interrupted: int, step that ends the pass in which a checkpoint was saved; 0 for none.
 
     Attributes:
         physical_batch_size: int, rows of a chunk over all shards.
@@ -98,8 +98,8 @@ class PlannedLoader:
         data: tuple[Any, ...],
         plan: Any,
         span: Callable[[], Span],
-        interrupted: int = 0,
         data_mesh: DataMesh | None = None,
+        interrupted: int = 0,
     ) -> None:
         arrays, num_examples, self.rebuild = split_batch(data)
         require_size(plan, num_examples)
