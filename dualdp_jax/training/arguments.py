@@ -72,8 +72,11 @@ def check_optimizer(run: CompiledStep, state: TrainState) -> None:
     try:
         jax.eval_shape(run.optimizer.update, trained, state.opt_state, trained)
     except TypeError as error:
-        error.add_note("An optimizer gets the noisy gradients, its state and the parameters only.")
-        raise
+        raise TypeError(
+            f"optimizer.update failed on the noisy gradients, its state and params: {error}. "
+            "Expected an optimizer that needs no more; one that evaluates the loss, such as "
+            "L-BFGS, would look at the data again."
+        ) from error
 
 
 def _check_key_argument(

@@ -304,7 +304,14 @@ def first_state(parameters: Parameters, optimizer: optax.GradientTransformation)
             "optax.sgd(0.1)."
         )
     strong = [jax.lax.convert_element_type(p, p.dtype) for p in parameters.trained]
-    opt_state = optimizer.init(parameters.like([widen(p) for p in strong]))
+    try:
+        opt_state = optimizer.init(parameters.like([widen(p) for p in strong]))
+    except (TypeError, ValueError) as error:
+        said = str(error).partition("\n")[0].rstrip(".")
+        raise ValueError(
+            f"optimizer.init failed on params: {said}. Expected an optimizer of such a tree; "
+            "labels and masks have its structure."
+        ) from error
     return TrainState(parameters.whole(strong, parameters.others), opt_state, 0)
 
 

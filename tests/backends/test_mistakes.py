@@ -727,6 +727,11 @@ ON_JAX = {
         TypeError,
         "optimizer is a? ?.*SGD. Expected an optax",
     ),
+    "optimizer of other parameters": (
+        lambda k: k.begin(optimizer=optax.multi_transform({"a": k.sgd}, {"v": "a"})),
+        ValueError,
+        "optimizer.init failed on params: .*labels and masks have its structure",
+    ),
     "loader as data": (
         lambda k: k.begin(data=DataLoader(TensorDataset(torch.zeros(4, 3)))),
         TypeError,

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mistakes with plans, accounting, ledgers, logs, keys and files, in a table."""
 
+import errno
+import os
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,6 +10,7 @@ import pytest
 
 import dualdp
 from dualdp import AccountingError, Ledger, PrivacyPlan, accountants, checkpoint, schedules
+from dualdp._validate import file_errors
 from dualdp.ledger.verify import verify
 from dualdp.log import RunLog, progress, read_log
 from tests.mistakes import is_a_sentence_of_ours, refused, untidy
@@ -180,7 +183,6 @@ MISTAKES = {
     ),
     "key of no name": (lambda k: plan().save_key(""), ValueError, "path='' is no path"),
     "key to None": (lambda k: plan().save_key(None), TypeError, "path=None. Expected a path"),
-    "key in the kernel": (lambda k: plan().save_key("/proc/self/key"), FileNotFoundError, "can't"),
     # ledgers
     "ledger of no plan": (lambda k: Ledger({}), TypeError, "plan is a dict. Expected a dualdp.Pr"),
     "ledger nowhere": (
@@ -249,6 +251,22 @@ MISTAKES = {
 def test_a_mistake_is_answered(mistake, kit):
     call, error, words = MISTAKES[mistake]
     refused(lambda: call(kit), error, words)
+
+
+@pytest.mark.parametrize(
+    ("verb", "code", "error", "words"),
+    [
+        ("written", errno.EACCES, PermissionError, "x can't be written .Permission denied.. Expec"),
+        ("read", errno.EACCES, PermissionError, "x can't be read .Permission denied.. Expected y"),
+        ("written", errno.ENOSPC, OSError, "x can't be written .No space left on device.. Expect"),
+    ],
+)
+def test_errors_of_the_system_become_sentences(verb, code, error, words):
+    def call():
+        with file_errors(verb, "x", "y"):
+            raise OSError(code, os.strerror(code))
+
+    refused(call, error, words)
 
 
 def test_the_judge_tells_our_sentences_from_raw_errors():

@@ -376,7 +376,9 @@ def test_a_list_of_labels_is_refused():
 
 
 def test_an_optimizer_that_wants_more_is_refused_before_the_run():
-    with pytest.raises(TypeError, match="value"):
+    with pytest.raises(
+        TypeError, match="update failed on .*value.*Expected an optimizer that need"
+    ):
         dpj.PrivacyEngine().make_private(
             loss_fn=lambda p, x: ((x @ p["w"]) ** 2).sum(),
             params={"w": np.ones(3, "f")},
