@@ -44,9 +44,8 @@ RELATIONS = {
     "replace": "the data with any one example and with another in its place",
     "zero_out": "the data with any one example and with an empty one in its place",
 }
-#: Name of a number that `show` prints -> its meaning; {factor} is e^number.
+#: Name of a number that `show` prints -> its meaning.
 MEANINGS = {
-    "epsilon": "any outcome is at most {factor:.4g} times as likely on neighboring data",
     "lower_bound": "the true epsilon is not below this",
     "certified": "epsilon is a proven upper bound, no approximation",
     "target_epsilon": "what was asked for; epsilon is not above it",
@@ -162,18 +161,35 @@ def run_length(
     return _validate.sample_rate(sample_rate), number
 
 
+def factor(epsilon: float) -> str:
+    """Return e^epsilon as text, rounded up to four digits.
+
+    >>> factor(1.51564), factor(4118.4), factor(math.inf)
+    ('4.553', 'e^4119', 'inf')
+    """
+    if epsilon > 700:
+        return "inf" if epsilon == math.inf else f"e^{math.ceil(epsilon)}"
+    exact = math.exp(epsilon)
+    unit = 10.0 ** (math.floor(math.log10(exact)) - 3)
+    return f"{math.ceil(exact / unit) * unit:.4g}"
+
+
 def show(record: dict[str, Any], *, as_json: bool, title: str) -> None:
     """Print a record as JSON, or as a table with the meaning of each number."""
     if as_json:
         finite = {name: None if value == math.inf else value for name, value in record.items()}
         typer.echo(json.dumps(finite, indent=2))
         return
+    bound = "at most" if record["certified"] else "about"
+    meanings = MEANINGS | {
+        "epsilon": f"any outcome is {bound} {factor(record['epsilon'])} times as likely on "
+        "neighboring data",
+        "neighboring_relation": RELATIONS[record["neighboring_relation"]],
+    }
     table = Table(title=title, show_header=False)
     for name, value in record.items():
-        meaning = RELATIONS.get(value) if name == "neighboring_relation" else MEANINGS.get(name)
-        factor = math.exp(min(value, 700.0)) if name == "epsilon" else 1.0
         text = f"{value:.6g}" if isinstance(value, float) else str(value)
-        table.add_row(name, text, (meaning or "").format(factor=factor))
+        table.add_row(name, text, meanings.get(name, ""))
     Console().print(table)
 
 

@@ -15,7 +15,7 @@ import typer
 from dualdp import _validate
 from dualdp.ledger.verify import Finding, Verification, one_key
 from dualdp.ledger.verify import verify as run_verify
-from dualdp_tools.cli.common import RELATIONS, Json, reported_errors, working
+from dualdp_tools.cli.common import RELATIONS, Json, factor, reported_errors, working
 
 LedgerFiles = Annotated[list[Path], typer.Argument(help="Ledgers that runs wrote.")]
 Page = Annotated[Path | None, typer.Option("--report", help="Write one page: FILE.md or .html.")]
@@ -153,12 +153,12 @@ def meaning(found: Verification) -> list[str]:
     if found.plan is None or not math.isfinite(found.epsilon):
         return ["No statement about privacy can be made from this record."]
     epsilon, delta = found.epsilon, found.plan.delta
-    factor = math.exp(min(epsilon, 700.0))
-    best = min(1.0, (factor + delta) / (1 + factor))
+    odds = math.exp(min(epsilon, 700.0))
+    best = min(1.0, (odds + delta) / (1 + odds))
     return [
         f"Compare {RELATIONS[found.plan.neighboring_relation]}. Whatever is done with the "
         f"releases on record, the probability of any outcome differs by a factor of at most "
-        f"e^{epsilon:.3f} = {factor:.4g}, apart from a probability of {delta:g}.",
+        f"e^{epsilon:.4f} = {factor(epsilon)}, apart from a probability of {delta:g}.",
         f"Someone who knows everything else and is to tell the two apart, where a fair coin chose, "
         f"is right with probability at most {best:.1%} (guessing is 50 %).",
         "A person with several examples has less protection. Choices made by looking at the data "

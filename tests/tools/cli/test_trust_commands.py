@@ -4,6 +4,7 @@
 import contextlib
 import importlib
 import json
+import math
 import re
 from html.parser import HTMLParser
 
@@ -173,6 +174,17 @@ def test_the_best_guess_is_that_of_the_definition(ledger, tmp_path):
     factor = float(re.search(r"e\^[\d.]+ = ([\d.]+)", text).group(1))
     best = float(re.search(r"at most ([\d.]+)% \(guessing", text).group(1)) / 100
     assert best == pytest.approx((factor + 1e-5) / (1 + factor), abs=6e-4)
+
+
+def test_a_factor_is_never_rounded_below_e_to_the_epsilon():
+    for epsilon in (0.0, 1e-9, 0.5, 1.51564, 3.0, 20.0, 699.9):
+        said = float(common.factor(epsilon))
+        assert math.exp(epsilon) <= said <= 1.0011 * math.exp(epsilon)
+    assert common.factor(4118.4) == "e^4119"
+    assert common.factor(math.inf) == "inf"
+    words = ("epsilon", "--noise-multiplier", 1, "--sample-rate", 0.1, "--steps", 3)
+    words += ("--delta", 1e-5, "--accountant", "gdp", "--approximate")
+    assert "any outcome is about" in call(*words).output, "gdp is no bound"
 
 
 def test_a_page_of_a_broken_ledger_makes_no_statement(tmp_path):
