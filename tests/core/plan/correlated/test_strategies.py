@@ -137,6 +137,13 @@ def test_buffers_close_to_one_are_exact():
     np.testing.assert_allclose(found.strategy(n), [float(x) for x in c], rtol=1e-13)
 
 
+def test_powers_are_cut_only_where_they_vanish():
+    for base in (0.0, 0.3, -0.3, 0.999, 1.0, -1.2):
+        truth = base ** np.arange(1500)
+        np.testing.assert_allclose(strategies.powers(base, 1500), truth, rtol=0, atol=1e-299)
+    assert strategies.powers(0.5, 0).shape == strategies.powers(0.0, -1).shape == (0,)
+
+
 @each
 def test_json_round_trip(strategy):
     data = json.loads(json.dumps(strategies.to_json(strategy)))
