@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The best strategy of a family: least error times squared sensitivity.
 
-An evaluation with its gradient costs O(n p) for p bands or buffers. All matrices are lower
-triangular and Toeplitz, so they commute, a product is a filter, and its adjoint is the same filter
-over the steps in reverse. As C^-1 C = 1, a change dC changes x = C^-1 s by -C^-1 dC x, and a change
-of the inverse changes C e_0 in the same way.
+An evaluation with its gradient costs O(n p) for p bands or buffers, and O(n^2) more for a workload
+that is no Toeplitz matrix. All others are lower triangular and Toeplitz: a product is a filter, its
+adjoint the same filter over the steps in reverse. As C^-1 C = 1, a change dC changes x = C^-1 s by
+-C^-1 dC x, and a change of the inverse changes C e_0 in the same way.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from dualdp import _validate
 from dualdp.plan.correlated import strategies
 from dualdp.plan.correlated.filters import filtered, impulse, transposed
-from dualdp.plan.correlated.sensitivity import comb, participations
+from dualdp.plan.correlated.sensitivity import comb, enlarged, participations
 from dualdp.plan.correlated.strategies import BLT, Band, Strategy, Window
 from dualdp.plan.correlated.workloads import MOST_STEPS, checked_workload
 
@@ -125,14 +125,7 @@ def _error(
 def graded_sensitivity(c: Vector, separation: int, count: int) -> Graded:
     """Return the bound of `squared_sensitivity` by the enlarged column, and its gradient."""
     n = len(c)
-    origin = np.arange(n)  # position from which each entry of the enlarged column is taken
-    h = np.abs(c)
-    if count > 1 and separation < n:
-        tail = h[: separation - 1 : -1] if separation else h[::-1]
-        highest = np.maximum.accumulate(tail)
-        latest = np.maximum.accumulate(np.where(tail >= highest, np.arange(len(tail)), 0))
-        origin[separation:] = (n - 1 - latest)[::-1]
-        h[separation:] = highest[::-1]
+    h, origin = enlarged(c, separation) if count > 1 else (np.abs(c), np.arange(n))
     tooth = comb(h, separation, count)
     slope = 2 * comb(tooth[::-1], separation, count)[::-1]
     by_origin = np.bincount(origin, slope, minlength=n)
@@ -262,9 +255,7 @@ def _best_band(bands: int, problem: Problem) -> Band:
 
     From index b on a falling c keeps the sensitivity smooth, and attained by 0, b, 2b, ....
     """
-    falls = (
-        bands if problem.participations == 1 else min(problem.separation, bands)
-    )  # first index of a fall
+    falls = bands if problem.participations == 1 else min(problem.separation, bands)
 
     def weights(parameters: Vector) -> Vector:
         c = np.concatenate([[1.0], parameters])

@@ -23,12 +23,13 @@ _MOST_WORK = 2 * 10**8
 
 
 def participations(num_steps: int, min_separation: Any, max_participations: Any) -> tuple[int, int]:
-    """Return (b, count): checked min_separation, and the most steps that one unit can join.
+    """Return (b, count): the least gap, at most num_steps, and the most steps that one unit joins.
 
     >>> participations(10, 4, None)
     (4, 3)
     """
     separation = _validate.integer("min_separation", min_separation, minimum=1)
+    separation = min(separation, max(num_steps, 1))
     fitting = -(-num_steps // separation)
     if max_participations is None:
         return separation, fitting
@@ -50,6 +51,20 @@ def comb(c: Vector, separation: int, count: int) -> Vector:
     if count < rows:
         sums[count:] -= sums[:-count].copy()
     return sums.reshape(-1)[:n]
+
+
+def enlarged(c: Vector, separation: int) -> tuple[Vector, NDArray[np.int64]]:
+    """Return (n,) the least column above |c| that falls from c_b on, and the index of each entry.
+
+    >>> enlarged(np.array([0.0, -1.0, 2.0, 1.0]), separation=1)
+    (array([0., 2., 2., 1.]), array([0, 2, 2, 3]))
+    """
+    n, h = len(c), np.abs(c)
+    tail = h[separation:][::-1]
+    is_highest = tail >= np.maximum.accumulate(tail)
+    latest = np.maximum.accumulate(np.where(is_highest, np.arange(len(tail)), 0))
+    origin = np.concatenate([np.arange(min(separation, n)), n - 1 - latest[::-1]])
+    return h[origin], origin
 
 
 def squared_sensitivity(c: Vector, separation: int, count: int, pattern: str) -> float:
@@ -82,12 +97,11 @@ def squared_sensitivity(c: Vector, separation: int, count: int, pattern: str) ->
         return min(bound, _fixed_gaps(c, separation, count)) if signed else bound
     if count == 1 or not np.any(np.diff(h[separation:]) > 0):
         return bound
-    h[separation:] = np.maximum.accumulate(h[separation:][::-1])[::-1]
-    tooth = comb(h, separation, count)
-    enlarged = float(tooth @ tooth)
-    if len(c) ** 2 * count > _MOST_WORK or enlarged <= bound * (1 + 1e-12):
-        return enlarged  # long, or it rises by rounding only
-    return min(enlarged, _any_gaps(np.abs(c), separation, count))
+    tooth = comb(enlarged(c, separation)[0], separation, count)
+    above = float(tooth @ tooth)
+    if len(c) ** 2 * count > _MOST_WORK or above <= bound * (1 + 1e-12):
+        return above  # long, or it rises by rounding only
+    return min(above, _any_gaps(h, separation, count))
 
 
 def _fixed_gaps(c: Vector, separation: int, count: int) -> float:

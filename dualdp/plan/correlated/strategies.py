@@ -76,8 +76,9 @@ class Strategy:
             max_participations: most participations of a unit; None for as many as fit.
             pattern: "min_separation", any gaps >= b, or "fixed", gaps of exactly b.
 
-        For one participation it is the largest column norm of C. When it is attained and by which
-        theorem: `dualdp.plan.correlated.sensitivity.squared_sensitivity`.
+        For one participation it is the largest column norm of C. A unit whose rows are replaced by
+        others changes C G by twice as much. When the bound is attained and by which theorem:
+        `dualdp.plan.correlated.sensitivity.squared_sensitivity`.
         """
         c = self.strategy(num_steps)
         separation, count = participations(len(c), min_separation, max_participations)

@@ -134,6 +134,13 @@ def test_scale_and_prefixes():
         assert lengths[0] == 0.0
 
 
+def test_gaps_longer_than_the_run_cost_nothing():
+    """No array of min_separation entries is made."""
+    for pattern in sensitivity.PATTERNS:
+        found = correlated.bisr(bands=3).sensitivity(20, 2**50, None, pattern)
+        assert found == correlated.bisr(bands=3).sensitivity(20)
+
+
 def test_stored_strategies_have_the_same_sensitivity():
     stored = {"family": "window", "weights": [(1.0).hex(), (-0.3).hex()]}
     loaded = from_json("correlation", stored)
