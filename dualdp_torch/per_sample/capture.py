@@ -10,7 +10,10 @@ uses.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import inspect
+import weakref
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -18,7 +21,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from dualdp._validate import UnsupportedLayerError
 from dualdp_torch.per_sample.parameter_use import (
@@ -29,6 +32,7 @@ from dualdp_torch.per_sample.parameter_use import (
     Use,
     attach,
     name_of,
+    no_view,
     refuse_reentrant_checkpoints,
     refuse_transforms,
 )
@@ -78,7 +82,7 @@ class Capture(TorchFunctionMode):
         self._from_parameters: dict[int, Tensor] = {}  # by id; kept alive so that ids stay unique
         self._on_use, self._skip, self._seen = on_use, skip, 0
         self._skipped: set[tuple[Any, ...]] = set()
-        self.checkpointed = False
+        self._frames: weakref.WeakKeyDictionary[Any, list[Use]] = weakref.WeakKeyDictionary()
         self._recomputing = False
         self._leaf = torch.zeros((), requires_grad=True)
 
@@ -223,6 +227,8 @@ class Capture(TorchFunctionMode):
             if out._is_view():
                 out = out.clone()
             out = attach(out, self._leaf)
+        elif out._is_view():  # as of a linear layer with position axes
+            out = no_view(out)
         options = {k: v for k, v in call.items() if k not in held and not torch.is_tensor(v)}
         self._append(func, rule, parameters, acts, options, out)
         return out
@@ -256,19 +262,20 @@ class Capture(TorchFunctionMode):
         out: Tensor,
         can_skip: bool = True,
     ) -> None:
-        """Append a use, except in a recomputation, where it was recorded before."""
-        if self._recomputing:
-            return
-        hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        self.checkpointed |= hooks is not None and "checkpoint" in hooks[0].__module__
+        """Append a use; inside an activation checkpoint its inputs are left to the second run."""
+        frame = _checkpoint_frame()
         saved = acts if isinstance(acts, tuple) else () if acts is None else (acts,)
-        detached = tuple(tensor.detach() for tensor in saved)
+        # A function with an input in the graph saves tensors for its backward, so it runs again.
+        is_left = frame is not None and any(tensor.requires_grad for tensor in saved)
+        detached = () if is_left else tuple(tensor.detach() for tensor in saved)
         use = Use(
             function=func,
             rule=rule,
             held={slot: self._name(p) for slot, p in parameters.items()},
             shapes={slot: p.shape for slot, p in parameters.items()},
-            acts=detached if isinstance(acts, tuple) else detached[0] if detached else None,
+            acts=detached
+            if isinstance(acts, tuple) and not is_left
+            else next(iter(detached), None),
             options=options,
             edge=get_gradient_edge(out),
             out_shape=out.shape,
@@ -276,25 +283,50 @@ class Capture(TorchFunctionMode):
             can_skip=can_skip,
             versions=[(tensor, tensor._version) for tensor in detached],
             axis_permutations=self.permutations.of_axes,
+            waits=is_left,
         )
+        if frame is not None:
+            if self._recomputing:  # of a checkpoint in a checkpoint, which runs again by itself
+                return
+            self._uses_of(frame).append(use)
         self.uses.append(use)
         if self._on_use:
             self._on_use(use, out)
 
-    def _recompute(self, total: Tensor, targets: Sequence[Any], retain: bool) -> Any:
-        """Run the backward with the capture active, for checkpointed parts that run forward again.
+    def _uses_of(self, frame: Any) -> list[Use]:
+        """Return the uses inside one activation checkpoint, which is captured when it runs again.
 
-        `torch.autograd.grad` deactivates all modes, so the engine is called directly.
+        `frame` is that of `torch.utils.checkpoint`. What it holds has weak references only, as
+        frame, graph and uses would hold each other for ever.
         """
-        self._recomputing = True
-        try:
-            with self:
-                ones = (torch.ones_like(total),)
-                return torch.autograd.graph._engine_run_backward(
-                    (total,), ones, retain, False, tuple(targets), True, accumulate_grad=False
-                )
-        finally:
-            self._recomputing = False
+        if frame in self._frames:
+            return self._frames[frame]
+        uses = self._frames[frame] = list[Use]()
+        owner, of_frame, function = weakref.ref(self), weakref.ref(frame), frame.recompute_fn
+        modes = _get_current_function_mode_stack()
+
+        def run_again(*args: Any) -> Any:
+            capture, key = owner(), of_frame()
+            if capture is None:
+                return function(*args)
+            with contextlib.ExitStack() as stack:
+                for mode in modes:  # a backward switches them off
+                    if mode not in _get_current_function_mode_stack():
+                        stack.enter_context(mode)
+                again = stack.enter_context(capture._of_second_run())
+                out = function(*args)
+            _take_inputs(capture._frames[key], again.uses)
+            return out
+
+        frame.recompute_fn, frame.early_stop = run_again, False
+        return uses
+
+    def _of_second_run(self) -> Capture:
+        """Return a capture for a part of the same forward that runs again."""
+        again = Capture(self._names, model=self._model)
+        again._from_parameters = self._from_parameters
+        again._skipped, again._recomputing = self._skipped, True
+        return again
 
     def backward(
         self, total: Tensor, parameters: Mapping[str, Tensor], *, retain: bool = False
@@ -313,10 +345,7 @@ class Capture(TorchFunctionMode):
         leaves = [*parameters.items(), *self.stand_ins.items()]
         targets: list[Any] = [*(use.edge for use in self.uses), *(leaf for _, leaf in leaves)]
         try:
-            if self.checkpointed:
-                found = self._recompute(total, targets, retain)
-            else:
-                found = torch.autograd.grad(total, targets, retain_graph=retain, allow_unused=True)
+            found = torch.autograd.grad(total, targets, retain_graph=retain, allow_unused=True)
         except RuntimeError as error:
             if "use_reentrant=True" not in str(error):
                 raise
@@ -325,3 +354,41 @@ class Capture(TorchFunctionMode):
             use.grads_out = grad
         leftover = found[len(self.uses) :]
         return [name for (name, _), g in zip(leaves, leftover, strict=True) if g is not None]
+
+
+def _checkpoint_frame() -> Any:
+    """Return torch's record of the innermost activation checkpoint that runs forward, or None."""
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is None or "checkpoint" not in hooks[0].__module__:
+        return None
+    pack = inspect.unwrap(hooks[0])
+    cells = zip(pack.__code__.co_freevars, pack.__closure__ or (), strict=True)
+    return next((cell.cell_contents for name, cell in cells if name == "frame"), None)
+
+
+def _take_inputs(uses: list[Use], again: list[Use]) -> None:
+    """Give the uses inside a checkpoint the inputs of its second run.
+
+    Raises:
+        UnsupportedLayerError: the second run called other functions, or with other shapes.
+    """
+    signatures = [
+        [
+            (
+                u.function,
+                u.out_shape,
+                u.shapes,
+                [name for name in u.held.values() if name[0] != "#"],
+            )
+            for u in run
+        ]
+        for run in (uses, again)
+    ]
+    if signatures[0] != signatures[1]:
+        raise UnsupportedLayerError(
+            "A checkpointed part of the model called other layers when it ran again in the "
+            "backward. Expected the same ones: it may decide by nothing that changes in between."
+        )
+    for use, second in zip(uses, again, strict=True):
+        if use.waits:
+            use.acts, use.versions = second.acts, second.versions

@@ -46,6 +46,26 @@ class _Attach(torch.autograd.Function):
 attach: Callable[[Tensor, Tensor], Tensor] = _Attach.apply
 
 
+class _NoView(torch.autograd.Function):
+    """Identity whose output shares its input's memory and is no view for autograd.
+
+    A change in place of a view gets a graph around the node at which its gradient would arrive.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor) -> Tensor:
+        """Return the same values."""
+        return out.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        """Return the gradient unchanged."""
+        return grad
+
+
+no_view: Callable[[Tensor], Tensor] = _NoView.apply
+
+
 class SecondOrderError(UnsupportedLayerError):
     """The forward differentiates, so that captured uses would miss a part of the gradient."""
 
@@ -83,6 +103,7 @@ class Use:
         can_skip: True if the call can be run without being captured.
         axis_permutations: hash of those before the call, see `RowPermutations.of_axes`.
         versions: saved inputs with their versions at the call.
+        waits: True if the inputs come when an activation checkpoint runs again.
         grads_out: gradient of the output, or None before it arrives.
     """
 
@@ -98,6 +119,7 @@ class Use:
     can_skip: bool = True
     axis_permutations: int = 0
     versions: list[tuple[Tensor, int]] = field(default_factory=list)
+    waits: bool = False
     grads_out: Tensor | None = None
 
     @property
@@ -116,7 +138,12 @@ class Use:
         return f"{name_of(self.function)} with {names}"
 
     def check_unchanged(self) -> None:
-        """Refuse a saved input that was changed in place."""
+        """Refuse a saved input that was changed in place, or that never came."""
+        if self.waits and self.acts is None:
+            raise UnsupportedLayerError(
+                f"The checkpointed part of the model with {self} did not run again in the "
+                "backward, so its input is not known. Leave it out of the checkpoint."
+            )
         if any(tensor._version != version for tensor, version in self.versions):
             raise ChangedInPlaceError(
                 f"The input of {self} was changed in place after it was used, so the gradient of "

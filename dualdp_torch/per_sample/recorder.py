@@ -116,8 +116,7 @@ class Recorder:
             model.register_forward_hook(self._leave, with_kwargs=True, always_call=True),
             *(node.register_prehook(partial(self._escaped, name)) for name, node in nodes),
         ]
-        self._compiled = vars(model).get(_CALL)
-        vars(model)[_CALL] = _Guarded(self, self._compiled or model._call_impl)
+        self.guard()
 
     def __reduce__(self) -> Any:
         return Silent, ()
@@ -139,6 +138,13 @@ class Recorder:
         self._without_graph = self._in_backward = False
         self.layered: Layered | None = None
         self._reached: set[Use] = set()
+
+    def guard(self) -> None:
+        """Take the place of the model's call, also if that was compiled since the last time."""
+        found = vars(self.model).get(_CALL)
+        if not isinstance(found, _Guarded):
+            self._compiled = found
+            vars(self.model)[_CALL] = _Guarded(self, found or self.model._call_impl)
 
     def detach(self) -> None:
         """Remove every hook, and restore the model's compiled call."""
@@ -191,9 +197,13 @@ class Recorder:
             self.tape.enter_model(args, kwargs, batch.n)
         return batch, self._analysis.begin(batch)
 
+    @torch._disable_dynamo  # a loop that torch.compile traces calls the model as it is
     def run(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run `call`, which is the model's; each example alone if the method is "loop"."""
-        if self.method != "loop" or not self._records():
+        """Run `call`, which is the model's; if it is recorded, eagerly, or each example alone."""
+        if not self._records():
+            return call(*args, **kwargs)
+        call = self.model._call_impl
+        if self.method != "loop":
             return call(*args, **kwargs)
         batch, _ = self._begin(args, kwargs)
         state = State(self.model)
@@ -233,11 +243,6 @@ class Recorder:
         self.has_drawn = self.start is not None and self.start.has_drawn(self.model)
         self._leave_forward()
         if not self._by_vmap:
-            if mode.checkpointed:
-                raise UnsupportedLayerError(
-                    "The model checkpoints activations, which runs parts of it again in a backward "
-                    "that is not ours. Use clipped_grad_sum, or train without checkpointing."
-                )
             axes = self._analysis.batch_axes(mode, outputs)
             self._uses, self._derived = dict(zip(mode.uses, axes, strict=True)), mode.derived
             self._begin_layers()

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import _engine_run_backward
 from torch.func import functional_call, grad, vmap
 from torch.utils import _pytree as pytree
 
@@ -32,8 +33,19 @@ def plain_gradients(
     with gradients_set_aside(parameters), torch.enable_grad():
         total = loss()
         if total.requires_grad:
-            total.backward()  # type: ignore[no-untyped-call]
+            _backward(total)
         return {name: _widened(p, p.grad) for name, p in parameters.items()}
+
+
+def _backward(total: Tensor, inputs: Sequence[Tensor] = ()) -> tuple[Tensor | None, ...]:
+    """Run a backward; return the gradients of `inputs`, or add those of all leaves to `grad`.
+
+    `torch.autograd.grad` and `backward` would switch off the function modes that are active, such
+    as one without randomness, in activation checkpoints that run again.
+    """
+    arguments = (total,), (torch.ones_like(total),), False, False, tuple(inputs), True
+    found: Any = _engine_run_backward(*arguments, accumulate_grad=not inputs)
+    return found if inputs else ()
 
 
 def _widened(p: Tensor, grad: Tensor | None) -> Tensor:
@@ -88,7 +100,7 @@ def reweighted(
         total = (each * factors.to(each.dtype)).sum()
     found: tuple[Tensor | None, ...] = (None,) * len(parameters)
     if total.requires_grad:
-        found = torch.autograd.grad(total, [*parameters.values()], allow_unused=True)
+        found = _backward(total, [*parameters.values()])
     pairs = zip(parameters.items(), found, strict=True)
     return {name: _widened(p, g) for (name, p), g in pairs}
 

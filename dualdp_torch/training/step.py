@@ -140,6 +140,7 @@ class PrivateStep:
                 plan.clipping,
                 None if bool(mask.all()) else mask,
             )
+            self.recorder.guard()
         self._draw, self.recorder.terms = draw, terms
         self.recorder.is_active = draw is not None
 
@@ -193,6 +194,7 @@ class PrivateStep:
                 "with the same examples."
             )
 
+    @torch._disable_dynamo
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         """Replace the gradients by the noisy mean, or by None within a logical batch."""
         _refuse_scaler(optimizer)

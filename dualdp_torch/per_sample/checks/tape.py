@@ -290,6 +290,7 @@ class Tape(TorchFunctionMode):
         self.outputs, self.backwards, self.inputs, self.after = [], [], None, None
         self._reached = self.in_backward = False
 
+    @torch._disable_dynamo  # a loop that is compiled is recorded call by call
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:

@@ -245,3 +245,25 @@ def test_a_divergence_over_the_batch_is_a_mean():
         return F.kl_div(model(batch[0]).log_softmax(1), batch[1], reduction="batchmean")
 
     held_to_plain_autograd(randomise(model), items, loop)
+
+
+@pytest.mark.parametrize("shape", [(6,), (4, 6), (2, 3, 6)])
+def test_outputs_with_positions_may_be_changed_in_place(shape):
+    """The output of a linear layer is a view where the input has positions."""
+    model = randomise(nn.Sequential(linear(6), nn.ReLU(inplace=True), nn.LayerNorm(6), linear()))
+    x = data(5, *shape)
+
+    def losses(model, x):
+        return model(x).square().flatten(1).sum(1)
+
+    for method in ("auto", "materialize", "two_pass"):
+        found = dpt.per_sample_grads(losses, model, x, method=method, check="off")
+        with dpt.record_per_sample(model, loss_reduction="sum", method=method, check="off") as of:
+            losses(model, x).sum().backward()
+        for row in range(len(x)):
+            model.zero_grad()
+            losses(model, x[row : row + 1]).sum().backward()
+            for name, p in model.named_parameters():
+                torch.testing.assert_close(found[name][row], p.grad, rtol=1e-4, atol=1e-5)
+                torch.testing.assert_close(of.grads()[name][row], p.grad, rtol=1e-4, atol=1e-5)
+        model.zero_grad()

@@ -692,7 +692,7 @@ def test_auto_takes_the_fast_way(name, monkeypatch):
     assert ways.taken == [way]
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name != "checkpoint"])
+@pytest.mark.parametrize("name", CASES)
 def test_a_recorded_forward_gives_the_same(name):
     build, batch, _, _ = CASES[name]
     model = randomise(build())
@@ -742,15 +742,6 @@ def test_a_reentrant_checkpoint_around_everything_is_refused(method, n):
         return
     with pytest.raises(UnsupportedLayerError, match="use_reentrant=True, which hides"):
         dpt.per_sample_norms(losses_of, model, x, method=method)
-
-
-def test_checkpoints_in_a_recorded_forward_are_refused():
-    model = four_layers(checkpointed)
-    with (
-        dpt.record_per_sample(model, loss_reduction="sum"),
-        pytest.raises(UnsupportedLayerError, match="The model checkpoints activations"),
-    ):
-        model(data(N, 6))
 
 
 def test_dropout_inside_layers_is_that_of_the_examples():
