@@ -31,6 +31,8 @@ class AnalysisCache(dict[Any, "Analysis"]):
         checked: calls whose numbers were compared with plain autograd (`spot_check`).
         writes: names of buffers that a forward writes, the same on every batch.
         passes_differ: True if a second forward is another function than the first.
+        returns_number: True if the model returns a number beside its outputs, such as its loss;
+            None if not known.
     """
 
     def __init__(self, referents: list[Callable[[], Any]]) -> None:
@@ -39,6 +41,7 @@ class AnalysisCache(dict[Any, "Analysis"]):
         self.checked: set[Any] = set()
         self.writes: set[str] = set()
         self.passes_differ = False
+        self.returns_number: bool | None = None
         self._referents = referents
 
     def is_alive(self) -> bool:

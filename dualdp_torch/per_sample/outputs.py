@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from dualdp._validate import UnsupportedLayerError
+from dualdp_torch.per_sample.model_state import Start
 from dualdp_torch.rules.base import Tensor
 
 
@@ -19,6 +21,25 @@ def projected(model: nn.Module, args: Any, kwargs: Any, cotangents: Any = None) 
     given = [t for t in pytree.tree_leaves((args, kwargs)) if torch.is_tensor(t)]
     n = max(map(len, given))  # 1 in a tensor that all examples share
     return combined(float_leaves(model(*args, **kwargs)), cotangents, n)
+
+
+def all_projected(model: nn.Module, *calls: Any) -> Tensor:
+    """Return (n,) sums over several calls, each (args, kwargs, cotangents), of `projected`."""
+    return reduce(torch.add, [projected(model, *call) for call in calls])
+
+
+def projected_together(starts: Sequence[Start], model: nn.Module, *calls: Any) -> Tensor:
+    """`all_projected` of calls between which the loop drew numbers.
+
+    Each call repeats the draws after its own start, if the first one does.
+    """
+    if not starts[0].random.is_as_before(model):
+        return all_projected(model, *calls)
+    each = list[Tensor]()
+    for start, call in zip(starts, calls, strict=True):
+        with start.replayed(model):
+            each.append(projected(model, *call))
+    return reduce(torch.add, each)
 
 
 def combined(
@@ -61,12 +82,13 @@ def require_rows(leaf: Tensor, n: int) -> None:
 
 
 def float_leaves(outputs: Any) -> list[Tensor]:
-    """Return the floating-point tensors of the outputs."""
-    return [
+    """Return the floating-point tensors of the outputs, without numbers beside such tensors."""
+    found = [
         leaf
         for leaf in pytree.tree_leaves(outputs)
         if torch.is_tensor(leaf) and leaf.is_floating_point()
     ]
+    return [leaf for leaf in found if leaf.dim()] or found
 
 
 class _HandOut(torch.autograd.Function):
@@ -77,21 +99,22 @@ class _HandOut(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, heard: Callable[[Tensor], None], out: Tensor) -> Tensor:
-        """Return the same values as a new tensor."""
+    def forward(ctx: Any, heard: Callable[[Tensor, bool], None], leaf: Tensor, out: Tensor) -> Any:
+        """Return the same values as a new tensor; `leaf` shows which kind of backward runs."""
         ctx.heard = heard
         ctx.set_materialize_grads(False)
         return out.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[None, Tensor | None]:
-        """Report the gradient, and pass it on unchanged."""
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[None, None, Tensor | None]:
+        """Report the gradient, and if leaves accumulate theirs; pass it on unchanged."""
         if grad is not None:
-            ctx.heard(grad)
-        return None, grad
+            accumulates = torch._C._will_engine_execute_node(ctx.next_functions[0][0])
+            ctx.heard(grad, accumulates)
+        return None, None, grad
 
 
-hand_out: Callable[[Callable[[Tensor], None], Tensor], Tensor] = _HandOut.apply
+hand_out: Callable[[Callable[[Tensor, bool], None], Tensor, Tensor], Tensor] = _HandOut.apply
 
 
 class WholeStep(nn.Module):
@@ -120,3 +143,9 @@ class Silent:
 
     def _leave(self, *_: Any) -> None:
         """Ignore the end of the copy's forward."""
+
+    def abandon(self) -> None:
+        """Ignore an exception in the copy's forward."""
+
+    def drop_gradients(self) -> None:
+        """Ignore the copy's `zero_grad`."""

@@ -61,6 +61,7 @@ class Record:
         if self._is_checked or not recorder.has_gradients:
             return
         self._is_checked = True
+        recorder.drop_unused()
         recorder.tape.end()
         n = recorder.n or 0
         if n > 1:
@@ -72,7 +73,7 @@ class Record:
                 numbers = unclipped(gradients, recorder.losses(self._scale))
                 check = SpotCheck(0, True, tuple(drawn))
                 if ModelCheck(recorder, numbers, terms).run(check, is_first=True):
-                    recorder.analyses.checked.add(self.purpose)
+                    recorder.note_checked(self.purpose)
         recorder.tape.clear()
 
     def _check_criterion(self, n: int, drawn: Any) -> None:
@@ -94,10 +95,10 @@ class Record:
         """Key of a first call's check in the analysis cache."""
         return "record_per_sample", self._recorder.method
 
-    def is_due(self, cache: AnalysisCache) -> bool:
+    def is_due(self, cache: AnalysisCache, several: bool = False) -> bool:
         """True if the gradients of the forward that begins are to be checked."""
-        is_first = self._check == "first" and self.purpose not in cache.checked
-        return self._check == "always" or is_first
+        purpose = (*self.purpose, "several") if several else self.purpose
+        return self._check == "always" or (self._check == "first" and purpose not in cache.checked)
 
     def _read(self) -> Gradients:
         """Return the gradients, taken from the recorder once."""

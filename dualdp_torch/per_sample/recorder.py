@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recorder of one forward and backward in a loop that the user owns.
+"""Recorder of the forwards and backwards of one batch in a loop that the user owns.
 
 Module hooks mark where the model's forward begins and ends; in between, the same capture as in
-`clipped_grad_sum` is active. Hooks on the outputs of captured calls receive the gradients.
+`clipped_grad_sum` is active. Hooks on the outputs of captured calls receive the gradients. A second
+forward of the same examples adds further uses of each parameter.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -22,14 +24,14 @@ from dualdp._validate import UnsupportedLayerError
 from dualdp_torch.parallel.fsdp import Shards, check_sharded
 from dualdp_torch.per_sample.analysis_cache import AnalysisCache
 from dualdp_torch.per_sample.batch import Batch
-from dualdp_torch.per_sample.batch_axis import BatchAxis
 from dualdp_torch.per_sample.capture import Capture
 from dualdp_torch.per_sample.checks.spot_check import ReferenceLosses
 from dualdp_torch.per_sample.checks.tape import Tape, remove_mode
 from dualdp_torch.per_sample.clip import SecondPass, Terms
 from dualdp_torch.per_sample.clip_by_layer import Layered
 from dualdp_torch.per_sample.forward_analysis import ForwardAnalysis
-from dualdp_torch.per_sample.gradients import Captured, Gradients
+from dualdp_torch.per_sample.gradients import Captured, Formed, Gradients
+from dualdp_torch.per_sample.loss_inside import again_from_outputs, refused
 from dualdp_torch.per_sample.model_checks import refuse_mixing_modules
 from dualdp_torch.per_sample.model_state import (
     Start,
@@ -39,19 +41,22 @@ from dualdp_torch.per_sample.model_state import (
     restored,
 )
 from dualdp_torch.per_sample.one_by_one import each_alone, gradients_alone, joined
+from dualdp_torch.per_sample.one_forward import Forward
 from dualdp_torch.per_sample.outputs import (
     Silent,
     WholeStep,
+    all_projected,
     combined,
     float_leaves,
     hand_out,
     projected,
+    projected_together,
 )
 from dualdp_torch.per_sample.parameter_use import (
     USE_LOOP,
-    Derived,
     Use,
     eagerly,
+    graph_nodes,
     trainable_parameters,
 )
 from dualdp_torch.per_sample.random_state import untouched_generators
@@ -71,20 +76,23 @@ RECORDED = ("auto", "book_keeping", "two_pass", "materialize", "vmap", "loop")
 
 
 class Recorder:
-    """Records one forward and one backward of a model, and returns the gradients.
+    """Records the forwards and backwards of a model on one batch, and returns the gradients.
+
+    An example's gradient is the sum over all recorded forwards, whose rows are the same examples in
+    the same order.
 
     `tape` records the loop outside of the model; it need not be open. `detach` removes every hook.
 
     Attributes:
         is_active: True if a forward that begins now is to be recorded.
+        is_inside: True while a forward is being recorded.
         terms: clipping settings of the batch, or None; with them a sharded model under per-layer
             clipping is clipped layer by layer during the backward, into `layered`.
-        is_due: predicate of the cached analysis, True if the forward that begins may be run again.
-        start: state before the recorded forward, or None if it is not run again.
+        is_due: predicate of the cached analysis, True if the forward that begins may be run again;
+            with True as second argument, as one of several of a batch.
+        forwards: recorded forwards, in order.
         computes_loss: True if the model's forward computes the loss, too, so that only parameter
             uses are captured.
-        has_drawn: True if the forward drew random numbers; known only with `start`.
-        outputs: floating-point tensors that the recorded forward returned.
     """
 
     def __init__(self, model: nn.Module, *, method: str, tape: Tape) -> None:
@@ -93,7 +101,7 @@ class Recorder:
         self.model, self.method, self.tape = model, method, tape
         self.is_active, self.shards = True, Shards.of(model)
         self.terms: Terms | None = None
-        self.is_due: Callable[[AnalysisCache], bool] = lambda cache: False
+        self.is_due: Callable[..., bool] = lambda cache, several=False: False
         self.computes_loss = isinstance(model, WholeStep)
         self.parameters = trainable_parameters(model)
         self._inside = self.shards.plain if self.shards else self.parameters
@@ -105,8 +113,13 @@ class Recorder:
         self._accumulators = nodes  # kept, as hooks die with their node
         self._mode: Any = None
         self._capture: Any = None
-        self._analysis = ForwardAnalysis(model, self._inside, self.shards, self._pause)
-        self._paused, self._is_inside, self._eager = False, False, contextlib.ExitStack()
+        self._analysis = ForwardAnalysis(model, self._inside, self.shards, self.pause)
+        self._paused, self.is_inside, self._eager = False, False, contextlib.ExitStack()
+        self._repeats = False  # True once a batch had several forwards
+        self._leaf = torch.zeros((), requires_grad=True)
+        self._numbers = itertools.count()
+        self._functions = Tape()  # of a forward that may compute the loss
+        self.forwards: list[Forward] = []
         self.clear()
         self._handles: list[Any] = [
             # Before FSDP's own hook: ours may run other forwards first.
@@ -117,27 +130,25 @@ class Recorder:
             *(node.register_prehook(partial(self._escaped, name)) for name, node in nodes),
         ]
         self.guard()
+        vars(model)["zero_grad"] = Zeroing(self, model.zero_grad)
 
     def __reduce__(self) -> Any:
         return Silent, ()
 
     def clear(self) -> None:
-        """Forget the recorded forward."""
-        self.n: int | None = None
+        """Forget the recorded forwards."""
+        for forward in self.forwards:
+            forward.close()
+        self.forwards = []
         self.has_gradients = False
-        self._uses: dict[Use, BatchAxis | None] = {}
-        self._derived: dict[str, Derived] = {}
-        self.outputs: list[Tensor] = []
-        self._differentiable: list[int] = []
-        self._by_vmap = False
-        self._alone: list[Any] | None = None
-        self.start: Start | None = None
-        self.has_drawn = False
-        self._written: list[str] = []
-        self._cotangents: dict[int, Tensor] = {}
         self._without_graph = self._in_backward = False
+        self._not_accumulating = -1
         self.layered: Layered | None = None
-        self._reached: set[Use] = set()
+
+    @property
+    def n(self) -> int | None:
+        """Number of examples; None before a forward."""
+        return self.forwards[0].batch.n if self.forwards else None
 
     def guard(self) -> None:
         """Take the place of the model's call, also if that was compiled since the last time."""
@@ -151,14 +162,16 @@ class Recorder:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        if isinstance(vars(self.model).get("zero_grad"), Zeroing):
+            vars(self.model).pop("zero_grad")
         if isinstance(vars(self.model).get(_CALL), _Guarded):
             vars(self.model).pop(_CALL)
             if self._compiled is not None:
                 vars(self.model)[_CALL] = self._compiled
 
     @contextlib.contextmanager
-    def _pause(self) -> Iterator[None]:
-        """Context in which calls of the model are not recorded."""
+    def pause(self) -> Iterator[None]:
+        """Context in which forwards and backwards of the model are not recorded."""
         before, self._paused = self._paused, True
         try:
             yield
@@ -169,33 +182,40 @@ class Recorder:
         """Forward pre-hook: begin to record, unless paused, without gradients, or not active."""
         if not self._records():
             return
-        batch, problem = self._begin(args, kwargs)
+        forward, problem = self._begin(args, kwargs)
         if problem and problem.endswith(USE_LOOP):  # the model differentiates in its forward
             raise UnsupportedLayerError(problem)
-        if self.method == "two_pass" or self.is_due(self.analyses):
-            self.start = Start.of(model, self.analyses.writes)
+        is_due = self.is_due(forward.cache) or (self._repeats and self.is_due(forward.cache, True))
+        if self.method == "two_pass" or is_due:
+            forward.start = Start.of(model, forward.cache.writes)
         self._state = State(model)
         if self.method == "vmap" or problem:
-            self._without_graph = self._by_vmap = True
+            self._refuse_gradients_of_inputs(forward)
+            self._without_graph = forward.by_vmap = True
             torch.set_grad_enabled(False)
-        skip = self._analysis.skip
-        self._mode = self._capture = Capture(self._names, self._keep_grads_out, skip, self.model)
+        if forward.cache.returns_number is not False and not self.computes_loss:
+            self._functions.begin()
+        skip, keep = self._analysis.skip, partial(self._keep_grads_out, forward)
+        self._mode = self._capture = Capture(self._names, keep, skip, self.model)
         self._eager.enter_context(eagerly())
         self._mode.__enter__()
-        self.n = batch.n
 
     def _records(self) -> bool:
         """True if a call of the model that begins now is to be recorded."""
         return not self._paused and torch.is_grad_enabled() and self.is_active
 
-    def _begin(self, args: Any, kwargs: Any) -> tuple[Batch, str | None]:
-        """Begin a recorded forward; return its batch, and why captured uses can't be trusted."""
+    def _begin(self, args: Any, kwargs: Any) -> tuple[Forward, str | None]:
+        """Begin a recorded forward; return it, and why captured uses can't be trusted."""
         with self.tape.suspended():
-            self._require_one_forward()
-            self._batch = batch = Batch((args, kwargs), shares=True)
-            self._is_inside = True
-            self.tape.enter_model(args, kwargs, batch.n)
-        return batch, self._analysis.begin(batch)
+            self._refuse_unrecordable()
+            forward = Forward(Batch((args, kwargs), shares=True))
+            self._refuse_other_examples(forward)
+            self.forwards.append(forward)
+            self.is_inside = True
+            self.tape.enter_model(args, kwargs, forward.batch.n)
+        problem = self._analysis.begin(forward.batch)
+        forward.cache = self._analysis.cache
+        return forward, problem
 
     @torch._disable_dynamo  # a loop that torch.compile traces calls the model as it is
     def run(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -205,29 +225,80 @@ class Recorder:
         call = self.model._call_impl
         if self.method != "loop":
             return call(*args, **kwargs)
-        batch, _ = self._begin(args, kwargs)
+        forward, _ = self._begin(args, kwargs)
+        self._refuse_gradients_of_inputs(forward)
         state = State(self.model)
-        with self._pause(), eagerly():
-            self._alone = each_alone(self.model, call, batch, self.analyses.writes)
-            outputs = joined(self._alone)
-        self.n, self._written = batch.n, state.written()
-        return self._hand_out(outputs)
+        with self.pause(), eagerly():
+            forward.alone = each_alone(self.model, call, forward.batch, forward.cache.writes)
+            outputs = joined(forward.alone)
+        forward.written = state.written()
+        return self._hand_out(forward, outputs)
 
-    def _require_one_forward(self) -> None:
-        """Refuse a second forward for one batch, and parameters changed since set-up."""
-        if self._in_backward and not self.has_gradients:  # the backward failed
-            self.begin_again()
-        if self._mode is not None or self.n is not None:
+    def _refuse_unrecordable(self) -> None:
+        """Refuse a forward that cannot be recorded now, and parameters changed since set-up."""
+        if self._mode is not None:
             raise RuntimeError(
-                "The model was called twice for one batch. Expected one recorded forward per "
-                "backward; put further calls under torch.no_grad()."
+                "The model calls itself inside its forward. Call a method or a submodule there "
+                "instead: one recorded forward can't hold another."
             )
+        if self._in_backward and not self.has_gradients:  # the backward failed
+            if len(self.forwards) > 1:
+                raise RuntimeError(
+                    "A backward of this batch failed after other forwards of it were recorded, so "
+                    "its gradients are incomplete. Begin a new pass over the loader, or call "
+                    "optimizer.zero_grad() and repeat all forwards of the batch."
+                )
+            self.begin_again()
         current = trainable_parameters(self.model)
         if {self._names.get(id(p)) for p in current.values()} != set(self.parameters):
             changed = sorted(set(current) ^ set(self.parameters)) or sorted(current)
             raise RuntimeError(
                 f"The parameters {changed} were frozen, unfrozen or replaced after set-up. Set "
                 "up again, so that what is clipped is what is trained."
+            )
+
+    def _refuse_other_examples(self, forward: Forward) -> None:
+        """Refuse a further forward that can't be charged to the same examples, row by row."""
+        if self.terms is not None:  # training: what lies before the model would be trained, too
+            self._refuse_parameters_before(forward)
+        if not self.forwards:
+            return
+        self._repeats = True
+        if self.computes_loss or self.shards is not None:
+            raise RuntimeError(
+                "The model was called twice for one batch, and its forward computes the loss or it "
+                "lies in pieces (fully_shard). Expected one recorded forward per step; put further "
+                "calls under torch.no_grad()."
+            )
+        if forward.batch.n != self.n:
+            raise RuntimeError(
+                f"The model was called on {self.n} examples, then on {forward.batch.n}, for one "
+                "batch. Expected the same examples in the same order in every recorded forward, "
+                "since each is clipped once by its whole gradient. Put other calls under "
+                "torch.no_grad() or engine.pause(); for parts of a batch, use "
+                "max_physical_batch_size."
+            )
+
+    def _refuse_parameters_before(self, forward: Forward) -> None:
+        """Refuse inputs whose gradient leads to parameters outside of the model."""
+        own = {id(p) for p in (*self.parameters.values(), *self._inside.values())}
+        roots = [tensor.grad_fn for tensor in forward.inputs() if tensor.requires_grad]
+        for node in graph_nodes(roots):
+            p = getattr(node, "variable", None)
+            if isinstance(p, nn.Parameter) and id(p) not in own:
+                raise UnsupportedLayerError(
+                    f"The gradient of an input of the model leads to a parameter of shape "
+                    f"{tuple(p.shape)} outside of it, which would be trained without clipping and "
+                    "noise. Detach the input (fake.detach()), or put both into one module; a "
+                    "generator's step through this model belongs under engine.pause()."
+                )
+
+    def _refuse_gradients_of_inputs(self, forward: Forward) -> None:
+        """Refuse inputs with a gradient where the forward is computed without a graph."""
+        if any(tensor.requires_grad for tensor in forward.inputs()):
+            raise UnsupportedLayerError(
+                "An input of the model requires a gradient, which vmap and loop do not compute. "
+                "Detach the input, or call the model under engine.pause()."
             )
 
     def _leave(self, model: nn.Module, args: Any, kwargs: Any, outputs: Any) -> Any:
@@ -239,33 +310,58 @@ class Recorder:
                 self.shards.explain(sys.exc_info()[1])
             self.abandon()
             return None
-        mode, self._written = self._mode, self._state.written()
-        self.has_drawn = self.start is not None and self.start.has_drawn(self.model)
+        mode, forward = self._mode, self.forwards[-1]
+        forward.written = self._state.written()
+        forward.has_drawn = forward.start is not None and forward.start.has_drawn(self.model)
         self._leave_forward()
-        if not self._by_vmap:
+        if not forward.is_formed:
             axes = self._analysis.batch_axes(mode, outputs)
-            self._uses, self._derived = dict(zip(mode.uses, axes, strict=True)), mode.derived
-            self._begin_layers()
+            forward.hear(mode, axes, next(self._numbers))
+            self._begin_layers(forward)
             if self.shards is not None and (self.layered or self.method == "two_pass"):
-                self.shards.require_same_layers(use.held.values() for use in self._uses)
+                self.shards.require_same_layers(use.held.values() for use in forward.uses)
         if self.computes_loss:
-            self._is_inside = False
+            self.is_inside = False
             return outputs
-        return self._hand_out(outputs)
+        return self._hand_out(forward, outputs)
 
-    def _hand_out(self, outputs: Any) -> Any:
+    def _hand_out(self, forward: Forward, outputs: Any) -> Any:
         """Return the outputs of the recorded forward, which ends, for the loop."""
         leaves, spec = pytree.tree_flatten(outputs)
-        leaves = [self._handed_out(leaf) for leaf in leaves]
-        self.tape.leave_model(leaves)
-        self._is_inside = False
-        return pytree.tree_unflatten(leaves, spec)
+        floats = float_leaves(outputs)
+        numbers = [leaf for leaf in leaves if _is_number(leaf) and floats and floats[0].dim()]
+        forward.cache.returns_number = bool(numbers)
+        kept = {id(leaf): self._handed_out(forward, leaf) for leaf in floats}
+        own = [leaf for leaf in leaves if id(leaf) not in {id(number) for number in numbers}]
+        self.tape.leave_model([kept.get(id(leaf), leaf) for leaf in own])
+        for number in numbers:
+            kept[id(number)] = self._number_again(forward, floats, kept, number)
+        self._functions.clear()
+        self.is_inside = False
+        return pytree.tree_unflatten([kept.get(id(leaf), leaf) for leaf in leaves], spec)
+
+    def _number_again(
+        self, forward: Forward, outputs: list[Tensor], kept: dict[int, Any], number: Tensor
+    ) -> Tensor:
+        """Return a number of the model made from its outputs in the loop, or one for reading."""
+        again = None
+        if not forward.by_vmap:  # whose functions ran without gradients
+            handed_out = [kept[id(output)] for output in outputs]
+            again = again_from_outputs(self._functions, outputs, handed_out, number)
+        with self.tape.suspended():
+            is_same = again is not None and is_same_forward(again.detach(), number.detach())
+        if again is None or not is_same:
+            again = refused(self._leaf, number)
+            self.tape.note_number(again)
+        self.tape.computes_loss = True
+        return again
 
     def _leave_forward(self) -> None:
         """Restore function modes and grad mode to their state before the forward."""
         mode, self._mode = self._mode, None
         if mode is not None:
             remove_mode(mode)
+        self._functions.end()
         self._eager.close()
         if self._without_graph:
             self._without_graph = False
@@ -273,17 +369,36 @@ class Recorder:
 
     def abandon(self) -> None:
         """Discard a forward that did not end."""
-        if self._is_inside and not self._paused:
-            self._is_inside = False
+        if self.is_inside and not self._paused:
+            self.is_inside = False
             self._leave_forward()
-            self.begin_again()
+            self.forwards.pop().close()
+            self.tape.rewind(len(self.forwards))
 
     def begin_again(self) -> None:
-        """Forget the recorded forward, and the loop's operations since then."""
+        """Forget the recorded forwards, and the loop's operations since then."""
         self.clear()
         self.tape.rewind()
 
-    def _begin_layers(self) -> None:
+    def drop_gradients(self) -> None:
+        """Forget the forwards whose gradients arrived, as the loop sets gradients to zero."""
+        if self._paused or not (self.has_gradients or self._in_backward):
+            return
+        self._keep_forwards(lambda forward: not forward.has_gradient())
+        self.tape.backwards = []
+        self.has_gradients = self._in_backward = False
+
+    def drop_unused(self) -> None:
+        """Forget the forwards that no backward reached: they add nothing to any gradient."""
+        self._keep_forwards(Forward.has_gradient)
+
+    def _keep_forwards(self, is_kept: Callable[[Forward], bool]) -> None:
+        for index, forward in reversed(list(enumerate(self.forwards))):
+            if not is_kept(forward):
+                self.forwards.pop(index).close()
+                self.tape.drop(index)
+
+    def _begin_layers(self, forward: Forward) -> None:
         """Clip layer by layer during the backward, if the model is sharded and clips per layer."""
         terms = self.terms
         if self.shards is None or terms is None or self.n is None or terms.clipping != "per_layer":
@@ -291,28 +406,40 @@ class Recorder:
         if terms.mask is not None and len(terms.mask) != self.n:
             return  # the step raises the error
         self.layered = Layered(
-            self._uses, self._derived, self._inside, terms, n=self.n, shards=self.shards
+            forward.uses, forward.derived, self._inside, terms, n=self.n, shards=self.shards
         )
 
-    def _keep_grads_out(self, use: Use, out: Tensor) -> None:
+    def _keep_grads_out(self, forward: Forward, use: Use, out: Tensor) -> None:
         """Hook that keeps the gradient of one captured call's output."""
 
         def arrived(grad: Tensor) -> None:
-            if self._paused or use not in self._uses:
+            if self._paused or torch._C._current_graph_task_id() == self._not_accumulating:
                 return
-            self._note_backward(came_before=use in self._reached)
-            self._reached.add(use)
+            self._note_backward(forward, came_before=use in forward.reached)
+            forward.reached.add(use)
             use.grads_out = grad.detach()
             if self.layered is not None:
                 self.layered.arrived(use)
 
         out.register_hook(arrived)
 
-    def _note_backward(self, *, came_before: bool) -> None:
-        """Note that a gradient arrived; refuse a second backward over one recorded forward."""
+    def _note_backward(self, forward: Forward, *, came_before: bool) -> None:
+        """Note that a gradient arrived; refuse what is no first-order gradient of this batch."""
+        if torch.is_grad_enabled():
+            raise UnsupportedLayerError(
+                "A gradient through the model was asked for with create_graph=True, as a gradient "
+                "penalty does: its own gradient has a part that no layer's input and output show. "
+                'Write the loss as a function and call clipped_grad_sum(..., method="loop").'
+            )
+        if not forward.is_open:
+            raise RuntimeError(
+                "A backward reached a forward whose gradients were used by optimizer.step(), or "
+                "dropped by zero_grad(). Expected the model's call, backward and step in this "
+                "order; call the model again, or add the losses before one backward."
+            )
         if came_before:
             raise RuntimeError(
-                "backward ran twice over one recorded forward. Expected one backward per step; "
+                "backward ran twice over one recorded forward. Expected one backward per forward; "
                 "add the losses before calling backward."
             )
         begins = not self._in_backward
@@ -324,40 +451,54 @@ class Recorder:
     def _backward_ended(self) -> None:  # not called after a failure
         self._in_backward, self.has_gradients = False, True
 
-    def _handed_out(self, leaf: Any) -> Any:
+    def _handed_out(self, forward: Forward, leaf: Tensor) -> Tensor:
         """Return one output with a hook for the gradient that the loop sends."""
-        if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
-            return leaf
-        if self._by_vmap:  # computed without a graph
+        if forward.by_vmap:  # computed without a graph
             leaf = leaf.detach().requires_grad_()
         # The values are needed only to run the model again; otherwise an empty tensor will do.
-        self.outputs.append(leaf.detach() if self._needs_values else leaf.new_empty(0))
+        position = len(forward.outputs)
+        forward.outputs.append(leaf.detach() if forward.needs_values else leaf.new_empty(0))
         if not leaf.requires_grad:
             return leaf
-        self._differentiable.append(len(self.outputs) - 1)
-        return hand_out(partial(self._keep_cotangent, len(self.outputs) - 1), leaf)
+        forward.differentiable.append(position)
+        return hand_out(partial(self._keep_cotangent, forward, position), self._leaf, leaf)
 
-    @property
-    def _needs_values(self) -> bool:
-        """True if the gradients are computed from the outputs' values and their gradients."""
-        return self.start is not None or self._by_vmap or self._alone is not None
+    def _keep_cotangent(
+        self, forward: Forward, position: int, grad: Tensor, accumulates: bool
+    ) -> None:
+        """Keep the gradient of one output, unless `torch.autograd.grad` asks for another tensor's.
 
-    def _keep_cotangent(self, position: int, grad: Tensor) -> None:
-        """Keep the gradient of one output."""
-        if self._paused or position >= len(self.outputs):
+        Such a backward adds to no `p.grad`.
+        """
+        if self._paused:
             return
-        self._note_backward(came_before=position in self._cotangents)
-        self._cotangents[position] = grad.detach()
+        if not accumulates and not torch.is_grad_enabled():
+            self._not_accumulating = torch._C._current_graph_task_id()
+            return
+        self._note_backward(forward, came_before=position in forward.cotangents)
+        forward.cotangents[position] = grad.detach()
 
     @property
     def cotangents(self) -> list[Tensor | None]:
         """Gradient of each differentiable output, None where none arrived."""
-        return [self._cotangents.get(i) for i in self._differentiable]
+        return [f.cotangents.get(i) for f in self.forwards for i in f.differentiable]
+
+    @property
+    def outputs(self) -> list[Tensor]:
+        """Floating-point tensors that the recorded forwards returned."""
+        return [output for forward in self.forwards for output in forward.outputs]
+
+    @property
+    def has_drawn(self) -> bool:
+        """True if a forward drew random numbers; known only with `start`."""
+        return any(forward.has_drawn for forward in self.forwards)
 
     def free_outputs(self) -> None:
         """Free the outputs and their gradients, unless the model is run again."""
-        if not self._needs_values:
-            self._cotangents = {i: g.new_empty(0) for i, g in self._cotangents.items()}
+        if not any(forward.needs_values for forward in self.forwards):
+            for forward in self.forwards:
+                empty = {i: g.new_empty(0) for i, g in forward.cotangents.items()}
+                forward.cotangents = empty
             self.tape.free_outputs()
 
     def _escaped(self, name: str, grads: Any) -> None:
@@ -366,8 +507,9 @@ class Recorder:
             return
         if not self.is_active:
             raise RuntimeError(
-                "A backward ran without a batch of the loader that make_private returned. Train on "
-                "the batches of that loader only."
+                "A backward ran without a batch of the loader that make_private returned, or after "
+                "its optimizer.step(). Train on the batches of that loader only; put a step of "
+                "another model through this one, such as a generator's, under engine.pause()."
             )
         for p in self.parameters.values():  # gradients that arrived before are not clipped
             p.grad = None
@@ -381,42 +523,76 @@ class Recorder:
         """Return the gradients of each example's own loss; `scale` undoes the loss reduction."""
         n = self.require_backward()
         self.refuse_written()
-        if self._alone is not None:
-            with self._pause():
-                return gradients_alone(self._alone, self._scaled_cotangents(scale), self.parameters)
-        if self._by_vmap:
-            batch = self._with_cotangents(scale)
-            with self._pause(), gradients_set_aside(self.parameters):
-                return again_by_vmap(self.model, projected, batch, self.parameters)
-        for use, batch_axis in self._uses.items():
+        captured = [forward for forward in self.forwards if not forward.is_formed]
+        uses = {use: axis for forward in captured for use, axis in forward.uses.items()}
+        for use, batch_axis in uses.items():
             complete(use, batch_axis, scale)
-        return Captured(
-            self._uses,
-            self._uses.values(),
-            {**self._inside, **self._capture.stand_ins},
-            self._derived,
+        formed = [
+            self._formed(forward, scale).grads()
+            for forward in self.forwards
+            if forward.is_formed and forward.has_gradient()
+        ]
+        found = Captured(
+            uses,
+            uses.values(),
+            {**self._inside, **{k: v for f in captured for k, v in f.stand_ins.items()}},
+            {k: v for f in captured for k, v in f.derived.items()},
             n=n,
             keep=keep if self.shards is None else "small",
             gathered=self.shards.gathered if self.shards else None,
         )
+        if not formed:
+            return found
+        each = [found.grads(), *formed] if uses else formed
+        return Formed({name: reduce(torch.add, [g[name] for g in each]) for name in formed[0]})
+
+    def _formed(self, forward: Forward, scale: float) -> Formed:
+        """Return the gradients of a forward that was computed without a graph, or row by row."""
+        cotangents = forward.scaled_cotangents(scale)
+        with self.pause():
+            if forward.alone is not None:
+                return gradients_alone(forward.alone, cotangents, self.parameters)
+            batch = Batch((*forward.batch.arguments(), cotangents), shares=True)
+            with gradients_set_aside(self.parameters):
+                return again_by_vmap(self.model, projected, batch, self.parameters)
+
+    @property
+    def start(self) -> Start | None:
+        """State before the first forward, or None if some forward is not run again."""
+        is_whole = self.forwards and all(forward.start is not None for forward in self.forwards)
+        return self.forwards[0].start if is_whole else None
 
     @property
     def analyses(self) -> AnalysisCache:
-        """Analyses of the model on batches like the recorded one."""
-        return self._analysis.cache
+        """Analyses of the model on batches like that of the first forward."""
+        return self.forwards[0].cache if self.forwards else self._analysis.cache
+
+    def _purpose(self, purpose: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (*purpose, "several") if len(self.forwards) > 1 else purpose
+
+    def was_checked(self, purpose: tuple[Any, ...]) -> bool:
+        """True if this purpose was checked on batches like those of all forwards."""
+        return all(self._purpose(purpose) in forward.cache.checked for forward in self.forwards)
+
+    def note_checked(self, purpose: tuple[Any, ...]) -> None:
+        """Note that this purpose was checked, for one forward or for several of a batch."""
+        for forward in self.forwards:
+            forward.cache.checked |= {purpose, self._purpose(purpose)}
 
     def refuse_written(self) -> None:
-        """Refuse buffers written by the forward, unless every batch writes the same values."""
-        names, allowed = self._written, self.analyses.writes
-        if allowed.issuperset(names):
-            return
-        if self.shards is not None:
-            raise UnsupportedLayerError(
-                f"The buffers {names} of a model under fully_shard changed in forward. Freeze them."
-            )
-        with self._pause():
-            refuse_written(self.model, self._call, self._batch, names)
-        allowed.update(names)
+        """Refuse buffers written by a forward, unless every batch writes the same values."""
+        for forward in self.forwards:
+            names, allowed = forward.written, forward.cache.writes
+            if allowed.issuperset(names):
+                continue
+            if self.shards is not None:
+                raise UnsupportedLayerError(
+                    f"The buffers {names} of a model under fully_shard changed in forward. "
+                    "Freeze them."
+                )
+            with self.pause():
+                refuse_written(self.model, self._call, forward.batch, names)
+            allowed.update(names)
 
     def _call(self, batch: Batch) -> Any:
         args, kwargs = batch.arguments()
@@ -435,17 +611,6 @@ class Recorder:
             )
         return self.n
 
-    def _scaled_cotangents(self, scale: float) -> list[Tensor]:
-        """Scaled gradient of each output, zeros where none arrived."""
-        return [
-            self._cotangents[i] * scale if i in self._cotangents else torch.zeros_like(out)
-            for i, out in enumerate(self.outputs)
-        ]
-
-    def _with_cotangents(self, scale: float) -> Batch:
-        """Return the batch with the scaled gradient of each output as a further argument."""
-        return Batch((*self._batch.arguments(), self._scaled_cotangents(scale)), shares=True)
-
     def second_pass(
         self, scale: float, free: Callable[[], None] = lambda: None
     ) -> SecondPass | None:
@@ -455,11 +620,11 @@ class Recorder:
         `free` first, to free the memory that the first pass holds.
         """
         start = self.start
-        if self.method != "two_pass" or self._by_vmap or is_narrow(self.outputs):
+        if self.method != "two_pass" or is_narrow(self.outputs) or start is None:
             return None
-        if start is None or self.analyses.passes_differ:
+        if any(f.by_vmap or f.cache.passes_differ for f in self.forwards):
             return None
-        cotangents = self._scaled_cotangents(scale)
+        cotangents = [g for forward in self.forwards for g in forward.scaled_cotangents(scale)]
 
         def again() -> Tensor:
             outputs = self._repeated()
@@ -475,7 +640,7 @@ class Recorder:
             if self._passes_differ():
                 return None
             free()
-            with self._pause(), start.replayed(self.model):
+            with self.pause(), start.replayed(self.model):
                 if self.shards is not None:
                     return self.shards.reweighted(again, factors)
                 return reweighted(again, self.parameters, factors)
@@ -483,41 +648,56 @@ class Recorder:
         return run
 
     def _repeated(self) -> list[Tensor] | None:
-        """Return the outputs of a second forward, or None if they differ from the recorded ones."""
-        outputs = float_leaves(self._call(self._batch))
+        """Return the outputs of second forwards, or None if they differ from the recorded ones."""
+        outputs = list[Tensor]()
+        for forward in self.forwards:
+            assert forward.start is not None
+            with forward.start.replayed(self.model):
+                outputs += float_leaves(self._call(forward.batch))
         pairs = list(zip(outputs, self.outputs, strict=True))
         is_same = all(ours.shape == theirs.shape for ours, theirs in pairs)
         is_same = is_same and all(is_same_forward(o.detach(), t) for o, t in pairs)
         return outputs if is_same else None
 
     def _passes_differ(self) -> bool:
-        """True if a second forward gives other outputs; tested once per cached analysis."""
-        cache, purpose = self.analyses, ("second pass",)
-        if purpose not in cache.checked and self.shards is None and self.start is not None:
-            with self.unchanged(), self.start.replayed(self.model), torch.no_grad():
-                cache.passes_differ = self._repeated() is None
-            cache.checked.add(purpose)
-        return cache.passes_differ
+        """True if second forwards give other outputs; tested once per cached analysis."""
+        purpose = ("second pass",)
+        if not self.was_checked(purpose) and self.shards is None:
+            with self.unchanged(), torch.no_grad():
+                differ = self._repeated() is None
+            for forward in self.forwards:
+                forward.cache.passes_differ |= differ
+            self.note_checked(purpose)
+        return any(forward.cache.passes_differ for forward in self.forwards)
 
     def losses(self, scale: float) -> Tensor:
         """Return (n,) products of outputs and cotangents, or zeros if `computes_loss`."""
         if self.computes_loss:
             return torch.zeros(self.n or 0)
-        return combined(self.outputs, self._scaled_cotangents(scale))
+        return combined(
+            self.outputs, [g for forward in self.forwards for g in forward.scaled_cotangents(scale)]
+        )
 
     def subject(self, scale: float, mask: Tensor | None = None) -> ReferenceLosses:
         """Return the reference for the recorded gradients: those of each row of `losses`, alone."""
-        assert self.start is not None
-        batch = self._batch
-        if not self.computes_loss:
-            batch = self._with_cotangents(scale)
-        return ReferenceLosses(projected, self.model, batch, self.parameters, self.start, mask=mask)
+        first = self.forwards[0]
+        assert first.start is not None
+        if self.computes_loss:
+            return ReferenceLosses(
+                projected, self.model, first.batch, self.parameters, first.start, mask=mask
+            )
+        calls = ((*f.batch.arguments(), f.scaled_cotangents(scale)) for f in self.forwards)
+        batch = Batch(tuple(calls), shares=True)
+        starts = [f.start for f in self.forwards if f.start is not None]
+        has_several_draws = len(starts) > 1 and self.has_drawn
+        together = partial(projected_together, starts) if has_several_draws else all_projected
+        return ReferenceLosses(together, self.model, batch, self.parameters, first.start, mask=mask)
 
     @contextlib.contextmanager
     def unchanged(self) -> Iterator[None]:
         """Context in which the model may be run; its state and generators are restored after."""
         with (
-            self._pause(),
+            self.pause(),
             self.tape.suspended(),
             eagerly(),
             torch.enable_grad(),
@@ -526,6 +706,11 @@ class Recorder:
             attributes_kept(self.model),
         ):
             yield
+
+
+def _is_number(leaf: Any) -> bool:
+    """True if an output is a floating-point tensor without axes."""
+    return isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dim() == 0
 
 
 class _Guarded:
@@ -540,3 +725,15 @@ class _Guarded:
         except BaseException:  # also KeyboardInterrupt, for which torch runs no hook
             self._recorder.abandon()
             raise
+
+
+class Zeroing:
+    """Wrapper of `zero_grad` of a module or optimizer that drops the recorded gradients, too."""
+
+    def __init__(self, recorder: Recorder, call: Callable[..., Any]) -> None:
+        self._recorder, self._call = recorder, call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Drop what was recorded, then set the gradients to zero."""
+        self._recorder.drop_gradients()
+        return self._call(*args, **kwargs)

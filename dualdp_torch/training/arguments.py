@@ -93,6 +93,12 @@ def check(
     """Refuse a model, optimizer or plan that cannot be trained privately; changes nothing."""
     _validate.choice("loss_reduction", settings.loss_reduction, REDUCTIONS)
     _validate.choice("grad_sample_mode", settings.grad_sample_mode, GRAD_SAMPLE_MODES)
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(
+            "optimizer is LBFGS, which evaluates its closure several times a step, and each "
+            "gradient would be a release of its own. Expected one gradient a step, as SGD and Adam "
+            "need; they take a closure, too."
+        )
     refuse_mixing_modules(module)
     trained = trainable_parameters(module)
     if not trained:

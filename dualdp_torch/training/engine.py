@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
@@ -498,6 +498,21 @@ class PrivacyEngine:
             ledger.record(step)
             ledger.seal(step, None)
         return steps
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Context in which forwards and backwards of the model are not recorded.
+
+        A generator's step goes through the private model here. Gradients that such a backward
+        leaves in `p.grad` are never released: the next private step replaces them. What is trained
+        on results of private examples in here is not private.
+
+        Raises:
+            AccountingError: the engine is not attached.
+            RuntimeError: inside a recorded forward of the model.
+        """
+        with self._require_step().pause():
+            yield
 
     def get_epsilon(self, delta: float | None = None, *, accept_unverified: bool = False) -> float:
         """Return an upper bound of the epsilon spent so far.

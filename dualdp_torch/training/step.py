@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,7 +28,7 @@ from dualdp_torch.per_sample.clip import (
     clipping_bounds,
     passes_again,
 )
-from dualdp_torch.per_sample.recorder import Recorder
+from dualdp_torch.per_sample.recorder import Recorder, Zeroing
 from dualdp_torch.rules.base import Tensor
 from dualdp_torch.training.arguments import GRAD_SAMPLE_MODES, RunSettings, check_holds
 from dualdp_torch.training.loader import Draw
@@ -102,7 +102,7 @@ class PrivateStep:
         self._shards, self._is_alone = recorder.shards, group is None
         purpose, reduction = (method, ledger.plan.clipping), settings.loss_reduction
         self._checks = StepChecks(recorder, ledger, settings.checks, reduction, purpose)
-        recorder.is_due = self._checks.is_due
+        recorder.is_due = self._checks.may_be_due
         self._releaser = Releaser(ledger, group, recorder.parameters, self._shards)
         self._pass = 0
         self._lost: int | None = None
@@ -112,13 +112,23 @@ class PrivateStep:
         self._undo = ExitStack()
         self._undo.callback(recorder.detach)
         self._opacus = optimizer_values(optimizer, ledger.plan)
-        set_temporarily(self._undo, optimizer, **{_AMP: True}, **self._opacus)
+        zeroing = Zeroing(recorder, optimizer.zero_grad)
+        set_temporarily(self._undo, optimizer, zero_grad=zeroing, **{_AMP: True}, **self._opacus)
         self._undo.callback(self._checks.end)
         self._undo.callback(optimizer.register_step_pre_hook(self._before_step).remove)
 
     def detach(self) -> None:
         """Remove all hooks, and restore the attributes of optimizer and model."""
         self._undo.close()
+
+    def pause(self) -> AbstractContextManager[None]:
+        """Return a context in which the model is not recorded."""
+        if self.recorder.is_inside:
+            raise RuntimeError(
+                "pause() came inside a recorded forward of the model, of which a part would be "
+                "lost. Expected it in the loop, around whole calls of the model."
+            )
+        return self.recorder.pause()
 
     def _forget(self) -> None:
         """Clear the sums and norms of the logical batch."""
@@ -221,6 +231,7 @@ class PrivateStep:
         """
         self._require_whole()
         n = self.recorder.require_backward()
+        self.recorder.drop_unused()
         if n != len(draw.mask):
             raise RuntimeError(
                 f"The model saw {n} examples but the loader gave {len(draw.mask)}. Expected the "
@@ -274,7 +285,7 @@ class PrivateStep:
             self._grads.append({name: g[draw.mask.to(g.device)] for name, g in grads.items()})
         n, second_pass = len(draw.mask), recorder.second_pass(terms.scale, gradients.forget)
         factors = clip_factors(gradients, n, terms.bounds, terms.clipping, terms.mask)
-        if self._failure is not None or not self._checks.is_due(recorder.analyses):
+        if self._failure is not None or not self._checks.is_due():
             self._begin(draw)
             self._sums = clipped_sums(gradients, factors, second_pass, recorder.shards, added)
             return factors.norms

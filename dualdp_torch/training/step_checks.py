@@ -135,18 +135,35 @@ class StepChecks:
             raise error_of(problem, is_known)
         self.has_passed = self._recorder.method == "loop"
 
-    def _is_first(self, known: AnalysisCache) -> bool:
-        """True if this method and clipping were never checked on the model for such batches."""
+    def _may_check(self) -> bool:
+        """True if the current batch holds two examples, one of which counts."""
         draw = self._draw
-        if draw is None or not self._rate or len(draw.mask) < 2 or not bool(draw.mask.any()):
+        if draw is None or not self._rate or self._recorder.shards is not None:
             return False
-        return self._purpose not in known.checked
+        return len(draw.mask) > 1 and bool(draw.mask.any())
 
-    def is_due(self, known: AnalysisCache) -> bool:
+    def may_be_due(self, known: AnalysisCache, several: bool = False) -> bool:
+        """True if a forward that begins may have to be run again, alone or as one of several."""
+        if self._recorder.shards is not None:
+            return False
+        purpose = (*self._purpose, "several") if several else self._purpose
+        return self.due is not None or (self._may_check() and purpose not in known.checked)
+
+    def _is_first(self) -> bool:
+        """True if this method and clipping were never checked on the model for such batches.
+
+        A second forward may come where the first is not kept to be run again: the next batch is
+        checked then.
+        """
+        recorder = self._recorder
+        is_kept = recorder.start is not None
+        return is_kept and self._may_check() and not recorder.was_checked(self._purpose)
+
+    def is_due(self) -> bool:
         """True if the gradients of the current batch have to be checked."""
         if self._recorder.shards is not None or self._recorder.method == "loop":
             return False  # the loop is what a check would compare with
-        return self.due is not None or self._is_first(known)
+        return self.due is not None or self._is_first()
 
     def model(self, draw: Draw, numbers: BatchNumbers, terms: Terms) -> None:
         """Check the gradients of a batch, given the numbers that the engine computed for it.
@@ -154,13 +171,12 @@ class StepChecks:
         Raises:
             ExactnessError: they are not what the definition says.
         """
-        recorder, known = self._recorder, self._recorder.analyses
-        is_first = self._is_first(known)
+        recorder, is_first = self._recorder, self._is_first()
         check = self.due or self._drawn(draw.step, is_first=True)
         assert check is not None
         trial = ModelCheck(recorder, numbers, terms)
         if trial.run(check, is_first=is_first):
-            known.checked.add(self._purpose)
+            recorder.note_checked(self._purpose)
             self.has_passed = True
         if trial.is_impossible:
             self._ledger.check_impossible(IMPOSSIBLE)

@@ -25,7 +25,14 @@ import torch
 from torch import nn
 
 from dualdp.exactness import REPEATED, TOLERANCE, ExactnessError, power_of_ten
-from dualdp_torch.per_sample.checks.replay import Replayed, ReplayError, Rows, Script, name_of
+from dualdp_torch.per_sample.checks.replay import (
+    Replayed,
+    ReplayError,
+    Rows,
+    Script,
+    name_of,
+    read_by,
+)
 from dualdp_torch.per_sample.checks.tape import OTHER, Slot, Tape, slots_of
 from dualdp_torch.per_sample.random_state import untouched_generators
 from dualdp_torch.rules.base import Tensor
@@ -64,6 +71,12 @@ _FOREIGN = (
 _DECIDED = (
     "The loop decides by data that it read (item(), tolist(), numpy()) what it computes "
     "afterwards, so another batch has another loss. Use torch.where, or decide after backward()."
+)
+
+
+_OF_MODEL = (
+    " The loss that a model computes from labels is often a mean over all tokens of the batch: "
+    "write per_example_loss(model, outputs, labels).mean() of dualdp_torch.trainer instead."
 )
 
 
@@ -266,14 +279,14 @@ class CriterionCheck:
 
     def _remember(self, tape: Tape, trial: _BatchReplay, known: CheckedLoop | None) -> None:
         """Record code that passed the check, with its numbers."""
-        numbers, n = _numbers(tape, trial.script.live), tape.n or 0
+        numbers, n = _numbers(tape, trial.script.examined), tape.n or 0
         if known is None:
             self._known[tape.signature()] = CheckedLoop(
                 n,
                 numbers,
                 trial.meanings,
                 trial.is_certain,
-                _foreign(tape, trial.script.live),
+                _foreign(tape, trial.script.examined),
                 trial.decided(),
                 trial.read,
             )
@@ -325,9 +338,9 @@ def _foreign(tape: Tape, positions: Iterable[int | Position]) -> dict[Position, 
     The model's own call, which may take tensors that all examples share, is at -1.
     """
     found: dict[Position, Any] = {}
-    taken = {at: tape.calls[at].taken for at in _calls_at(positions) if at >= 0}
-    if tape.inputs is not None:
-        taken[-1] = list(slots_of(tape.inputs.arguments))
+    taken = {at: read_by(tape.calls[at]) for at in _calls_at(positions) if at >= 0}
+    for number, forward in enumerate(tape.forwards, 1):
+        taken[-number] = list(slots_of(forward.arguments))
     for at, slots in taken.items():
         for i, slot in enumerate(slots):
             if slot.kind == OTHER and not slot.requires_grad and tape.row_axis(slot) is None:
@@ -376,6 +389,11 @@ class _BatchReplay:
         self._scale = float(self.n) if declared == "mean" else 1.0
         self._all = torch.arange(self.n)
 
+    def _way_out(self) -> str:
+        """Return what to do about a loss that joins examples."""
+        of_model = _OF_MODEL if self.tape.computes_loss else ""
+        return f"{_WAY_OUT.format(declared=self.declared)} {_WEIGHTED}{of_model}"
+
     def _precision(self) -> str:
         """Return the lowest precision in use, a key of `TOLERANCE`."""
         tape = self.tape
@@ -419,6 +437,11 @@ class _BatchReplay:
                 f"a tensor of shape {kept[0]} enters it that is kept on the module, as its "
                 f"attribute {kept[1]!r}, from one forward to the loss. Return it from the model's "
                 "forward, with the examples on axis 0"
+            )
+        if any(slot in script.sources for slot in self.tape.scalars):
+            return (
+                "a number that the model returned enters it, which its forward computed from the "
+                "whole batch. Return one number for each example"
             )
         strangers = script.strangers()
         if strangers:
@@ -488,7 +511,7 @@ class _BatchReplay:
         return Problem(
             "The loss mixes the examples of a batch: with the other rows replaced, the gradient of "
             f"one example's outputs is another one (by {power_of_ten(error)} of it"
-            f"{self._first(found, row)}). {_WAY_OUT.format(declared=self.declared)} {_WEIGHTED}",
+            f"{self._first(found, row)}). {self._way_out()}",
             error,
         )
 
@@ -516,7 +539,7 @@ class _BatchReplay:
         values = [value for at, value in self._same.reads.items() if at in self._data]
         read = [v for value in values if not isinstance(value, list) for v in _floats(value)]
         listed = {v for value in values if isinstance(value, list) for v in _floats(value)}
-        later = [at for at in self.script.live if at > self.read]
+        later = [at for at in self.script.examined if at > self.read]
         numbers = [v for at in later for v in self.tape.calls[at].numbers if type(v) is float]
         made = {*read, *(1 - v for v in read), *(v for v in listed if v % 1)}
         for a in read[:_MOST_VALUES]:
@@ -557,7 +580,7 @@ class _BatchReplay:
         """
         if learned is not None:
             yield learned, True, False
-        numbers = _numbers(self.tape, self.script.live)
+        numbers = _numbers(self.tape, self.script.examined)
         for rule in (_exactly_n, _multiple_of_n, _integer_n, _constant):
             meanings = {at: rule(v, self.n) for at, v in numbers.items()}
             yield meanings, rule is not _constant, False
@@ -610,7 +633,7 @@ class _BatchReplay:
         return Problem(
             "What one example weighs in the loss depends on how many others there are, or on what "
             f"they are: alone, the gradient of its outputs is another one (by "
-            f"{power_of_ten(error)} of it). {_WAY_OUT.format(declared=self.declared)} {_WEIGHTED}",
+            f"{power_of_ten(error)} of it). {self._way_out()}",
             error,
         )
 

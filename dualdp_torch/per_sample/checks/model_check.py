@@ -206,9 +206,11 @@ def unclipped(gradients: Gradients, losses: Tensor) -> BatchNumbers:
 
 def _outputs(subject: ReferenceLosses) -> list[Tensor]:
     """Return the model's outputs on a batch, with the recorded random numbers."""
-    args, kwargs, _ = subject.batch.arguments()
+    found = list[Tensor]()
     with subject.start.replayed(subject.model):
-        return [leaf.detach() for leaf in float_leaves(subject.model(*args, **kwargs))]
+        for args, kwargs, _ in subject.batch.arguments():
+            found += [leaf.detach() for leaf in float_leaves(subject.model(*args, **kwargs))]
+    return found
 
 
 def _called(method: str, terms: Terms, subject: ReferenceLosses) -> BatchNumbers:

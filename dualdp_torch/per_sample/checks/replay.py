@@ -10,10 +10,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn import functional as F
 
 from dualdp_torch.per_sample.checks.tape import (
+    GRAD,
     MADE,
     OTHER,
+    Backward,
     Call,
     Numbers,
     Slice,
@@ -21,9 +25,15 @@ from dualdp_torch.per_sample.checks.tape import (
     Tape,
     is_in_place,
     slots_of,
+    storage_of,
 )
 from dualdp_torch.per_sample.random_state import TorchState
 from dualdp_torch.rules.base import Tensor
+
+_THROUGH_MODEL = (
+    "a gradient of an input enters it that went through the recorded forward. Compute it by "
+    "torch.autograd.grad(loss, x) under engine.pause(), or call clipped_grad_sum"
+)
 
 
 class ReplayError(Exception):
@@ -97,6 +107,8 @@ class Script:
     Attributes:
         live: positions of those calls, and of in-place calls and calls returning Python values that
             act on data of the batch.
+        public: positions of calls that make inputs of the model to which no row leads, such as a
+            generator's images: any batch has these, row by row, so they are not made again.
         sources: slots read by these calls that no call made.
         draws: generator states by call, see `Replayed`; empty before the first replay.
     """
@@ -105,27 +117,66 @@ class Script:
         self.tape, self.n = tape, tape.n or 0
         self.draws: dict[int, TorchState] = {}
         self.sources: list[Slot] = []
-        self._given: dict[int, Tensor] = {}
         self._from_rows = self._following()
+        self._given, self.public = self._public_inputs()
         self.live = self._live()
         self._cut = self._cut_out()
         held = [slot.value for slot in self.sources if slot.version is not None]
-        self._protected = {address for address in map(_storage, held) if address is not None}
+        self._protected = {address for address in map(storage_of, held) if address is not None}
 
     def _following(self) -> set[int]:
         """Return the slots that depend on tensors of the loader or the model."""
         tape = self.tape
         found = {slot.index for slot in tape.slots if tape.may_be_rows(slot)}
         for call in tape.calls:
-            if any(slot.index in found for slot in call.taken):
+            if any(slot.index in found for slot in read_by(call)):
                 found |= {slot.index for slot in call.made}
         return found
+
+    def _public_inputs(self) -> tuple[dict[int, Tensor], list[int]]:
+        """Return the value of each input made of draws and parameters alone, and the calls for it.
+
+        Data of the batch that are written into other tensors lead to all that share their memory.
+        """
+        tape, found, wanted = self.tape, dict[int, Tensor](), set[int]()
+        written = {
+            call.taken[0].storage
+            for call in tape.calls
+            if is_in_place(call.function) and any(s.index in self._from_rows for s in call.taken)
+        }
+        for slot in (s for forward in tape.forwards for s in slots_of(forward.arguments)):
+            value = slot.ref()
+            if value is None or slot.shape[:1] != (self.n,) or slot.index in self._from_rows:
+                continue
+            makes, indices = self._makers(slot)
+            ancestors = [tape.slots[index] for index in indices]
+            is_public = all(s.kind == MADE or isinstance(s.value, nn.Parameter) for s in ancestors)
+            if is_public and {s.storage for s in ancestors}.isdisjoint(written):
+                found[slot.index] = value.detach()
+                wanted |= makes
+        return found, sorted(wanted)
+
+    def _makers(self, slot: Slot) -> tuple[set[int], set[int]]:
+        """Return positions of the calls that lead to a tensor, and the slots on the way.
+
+        Changes of parameters in place, by an optimizer of theirs, are left out.
+        """
+        found, wanted = set[int](), {slot.index}
+        for position, call in reversed(list(enumerate(self.tape.calls))):
+            acts = is_in_place(call.function) and any(
+                s.index in wanted and not isinstance(s.value, nn.Parameter) for s in call.taken[:1]
+            )
+            if acts or any(s.index in wanted for s in call.made if s.kind == MADE):
+                found.add(position)
+                wanted |= {s.index for s in read_by(call)}
+        return found, wanted
 
     def _live(self) -> list[int]:
         """Return the positions of the live calls in order, and set `sources`."""
         tape = self.tape
         ends = [slot for b in tape.backwards for slot in (*b.losses, *b.weights) if slot]
-        ends += slots_of(tape.inputs.arguments) if tape.inputs is not None else ()
+        for forward in tape.forwards:
+            ends += slots_of(forward.arguments)
         wanted = {slot.index for slot in ends}
         leading = set(wanted)  # leads to the losses themselves
         last = max((b.position for b in tape.backwards), default=0)
@@ -169,6 +220,11 @@ class Script:
         return found
 
     @property
+    def examined(self) -> list[int]:
+        """Positions of all calls whose numbers and constants must not carry data."""
+        return sorted({*self.live, *self.public})
+
+    @property
     def has_free_draws(self) -> bool:
         """True if a call without tensor arguments draws numbers, per row or for the batch."""
         return any(not self.tape.calls[position].taken for position in self.draws)
@@ -203,26 +259,24 @@ class Script:
             leaf = env[slot.index].detach().requires_grad_()
             leaves.append(leaf)
             env[slot.index] = leaf.clone()  # no leaf: it may be changed in place
-        found = Replayed([], [], values=env)
-        inputs = tape.inputs
+        found = Replayed([torch.zeros_like(leaf) for leaf in leaves], [], values=env)
+        entered, left, backwards = list(tape.forwards), list(tape.states), list(tape.backwards)
         if finds_draws and tape.start is not None:
             tape.start.put()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             for position in [*self.live, len(tape.calls)]:
-                if inputs is not None and position >= inputs.position:
-                    found.inputs = [env[slot.index].detach() for slot in slots_of(inputs.arguments)]
-                    inputs = None
-                    if finds_draws and tape.after is not None:
-                        tape.after.put()
+                while entered and position >= entered[0].position:
+                    arguments = slots_of(entered.pop(0).arguments)
+                    found.inputs += [env[slot.index].detach() for slot in arguments]
+                while left and position >= left[0][0]:
+                    _, state = left.pop(0)
+                    if finds_draws:
+                        state.put()
+                while backwards and position >= backwards[0].position:  # before later changes
+                    _add_gradients(backwards.pop(0), env, leaves, found.cotangents)
                 if position < len(tape.calls):
                     self._call(position, env, rows, found, finds_draws)
-            losses = [
-                (env[loss.index], None if weight is None else env[weight.index])
-                for backward in {b.position: b for b in tape.backwards}.values()
-                for loss, weight in zip(backward.losses, backward.weights, strict=True)
-            ]
-            found.cotangents = _gradients(losses, leaves)
         if finds_draws:
             self.draws = found.draws
             self.live = self._live()  # without what leads to rows that were cut out
@@ -244,6 +298,8 @@ class Script:
         call = self.tape.calls[position]
         if is_collective(call.function):
             raise ReplayError(f"{name_of(call.function)} brings in examples of other processes")
+        if call.function == GRAD:
+            raise ReplayError(_THROUGH_MODEL)
         at_full_size = position in self.draws and len(rows.index) != self.n
         numbers = call.numbers
         if not at_full_size:
@@ -260,8 +316,7 @@ class Script:
                 return value.index_select(0, full.to(value.device))
             return value
 
-        args = _filled(call.args, now, in_order, rows.dtype)
-        kwargs = _filled(call.kwargs, now, in_order, rows.dtype)
+        args, kwargs = _arguments(call, now, in_order, rows.dtype)
         self._protect(call, args)
         before = TorchState.now() if finds else None
         if position in self.draws:
@@ -275,6 +330,8 @@ class Script:
         except ReplayError:
             raise
         except Exception as error:
+            if call.function is torch.autograd.grad:
+                raise ReplayError(_THROUGH_MODEL) from error
             reason = str(error).strip().split("\n")[0]
             raise ReplayError(f"{name_of(call.function)} fails there ({reason})") from error
         if before is not None and (call.generators or not before.is_same(TorchState.now())):
@@ -296,29 +353,45 @@ class Script:
         if not is_in_place(call.function) and "out" not in call.kwargs:
             return
         target = args[0] if args else None
-        if torch.is_tensor(target) and _storage(target) in self._protected:
+        if torch.is_tensor(target) and storage_of(target) in self._protected:
             raise ReplayError(
                 f"{name_of(call.function)} writes to a tensor that is kept from step to step"
             )
 
 
-def _storage(tensor: Tensor | None) -> int | None:
-    """Return the storage address of a plain strided tensor or parameter, else None."""
-    if tensor is None or type(tensor) not in (Tensor, torch.nn.Parameter):
-        return None
-    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else None
+def read_by(call: Call) -> list[Slot]:
+    """Return the slots that a call reads: all it takes, but for statistics that are only updated.
+
+    Batch norm in training reads those of the batch, not the running ones.
+    """
+    if call.function is not F.batch_norm or not _training(*call.args, **call.kwargs):
+        return call.taken
+    kept = [a for i, a in enumerate(call.args) if i not in (1, 2)]
+    named = {k: v for k, v in call.kwargs.items() if not k.startswith("running_")}
+    return list(slots_of((kept, named)))
 
 
-def _gradients(losses: list[tuple[Tensor, Tensor | None]], leaves: list[Tensor]) -> list[Tensor]:
-    """Return the gradients of the losses' weighted sum, zeros for unused leaves."""
-    live = [(loss, weight) for loss, weight in losses if loss.requires_grad]
-    found: tuple[Tensor | None, ...] = (None,) * len(leaves)
-    if live and leaves:
-        weights = [torch.ones_like(loss) if w is None else w.to(loss) for loss, w in live]
-        totals = [loss for loss, _ in live]
-        found = torch.autograd.grad(totals, leaves, weights, allow_unused=True)
-    pairs = zip(leaves, found, strict=True)
-    return [torch.zeros_like(leaf) if g is None else g.detach() for leaf, g in pairs]
+def _add_gradients(
+    backward: Backward, env: dict[int, Tensor], leaves: list[Tensor], totals: list[Tensor]
+) -> None:
+    """Add the gradients of one backward's weighted losses to those of the leaves."""
+    pairs = [
+        (env[loss.index], w) for loss, w in zip(backward.losses, backward.weights, strict=True)
+    ]
+    live = [(loss, w) for loss, w in pairs if loss.requires_grad]
+    if not live or not leaves:
+        return
+    weights = [torch.ones_like(loss) if w is None else env[w.index].to(loss) for loss, w in live]
+    losses = [loss for loss, _ in live]
+    found = torch.autograd.grad(losses, leaves, weights, retain_graph=True, allow_unused=True)
+    for total, grad in zip(totals, found, strict=True):
+        if grad is not None:
+            total += grad.detach()
+
+
+def _training(*args: Any, training: bool = False, **_: Any) -> bool:
+    """True if a call of batch norm, with these arguments, is in training."""
+    return bool(args[5] if len(args) > 5 else training)
 
 
 _CAST = {torch.float32: torch.Tensor.float, torch.float64: torch.Tensor.double}
@@ -349,6 +422,21 @@ def _replayed(generators: list[tuple[torch.Generator, Tensor]]) -> Iterator[None
     finally:
         for generator, state in now:
             generator.set_state(state)
+
+
+def _arguments(
+    call: Call, now: Callable[[Slot], Any], numbers: Iterator[float], dtype: torch.dtype | None
+) -> tuple[Any, Any]:
+    """Return positional and named arguments of a recorded call."""
+    args = _filled(call.args, now, numbers, dtype)
+    return args, _filled(call.kwargs, now, numbers, dtype)
+
+
+def repeated(call: Call, now: Callable[[Slot], Any]) -> Any:
+    """Return the result of a recorded call on other tensors, given the tensor of each slot."""
+    args, kwargs = _arguments(call, now, iter(call.numbers), None)
+    with _as_then(call, None):
+        return call.function(*args, **kwargs)
 
 
 def _filled(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -62,7 +63,7 @@ _UNSEEN = {
     *(torch._C._set_grad_enabled, torch.ops.profiler._record_function_enter_new._op),
     torch.ops.profiler._record_function_exit._RecordFunction,
 }
-_GRAD = _attribute("grad").__get__
+GRAD = _attribute("grad").__get__
 #: Functions that ignore targets of one value, with their arguments.
 _IGNORING = {
     function: ("input", "target", "weight", "size_average", "ignore_index")
@@ -78,19 +79,20 @@ class Slot:
         kind: ROW, OUTPUT or OTHER for a tensor that no recorded call made, else MADE.
         value: the tensor, or a copy made before an in-place change; None for MADE.
         version: version of the tensor when first met; None for a copy, and for MADE.
+        storage: address of the tensor's memory, or None.
         is_late: bool, True if first met after data were read into lists or arrays.
     """
 
     __slots__ = (
-        *("dtype", "index", "is_late", "kind", "ref", "requires_grad", "shape", "value"),
-        "version",
+        *("dtype", "index", "is_late", "kind", "ref", "requires_grad", "shape", "storage"),
+        *("value", "version"),
     )
 
     def __init__(self, index: int, kind: str, tensor: Tensor, is_late: bool = False) -> None:
         self.index, self.kind, self.is_late = index, kind, is_late
         self.ref = weakref.ref(tensor)
         self.shape, self.dtype = tensor.shape, tensor.dtype
-        self.requires_grad = tensor.requires_grad
+        self.requires_grad, self.storage = tensor.requires_grad, storage_of(tensor)
         self.value: Tensor | None = None if kind == MADE else tensor
         has_version = kind != MADE and not tensor.is_inference()
         self.version: int | None = tensor._version if has_version else None
@@ -157,16 +159,17 @@ class Backward(NamedTuple):
     position: int
 
 
-class Inputs(NamedTuple):
-    """Arguments (positional, named) of the recorded forward, as in `Call`.
+class ModelCall(NamedTuple):
+    """Recorded forward: its arguments (positional, named), as in `Call`.
 
-    `position` is the number of calls before it.
+    `position` is the number of calls before it; `outputs` are its differentiable outputs.
     """
 
     arguments: Any
     numbers: list[float]
     tokens: tuple[Any, ...]
     position: int
+    outputs: list[Slot]
 
 
 class Tape(TorchFunctionMode):
@@ -176,11 +179,12 @@ class Tape(TorchFunctionMode):
         n: number of examples; None until the model is entered, unless given to `begin`.
         calls: recorded calls, in order.
         slots: tensors on the tape.
-        inputs: arguments of the recorded forward; None before it.
-        outputs: slots of the model's differentiable outputs.
+        forwards: recorded forwards.
         backwards: recorded backwards that reached the model.
         start: state of torch's generators when the record began.
-        after: state of torch's generators at the end of the forward.
+        scalars: slots of the numbers that the model returned.
+        computes_loss: bool, True if a forward returned a number beside its outputs, such as a loss.
+        states: number of calls before each forward's end, and torch's generators there.
         rows_by_size: bool, True if tensors of unknown origin with n on axis 0 count as rows.
         in_backward: bool, True while a recorded backward runs.
     """
@@ -194,11 +198,12 @@ class Tape(TorchFunctionMode):
         self.n: int | None = None
         self.calls: list[Call] = []
         self.slots: list[Slot] = []
-        self.outputs: list[Slot] = []
+        self.forwards: list[ModelCall] = []
         self.backwards: list[Backward] = []
-        self.inputs: Inputs | None = None
         self.start: TorchState | None = None
-        self.after: TorchState | None = None
+        self.states: list[tuple[int, TorchState]] = []
+        self.scalars: list[Slot] = []
+        self.computes_loss = False
         self.rows_by_size = True
         self._rows: dict[int, Tensor] = {}
         self._ids: dict[int, Slot] = {}
@@ -260,41 +265,59 @@ class Tape(TorchFunctionMode):
         for slot in slots_of(taken):
             is_rows = slot.shape[:1] == (n,) and self.may_be_rows(slot)
             slot.kind = ROW if is_rows else slot.kind
-        self.inputs = Inputs(taken, numbers, tuple(tokens), len(self.calls))
+        self.forwards.append(ModelCall(taken, numbers, tuple(tokens), len(self.calls), []))
 
     def leave_model(self, outputs: Iterable[Any]) -> None:
         """End the recorded forward, whose outputs the loop receives."""
         if not self._is_open:
             return
-        self.after, self._is_inside = TorchState.now(), False
+        self.states.append((len(self.calls), TorchState.now()))
+        self._is_inside = False
         for tensor in outputs:
             if isinstance(tensor, Tensor):
                 slot = self._new(tensor, OUTPUT if tensor.requires_grad else ROW)
-                self.outputs += [slot] if tensor.requires_grad else []
+                self.forwards[-1].outputs.extend([slot] if tensor.requires_grad else [])
+                self.scalars.extend([slot] if tensor.dim() == 0 else [])
         insert_mode(self, self._above)
+
+    @property
+    def outputs(self) -> list[Slot]:
+        """Slots of the differentiable outputs of all forwards."""
+        return [slot for forward in self.forwards for slot in forward.outputs]
+
+    def note_number(self, number: Tensor) -> None:
+        """Note a number that the model made from more than its outputs."""
+        if self._is_open:
+            self.scalars.append(self._new(number, OTHER))
+
+    def drop(self, index: int) -> None:
+        """Forget one forward, whose gradient does not count."""
+        del self.forwards[index : index + 1]
 
     def free_outputs(self) -> None:
         """Free the model's outputs."""
         for slot in self.outputs:
             slot.value = None
 
-    def rewind(self) -> None:
-        """Forget the recorded forward and all later calls: it failed, or will be repeated."""
+    def rewind(self, first: int = 0) -> None:
+        """Forget the forwards from `first` on, and all later calls: they failed or are repeated."""
         self._is_inside = False
         if self.start is not None and not self._is_last:
             self._is_open = True
             remove_mode(self)
             insert_mode(self, self._above)
-        if self.inputs is not None:
-            del self.calls[self.inputs.position :]
-        self.outputs, self.backwards, self.inputs, self.after = [], [], None, None
+        if len(self.forwards) > first:
+            position = self.forwards[first].position
+            del self.calls[position:], self.forwards[first:]
+            self.states = [(before, state) for before, state in self.states if before <= position]
+        self.backwards = self.backwards if first else []
         self._reached = self.in_backward = False
 
     @torch._disable_dynamo  # a loop that is compiled is recorded call by call
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        is_seen = func not in _UNSEEN and not (func == _GRAD and isinstance(args[0], nn.Parameter))
+        is_seen = func not in _UNSEEN and not (func == GRAD and isinstance(args[0], nn.Parameter))
         if not is_seen or not self._is_open or self.in_backward:
             return func(*args, **kwargs) if kwargs else func(*args)
         if func in _BACKWARDS:
@@ -342,17 +365,19 @@ class Tape(TorchFunctionMode):
     def _shorten(self) -> None:
         """Drop calls whose results were freed: no later call can use them."""
         wanted = {slot.index for slot in self.slots if slot.ref() is not None}
-        before = self.inputs.position if self.inputs is not None else len(self.calls)
-        kept = list[Call]()
+        wanted |= {slot.index for b in self.backwards for slot in (*b.losses, *b.weights) if slot}
+        kept = list[int]()
         for position, call in reversed(list(enumerate(self.calls))):
             if is_in_place(call.function) or any(slot.index in wanted for slot in call.made):
                 wanted |= {slot.index for slot in call.taken}
-                kept.append(call)
-            elif position < before:
-                before -= 0 if self.inputs is None else 1
-        self.calls = kept[::-1]
-        if self.inputs is not None:
-            self.inputs = self.inputs._replace(position=before)
+                kept.append(position)
+        kept.reverse()
+        self.calls = [self.calls[position] for position in kept]
+        self.forwards = [f._replace(position=bisect_left(kept, f.position)) for f in self.forwards]
+        self.backwards = [
+            b._replace(position=bisect_left(kept, b.position)) for b in self.backwards
+        ]
+        self.states = [(bisect_left(kept, position), state) for position, state in self.states]
         for slot in self.slots:
             if slot.kind == OTHER and slot.index not in wanted:
                 slot.value = slot.version = None
@@ -476,7 +501,7 @@ class Tape(TorchFunctionMode):
         n = self.n or 0
         return (
             tuple([call.tokens for call in self.calls]),
-            self.inputs and self.inputs[2:],
+            tuple([(forward.tokens, forward.position) for forward in self.forwards]),
             tuple([(b.position, *[s and s.index for s in (*b[0], *b[1])]) for b in self.backwards]),
             tuple([slot.signature(n) for slot in self.slots]),
             tuple([bool(some) for some in self._ignored]),
@@ -532,6 +557,15 @@ def _tensors_in(value: Any, depth: int) -> tuple[list[Tensor], bool]:
         return [], True
     found = [_tensors_in(part, depth - 1) for part in inner]
     return [tensor for tensors, _ in found for tensor in tensors], any(data for _, data in found)
+
+
+def storage_of(tensor: Tensor | None) -> int | None:
+    """Return the storage address of a plain strided tensor or parameter, else None."""
+    if tensor is None or type(tensor) not in (Tensor, nn.Parameter):
+        return None
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return None
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else None
 
 
 _in_place: dict[Any, bool] = {}

@@ -91,9 +91,14 @@ def test_a_closure_is_evaluated_once(by_name):
 
 
 def test_an_optimizer_that_asks_twice_is_refused():
+    class Twice(torch.optim.SGD):
+        def step(self, closure):
+            closure()
+            return closure()
+
     model, _, loader = build()
-    lbfgs = torch.optim.LBFGS(model.parameters(), max_iter=4)
-    engine, model, optimizer, loader = start((model, lbfgs, loader), plan=plan())
+    optimizer = Twice(model.parameters(), lr=0.1)
+    engine, model, optimizer, loader = start((model, optimizer, loader), plan=plan())
     _, x, y = first_batch(loader)
 
     def closure():
@@ -104,6 +109,12 @@ def test_an_optimizer_that_asks_twice_is_refused():
     with pytest.raises(RuntimeError, match="evaluates its closure more than once a step"):
         optimizer.step(closure)
     assert len(engine.ledger) == 1
+
+
+def test_lbfgs_is_refused_at_set_up():
+    model, _, loader = build()
+    with pytest.raises(ValueError, match="optimizer is LBFGS, which evaluates its closure several"):
+        start((model, torch.optim.LBFGS(model.parameters()), loader), plan=plan())
 
 
 def test_copies_and_pickles_of_the_optimizer_are_plain():
@@ -200,7 +211,12 @@ def test_frozen_parameters_cost_and_release_nothing(holds_all, monkeypatch):
     held = []
     engine._step.recorder.gradients, real_gradients = (
         lambda *a: (
-            held.extend(n for u in engine._step.recorder._uses for n in u.held.values()),
+            held.extend(
+                name
+                for forward in engine._step.recorder.forwards
+                for use in forward.uses
+                for name in use.held.values()
+            ),
             real_gradients(*a),
         )[1],
         engine._step.recorder.gradients,

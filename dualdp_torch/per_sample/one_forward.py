@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One recorded forward of a batch, of which there may be several."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from dualdp_torch.per_sample.analysis_cache import AnalysisCache
+from dualdp_torch.per_sample.batch import Batch
+from dualdp_torch.per_sample.batch_axis import BatchAxis
+from dualdp_torch.per_sample.capture import Capture
+from dualdp_torch.per_sample.model_state import Start
+from dualdp_torch.per_sample.parameter_use import Derived, Use
+from dualdp_torch.rules.base import Tensor
+
+
+class Forward:
+    """One recorded forward: its arguments, parameter uses, outputs, and the gradients of both.
+
+    Attributes:
+        batch: arguments of the forward.
+        cache: analyses of the model on batches like this one.
+        start: state before the forward, or None if it is not run again.
+        has_drawn: True if the forward drew random numbers; known only with `start`.
+        by_vmap: True if it was computed without a graph, and its gradients need `vmap`.
+        alone: outputs of each example's own forward, with their graphs; None but for "loop".
+        is_open: False once its gradients were used or dropped.
+        uses: parameter uses, with the batch axis of each.
+        derived: tensors computed from parameters, by their names in the uses.
+        stand_ins: tensors by which a sharding wrapper replaced parameters.
+        outputs: floating-point tensors that it returned.
+        differentiable: positions of those with a gradient.
+        cotangents: gradient of outputs by position, where one arrived.
+        reached: uses whose gradient arrived.
+        written: names of the buffers that it wrote.
+    """
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch, self.cache = batch, AnalysisCache([])
+        self.start: Start | None = None
+        self.has_drawn = self.by_vmap = False
+        self.alone: list[Any] | None = None
+        self.is_open = True
+        self.uses: dict[Use, BatchAxis | None] = {}
+        self.derived: dict[str, Derived] = {}
+        self.stand_ins: dict[str, Tensor] = {}
+        self.outputs: list[Tensor] = []
+        self.differentiable: list[int] = []
+        self.cotangents: dict[int, Tensor] = {}
+        self.reached: set[Use] = set()
+        self.written: list[str] = []
+
+    def hear(self, capture: Capture, axes: Sequence[BatchAxis | None], number: int) -> None:
+        """Take the uses of an ended capture; names of derived tensors become unique by `number`."""
+        unique = {name: f"{number}{name}" for name in capture.derived}
+        self.derived = {unique[name]: value for name, value in capture.derived.items()}
+        self.stand_ins = capture.stand_ins
+        for use in capture.uses:
+            use.held = {slot: unique.get(name, name) for slot, name in use.held.items()}
+        self.uses = dict(zip(capture.uses, axes, strict=True))
+
+    @property
+    def is_formed(self) -> bool:
+        """True if its gradients are formed from outputs and cotangents, not from captured uses."""
+        return self.by_vmap or self.alone is not None
+
+    @property
+    def needs_values(self) -> bool:
+        """True if the values of its outputs are needed after it."""
+        return self.start is not None or self.is_formed
+
+    def inputs(self) -> list[Tensor]:
+        """Return the tensors among its arguments, also those that all examples share."""
+        return [leaf for leaf in self.batch.leaves if torch.is_tensor(leaf)]
+
+    def has_gradient(self) -> bool:
+        """True if a gradient arrived."""
+        return bool(self.reached or self.cotangents)
+
+    def close(self) -> None:
+        """Free what it holds: the graph, whose hooks lead here, may live on in the loop."""
+        self.is_open, self.start, self.alone = False, None, None
+        for use in self.uses:
+            use.acts = use.grads_out = None
+            use.versions.clear()
+        self.uses, self.derived, self.stand_ins = {}, {}, {}
+        self.outputs, self.cotangents, self.reached = [], {}, set()
+        del self.batch
+
+    def scaled_cotangents(self, scale: float) -> list[Tensor]:
+        """Return the scaled gradient of each output, zeros where none arrived."""
+        return [
+            self.cotangents[i] * scale if i in self.cotangents else torch.zeros_like(out)
+            for i, out in enumerate(self.outputs)
+        ]
