@@ -265,7 +265,7 @@ class Script:
             tape.start.put()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            for position in [*self.live, len(tape.calls)]:
+            for position in [*(self.examined if finds_draws else self.live), len(tape.calls)]:
                 while entered and position >= entered[0].position:
                     arguments = slots_of(entered.pop(0).arguments)
                     found.inputs += [env[slot.index].detach() for slot in arguments]
@@ -275,7 +275,9 @@ class Script:
                         state.put()
                 while backwards and position >= backwards[0].position:  # before later changes
                     _add_gradients(backwards.pop(0), env, leaves, found.cotangents)
-                if position < len(tape.calls):
+                if position in self.public:
+                    self._draw_again(tape.calls[position], env)
+                elif position < len(tape.calls):
                     self._call(position, env, rows, found, finds_draws)
         if finds_draws:
             self.draws = found.draws
@@ -347,6 +349,18 @@ class Script:
             env[slot.index] = rows.cast(tensor)
             if finds and slot.index in self._cut and slot.index not in self._given:
                 self._given[slot.index] = tensor.detach().clone()
+
+    def _draw_again(self, call: Call, env: dict[int, Tensor]) -> None:
+        """Call a function that makes a public input again, for the numbers that it draws."""
+
+        def now(slot: Slot) -> Any:
+            kept: Any = slot.value
+            return env[slot.index] if slot.index in env else kept.clone()
+
+        with contextlib.suppress(Exception), _replayed(call.generators):
+            for slot, tensor in _pairs(call.out, repeated(call, now)):
+                if slot.index not in self._given:
+                    env[slot.index] = tensor
 
     def _protect(self, call: Call, args: Any) -> None:
         """Refuse an in-place call on a tensor that the loop keeps between steps."""
