@@ -91,6 +91,17 @@ def dense_loss(c, b, k):
     return error * of_entries(c, b, k, "min_separation") ** 2
 
 
+def test_a_search_may_try_what_grows_without_bound():
+    given = problem(2000, 1, 1, None, "mean")
+    for value, gradient in (
+        module.window_loss(np.array([1.0, -3.0]), given),
+        module.band_loss(np.array([1.0, 3.0]), given),
+        module.blt_loss(np.array([0.5]), np.array([3.0]), given),
+    ):
+        assert value > math.log(loss(correlated.identity(), 2000))
+        assert not gradient.any()
+
+
 @pytest.mark.parametrize(("family", "size"), [("window", 3), ("band", 3), ("blt", 1)])
 @pytest.mark.parametrize(("b", "k"), [(1, 1), (4, 2), (3, 3)])
 def test_no_search_finds_better(family, size, b, k):
