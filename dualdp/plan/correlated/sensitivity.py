@@ -110,15 +110,13 @@ def _fixed_gaps(c: Vector, separation: int, count: int) -> float:
     Source: Choquette-Choo et al. 2023 (arXiv 2306.08153), eq. 5, over all starts.
     """
     n = len(c)
-    total = np.zeros(n)
+    totals = np.zeros(n)  # [n - 1 - i]
     for gap in range(count):
         lag = gap * separation
-        # Entry (i, i + lag) of C'C, by i: the sum over the n - lag - i rows that both columns have.
-        entries = np.abs(np.cumsum(c[: n - lag] * c[lag:])[::-1])
-        # From a start i: the entries at i, i + b, ... of those of the `count` columns that fit.
-        sums = comb(entries[::-1], separation, count - gap)[::-1]
-        total[: n - lag] += (2 if gap else 1) * sums
-    return float(total.max())
+        # [n - 1 - t]: entry (t - lag, t) of C'C, a sum over the rows that both columns have.
+        entries = np.abs(np.cumsum(c[: n - lag] * c[lag:]))
+        totals[lag:] += (2 if gap else 1) * comb(entries, separation, count - gap)
+    return float(totals.max())
 
 
 def _any_gaps(h: Vector, separation: int, count: int) -> float:

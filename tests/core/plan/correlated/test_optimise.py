@@ -139,6 +139,16 @@ def test_no_small_move_is_better(b, k, bands):
             assert loss(correlated.band(moved), n, b, k) > least * (1 - 1e-12)
 
 
+def test_one_participation_lets_the_column_rise():
+    """All weights of a window and all bands describe the same matrices."""
+    n = 12
+    smoothing = np.pad(np.convolve([1, 1.5, 0.7], [1, 1.5, 0.7]), (0, n - 5))  # of such a root
+    by_band, by_window = (best(family, n, n, workload=smoothing) for family in ("band", "window"))
+    assert by_band.weights[1] > by_band.weights[0]
+    of_band, of_window = (loss(found, n, 1, 1, smoothing) for found in (by_band, by_window))
+    np.testing.assert_allclose(of_band, of_window, rtol=1e-9)
+
+
 def test_bands_wider_than_the_separation_do_not_help_in_every_pass():
     n, schema = 60, {"min_separation": 10, "max_participations": 6}
     narrow, wide = best("band", 10, n, **schema), best("band", 25, n, **schema)
