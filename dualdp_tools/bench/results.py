@@ -30,7 +30,10 @@ SCHEMA = 2
 PARTIAL = ".partial"
 CHECKOUT = Path(__file__).parents[2] / "benchmarks" / "results"
 FOLDER = CHECKOUT if CHECKOUT.is_dir() else Path("out/benchmarks")
-SUITES = ("run", "layers", "memory", "checks", "accounting", "end-to-end", "scale", "noise")
+SUITES = (
+    *("run", "layers", "memory", "checks", "checkpoints", "accounting", "end-to-end", "scale"),
+    "noise",
+)
 STACKS = ("torch", "jax", "core")
 PACKAGES = (
     "numpy", "scipy", "torch", "jax", "jaxlib", "flax", "optax", "opacus",

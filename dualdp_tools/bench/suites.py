@@ -59,6 +59,13 @@ SWEPT = (NON_PRIVATE, AUTO, MULTI, LOOP)
 # Rate of spot checks by engine: off; on, without a check in the timed steps; at every step.
 RATES = {"checks=0": 0.0, "between checks": 1e-9, "every step checked": 1.0}
 CHECKED = ("mlp", "mnist", "embed", "lstm", "gpt")
+# Shape of GPT-2 small with few positions and words: options by size, and examples.
+_FEW_WORDS = {"length": 128, "vocabulary": 1_000}
+CHECKPOINTED: dict[str, tuple[dict[str, Any], int]] = {
+    "quick": (QUICK_SPEED[1][1], 8),
+    "cpu": ({"layers": 12, "width": 768, "heads": 12, **_FEW_WORDS}, 4),
+    "cuda": ({"layers": 12, "width": 768, "heads": 12, "length": 1_024, "vocabulary": 50_257}, 8),
+}
 # Slopes of dualdp, of the non-private step and of materialized per-sample gradients.
 SCALED = (NON_PRIVATE, AUTO, MULTI)
 # Further systems on single layers: dualdp's methods in JAX; torch forces the methods of a layer.
@@ -168,6 +175,43 @@ def _cost_of_checks(session: Session, setting: Setting) -> list[Row]:
     without, between, checked = (seconds[name] for name in RATES)
     share = 100 * (between - without + RATE * (checked - between)) / without
     return [*steps, replace(base, system=AUTO, quantity="share of checks", value=share)]
+
+
+def checkpoints(session: Session) -> Rows:
+    """Measure time and peak memory of a step with and without activation checkpoints (PyTorch)."""
+    if session.stack.name != "torch" or not session.wanted("gpt"):
+        return
+    from dualdp_tools.bench import systems_torch
+
+    options, n = CHECKPOINTED[session.size_key]
+    workload = workloads.create("gpt", **options)
+    setting = Setting(workload, n, device=session.device)
+    if earlier := session.earlier_rows("checkpoints", workload):
+        yield earlier
+        return
+    batch = session.stack.load(setting, *workload.batch(n))
+    calls: dict[str, Callable[[], Any]] = {}
+    for saves, suffix in ((False, ""), (True, ", checkpointed")):
+        plain = systems_torch.non_private(setting, saves).update
+        calls[NON_PRIVATE + suffix] = partial(plain, batch)  # type: ignore[arg-type]
+        calls[AUTO + suffix] = systems_torch.engine(setting, 0.0, saves)
+    usual = QUICK if session.quick else Protocol(rounds=5, warmup=1, patience=60.0)
+    timings = interleave(calls, replace(session.protocol or usual, far=math.inf))
+    peaks = {
+        name: systems_torch.peak_memory(
+            lambda batch, call=call: call(), lambda **_: None, session.device, batch
+        )
+        for name, call in calls.items()
+    }
+    base = empty_row(session.stack, "checkpoints", workload, n)
+    rows = []
+    for name, timing in timings.items():
+        row = replace(base, system=name, quantity="step")
+        ratio = timing.median / timings[NON_PRIVATE].median
+        row = timing.fill(row, 1, ratio=ratio)
+        share = peaks[name] / peaks[NON_PRIVATE]
+        rows.append(replace(row, memory=peaks[name], memory_ratio=share))
+    yield rows
 
 
 def memory(session: Session) -> Rows:
@@ -297,5 +341,5 @@ def _slopes(rows: list[Row]) -> list[Row]:
 
 SUITES = {
     suite.__name__.replace("_", "-"): suite
-    for suite in (run, layers, memory, checks, end_to_end, scale)
+    for suite in (run, layers, memory, checks, checkpoints, end_to_end, scale)
 }

@@ -103,9 +103,11 @@ def peak_memory(
     return int(max(alive.max(initial=0), 0))
 
 
-def non_private(setting: Setting) -> Prepared:
+def non_private(setting: Setting, checkpoints: bool = False) -> Prepared:
     """Return the step without clipping and noise: zero_grad, loss, backward."""
     problem = Problem(setting)
+    if checkpoints:
+        workloads_torch.checkpoint_blocks(problem.model)
 
     def gradient(batch: Any) -> None:
         problem.optimizer.zero_grad(set_to_none=True)
@@ -221,11 +223,13 @@ def forced(setting: Setting, method: str) -> Prepared:
     return dualdp(setting, "auto", partial(choices.forced, **able))
 
 
-def engine(setting: Setting, checks: float) -> Callable[[], Any]:
-    """Return a call that takes one step of a run of `PrivacyEngine`."""
+def engine(setting: Setting, checks: float, checkpoints: bool = False) -> Callable[[], Any]:
+    """Return a call that takes one step of a run of `PrivacyEngine`; with checkpointed blocks."""
     import dualdp.torch as dpt
 
     problem = Problem(setting)
+    if checkpoints:
+        workloads_torch.checkpoint_blocks(problem.model)
     data = load(setting, *setting.workload.batch(2 * setting.n))
     _, optimizer, loader = dpt.PrivacyEngine().make_private(
         module=problem.model,

@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from functools import partial
 
 import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from dualdp_tools.bench import specs
 from dualdp_tools.bench.workloads import Workload
@@ -156,6 +158,14 @@ def module(layer: specs.Layer) -> nn.Module:
             inner = specs.children(layer).items()
             return nn.Sequential(OrderedDict((name, module(one)) for name, one in inner))
     raise TypeError(f"{type(layer).__name__} has no PyTorch module. Add a case to `module`.")
+
+
+def checkpoint_blocks(model: nn.Module) -> None:
+    """Checkpoint the activations of every residual block, as a user would."""
+    for block in model.modules():
+        if isinstance(block, Residual):
+            forward = partial(checkpoint, block.forward, use_reentrant=False)
+            block.forward = forward  # type: ignore[method-assign]
 
 
 def model(workload: Workload, seed: int = 0) -> nn.Module:
