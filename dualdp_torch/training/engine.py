@@ -129,7 +129,7 @@ class PrivacyEngine:
             max_physical_batch_size: examples that are processed at once; `optimizer.step()` then
                 comes after each physical batch, see `BatchMemoryManager`.
             poisson_sampling: bool, False for shuffled batches, accounted without amplification.
-            grad_sample_mode: "auto" or one of `GRAD_SAMPLE_MODES`.
+            grad_sample_mode: "auto" or one of `GRAD_SAMPLE_MODES`; "loop" takes every model.
             ledger: path of a new file for the record of releases; None keeps it in memory.
             checks: share of steps, in [0, 1], at which examples are checked against plain autodiff
                 of their own losses; None for `dualdp.exactness.RATE`, 0 for never. Noted in the
