@@ -100,8 +100,8 @@ def _train(console: Console, experiment: Experiment) -> list[Point]:
     table = Table(
         title=f"2. One plan, two runs: noise multiplier {plan.noise_multiplier_at(0):.3f}, "
         f"sample rate {plan.sample_rate:.3f}, C {plan.max_grad_norm_at(0):g}",
-        caption="loss, accuracy: on data held out; parameters differ by: norm of the difference / "
-        "norm on JAX, of the parameter where it is largest",
+        caption=f"epsilon: at delta = {plan.delta:g}; loss, accuracy: on data held out; parameters "
+        "differ by: norm of the difference / norm on JAX, of the parameter where it is largest",
     )
     for name in ("step", "epsilon", "loss torch", "loss jax", "acc. torch", "acc. jax"):
         table.add_column(name, justify="right")

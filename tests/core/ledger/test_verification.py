@@ -209,6 +209,16 @@ def test_a_ledger_that_was_cut_anywhere_is_not_called_whole():
     assert finding(verify(text[: ends[3] - 9]), "last line is whole").passed is None
 
 
+def test_a_cut_line_after_the_last_step_is_told():
+    """A resumed run may have repeated steps in what is lost."""
+    ledger = run(plan_of(num_steps=2), steps=2)
+    ledger.note(unprotected=["unprotected_loss"])
+    assert verify(ledger.to_json()).is_whole
+    cut = verify(ledger.to_json()[:-9])
+    assert (cut.covers_the_plan, cut.stopped_inside, cut.cut_line) == (True, None, 6)
+    assert not cut.is_whole
+
+
 def test_a_last_line_without_its_end_of_line_counts(tmp_path):
     """An editor or a mail may take it; a bound that counts too much is a bound."""
     text = run(plan_of(num_steps=4), steps=4).to_json()
