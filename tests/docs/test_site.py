@@ -144,9 +144,9 @@ def test_doctests_are_code_and_guarantees_a_list(monkeypatch):
     text = """Do.
 
 Guarantees:
-    One holds.  [test_one]
+    One holds.
     Another holds, and
-        goes on.  [test_two]
+        goes on.
 
 >>> f(["a"])
 1
