@@ -317,7 +317,7 @@ def test_wrong_arguments_are_refused(tmp_path):
         dpj.load_checkpoint(path, like=params())
     with pytest.raises(TypeError, match="state is a dict. Expected the TrainState of a step"):
         dpj.save_checkpoint(path, state=params(), engine=engine)
-    with pytest.raises(TypeError, match="The leaf 'params/odd' is a object"):
+    with pytest.raises(TypeError, match="The leaf 'params/odd' is an object"):
         dpj.save_checkpoint(path, state=state._replace(params={"odd": object()}), engine=engine)
     twice = {"a.b": jnp.ones(1), "a": {"b": jnp.ones(1)}}
     with pytest.raises(ValueError, match="Two leaves of the state have the name 'params/a.b'"):
