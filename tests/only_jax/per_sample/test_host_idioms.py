@@ -123,34 +123,43 @@ def test_what_an_earlier_call_sowed_is_no_part_of_the_loss():
     np.testing.assert_array_equal(dpj.per_sample_norms(sown_loss, model, X, Y), expected)
 
 
+def loss_and_masks(model, x, y):
+    """Loss, and the dropout masks (3, 16) that the layers would draw next."""
+    masks = nnx.vmap(lambda block: block.dropout(jnp.ones(16)) > 0)(model.blocks)
+    return nnx_loss(model, x, y), masks
+
+
+def assert_all_differ(masks):
+    masks = np.asarray(masks)
+    assert masks.shape == (N, 3, 16)
+    assert len({row.tobytes() for row in masks.reshape(-1, 16)}) == 3 * N
+
+
 def test_split_keys_differ_between_layers_and_examples():
     model = Deep(nnx.Rngs(0, dropout=1), rate=0.5)
-    same, labels = jnp.broadcast_to(X[:1], X.shape), 0 * Y
-
-    def loss_fn(model, x, y):
-        masks = nnx.vmap(lambda block: block.dropout(jnp.ones(4)) > 0)(model.blocks)
-        return nnx_loss(model, x, y), masks
-
-    _, masks = dpj.per_sample_norms(loss_fn, model, same, labels, has_aux=True, check="off")
-    assert masks.shape == (N, 3, 4)
-    assert len({mask.tobytes() for mask in np.asarray(masks)}) == N
-    assert len({row.tobytes() for row in np.asarray(masks).reshape(-1, 4)}) > N  # of 16
+    _, masks = dpj.per_sample_norms(loss_and_masks, model, X, Y, has_aux=True, check="off")
+    assert_all_differ(masks)
 
 
 def test_a_run_of_split_layers_draws_its_masks_from_the_plan():
-    """Two runs of one plan agree, whatever keys the modules had; another step has others."""
-    ends = []
+    """Two runs of one plan agree, whatever keys the modules had; another step has other masks."""
+    ends, seen = [], []
     for seed in (1, 2):
         model = Deep(nnx.Rngs(0, dropout=seed), rate=0.5)
         engine = dpj.PrivacyEngine()
         step, state, loader = engine.make_private(
-            loss_fn=nnx_loss, params=model, optimizer=optax.sgd(0.1), data=(X, Y), seed=3,
+            loss_fn=loss_and_masks, params=model, optimizer=optax.sgd(0.1), data=(X, Y), seed=3,
             expected_batch_size=N, num_steps=2, noise_multiplier=0.0, max_grad_norm=1.0,
-            sampler="shuffle", has_aux=False, checks=1.0,
+            sampler="shuffle", physical_batch_size=N, has_aux=True, checks=float(seed == 2),
         )  # fmt: skip
         for batch in loader.remaining():
-            state, _ = step(state, batch)
+            state, metrics = step(state, batch)
+            (masks,) = metrics["unprotected_aux"]
+            assert_all_differ(masks)
+            seen.append(np.asarray(masks).tobytes())
         ends.append(state.params)
+    assert seen[:2] == seen[2:]
+    assert seen[0] != seen[1]
     for one, other in zip(*map(jax.tree.leaves, ends), strict=True):
         np.testing.assert_array_equal(one, other)
     trained = engine.model(state)
