@@ -42,6 +42,7 @@ class Release(NamedTuple):
     expected_batch_size: Any  # scalar, divisor of the noisy sum
 
 
+@compat.promoting  # also called on the thread of a callback
 def release_at(
     plan: Any, step: int, *, branch: int = 0, max_grad_norm: float | None = None, like: Any
 ) -> Release:

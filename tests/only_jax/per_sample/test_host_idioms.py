@@ -12,6 +12,7 @@ import pytest
 from flax import linen, nnx
 
 import dualdp_jax as dpj
+from dualdp.plan.plan import PrivacyPlan
 
 N = 4
 RNG = np.random.default_rng(5)
@@ -251,6 +252,25 @@ def test_a_run_under_strict_promotion_is_the_run_without():
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
         found = end()
     for one, other in zip(*map(jax.tree.leaves, (expected, found)), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_noise_of_a_program_is_drawn_under_strict_promotion():
+    """A callback draws it, on a thread that knows no context of this one."""
+    plan = PrivacyPlan(
+        num_examples=N, expected_batch_size=2, num_steps=1, noise_multiplier=1.0,
+        max_grad_norm=1.0, delta=1e-3, seed=1,
+    )  # fmt: skip
+    sums = {"a": jnp.zeros(3, "bfloat16"), "b": jnp.zeros(2)}
+    draw = jax.jit(lambda sums, step: dpj.noisy_mean(sums, plan, step))
+    expected = jax.tree.leaves(draw(sums, 0))
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
+    try:
+        found = jax.tree.leaves(draw(sums, 0))
+    finally:
+        jax.config.update("jax_numpy_dtype_promotion", "standard")
+    assert np.isfinite(found[0]).all()
+    for one, other in zip(expected, found, strict=True):
         np.testing.assert_array_equal(one, other)
 
 
