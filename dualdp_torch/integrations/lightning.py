@@ -234,8 +234,8 @@ class PrivacyCallback(Callback):
             trainer.should_stop = True
 
     def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Keep the state for checkpoints that are saved after training."""
-        self._final = self.state_dict()
+        """Keep the state for checkpoints that are saved after training, at the end of a step."""
+        self._final = self.state_dict() if self.engine.is_between_steps else {}
 
     def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
         """Restore module, optimizer and trainer; note in the ledger what else was logged."""
@@ -278,8 +278,9 @@ class PrivacyCallback(Callback):
         fits = trainer.state.fn == "fit"
         if fits and self.state_key not in checkpoint.get("callbacks", {}):
             raise ValueError(
-                "The checkpoint was saved without a PrivacyCallback, so what it spent is unknown. "
-                "Expected one of a private run; load weights alone with load_state_dict."
+                "The checkpoint was saved without a PrivacyCallback, or within a logical batch, so "
+                "what it spent is unknown. Expected one of a private run; load weights alone with "
+                "load_state_dict."
             )
 
 

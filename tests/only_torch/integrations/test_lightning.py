@@ -627,3 +627,23 @@ def test_a_gan_is_clipped_once_per_example(tmp_path):
         g_opt.step()
     for name, p in twin.state_dict().items():
         torch.testing.assert_close(lit.state_dict()[name], p, rtol=1e-4, atol=1e-5)
+
+
+def test_training_may_stop_within_a_logical_batch(tmp_path):
+    """A half batch is not released, and a checkpoint of that moment is not one to resume."""
+
+    class Stop(L.Callback):
+        def on_train_batch_end(self, trainer, *_):
+            progress = trainer.fit_loop.epoch_loop.batch_progress
+            trainer.should_stop = progress.current.ready == 4
+
+    callback = PrivacyCallback(plan=plan(seed=3, physical_batch_size=3))
+    fit, lit = trainer(tmp_path, callback, Stop()), LitClassifier()
+    fit.fit(lit, data())
+    assert len(callback.engine.ledger) == fit.global_step < STEPS
+    assert not lit.model._forward_hooks
+    fit.save_checkpoint(tmp_path / "half.ckpt")
+    with pytest.raises(ValueError, match="or within a logical batch, so what it spent is unknown"):
+        trainer(tmp_path, PrivacyCallback()).fit(
+            LitClassifier(), data(), ckpt_path=str(tmp_path / "half.ckpt")
+        )
