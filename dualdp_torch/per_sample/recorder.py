@@ -153,7 +153,7 @@ class Recorder:
     def guard(self) -> None:
         """Take the place of the model's call, also if that was compiled since the last time."""
         found = vars(self.model).get(_CALL)
-        if not isinstance(found, _Guarded):
+        if not (isinstance(found, _Guarded) and found.recorder is self):
             self._compiled = found
             vars(self.model)[_CALL] = _Guarded(self, found or self.model._call_impl)
 
@@ -717,13 +717,13 @@ class _Guarded:
     """Wrapper of a module's call that abandons the recording on any exception."""
 
     def __init__(self, recorder: Recorder, call: Callable[..., Any]) -> None:
-        self._recorder, self._call = recorder, call
+        self.recorder, self._call = recorder, call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
-            return self._recorder.run(self._call, args, kwargs)
+            return self.recorder.run(self._call, args, kwargs)
         except BaseException:  # also KeyboardInterrupt, for which torch runs no hook
-            self._recorder.abandon()
+            self.recorder.abandon()
             raise
 
 
