@@ -173,6 +173,17 @@ def test_lightning_trains_as_the_engine_alone(kind, physical, tmp_path):
     assert fit.accumulate_grad_batches == 1
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("kind", [LitAutoEncoder, LitClassifier])
+def test_a_compiled_module_trains_as_the_engine_alone(kind, tmp_path):
+    """`fit(torch.compile(module))`, as Lightning's documentation writes it."""
+    lit = kind()
+    torch.manual_seed(5)
+    fit = trainer(tmp_path, PrivacyCallback(plan=plan(seed=3)))
+    fit.fit(torch.compile(lit, backend="eager"), data())
+    assert same(lit.state_dict(), by_hand(kind()))
+
+
 def test_a_second_fit_is_not_forgotten(tmp_path):
     callback = PrivacyCallback(noise_multiplier=1.0, max_grad_norm=1.0)
     lit = LitClassifier()
