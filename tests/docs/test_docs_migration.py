@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The migration pages: every name exists, here and, where it is installed, in the other library."""
 
+import ast
 import importlib
 import pkgutil
 import re
@@ -9,9 +10,11 @@ from pathlib import Path
 import pytest
 
 import dualdp
+from benchmarks import opacus_examples
 from dualdp_torch.training import opacus_names
 
 DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "from_opacus.md").read_text()
 ROW = re.compile(r"^\| (`.*?) \| (.*?) \| (.*?)\|$", re.MULTILINE)
 NAME = re.compile(r"`([A-Za-z_][\w.]*)(?:\([^`]*\))?`")
 ROOTS = {name: name for name in ("dualdp", "dualdp_torch", "torch")}
@@ -37,7 +40,7 @@ def resolve(name):
 
 
 def test_the_page_and_the_errors_say_the_same():
-    assert opacus_names.TABLES in (DOCS / "from_opacus.md").read_text()
+    assert opacus_names.TABLES in PAGE
 
 
 @pytest.mark.parametrize("page", ["from_opacus.md", "from_jax_privacy.md"])
@@ -55,6 +58,20 @@ def test_words_of_the_tables_are_accepted():
     text = (DOCS / "from_opacus.md").read_text() + (DOCS / "from_jax_privacy.md").read_text()
     for sampler in re.findall(r'sampler="(\w+)"', text):
         assert sampler in dualdp.mechanisms.SAMPLERS
+
+
+@pytest.mark.parametrize(("name", "text"), opacus_examples.examples())
+def test_an_example_of_opacus_changes_at_most_five_lines(name, text):
+    ours, theirs = opacus_examples.changed(text)
+    assert 0 < max(ours, theirs) <= 5
+    assert f"[{name}](../examples/{name}.py) | {ours} / {theirs} |" in PAGE
+    other = opacus_examples.for_opacus(text)
+    assert len(other.splitlines()) == len(text.splitlines()) - ours
+    ast.parse(other)
+    for program, package, missing in ((text, "dualdp", "opacus"), (other, "opacus", "dualdp")):
+        imported = re.findall(r"^from (\w+)(?:\.\w+)* import ", program, re.MULTILINE)
+        assert package in imported
+        assert missing not in imported
 
 
 def public_names(package, folders):
