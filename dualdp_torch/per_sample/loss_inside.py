@@ -66,21 +66,26 @@ class _Refused(torch.autograd.Function):
     """Identity of a number that the model returned, whose backward is refused."""
 
     @staticmethod
-    def forward(ctx: Any, leaf: Tensor, number: Tensor) -> Tensor:
+    def forward(ctx: Any, leaf: Tensor, number: Tensor, reason: str) -> Tensor:
         """Return the same value."""
+        ctx.reason = reason
         return number.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         """Refuse the gradient."""
         raise UnsupportedLayerError(
-            "The loss uses a number that the model computed inside its forward, from more than the "
-            "outputs that it returns, so it can't be told whether it is the mean of the examples' "
-            "own losses. Return from the forward what the loss is made of, with the examples on "
-            "axis 0, and compute the loss in the loop; or use clipped_grad_sum."
+            f"The loss uses a number that the model computed inside its forward, {ctx.reason}, so "
+            "it can't be told whether it is the mean of the examples' own losses. Compute the loss "
+            "in the loop, from outputs with the examples on axis 0 (for models of Hugging Face, "
+            "per_example_loss(model, outputs, labels).mean() of dualdp_torch.trainer); or use "
+            "clipped_grad_sum."
         )
 
 
-def refused(leaf: Tensor, number: Tensor) -> Tensor:
+def refused(leaf: Tensor, number: Tensor, *, by_vmap: bool) -> Tensor:
     """Return a number whose value may be read, and whose backward is refused."""
-    return _Refused.apply(leaf, number)  # type: ignore[no-any-return]
+    reason = "from more than the outputs that it returns"
+    if by_vmap:
+        reason = "which goes through vmap and makes no graph"
+    return _Refused.apply(leaf, number, reason)  # type: ignore[no-any-return]

@@ -55,7 +55,7 @@ class Forward:
 
     def hear(self, capture: Capture, axes: Sequence[BatchAxis | None], number: int) -> None:
         """Take the uses of an ended capture; names of derived tensors become unique by `number`."""
-        unique = {name: f"{number}{name}" for name in capture.derived}
+        unique = {name: f"{name}.{number}" for name in capture.derived}
         self.derived = {unique[name]: value for name, value in capture.derived.items()}
         self.stand_ins = capture.stand_ins
         for use in capture.uses:

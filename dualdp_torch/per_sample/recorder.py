@@ -351,7 +351,7 @@ class Recorder:
         with self.tape.suspended():
             is_same = again is not None and is_same_forward(again.detach(), number.detach())
         if again is None or not is_same:
-            again = refused(self._leaf, number)
+            again = refused(self._leaf, number, by_vmap=forward.by_vmap)
             self.tape.note_number(again)
         self.tape.computes_loss = True
         return again

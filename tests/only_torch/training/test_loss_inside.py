@@ -123,6 +123,14 @@ def test_a_loss_of_more_than_the_outputs_is_refused(kind, checks):
         return
 
 
+def test_a_loss_of_a_model_that_goes_through_vmap_is_refused():
+    _, model, _, loader = private(randomise(WithLoss()), ids(V, ROWS, T, seed=2), "vmap")
+    for words, labels in loader:
+        with pytest.raises(UnsupportedLayerError, match=r"goes through vmap.*per_example_loss"):
+            model(words, labels=labels)["loss"].backward()
+        return
+
+
 @pytest.mark.parametrize("kind", ["mean", "penalised", "hidden"])
 def test_a_number_that_the_loss_does_not_use_costs_nothing(kind):
     ends = []

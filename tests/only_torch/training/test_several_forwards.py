@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import dualdp_torch as dpt
 from dualdp import AccountingError, ExactnessError, UnsupportedLayerError
 from dualdp.plan.clipping import clip_factors
+from dualdp_torch.per_sample.checks.model_check import ModelCheck
 from dualdp_torch.per_sample.recorder import RECORDED
 from tests.only_torch.checks import assert_exact, data, ids, randomise
 from tests.only_torch.loop import plan, start
@@ -334,6 +335,26 @@ def test_gradients_set_to_zero_are_dropped():
             assert engine.ledger.last_check == 2
             ends.append(model[0].weight)
         torch.testing.assert_close(*ends)
+
+
+def test_a_second_forward_that_begins_later_is_checked_on_the_next_batch(monkeypatch):
+    """The first forward of such a batch is not kept to be run again, before the second is met."""
+    checked = []
+    right = ModelCheck.run
+
+    def run(self, *arguments, **options):
+        checked.append(step)
+        return right(self, *arguments, **options)
+
+    monkeypatch.setattr(ModelCheck, "run", run)
+    _, model, optimizer, loader = private(classifier(), checks=1e-9, num_steps=6)
+    for step, (x, y, other) in enumerate(loader):
+        loss = F.cross_entropy(model(x), y)
+        if step > 1:
+            loss = loss + model(other).square().mean()
+        loss.backward()
+        optimizer.step()
+    assert checked == [0, 3]
 
 
 # ---------------------------------------------------------------------- refused
