@@ -166,7 +166,7 @@ def test_inputs_inside_a_checkpoint_are_not_held_before_the_backward():
     model, held = Checkpointed("plain"), []
     with dpt.record_per_sample(model, loss_reduction="sum", check="off") as record:
         out = model(ids(9, 6, T))
-        uses = list(record._recorder._uses)
+        uses = list(record._recorder.forwards[-1].uses)
         held = [use.acts is None for use in uses if use.held.keys() - use.rule.light]
         out.sum().backward()
         assert all(use.acts is not None for use in uses if use.held.keys() - use.rule.light)
