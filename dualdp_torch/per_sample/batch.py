@@ -68,7 +68,9 @@ class Batch:
         """Return the arguments, detached; dicts and lists are new unless nothing was detached."""
         if all(torch.is_tensor(a) and not a.requires_grad for a in self._arguments):
             return self._arguments
-        return pytree.tree_map_only(Tensor, Tensor.detach, self._arguments)
+        return pytree.tree_map_only(
+            Tensor, lambda t: t.detach() if t.requires_grad else t, self._arguments
+        )
 
     def rows(self, which: slice | Tensor) -> Batch:
         """Return the batch of the selected examples."""
