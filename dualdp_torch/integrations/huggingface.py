@@ -229,7 +229,7 @@ def _sampler(loader: Any) -> str:
     """Class of the sampler at the bottom of a loader that accelerate may have wrapped."""
     sampler = loader
     for name in ("batch_sampler", "batch_sampler", "sampler"):
-        sampler = getattr(sampler, name, None) or sampler
+        sampler = getattr(sampler, name, sampler)
     return type(sampler).__name__
 
 

@@ -76,7 +76,6 @@ class PrivacyCallback(Callback):
     def __init__(self, folder: Any = None, module: str | None = None, **arguments: Any) -> None:
         self._run, self._module = HostedRun(folder=folder, **arguments), module
         self._final: dict[str, Any] = {}
-        self._generators: Mapping[str, Tensor] = {}
         self._optimizer: Any = None
         self._is_public = False  # between toggle_optimizer and untoggle_optimizer of another one
         self._pause = ExitStack()
@@ -205,8 +204,8 @@ class PrivacyCallback(Callback):
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Restore the states of torch's generators, after everything else is loaded."""
-        set_generators(self._generators, trainer.global_rank)
-        self._generators = {}
+        if self._run.saved is not None:
+            set_generators(self._run.saved["generator"], trainer.global_rank)
 
     def on_after_backward(self, trainer: Any, pl_module: LightningModule) -> None:
         """Step on a physical batch within a logical batch, which adds it to the clipped sum."""
@@ -268,8 +267,8 @@ class PrivacyCallback(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep the saved state until the optimizer exists."""
         states = state_dict.get("generator", {})
-        self._run.saved = state_dict.get("run", {})
-        self._generators = {"generator/cpu": states} if torch.is_tensor(states) else states
+        states = {"generator/cpu": states} if torch.is_tensor(states) else states  # of 0.1.0
+        self._run.saved = {**state_dict.get("run", {}), "generator": states}
 
     def on_load_checkpoint(
         self, trainer: Any, pl_module: LightningModule, checkpoint: dict[str, Any]
