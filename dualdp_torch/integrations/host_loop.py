@@ -87,7 +87,7 @@ class HostedRun:
             logical = max(1, round(plan.expected_batch_size_at(0)))
         source = DataLoader(
             loader.dataset,
-            batch_size=logical,
+            batch_size=min(logical, len(loader.dataset)),  # type: ignore[arg-type]
             pin_memory=loader.pin_memory and torch.cuda.is_available(),
             **options,
         )

@@ -485,6 +485,21 @@ def test_estimated_steps_are_those_that_are_taken(limit, times, tmp_path):
     assert same(lit.state_dict(), again.state_dict())
 
 
+@pytest.mark.parametrize(
+    ("size", "times", "drop_last", "steps"), [(10, 2, True, 4), (10, 2, False, 6), (64, 1, True, 2)]
+)
+def test_an_incomplete_batch_is_dropped_as_the_loader_says(size, times, drop_last, steps, tmp_path):
+    given = {"max_grad_norm": 1.0, "target_epsilon": 3.0, "target_delta": 1e-4}
+    callback, lit = PrivacyCallback(**given), LitClassifier()
+    lit.configure_optimizers = lambda: one_cycle(lit, int(lit.trainer.estimated_stepping_batches))
+    loader = torch.utils.data.DataLoader(data().dataset, batch_size=size, drop_last=drop_last)
+    fit = trainer(tmp_path, callback, max_epochs=2, accumulate_grad_batches=times)
+    fit.fit(lit, loader)
+    made = callback.engine.plan
+    assert fit.global_step == len(callback.engine.ledger) == made.num_steps == steps
+    assert made.expected_batch_size_at(0) == min(size * times, ROWS)
+
+
 class LitManual(LitClassifier):
     """Manual optimization, as Lightning's documentation writes it."""
 
