@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -187,7 +187,7 @@ class PrivacyCallback(Callback):
             type(pl_module).toggle_optimizer(pl_module, optimizer)
             self._is_public = getattr(optimizer, "optimizer", optimizer) is not self._optimizer
             if self._is_public:
-                self._pause.enter_context(getattr(self.engine, "pause", nullcontext)())
+                self._pause.enter_context(self.engine.pause())
 
         def untoggle(optimizer: Any) -> None:
             end()

@@ -625,7 +625,6 @@ class LitGAN(LitManual):
         return [g_opt, torch.optim.SGD(self.model.parameters(), lr=0.1)]
 
 
-@pytest.mark.skipif(not hasattr(dpt.PrivacyEngine, "pause"), reason="the engine has no pause yet")
 def test_a_gan_is_clipped_once_per_example(tmp_path):
     """Against autograd of each example's loss on its real and its fake image, by hand."""
     callback = PrivacyCallback(plan=plan(seed=3, noise_multiplier=1e-4), module="model")
