@@ -1,13 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Opacus' tutorial of a text classifier: the last layers of a BERT, small and random here.
-
-The labels leave the call: the loss is computed beside the model, one for each pair of sentences.
-"""
+"""Opacus' tutorial of a text classifier: the last layers of a BERT, small and random here."""
 
 import sys
 
 import torch
-from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import BertConfig, BertForSequenceClassification
 
@@ -78,10 +74,10 @@ def main(seed=0):
         ) as memory_safe_data_loader:
             for batch in memory_safe_data_loader:
                 optimizer.zero_grad()
-                names = ("input_ids", "attention_mask", "token_type_ids")
-                inputs = dict(zip(names, batch[:3], strict=True))
-                # Opacus: loss = model(**inputs, labels=batch[3])[0]
-                loss = F.cross_entropy(model(**inputs).logits, batch[3])  # dualdp
+                names = ("input_ids", "attention_mask", "token_type_ids", "labels")
+                inputs = dict(zip(names, batch, strict=True))
+                outputs = model(**inputs)
+                loss = outputs[0]
                 loss.backward()
                 losses.append(loss.item())
                 optimizer.step()
