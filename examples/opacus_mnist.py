@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 # Opacus: from opacus import PrivacyEngine
 from dualdp.torch import PrivacyEngine  # dualdp
 
-EPOCHS = 1 if "--toy" in sys.argv else 12
+EPOCHS = 1 if "--toy" in sys.argv else 20
 BATCH_SIZE, RATE, SIGMA, BOUND, DELTA = 64, 0.5, 1.0, 1.0, 1e-4
 
 
