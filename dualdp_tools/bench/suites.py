@@ -193,7 +193,7 @@ def checkpoints(session: Session) -> Rows:
     calls: dict[str, Callable[[], Any]] = {}
     for saves, suffix in ((False, ""), (True, ", checkpointed")):
         plain = systems_torch.non_private(setting, saves).update
-        calls[NON_PRIVATE + suffix] = partial(plain, batch)  # type: ignore[arg-type]
+        calls[NON_PRIVATE + suffix] = partial(plain, batch)
         calls[AUTO + suffix] = systems_torch.engine(setting, 0.0, saves)
     usual = QUICK if session.quick else Protocol(rounds=5, warmup=1, patience=60.0)
     timings = interleave(calls, replace(session.protocol or usual, far=math.inf))
