@@ -181,6 +181,7 @@ class Drawing(nn.Module):
 
 def test_gradients_are_those_of_the_numbers_that_were_drawn():
     model, x = randomise(Drawing()), data(5, 6)
+    torch.manual_seed(4)
     with dpt.record_per_sample(model, loss_reduction="sum", method="loop") as record:
         out, drawn = model(x)
         out.square().sum().backward()
@@ -192,7 +193,8 @@ def test_gradients_are_those_of_the_numbers_that_were_drawn():
         for layer, weight in zip(model.layers, drawn[row], strict=True):
             z = z + weight * torch.tanh(layer(z)) if weight > 0.8 else z
         torch.testing.assert_close(out[row], z)
-        z.square().sum().backward()
+        if z.requires_grad:  # some layer was drawn
+            z.square().sum().backward()
         for name, p in model.named_parameters():
             expected = torch.zeros_like(p) if p.grad is None else p.grad
             torch.testing.assert_close(found[name][row], expected, msg=name)
