@@ -69,7 +69,7 @@ def main():
     model.train()
     before = loss_of(model.eval(), lines[:100]).item()
     model.train()
-    for (batch,) in loader.remaining():
+    for batch in loader.remaining():
         optimizer.zero_grad()
         loss_of(model, batch).backward()
         optimizer.step()

@@ -90,11 +90,11 @@ def build(
     """
     parameters = what if isinstance(what, Parameters) else split(what, trainable)
     arrays, num_examples, rebuild = split_batch(batch)
+    _check_key(key)
     named = {} if key is None else {"key": key}
     _validate.takes("loss_fn", loss_fn, "(params, *example)", what, *batch, **named)
     if positions is None:
         positions = np.arange(num_examples, dtype=np.uint32)
-    _check_key(key)
 
     def loss(trained: list[Any], row: Row) -> tuple[Any, Any]:
         example, position = row

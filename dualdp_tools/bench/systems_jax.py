@@ -203,7 +203,7 @@ def engine(setting: Setting, checks: float) -> Callable[[], Any]:
     def states() -> Iterator[Any]:
         now = state
         while True:
-            for batch in loader.remaining():
+            for batch in loader:
                 now, _ = step(now, batch)
                 yield now.params
 

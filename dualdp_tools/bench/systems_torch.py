@@ -241,7 +241,7 @@ def engine(setting: Setting, checks: float, checkpoints: bool = False) -> Callab
 
     def steps() -> Iterator[None]:
         while True:
-            for batch in loader.remaining():
+            for batch in loader:
                 optimizer.zero_grad(set_to_none=True)
                 problem.losses(problem.model, *batch).mean().backward()
                 optimizer.step()

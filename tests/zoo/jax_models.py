@@ -651,9 +651,5 @@ HAIKU: dict[str, Callable[[], Problem]] = {
 
 #: Name -> build, as in `Entry`.
 MODELS: dict[str, Callable[[], Problem]] = {**PLAIN, **LINEN, **NNX, **EQUINOX, **HAIKU}
-#: Name -> reason for which functional calls and engine refuse it.
-REFUSED = {"nnx_weight_norm": "changed the variable 'layer_instance/kernel'"}
 #: Every model.
-JAX = tuple(
-    Entry(name, build, REFUSED.get(name), REFUSED.get(name)) for name, build in MODELS.items()
-)
+JAX = tuple(Entry(name, build, None, None) for name, build in MODELS.items())

@@ -362,7 +362,7 @@ def test_a_run_goes_on_once(saved):
     engine = dpt.load_checkpoint(saved, model=model, optimizer=optimizer)
     with pytest.raises(AccountingError, match="This engine has a run already.*resume"):
         engine.make_private(module=model, optimizer=optimizer, data_loader=loader, plan=plan())
-    with pytest.raises(ValueError, match="30 examples but the plan's"):
+    with pytest.raises(ValueError, match="30 examples but the plan has num_examples=60"):
         engine.resume(data_loader=DataLoader(dataset(30), batch_size=4))
     engine.resume(data_loader=loader)
     with pytest.raises(AccountingError, match="There is no loaded run to go on with"):
