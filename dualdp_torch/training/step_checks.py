@@ -133,7 +133,7 @@ class StepChecks:
         )
         if problem is not None:
             raise error_of(problem, is_known)
-        self.has_passed = self._recorder.method == "loop"
+        self.has_passed |= self._recorder.method == "loop"
 
     def _may_check(self) -> bool:
         """True if the current batch holds two examples, one of which counts."""
