@@ -103,11 +103,12 @@ class Batch:
         return Batch(self.with_tensors(tensors), shares=self._shares)
 
     def signature(self) -> tuple[Any, ...]:
-        """Return the structure, shapes without n, dtypes, devices, and types of other leaves."""
-        return self.spec, tuple(
+        """Return the structure, shapes without n, dtypes, devices, types, and which have rows."""
+        kinds = tuple(
             (leaf.shape[1:], leaf.dtype, leaf.device) if torch.is_tensor(leaf) else type(leaf)
             for leaf in self.leaves
         )
+        return self.spec, kinds, tuple(map(self._has_rows, self.leaves))
 
 
 def split_aux(returned: Any, has_aux: bool) -> tuple[Any, Any]:

@@ -116,6 +116,7 @@ class ForwardAnalysis:
         writes = self.cache.writes
         with self._pause(), gradients_set_aside(self._inside), torch.enable_grad():
             found = analyze(self._model, projected, batch, self._inside, writes=writes)
-        is_ours = batch.signature() == self._batch.signature()
+        theirs, ours = batch.signature(), self._batch.signature()
+        is_ours = theirs == ours or (self._batch.n == 1 and theirs[:2] == ours[:2])
         if is_ours and found is not None and (found.complete or found.signatures):
             self.cache.add(found)

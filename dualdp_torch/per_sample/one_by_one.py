@@ -60,6 +60,13 @@ def _joined(values: Sequence[Any]) -> Any:
                 "model: use_cache=False)."
             )
         return first
+    if first.dim() == 0:
+        raise UnsupportedLayerError(
+            "The model returned a number for one example, such as the loss that models of Hugging "
+            "Face return with labels, which can't be joined with those of the others. Call it "
+            "without labels, and compute the loss in the loop from its outputs: "
+            "per_example_loss(model, outputs, labels).mean() of dualdp_torch.trainer."
+        )
     for value in values:
         require_rows(value, 1)
         if value.shape != first.shape:

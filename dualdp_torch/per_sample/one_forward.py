@@ -27,6 +27,7 @@ class Forward:
         has_drawn: True if the forward drew random numbers; known only with `start`.
         by_vmap: True if it was computed without a graph, and its gradients need `vmap`.
         alone: outputs of each example's own forward, with their graphs; None but for "loop".
+        capture: capture of its uses, which activation checkpoints need when they run again.
         is_open: False once its gradients were used or dropped.
         uses: parameter uses, with the batch axis of each.
         derived: tensors computed from parameters, by their names in the uses.
@@ -43,6 +44,7 @@ class Forward:
         self.start: Start | None = None
         self.has_drawn = self.by_vmap = False
         self.alone: list[Any] | None = None
+        self.capture: Capture | None = None
         self.is_open = True
         self.uses: dict[Use, BatchAxis | None] = {}
         self.derived: dict[str, Derived] = {}
@@ -55,6 +57,7 @@ class Forward:
 
     def hear(self, capture: Capture, axes: Sequence[BatchAxis | None], number: int) -> None:
         """Take the uses of an ended capture; names of derived tensors become unique by `number`."""
+        self.capture = capture
         unique = {name: f"{name}.{number}" for name in capture.derived}
         self.derived = {unique[name]: value for name, value in capture.derived.items()}
         self.stand_ins = capture.stand_ins
@@ -82,7 +85,7 @@ class Forward:
 
     def close(self) -> None:
         """Free what it holds: the graph, whose hooks lead here, may live on in the loop."""
-        self.is_open, self.start, self.alone = False, None, None
+        self.is_open, self.start, self.alone, self.capture = False, None, None, None
         for use in self.uses:
             use.acts = use.grads_out = None
             use.versions.clear()

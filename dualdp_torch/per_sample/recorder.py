@@ -112,7 +112,6 @@ class Recorder:
         nodes = [(name, get_gradient_edge(p).node) for name, p in leaves]
         self._accumulators = nodes  # kept, as hooks die with their node
         self._mode: Any = None
-        self._capture: Any = None
         self._analysis = ForwardAnalysis(model, self._inside, self.shards, self.pause)
         self._paused, self.is_inside, self._eager = False, False, contextlib.ExitStack()
         self._repeats = False  # True once a batch had several forwards
@@ -196,7 +195,7 @@ class Recorder:
         if forward.cache.returns_number is not False and not self.computes_loss:
             self._functions.begin()
         skip, keep = self._analysis.skip, partial(self._keep_grads_out, forward)
-        self._mode = self._capture = Capture(self._names, keep, skip, self.model)
+        self._mode = Capture(self._names, keep, skip, self.model)
         self._eager.enter_context(eagerly())
         self._mode.__enter__()
 
@@ -282,10 +281,15 @@ class Recorder:
     def _refuse_parameters_before(self, forward: Forward) -> None:
         """Refuse inputs whose gradient leads to parameters outside of the model."""
         own = {id(p) for p in (*self.parameters.values(), *self._inside.values())}
-        roots = [tensor.grad_fn for tensor in forward.inputs() if tensor.requires_grad]
-        for node in graph_nodes(roots):
-            p = getattr(node, "variable", None)
-            if isinstance(p, nn.Parameter) and id(p) not in own:
+        for tensor in forward.inputs():
+            if not tensor.requires_grad:
+                continue
+            leaves = [getattr(node, "variable", None) for node in graph_nodes([tensor.grad_fn])]
+            for p in [tensor] if tensor.is_leaf else leaves:
+                if p is None or id(p) in own:
+                    continue
+                if len(tensor) == forward.batch.n and not isinstance(p, nn.Parameter):
+                    continue  # rows whose gradient is asked for
                 raise UnsupportedLayerError(
                     f"The gradient of an input of the model leads to a parameter of shape "
                     f"{tuple(p.shape)} outside of it, which would be trained without clipping and "

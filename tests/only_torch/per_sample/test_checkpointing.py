@@ -94,6 +94,28 @@ def test_checkpointed_models_are_plain_autograd(kind, mode):
     held_to_plain_autograd(randomise(Checkpointed(kind)), items(), loss("mean"), mode=mode)
 
 
+@pytest.mark.parametrize("kind", ["plain", "nested", "scaled"])
+@pytest.mark.parametrize("method", ["auto", "two_pass", "materialize", "loop"])
+def test_two_forwards_before_one_backward(method, kind):
+    """Each is captured again by its own capture."""
+    model, words, others = (
+        randomise(Checkpointed(kind)).double(),
+        ids(9, 5, T),
+        ids(9, 5, T, seed=2),
+    )
+
+    def losses(model, words, others):
+        return (model(words) - 2 * model(others)).square().sum(1)
+
+    with dpt.record_per_sample(model, loss_reduction="sum", method=method) as record:
+        model(others).sum().backward()
+        model.zero_grad()
+        losses(model, words, others).sum().backward()
+    expected = dpt.per_sample_grads(losses, model, words, others, method="loop")
+    for name, grad in record.grads().items():
+        torch.testing.assert_close(grad, expected[name])
+
+
 @pytest.mark.parametrize("clipping", ["flat", "per_layer"])
 @pytest.mark.parametrize("kind", ["plain", "nested"])
 def test_dropout_in_a_checkpoint_is_that_of_the_forward(kind, clipping):

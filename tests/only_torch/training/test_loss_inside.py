@@ -131,6 +131,17 @@ def test_a_loss_of_a_model_that_goes_through_vmap_is_refused():
         return
 
 
+def test_a_loss_of_each_example_alone_is_refused():
+    _, model, _, loader = private(randomise(WithLoss()), ids(V, ROWS, T, seed=2), "loop")
+    for words, labels in loader:
+        with pytest.raises(
+            UnsupportedLayerError, match=r"number for one example.*per_example_loss"
+        ):
+            model(words, labels=labels)
+        model(words)
+        return
+
+
 @pytest.mark.parametrize("kind", ["mean", "penalised", "hidden"])
 def test_a_number_that_the_loss_does_not_use_costs_nothing(kind):
     ends = []

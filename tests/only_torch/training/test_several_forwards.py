@@ -252,6 +252,41 @@ def test_a_record_of_two_forwards(method, separately):
         torch.testing.assert_close(grad, expected[name])
 
 
+class Placed(nn.Module):
+    """Words with their positions, which all examples may share."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.places, self.head = nn.Embedding(7, 4), nn.Embedding(5, 4), nn.Linear(4, 3)
+
+    def forward(self, words, places):
+        return self.head(torch.tanh(self.words(words) + self.places(places))).mean(1)
+
+
+@pytest.mark.parametrize("mode", RECORDED)
+@pytest.mark.parametrize("shared", ["both", "first", "second", "even steps", "odd steps"])
+def test_positions_that_only_some_forwards_share(shared, mode):
+    items = TensorDataset(ids(7, 30, 5), ids(7, 30, 5, seed=2), ids(5, 30, 5, seed=3))
+    engine, model, optimizer, loader = private(randomise(Placed()), items, mode)
+
+    def losses_of(model, step, words, others, places):
+        same = torch.arange(5)[None]
+        steps = {"even steps": (step % 2 == 0,) * 2, "odd steps": (step % 2 == 1,) * 2}
+        are_same = steps.get(shared, (shared != "second", shared != "first"))
+        first, second = (same if is_same else places for is_same in are_same)
+        return (model(words, first) - 2 * model(others, second)).square().sum(1)
+
+    for step, batch in enumerate(loader):
+        losses_of(model, step, *batch).mean().backward()
+        before = copy.deepcopy(model)
+        optimizer.step()
+
+        def losses(model, rows, step=step, batch=batch):
+            return losses_of(model, step, *(tensor[rows] for tensor in batch))
+
+        assert_released(engine, before, losses, len(batch[0]))
+
+
 def test_a_tied_table_in_two_forwards():
     """Four uses of one parameter, as table and as head, and tensors made from parameters."""
 
@@ -471,6 +506,29 @@ def test_an_encoder_that_no_noise_reaches_is_refused():
         with pytest.raises(UnsupportedLayerError, match="trained without clipping and noise"):
             model(encoder(x))
         model(encoder(x).detach())
+        return
+
+
+class Prompted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, x, prompt):
+        return self.layer(torch.tanh(x + prompt))
+
+
+@pytest.mark.parametrize("mode", ["auto", "loop"])
+@pytest.mark.parametrize("kind", [nn.Parameter, torch.Tensor.requires_grad_])
+@pytest.mark.parametrize("is_leaf", [True, False])
+def test_a_trained_input_that_all_examples_share_is_refused(is_leaf, kind, mode):
+    """It would get the sum of all gradients, of which no part is clipped."""
+    prompt = kind(torch.zeros(1, 6))
+    _, model, _, loader = private(randomise(Prompted()), mode=mode)
+    for x, _, _ in loader:
+        with pytest.raises(UnsupportedLayerError, match="trained without clipping and noise"):
+            model(x, prompt if is_leaf else prompt.tanh())
+        model(x, prompt.detach())
         return
 
 
