@@ -331,7 +331,7 @@ def _unprotected(found: Verification, plan: PrivacyPlan) -> tuple[bool | None, s
     names = found.unprotected
     if names:
         return None, f"{', '.join(names)} were logged: epsilon does not cover them."
-    return True, "none"
+    return True, "none in a run log; what a loop printed is not on record"
 
 
 def _noise(found: Verification, plan: PrivacyPlan) -> tuple[bool | None, str]:

@@ -53,8 +53,9 @@ _WAY_OUT = (
     "and their {declared}."
 )
 _WEIGHTED = (
-    'Weighted means (class weights, ignored targets, masks) need reduction="sum", or each '
-    "example's own mean first."
+    "Weighted means (class weights, ignored targets, masks) need each example's own mean first: "
+    'cross_entropy(..., weight=w, reduction="none").{declared}() for class weights; or '
+    'reduction="sum", with loss_reduction="sum" declared to dualdp.'
 )
 _CARRIED = (
     "Data were read into Python numbers (item(), float(), tolist(), numpy(), len()) before the "
@@ -392,7 +393,7 @@ class _BatchReplay:
     def _way_out(self) -> str:
         """Return what to do about a loss that joins examples."""
         of_model = _OF_MODEL if self.tape.computes_loss else ""
-        return f"{_WAY_OUT.format(declared=self.declared)} {_WEIGHTED}{of_model}"
+        return f"{_WAY_OUT} {_WEIGHTED}".format(declared=self.declared) + of_model
 
     def _precision(self) -> str:
         """Return the lowest precision in use, a key of `TOLERANCE`."""
