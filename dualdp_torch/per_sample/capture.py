@@ -293,6 +293,11 @@ class Capture(TorchFunctionMode):
         if self._on_use:
             self._on_use(use, out)
 
+    @property
+    def has_checkpoints(self) -> bool:
+        """True if a use lies inside an activation checkpoint."""
+        return bool(self._frames)
+
     def _uses_of(self, frame: Any) -> list[Use]:
         """Return the uses inside one activation checkpoint, which is captured when it runs again.
 

@@ -319,7 +319,7 @@ class Recorder:
         forward.has_drawn = forward.start is not None and forward.start.has_drawn(self.model)
         self._leave_forward()
         if not forward.is_formed:
-            if self.shards is not None and any(use.waits for use in mode.uses):
+            if self.shards is not None and mode.has_checkpoints:
                 raise UnsupportedLayerError(
                     "The model checkpoints activations under fully_shard, which gathers parameters "
                     "once more in the backward. Use one of the two."
