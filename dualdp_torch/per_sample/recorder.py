@@ -280,13 +280,12 @@ class Recorder:
 
     def _refuse_parameters_before(self, forward: Forward) -> None:
         """Refuse inputs whose gradient leads to parameters outside of the model."""
-        own = {id(p) for p in (*self.parameters.values(), *self._inside.values())}
         for tensor in forward.inputs():
             if not tensor.requires_grad:
                 continue
             leaves = [getattr(node, "variable", None) for node in graph_nodes([tensor.grad_fn])]
             for p in [tensor] if tensor.is_leaf else leaves:
-                if p is None or id(p) in own:
+                if p is None or id(p) in self._names:
                     continue
                 if len(tensor) == forward.batch.n and not isinstance(p, nn.Parameter):
                     continue  # rows whose gradient is asked for
