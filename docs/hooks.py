@@ -25,7 +25,7 @@ GALLERY = {
 }
 #: Table of choices that a docstring names -> its module, by backend.
 TABLES = {
-    "SAMPLERS": "dualdp.mechanisms",
+    "SAMPLERS": "dualdp.plan.samplers",
     "RELATIONS": "dualdp.mechanisms",
     "CLIPPING": "dualdp.plan.clipping",
     "names": "dualdp.accountants",

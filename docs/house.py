@@ -15,7 +15,7 @@ ORDER = {
     "dualdp": (
         *("_version", "_validate", "mechanisms", "costs", "accountants", "randomness", "plan"),
         *("exactness", "ledger", "log", "checkpoint", "porting", "audit"),
-        *("testing", "schedules", "samplers", "correlated", "torch", "jax", "port"),
+        *("testing", "schedules", "samplers", "correlated", "units", "torch", "jax", "port"),
     ),
     "dualdp_torch": (
         *("rules", "noise", "parallel", "per_sample", "training", "checkpoint", "integrations"),

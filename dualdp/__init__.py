@@ -10,6 +10,7 @@ from dualdp import correlated as correlated
 from dualdp import mechanisms as mechanisms
 from dualdp import port as port
 from dualdp import schedules as schedules
+from dualdp import units as units
 from dualdp._validate import AccountingError as AccountingError
 from dualdp._validate import UnsupportedLayerError as UnsupportedLayerError
 from dualdp._version import __version__ as __version__

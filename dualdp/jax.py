@@ -14,6 +14,7 @@ from dualdp_jax import RULES as RULES
 from dualdp_jax import AddNoiseState as AddNoiseState
 from dualdp_jax import Chunk as Chunk
 from dualdp_jax import ClippedGradSum as ClippedGradSum
+from dualdp_jax import EmaState as EmaState
 from dualdp_jax import Finding as Finding
 from dualdp_jax import Loader as Loader
 from dualdp_jax import LogicalBatch as LogicalBatch
@@ -36,4 +37,5 @@ from dualdp_jax import register_rule as register_rule
 from dualdp_jax import save_checkpoint as save_checkpoint
 from dualdp_jax import save_sharded_checkpoint as save_sharded_checkpoint
 from dualdp_jax import validate as validate
+from dualdp_jax import with_ema as with_ema
 from dualdp_jax.checkpoint import weights as weights

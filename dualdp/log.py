@@ -152,9 +152,10 @@ def progress(
     _require_ledger(ledger)
     from rich import progress as rich
 
+    name = f"epsilon of one {ledger.plan.unit} {{task.fields[e]}}"
     columns = rich.BarColumn(), rich.MofNCompleteColumn(), rich.TimeRemainingColumn()
     total = len(batches) if isinstance(batches, Sized) else None
-    with rich.Progress(*columns, rich.TextColumn("epsilon {task.fields[e]}")) as bar:
+    with rich.Progress(*columns, rich.TextColumn(name)) as bar:
         task = bar.add_task("", total=total, e=f"{ledger.get_epsilon(delta):.3f}")
         for batch in batches:
             yield batch

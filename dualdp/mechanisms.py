@@ -222,6 +222,7 @@ def require(event: Any) -> Mechanism:
     return event
 
 
+#: Samplers with an event of their own; a plan accounts the runs of others as a whole.
 SAMPLERS = ("poisson", "truncated_poisson", "fixed_size", "balls_in_bins", "shuffle")
 RELATIONS = ("add_or_remove", "replace", "zero_out")
 
@@ -233,6 +234,7 @@ def event(
     sample_rate: float,
     num_examples: int | None = None,
     max_batch_size: int | None = None,
+    epochs_per_assignment: int = 1,
 ) -> Mechanism:
     """Return the mechanism of one step of a sampler.
 
@@ -242,6 +244,7 @@ def event(
         sample_rate: expected batch size / number of examples, in [0, 1].
         num_examples: size of the data set, for `truncated_poisson`.
         max_batch_size: largest batch, for `truncated_poisson`.
+        epochs_per_assignment: passes with one assignment, for `balls_in_bins`.
 
     Returns:
         Frozen mechanism; its `releases` is the number of steps accounted together.
@@ -274,7 +277,7 @@ def event(
                 f"sample_rate={rate!r} is not 1 / (number of batches of an epoch), which "
                 f"sampler='balls_in_bins' needs. Use 1/{near} or 1/{near + 1}."
             )
-        return BallsInBinsGaussian(noise, bins)
+        return BallsInBinsGaussian(noise, bins, epochs_per_assignment)
     if rate == 0:
         raise AccountingError(
             "sample_rate=0.0 with sampler='shuffle' says nothing about the length of an epoch. "

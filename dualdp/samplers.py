@@ -5,6 +5,8 @@ from dualdp.plan.samplers import SAMPLERS as SAMPLERS
 from dualdp.plan.samplers import WHOLE_PASS as WHOLE_PASS
 from dualdp.plan.samplers import Draw as Draw
 from dualdp.plan.samplers import balls_in_bins as balls_in_bins
+from dualdp.plan.samplers import cyclic_poisson as cyclic_poisson
+from dualdp.plan.samplers import fixed_order as fixed_order
 from dualdp.plan.samplers import fixed_size as fixed_size
 from dualdp.plan.samplers import poisson as poisson
 from dualdp.plan.samplers import shuffle as shuffle

@@ -33,6 +33,7 @@ from dualdp_torch import register_rule as register_rule
 from dualdp_torch import save_checkpoint as save_checkpoint
 from dualdp_torch import save_sharded_checkpoint as save_sharded_checkpoint
 from dualdp_torch import validate as validate
+from dualdp_torch import with_ema as with_ema
 from dualdp_torch.checkpoint import weights as weights
 from dualdp_torch.training import opacus_names
 

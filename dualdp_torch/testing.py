@@ -145,11 +145,11 @@ class EngineStep:
             grad_sample_mode=self._mode,
         )
         for batch in loader.remaining():
-            released = len(engine.accountant)
+            released = len(engine.ledger)
             optimizer.zero_grad()
             module(*batch).sum().backward()
             optimizer.step()
-            if len(engine.accountant) > released:
+            if len(engine.ledger) > released:
                 yield released
         engine.detach()
 

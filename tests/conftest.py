@@ -4,7 +4,9 @@
 import gc
 import importlib
 import os
+import sys
 from importlib import metadata
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -24,12 +26,30 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("dualdp")
 
 BACKENDS = ("torch", "jax")
+_MOST_MEMORY = 3 * 2**30
 
 
 @pytest.fixture(autouse=True, scope="session")
 def marks_of_keys(tmp_path_factory):
     """The marks of used keys that are kept for this machine go to a folder of the tests."""
     os.environ["XDG_STATE_HOME"] = os.fspath(tmp_path_factory.mktemp("state"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def bounded_memory():
+    """Compiled programs of many modules take gigabytes: they go once a process is that large."""
+    yield
+    if "jax" in sys.modules and resident() > _MOST_MEMORY:
+        sys.modules["jax"].clear_caches()
+        gc.collect()
+
+
+def resident():
+    """Bytes of memory that this process has; 0 where the system does not say."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
 
 
 @pytest.fixture

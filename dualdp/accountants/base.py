@@ -67,6 +67,7 @@ class Accountant:
         sampler: str = "poisson",
         num_examples: int | None = None,
         max_batch_size: int | None = None,
+        epochs_per_assignment: int = 1,
     ) -> None:
         """Add `num_steps` releases of one sampler; an error leaves the history unchanged.
 
@@ -77,6 +78,7 @@ class Accountant:
             sampler: name of the sampler that formed the batches; it decides the amplification.
             num_examples: size of the data set, for `truncated_poisson`.
             max_batch_size: largest batch, to which `truncated_poisson` truncates.
+            epochs_per_assignment: passes for which `balls_in_bins` keeps an assignment.
         """
         event = mechanisms.event(
             sampler=sampler,
@@ -84,6 +86,7 @@ class Accountant:
             sample_rate=sample_rate,
             num_examples=num_examples,
             max_batch_size=max_batch_size,
+            epochs_per_assignment=epochs_per_assignment,
         )
         self.compose(event, _validate.integer("num_steps", num_steps))
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from dualdp import _validate
 from dualdp.audit import statistics
-from dualdp.audit.protocol import PrivateStep
+from dualdp.audit.protocol import Claims, PrivateStep
 from dualdp.audit.report import Check, Report, at_most, not_run, p_value
 from dualdp.audit.sampling import participation, sampler_checks
 
@@ -89,10 +89,15 @@ class Seen:
     noise: Array  # (steps, numbers) coordinates with noise only, divided by the claimed stddev
     starts: tuple[int, ...]  # of each parameter in `noise`, after the free canaries, and its end
     taken: NDArray[np.bool_] | None  # (steps, examples) participations
+    signal: Array | None  # (steps, examples) the part of the examples in `inside`
+    sigma: float  # standard deviation of the noise in `inside`
 
 
 def observe(step: PrivateStep, setting: Setting, num_steps: int, batch_size: float) -> Seen:
-    """Run the implementation with an example for each of the second half of the canaries."""
+    """Run the implementation with an example for each of the second half of the canaries.
+
+    Correlated noise is made independent: the releases are multiplied by C.
+    """
     n, bound = setting.num_examples, step.claims.max_grad_norm
     rows = n + np.arange(n)
     inside, noise, taken = [], [], []
@@ -110,12 +115,16 @@ def observe(step: PrivateStep, setting: Setting, num_steps: int, batch_size: flo
         noise.append(np.concatenate(arrays) / step.claims.noise_stddev)
         if release.indices is not None:
             taken.append(np.isin(np.arange(n), release.indices))
-    shape = (len(inside), n)
+    steps = len(inside)
+    c, scale = step.claims.strategy(steps), step.claims.noise_scale(steps, batch_size / n)
+    joined = np.array(taken) if taken and len(taken) == steps else None
     return Seen(
-        np.reshape(inside, shape),
-        np.reshape(noise, (len(noise), -1)) if noise else np.zeros((0, 0)),
+        c @ np.reshape(inside, (steps, n)),
+        c @ np.reshape(noise, (steps, -1)) / scale if noise else np.zeros((0, 0)),
         tuple(starts),
-        np.array(taken) if taken and len(taken) == len(inside) else None,
+        joined,
+        None if joined is None else c @ joined,
+        step.claims.noise_multiplier * scale,
     )
 
 
@@ -126,8 +135,10 @@ def check_run(step: PrivateStep, setting: Setting) -> Iterator[Check]:
     yield from _account(step, seen, setting.num_steps, batch_size / setting.num_examples, "")
     if len(seen.inside) < 2:
         return
-    yield from _noise(seen, step.claims.noise_multiplier, setting.limit)
-    yield from sampler_checks(step.claims.sampler, seen.taken, setting.sample_rate, setting.limit)
+    yield from _noise(seen, setting.limit)
+    classes = step.claims.min_separation
+    sampler, rate = step.claims.sampler, setting.sample_rate
+    yield from sampler_checks(sampler, seen.taken, rate, setting.limit, classes)
     yield from _canaries(step, seen, setting)
 
 
@@ -135,16 +146,28 @@ def _account(
     step: PrivateStep, seen: Seen, num_steps: int, rate: float, suffix: str
 ) -> Iterator[Check]:
     """Checks of one release and one event per step, with parameters no better than those run."""
-    events = list(step.events())
+    events, claims = list(step.events()), step.claims
     missing = abs(len(seen.inside) - num_steps)
     yield at_most(f"every step releases{suffix}", missing, 0, "steps without release")
-    sigma = step.claims.noise_multiplier * _ROUNDING
-    right = [e.noise_multiplier <= sigma and rate <= e.sample_rate * _ROUNDING for e in events]
-    wrong = abs(len(events) - num_steps) + right.count(False)
+    needed = [(claims.noise_multiplier, rate)] * num_steps
+    if claims.is_patterned:
+        needed = _rounds(claims, num_steps, rate)
+    pairs = zip(sorted(events), sorted(needed), strict=False)
+    right = [e[0] <= n[0] * _ROUNDING and n[1] <= e[1] * _ROUNDING for e, n in pairs]
+    wrong = abs(len(events) - len(needed)) + right.count(False)
     yield at_most(f"every step is accounted{suffix}", wrong, 0, "events missing, added or wrong")
 
 
-def _noise(seen: Seen, sigma: float, limit: float) -> Iterator[Check]:
+def _rounds(claims: Claims, num_steps: int, rate: float) -> list[tuple[float, float]]:
+    """(noise multiplier, sample rate) of the releases that a run is worth as a whole."""
+    if claims.sampler != "cyclic_poisson":
+        return [(claims.noise_multiplier, 1.0)]
+    norms = np.linalg.norm(claims.strategy(num_steps)[:, :: claims.min_separation], axis=0)
+    sigmas = claims.noise_multiplier * norms.max() / norms
+    return [(float(sigma), claims.min_separation * rate) for sigma in sigmas]
+
+
+def _noise(seen: Seen, limit: float) -> Iterator[Check]:
     """Checks that coordinates without a gradient are independent normals of the claimed stddev."""
     z, steps = seen.noise, range(len(seen.noise))
     leaves = [z[:, a:b] for a, b in zip(seen.starts[:-1], seen.starts[1:], strict=True)]
@@ -156,22 +179,24 @@ def _noise(seen: Seen, sigma: float, limit: float) -> Iterator[Check]:
     yield p_value("noise scale of each step", by_step, limit)
     yield p_value("noise is normal", statistics.normality(z[:, :: max(1, z.size >> 18)]), limit)
     yield p_value("noise is never used twice", statistics.repetition(z), limit)
-    if seen.taken is not None:  # then the noise of the used canaries is known too
+    if seen.signal is not None:  # then the noise of the used canaries is known too
         free, parameters = z[:, : seen.starts[1]], z[:, seen.starts[1] :]
-        z = np.hstack([free, (seen.inside - seen.taken) / sigma, parameters])
+        z = np.hstack([free, (seen.inside - seen.signal) / seen.sigma, parameters])
     yield p_value("noise is independent in a step", statistics.autocorrelation(z), limit)
 
 
 def _canaries(step: PrivateStep, seen: Seen, setting: Setting) -> Iterator[Check]:
     """Checks of the canaries' distribution in each release, and of their privacy loss."""
-    sigma, rate, limit = step.claims.noise_multiplier, setting.sample_rate, setting.limit
+    sigma, rate, limit = seen.sigma, setting.sample_rate, setting.limit
     x, free = seen.inside, seen.noise[:, : seen.starts[1]] * sigma
-    if seen.taken is not None:
-        rest = (x - seen.taken) / sigma
+    if seen.signal is not None:
+        rest = (x - seen.signal) / sigma
         yield p_value("release is of the drawn batch", statistics.chi_square(rest), limit)
-        height = (rest * seen.taken).sum() / math.sqrt(max(1, seen.taken.sum()))
+        height = (rest * seen.signal).sum() / max(1.0, float(np.linalg.norm(seen.signal)))
         p = statistics.normality_of_one(float(height))
         yield p_value("canaries have the claimed norm", p, limit)
+    if step.claims.is_patterned:  # the steps of an example are no independent draws
+        return
     spread = math.sqrt(x.size * (sigma**2 + rate * (1 - rate)))
     p = statistics.normality_of_one(float((x - rate).sum()) / spread)
     if step.claims.sampler in ("poisson", "fixed_size"):

@@ -22,6 +22,8 @@ def claims_of(plan: PrivacyPlan) -> Claims:
         plan.max_grad_norm_at(0),
         plan.sampler,
         plan.neighboring_relation,
+        plan.correlation,
+        plan.min_separation or 1,
     )
 
 
@@ -48,5 +50,8 @@ def of_sum(plan: PrivacyPlan, num_rows: int, **changes: Any) -> PrivacyPlan:
         "neighboring_relation": "add_or_remove",
         "accountant": "pld",
         "max_batch_size": None,
+        "correlation": None,
+        "min_separation": None,
+        "epochs_per_assignment": None,
     }
     return of_run(plan, **{**without, **changes})

@@ -21,6 +21,8 @@ from numpy.typing import NDArray
 
 from dualdp import _validate
 from dualdp.mechanisms import RELATIONS, Mechanism
+from dualdp.plan.correlated.strategies import Strategy
+from dualdp.plan.participation import PATTERNED
 from dualdp.plan.samplers import SAMPLERS
 
 Array = NDArray[np.float64]
@@ -40,12 +42,16 @@ class Claims:
         max_grad_norm: C, gradient units.
         sampler: one of `dualdp.plan.samplers.SAMPLERS`.
         neighboring_relation: one of `dualdp.mechanisms.RELATIONS`.
+        correlation: strategy of `dualdp.correlated`, None for independent noise.
+        min_separation: number of classes of `cyclic_poisson`.
     """
 
     noise_multiplier: float
     max_grad_norm: float
     sampler: str = "poisson"
     neighboring_relation: str = "add_or_remove"
+    correlation: Strategy | None = None
+    min_separation: int = 1
 
     def __post_init__(self) -> None:
         _validate.positive("noise_multiplier", self.noise_multiplier)
@@ -55,8 +61,33 @@ class Claims:
 
     @property
     def noise_stddev(self) -> float:
-        """Standard deviation of the noise in a sum, gradient units."""
+        """Standard deviation of independent noise in a sum, gradient units; see `noise_scale`."""
         return self.noise_multiplier * self.max_grad_norm
+
+    @property
+    def is_patterned(self) -> bool:
+        """True if the run is accounted as a whole."""
+        return self.correlation is not None or self.sampler in PATTERNED
+
+    def strategy(self, num_steps: int) -> Array:
+        """Return (num_steps, num_steps) C."""
+        if self.correlation is None:
+            return np.eye(num_steps)
+        column = self.correlation.strategy(num_steps)
+        later = np.subtract.outer(np.arange(num_steps), np.arange(num_steps))
+        return np.asarray(np.where(later >= 0, column[np.abs(later)], 0.0))
+
+    def noise_scale(self, num_steps: int, sample_rate: float) -> float:
+        """Return how many times larger than `noise_stddev` the z of a step must be.
+
+        For fixed batches the norm of C u, u the steps of the unit that is seen most; else the
+        largest column norm of C.
+        """
+        columns = self.strategy(num_steps)
+        if self.sampler == "fixed_order":
+            gap = math.ceil(1 / sample_rate - 1e-9)
+            columns = np.stack([columns[:, i::gap].sum(1) for i in range(gap)], axis=1)
+        return float(np.linalg.norm(columns, axis=0).max(initial=0.0))
 
 
 class Release(NamedTuple):

@@ -73,7 +73,8 @@ class FollowerLedger(Ledger):
                 f"Step {seal.step}, branch {seal.branch}, was sealed by the process that writes "
                 f"the ledger, but this one stands at step {self.position}. {_AGAIN}"
             )
-        ours, theirs = self._seal_of(sealed, is_replay=seal.is_replay)[2:5], tuple(seal[2:5])
+        own = self._seal_of(sealed, is_replay=seal.is_replay)
+        ours, theirs = own[2:5], tuple(seal[2:5])
         if ours != theirs:
             raise AccountingError(
                 "(max_grad_norm, noise_stddev, expected_batch_size) of step "
@@ -81,7 +82,7 @@ class FollowerLedger(Ledger):
                 f"the ledger. {_AGAIN}"
             )
         self._advance(sealed)
-        return seal
+        return own
 
     def _apply(self, line: str) -> None:
         """Account one line and append it; refuse what this process would not have written."""

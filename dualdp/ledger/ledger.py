@@ -8,6 +8,7 @@ import os
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Self
 
 from dualdp import _validate
@@ -18,11 +19,13 @@ from dualdp.exactness import ExactnessError
 from dualdp.ledger import release_record
 from dualdp.ledger.contents import Contents
 from dualdp.ledger.hash_chain import Chain, Record, parse, read_text
-from dualdp.ledger.release_record import Arrays, Seal
+from dualdp.ledger.release_record import SCHEME, Arrays, Seal
 from dualdp.plan import accounting
+from dualdp.plan.correlated.noise import START, Path, as_path, extended
 from dualdp.plan.plan import PrivacyPlan, require_plan
 from dualdp.plan.schedules import AdaptiveNorm
 from dualdp.randomness import run_registry
+from dualdp.randomness.universal_hash import Hashed
 
 FORMAT = "dualdp_ledger"
 VERSION = 1
@@ -35,6 +38,7 @@ class Idle:
     step: int  # the next one
     branch: int  # of the key, if the step has no release on record
     bound: float  # max_grad_norm of the step, if it is adaptive
+    path: Path = START  # branches of the steps before this one
 
 
 @dataclass(frozen=True)
@@ -175,7 +179,7 @@ class Ledger:
         if not isinstance(state, Recorded):
             branches = [int(earlier["branch"]) for earlier in releases]
             sealed = frozenset(b for b in branches if (step, b) in contents.seals)
-            self._state = Recorded(state.step, state.branch, state.bound, sealed)
+            self._state = Recorded(state.step, state.branch, state.bound, state.path, sealed)
         return entry
 
     def expect(self, step: int) -> None:
@@ -256,6 +260,7 @@ class Ledger:
         step: int,
         parts: Arrays | Callable[[], Arrays] | None,
         *,
+        hashes: Callable[[bytes], list[Hashed]] | None = None,
         stack: str = "",
         num_below: int | None = None,
         num_rows: int | None = None,
@@ -268,6 +273,9 @@ class Ledger:
                 them; it is called only if the record is in a file (without one, no step can be
                 repeated). None for a loop that can't show them: a repeated step then counts as
                 another release.
+            hashes: callable from a secret to the universal hashes of `parts`, formed on the devices
+                where they lie; None to form them here. `parts` is then called only for a step that
+                dualdp 0.1.0 sealed.
             stack: str, generator of the noise with its version, such as "torch 2.13.0".
             num_below: number of examples with a norm of at most C, for an adaptive bound.
             num_rows: number of examples in the batch, for an adaptive bound.
@@ -292,16 +300,28 @@ class Ledger:
                     "parts holds no array. Expected the clipped sums; None says that they can't be "
                     "shown."
                 )
-        digest = None
-        if parts is not None and self.chain.path is not None:
-            counts = num_below, num_rows
-            facts = (step, stack, self.plan.noise, self.max_grad_norm, counts)
-            digest = release_record.digest(self.plan, facts, parts() if callable(parts) else parts)
+        counts = num_below, num_rows
+        facts: tuple[Any, ...] = (step, stack, self.plan.noise, self.max_grad_norm, counts)
+        if self.plan.is_correlated:  # the same sum after other noise is another release
+            facts += (self._state.path,)
+
+        @cache
+        def digest(scheme: str | None) -> str | None:
+            if parts is None or self.chain.path is None:
+                return None
+            return release_record.digest(self.plan, facts, parts, hashes, scheme)
+
+        written = digest(SCHEME)
         sealed = self._replayed(self._state, digest)
         is_replay = sealed is not None
         if sealed is None:
             branch = self._free_branch(self._state)
-            sealed = {"step": step, "branch": branch, "digest": digest}
+            sealed = {"step": step, "branch": branch, "digest": written, "scheme": SCHEME}
+            path = extended(self._state.path, step, branch)
+            if self.plan.is_correlated and path != START:
+                sealed["path"] = [list(pair) for pair in path]
+            if self._is_other_generator(stack):
+                sealed["stack"] = stack
             if self.plan.is_adaptive:
                 sealed["noisy_fraction"] = release_record.noisy_fraction(
                     self.plan, step, branch, num_below, num_rows
@@ -311,15 +331,30 @@ class Ledger:
         self._advance(sealed)
         return seal
 
-    def _replayed(self, state: Recorded, digest: str | None) -> Record | None:
-        """Seal of an identical earlier release of the recorded step, or None."""
+    def _is_other_generator(self, stack: str) -> bool:
+        """Return True for the first generator of correlated noise, and for another than before.
+
+        Noise of earlier steps is then drawn anew, and this step takes back other noise than they
+        had, which costs no more (docs/accounting.md, 2.11).
+        """
+        plan = self.plan
+        return plan.is_correlated and plan.noise == "fast" and self._read().stack != stack
+
+    def _replayed(
+        self, state: Recorded, digest: Callable[[str | None], str | None]
+    ) -> Record | None:
+        """Seal of an identical earlier release of the recorded step, or None.
+
+        `digest` maps the scheme of a seal to the digest of the sum by that scheme.
+        """
         contents = self._read()
         for entry in contents.of_step[state.step]:
             branch = int(entry["branch"])
             sealed = contents.seals.get((state.step, branch))
+            if sealed is None or sealed["digest"] != digest(sealed.get("scheme")):
+                continue
             # A seal of an interrupted call in this run was never returned, so no noise was added.
-            is_same = digest is not None or branch not in state.sealed_before
-            if sealed is not None and sealed["digest"] == digest and is_same:
+            if sealed["digest"] is not None or branch not in state.sealed_before:
                 return sealed
         return None
 
@@ -341,18 +376,19 @@ class Ledger:
 
     def _seal_of(self, sealed: Record, *, is_replay: bool) -> Seal:
         """Numbers of the release with this seal, at the current bound."""
-        step, bound = int(sealed["step"]), self.max_grad_norm
-        stddev = self.plan.noise_multiplier_at(step) * bound
-        size = self.plan.expected_batch_size_at(step)
-        return Seal(step, int(sealed["branch"]), bound, stddev, size, is_replay)
+        step, branch, bound = int(sealed["step"]), int(sealed["branch"]), self.max_grad_norm
+        stddev, size = self.plan.draw_stddev(step, bound), self.plan.expected_batch_size_at(step)
+        path = extended(self._state.path, step, branch)
+        return Seal(step, branch, bound, stddev, size, is_replay, path)
 
     def _advance(self, sealed: Record) -> None:
         """Move to the step after a sealed one."""
         step, branch, bound = int(sealed["step"]), int(sealed["branch"]), self._state.bound
         if isinstance(self.plan.max_grad_norm, AdaptiveNorm):
             bound = self.plan.max_grad_norm.following(bound, float(sealed["noisy_fraction"]))
-        self._state = Idle(step + 1, branch, bound)
-        run_registry.sealed(self, step, branch)
+        path = extended(self._state.path, step, branch)
+        self._state = Idle(step + 1, branch, bound, path)
+        run_registry.sealed(self, step, path if self.plan.is_correlated else branch)
 
     def __reduce__(self) -> Any:
         raise TypeError(
@@ -451,7 +487,8 @@ class Ledger:
 
         Returns:
             `position`, `branch` and `max_grad_norm` of the next step, `num_lines` of the record so
-            far, and the `hash` of the last line.
+            far, the `hash` of the last line, and with correlated noise the `path`: the branches of
+            the steps so far.
 
         Raises:
             AccountingError: a step is recorded and not released.
@@ -467,6 +504,7 @@ class Ledger:
             "max_grad_norm": state.bound,
             "num_lines": len(self.chain),
             "hash": self.chain.last_hash,
+            **({"path": [list(pair) for pair in state.path]} if self.plan.is_correlated else {}),
         }
 
     @staticmethod
@@ -532,6 +570,7 @@ class Ledger:
             _validate.integer("position", state["position"]),
             _validate.integer("branch", state["branch"]),
             _validate.positive("max_grad_norm", state["max_grad_norm"]),
+            as_path(state["path"]) if plan.is_correlated else START,
         )
         accountant = accounting.account(plan, [], header["accountant"]).name
         ledger._set(plan, accountant, chain, position, resumed=True)

@@ -12,12 +12,17 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+from scipy.signal import fftconvolve
+
 from dualdp._validate import AccountingError
 from dualdp.accountants.interop import to_dp_event
 from dualdp.ledger import release_record
 from dualdp.ledger.hash_chain import Record, read_text
 from dualdp.ledger.ledger import read_records
-from dualdp.plan import accounting
+from dualdp.plan import accounting, participation
+from dualdp.plan.correlated.noise import START, as_path, branch_at
+from dualdp.plan.correlated.strategies import identity
 from dualdp.plan.plan import PrivacyPlan
 from dualdp.plan.schedules import AdaptiveNorm
 
@@ -76,7 +81,7 @@ class Verification:
         if plan is None or plan.num_steps is None:
             return math.nan
         try:
-            whole = accounting.account(plan, accounting.stretches(plan, 0, plan.num_steps), "pld")
+            whole = accounting.spent_after(plan, plan.num_steps, "pld")
             return float(whole.get_epsilon(delta=plan.delta))
         except ValueError:
             return math.nan
@@ -227,6 +232,17 @@ def _seals(found: Verification, plan: PrivacyPlan) -> tuple[bool, str]:
     strange = [pair for pair in sealed if pair not in set(released)]
     if strange or len(sealed) != len(set(sealed)):
         return False, "A sum was sealed that was never recorded as a release, or twice."
+    for seal in found.of_kind("seal") if plan.is_correlated else []:
+        step, path = int(seal["step"]), as_path(seal.get("path", START))
+        ends = [*(first for first, _ in path[1:]), step + 1]
+        on_path = [
+            (at, branch)
+            for (first, branch), end in zip(path, ends, strict=True)
+            for at in range(first, end)
+            if len(path) > 1 or at == step  # of an unbranched run the own line is enough
+        ]
+        if branch_at(path, step) != seal["branch"] or not set(on_path) <= set(sealed):
+            return False, f"The noise of step {step} names steps that were not sealed before it."
     open_ones = len(released) - len(sealed)
     resumed = len(found.of_kind("resume"))
     return True, f"{len(sealed)} sealed, {open_ones} cut short by a crash; resumed {resumed} times"
@@ -239,7 +255,7 @@ def _epsilon(found: Verification, plan: PrivacyPlan, accountant: str) -> tuple[b
     except AccountingError as error:
         return None, f"It has no bound for this run: {error}"
     found.epsilons[accountant] = value
-    return True, f"epsilon = {value:.4f} at delta = {plan.delta:g}"
+    return True, f"epsilon = {value:.4f} of one {plan.unit} at delta = {plan.delta:g}"
 
 
 def _epsilon_of_dp_accounting(found: Verification, plan: PrivacyPlan) -> tuple[bool | None, str]:
@@ -268,7 +284,8 @@ def _epsilon_of_dp_accounting(found: Verification, plan: PrivacyPlan) -> tuple[b
             return None, f"It refuses these releases ({error})."
     value = float(theirs.get_epsilon(plan.delta))
     found.epsilons["dp-accounting"] = value
-    return True, f"epsilon = {value:.4f} at delta = {plan.delta:g}, by {type(theirs).__name__}"
+    told = f"epsilon = {value:.4f} of one {plan.unit} at delta = {plan.delta:g}"
+    return True, f"{told}, by {type(theirs).__name__}"
 
 
 def _agreement(found: Verification, plan: PrivacyPlan) -> tuple[bool | None, str]:
@@ -284,6 +301,28 @@ def _agreement(found: Verification, plan: PrivacyPlan) -> tuple[bool | None, str
     if low:
         return False, f"{', '.join(low)} lies below the certified lower bound {lower:.4f}."
     return True, f"each is above the certified lower bound {lower:.4f}"
+
+
+def _strategy(found: Verification, plan: PrivacyPlan) -> tuple[bool | None, str]:
+    """Recompute the noise of z from the coefficients, by the definition of its sensitivity."""
+    if not participation.is_patterned(plan):
+        return None, "The noises of all steps are independent."
+    n, gap = plan.num_steps or 0, participation.separation(plan)
+    strategy = plan.correlation or identity()
+    column = strategy.strategy(n)
+    product = fftconvolve(column, strategy.inverse(n))[:n] if n else column
+    if n and not np.allclose(product, np.eye(1, n)[0], atol=1e-9 * np.abs(column).sum()):
+        return False, "C times its inverse is not the identity."
+    starts = [0] if plan.sampler != "fixed_order" else range(min(gap, n, 1 + 10**7 // (n + 1)))
+    largest = 0.0
+    for start in starts:
+        joined = np.zeros(n)
+        joined[start :: gap if plan.sampler == "fixed_order" else n + 1] = 1
+        row = fftconvolve(column, joined)[:n] if n else joined
+        largest = max(largest, float(row @ row) ** 0.5)
+    if plan.sensitivity < largest * (1 - _SLACK):
+        return False, f"z is {plan.sensitivity:.6g} noises and not {largest:.6g}."
+    return True, f"z has {plan.sensitivity:.6g} times the noise of a single release"
 
 
 def _target(found: Verification, plan: PrivacyPlan) -> tuple[bool | None, str]:
@@ -337,6 +376,12 @@ def _unprotected(found: Verification, plan: PrivacyPlan) -> tuple[bool | None, s
 def _noise(found: Verification, plan: PrivacyPlan) -> tuple[bool | None, str]:
     if plan.noise == "secure":
         return True, "cryptographic generator, public grid"
+    stacks = [str(seal["stack"]) for seal in found.of_kind("seal") if "stack" in seal]
+    if len(stacks) > 1:
+        return None, (
+            f"{', '.join(stacks)} drew the noise: from each to the next the run takes back other "
+            "noise than it had, which costs accuracy and no epsilon."
+        )
     return None, (
         f"noise={plan.noise!r} is float32 from a statistical generator: no proof holds for its "
         "last bits; use noise='secure' where an attacker sees the released numbers."
@@ -352,6 +397,7 @@ _CHECKS: Mapping[str, Callable[[Verification, PrivacyPlan], tuple[bool | None, s
     "epsilon by RDP": lambda found, plan: _epsilon(found, plan, "rdp"),
     "epsilon by dp-accounting": _epsilon_of_dp_accounting,
     "accountants agree": _agreement,
+    "noise is that of the strategy": _strategy,
     "epsilon is within its target": _target,
     "exactness was checked": _checks,
     "key is secret": _seed,

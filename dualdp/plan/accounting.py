@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable
@@ -14,6 +16,7 @@ from dualdp import accountants
 from dualdp._validate import AccountingError
 from dualdp.accountants.search import check_target, smallest_scale
 from dualdp.accountants.solve import get_schedule_scale
+from dualdp.plan import participation
 from dualdp.plan.schedules import AdaptiveNorm, settles_at
 from dualdp.randomness.grid_noise import accounted_noise_multiplier
 
@@ -89,6 +92,75 @@ def account(plan: PrivacyPlan, stretches: Iterable[Stretch], accountant: str | N
     return made
 
 
+def spent_after(
+    plan: PrivacyPlan,
+    steps: int,
+    accountant: str | None = None,
+    noise_multiplier: float | None = None,
+) -> Any:
+    """Return an accountant with the first steps of a plan, each released once.
+
+    `noise_multiplier` takes the place of the plan's.
+    """
+    if participation.is_patterned(plan):
+        times = np.ones(steps, dtype=np.int64)
+        return _patterned(plan, times, accountant, noise_multiplier)
+    ahead = stretches(plan, 0, steps)
+    if noise_multiplier is not None:
+        ahead = [(noise_multiplier, size, count) for _, size, count in ahead]
+    return account(plan, ahead, accountant)
+
+
+def _patterned(
+    plan: PrivacyPlan, times: Any, accountant: str | None, noise_multiplier: float | None = None
+) -> Any:
+    """Accountant of a plan with `is_patterned` whose step t was released times[t] times.
+
+    It holds those of the equivalent releases that have the least epsilon at the plan's delta.
+    """
+    noise = plan.noise_multiplier_at(0) if noise_multiplier is None else noise_multiplier
+    noise = accounted_noise(plan, noise, plan.expected_batch_size_at(0))
+    made = account(plan, [], accountant)
+    found = [_scaled(releases, noise) for releases in participation.releases(plan, times)]
+    setting = made.name, plan.neighboring_relation, plan.delta
+    for event, count in found[0] if len(found) == 1 else _cheapest(found, *setting):
+        made.compose(event, count)
+    return made
+
+
+def _cheapest(found: list[participation.Releases], *setting: Any) -> participation.Releases:
+    """The releases with the least epsilon; the first if none has one."""
+    best, least = found[0], math.inf
+    for releases in found:
+        if _epsilon(releases[:1], *setting) < least:  # a part costs no more than the whole
+            epsilon = _epsilon(releases, *setting)
+            if epsilon < least:
+                best, least = releases, epsilon
+    return best
+
+
+def _scaled(releases: participation.Releases, noise: float) -> participation.Releases:
+    """The releases with `noise` times their noise multipliers."""
+    return tuple(
+        (dataclasses.replace(event, noise_multiplier=noise * event.noise_multiplier), count)  # type: ignore[attr-defined, call-arg]
+        for event, count in releases
+    )
+
+
+@functools.lru_cache(1024)
+def _epsilon(
+    releases: participation.Releases, accountant: str, relation: str, delta: float
+) -> float:
+    """Epsilon of the releases; inf where this accountant or relation has no bound for them."""
+    made = accountants.create(accountant, neighboring_relation=relation)
+    try:
+        for event, count in releases:
+            made.compose(event, count)
+        return float(made.get_epsilon(delta=delta))
+    except AccountingError:
+        return math.inf
+
+
 def stretches(plan: PrivacyPlan, start: int, stop: int) -> list[Stretch]:
     """Return distinct (noise_multiplier, expected_batch_size, count) of steps start..stop-1.
 
@@ -115,18 +187,30 @@ def stretches(plan: PrivacyPlan, start: int, stop: int) -> list[Stretch]:
     return [(p.real, p.imag, n) for p, n in zip(pairs.tolist(), totals.tolist(), strict=True)]
 
 
-def last_affordable(plan: PrivacyPlan, spent: Any, position: int) -> tuple[int | None, float]:
+def last_affordable(
+    plan: PrivacyPlan, spent: Any, position: int, released: Iterable[int] = ()
+) -> tuple[int | None, float]:
     """Return the first step that may not run: the end of the plan or of its target epsilon.
+
+    Args:
+        plan: the plan.
+        spent: accountant of what was released.
+        position: the next step.
+        released: the step of each release, needed for a plan that is accounted as a whole.
 
     Returns:
         `(end, horizon)`: the end, not before `position`, the next step; or None if there is none
         before the step `horizon`, at which the search must be repeated.
     """
-    target = plan.target_epsilon
+    target, made = plan.target_epsilon, list(released)
     if target is None:
         return plan.num_steps, math.inf
 
     def affords(stop: int) -> bool:
+        if participation.is_patterned(plan):
+            times = participation.times_of([*made, *range(position, stop)], plan.num_steps or 0)
+            trial = _patterned(plan, times, spent.name)
+            return bool(trial.get_epsilon(delta=plan.delta) <= target)
         try:
             ahead = stretches(plan, position, stop)
         except (IndexError, ValueError):  # a schedule is out of range by then
@@ -166,7 +250,7 @@ def calibrated_noise(draft: PrivacyPlan, target_epsilon: float) -> float:
     _require_count_noise(draft, target_epsilon, sizes)
 
     def spent(noise: float) -> float:
-        made = account(draft, [(noise, size, count) for size, count in sizes])
+        made = spent_after(draft, draft.num_steps or 0, noise_multiplier=noise)
         return float(made.get_epsilon(delta=draft.delta))
 
     return smallest_scale(spent, *check_target(target_epsilon, draft.delta))
@@ -204,6 +288,9 @@ def spent_by(
     Raises:
         AccountingError: a step was run again under balls-in-bins sampling, whose cost is unknown.
     """
+    if participation.is_patterned(plan):
+        steps = (int(entry["step"]) for entry in releases)
+        return _patterned(plan, participation.times_of(steps, plan.num_steps or 0), accountant)
     times: dict[int, int] = {}
     for entry in releases:
         times[entry["step"]] = times.get(entry["step"], 0) + 1

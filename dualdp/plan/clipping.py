@@ -46,9 +46,8 @@ def clip_factors(norms: Any, max_grad_norm: Any, *, xp: Any) -> Any:
     Source: Abadi et al. 2016, Algorithm 1, "clip gradient".
     """
     bound = max_grad_norm / (1 + margin_of(norms.dtype))
-    shrunk = bound / xp.clip(norms, bound, None)
-    factors = xp.where(norms > bound, shrunk, 1.0)
-    return xp.where(norms < math.inf, factors, 0.0)
+    # An array: a plain number would be multiplied by a reciprocal, and bound / bound not be 1.
+    return xp.nan_to_num(xp.asarray(bound, dtype=norms.dtype) / xp.clip(norms, bound, None))
 
 
 def automatic_factors(norms: Any, max_grad_norm: Any, *, xp: Any) -> Any:

@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import InitVar, dataclass, field, fields
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -15,9 +16,13 @@ from numpy.typing import NDArray
 
 from dualdp import _validate, accountants, mechanisms
 from dualdp._validate import newer
-from dualdp.plan import accounting, schedules
+from dualdp.plan import accounting, participation, schedules
 from dualdp.plan.clipping import CLIPPING, split_bounds
+from dualdp.plan.correlated import strategies
+from dualdp.plan.correlated.strategies import Strategy
 from dualdp.plan.samplers import SAMPLERS, WHOLE_PASS, Draw
+from dualdp.plan.units import compare
+from dualdp.plan.units.rows import draw_rows, user_rows
 from dualdp.randomness import (
     LockedKey,
     RootKey,
@@ -34,10 +39,11 @@ if TYPE_CHECKING:
 
 NOISE = ("fast", "portable", "secure")
 ON_BUDGET = ("raise", "stop")
+UNITS = ("example", "user")
 Scheduled = float | schedules.Schedule | Callable[[int], float]
 _SCHEDULED = ("noise_multiplier", "max_grad_norm", "expected_batch_size")
 _FORMAT = "dualdp_plan"
-_VERSION = 1
+_VERSION = 2
 _MOST_STEPS = 10**7
 
 
@@ -46,7 +52,7 @@ class PrivacyPlan:
     """Settings that determine the batches, the noise and the epsilon of a run.
 
     Args:
-        num_examples: size of the data set.
+        num_examples: size of the data set, in units.
         expected_batch_size: sample rate times num_examples, > 0; sums are divided by it, never by
             the drawn size.
         num_steps: number of noise releases; None for an open-ended run.
@@ -69,6 +75,16 @@ class PrivacyPlan:
         seed: int for a run that is reproducible without its key file, for tests and comparisons
             only; None draws the key from the operating system.
         key: root key or path of its file, to reuse an existing key.
+        correlation: strategy of `dualdp.correlated`: the noise of a step also takes back noise of
+            earlier steps. None for independent noise. The noise multiplier is then that of the
+            whole run (`sensitivity`), and the sampler "fixed_order", "cyclic_poisson" (for a band)
+            or "balls_in_bins".
+        min_separation: number of classes of `sampler="cyclic_poisson"`.
+        epochs_per_assignment: passes for which `sampler="balls_in_bins"` keeps an assignment; None
+            for 1, and with a correlation for all.
+        unit: "example", or "user": epsilon then protects all rows of a user. Batches, sample rates
+            and num_examples count units.
+        rows_per_unit: K, the most rows of a unit in one step, required for unit="user".
 
     noise_multiplier, max_grad_norm and expected_batch_size accept a number, a schedule of
     `dualdp.schedules` or a callable of the step. Read, they are the number or the schedule.
@@ -100,6 +116,11 @@ class PrivacyPlan:
     on_budget: str = "raise"
     seed: int | None = None
     key: InitVar[RootKey | LockedKey | str | os.PathLike[str] | None] = None
+    correlation: Strategy | None = None
+    min_separation: int | None = None
+    epochs_per_assignment: int | None = None
+    unit: str = "example"
+    rows_per_unit: int | None = None
     root: RootKey | LockedKey = field(init=False)
 
     def __post_init__(self, key: RootKey | LockedKey | str | os.PathLike[str] | None) -> None:
@@ -108,7 +129,7 @@ class PrivacyPlan:
         if self.num_steps is not None:
             most = _MOST_STEPS  # the schedules are tabulated
             put("num_steps", _validate.integer("num_steps", self.num_steps, maximum=most))
-        for name in ("physical_batch_size", "max_batch_size"):
+        for name in _SIZES:
             if getattr(self, name) is not None:
                 put(name, _validate.integer(name, getattr(self, name), minimum=1))
         norm, shares = split_bounds(self.max_grad_norm, self.group_shares, self.clipping)
@@ -122,6 +143,16 @@ class PrivacyPlan:
         for name, table in _CHOICES.items():
             _validate.choice(name, getattr(self, name), table)
         _validate.choice("accountant", self.accountant, accountants.names())
+        if self.unit == "user" and self.rows_per_unit is None:
+            raise ValueError(
+                "rows_per_unit is missing beside unit='user'. Expected the most rows of a user "
+                "that one step uses."
+            )
+        if not isinstance(self.correlation, Strategy | None):
+            raise TypeError(
+                f"correlation is {_validate.kind(self.correlation)}. Expected a strategy of "
+                "dualdp.correlated, or None."
+            )
         self._check_sampler()
         root = root_key(key, self.seed)
         if self.noise == "secure" and root.seed is not None:
@@ -179,7 +210,7 @@ class PrivacyPlan:
         scheduled = [
             name
             for name in ("noise_multiplier", "expected_batch_size")
-            if not isinstance(getattr(self, name), schedules.Constant)
+            if not self.is_constant(name)
         ]
         if self.sampler in WHOLE_PASS and scheduled:
             raise ValueError(
@@ -191,7 +222,17 @@ class PrivacyPlan:
             raise ValueError(
                 f"expected_batch_size={size} with sampler='fixed_size'. Expected one integer."
             )
-        accounting.account(self, [(self.noise_multiplier_at(0), size, 1)])
+        participation.check(self)
+        if participation.is_patterned(self) and self.sampler == "balls_in_bins":
+            participation.unit_sensitivity(self)  # several bounds, compared when asked for
+        elif participation.is_patterned(self):
+            accounting.spent_after(self, min(self.num_steps or 0, 1))
+        else:
+            accounting.account(self, [(self.noise_multiplier_at(0), size, 1)])
+
+    def is_constant(self, name: str) -> bool:
+        """Return True if noise_multiplier, max_grad_norm or expected_batch_size never changes."""
+        return isinstance(getattr(self, name), schedules.Constant)
 
     def noise_multiplier_at(self, step: int) -> float:
         """Return noise standard deviation / max_grad_norm at a step."""
@@ -215,9 +256,34 @@ class PrivacyPlan:
         """Return the probability that one example joins the logical batch of a step."""
         return self.expected_batch_size_at(step) / self.num_examples
 
+    @cached_property
+    def sensitivity(self) -> float:
+        """s: how many times more noise z has than noise_multiplier * max_grad_norm.
+
+        For "fixed_order" the L2 sensitivity of the whole run to one example with gradients of norm
+        1; for other samplers the largest column norm of C, 1 for independent noise.
+        """
+        return participation.unit_sensitivity(self)
+
+    @property
+    def is_correlated(self) -> bool:
+        """True if the noises of two steps are not independent."""
+        return participation.is_correlated(self)
+
+    def draw_stddev(self, step: int, max_grad_norm: float) -> float:
+        """Return the standard deviation of the z of a step with this bound, gradient units."""
+        return self.noise_multiplier_at(step) * self.sensitivity * max_grad_norm
+
     def noise_stddev(self, step: int) -> float:
-        """Return the standard deviation of the noise in the SUM of a step, gradient units."""
-        return self.noise_multiplier_at(step) * self.max_grad_norm_at(step)
+        """Return the standard deviation of the noise in the SUM of a step, gradient units.
+
+        That of z, times the root of sum_j w_j^2 over the steps so far if the noise is correlated.
+        """
+        drawn = self.draw_stddev(step, self.max_grad_norm_at(step))
+        if self.correlation is None:
+            return drawn
+        weights = self.correlation.inverse(step + 1)
+        return drawn * math.sqrt(float(weights @ weights))
 
     @property
     def is_adaptive(self) -> bool:
@@ -267,8 +333,39 @@ class PrivacyPlan:
             num_examples=self.num_examples,
             expected_batch_size=self.expected_batch_size_at(step),
             max_batch_size=self.max_batch_size,
+            min_separation=self.min_separation or 1,
+            epochs_per_assignment=self._kept_epochs,
         )
         return SAMPLERS[self.sampler](draw)
+
+    def row_indices(self, step: int, users: Any = None) -> NDArray[np.int64]:
+        """Return the rows of the logical batch of a step, unit by unit: (m,) int64.
+
+        `dualdp.units.draw_rows` gives the same rows as blocks of K, with weights.
+
+        Args:
+            step: int.
+            users: (rows,) integers or `UserRows`, the user of each row; None if unit u has the rows
+                u K .. u K + K - 1.
+
+        Raises:
+            ValueError: the ids name another number of users than num_examples.
+        """
+        units, most = self.batch_indices(step), self.rows_per_unit or 1
+        if users is None:
+            return (units[:, None] * most + np.arange(most)).reshape(-1)
+        owned = user_rows(users)
+        require_size(self, owned.num_users)
+        drawn = draw_rows(self, step, units, owned, most)
+        return drawn.rows[drawn.weights > 0]
+
+    def compare_units(self, counts: Any) -> compare.UnitComparison:
+        """Compare this plan with other ways to protect users; see `dualdp.units.compare_units`.
+
+        Args:
+            counts: (users,) integers, number of rows of each user.
+        """
+        return compare.compare_units(self, counts)
 
     def _sampling_words(self, step: int, stream: int) -> NDArray[np.uint64]:
         """(num_examples,) uniform 64-bit integers that decide which examples join a batch."""
@@ -333,15 +430,24 @@ class PrivacyPlan:
             raise ValueError(
                 f"step={step} is past the plan's num_steps={self.num_steps}. Expected at most that."
             )
-        spent = accounting.account(self, accounting.stretches(self, 0, step))
+        spent = accounting.spent_after(self, step)
         return float(spent.get_epsilon(delta=self.delta))
 
     @property
     def sizes(self) -> dict[str, int | None]:
         """Sizes that this sampler's accounting needs, by argument name of `accountant.step`."""
+        if self.sampler == "balls_in_bins" and self._kept_epochs > 1:
+            return {"epochs_per_assignment": self._kept_epochs}
         if self.sampler != "truncated_poisson":
             return {}
         return {"num_examples": self.num_examples, "max_batch_size": self.max_batch_size}
+
+    @property
+    def _kept_epochs(self) -> int:
+        """Passes for which balls-in-bins keeps an assignment."""
+        if self.sampler == "balls_in_bins" and self.is_correlated:
+            return max(1, -(-(self.num_steps or 0) // participation.separation(self)))
+        return self.epochs_per_assignment or 1
 
     @classmethod
     def calibrate(cls, *, target_epsilon: float, **arguments: Any) -> Self:
@@ -369,10 +475,16 @@ class PrivacyPlan:
 
     def to_json(self) -> str:
         """Return the plan as JSON; the secret key is replaced by its SHA-256."""
-        data: dict[str, Any] = {_FORMAT: _VERSION, "key_sha256": self.root.sha256}
+        data: dict[str, Any] = {_FORMAT: 1, "key_sha256": self.root.sha256}
         for name in _FIELDS:
             value = getattr(self, name)
+            if name in _SINCE_2 and value == _SINCE_2[name]:
+                continue
             data[name] = schedules.to_json(value) if name in _SCHEDULED else value
+            if name in _SINCE_2:
+                data[_FORMAT] = _VERSION
+        if self.correlation is not None:
+            data["correlation"] = strategies.to_json(self.correlation)
         return json.dumps(data, indent=1)
 
     @classmethod
@@ -387,11 +499,12 @@ class PrivacyPlan:
         Raises:
             ValueError: not a plan, one of a later version, or the key of another one.
         """
-        version = None
+        version, known = None, 1
         try:
             data = json.loads(text)
             version = data.pop(_FORMAT)
-            if version != _VERSION:
+            known = _VERSION if set(data) & set(_SINCE_2) else 1
+            if version != known:
                 raise ValueError("unknown version")
             sha256 = data.pop("key_sha256")
             if not isinstance(sha256, str):
@@ -399,12 +512,14 @@ class PrivacyPlan:
             for name in _SCHEDULED:
                 data[name] = schedules.from_json(name, data[name])
             seed = data.pop("seed")
+            if data.get("correlation") is not None:
+                data["correlation"] = strategies.from_json("correlation", data["correlation"])
             unknown = set(data) - set(_FIELDS)
             if unknown:
                 raise ValueError(f"unknown fields {sorted(unknown)}")
         except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
-            if isinstance(version, int) and version > _VERSION:
-                raise ValueError(newer("The text", "plan", version, _VERSION)) from None
+            if isinstance(version, int) and version > known:
+                raise ValueError(newer("The text", "plan", version, known)) from None
             raise ValueError(
                 f"The text is not a plan ({error}). Expected what PrivacyPlan.to_json wrote."
             ) from error
@@ -426,11 +541,22 @@ def require_plan(plan: Any) -> None:
         raise TypeError(f"plan is {_validate.kind(plan)}. Expected a dualdp.PrivacyPlan.")
 
 
+def require_examples(plan: PrivacyPlan) -> None:
+    """Raise if the units of the plan are not single rows, which the engines' loaders draw."""
+    if plan.unit != "example" or plan.rows_per_unit is not None:
+        raise ValueError(
+            f"The plan has unit={plan.unit!r} and rows_per_unit={plan.rows_per_unit}, but the "
+            "loader of an engine draws single examples. Expected unit='example' without "
+            "rows_per_unit; in a loop of your own, clipped_grad_sum(rows_per_unit=) takes the rows "
+            "of dualdp.units.draw_rows."
+        )
+
+
 def require_size(plan: PrivacyPlan, num_examples: int) -> None:
-    """Raise unless the data have as many examples as the plan."""
+    """Raise unless the data have as many examples, or users, as the plan."""
     if num_examples != plan.num_examples:
         raise ValueError(
-            f"The data has {num_examples} examples but the plan has num_examples="
+            f"The data has {num_examples} {plan.unit}s but the plan has num_examples="
             f"{plan.num_examples}. Both must be the same, or epsilon is not true: make a plan for "
             "these data."
         )
@@ -442,5 +568,19 @@ _CHOICES = {
     "clipping": CLIPPING,
     "noise": NOISE,
     "on_budget": ON_BUDGET,
+    "unit": UNITS,
 }
+#: Fields that plans of version 1 do not have, and their defaults, with which a plan is written as
+#: version 1.
+_SINCE_2 = {
+    "correlation": None,
+    "min_separation": None,
+    "epochs_per_assignment": None,
+    "unit": "example",
+    "rows_per_unit": None,
+}
+_SIZES = (
+    *("physical_batch_size", "max_batch_size", "min_separation", "epochs_per_assignment"),
+    "rows_per_unit",
+)
 _FIELDS = [item.name for item in fields(PrivacyPlan) if item.init]

@@ -30,6 +30,12 @@ def to_jax(
             "params/<path>" and "optimizer/<path>", keys joined by ".", in the order of its leaves.
         mapping: mapping for names that differ, see `dualdp.port.match`.
     """
+    views = document["settings"].get("views", 1)
+    if views > 1:
+        raise ValueError(
+            f"The run averages views={views} of each example, drawn by torch's generators. "
+            "Expected to go on with it in torch; JAX would draw others."
+        )
     values = _wide(arrays, document, wanted)
     shapes = {name: array.shape for name, array in values.items()}
     maps = _match(document, shapes, _below(wanted, "params/"), mapping)

@@ -25,7 +25,7 @@ from dualdp.randomness import used_keys
 
 FORMAT_VERSION = 1
 KEY_BYTES = 16
-PURPOSES = ("sampling", "noise", "dropout", "count", "check")
+PURPOSES = ("sampling", "noise", "dropout", "count", "check", "digest", "rows", "views")
 
 
 class RootKey:

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from dualdp import _validate
 from dualdp._validate import AccountingError
 from dualdp.randomness import used_keys
 
@@ -49,7 +50,7 @@ class KeyUse:
     source: str = ""  # name of the noise source; "" if there is none yet
     caller: object = None  # object that draws the noise
     ledger: weakref.ref[HasRecord] | None = None
-    waiting: dict[int, int] = field(default_factory=dict)  # step -> branch, recorded and not drawn
+    waiting: dict[int, Any] = field(default_factory=dict)  # step -> branch or path, not yet drawn
     end: int = 0  # first step without a record when the run was begun or a step was last sealed
     missing: set[int] = field(default_factory=set)  # steps asked for without a record
     unrecorded: int | None = None  # step whose noise was drawn before a recorder existed
@@ -162,12 +163,13 @@ def drawing(
     branch: int | None = None,
     *,
     on_record_only: bool = False,
-) -> Iterator[int | None]:
+) -> Iterator[Any]:
     """Permit a source to draw the noise of one release, once; revoked if drawing fails.
 
-    The context is the branch whose noise may be drawn, None if that release is not on record.
-    Without `branch` it is the one on record. With `on_record_only` a secret key without a recorder
-    is refused at once, not after its first step.
+    The context is the branch whose noise may be drawn, None if that release is not on record; with
+    correlated noise it is the path, the branches of this step and of those before. Without
+    `branch` it is the one on record. With `on_record_only` a secret key without a recorder is
+    refused at once, not after its first step.
     """
     granted = _grant(plan, source, caller, step, branch, on_record_only)
     try:
@@ -182,8 +184,9 @@ def drawing(
 
 def _grant(
     plan: Any, source: str, caller: object, step: int, branch: int | None, on_record_only: bool
-) -> int | None:
+) -> Any:
     """Branch whose noise may be drawn, or None; see `drawing`."""
+    branch = branch if branch is None else _validate.integer("branch", branch)
     root = plan.root.require_secret()
     with _lock:
         run = _run_of(plan, step)
@@ -194,7 +197,7 @@ def _grant(
         _set_source(run, source, caller)
         if not run.recorder:
             return _grant_unrecorded(root, run, step, branch, on_record_only)
-        if step in run.waiting and branch in (None, run.waiting[step]):
+        if step in run.waiting and branch in (None, _last_branch(run.waiting[step])):
             return run.waiting.pop(step)
         if step >= run.end:
             run.missing.add(step)
@@ -204,6 +207,11 @@ def _grant(
         "show gradients without noise. Expected one draw for each release on record; make a new "
         "plan for a new run."
     )
+
+
+def _last_branch(waiting: Any) -> int:
+    """Branch of a step whose noise waits, by its branch or its path."""
+    return int(waiting if isinstance(waiting, int) else waiting[-1][1])
 
 
 def _grant_unrecorded(
@@ -298,8 +306,11 @@ def draw_by_engine(ledger: HasRecord) -> None:
         _set_source(_recorded[ledger], OWN_STEP, OWN_STEP)
 
 
-def sealed(ledger: HasRecord, step: int, branch: int) -> None:
-    """Note that a release is on record, so that its noise may be drawn."""
+def sealed(ledger: HasRecord, step: int, branch: Any) -> None:
+    """Note that a release is on record, so that its noise may be drawn.
+
+    `branch` is what `drawing` hands out: the branch, or with correlated noise the path.
+    """
     run = _recorded.get(ledger)
     if run is None or run.source == OWN_STEP:  # which draws only sealed releases
         return

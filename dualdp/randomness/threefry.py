@@ -91,6 +91,12 @@ def bits(key: UInt32, shape: int | Sequence[int], *, width: int = 32) -> NDArray
 def _words(key: UInt32, chunk: int, length: int, width: int) -> NDArray[Any]:
     """(length,) unsigned integers of 32 or 64 bits at the counters of a chunk."""
     count = np.arange(chunk * _CHUNK, chunk * _CHUNK + length, dtype=np.uint64)
+    return bits_at(key, count, width=width)
+
+
+def bits_at(key: UInt32, index: NDArray[Any], *, width: int = 64) -> NDArray[Any]:
+    """Return elements of `bits(key, size, width=width)`, at (m,) integers below its size."""
+    count = index.astype(np.uint64)
     high, low = (count >> np.uint64(32)).astype(np.uint32), count.astype(np.uint32)
     x, y = threefry2x32(key, high, low)
     return x ^ y if width == 32 else (x.astype(np.uint64) << np.uint64(32)) | y.astype(np.uint64)

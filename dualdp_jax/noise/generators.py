@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -36,6 +37,12 @@ def draw(key: Any, leaves: Sequence[Any]) -> list[Any]:
     Guarantees:
         The numbers of `jax.random`, bit for bit.  [test_normals_are_those_of_jax]
     """
+    return _drawn(key, tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves))
+
+
+@partial(jax.jit, static_argnums=1)  # outside of a jitted function it is compiled once
+def _drawn(key: Any, leaves: Sequence[Any]) -> list[Any]:
+    """Normals of leaves that are shapes and dtypes."""
     numbers = sum(leaf.size for leaf in leaves)
     fits = all(leaf.dtype == jnp.float32 for leaf in leaves) and 0 < numbers < 2**32
     if not fits or jax.device_count() > 1:

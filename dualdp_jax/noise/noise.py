@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,10 +15,13 @@ from jax.experimental import io_callback
 
 from dualdp import _validate
 from dualdp._validate import AccountingError
+from dualdp.plan.correlated.noise import Path, as_path, branch_at, window_terms
+from dualdp.plan.correlated.strategies import Window
 from dualdp.plan.plan import require_plan
 from dualdp.randomness import grid_noise, run_registry
 from dualdp_jax import compat
 from dualdp_jax.noise import generators
+from dualdp_jax.noise.recursion import Rows, rows_of
 from dualdp_jax.rules.arrays import widen
 
 _log = logging.getLogger("dualdp")
@@ -34,17 +38,37 @@ class GridNoise(NamedTuple):
     per_unit: Any  # scalar, 1 / pitch
 
 
-class Release(NamedTuple):
-    """Noise source and scales of one release, as data for a jitted function."""
+class Draws(NamedTuple):
+    """Keys of normals whose weighted sum is the noise; the p places have room for later steps."""
 
-    source: Any  # secret (2,) uint32 key, or `GridNoise`
-    noise_stddev: Any  # scalar, standard deviation of the noise in the sum, gradient units
+    keys: Any  # (p, 2) uint32, secret; that of the step itself first
+    stddevs: Any  # (p,) standard deviation of each draw in the sum, gradient units
+    count: Any  # int32 scalar, places in use
+
+
+class RowNoise(NamedTuple):
+    """Noise that was made from rows of earlier noise."""
+
+    noise: Any  # pytree like the sums, secret, in units of z
+    stddev: Any  # scalar, standard deviation of z, gradient units
+
+
+class Release(NamedTuple):
+    """Noise source and divisor of one release, as data for a jitted function."""
+
+    source: Any  # `Draws`, `RowNoise` or `GridNoise`
     expected_batch_size: Any  # scalar, divisor of the noisy sum
 
 
 @compat.promoting  # also called on the thread of a callback
 def release_at(
-    plan: Any, step: int, *, branch: int = 0, max_grad_norm: float | None = None, like: Any
+    plan: Any,
+    step: int,
+    *,
+    branch: int | Path = 0,
+    max_grad_norm: float | None = None,
+    like: Any,
+    rows: Rows | None = None,
 ) -> Release:
     """Return the `Release` of a step, computed on the host.
 
@@ -54,25 +78,55 @@ def release_at(
     Args:
         plan: `PrivacyPlan`.
         step: int, index of the release.
-        branch: int, the ledger's branch for a step released again with other gradients.
+        branch: int, the ledger's branch for a step released again with other gradients; or the
+            branches of all steps so far (`Seal.path`).
         max_grad_norm: float, C of this step if the ledger learns it; None for the plan's.
-        like: pytree, the sums or their shapes and dtypes.
+        like: pytree, the sums or, without `rows`, their shapes and dtypes.
+        rows: rows of the plan's noise, if it has any; without them all steps are drawn again.
 
     Raises:
         AccountingError: the step is past the plan.
+        ValueError: a bound that is not that of a plan with correlated noise.
     """
     step = checked_step(plan, step)
+    path = as_path([(0, branch)] if isinstance(branch, int) else branch)
     bound = plan.max_grad_norm_at(step) if max_grad_norm is None else max_grad_norm
     bound = _validate.positive("max_grad_norm", bound)
-    stddev = plan.noise_multiplier_at(step) * bound
+    if plan.is_correlated and bound != plan.max_grad_norm_at(step):
+        raise ValueError(
+            f"max_grad_norm={bound} with correlated noise, which takes back noise of earlier steps "
+            f"at the plan's max_grad_norm={plan.max_grad_norm_at(step)}. Expected the plan's."
+        )
+    stddev, dtype = plan.draw_stddev(step, bound), _scalar_dtype(like)
     source: Any
     if plan.noise == "secure":
-        source = _grid_noise(plan, step, branch, bound, stddev, like)
+        source = _grid_noise(plan, step, branch_at(path, step), bound, stddev, like)
     else:
         compat.check_counter_layout()
-        source = plan.step_key("noise", step, branch)
-    numbers = (stddev, plan.expected_batch_size_at(step))
-    return Release(source, *(np.asarray(number, _scalar_dtype(like)) for number in numbers))
+        if rows is not None:
+            source = RowNoise(rows.noise(plan, step, path, like), np.asarray(stddev, dtype))
+        else:
+            source = _draws(plan, step, path, stddev, dtype)
+    return Release(source, np.asarray(plan.expected_batch_size_at(step), dtype))
+
+
+def _draws(plan: Any, step: int, path: Path, stddev: float, dtype: Any) -> Draws:
+    """Draws of the normals of a step and of the earlier ones that its noise holds."""
+    terms = window_terms(plan.correlation, step, path)
+    keys, stddevs = np.zeros((_most_draws(plan), 2), np.uint32), np.zeros(_most_draws(plan), dtype)
+    for place, term in enumerate(terms):
+        keys[place] = plan.step_key("noise", term.step, term.branch)
+        stddevs[place] = stddev * term.weight
+    return Draws(keys, stddevs, np.asarray(len(terms), np.int32))
+
+
+def _most_draws(plan: Any) -> int:
+    """Return the draws of the last step, so that all steps have one program."""
+    if plan.correlation is None:
+        return 1
+    if isinstance(plan.correlation, Window):
+        return len(plan.correlation.weights)
+    return int(plan.num_steps)
 
 
 def refuse_adaptive(plan: Any) -> None:
@@ -114,8 +168,13 @@ def release_shapes(plan: Any, like: Any) -> Release:
         whole = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, np.int32), like)
         source = GridNoise(whole, whole, scalar, scalar)
     else:
-        source = jax.ShapeDtypeStruct((2,), np.uint32)
-    return Release(source, scalar, scalar)
+        most = _most_draws(plan)
+        source = Draws(
+            jax.ShapeDtypeStruct((most, 2), np.uint32),
+            jax.ShapeDtypeStruct((most,), scalar.dtype),
+            jax.ShapeDtypeStruct((), np.int32),
+        )
+    return Release(source, scalar)
 
 
 def _scalar_dtype(like: Any) -> Any:
@@ -143,6 +202,11 @@ def noisy_mean(
     with a secret key draws that of one step only. Inside `jit` the step is data: a callback gets
     its noise from the host, and a step that is not on record by then gets nan.
 
+    With `plan.correlation` the noise of a step holds that of earlier steps, from the same key. A
+    window draws all its terms anew. A band or a buffered Toeplitz strategy keeps rows of noise in
+    memory while the steps come in order, and draws them again otherwise; inside `jit` it keeps
+    none, and step t takes t + 1 draws.
+
     Args:
         grads: pytree, the SUM of clipped gradients of one logical batch.
         plan: `PrivacyPlan`.
@@ -158,11 +222,16 @@ def noisy_mean(
         AccountingError: the step is past the plan or not on record, its noise was handed out
             before, or something else draws this plan's noise.
         TypeError: inside a traced function, a step that is a constant there, or `vmap` around it.
+        ValueError: a bound that is not that of a plan with correlated noise.
 
     Guarantees:
         Noise of standard deviation noise_multiplier times max_grad_norm, independent over leaves,
             steps and branches.
             [test_noise_has_the_declared_scale, test_noise_never_repeats]
+        With a correlation, normals z of standard deviation `plan.draw_stddev`, independent in the
+            same way, of which step t gets sum_j w_j z_(t-j).
+            [test_covariance_over_the_steps_is_that_of_the_strategy,
+            test_noise_is_the_filter_of_the_normals]
         With noise="portable" the same normals as torch's: leaf i of `jax.tree.leaves(grads)` gets
             `fold_in(plan.step_key("noise", step), i)`.  [test_noise_is_the_counter_generator]
         No compiled program holds the key.  [test_noisy_mean_keeps_the_key_on_the_host]
@@ -223,7 +292,9 @@ def _mean_on_host(
     with run_registry.drawing(plan, source, caller, step, branch) as granted:
         if granted is None:
             raise run_registry.not_recorded(source, step)
-        release = release_at(plan, step, branch=granted, max_grad_norm=max_grad_norm, like=grads)
+        release = release_at(
+            plan, step, branch=granted, max_grad_norm=max_grad_norm, like=grads, rows=rows_of(plan)
+        )
         if not compat.spans_devices(grads):
             return noised_mean(grads, release)
         # One program, so that no device draws the noise of another.
@@ -295,14 +366,33 @@ def noised_mean(grads: Any, release: Release) -> Any:
         high, low, *scales = release.source
         parts = zip(leaves, jax.tree.leaves(high), jax.tree.leaves(low), strict=True)
         noisy = [_on_grid(*part, *(s.astype(part[0].dtype) for s in scales)) for part in parts]
+    elif isinstance(release.source, RowNoise):
+        noisy = _plus(leaves, release.source.stddev, jax.tree.leaves(release.source.noise))
     else:
-        noisy = [
-            leaf + release.noise_stddev.astype(leaf.dtype) * normal
-            for leaf, normal in zip(leaves, generators.draw(release.source, leaves), strict=True)
-        ]
+        keys, stddevs, _ = release.source
+        noisy = _plus(leaves, stddevs[0], generators.draw(keys[0], leaves))
+        noisy = noisy if len(keys) == 1 else _with_earlier(noisy, release.source)
     sizes = [release.expected_batch_size.astype(leaf.dtype) for leaf in leaves]
     means = [leaf / size for leaf, size in zip(noisy, sizes, strict=True)]
     return jax.tree.unflatten(treedef, means)
+
+
+def _plus(leaves: Sequence[Any], stddev: Any, normals: Sequence[Any]) -> list[Any]:
+    """Leaves plus normals of a standard deviation."""
+    return [
+        leaf + stddev.astype(leaf.dtype) * normal
+        for leaf, normal in zip(leaves, normals, strict=True)
+    ]
+
+
+@jax.jit
+def _with_earlier(leaves: list[Any], draws: Draws) -> list[Any]:
+    """Leaves plus all draws but the first, in order, each added before the next is drawn."""
+
+    def plus(place: Any, leaves: list[Any]) -> list[Any]:
+        return _plus(leaves, draws.stddevs[place], generators.draw(draws.keys[place], leaves))
+
+    return list(jax.lax.fori_loop(1, draws.count, plus, leaves))
 
 
 def _grid_noise(

@@ -27,7 +27,8 @@ def add_noise(plan: Any) -> optax.GradientTransformation:
     Inside `jit` a callback gets the key of the step from the host. A table of keys would need no
     callback, but it would put the secret into the optimizer's state (and so into checkpoints) or
     into the compiled program (and so into compilation caches). The callback costs tens of
-    microseconds a step; with noise="secure" it returns the noise itself.
+    microseconds a step; with noise="secure" it returns the noise itself. Correlated noise of a band
+    or a buffered Toeplitz strategy takes t + 1 draws at step t there.
 
     A plan allows one transformation, which draws the noise of each step once. Noise depends on the
     step and the index of the leaf in its tree, so a second `add_noise(plan)` would repeat the noise

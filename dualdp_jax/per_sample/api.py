@@ -51,6 +51,8 @@ def per_sample_grads(
     key: Any = None,
     trainable: Any = None,
     keep_batch_dim: bool = False,
+    rows_per_unit: int = 1,
+    row_weights: Any = None,
     check: str = "first",
 ) -> Any:
     """Return the gradient of each example's own loss.
@@ -70,13 +72,21 @@ def per_sample_grads(
         trainable: pytree of bools like `what`, or a prefix of it; False freezes.
         keep_batch_dim: bool, True for a `loss_fn` that is written for a batch: it gets batches of
             one example, arrays with an axis 0 of length 1, and returns their mean loss.
+        rows_per_unit: int K; the batch has n * K rows, of which unit u owns u * K .. u * K + K - 1.
+            `loss_fn` gets one row, and one key per row, by its position in the batch; the gradient
+            of a unit is that of the mean of its rows' losses. A loss that couples the rows of a
+            unit takes the unit as ONE example, an array with a leading axis of K, instead.
+        row_weights: (n * K,) real numbers; the loss of a unit is the sum of its rows' losses times
+            these, instead of the mean; 0 marks padding. They may depend on rows of the same unit
+            and on public facts only: normalized over the batch they void the bound. None for means.
         check: str; "first" compares two examples with plain `jax.grad` at the first call for a
             loss, parameters and shapes (without n), "always" at every call, "off" never. Inside
             `jit`, stand-in inputs are compared during tracing; `explain` reports the result.
 
     Returns:
         Pytree like `what`, leaves (n, *shape), None at untrained leaves; with `has_aux` the pair
-        (grads, aux). For an `nnx.Module`: like `nnx.state(what, nnx.Param)`.
+        (grads, aux), whose aux is (n, K, ...) for units. For an `nnx.Module`: like
+        `nnx.state(what, nnx.Param)`.
 
     Raises:
         ExactnessError: the check failed.
@@ -89,6 +99,8 @@ def per_sample_grads(
         key=key,
         trainable=trainable,
         keep_batch_dim=keep_batch_dim,
+        rows_per_unit=rows_per_unit,
+        row_weights=row_weights,
     )
     sizes = (physical_batch_size, max_memory)
     found = _answered(loss_fn, call, Request(GRADS, method), sizes, check, "per_sample_grads")
@@ -109,6 +121,8 @@ def per_sample_norms(
     key: Any = None,
     trainable: Any = None,
     keep_batch_dim: bool = False,
+    rows_per_unit: int = 1,
+    row_weights: Any = None,
     check: str = "first",
 ) -> Any:
     """Return the L2 norm of each example's gradient.
@@ -125,6 +139,8 @@ def per_sample_norms(
         key: random key or None, see `per_sample_grads`.
         trainable: pytree of bools or None, see `per_sample_grads`.
         keep_batch_dim: bool, see `per_sample_grads`.
+        rows_per_unit: int K, see `per_sample_grads`; every n counts units.
+        row_weights: (n * K,) or None, see `per_sample_grads`.
         check: str, see `per_sample_grads`.
 
     Returns:
@@ -142,6 +158,8 @@ def per_sample_norms(
         key=key,
         trainable=trainable,
         keep_batch_dim=keep_batch_dim,
+        rows_per_unit=rows_per_unit,
+        row_weights=row_weights,
     )
     request = Request(NORMS, method, per_parameter=bool(per_parameter))
     sizes = (physical_batch_size, max_memory)
@@ -165,6 +183,8 @@ def clipped_grad_sum(
     key: Any = None,
     trainable: Any = None,
     keep_batch_dim: bool = False,
+    rows_per_unit: int = 1,
+    row_weights: Any = None,
     check: str = "first",
 ) -> ClippedGradSum:
     """Return the sum over the examples of their clipped gradients.
@@ -184,6 +204,8 @@ def clipped_grad_sum(
         key: random key or None, see `per_sample_grads`.
         trainable: pytree of bools or None, see `per_sample_grads`.
         keep_batch_dim: bool, see `per_sample_grads`.
+        rows_per_unit: int K, see `per_sample_grads`; every n counts units.
+        row_weights: (n * K,) or None, see `per_sample_grads`.
         check: str, see `per_sample_grads`; compares the contributions of two examples, and the sum
             over all examples, with plain autodiff.
 
@@ -209,6 +231,8 @@ def clipped_grad_sum(
         key=key,
         trainable=trainable,
         keep_batch_dim=keep_batch_dim,
+        rows_per_unit=rows_per_unit,
+        row_weights=row_weights,
     )
     request = Request(SUM, method, clip.clipper(call.parameters, clipping, max_grad_norm))
     sizes = (physical_batch_size, max_memory)
@@ -232,6 +256,8 @@ def _answered(
     """
     _validate.choice("check", check, CHECKS)
     check_method(request.method)
+    if call.live is not None:
+        mask = call.live if mask is None else clip.checked_mask(mask, call.num_examples) & call.live
     call = prepared(call, request.method)
     size = chunk_size(call, request.method, *sizes)
     if check == "off" or call.num_examples == 0:

@@ -14,6 +14,7 @@ import numpy as np
 from dualdp import _validate
 from dualdp._validate import UnsupportedLayerError
 from dualdp_jax import compat
+from dualdp_jax.per_sample import units
 from dualdp_jax.per_sample.parameters import Parameters, split
 
 Row = tuple[list[Any], Any]  # arrays of one example, and its position in the batch
@@ -49,6 +50,7 @@ class Call(NamedTuple):
     num_examples: int  # int n
     #: callable (trained leaves, row) -> (loss (), aux) of one example.
     loss: Callable[[list[Any], Row], tuple[Any, Any]]
+    live: Any = None  # (n,) bool, False for units whose rows all have weight 0; None for no such
     known: Program | None = None  # `Program` cached by `traced`, or None
     analysis: Any = None  # `capture.Analysis` cached by `methods.prepared`, or None
 
@@ -82,19 +84,23 @@ def build(
     trainable: Any,
     keep_batch_dim: bool = False,
     positions: Any = None,
+    rows_per_unit: int = 1,
+    row_weights: Any = None,
 ) -> Call:
     """Check the arguments of a call and bring them to normal form; `loss_fn` is not run on data.
 
-    `what` may be `Parameters` from an earlier split. `positions` (n,) are the integers folded into
-    `key`, one per example; None for 0, 1, ...
+    `what` may be `Parameters` from an earlier split. `positions` (rows,) are the integers folded
+    into `key`, one per row; None for 0, 1, ... The examples of the call are the units.
     """
     parameters = what if isinstance(what, Parameters) else split(what, trainable)
-    arrays, num_examples, rebuild = split_batch(batch)
+    arrays, num_rows, rebuild = split_batch(batch)
+    rows_per_unit = units.check_rows(rows_per_unit, num_rows)
+    weights = units.check_weights(row_weights, num_rows, parameters.dtype)
     _check_key(key)
     named = {} if key is None else {"key": key}
     _validate.takes("loss_fn", loss_fn, "(params, *example)", what, *batch, **named)
     if positions is None:
-        positions = np.arange(num_examples, dtype=np.uint32)
+        positions = np.arange(num_rows, dtype=np.uint32)
 
     def loss(trained: list[Any], row: Row) -> tuple[Any, Any]:
         example, position = row
@@ -113,9 +119,12 @@ def build(
             raise _failure_of_one(error, arguments, keep_batch_dim) from error
 
     rows = ([jnp.asarray(leaf) for leaf in arrays], jnp.asarray(positions))
-    call = Call(parameters, rows, num_examples, loss)
+    call = Call(parameters, rows, num_rows, loss)
+    if rows_per_unit > 1 or weights is not None:
+        rows, loss_of_unit, live = units.grouped(rows, loss, rows_per_unit, weights)
+        call = Call(parameters, rows, num_rows // rows_per_unit, loss_of_unit, live)
     inside = compat.manual_axes((rows, parameters.trained, parameters.others, key))
-    return _of_each_device(call, inside) if inside and num_examples else call
+    return _of_each_device(call, inside) if inside and call.num_examples else call
 
 
 def _of_each_device(call: Call, inside: set[str]) -> Call:

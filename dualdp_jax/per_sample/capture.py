@@ -13,7 +13,6 @@ Source: Bu et al. 2023 (book-keeping); Rochette et al. 2019; here for any functi
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -23,6 +22,7 @@ from dualdp_jax import compat
 from dualdp_jax.per_sample.call import Call, Program, Row, traced
 from dualdp_jax.per_sample.expressions import Derived, parameter
 from dualdp_jax.per_sample.jaxpr import ParameterUse, ResultType, Scope, run
+from dualdp_jax.per_sample.mapping import mapping
 from dualdp_jax.rules import Choice
 from dualdp_jax.rules.arrays import weighted_sum
 from dualdp_jax.rules.estimate import Estimate, of_gradients
@@ -157,35 +157,3 @@ def _forward(program: Program, scope: Scope, row: Row) -> tuple[Any, Any]:
     plain = [x.value if isinstance(x, Derived) else scope.enter(x) for x in results[1:]]
     loss, aux = jax.tree.unflatten(program.structure, [scope.enter(results[0]), *plain])
     return loss, aux
-
-
-def mapping(
-    convolves: Callable[[], bool], arrays: Any
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return the map from a function of one example to one of all: `jax.vmap` where XLA is right.
-
-    `convolves` () is True if examples have kernels, or kernel gradients, of their own.
-    Convolutions with a kernel per example become one with batch groups, of which XLA's partitioner
-    loses most when arrays are spread over devices (found in jax 0.10.2; a test watches it). There,
-    and for an operation without a batching rule (`jax.lax.ragged_dot`), examples go one by one.
-    """
-    if compat.may_span_devices(arrays) and convolves():
-        return one_by_one
-    return all_at_once
-
-
-def all_at_once(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Map a function of one example over all by `jax.vmap`, or one by one if jax cannot."""
-
-    def each(rows: Any) -> Any:
-        try:
-            return jax.vmap(function)(rows)
-        except NotImplementedError:  # an operation without a batching rule
-            return one_by_one(function)(rows)
-
-    return each
-
-
-def one_by_one(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Map a function of one example over all with `jax.lax.map`."""
-    return lambda rows: jax.lax.map(function, rows)

@@ -28,6 +28,8 @@ def explain(
     key: Any = None,
     trainable: Any = None,
     keep_batch_dim: bool = False,
+    rows_per_unit: int = 1,
+    row_weights: Any = None,
     check: str = "first",
 ) -> dict[str, Any]:
     """Return how `clipped_grad_sum` treats a model, as plain data that can be saved.
@@ -45,6 +47,8 @@ def explain(
         key: random key or None, see `clipped_grad_sum`.
         trainable: pytree of bools or None, see `clipped_grad_sum`.
         keep_batch_dim: bool, see `clipped_grad_sum`.
+        rows_per_unit: int, see `clipped_grad_sum`.
+        row_weights: (rows,) or None, see `clipped_grad_sum`.
         check: str; "first" reports the check that such a call makes while `jit` traces it, and
             runs that check if it has not run before; "off" computes nothing.
 
@@ -77,6 +81,8 @@ def explain(
         key=key,
         trainable=trainable,
         keep_batch_dim=keep_batch_dim,
+        rows_per_unit=rows_per_unit,
+        row_weights=row_weights,
     )
     if call.num_examples == 0:
         raise ValueError("The batch has no examples. Expected at least one, for its shapes.")

@@ -14,9 +14,10 @@ from dualdp._validate import UnsupportedLayerError
 from dualdp_jax import compat
 from dualdp_jax.per_sample import norms
 from dualdp_jax.per_sample.call import Answer, Call, Row
-from dualdp_jax.per_sample.capture import analyzed, mapping, one_by_one
+from dualdp_jax.per_sample.capture import analyzed
 from dualdp_jax.per_sample.clip import Clip
 from dualdp_jax.per_sample.jaxpr import CONVOLUTION
+from dualdp_jax.per_sample.mapping import mapping, one_by_one
 from dualdp_jax.per_sample.squared_norms import Accuracy, LeafNorms, accurate
 from dualdp_jax.rules import small
 from dualdp_jax.rules.arrays import weighted_sum

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 from dualdp_jax import compat
 from dualdp_jax.per_sample import tied
 from dualdp_jax.per_sample.call import Answer, Call, Row
-from dualdp_jax.per_sample.capture import Capture, CapturedUse, capture, mapping
+from dualdp_jax.per_sample.capture import Capture, CapturedUse, capture
 from dualdp_jax.per_sample.clip import Clip
+from dualdp_jax.per_sample.mapping import mapping
 from dualdp_jax.per_sample.squared_norms import Accuracy, AccurateNorms, LeafNorms, accurate
 from dualdp_jax.rules.arrays import weighted_sum, widen
 from dualdp_jax.rules.estimate import Estimate, of_gradients

@@ -18,7 +18,7 @@ from dualdp_jax.per_sample.clip import Clip, checked_mask
 from dualdp_jax.per_sample.methods import BY_COST, METHODS, choose
 from dualdp_jax.per_sample.squared_norms import reported, total
 from dualdp_jax.rules import RULES
-from dualdp_jax.rules.arrays import widen
+from dualdp_jax.rules.arrays import beside, widen
 from dualdp_jax.rules.base import num_examples
 
 GRADS, NORMS, SUM = "gradients", "norms", "sum"  # kinds of request
@@ -41,7 +41,7 @@ class Request:
 
 
 def answer(request: Request, call: Call, mask: Any, size: int) -> Answer:
-    """Answer a request."""
+    """Answer a request; an example where the mask (n,) is False gives zeros, aux excepted."""
     n, trained = call.num_examples, call.parameters.trained
     zeros = jnp.zeros(n, call.parameters.dtype) if request.kind == NORMS else None
     full_mask = checked_mask(mask, n)
@@ -50,15 +50,20 @@ def answer(request: Request, call: Call, mask: Any, size: int) -> Answer:
     if request.method not in ("vmap", "loop"):
         call = analyzed(call)
 
+    def kept(leaves: list[Any], rows_mask: Any) -> list[Any]:
+        if mask is None:
+            return leaves
+        return [jnp.where(beside(rows_mask, leaf), leaf, 0) for leaf in leaves]
+
     def work(rows: Row, rows_mask: Any) -> tuple[Any, Any]:
         chosen = choose(request.method, call, num_examples(rows[1]))
         if request.kind == GRADS:
             grads, _, aux = chosen.grads(call, rows)
-            return (), Answer(grads, aux=aux)
+            return (), Answer(kept(grads, rows_mask), aux=aux)
         if request.kind == NORMS:
             groups = call.parameters.names if request.per_parameter else [""] * len(trained)
             squares, _, aux = chosen.sq_norms(call, rows, reported(trained, groups))
-            return (), Answer(squares, aux=aux)
+            return (), Answer(kept(squares, rows_mask), aux=aux)
         assert request.clip is not None
         found = chosen.clipped(call, rows, rows_mask, request.clip)
         losses = jnp.where(rows_mask, jax.lax.stop_gradient(widen(found.losses)), 0)

@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import jax
+import numpy as np
 
-from dualdp_jax.per_sample.call import build, split_batch
+from dualdp_jax import compat
+from dualdp_jax.per_sample.call import split_batch
 from dualdp_jax.training.loader import examples_of
 from dualdp_jax.training.step import CompiledStep, TrainState
+from dualdp_jax.training.views import check_augment
 
 
 def arguments_of(data: Any, loss_fn: Callable[..., Any], needs_key: bool) -> tuple[Any, ...]:
@@ -46,20 +48,16 @@ def check_loss(run: CompiledStep, examples: tuple[Any, ...]) -> None:
     leaves, _, rebuild = split_batch(examples)
     kind = lambda dtype: jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)  # noqa: E731
     shapes = [jax.ShapeDtypeStruct((1, *x.shape[1:]), kind(x.dtype)) for x in leaves]
+    index, key = (jax.ShapeDtypeStruct(shape, np.uint32) for shape in ((1,), (2,)))
 
-    def loss(trained: list[Any], others: list[Any], rows: list[Any], key: Any) -> Any:
-        call = build(
-            run.loss_fn,
-            replace(run.parameters, trained=trained, others=others),
-            rebuild(rows),
-            has_aux=run.has_aux,
-            key=key if run.needs_key else None,
-            trainable=None,
-            keep_batch_dim=run.keep_batch_dim,
-        )
+    def loss(trained: list[Any], others: list[Any], rows: Any, key: Any) -> Any:
+        if run.augment is not None:
+            check_augment(run.augment, rebuild([x[0] for x in rows[0]]), compat.wrap_key(key))
+        call = run.call(trained, others, rows, key)
         return call.loss(trained, jax.tree.map(lambda leaf: leaf[0], call.rows))[0]
 
-    jax.eval_shape(loss, run.parameters.trained, run.parameters.others, shapes, jax.random.key(0))
+    parameters = run.parameters
+    jax.eval_shape(loss, parameters.trained, parameters.others, (shapes, None, index), key)
 
 
 def check_optimizer(run: CompiledStep, state: TrainState) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import jax
@@ -29,9 +30,11 @@ from dualdp.randomness import run_registry
 from dualdp_jax import compat
 from dualdp_jax.parallel.mesh import data_mesh_of, local_shards, shardings
 from dualdp_jax.parallel.process_group import Group
+from dualdp_jax.parallel.sum_hash import hash_sums
 from dualdp_jax.per_sample.call import split_batch
 from dualdp_jax.per_sample.parameters import split
 from dualdp_jax.training.arguments import arguments_of, check_loss, check_optimizer
+from dualdp_jax.training.ema import average_in
 from dualdp_jax.training.loader import LogicalBatch, PlannedLoader, examples_of
 from dualdp_jax.training.rank_consistency import check_data, check_run, one_plan
 from dualdp_jax.training.run_ledger import SharedLedger, open_ledger
@@ -45,6 +48,7 @@ from dualdp_jax.training.step import (
     first_state,
 )
 from dualdp_jax.training.step_checks import StepChecks
+from dualdp_jax.training.views import check_views
 
 Step = Callable[[TrainState, LogicalBatch], tuple[TrainState, dict[str, Any]]]
 _STACK = f"jax {jax.__version__}"  # the generators of "fast" noise change between releases
@@ -121,6 +125,8 @@ class PrivacyEngine:
         has_aux: bool = False,
         trainable: Any = None,
         keep_batch_dim: bool = False,
+        views: int = 1,
+        augment: Callable[..., Any] | None = None,
         method: str = "auto",
         data_sharding: Any = None,
         ledger: str | os.PathLike[str] | None = None,
@@ -141,6 +147,12 @@ class PrivacyEngine:
             has_aux: bool, True if `loss_fn` returns (loss, aux).
             trainable: pytree of bools like `params`, False freezes.
             keep_batch_dim: bool, True for a `loss_fn` of batches of one, see `clipped_grad_sum`.
+            views: int, views made of each example by `augment`. Their gradients are averaged before
+                the clip, so epsilon is that of one view; mask, losses, norms and
+                physical_batch_size count examples, time and memory views; aux is (n, views, ...).
+            augment: callable (example, key) -> one view of it, both a tuple of the arguments of
+                `loss_fn` after params, without a batch axis; written with jax, one key per (plan,
+                step, example, view). None for the examples as they are.
             method: str, see `clipped_grad_sum`.
             data_sharding: sharding of a batch on a mesh, `NamedSharding(mesh,
                 PartitionSpec("data"))`; None for one device. Parameters on the mesh keep their
@@ -164,8 +176,9 @@ class PrivacyEngine:
         Raises:
             AccountingError: the engine has a run already.
             TypeError: arguments that nobody knows, or that are missing; `loss_fn` takes a key and
-                `needs_key` does not say so, or the other way round.
-            ValueError: arguments beside a plan that holds them, or that contradict each other.
+                `needs_key` does not say so, or the other way round; `augment` is no such function.
+            ValueError: arguments beside a plan that holds them, or that contradict each other;
+                views without augment.
 
         Guarantees:
             `loss_fn` is traced with one example before the plan's key is taken and the ledger is
@@ -202,6 +215,7 @@ class PrivacyEngine:
         plan = self._plan_of(plan, data, plan_arguments, group)
         parameters = parameters if data_mesh is None else data_mesh.model(parameters)
         examples = arguments_of(data, loss_fn, needs_key)
+        views = check_views(views, augment, plan.num_examples)
         loader = PlannedLoader(examples, plan, self._span, data_mesh, self._interrupted)
         state = first_state(parameters, optimizer)
         if self._loaded is not None:
@@ -218,9 +232,13 @@ class PrivacyEngine:
             keep_batch_dim=bool(keep_batch_dim),
             method=method,
             rebuild=loader.rebuild,
+            augment=augment,
+            views=views,
             data_mesh=data_mesh,
             opt_shardings=None if data_mesh is None else shardings(state.opt_state),
         )
+        if self._loaded is not None:
+            run.require_noise(self.ledger.position)
         check_loss(run, examples)
         check_optimizer(run, state)
         if group is not None:
@@ -434,8 +452,10 @@ class PrivacyEngine:
         facts: dict[str, Any] = {"stack": _STACK, **counts}
         if self._shared is not None:
             return self._shared.sealed(self._running(), step, trained, sums, facts)
-        shards = None if sums is None else lambda: local_shards(sums)
-        return self._running().seal(step, shards, **facts)
+        if sums is None:
+            return self._running().seal(step, None, **facts)
+        hashes = partial(hash_sums, sums=sums)
+        return self._running().seal(step, partial(local_shards, sums), hashes=hashes, **facts)
 
     def written(self, name: str, whole: Callable[[], Any], write: Callable[[Any], Any]) -> Any:
         """Write a checkpoint on the first process and return the result on all of them.
@@ -518,6 +538,24 @@ class PrivacyEngine:
         if module is None:
             raise TypeError("params was no nnx.Module. Expected state.params, which is like it.")
         return module(state.params)
+
+    def ema(self, state: TrainState) -> Any:
+        """Return the average of the parameters that `with_ema` keeps, for evaluation.
+
+        Args:
+            state: `TrainState` of this run.
+
+        Returns:
+            Pytree like `state.params`, what is not trained as there.
+
+        Raises:
+            AccountingError: the step is the user's own.
+            ValueError: the optimizer keeps no average.
+        """
+        parameters = self._attached().parameters
+        trained, others = parameters.arrays(state.params)
+        averages = zip(jax.tree.leaves(average_in(state.opt_state)), trained, strict=True)
+        return parameters.whole([mean.astype(leaf.dtype) for mean, leaf in averages], others)
 
     @property
     def pass_end(self) -> int:

@@ -17,7 +17,7 @@ import numpy as np
 
 from dualdp._validate import AccountingError
 from dualdp.plan.batches import HandedOut, end_of_pass, physical_batches, require_end
-from dualdp.plan.plan import require_size
+from dualdp.plan.plan import require_examples, require_size
 from dualdp_jax.parallel.mesh import DataMesh
 from dualdp_jax.per_sample.call import split_batch
 
@@ -102,6 +102,7 @@ class PlannedLoader:
         interrupted: int = 0,
     ) -> None:
         arrays, num_examples, self.rebuild = split_batch(data)
+        require_examples(plan)
         require_size(plan, num_examples)
         self._arrays, self._plan, self._span, self._data_mesh = arrays, plan, span, data_mesh
         self.handed_out = HandedOut(pass_end=interrupted)
@@ -207,7 +208,7 @@ def default_rows(plan: Any) -> int:
     steps = np.arange(max(plan.num_steps or 1, 1))
     expected = float(np.max(plan.expected_batch_size.at(steps)))
     spread = 3 * math.sqrt(expected * (1 - expected / plan.num_examples))
-    if plan.sampler in ("fixed_size", "shuffle"):
+    if plan.sampler in ("fixed_size", "shuffle", "fixed_order"):
         spread = 0.0
     rows = expected + spread
     if jax.default_backend() == "cpu" and spread > expected / 8:

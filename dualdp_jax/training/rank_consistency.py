@@ -76,6 +76,7 @@ def check_run(group: Group, run: Any, state: Any) -> None:
         "needs_key": run.needs_key,
         "has_aux": run.has_aux,
         "keep_batch_dim": run.keep_batch_dim,
+        "views": run.views,
         "step": state.step,
     })  # fmt: skip
     leaves = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array)]
@@ -111,15 +112,11 @@ def _kind(array: Any) -> list[Any]:
     return [str(getattr(array, "dtype", type(array))), list(np.shape(array))]
 
 
-def array_bytes(arrays: Sequence[Any]) -> list[Any]:
-    """Return a header with shapes and dtypes, and the bytes of each array."""
-    arrays = [np.asarray(array, order="C") for array in arrays]
-    head = repr([(array.shape, array.dtype.str) for array in arrays]).encode()
-    return [head, *(array.reshape(-1).view(np.uint8).data for array in arrays if array.size)]
-
-
 def _sha256(arrays: Sequence[Any]) -> str:
-    state = hashlib.sha256()
-    for part in array_bytes(arrays):
-        state.update(part)
+    """SHA-256 of the shapes, dtypes and bytes of some arrays, in hex."""
+    arrays = [np.asarray(array, order="C") for array in arrays]
+    state = hashlib.sha256(repr([(array.shape, array.dtype.str) for array in arrays]).encode())
+    for array in arrays:
+        if array.size:
+            state.update(array.reshape(-1).view(np.uint8).data)
     return state.hexdigest()

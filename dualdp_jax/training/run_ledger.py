@@ -17,9 +17,10 @@ from dualdp.ledger.ledger import Ledger
 from dualdp.ledger.release_record import Seal
 from dualdp.plan.plan import PrivacyPlan
 from dualdp.randomness import RootKey
-from dualdp_jax.parallel.mesh import checksum, local_shards
+from dualdp_jax.parallel.mesh import checksum
 from dualdp_jax.parallel.process_group import Group
-from dualdp_jax.training.rank_consistency import array_bytes, check_replicas, secret_of
+from dualdp_jax.parallel.sum_hash import hash_sums
+from dualdp_jax.training.rank_consistency import check_replicas, secret_of
 
 LOADED = "load_checkpoint"
 
@@ -157,7 +158,9 @@ class SharedLedger:
         if params is not None:  # reduced sums are equal even if parameters differ
             check_replicas(self._group, point, params, checksum(params))
         if self.is_filed and sums is not None:
-            digest = ledger.plan.root.require_secret().digest(array_bytes(local_shards(sums)))
+            root = ledger.plan.root.require_secret()
+            hashes = hash_sums(root.step_secret("digest", step), sums)
+            digest = root.digest([repr(hashes).encode()])
             digests = check_replicas(self._group, point, sums, digest)
 
         def message() -> Any:

@@ -16,8 +16,10 @@ import numpy as np
 import optax
 
 from dualdp import _validate
+from dualdp.plan.correlated.noise import require_affordable
 from dualdp_jax import compat
 from dualdp_jax.noise.noise import Release, noised_mean, release_at
+from dualdp_jax.noise.recursion import rows_for, size_of
 from dualdp_jax.parallel.mesh import DataMesh, shardings, whole
 from dualdp_jax.per_sample import clip
 from dualdp_jax.per_sample.call import Answer, Call, build, split_batch
@@ -26,6 +28,7 @@ from dualdp_jax.per_sample.parameters import Parameters, split
 from dualdp_jax.per_sample.request import SUM, Request, answer
 from dualdp_jax.rules.arrays import widen
 from dualdp_jax.training.loader import LogicalBatch, PlannedLoader
+from dualdp_jax.training.views import loss_of_view
 
 
 class TrainState(NamedTuple):
@@ -107,6 +110,8 @@ class CompiledStep:
     keep_batch_dim: bool
     method: str
     rebuild: Callable[[list[Any]], tuple[Any, ...]]
+    augment: Callable[..., Any] | None = None  # callable (example, key) -> one view, or None
+    views: int = 1  # views of each example
     data_mesh: DataMesh | None = None  # `DataMesh` of the rows; None for one device
     #: pytree of the shardings of the optimizer's state; None for one device.
     opt_shardings: Any = None
@@ -114,7 +119,7 @@ class CompiledStep:
     def __post_init__(self) -> None:
         check_method(self.method)
         self.clipper(self.parameters, 1.0)  # refuses group shares that do not fit
-        self._jitted = self._compiled()
+        self._jitted, self._rows = self._compiled(), rows_for(self.plan)
         # Once per run, on the device: new zeros at each step would be a transfer of the size of
         # the parameters.
         trained, count = self.parameters.trained, jnp.zeros((), jnp.int32)
@@ -180,9 +185,8 @@ class CompiledStep:
     ) -> tuple[TrainState, dict[str, Any]]:
         """Return the state after the release of these totals, already recorded and sealed."""
         trained, others = self.parameters.arrays(state.params)
-        noise = self._numbers(step, seal, totals.sums)
         trained, opt_state, metrics = self._jitted["update"](
-            trained, state.opt_state, totals, noise
+            trained, state.opt_state, totals, self._numbers(step, seal, totals.sums)
         )
         state = TrainState(self.parameters.whole(trained, others), opt_state, state.step + 1)
         return state, metrics
@@ -213,32 +217,43 @@ class CompiledStep:
         rows = [(split_batch(c.args)[0], put(c.mask), put(c.indices)) for c in batch.chunks]
         return [(arrays, row) for row in rows], self.plan.step_key("dropout", batch.step)
 
+    def require_noise(self, step: int) -> None:
+        """Raise if a resumed run can't go on at this step; see `require_affordable`."""
+        require_affordable(self.plan.correlation, step, size_of(self.parameters.trained))
+
     def _numbers(self, step: int, seal: Any, sums: list[Any]) -> Release:
         """Noise source and scales of a sealed release."""
         return release_at(
             self.plan,
             step,
-            branch=seal.branch,
+            branch=seal.path,
             max_grad_norm=seal.max_grad_norm,
             like=self.parameters.like(sums),
+            rows=self._rows,
         )
 
     def call(self, trained: Any, others: Any, rows: Any, dropout: Any) -> Call:
-        """Return the rows of a chunk in normal form, with dropout keys by (plan, step, example)."""
+        """Return the rows of a chunk in normal form, with keys by (plan, step, example, view)."""
         arrays, _, indices = rows
-        key = compat.wrap_key(dropout)
+        key, positions, loss_fn = compat.wrap_key(dropout), indices.astype(jnp.uint32), self.loss_fn
+        if self.augment is not None:
+            loss_fn = loss_of_view(loss_fn, self.augment, self.needs_key, self.keep_batch_dim)
+            arrays = [jnp.repeat(leaf, self.views, 0) for leaf in arrays]
+            view = jnp.arange(self.views, dtype=positions.dtype)
+            positions = (positions[:, None] * view.dtype.type(self.views) + view).ravel()
         parameters = replace(
             self.parameters, trained=trained, others=self.parameters.keyed(others, key)
         )
         return build(
-            self.loss_fn,
+            loss_fn,
             parameters,
             self.rebuild(arrays),
             has_aux=self.has_aux,
-            key=key if self.needs_key else None,
+            key=key if self.needs_key or self.augment is not None else None,
             trainable=None,
-            keep_batch_dim=self.keep_batch_dim,
-            positions=indices.astype(jnp.uint32),
+            keep_batch_dim=self.keep_batch_dim and self.augment is None,
+            positions=positions,
+            rows_per_unit=self.views,
         )
 
     def clipper(self, parameters: Parameters, bound: Any) -> clip.Clip:

@@ -14,6 +14,8 @@ from itertools import count
 from typing import Any
 
 from dualdp import PrivacyPlan
+from dualdp.plan.correlated import strategies
+from dualdp.plan.correlated.strategies import Strategy
 from dualdp.plan.plan import NOISE
 from dualdp.randomness import parallel
 from dualdp_tools.bench import systems
@@ -22,6 +24,11 @@ from dualdp_tools.bench.results import Row
 
 NUM_PARAMETERS = 20  # parameters that hold the numbers
 YARDSTICKS = {"fast": "float32", "portable": "float32", "secure": "float64"}
+CORRELATED: dict[str, Strategy] = {
+    "window of 4": strategies.bisr(bands=4),
+    "band of 4": strategies.band((1.0, 0.5, 0.375, 0.3125)),
+    "blt of 3": strategies.blt(decays=(0.99, 0.9, 0.5), scales=(0.1, 0.2, 0.3)),
+}
 SIZES: dict[str, Any] = {
     "num_examples": 10_000,
     "expected_batch_size": 100,
@@ -53,6 +60,7 @@ def jax_calls(size: int) -> Calls:
     import jax.numpy as jnp
 
     from dualdp_jax.noise.noise import noised_mean, release_at
+    from dualdp_jax.noise.recursion import rows_of
 
     sums = {str(index): jnp.zeros(size // NUM_PARAMETERS) for index in range(NUM_PARAMETERS)}
     update, steps = jax.jit(noised_mean), count()
@@ -65,7 +73,8 @@ def jax_calls(size: int) -> Calls:
             return draw(jax.random.key(next(steps)), dtype).block_until_ready()
 
     def release(plan: PrivacyPlan, step: int) -> Any:
-        return jax.block_until_ready(update(sums, release_at(plan, step, like=sums)))
+        noise = release_at(plan, step, like=sums, rows=rows_of(plan))
+        return jax.block_until_ready(update(sums, noise))
 
     return {dtype: partial(normals, dtype) for dtype in ("float32", "float64")} | releases(release)
 
@@ -73,11 +82,15 @@ def jax_calls(size: int) -> Calls:
 def releases(release: Callable[[PrivacyPlan, int], Any]) -> Calls:
     """Return one call per mode, each of which releases the next step of its own plan."""
 
-    def call(mode: str) -> Callable[[], Any]:
-        plan, steps = PrivacyPlan(**SIZES, noise=mode), count()
+    def call(mode: str, correlation: Strategy | None = None) -> Callable[[], Any]:
+        changes: Any = {"noise": mode}
+        if correlation is not None:
+            changes |= {"correlation": correlation, "sampler": "fixed_order", "num_steps": 100_000}
+        plan, steps = PrivacyPlan(**{**SIZES, **changes}), count()
         return lambda: release(plan, next(steps))
 
-    return {f"dualdp {mode}": call(mode) for mode in NOISE}
+    independent = {f"dualdp {mode}": call(mode) for mode in NOISE}
+    return independent | {f"dualdp {kind}": call("fast", s) for kind, s in CORRELATED.items()}
 
 
 STACKS: dict[str, Callable[[int], Calls]] = {"torch": torch_calls, "jax": jax_calls}
@@ -107,7 +120,8 @@ def point(stack: str, calls: Callable[[int], Calls], size: int, protocol: Protoc
         return [replace(base, error=systems.error_text(error))]
     rows = []
     for system, timing in timings.items():
-        dtype = YARDSTICKS.get(system.removeprefix("dualdp "), system)
+        mode = system.removeprefix("dualdp ")
+        dtype = YARDSTICKS.get(mode, "float32" if mode in CORRELATED else mode)
         numbers = {
             "value": timing.median / size * 1e9,
             "ratio": timing.median / timings[dtype].median,

@@ -141,6 +141,9 @@ _SHOWN: dict[str, list[tuple[str, str, Cell]]] = {
         (f"A step of the engine, noise and optimizer included: {_TIMES}", "step", _ratio),
         ("What spot checks cost on average, % of a step without them", "share of checks", _value),
     ],
+    "correlated": [
+        (f"A step of the engine, noise and optimizer included: {_TIMES}", "step", _ratio),
+    ],
     "checkpoints": [
         (f"A step with and without activation checkpoints: {_TIMES}", "step", _ratio),
         (f"A step with and without activation checkpoints: {_PEAKS}", "step", _memory),

@@ -31,7 +31,17 @@ PARTIAL = ".partial"
 CHECKOUT = Path(__file__).parents[2] / "benchmarks" / "results"
 FOLDER = CHECKOUT if CHECKOUT.is_dir() else Path("out/benchmarks")
 SUITES = (
-    *("run", "layers", "memory", "checks", "checkpoints", "accounting", "end-to-end", "scale"),
+    *(
+        "run",
+        "layers",
+        "memory",
+        "checks",
+        "correlated",
+        "checkpoints",
+        "accounting",
+        "end-to-end",
+        "scale",
+    ),
     "noise",
 )
 STACKS = ("torch", "jax", "core")

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from dualdp.exactness import RATE, WHOLE
-from dualdp_tools.bench import gate, workloads
+from dualdp.plan.correlated.strategies import Strategy
+from dualdp_tools.bench import gate, noise, workloads
 from dualdp_tools.bench import layers as single
 from dualdp_tools.bench.measure import Protocol, empty_row, interleave
 from dualdp_tools.bench.results import Row
@@ -58,6 +59,8 @@ GPU_BATCHES = (64, 256, 1024, 2048)
 SWEPT = (NON_PRIVATE, AUTO, MULTI, LOOP)
 # Rate of spot checks by engine: off; on, without a check in the timed steps; at every step.
 RATES = {"checks=0": 0.0, "between checks": 1e-9, "every step checked": 1.0}
+# Noise of the engine's step.
+CORRELATED: dict[str, Strategy | None] = {"independent": None, **noise.CORRELATED}
 CHECKED = ("mlp", "mnist", "embed", "lstm", "gpt")
 # Shape of GPT-2 small with few positions and words: options by size, and examples.
 _FEW_WORDS = {"length": 128, "vocabulary": 1_000}
@@ -148,11 +151,23 @@ def checks(session: Session) -> Rows:
 
 def _cost_of_checks(session: Session, setting: Setting) -> list[Row]:
     """Seconds of an engine's step by rate of its checks, and their average share of a step."""
+    engines = {name: session.stack.engine(setting, rate) for name, rate in RATES.items()}
+    steps = _engine_steps(session, setting, "checks", engines)
+    seconds = {row.system: row.seconds or 0.0 for row in steps}
+    without, between, checked = (seconds[name] for name in RATES)
+    share = 100 * (between - without + RATE * (checked - between)) / without
+    last = replace(empty_row(session.stack, "checks", setting.workload, setting.n), system=AUTO)
+    return [*steps, replace(last, quantity="share of checks", value=share)]
+
+
+def _engine_steps(
+    session: Session, setting: Setting, suite: str, engines: dict[str, Callable[[], Any]]
+) -> list[Row]:
+    """Seconds of a step of each engine and of the non-private step, interleaved."""
     stack, workload = session.stack, setting.workload
     batch = stack.load(setting, *workload.batch(setting.n))
     plain = stack.systems[NON_PRIVATE](setting).update
     assert plain is not None
-    engines = {name: stack.engine(setting, rate) for name, rate in RATES.items()}
 
     def several(step: Callable[[], Any]) -> None:
         for _ in range(WHOLE):  # if every step is checked, one of them checks the whole batch
@@ -162,19 +177,30 @@ def _cost_of_checks(session: Session, setting: Setting) -> list[Row]:
     calls[NON_PRIVATE] = partial(several, lambda: plain(batch))
     usual = QUICK if session.quick else Protocol(rounds=15, patience=20.0)
     timings = interleave(calls, replace(session.protocol or usual, far=math.inf))
-    base = empty_row(stack, "checks", workload, setting.n)
-    seconds = {name: timing.median / WHOLE for name, timing in timings.items()}
-    steps = [
+    base = empty_row(stack, suite, workload, setting.n)
+    return [
         timing.fill(
             replace(base, system=name, quantity="step"),
             WHOLE,
-            ratio=seconds[name] / seconds[NON_PRIVATE],
+            ratio=timing.median / timings[NON_PRIVATE].median,
         )
         for name, timing in timings.items()
     ]
-    without, between, checked = (seconds[name] for name in RATES)
-    share = 100 * (between - without + RATE * (checked - between)) / without
-    return [*steps, replace(base, system=AUTO, quantity="share of checks", value=share)]
+
+
+def correlated(session: Session) -> Rows:
+    """Measure engine steps with independent noise, with a window, a band and buffers."""
+    for name, options, n in speed_points(session):
+        workload = workloads.create(name, **options)
+        if earlier := session.earlier_rows("correlated", workload):
+            yield earlier
+            continue
+        setting = Setting(workload, n, device=session.device)
+        engines = {
+            kind: session.stack.engine(setting, 0.0, correlation=strategy)
+            for kind, strategy in CORRELATED.items()
+        }
+        yield _engine_steps(session, setting, "correlated", engines)
 
 
 def checkpoints(session: Session) -> Rows:
@@ -341,5 +367,5 @@ def _slopes(rows: list[Row]) -> list[Row]:
 
 SUITES = {
     suite.__name__.replace("_", "-"): suite
-    for suite in (run, layers, memory, checks, checkpoints, end_to_end, scale)
+    for suite in (run, layers, memory, checks, correlated, checkpoints, end_to_end, scale)
 }

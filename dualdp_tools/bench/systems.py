@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dualdp import PrivacyPlan
+from dualdp.plan.correlated.strategies import Strategy
 from dualdp_tools.bench.workloads import Workload
 
 NON_PRIVATE, LOOP, AUTO, MULTI = "non-private", "loop", "dualdp:auto", "vmap(grad)"
@@ -62,9 +63,12 @@ class Setting:
         }
         return PrivacyPlan(**{**usual, **changes})
 
-    def run_of_batches(self) -> PrivacyPlan:
+    def run_of_batches(self, correlation: Strategy | None = None) -> PrivacyPlan:
         """Return the plan of a run with batches of exactly n of 2 n examples."""
-        return self.plan(num_examples=2 * self.n, sampler="shuffle")
+        noise: dict[str, Any] = {"sampler": "shuffle"}
+        if correlation is not None:
+            noise = {"sampler": "fixed_order", "correlation": correlation, "num_steps": 100_000}
+        return self.plan(num_examples=2 * self.n, **noise)
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,7 @@ class Stack:
     load: Callable[[Setting, np.ndarray, np.ndarray], Any]  # NumPy batch -> batch on the device
     wait: Callable[[Any], Any]  # blocks until an outcome is complete, and returns it
     device: Callable[[str], str]  # "cpu" or "cuda" -> name of the device
-    engine: Callable[[Setting, float], Callable[[], Any]]  # (., checks) -> one step of a run
+    engine: Callable[..., Callable[[], Any]]  # (setting, checks, correlation=) -> a run's step
     forced: tuple[str, ...] = ()  # systems with one method forced, for the suite `layers` only
 
     def choose(self, names: list[str] | None) -> list[str]:

@@ -186,7 +186,7 @@ def auto(setting: Setting) -> Prepared:
     return replace(dualdp(setting, "auto"), chosen=chosen)
 
 
-def engine(setting: Setting, checks: float) -> Callable[[], Any]:
+def engine(setting: Setting, checks: float, correlation: Any = None) -> Callable[[], Any]:
     """Return a call that takes one step of a run of `PrivacyEngine`."""
     import dualdp.jax as dpj
 
@@ -196,7 +196,7 @@ def engine(setting: Setting, checks: float) -> Callable[[], Any]:
         params=problem.params,
         optimizer=optax.sgd(systems.LEARNING_RATE),
         data=load(setting, *setting.workload.batch(2 * setting.n)),
-        plan=setting.run_of_batches(),
+        plan=setting.run_of_batches(correlation),
         checks=checks,
     )
 

@@ -223,7 +223,9 @@ def forced(setting: Setting, method: str) -> Prepared:
     return dualdp(setting, "auto", partial(choices.forced, **able))
 
 
-def engine(setting: Setting, checks: float, checkpoints: bool = False) -> Callable[[], Any]:
+def engine(
+    setting: Setting, checks: float, checkpoints: bool = False, correlation: Any = None
+) -> Callable[[], Any]:
     """Return a call that takes one step of a run of `PrivacyEngine`; with checkpointed blocks."""
     import dualdp.torch as dpt
 
@@ -235,7 +237,7 @@ def engine(setting: Setting, checks: float, checkpoints: bool = False) -> Callab
         module=problem.model,
         optimizer=problem.optimizer,
         data_loader=DataLoader(TensorDataset(*data), batch_size=setting.n),
-        plan=setting.run_of_batches(),
+        plan=setting.run_of_batches(correlation),
         checks=checks,
     )
 

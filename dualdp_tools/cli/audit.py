@@ -117,8 +117,8 @@ def _own(name: str) -> PrivateStep:
 def _text(found: Audit, report: Report | None) -> str:
     """Text of all bounds and the verdict, one line each."""
     lines = [
-        f"claimed: epsilon = {found.claimed_epsilon:.3f} at delta = {found.delta:g}, "
-        f"{found.num_steps} steps"
+        f"claimed: epsilon = {found.claimed_epsilon:.3f} of one example at "
+        f"delta = {found.delta:g}, {found.num_steps} steps"
     ]
     limit = found.false_alarm / len(found.bounds)
     for bound in found.bounds:

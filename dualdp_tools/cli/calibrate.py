@@ -3,15 +3,23 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.table import Table
 
+from dualdp import PrivacyPlan, correlated
 from dualdp.accountants import solve
 from dualdp_tools.cli import common
 
 TargetEpsilon = Annotated[
     float, typer.Option("--target-epsilon", "--epsilon", help="The epsilon to stay within.")
+]
+Advise = Annotated[
+    bool,
+    typer.Option("--advise", help="Compare independent and correlated noise for this run instead."),
 ]
 Noise = Annotated[float | None, typer.Option(help="Known noise: then the steps are looked for.")]
 
@@ -29,13 +37,39 @@ def calibrate(
     sampler: common.Sampler = "poisson",
     relation: common.Relation = "add_or_remove",
     group_size: common.GroupSize = 1,
+    unit: common.Unit = "example",
     max_batch_size: common.MaxBatchSize = None,
     approximate: common.Approximate = False,
     as_json: common.Json = False,
     plot: common.Plot = None,
+    advise: Advise = False,
 ) -> None:
     """Compute the noise multiplier, or (with --noise-multiplier) the steps or the rate."""
     with common.reported_errors():
+        protects = common.protected(unit, group_size)
+        if advise:
+            if num_examples is None or batch_size is None or noise_multiplier is not None:
+                raise ValueError(
+                    "--advise compares runs with one epsilon. Give --num-examples, --batch-size, "
+                    "and --steps or --epochs, and no --noise-multiplier."
+                )
+            _, number = common.run_length(None, steps, num_examples, batch_size, epochs)
+            with common.working("Comparing"):
+                plan = PrivacyPlan.calibrate(
+                    target_epsilon=target_epsilon,
+                    delta=delta,
+                    num_examples=num_examples,
+                    expected_batch_size=batch_size,
+                    num_steps=number,
+                    max_grad_norm=1.0,
+                    accountant=accountant,
+                    neighboring_relation=relation,
+                    unit=unit,
+                    rows_per_unit=None if unit == "example" else 1,
+                )
+                advice = correlated.advise(plan)
+            _show_advice(advice, as_json=as_json)
+            return
         options: dict[str, Any] = {
             "sampler": sampler,
             "accountant": accountant,
@@ -85,8 +119,32 @@ def calibrate(
             "accountant": accountant,
             "sampler": sampler,
             "neighboring_relation": relation,
+            "protects": protects,
         }
         if plot is not None:
-            common.draw(plot, bounds, number, f"target epsilon = {target_epsilon:g}")
+            common.draw(plot, bounds, number, f"target epsilon = {target_epsilon:g}, {protects}")
             record["plot"] = str(plot)
         common.show(record, as_json=as_json, title="Calibrated")
+
+
+def _show_advice(advice: correlated.Advice, *, as_json: bool) -> None:
+    """Print the options, the least error first, and the verdict."""
+    rows = [option._asdict() | {"plan": None} for option in advice.options]
+    if as_json:
+        for row in rows:
+            del row["plan"]
+        typer.echo(json.dumps({"options": rows, "verdict": advice.verdict}, indent=2))
+        return
+    table = Table(
+        title=f"Noise at epsilon = {advice.epsilon:.4g} of one {advice.options[0].plan.unit}, "
+        f"delta = {advice.delta:g}",
+        caption="error: noise in the model, per coordinate, for max_grad_norm = 1 and learning "
+        "rate 1; computed, not measured",
+    )
+    for name in ("noise", "sampler", "noise multiplier", "error", "to DP-SGD"):
+        table.add_column(name, justify="left" if name in ("noise", "sampler") else "right")
+    for o in advice.options:
+        numbers = f"{o.noise_multiplier:.4g}", f"{o.error:.3g}", f"{o.relative_error:.2f}"
+        table.add_row(o.name, o.sampler, *numbers)
+    Console().print(table)
+    typer.echo(advice.verdict)

@@ -34,20 +34,23 @@ Sampler = Annotated[str, typer.Option(help=f"One of {', '.join(sorted(mechanisms
 Relation = Annotated[str, typer.Option(help=f"One of {', '.join(mechanisms.RELATIONS)}.")]
 MaxBatchSize = Annotated[int | None, typer.Option(help="For truncated_poisson: the cut.")]
 Approximate = Annotated[bool, typer.Option(help="Allow gdp, which is no bound.")]
-GroupSize = Annotated[int, typer.Option(help="Examples of one user.")]
+GroupSize = Annotated[int, typer.Option(help="Most examples of one user, where rows are drawn.")]
+Unit = Annotated[str, typer.Option(help="What is drawn: example, or user with all its rows.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Plot = Annotated[Path | None, typer.Option(help="Write a picture: epsilon against steps.")]
 
-#: Neighboring relation -> the two data sets that it compares.
+#: Neighboring relation -> the two data sets that it compares, for a unit of privacy.
 RELATIONS = {
-    "add_or_remove": "the data with and without any one example",
-    "replace": "the data with any one example and with another in its place",
-    "zero_out": "the data with any one example and with an empty one in its place",
+    "add_or_remove": "the data with and without any one {}",
+    "replace": "the data with any one {} and with another in its place",
+    "zero_out": "the data with any one {} and with an empty one in its place",
 }
+PROTECTED = {"example": "example", "user": "user with all rows"}
 #: Name of a number that `show` prints -> its meaning.
 MEANINGS = {
     "lower_bound": "the true epsilon is not below this",
     "certified": "epsilon is a proven upper bound, no approximation",
+    "protects": "epsilon is that of any one of these",
     "target_epsilon": "what was asked for; epsilon is not above it",
     "delta": "probability left out of that comparison; below 1 / examples",
     "noise_multiplier": "noise standard deviation / max_grad_norm",
@@ -161,6 +164,19 @@ def run_length(
     return _validate.sample_rate(sample_rate), number
 
 
+def protected(unit: str, group_size: int) -> str:
+    """Return in words whom epsilon protects."""
+    _validate.choice("unit", unit, PROTECTED)
+    if group_size == 1:
+        return PROTECTED[unit]
+    if unit != "example":
+        raise ValueError(
+            f"group_size={group_size} came with unit={unit!r}. Expected one of the two: users are "
+            "drawn, or examples of which a user has a few."
+        )
+    return f"user with at most {group_size} examples"
+
+
 def factor(epsilon: float) -> str:
     """Return e^epsilon as text, rounded up to four digits.
 
@@ -184,7 +200,9 @@ def show(record: dict[str, Any], *, as_json: bool, title: str) -> None:
     meanings = MEANINGS | {
         "epsilon": f"any outcome is {bound} {factor(record['epsilon'])} times as likely on "
         "neighboring data",
-        "neighboring_relation": RELATIONS[record["neighboring_relation"]],
+        "neighboring_relation": RELATIONS[record["neighboring_relation"]].format(
+            record["protects"]
+        ),
     }
     table = Table(title=title, show_header=False)
     for name, value in record.items():

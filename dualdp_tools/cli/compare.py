@@ -29,6 +29,9 @@ def compare(
     dtype: Annotated[str, typer.Option(help="float32 or float64.")] = "float32",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     seed: Annotated[int, typer.Option(help="Of the plan and of the initial weights.")] = 0,
+    correlation: Annotated[
+        str, typer.Option(help="none (DP-SGD), window (fixed order) or band (cyclic Poisson).")
+    ] = "none",
     switch_at: Annotated[
         int | None, typer.Option(help="A third run goes from PyTorch to JAX after so many steps.")
     ] = None,
@@ -51,6 +54,7 @@ def compare(
         dtype=dtype,
         device=device,
         seed=seed,
+        correlation=correlation,
         switch_at=switch_at,
     )
     folder = report.writable_folder(out)
@@ -100,8 +104,9 @@ def _train(console: Console, experiment: Experiment) -> list[Point]:
     table = Table(
         title=f"2. One plan, two runs: noise multiplier {plan.noise_multiplier_at(0):.3f}, "
         f"sample rate {plan.sample_rate:.3f}, C {plan.max_grad_norm_at(0):g}",
-        caption=f"epsilon: at delta = {plan.delta:g}; loss, accuracy: on data held out; parameters "
-        "differ by: norm of the difference / norm on JAX, of the parameter where it is largest",
+        caption=f"epsilon: of one {plan.unit} at delta = {plan.delta:g}; loss, accuracy: on data "
+        "held out; parameters differ by: norm of the difference / norm on JAX, of the parameter "
+        "where it is largest",
     )
     for name in ("step", "epsilon", "loss torch", "loss jax", "acc. torch", "acc. jax"):
         table.add_column(name, justify="right")

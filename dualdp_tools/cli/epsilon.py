@@ -20,6 +20,7 @@ def epsilon(
     sampler: common.Sampler = "poisson",
     relation: common.Relation = "add_or_remove",
     group_size: common.GroupSize = 1,
+    unit: common.Unit = "example",
     max_batch_size: common.MaxBatchSize = None,
     approximate: common.Approximate = False,
     as_json: common.Json = False,
@@ -27,6 +28,7 @@ def epsilon(
 ) -> None:
     """Print the epsilon of a run of equal steps, with its certified lower bound."""
     with common.reported_errors():
+        protects = common.protected(unit, group_size)
         rate, number = common.run_length(sample_rate, steps, num_examples, batch_size, epochs)
         bounds = common.epsilon_by_steps(
             accountant,
@@ -53,9 +55,10 @@ def epsilon(
             "accountant": accountant,
             "sampler": sampler,
             "neighboring_relation": relation,
+            "protects": protects,
         }
         if plot is not None:
-            title = f"delta = {delta:g}, {accountant}, {sampler}, {relation}"
+            title = f"One {protects}: delta = {delta:g}, {accountant}, {sampler}, {relation}"
             common.draw(plot, bounds, number, title)
             record["plot"] = str(plot)
         common.show(record, as_json=as_json, title="Privacy spent")

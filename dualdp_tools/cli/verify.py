@@ -12,10 +12,10 @@ from typing import Annotated, Any
 
 import typer
 
-from dualdp import _validate
+from dualdp import PrivacyPlan, _validate
 from dualdp.ledger.verify import Finding, Verification, one_key
 from dualdp.ledger.verify import verify as run_verify
-from dualdp_tools.cli.common import RELATIONS, Json, factor, reported_errors, working
+from dualdp_tools.cli.common import PROTECTED, RELATIONS, Json, factor, reported_errors, working
 
 LedgerFiles = Annotated[list[Path], typer.Argument(help="Ledgers that runs wrote.")]
 Page = Annotated[Path | None, typer.Option("--report", help="Write one page: FILE.md or .html.")]
@@ -91,17 +91,18 @@ def _finite(value: float) -> float | None:
 
 def verdict(found: Verification) -> str:
     """Return the verdict: what holds, and what the ledger does not show."""
-    plan, epsilon = found.plan, f"epsilon = {found.epsilon:.4f}"
+    plan = found.plan
     if plan is None:
         return f"NOT verified: {', '.join(found.failures)}."
+    epsilon = f"epsilon = {found.epsilon:.4f}. It protects any one {PROTECTED[plan.unit]}."
     if found.passed and found.is_whole:
-        return f"The ledger is whole and true: {epsilon}."
+        return f"The ledger is whole and true: {epsilon}"
     planned = "" if plan.num_steps is None else f" of {plan.num_steps} planned"
     covered = f"the {found.num_steps}{planned} steps that it covers"
     if not found.passed:
         said = [f"NOT verified: {', '.join(found.failures)}."]
     else:
-        said = [f"What the ledger says is true, for {covered}: {epsilon}."]
+        said = [f"What the ledger says is true, for {covered}: {epsilon}"]
     if found.covers_the_plan is False:
         said.insert(0, "The ledger is CUT SHORT of its plan.")
         said.append("It does not show whether the run stopped there or went on.")
@@ -128,8 +129,11 @@ def facts(found: Verification) -> list[tuple[str, str]]:
     return [
         ("Released", f"{len(releases)} noisy sums of clipped gradients, and all made of them"),
         ("Covered", f"{found.num_steps} steps of {planned}"),
-        ("Examples", f"{plan.num_examples}; one example is what is protected"),
-        ("Relation", f"{plan.neighboring_relation}: {RELATIONS[plan.neighboring_relation]}"),
+        (
+            f"{plan.unit.capitalize()}s",
+            f"{plan.num_examples}; one {PROTECTED[plan.unit]} is what is protected",
+        ),
+        ("Relation", f"{plan.neighboring_relation}: {_neighbors(plan)}"),
         ("Sampler", f"{plan.sampler}, sample rate {_range(releases, 'sample_rate')}"),
         ("Clipping", f"{plan.clipping}, max_grad_norm {norm}"),
         ("Noise", f"{plan.noise}, accounted multiplier {_range(releases, 'noise_multiplier')}"),
@@ -137,6 +141,11 @@ def facts(found: Verification) -> list[tuple[str, str]]:
         ("Code", f"dualdp {header.get('version')}, accountant {header.get('accountant')}"),
         ("Logged without protection", unprotected),
     ]
+
+
+def _neighbors(plan: PrivacyPlan) -> str:
+    """Words for the two data sets that epsilon compares."""
+    return RELATIONS[plan.neighboring_relation].format(PROTECTED[plan.unit])
 
 
 def _range(releases: list[dict[str, Any]], name: str) -> str:
@@ -156,14 +165,14 @@ def meaning(found: Verification) -> list[str]:
     odds = math.exp(min(epsilon, 700.0))
     best = min(1.0, (odds + delta) / (1 + odds))
     return [
-        f"Compare {RELATIONS[found.plan.neighboring_relation]}. Whatever is done with the "
+        f"Compare {_neighbors(found.plan)}. Whatever is done with the "
         f"releases on record, the probability of any outcome differs by a factor of at most "
         f"e^{epsilon:.4f} = {factor(epsilon)}, apart from a probability of {delta:g}.",
         f"Someone who knows everything else and is to tell the two apart, where a fair coin chose, "
         f"is right with probability at most {best:.1%} (guessing is 50 %).",
-        "A person with several examples has less protection. Choices made by looking at the data "
-        "(which model, which hyper-parameters, when to stop) are not in the number, nor is what "
-        "was published besides: statistics, examples, logs.",
+        f"A person with several {found.plan.unit}s has less protection. Choices made by looking at "
+        "the data (which model, which hyper-parameters, when to stop) are not in the number, nor "
+        "is what was published besides: statistics, examples, logs.",
         "The record is kept by those who trained. Its chain of hashes shows edits of a copy, not a "
         "record that was written anew, and not lines that are missing at its end.",
     ]

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dualdp import _validate, port
+from dualdp.plan.correlated.optimise import optimise
 from dualdp.plan.plan import PrivacyPlan
+from dualdp.plan.samplers import num_batches
 from dualdp_tools.compare import digits
 
 if TYPE_CHECKING:
@@ -24,6 +26,7 @@ MODELS = ("cnn", "mlp")
 ACTIVATIONS = ("tanh", "gelu", "relu")
 DTYPES = ("float32", "float64")
 DEVICES = ("cpu", "cuda")
+CORRELATIONS = ("none", "window", "band")
 KINKED = ("relu",)  # correct runs diverge: rounding decides on which side of the kink an input is
 DELTA = 1e-4
 NUM_COMPARED_EXAMPLES = 32
@@ -50,6 +53,7 @@ class ExperimentOptions:
     max_grad_norm: float = 0.25  # C, gradient units
     learning_rate: float = 1.0
     momentum: float = 0.9
+    correlation: str = "none"
     switch_at: int | None = None  # steps after which a third run moves from PyTorch to JAX
 
     def __post_init__(self) -> None:
@@ -66,7 +70,24 @@ class ExperimentOptions:
             )
 
 
-_TABLES = {"model": MODELS, "activation": ACTIVATIONS, "dtype": DTYPES, "device": DEVICES}
+_TABLES = {
+    **{"model": MODELS, "activation": ACTIVATIONS, "dtype": DTYPES, "device": DEVICES},
+    "correlation": CORRELATIONS,
+}
+
+
+def correlated_noise(kind: str, num_examples: int, batch_size: int, steps: int) -> dict[str, Any]:
+    """Return the plan's arguments for one of `CORRELATIONS`: the strategy and its sampler."""
+    if kind == "window":
+        gap = num_batches(num_examples, batch_size)
+        options: Any = {"min_separation": gap, "max_participations": None}
+        found = optimise(family="window", num_steps=steps, bands=min(4, steps), **options)
+        return {"correlation": found, "sampler": "fixed_order"}
+    if kind == "band":
+        bands = max(1, min(8, steps, num_examples // batch_size))
+        found = optimise(family="band", num_steps=steps, bands=bands)
+        return {"correlation": found, "sampler": "cyclic_poisson", "min_separation": bands}
+    return {}
 
 
 @dataclass(frozen=True)
@@ -129,6 +150,9 @@ class Experiment:
             noise="portable",
             accountant=settings.accountant,
             seed=settings.seed,
+            **correlated_noise(
+                settings.correlation, len(self.digits[0]), settings.batch_size, settings.steps
+            ),
         )
 
     def compare_gradients(self) -> list[GradientRow]:
@@ -213,7 +237,8 @@ class Experiment:
 
         The noise is that of each framework ("fast"), the default of a user's run.
         """
-        plan = dataclasses.replace(self.plan, noise="fast", num_steps=None, target_epsilon=None)
+        changes: Any = {"num_steps": (rounds + 1) * steps, "target_epsilon": None}
+        plan = dataclasses.replace(self.plan, noise="fast", **changes)
         self.torch.follow(plan, self.layout)
         self.jax.follow(plan)
         seconds: dict[tuple[str, str], list[float]] = {}

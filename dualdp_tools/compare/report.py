@@ -92,7 +92,9 @@ def picture(experiment: Experiment, points: Sequence[Point]) -> Any:
             epsilon.plot(at, [point.epsilon[stack] for point in shown], **style)
     accuracy.set(title="Held-out accuracy", xlabel="step", ylabel="%")
     accuracy.legend(frameon=False, loc="lower right")
-    epsilon.set(title=f"Spent epsilon (delta = {experiment.plan.delta:g})", xlabel="step")
+    epsilon.set(
+        title=f"Spent epsilon of one example (delta = {experiment.plan.delta:g})", xlabel="step"
+    )
     # A log axis has no zero, so zero is drawn at 1e-17.
     drawn = [max(point.difference, 1e-17) for point in points]
     difference.semilogy(steps, drawn, color="#000000", linewidth=1.5)

@@ -57,6 +57,11 @@ class HostedRun:
         secure_mode: bool = False,
         **arguments: Any,
     ) -> None:
+        if not {"views", "augment"}.isdisjoint(arguments):
+            raise ValueError(
+                "views= and augment= came to a trainer of another package, whose batches hold one "
+                "row of each example. Expected them in make_private, for a loop of your own."
+            )
         self._folder, self._key, self.arguments = folder, key, arguments
         self._new_engine = partial(PrivacyEngine, accountant, secure_mode)
         self.engine = self._new_engine()

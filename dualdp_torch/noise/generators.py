@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -12,15 +13,15 @@ import torch
 
 from dualdp.randomness import threefry
 from dualdp.randomness.parallel import Blocks
-from dualdp_torch.rules.base import Tensor
+from dualdp_torch.rules.base import Tensor, on_host
 
 _STATE_WORDS = 624  # words of the Mersenne Twister behind torch's CPU generator
 _STATE_OFFSET = 24  # bytes before these words in the saved state
 _BLOCK = 1 << 16  # numbers that one keyed generator draws on the CPU
 _FEW = 16  # blocks up to which one thread draws them all
-_DEVICE_BLOCK = 1 << 20  # numbers per block on other devices, where each draw costs a launch
+_DEVICE_BLOCK = 1 << 22  # numbers per block on other devices, where each draw costs a launch
 #: Version of the fast noise's stream; a run resumed with another version releases its steps anew.
-STREAM = 2
+STREAM = 3
 
 
 def _block_generator(key: Any, block: int, device: torch.device) -> torch.Generator:
@@ -54,22 +55,31 @@ def _twister(key: Any, block: int) -> torch.Generator:
 
 
 class Normals:
-    """Normals of a flat array of `size` numbers, of the dtype and device of `like`.
+    """Weighted sum of normals: a flat array of `size` numbers, of the dtype and device of `like`.
 
-    They depend on all 64 bits of the key. Each block has a generator of its own, so that any part
-    can be drawn separately. On the CPU, where torch draws on one core, blocks are drawn in
-    parallel; the numbers do not depend on the number of threads.
+    `terms` are keys and factors, added up in this order; the first factor is >= 0. The normals
+    depend on all 64 bits of a key. Each block has a generator of its own, so that any part can be
+    drawn separately. On the CPU, where torch draws on one core, blocks are drawn in parallel; the
+    numbers do not depend on the number of threads.
     """
 
-    def __init__(self, key: Any, size: int, stddev: float, like: Tensor) -> None:
-        self._key, self._size, self._stddev = key, size, stddev
-        self._like, self._on_host = like.new_empty(0), like.device.type == "cpu"
+    def __init__(self, terms: Sequence[tuple[Any, float]], size: int, like: Tensor) -> None:
+        self._terms, self._size = terms, size
+        self._like, self._on_host = like.new_empty(0), on_host(like)
         self._kept = lru_cache(2)(self._whole_block)  # consecutive small parameters share a block
 
     def _draw(self, block: int, out: Tensor) -> None:
-        """Fill `out` with all normals of one block."""
-        generator = _block_generator(self._key, block, out.device)
-        out.normal_(0.0, self._stddev, generator=generator)
+        """Fill `out` with one block of the sum."""
+        (key, stddev), *more = self._terms
+        out.normal_(0.0, stddev, generator=_block_generator(key, block, out.device))
+        term = torch.empty_like(out) if more else out
+        total, drawn = (out.numpy(), term.numpy()) if self._on_host else (out, term)
+        for key, factor in more:
+            term.normal_(0.0, abs(factor), generator=_block_generator(key, block, out.device))
+            if factor < 0:
+                total -= drawn
+            else:
+                total += drawn
 
     def _whole_block(self, block: int, length: int) -> Any:
         drawn = self._like.new_empty(length)

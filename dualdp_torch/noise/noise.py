@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+import contextlib
+import functools
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,9 +16,11 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from dualdp import _validate
 from dualdp._validate import AccountingError
+from dualdp.plan.correlated.noise import Path, Term, branch_at, recursion_of, window_terms
 from dualdp.plan.plan import require_plan
 from dualdp.randomness import grid_noise, run_registry, threefry
 from dualdp_torch.noise.generators import Normals
+from dualdp_torch.noise.recursion import noise_of
 from dualdp_torch.rules.base import Tensor, wide
 
 
@@ -34,22 +39,33 @@ class Piece:
 
 #: Sums of one device and dtype, by name; together they are one flat array.
 Group = dict[str, Tensor]
-#: (index of a group, where a parameter begins in its flat array, its piece, (k,) sums of the piece,
-#: name) -> (k,) sums plus noise.
-Adder = Callable[[int, int, Piece, Tensor, str], Tensor]
+
+
+class Part(NamedTuple):
+    """Numbers whose noise is drawn at once: a whole group, or what is here of one parameter."""
+
+    names: tuple[str, ...]
+    group: int  # index of the group
+    start: int  # of the first number, in the group's flat array
+    length: int
+    piece: Piece
+
+
+#: (part, (k,) sums of it) -> (k,) sums plus noise.
+Adder = Callable[[Part, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class NoiseSettings:
     """Settings of the noise of one release.
 
-    `names` are those of all parameters, in order; `sizes` the lengths of the groups' flat arrays,
-    of which this process holds the whole or, under FSDP, pieces.
+    `terms` are the steps and branches whose normals add up to the noise, with their weights, the
+    release's own first. `names` are those of all parameters, in order; `sizes` the lengths of the
+    groups' flat arrays, of which this process holds the whole or, under FSDP, pieces.
     """
 
     plan: Any
-    step: int
-    branch: int
+    terms: list[Term]
     max_grad_norm: float
     names: list[str]
     groups: list[Group]
@@ -59,13 +75,17 @@ class NoiseSettings:
 
     @property
     def stddev(self) -> float:
-        """Standard deviation of the noise in the sum, gradient units."""
-        return float(self.plan.noise_multiplier_at(self.step) * self.max_grad_norm)
+        """Standard deviation of the normals of weight 1, gradient units."""
+        return float(self.plan.draw_stddev(self.terms[0].step, self.max_grad_norm))
 
     @property
-    def key(self) -> Any:
-        """(2,) uint32, secret."""
-        return self.plan.step_key("noise", self.step, self.branch)
+    def keys(self) -> list[tuple[Any, float]]:
+        """Key, (2,) uint32 and secret, and factor of the standard normals of each term."""
+        stddev = self.stddev
+        return [
+            (self.plan.step_key("noise", term.step, term.branch), stddev * term.weight)
+            for term in self.terms
+        ]
 
 
 def noisy_mean(
@@ -100,6 +120,10 @@ def noisy_mean(
         pieces: mapping from name to the `Piece` that `grads` holds of a sharded parameter; only the
             noise of these pieces is drawn.
 
+    With `plan.correlation` the noise of a step holds that of the steps before, from the same key. A
+    window draws all its terms anew. A band or a buffered Toeplitz strategy keeps rows of noise in
+    memory while the steps come in order, and draws them again otherwise.
+
     Returns:
         mapping from name to (sum + noise) / expected_batch_size, float32 or wider; parameters of
         one dtype may be views of one array.
@@ -108,12 +132,16 @@ def noisy_mean(
         AccountingError: the step is past the plan or not on record, its noise was handed out
             before, or something else draws this plan's noise.
         TypeError: inside `torch.func.vmap`, or while a CUDA graph is captured.
-        ValueError: `layout` lacks a parameter, or came with `pieces`.
+        ValueError: `layout` lacks a parameter, or came with `pieces`; or `max_grad_norm` is not
+            that of a plan with correlated noise.
 
     Guarantees:
         Noise of standard deviation noise_multiplier times max_grad_norm, independent over
             parameters, steps and branches.
             [test_noise_has_the_declared_scale, test_noise_never_repeats]
+        With a correlation, normals z of standard deviation `plan.draw_stddev`, independent in the
+            same way, of which step t gets sum_j w_j z_(t-j).
+            [test_the_covariance_over_the_steps_is_that_of_the_strategy]
         All 64 bits of the step's key count.  [test_noise_depends_on_the_whole_key]
         The same numbers on any number of threads.  [test_noise_does_not_depend_on_threads]
         The noise of pieces is that of the whole.  [test_noise_of_pieces_is_that_of_the_whole]
@@ -185,12 +213,15 @@ def noised_mean(
     plan: Any,
     step: int,
     *,
-    branch: int = 0,
+    branch: int | Path = 0,
     max_grad_norm: float | None = None,
     layout: Sequence[Any] | None = None,
     pieces: Mapping[str, Piece] | None = None,
 ) -> dict[str, Tensor]:
-    """`noisy_mean` for a step that the caller has recorded and sealed itself."""
+    """`noisy_mean` for a step that the caller has recorded and sealed itself.
+
+    `branch` is that of all steps so far, or the path of a run with several (`Seal.path`).
+    """
     step = _checked_step(plan, step)
     _validate.choice("noise", plan.noise, _ADDERS)
     if layout is not None and pieces is not None:
@@ -200,39 +231,86 @@ def noised_mean(
         )
     bound = plan.max_grad_norm_at(step) if max_grad_norm is None else max_grad_norm
     bound = _validate.positive("max_grad_norm", bound)
+    if plan.is_correlated and bound != plan.max_grad_norm_at(step):
+        raise ValueError(
+            f"max_grad_norm={bound} with correlated noise, which holds that of earlier steps at "
+            f"the plan's max_grad_norm={plan.max_grad_norm_at(step)}. Expected the plan's."
+        )
     by_kind: dict[Any, Group] = {}
     for name, grad in grads.items():
         total = grad.detach().to(wide(grad.dtype))
         by_kind.setdefault((total.device, total.dtype), {})[name] = total
     groups, is_whole = list(by_kind.values()), pieces is None
-    numel = {n: grad.numel() if pieces is None else pieces[n].numel for n, grad in grads.items()}
-    sizes = [sum(numel[name] for name in group) for group in groups]
-    release = NoiseSettings(plan, step, branch, bound, list(grads), groups, sizes, is_whole, layout)
-    add, divisor = _ADDERS[plan.noise](release), plan.expected_batch_size_at(step)
+    held = {n: Piece(0, g.numel()) for n, g in grads.items()} if pieces is None else pieces
+    sizes = [sum(held[name].numel for name in group) for group in groups]
+    path = ((0, branch),) if isinstance(branch, int) else branch
+    term = Term(step, branch_at(path, step), 1.0)
+    release = NoiseSettings(plan, [term], bound, list(grads), groups, sizes, is_whole, layout)
+    # The keys of portable noise are those of parameters.
+    parts = _parts(groups, held, is_whole and plan.noise != "portable")
     mean: dict[str, Tensor] = {}
+    with _no_secrets_in_tracebacks():
+        add, divisor = _adder(release, path, parts), plan.expected_batch_size_at(step)
+        for part in parts:
+            totals = [groups[part.group][name] for name in part.names]
+            noisy = add(part, _flatten_dense_tensors(totals)).div_(divisor)
+            mean.update(zip(part.names, _unflatten_dense_tensors(noisy, totals), strict=True))
+    return {name: mean[name] for name in grads}
+
+
+@contextlib.contextmanager
+def _no_secrets_in_tracebacks() -> Iterator[None]:
+    """Clear the local variables of an error's frames: keys, and rows of noise."""
+    try:
+        yield
+    except BaseException as error:
+        traceback.clear_frames(error.__traceback__)
+        raise
+
+
+def _parts(groups: list[Group], held: Mapping[str, Piece], by_group: bool) -> list[Part]:
+    """Parts in which the noise is drawn: whole groups, or what is here of each parameter."""
+    parts = []
     for index, group in enumerate(groups):
-        if is_whole and plan.noise != "portable":  # whose keys are those of parameters
-            flat = _flatten_dense_tensors(list(group.values()))
-            flat = add(index, 0, Piece(0, sizes[index]), flat, "").div_(divisor)
-            parts = _unflatten_dense_tensors(flat, list(group.values()))
-            mean.update(zip(group, parts, strict=True))
-            continue
         first = 0
         for name, total in group.items():
-            piece = Piece(0, numel[name]) if pieces is None else pieces[name]
-            noisy = add(index, first, piece, total.reshape(-1), name)
-            mean[name] = noisy.div_(divisor).view_as(total)
+            piece = held[name]
+            parts.append(Part((name,), index, first + piece.start, total.numel(), piece))
             first += piece.numel
-    return {name: mean[name] for name in grads}
+        if by_group:
+            parts[-len(group) :] = [Part(tuple(group), index, 0, first, Piece(0, first))]
+    return parts
+
+
+def _adder(release: NoiseSettings, path: Path, parts: list[Part]) -> Adder:
+    """Adder of the noise of a release, independent or correlated."""
+    plan, draws = release.plan, _ADDERS[release.plan.noise]
+    step = release.terms[0].step
+    if recursion_of(plan.correlation) is None:
+        return draws(replace(release, terms=window_terms(plan.correlation, step, path)))
+
+    def normals(step: int, branch: int) -> list[Tensor]:
+        add = draws(replace(release, terms=[Term(step, branch, 1.0)]))
+        likes = (next(iter(release.groups[part.group].values())) for part in parts)
+        return [
+            add(part, like.new_zeros(part.length)) for part, like in zip(parts, likes, strict=True)
+        ]
+
+    kinds = [(name, total.device, total.dtype) for g in release.groups for name, total in g.items()]
+    layout = release.names, kinds, parts, list(release.layout or ())
+    size = sum(part.length for part in parts)
+    noise = noise_of(plan, step, path, layout, size, normals)
+    found = dict(zip(parts, noise, strict=True))
+    return lambda part, total: found[part] + total
 
 
 def _fast(release: NoiseSettings) -> Adder:
     """Adder of the normals of torch's own generator."""
-    normals = []
+    normals, keys = [], release.keys
     for index, (group, size) in enumerate(zip(release.groups, release.sizes, strict=True)):
-        key, like = threefry.fold_in(release.key, index), next(iter(group.values()))
-        normals.append(Normals(key, size, release.stddev, like))
-    return lambda index, first, piece, total, _: normals[index].add_at(first + piece.start, total)
+        terms = [(threefry.fold_in(key, index), factor) for key, factor in keys]
+        normals.append(Normals(terms, size, next(iter(group.values()))))
+    return lambda part, total: normals[part.group].add_at(part.start, total)
 
 
 def _portable(release: NoiseSettings) -> Adder:
@@ -244,39 +322,45 @@ def _portable(release: NoiseSettings) -> Adder:
             f"layout lacks the parameters {missing}. Expected dualdp.port.match(model, params) of "
             "this model."
         )
-    key = release.key
+    keys = release.keys
 
-    def add(index: int, first: int, piece: Piece, total: Tensor, name: str) -> Tensor:
-        dtype = np.float64 if total.dtype == torch.float64 else np.float32
+    def normals(key: Any, part: Part, dtype: Any) -> Any:
+        (name,), start, size = part.names, part.piece.start, part.piece.numel
 
         # A tensor may be several JAX leaves; `ParameterMap.normals` calls `draw` for each of them.
         def draw(number: int, shape: tuple[int, ...]) -> Any:
             return threefry.normal(threefry.fold_in(key, number), shape, dtype=dtype)
 
         if name in leaves:
-            drawn = np.ascontiguousarray(leaves[name].normals(draw)).reshape(-1)
-        else:
-            own, start = threefry.fold_in(key, release.names.index(name)), piece.start
-            stop = start + total.numel()
-            drawn = threefry.normal_between(own, start, stop, size=piece.numel, dtype=dtype)
-        return torch.from_numpy(drawn).to(total.device).mul_(release.stddev).add_(total)
+            return np.ascontiguousarray(leaves[name].normals(draw)).reshape(-1)
+        own, stop = threefry.fold_in(key, release.names.index(name)), start + part.length
+        return threefry.normal_between(own, start, stop, size=size, dtype=dtype)
+
+    def add(part: Part, total: Tensor) -> Tensor:
+        dtype = np.float64 if total.dtype == torch.float64 else np.float32
+        drawn = (
+            torch.from_numpy(normals(key, part, dtype)).to(total.device).mul_(factor)
+            for key, factor in keys
+        )
+        return functools.reduce(Tensor.add_, drawn).add_(total)
 
     return add
 
 
 def _secure(release: NoiseSettings) -> Adder:
     """Adder of noise on the public grid, on the host in float64."""
-    plan, step, sizes, threads = release.plan, release.step, release.sizes, torch.get_num_threads()
+    plan, (step, branch, _), threads = release.plan, release.terms[0], torch.get_num_threads()
+    sizes = release.sizes
     pitch = grid_noise.pitch(release.max_grad_norm, sum(sizes))
     cells = release.stddev / pitch
-    options: Any = {"branch": release.branch, "cells": cells, "size": sum(sizes)}
+    options: Any = {"branch": branch, "cells": cells, "size": sum(sizes)}
     whole = None
     if release.is_whole:
         whole = grid_noise.grid_noise(plan, step, threads=threads, **options)
 
-    def add(index: int, first: int, piece: Piece, total: Tensor, name: str) -> Tensor:
-        start = sum(sizes[:index]) + first + piece.start
-        stop = start + total.numel()
+    def add(part: Part, total: Tensor) -> Tensor:
+        start = sum(sizes[: part.group]) + part.start
+        stop = start + part.length
         if whole is None:
             noise = grid_noise.grid_noise_between(plan, step, start, stop, **options)
         else:

@@ -13,20 +13,20 @@ equally often, and decisions that depend on the data of one process are made tog
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from dualdp.randomness.universal_hash import Hashed
 from dualdp_torch.noise.noise import Piece
 from dualdp_torch.parallel.process_group import Group
+from dualdp_torch.parallel.sum_hash import hash_sums
 from dualdp_torch.rules.base import Tensor, wide
 
 #: Methods that need no more than one layer's gradient on one process.
@@ -185,14 +185,10 @@ class Shards:
             stride=p.stride(),
         )
 
-    def digest(self, sums: Mapping[str, Tensor]) -> np.ndarray[Any, Any]:
-        """Return the digests of all processes' sums, as bytes that are the same on each process."""
-        state = hashlib.sha256()
-        for name, piece in sums.items():
-            state.update(repr((name, piece.dtype, piece.shape)).encode())
-            state.update(piece.detach().cpu().contiguous().view(torch.uint8).numpy().data)
-        digests = self.group.gather("the digest of the sums", state.digest())
-        return np.frombuffer(b"".join(digests), np.uint8)
+    def hashes(self, secret: bytes, sums: Mapping[str, Tensor]) -> list[Hashed]:
+        """Return the hashes of all processes' sums, by rank, the same on each process."""
+        found = self.group.gather("the hash of the sums", hash_sums(secret, sums.values()))
+        return [part for parts in found for part in parts]
 
     def first_that(self, holds: bool) -> int | None:
         """Return the first rank on which `holds` is true, or None; the same on all processes."""

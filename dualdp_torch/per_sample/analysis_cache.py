@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from dualdp_torch.per_sample.batch import Batch
+from dualdp_torch.per_sample.units import UnitLoss
 
 if TYPE_CHECKING:
     from dualdp_torch.per_sample.independence import Analysis
@@ -101,6 +102,8 @@ def cached_analyses(model: nn.Module, loss_fn: Callable[..., Any], batch: Batch)
 
 def _loss_token(loss_fn: Any, referents: list[Callable[[], Any]]) -> Any:
     """Return a key that is equal for functions created anew at every step over the same objects."""
+    if isinstance(loss_fn, UnitLoss):
+        return loss_fn.has_weights, loss_fn.has_aux, _loss_token(loss_fn.loss_fn, referents)
     if isinstance(loss_fn, types.MethodType):
         return _id(loss_fn.__self__, referents), _loss_token(loss_fn.__func__, referents)
     if isinstance(loss_fn, functools.partial):

@@ -24,9 +24,8 @@ from dualdp_torch.per_sample.clip import (
     norms_of,
     passes_again,
     refuse_two_pass,
-    whole_norms,
 )
-from dualdp_torch.per_sample.gradients import Captured, Formed, Limits
+from dualdp_torch.per_sample.gradients import Captured, Formed, Limits, added_up
 from dualdp_torch.per_sample.vmap_and_loop import reweighted
 from dualdp_torch.rules.base import Tensor, is_narrow, wide
 
@@ -60,6 +59,8 @@ def per_sample_grads(
     max_memory: int | None = None,
     has_aux: bool = False,
     check: str = "first",
+    rows_per_unit: int = 1,
+    row_weights: Tensor | None = None,
 ) -> Any:
     """Return the gradient of every example's own loss.
 
@@ -75,6 +76,12 @@ def per_sample_grads(
         check: str, when two examples are compared with plain autograd of their own losses: "first"
             (the first call with a model, loss, shapes without n, dtypes, training flags and
             method), "always" or "off".
+        rows_per_unit: int K; the batch of U K rows is U units of K consecutive rows, and `n` above
+            and below counts units. A unit's loss is the mean of its rows' losses, or, if `loss_fn`
+            couples the rows of a unit (pairs), what it returns for the unit: (U,) losses.
+        row_weights: (U K,) finite floating-point tensor or None; a unit's loss is then the sum of
+            its rows' losses times these weights, of any size and sign; 0 is padding, whose inputs
+            may be nan. A unit's weights must come from its own rows or from public facts.
 
     Returns:
         Mapping from parameter name to (n, *shape); with `has_aux` a pair of that mapping and aux.
@@ -95,6 +102,8 @@ def per_sample_grads(
         max_memory,
         check=check,
         purpose=("per_sample_grads",),
+        rows_per_unit=rows_per_unit,
+        row_weights=row_weights,
     )
     found: list[dict[str, Tensor]] = []
     auxes: list[tuple[Any, int]] = []
@@ -106,7 +115,7 @@ def per_sample_grads(
         else p.new_zeros((0, *p.shape)).detach()
         for name, p in call.parameters.items()
     }
-    return (grads, join_aux(auxes)) if has_aux else grads
+    return (grads, join_aux(auxes, rows_per_unit)) if has_aux else grads
 
 
 def per_sample_norms(
@@ -119,6 +128,8 @@ def per_sample_norms(
     max_memory: int | None = None,
     has_aux: bool = False,
     check: str = "first",
+    rows_per_unit: int = 1,
+    row_weights: Tensor | None = None,
 ) -> Any:
     """Return the L2 norm of every example's gradient.
 
@@ -132,6 +143,8 @@ def per_sample_norms(
         max_memory: int, see `per_sample_grads`.
         has_aux: bool, see `per_sample_grads`.
         check: str, see `per_sample_grads`.
+        rows_per_unit: int, see `per_sample_grads`.
+        row_weights: (U K,) tensor or None, see `per_sample_grads`.
 
     Returns:
         (n,), or a mapping from parameter name to (n,), float32 or wider; with `has_aux` a pair of
@@ -153,6 +166,8 @@ def per_sample_norms(
         max_memory,
         check=check,
         purpose=("per_sample_norms", "each" if per_parameter else "whole"),
+        rows_per_unit=rows_per_unit,
+        row_weights=row_weights,
     )
     limits = Limits() if per_parameter else Limits(lambda name: "")
     auxes: list[tuple[Any, int]] = []
@@ -165,7 +180,7 @@ def per_sample_norms(
             else torch.zeros(0, dtype=wide(p.dtype), device=p.device)
             for name, p in call.parameters.items()
         }
-    return (norms, join_aux(auxes)) if has_aux else norms
+    return (norms, join_aux(auxes, rows_per_unit)) if has_aux else norms
 
 
 def clipped_grad_sum(
@@ -180,6 +195,8 @@ def clipped_grad_sum(
     max_memory: int | None = None,
     has_aux: bool = False,
     check: str = "first",
+    rows_per_unit: int = 1,
+    row_weights: Tensor | None = None,
 ) -> ClippedGradSum:
     """Return the sum over examples of gradients scaled to norm at most C.
 
@@ -197,6 +214,8 @@ def clipped_grad_sum(
         max_memory: int, see `per_sample_grads`.
         has_aux: bool, see `per_sample_grads`.
         check: str, see `per_sample_grads`; the sum over the batch is compared, too.
+        rows_per_unit: int, see `per_sample_grads`; `mask` and `physical_batch_size` count units.
+        row_weights: (U K,) tensor or None, see `per_sample_grads`.
 
     Returns:
         `(grads, norms, losses, aux)`; grads float32, or float64 where the parameters are.
@@ -225,6 +244,8 @@ def clipped_grad_sum(
         mask,
         check=check,
         purpose=("clipped_grad_sum", clipping),
+        rows_per_unit=rows_per_unit,
+        row_weights=row_weights,
     )
     bounds = clipping_bounds(call.parameters, clipping, max_grad_norm)
     refuse_two_pass(method, clipping)
@@ -241,9 +262,8 @@ def clipped_grad_sum(
     if not norms:
         grads = {n: torch.zeros_like(p, dtype=wide(p.dtype)) for n, p in call.parameters.items()}
         norms = losses = [_no_norms(call)]
-    return ClippedGradSum(
-        grads, torch.cat(norms), torch.cat(losses), join_aux(auxes) if has_aux else None
-    )
+    aux = join_aux(auxes, rows_per_unit) if has_aux else None
+    return ClippedGradSum(grads, torch.cat(norms), torch.cat(losses), aux)
 
 
 def _of_chunks(
@@ -260,7 +280,7 @@ def _of_chunks(
 def _no_norms(call: Call) -> Tensor:
     """Return (0,) norms, for a batch without examples, in the precision of the parameters."""
     empty = {n: torch.zeros(0, dtype=wide(p.dtype)) for n, p in call.parameters.items()}
-    return whole_norms(empty, 0)
+    return added_up(empty, str, 0).whole
 
 
 def _grads(call: Call) -> tuple[BatchNumbers, Any]:
@@ -285,8 +305,8 @@ def _grads(call: Call) -> tuple[BatchNumbers, Any]:
 def _norms(limits: Limits, call: Call) -> tuple[BatchNumbers, Any]:
     """Return the gradient norms of one chunk of the batch, and aux."""
     gradients, losses, aux = call.gradients()
-    squares, norms, _ = norms_of(gradients, limits, call.batch.n)
-    lengths = {name: square.sqrt().to(norms.dtype) for name, square in squares.items()}
+    squares, norms = norms_of(gradients, limits, call.batch.n)
+    lengths = {name: square.sqrt().to(norms.dtype) for name, square in squares.of.items()}
     return BatchNumbers(
         norms,
         losses,

@@ -19,10 +19,15 @@ class Batch:
 
     With `shares`, a tensor with 1 on axis 0 beside n > 1 elsewhere is one that all examples share,
     such as position ids, and is handed on whole.
+
+    Attributes:
+        n: number of examples, each of which is a unit of `rows_per_unit` consecutive rows.
     """
 
-    def __init__(self, arguments: tuple[Any, ...], *, shares: bool = False) -> None:
-        self._arguments, self._shares = arguments, shares
+    def __init__(
+        self, arguments: tuple[Any, ...], *, shares: bool = False, rows_per_unit: int = 1
+    ) -> None:
+        self._arguments, self._shares, self.rows_per_unit = arguments, shares, rows_per_unit
         self.leaves, self.spec = pytree.tree_flatten(arguments)
         sizes: set[int] = set()
         for leaf in self.leaves:
@@ -55,10 +60,16 @@ class Batch:
                 f"The batch arguments hold {came}. Expected the same number of examples on axis 0 "
                 f"of every tensor{way_out}."
             )
-        self.n = sizes.pop()
+        self.num_rows = sizes.pop()
+        self.n, rest = divmod(self.num_rows, rows_per_unit)
+        if rest:
+            raise ValueError(
+                f"The batch holds {self.num_rows} rows, which split a unit of {rows_per_unit}. "
+                f"Expected a multiple of {rows_per_unit} rows: whole units, in their order."
+            )
 
     def _has_rows(self, leaf: Any) -> bool:
-        return torch.is_tensor(leaf) and len(leaf) == self.n
+        return torch.is_tensor(leaf) and len(leaf) == self.num_rows
 
     def _map(self, change: Any) -> Any:
         leaves = [change(leaf) if self._has_rows(leaf) else leaf for leaf in self.leaves]
@@ -73,12 +84,21 @@ class Batch:
         )
 
     def rows(self, which: slice | Tensor) -> Batch:
-        """Return the batch of the selected examples."""
+        """Return the batch of the selected examples, each with all rows of its unit."""
+        k = self.rows_per_unit
+        if k > 1:
+            if isinstance(which, slice):
+                which = slice(which.start * k, which.stop * k)
+            else:
+                which = (which[:, None] * k + torch.arange(k, device=which.device)).flatten()
 
         def pick(leaf: Tensor) -> Tensor:
             return leaf[which if isinstance(which, slice) else which.to(leaf.device)]
 
-        return Batch(self._map(pick), shares=self._shares)
+        return self._with(self._map(pick))
+
+    def _with(self, arguments: Any) -> Batch:
+        return Batch(arguments, shares=self._shares, rows_per_unit=self.rows_per_unit)
 
     def chunks(self, size: int | None) -> Iterator[tuple[slice, Batch]]:
         """Yield (rows, batch) for consecutive chunks of at most `size` examples; none if n = 0."""
@@ -100,15 +120,15 @@ class Batch:
 
     def on(self, tensors: list[Tensor]) -> Batch:
         """Return the batch with its tensors replaced by `tensors`, in order."""
-        return Batch(self.with_tensors(tensors), shares=self._shares)
+        return self._with(self.with_tensors(tensors))
 
     def signature(self) -> tuple[Any, ...]:
-        """Return the structure, shapes without n, dtypes, devices, types, and which have rows."""
+        """Return structure, shapes without n, dtypes, devices, types, which have rows, unit."""
         kinds = tuple(
             (leaf.shape[1:], leaf.dtype, leaf.device) if torch.is_tensor(leaf) else type(leaf)
             for leaf in self.leaves
         )
-        return self.spec, kinds, tuple(map(self._has_rows, self.leaves))
+        return self.spec, kinds, tuple(map(self._has_rows, self.leaves)), self.rows_per_unit
 
 
 def split_aux(returned: Any, has_aux: bool) -> tuple[Any, Any]:
@@ -139,7 +159,7 @@ def check_losses(losses: Any, n: int) -> Tensor:
     return losses
 
 
-def join_aux(auxes: list[tuple[Any, int]]) -> Any:
+def join_aux(auxes: list[tuple[Any, int]], rows_per_unit: int = 1) -> Any:
     """Join the auxiliary outputs of consecutive chunks, each with the size of its chunk."""
     if len(auxes) < 2:
         return auxes[0][0] if auxes else None
@@ -156,7 +176,7 @@ def join_aux(auxes: list[tuple[Any, int]]) -> Any:
             leaves.append(first)
             continue
         for value, (_, size) in zip(values, auxes, strict=True):
-            if value.dim() == 0 or len(value) != size:
+            if value.dim() == 0 or len(value) not in (size, size * rows_per_unit):
                 raise ValueError(
                     f"aux holds a tensor of shape {tuple(value.shape)} for {size} examples. "
                     "Expected the examples on axis 0, so that pieces of a batch can be joined."

@@ -13,46 +13,57 @@ from dualdp_torch.rules.base import Tensor
 
 @dataclass(frozen=True)
 class BatchAxis:
-    """Batch axis of a tensor: axis `axis`, or axis 0 with the examples folded into it.
+    """Batch axis of a tensor: axis `axis`, or with the examples folded into it.
 
-    `fold` is "outer" for rows (n, t) or "inner" for rows (t, n) folded into axis 0, and "single"
-    for a batch of one example, which is the whole tensor.
+    `fold` is "outer" for rows (n, t) or "inner" for rows (t, n, rows_per_unit) folded into the
+    axis, and "single" for a batch of one example, which is the whole tensor.
     """
 
     axis: int = 0
     fold: str | None = None
+    rows_per_unit: int = 1
 
     def batch_first(self, tensor: Tensor, n: int) -> Tensor:
         """Return a view or copy with the examples, and nothing else, on axis 0."""
         if self.fold == "single":
             return tensor.unsqueeze(0)
+        first = tensor.movedim(self.axis, 0) if self.axis else tensor
         if self.fold == "outer":
-            return tensor.reshape(n, -1, *tensor.shape[1:])
+            return first.reshape(n, -1, *first.shape[1:])
         if self.fold == "inner":
-            return tensor.reshape(-1, n, *tensor.shape[1:]).transpose(0, 1)
-        return tensor.movedim(self.axis, 0) if self.axis else tensor
+            units = first.reshape(-1, n, self.rows_per_unit, *first.shape[1:])
+            return units.transpose(0, 1).flatten(1, 2)
+        return first
 
     def fits(self, shape: torch.Size, n: int) -> bool:
         """True if a tensor of this shape can hold n examples on this batch axis."""
+        size = shape[self.axis] if len(shape) > self.axis else 0
         if self.fold:
-            return len(shape) > 0 and shape[0] > n and shape[0] % n == 0
-        return len(shape) > self.axis and shape[self.axis] == n
+            least = n * (self.rows_per_unit if self.fold == "inner" else 1)
+            return size > least and size % least == 0
+        return size == n
 
 
-def of_single(shape: torch.Size, axes: Iterable[int], rows_are_free: bool) -> BatchAxis | None:
+def of_single(
+    shape: torch.Size, axes: Iterable[int], rows_are_free: bool, rows_per_unit: int
+) -> BatchAxis | None:
     """Return the batch axis of a batch of one example, where nothing needs an analysis."""
     if rows_are_free:
         return BatchAxis(0, "single")
-    return next((BatchAxis(axis) for axis in axes if BatchAxis(axis).fits(shape, 1)), None)
+    return next(iter(candidates(shape, 1, axes, False, rows_per_unit)), None)
 
 
 def candidates(
-    shape: torch.Size, n: int, axes: Iterable[int], rows_are_free: bool
+    shape: torch.Size, n: int, axes: Iterable[int], rows_are_free: bool, rows_per_unit: int
 ) -> list[BatchAxis]:
     """Return every batch axis that the shape allows; the gradients decide between them."""
+    axes = list(axes)
     found = [BatchAxis(axis) for axis in axes]
     if rows_are_free:
-        found += [BatchAxis(0, "outer"), BatchAxis(0, "inner")]
+        found += [BatchAxis(0, "outer"), BatchAxis(0, "inner", rows_per_unit)]
+    if rows_per_unit > 1:  # axes that hold the rows of all units
+        rows = [axis for axis in axes if shape[axis] == n * rows_per_unit]
+        found += [BatchAxis(axis, "outer") for axis in rows if axis or not rows_are_free]
     return [batch_axis for batch_axis in found if batch_axis.fits(shape, n)]
 
 

@@ -30,6 +30,7 @@ from dualdp_torch.per_sample.parameter_use import (
 )
 from dualdp_torch.per_sample.permutation_check import PERMUTED, permuted_use
 from dualdp_torch.per_sample.random_state import untouched_generators
+from dualdp_torch.per_sample.units import of_units
 from dualdp_torch.per_sample.vmap_and_loop import by_loop, by_vmap, gradients_set_aside
 from dualdp_torch.rules.base import Tensor
 from dualdp_torch.rules.memory import PART, SURELY_FREE, free_memory
@@ -91,6 +92,8 @@ class Call:
         mask: Tensor | None = None,
         check: str = "off",
         purpose: tuple[str, ...] = (),
+        rows_per_unit: int = 1,
+        row_weights: Tensor | None = None,
     ) -> Call:
         """Check every argument before anything runs, and return the call."""
         _validate.choice("method", method, METHODS)
@@ -103,7 +106,10 @@ class Call:
         require_module("The model", model)
         if not isinstance(batch, Batch):
             _validate.takes("loss_fn", loss_fn, "(model, *batch)", model, *batch)
-        examples = batch if isinstance(batch, Batch) else Batch(batch)
+        if isinstance(batch, Batch):
+            examples = batch
+        else:
+            loss_fn, examples = of_units(loss_fn, batch, rows_per_unit, row_weights, has_aux)
         if physical_batch_size is not None:
             physical_batch_size = _validate.integer(
                 "physical_batch_size", physical_batch_size, minimum=1
@@ -295,7 +301,7 @@ class Call:
             return None
         if analysis.problem or analysis.signatures != signatures:
             raise _NoCapture("the uses of parameters differ from those that were examined")
-        if capture.permutations.may_permute(self.batch.n):
+        if capture.permutations.may_permute(self.batch.n, self.batch.num_rows):
             permuted = permuted_use(capture, losses, analysis.batch_axes, self.parameters)
             if permuted is not None:
                 problem = PERMUTED.format(permuted)

@@ -46,6 +46,8 @@ _DIFFERENTIATE = {
     torch.autograd.backward: ("tensors", "grad_tensors", "retain_graph", "create_graph"),
     Tensor.backward: ("self", "gradient", "retain_graph", "create_graph", "inputs"),
 }
+#: Tensor with a gradient, which makes outputs of the first layers part of the graph.
+_LEAF = torch.zeros((), requires_grad=True)
 _BATCH_NORM = ("input", "running_mean", "running_var", "weight", "bias", "training")
 
 
@@ -84,7 +86,6 @@ class Capture(TorchFunctionMode):
         self._skipped: set[tuple[Any, ...]] = set()
         self._frames: weakref.WeakKeyDictionary[Any, list[Use]] = weakref.WeakKeyDictionary()
         self._recomputing = False
-        self._leaf = torch.zeros((), requires_grad=True)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -226,7 +227,7 @@ class Capture(TorchFunctionMode):
         if not out.requires_grad:
             if out._is_view():
                 out = out.clone()
-            out = attach(out, self._leaf)
+            out = attach(out, _LEAF)
         elif out._is_view():  # as of a linear layer with position axes
             out = no_view(out)
         options = {k: v for k, v in call.items() if k not in held and not torch.is_tensor(v)}

@@ -12,7 +12,7 @@ import torch
 from dualdp import _validate
 from dualdp.plan.clipping import AUTOMATIC_OFFSET, CLIPPING, factors_for, group_bounds
 from dualdp_torch.parallel.fsdp import Shards
-from dualdp_torch.per_sample.gradients import Gradients, Limits
+from dualdp_torch.per_sample.gradients import Gradients, Limits, Squares, added_up
 from dualdp_torch.rules.base import Tensor, sq_norms
 
 #: Underflow of squares matters below this bound; above, the squares lost in 2^40 numbers change a
@@ -71,31 +71,36 @@ def refuse_two_pass(method: str, clipping: str) -> None:
         )
 
 
-def whole_norms(squares: Mapping[str, Tensor], n: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Return (n,) norms of whole gradients, from the squared norms per parameter."""
-    if not squares:
-        return torch.zeros(n)
-    widest = max((s.dtype for s in squares.values()), key=lambda d: d.itemsize)
-    return torch.stack([s.to(widest) for s in squares.values()]).sum(0).sqrt().to(dtype or widest)
-
-
-def norms_of(
-    gradients: Gradients, limits: Limits, n: int
-) -> tuple[dict[str, Tensor], Tensor, bool]:
-    """Return squared norms by parameter, norms (n,) of whole gradients, and if float32 held them.
+def norms_of(gradients: Gradients, limits: Limits, n: int) -> tuple[Squares, Tensor]:
+    """Return squared norms, and norms (n,) of whole gradients; `are_finite` if float32 held them.
 
     A norm whose square overflows float32 is recomputed in float64, so that the example is not taken
     for a broken one.
     """
     squares = gradients.sq_norms(limits)
-    norms = whole_norms(squares, n)
-    finite = norms < torch.inf  # nor nan
-    if bool(finite.all()):
-        return squares, norms, True
-    rows = (~finite).nonzero().flatten()
-    for name, exact in gradients.exact_sq_norms(rows).items():
-        squares[name] = squares[name].double().index_put_((rows,), exact)
-    return squares, whole_norms(squares, n, norms.dtype), False
+    norms = squares.whole.sqrt() if squares.of else torch.zeros(n)
+    if squares.are_finite:
+        return squares, norms
+    rows = (~(norms < torch.inf)).nonzero().flatten()  # nor nan
+    exact = added_up(gradients.exact_sq_norms(rows), limits.group_of, len(rows))
+
+    def replaced(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Only the selected examples change: the others' factors depend on them alone."""
+        return {name: s.double().index_put_((rows,), new[name]) for name, s in old.items()}
+
+    of, totals = replaced(squares.of, exact.of), replaced(squares.totals, exact.totals)
+    whole = squares.whole.double().index_put_((rows,), exact.whole)
+    return Squares(of, totals, whole, False), _roots(whole, norms.dtype)
+
+
+def _roots(squares: Tensor, dtype: torch.dtype) -> Tensor:
+    """(n,) roots, as `dtype` gives them where it holds the squares: float64 rounds otherwise."""
+    found = squares.to(dtype).sqrt()
+    return (
+        found
+        if squares.dtype == dtype
+        else found.where(found < torch.inf, squares.sqrt()).to(dtype)
+    )
 
 
 def _squares_of_minute_gradients(gradients: Gradients) -> dict[str, Tensor]:
@@ -110,20 +115,15 @@ def _squares_of_minute_gradients(gradients: Gradients) -> dict[str, Tensor]:
     }
 
 
-def _factors(
-    squares: Mapping[str, Tensor], norms: Tensor, bounds: Mapping[str, Any], clipping: str
-) -> dict[str, Tensor]:
+def _factors(squares: Squares, norms: Tensor, bounds: Mapping[str, Any], clipping: str) -> Any:
     """Return name -> (n,) clip factors, those of the parameter's group."""
     if clipping != "per_layer":
-        factors = factors_for(clipping, norms, bounds[""], xp=torch)
-        return dict.fromkeys(squares, factors)
-    found: dict[str, Tensor] = {}
-    for group, bound in bounds.items():
-        members = {name: s for name, s in squares.items() if group_of(name) == group}
-        lengths = whole_norms(members, len(norms), norms.dtype)
-        factors = factors_for(clipping, lengths, bound, xp=torch)
-        found |= dict.fromkeys(members, factors.masked_fill(~norms.isfinite(), 0))
-    return found
+        return dict.fromkeys(squares.of, factors_for(clipping, norms, bounds[""], xp=torch))
+    factors = {}
+    for group, total in squares.totals.items():
+        found = factors_for(clipping, _roots(total, norms.dtype), bounds[group], xp=torch)
+        factors[group] = found.masked_fill(~norms.isfinite(), 0)
+    return {name: factors[group_of(name)] for name in squares.of}
 
 
 @dataclass(frozen=True)
@@ -163,19 +163,19 @@ def clip_factors(
     if clipping != "per_layer":
         floors = {"": AUTOMATIC_OFFSET} if clipping == "automatic" else bounds
         limits = Limits(lambda name: "", floors)
-    squares, norms, are_finite = norms_of(gradients, limits, n)
-    rows = None
-    if mask is not None or not are_finite:
-        counted = norms < torch.inf  # nor nan
-        if mask is not None:
-            mask = mask.to(norms.device)
-            counted, norms = counted & mask, norms.where(mask, 0)
-        rows = None if bool(counted.all()) else counted.nonzero().flatten()
+    squares, norms = norms_of(gradients, limits, n)
+    counted, rows = mask, None  # the mask of a loader lies on the host
+    if not squares.are_finite:
+        counted = norms < torch.inf if mask is None else mask.to(norms.device) & (norms < torch.inf)
+    if mask is not None:
+        norms = norms.where(mask.to(norms.device), 0)
+    if counted is not None and not bool(counted.all()):
+        rows = counted.nonzero().flatten().to(norms.device)
     lengths = norms
-    if min(bounds.values()) < _LEAST_BOUND and squares:
-        squares = _squares_of_minute_gradients(gradients)
-        lengths = whole_norms(squares, n)
-    return Factors(_factors(squares, lengths, bounds, clipping), norms, rows, squares)
+    if min(bounds.values()) < _LEAST_BOUND * gradients.scale and squares.of:
+        squares = added_up(_squares_of_minute_gradients(gradients), limits.group_of, n)
+        lengths = squares.whole.sqrt()
+    return Factors(_factors(squares, lengths, bounds, clipping), norms, rows, squares.of)
 
 
 def clipped_sums(

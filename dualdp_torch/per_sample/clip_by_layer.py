@@ -73,7 +73,7 @@ class Layered:
     def _clip(self, layer: Layer) -> None:
         """Clip, sum and reduce one layer."""
         for use, batch_axis in layer.uses.items():
-            complete(use, batch_axis, self._terms.scale)
+            complete(use, batch_axis)
         parameters = {name: self._parameters[name] for name in layer.names}
         derived = self._derived if layer.is_last else {}
         bounds = {group_of(name): self._terms.bounds[group_of(name)] for name in layer.names}
@@ -85,6 +85,7 @@ class Layered:
                 parameters,
                 derived,
                 n=self._n,
+                scale=self._terms.scale,
                 keep="small",
                 gathered=self._shards.gathered,
             )

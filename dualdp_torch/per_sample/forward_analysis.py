@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,8 +33,9 @@ class ForwardAnalysis:
     analyse it on the same few examples as soon as one process needs the analysis.
 
     `inside` has the parameters as the forward sees them; in the context that `pause` returns, the
-    model's calls are not recorded. The uses at the positions `skip` hold no examples, and `cache`
-    has the analyses of the model on batches like the last one.
+    model's calls are not recorded. An example is a unit of `rows_per_unit` rows. The uses at the
+    positions `skip` hold no examples, and `cache` has the analyses of the model on batches like the
+    last one.
     """
 
     def __init__(
@@ -42,15 +44,17 @@ class ForwardAnalysis:
         inside: Mapping[str, nn.Parameter],
         shards: Shards | None,
         pause: Callable[[], AbstractContextManager[None]],
+        rows_per_unit: int,
     ) -> None:
         self._model, self._inside, self._shards, self._pause = model, inside, shards, pause
+        self._loss = partial(projected, rows_per_unit=rows_per_unit)
         self._batch: Batch
         self.cache = AnalysisCache([])
         self.skip: frozenset[int] = frozenset()
 
     def begin(self, batch: Batch) -> str | None:
         """Analyse a new model; return the reason why captured uses can't be trusted, or None."""
-        self._batch, self.cache = batch, cached_analyses(self._model, projected, batch)
+        self._batch, self.cache = batch, cached_analyses(self._model, self._loss, batch)
         self._complete(lambda: not self.cache)
         problem = self.cache.problem
         if problem and self._shards is not None:
@@ -68,10 +72,10 @@ class ForwardAnalysis:
         """Return the batch axis of each use of the forward that has ended, None if not known."""
         cache, signatures = self.cache, tuple(use.signature for use in capture.uses)
         self._complete(lambda: signatures not in cache or not cache[signatures].complete)
-        n = self._batch.n
+        n, k = self._batch.n, self._batch.rows_per_unit
         if n == 1:
             found = tuple(
-                of_single(use.out_shape, use.possible_axes, use.rule.rows_are_free)
+                of_single(use.out_shape, use.possible_axes, use.rule.rows_are_free, k)
                 for use in capture.uses
             )
         elif signatures not in cache:
@@ -82,14 +86,14 @@ class ForwardAnalysis:
             )
         else:
             found = cache[signatures].batch_axes
-        is_due, rounds = n > 1 and capture.permutations.may_permute(n), (n - 1).bit_length()
+        is_due, rounds = n > 1 and capture.permutations.may_permute(n, n * k), (n - 1).bit_length()
         if self._shards is not None:  # as many backwards on all processes as one of them needs
             is_due = bool(self._shards.largest(is_due))
             rounds = self._shards.largest(rounds) if is_due else 0
         if is_due:
             checked = found if n > 1 else [None] * len(found)
             with self._pause():
-                total = combined(float_leaves(outputs))
+                total = combined(float_leaves(outputs), rows_per_unit=k)
                 use = permuted_use(capture, total, checked, self._inside, rounds=rounds)
             if use is not None:
                 raise UnsupportedLayerError(
@@ -108,14 +112,16 @@ class ForwardAnalysis:
         while (rank := self._shards.first_that(missing)) is not None:
             few = self._batch.rows(slice(0, _SAMPLE)).arguments()
             device = self._batch.tensors()[0].device
-            self._analyze(Batch(self._shards.sample_of(rank, few, device), shares=True))
+            sample = self._shards.sample_of(rank, few, device)
+            k = self._batch.rows_per_unit
+            self._analyze(Batch(sample, shares=True, rows_per_unit=k))
             missing = missing and rank != self._shards.group.rank and is_missing()
 
     def _analyze(self, batch: Batch) -> None:
         """Analyse the model on a batch, and cache the result if it may be reused."""
         writes = self.cache.writes
         with self._pause(), gradients_set_aside(self._inside), torch.enable_grad():
-            found = analyze(self._model, projected, batch, self._inside, writes=writes)
+            found = analyze(self._model, self._loss, batch, self._inside, writes=writes)
         theirs, ours = batch.signature(), self._batch.signature()
         is_ours = theirs == ours or (self._batch.n == 1 and theirs[:2] == ours[:2])
         if is_ours and found is not None and (found.complete or found.signatures):

@@ -6,10 +6,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -18,19 +18,65 @@ from dualdp_torch.per_sample.batch_axis import BatchAxis
 from dualdp_torch.per_sample.parameter_use import Derived, Use, name_of
 from dualdp_torch.per_sample.use_gradients import Part, joined, leads_to, pick, tied
 from dualdp_torch.rules import choices, memory
-from dualdp_torch.rules.base import Norms, Tensor, exact_sq_norms, is_narrow, sq_norms, weighted_sum
+from dualdp_torch.rules.base import (
+    Tensor,
+    exact_sq_norms,
+    is_narrow,
+    lengths,
+    on_host,
+    sq_norms,
+    weighted_sum,
+)
 from dualdp_torch.rules.base import wide as wide
+from dualdp_torch.rules.together import Described, NormTable, sq_norms_of
 
 #: Floor of a squared norm to which its error is compared.
 _LEAST = 1e-30
 #: Largest size of n gradients at which those of one shape, such as norms and biases, are copied
-#: into one tensor and share kernel calls: copying more takes longer than the calls saved.
-SMALL = 1 << 14
+#: into one tensor and share kernel calls, on a host and elsewhere: copying more takes longer than
+#: the calls saved.
+SMALL, SMALL_ELSEWHERE = 1 << 14, 1 << 20
 
 
 def _added(terms: list[Tensor]) -> Tensor:
     """Return the sum of one or more tensors; a single tensor is not copied."""
     return terms[0] if len(terms) == 1 else torch.stack(terms).sum(0)
+
+
+def _stacked(rows: list[Tensor]) -> Tensor:
+    """(n,) each -> (rows, n); a single row is not copied."""
+    return rows[0].unsqueeze(0) if len(rows) == 1 else torch.stack(rows)
+
+
+class Squares(NamedTuple):
+    """Squared norms (n,): `of` each parameter, their `totals` by clipping group, and the `whole`.
+
+    `are_finite` is True if the whole ones all are.
+    """
+
+    of: dict[str, Tensor]
+    totals: dict[str, Tensor]
+    whole: Tensor
+    are_finite: bool
+
+
+def _totals(
+    names: Sequence[str], rows: Tensor | Sequence[Tensor], group_of: Callable[[str], str]
+) -> dict[str, Tensor]:
+    """Return group -> (n,) sum of its parameters' rows."""
+    members: dict[str, list[int]] = {}
+    for index, name in enumerate(names):
+        members.setdefault(group_of(name), []).append(index)
+    if len(members) == 1 and torch.is_tensor(rows):
+        return {group: rows.sum(0) for group in members}
+    return {group: _added([rows[i] for i in indices]) for group, indices in members.items()}
+
+
+def added_up(of: dict[str, Tensor], group_of: Callable[[str], str], n: int) -> Squares:
+    """Return name -> (n,) squared norms with their sums."""
+    totals = _totals([*of], [*of.values()], group_of)
+    whole = _added([*totals.values()]) if of else torch.zeros(n)
+    return Squares(of, totals, whole, bool((whole < torch.inf).all()))  # False for nan
 
 
 @dataclass(frozen=True)
@@ -55,9 +101,11 @@ class Gradients(Protocol):
         doubt: (n,) largest error bound of a norm, in units of its tolerance, over the groups whose
             norms came from products; None before `sq_norms`, or without such norms.
         one_sum: bool, True if some examples' sums must come from the same numbers as their norms.
+        scale: factor of the gradients in memory; squares of theirs may underflow, not of these.
     """
 
     is_narrow: bool
+    scale: float
 
     @property
     def doubt(self) -> Tensor | None:
@@ -73,8 +121,8 @@ class Gradients(Protocol):
         """Return a mapping from parameter name to (n, *shape)."""
         ...
 
-    def sq_norms(self, limits: Limits) -> dict[str, Tensor]:
-        """Return name -> (n,) squared norms, as precise as `limits` asks; inf on overflow."""
+    def sq_norms(self, limits: Limits) -> Squares:
+        """Return squared norms, as precise as `limits` asks; inf on overflow."""
         ...
 
     def exact_sq_norms(self, rows: Tensor) -> dict[str, Tensor]:
@@ -92,13 +140,27 @@ class Gradients(Protocol):
         ...
 
 
+def _merged(
+    tables: Sequence[tuple[list[str], Tensor, list[str], Tensor]],
+) -> tuple[list[str], Tensor, list[str], Tensor]:
+    """Names and rows, twice, of tables of several dtypes, in the widest of them."""
+    if len(tables) == 1:
+        return tables[0]
+    if not tables:
+        return [], torch.zeros(0), [], torch.zeros(0)
+    names = [name for each, *_ in tables for name in each]
+    bounded = [name for *_, each, _ in tables for name in each]
+    return names, torch.cat([t[1] for t in tables]), bounded, torch.cat([t[3] for t in tables])
+
+
 class Formed:
     """Per-sample gradients held in memory: a mapping from parameter name to (n, *shape)."""
 
     doubt: Tensor | None = None
-    one_sum = False
+    one_sum, scale = False, 1.0
 
     def __init__(self, formed: dict[str, Tensor]) -> None:
+        self._n = next((len(g) for g in formed.values()), 0)
         self.is_narrow = is_narrow(formed.values())
         self._formed = {name: g.to(wide(g.dtype)) for name, g in formed.items()}
 
@@ -106,9 +168,10 @@ class Formed:
         """Return a mapping from parameter name to (n, *shape)."""
         return self._formed
 
-    def sq_norms(self, limits: Limits) -> dict[str, Tensor]:
-        """Return name -> (n,) squared norms."""
-        return {name: sq_norms(g) for name, g in self._formed.items()}
+    def sq_norms(self, limits: Limits) -> Squares:
+        """Return squared norms."""
+        found = {name: sq_norms(g) for name, g in self._formed.items()}
+        return added_up(found, limits.group_of, self._n)
 
     def exact_sq_norms(self, rows: Tensor) -> dict[str, Tensor]:
         """Return name -> (rows,) float64 squared norms of the selected examples."""
@@ -139,6 +202,8 @@ class Captured:
         parameters: mapping from name to parameter.
         derived: mapping from name to a tensor computed from parameters and used like one.
         n: number of examples.
+        scale: factor that undoes the loss reduction: n for a mean, 1 for a sum. It is applied to
+            norms and factors, not to each use's gradient.
         keep: "all" keeps every per-sample gradient, "small" those no larger than the output's
             gradient, "cheap" also those that the cost model keeps.
         gathered: function from parameter names to a context in which their storage is allocated;
@@ -154,15 +219,17 @@ class Captured:
         *,
         n: int,
         keep: str,
+        scale: float = 1.0,
         gathered: Callable[[Iterable[str]], AbstractContextManager[None]] | None = None,
     ) -> None:
         self._parameters, self._derived, self._n, self._keep = parameters, derived, n, keep
+        self.scale = scale
         self._gathered = gathered or (lambda names: nullcontext())
         self._parts: dict[str, list[Part]] = {name: [] for name in (*parameters, *derived)}
         self._kept: dict[str, Tensor] = {}
         self._alike: list[tuple[list[str], Tensor]] = []  # small kept gradients, (n, names, *shape)
         self._apart: dict[str, list[tuple[Tensor, Tensor]]] = {}  # formed: (rows, gradients)
-        self._doubts: list[tuple[Tensor, Tensor]] = []  # (error, tolerance) per group
+        self._doubts: tuple[Tensor, Tensor] | None = None  # errors and tolerances, (groups, n)
         self.is_narrow = is_narrow(parameters.values())
         for use, batch_axis in zip(uses, batch_axes, strict=True):
             if use.grads_out is None or batch_axis is None:
@@ -171,8 +238,9 @@ class Captured:
             acts = self._prepare(use.acts, batch_axis)
             grads_out = self._prepare(use.grads_out, batch_axis)
             for slot, name in use.held.items():
-                light = slot in use.rule.light
-                self._parts[name].append(Part(use, slot, None if light else acts, grads_out))
+                own = None if slot in use.rule.light else acts
+                is_apart = batch_axis.fold == "outer" and not use.rule.rows_are_free
+                self._parts[name].append(Part(use, slot, own, grads_out, is_apart))
             use.acts = use.grads_out = None  # from here on only the parts hold these tensors
             use.versions.clear()
         self._parts = {name: joined(parts) for name, parts in self._parts.items()}
@@ -234,10 +302,11 @@ class Captured:
     def grads(self) -> dict[str, Tensor]:
         """Return a mapping from parameter name to (n, *shape)."""
         pulled_back = self._pulled_back()
-        return {
+        found = {
             name: self._kept[name] if name in self._kept else self._formed(name, pulled_back)
             for name in self._parameters
         }
+        return found if self.scale == 1 else {name: g * self.scale for name, g in found.items()}
 
     def _keeps(self, parts: list[Part]) -> bool:
         """True if one parameter's per-sample gradients are kept until the sum."""
@@ -246,102 +315,108 @@ class Captured:
             return True
         return self._keep == "cheap" and all(part.prefers_keeping() for part in parts)
 
-    def _norms_alone(self, parts: list[Part]) -> Norms | None:
-        """(n,) squared norms without forming gradients, and their error bound; None if dearer."""
+    def _norms_alone(self, parts: list[Part]) -> Described | None:
+        """Squared norms without forming gradients, or their description; None if dearer."""
         if len(parts) > 1:
             return tied(parts)
-        return parts[0].sq_norms() if parts[0].norms_are_cheaper() else None
+        if not parts[0].norms_are_cheaper():
+            return None
+        found = parts[0].sq_norms()
+        # A description would keep widened copies of all layers until they are computed.
+        return sq_norms_of(found, self._n) if parts[0].is_widened() else found
 
     @property
     def doubt(self) -> Tensor | None:
         """(n,) largest error bound of a norm, in units of its tolerance; None without bounds."""
-        if not self._doubts:
+        if self._doubts is None:
             return None
-        return torch.stack([error / tolerated for error, tolerated in self._doubts]).amax(0)
+        errors, tolerated = self._doubts
+        return (errors / tolerated).amax(0)
 
     @property
     def one_sum(self) -> bool:
         """True if some gradients were formed for their norms and must be used in the sum."""
         return bool(self._apart)
 
-    def sq_norms(self, limits: Limits) -> dict[str, Tensor]:
-        """Return name -> (n,) squared norms, as precise as `limits` asks.
+    def sq_norms(self, limits: Limits) -> Squares:
+        """Return squared norms, as precise as `limits` asks.
 
         Guarantees:
             An earlier call, whatever its limits, leaves no gradient in a later sum.
                 [test_questions_to_a_record_may_be_repeated]
         """
-        self._apart, self._doubts = {}, []
-        found: dict[str, Tensor] = {}
-        bounds: dict[str, Tensor] = {}
+        self._apart, self._doubts = {}, None
+        tables: dict[torch.dtype, NormTable] = {}
         small: dict[Any, list[str]] = {}
         pulled_back = self._pulled_back()
-        for name in self._parameters:
+        for name, p in self._parameters.items():
             parts = self._parts[name]
+            table = tables.setdefault(wide(p.dtype), NormTable(self._n, self.scale))
             if name in self._kept:  # by an earlier call
-                found[name] = sq_norms(self._kept[name])
+                table.add_lengths([name], lengths(self._kept[name])[None])
                 continue
             if not parts and name not in pulled_back:
-                found[name] = self._zeros(name).new_zeros(self._n)
+                table.add(name, (p.new_zeros(self._n, dtype=wide(p.dtype)), None))
                 continue
             keeps = self._keeps(parts)
             alone = None if keeps or name in pulled_back else self._norms_alone(parts)
             if alone is not None:
-                found[name], bound = alone
-                if bound is not None:
-                    bounds[name] = bound
-            else:
-                formed = self._formed(name, pulled_back)
-                if keeps:
-                    self._kept[name] = formed
-                    parts.clear()  # free the inputs before the next gradient is formed
-                if keeps and formed.numel() <= SMALL:
+                table.add(name, alone)
+                continue
+            formed = self._formed(name, pulled_back)
+            if keeps:
+                self._kept[name] = formed
+                parts.clear()  # free the inputs before the next gradient is formed
+                if table.shares(name, formed):
+                    continue
+                if formed.numel() <= (SMALL if on_host(formed) else SMALL_ELSEWHERE):
                     small.setdefault((formed.shape, formed.dtype, formed.device), []).append(name)
-                else:
-                    found[name] = sq_norms(formed)
-        for names in small.values():
-            found |= self._sq_norms_of_alike(names)
-        found = {name: found[name] for name in self._parameters}
-        if bounds:
-            self._form_doubtful(found, bounds, limits)
-        return found
+                    continue
+            table.add_lengths([name], lengths(formed)[None])
+        for (_, dtype, _), names in small.items():
+            tables[dtype].add_lengths(names, self._lengths_of_alike(names))
+        found = [table.finish() for table in tables.values()]
+        return self._judged(found, limits)
 
-    def _sq_norms_of_alike(self, names: list[str]) -> dict[str, Tensor]:
-        """Name -> (n,) of kept gradients of one shape, which from now on share one tensor."""
+    def _lengths_of_alike(self, names: list[str]) -> Tensor:
+        """(k, n) of kept gradients of one shape, which from now on share one tensor."""
         if len(names) == 1:
-            return {name: sq_norms(self._kept[name]) for name in names}
+            return lengths(self._kept[names[0]])[None]
         together = torch.stack([self._kept[name] for name in names], 1)
         self._kept.update(zip(names, together.unbind(1), strict=True))
         self._alike.append((names, together))
-        squares = sq_norms(together.flatten(0, 1)).view(together.shape[:2])
-        return dict(zip(names, squares.unbind(1), strict=True))
+        return lengths(together.flatten(0, 1)).view(together.shape[:2]).T
 
-    def _form_doubtful(
-        self, found: dict[str, Tensor], bounds: Mapping[str, Tensor], limits: Limits
-    ) -> None:
-        """Form the gradients of examples whose norms may be too inexact, group by group."""
-        members: dict[str, list[str]] = {}
-        for name in found:
-            members.setdefault(limits.group_of(name), []).append(name)
-        groups = [group for group, names in members.items() if not bounds.keys().isdisjoint(names)]
-        self._doubts = [
-            self._group_doubt(members[g], limits.floors.get(g, 0.0), found, bounds) for g in groups
-        ]
-
-    def _group_doubt(
-        self, names: list[str], floor: float, found: dict[str, Tensor], bounds: Mapping[str, Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        """(n,) error bound of one group's squared norms, 0 where formed, and (n,) tolerance."""
-        total = _added([found[name] for name in names])
-        error = _added([bounds[name] for name in names if name in bounds])
-        tolerated = total.clamp(min=max(floor**2, _LEAST)).mul_(margin_of(total.dtype))
-        if bool((error <= tolerated).all()):
-            return error, tolerated
-        doubtful = ~(error <= tolerated)  # True for nan and inf
-        for name in names:
-            if name in bounds:
-                self._form_apart(name, doubtful.nonzero().flatten(), found)
-        return error.masked_fill(doubtful, 0), tolerated
+    def _judged(
+        self, found: Sequence[tuple[list[str], Tensor, list[str], Tensor]], limits: Limits
+    ) -> Squares:
+        """Squares as precise as `limits` asks: gradients whose norms are too inexact are formed."""
+        names, rows, bounded, errors = _merged(found)
+        by_name = dict(zip(names, rows, strict=True))
+        of = {name: by_name[name] for name in self._parameters}
+        if not bounded:
+            return added_up(of, limits.group_of, self._n)
+        totals = _totals(names, rows, limits.group_of)
+        whole = _added([*totals.values()])
+        doubted = _totals(bounded, errors, limits.group_of)
+        error = _stacked([*doubted.values()])
+        floors = [max(limits.floors.get(group, 0.0) ** 2, _LEAST) for group in doubted]
+        least: Any = floors[0] if len({*floors}) == 1 else error.new_tensor(floors).unsqueeze(1)
+        tolerated = _stacked([totals[group] for group in doubted]).clamp(min=least)
+        is_exact = error <= tolerated.mul_(margin_of(tolerated.dtype))  # False for nan
+        self._doubts = error, tolerated
+        if bool((is_exact & (whole < torch.inf)).all()):  # the only look at the host
+            return Squares(of, totals, whole, True)
+        self._doubts = error.masked_fill(~is_exact, 0), tolerated
+        doubtful = (~is_exact).unbind(0)
+        rows_of = {g: d.nonzero().flatten() for g, d in zip(doubted, doubtful, strict=True)}
+        for name in bounded:
+            if len(rows_of[limits.group_of(name)]):
+                self._form_apart(name, rows_of[limits.group_of(name)], of)
+        # In the same order, so that the other examples' totals are the same to the last bit.
+        totals = _totals(names, rows, limits.group_of)
+        whole = _added([*totals.values()])
+        return Squares(of, totals, whole, bool((whole < torch.inf).all()))
 
     def _form_apart(self, name: str, rows: Tensor, found: dict[str, Tensor]) -> None:
         """Form and keep one parameter's gradients of the examples `rows`; update their norms."""
@@ -349,7 +424,7 @@ class Captured:
         for piece in memory.row_slices(len(rows), shape.numel(), found[name]):
             part = rows[piece]
             formed = _added([p.grads(part) for p in self._parts[name]])
-            found[name][part] = sq_norms(formed)
+            found[name][part] = (sq_norms(formed) * self.scale**2).to(found[name].dtype)
             self._apart.setdefault(name, []).append((part, formed))
 
     def describe(self) -> list[dict[str, Any]]:
@@ -382,15 +457,19 @@ class Captured:
             terms += [pulled_back[name][rows]] if name in pulled_back else []
             zeros = torch.zeros(len(rows), dtype=torch.float64, device=rows.device)
             found[name] = exact_sq_norms(_added(terms)) if terms else zeros
-        return found
+        return {name: square * self.scale**2 for name, square in found.items()}
 
     def sums(
         self, factors: Mapping[str, Tensor], rows: Tensor | None
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, weighted sum) for each parameter, computed when it is asked for."""
+        if self.scale != 1:
+            distinct = {id(weights): weights for weights in factors.values()}
+            scaled = {key: weights * self.scale for key, weights in distinct.items()}
+            factors = {name: scaled[id(weights)] for name, weights in factors.items()}
         ready = self._sums_of_alike(factors) if rows is None else {}
         for name in self._parameters:
-            yield name, ready.pop(name) if name in ready else self.sum(name, factors[name], rows)
+            yield name, ready.pop(name) if name in ready else self._sum(name, factors[name], rows)
 
     def _sums_of_alike(self, factors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Name -> (*shape) sums of the kept gradients that share one tensor and its factors."""
@@ -403,6 +482,10 @@ class Captured:
 
     def sum(self, name: str, factors: Tensor, rows: Tensor | None) -> Tensor:
         """Return the sum over the examples of factor times gradient of one parameter."""
+        return self._sum(name, factors * self.scale, rows)
+
+    def _sum(self, name: str, factors: Tensor, rows: Tensor | None) -> Tensor:
+        """Return the sum of factor, which includes the scale, times gradient in memory."""
         if name in self._kept:
             return weighted_sum(pick(factors, rows), pick(self._kept[name], rows))
         if rows is not None and not len(rows):

@@ -173,7 +173,7 @@ def analyze(
             return Analysis((), (), nested)
         skip: frozenset[int] = frozenset()
         while True:
-            found = _locate(capture, losses, parameters, skip)
+            found = _locate(capture, losses, parameters, skip, batch.rows_per_unit)
             if isinstance(found, Analysis):
                 return found
             if len(skip) == _MOST_SKIPPED or not found.can_skip:
@@ -335,11 +335,17 @@ def _agrees_in_double(
 
 
 def _locate(
-    capture: Capture, losses: Tensor, parameters: Mapping[str, Tensor], skip: frozenset[int]
+    capture: Capture,
+    losses: Tensor,
+    parameters: Mapping[str, Tensor],
+    skip: frozenset[int],
+    k: int,
 ) -> Analysis | Use:
     """Find each use's batch axis from gradients of single losses, or return a use without one."""
     n, uses = len(losses), capture.uses
-    left = [candidates(use.out_shape, n, use.possible_axes, use.rule.rows_are_free) for use in uses]
+    left = [
+        candidates(use.out_shape, n, use.possible_axes, use.rule.rows_are_free, k) for use in uses
+    ]
     shown, reached = [False] * len(uses), set[int]()
     for example in dict.fromkeys((0, n - 1, *range(n))):
         if all(shown) and example not in (0, n - 1):

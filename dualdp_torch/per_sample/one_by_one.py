@@ -37,7 +37,7 @@ def each_alone(
     return found
 
 
-def joined(outputs: Sequence[Any]) -> Any:
+def joined(outputs: Sequence[Any], rows_per_unit: int) -> Any:
     """Join the outputs of single examples, without their graphs, into those of a batch."""
     flat = [pytree.tree_flatten(out) for out in outputs]
     if any(spec != flat[0][1] for _, spec in flat):
@@ -45,11 +45,12 @@ def joined(outputs: Sequence[Any]) -> Any:
             "The model returned another structure for one example than for another. Expected the "
             "same outputs for every example."
         )
-    leaves = [_joined(values) for values in zip(*(leaves for leaves, _ in flat), strict=True)]
+    values = zip(*(leaves for leaves, _ in flat), strict=True)
+    leaves = [_joined(of_all, rows_per_unit) for of_all in values]
     return pytree.tree_unflatten(leaves, flat[0][1])
 
 
-def _joined(values: Sequence[Any]) -> Any:
+def _joined(values: Sequence[Any], rows_per_unit: int) -> Any:
     """Join one output of all examples; other objects than tensors must be the same."""
     first = values[0]
     if not torch.is_tensor(first):
@@ -68,7 +69,7 @@ def _joined(values: Sequence[Any]) -> Any:
             "per_example_loss(model, outputs, labels).mean() of dualdp_torch.trainer."
         )
     for value in values:
-        require_rows(value, 1)
+        require_rows(value, rows_per_unit)
         if value.shape != first.shape:
             raise UnsupportedLayerError(
                 f"The model returned a tensor of shape {tuple(value.shape)} for one example and of "
@@ -79,12 +80,16 @@ def _joined(values: Sequence[Any]) -> Any:
 
 
 def gradients_alone(
-    outputs: Sequence[Any], cotangents: Sequence[Tensor], parameters: Mapping[str, Tensor]
+    outputs: Sequence[Any],
+    cotangents: Sequence[Tensor],
+    parameters: Mapping[str, Tensor],
+    rows_per_unit: int,
 ) -> Formed:
     """Return each example's gradient, by plain autograd of its own outputs and their cotangents."""
     formed: dict[str, list[Tensor]] = {name: [] for name in parameters}
-    for row, out in enumerate(outputs):
-        own = [grads[row : row + 1] for grads in cotangents]
+    for start, out in enumerate(outputs):
+        rows = slice(start * rows_per_unit, (start + 1) * rows_per_unit)
+        own = [grads[rows] for grads in cotangents]
         loss = partial(lambda out, own: combined(float_leaves(out), own).sum(), out, own)
         for name, grad in plain_gradients(loss, parameters).items():
             formed[name].append(grad)

@@ -16,53 +16,61 @@ from dualdp_torch.per_sample.model_state import Start
 from dualdp_torch.rules.base import Tensor
 
 
-def projected(model: nn.Module, args: Any, kwargs: Any, cotangents: Any = None) -> Tensor:
+def projected(
+    model: nn.Module, args: Any, kwargs: Any, cotangents: Any = None, *, rows_per_unit: int = 1
+) -> Tensor:
     """Return (n,) products of each example's model outputs with `cotangents`."""
     given = [t for t in pytree.tree_leaves((args, kwargs)) if torch.is_tensor(t)]
-    n = max(map(len, given))  # 1 in a tensor that all examples share
-    return combined(float_leaves(model(*args, **kwargs)), cotangents, n)
+    rows = max(map(len, given))  # 1 in a tensor that all examples share
+    return combined(float_leaves(model(*args, **kwargs)), cotangents, rows, rows_per_unit)
 
 
-def all_projected(model: nn.Module, *calls: Any) -> Tensor:
+def all_projected(model: nn.Module, *calls: Any, rows_per_unit: int = 1) -> Tensor:
     """Return (n,) sums over several calls, each (args, kwargs, cotangents), of `projected`."""
-    return reduce(torch.add, [projected(model, *call) for call in calls])
+    each = [projected(model, *call, rows_per_unit=rows_per_unit) for call in calls]
+    return reduce(torch.add, each)
 
 
-def projected_together(starts: Sequence[Start], model: nn.Module, *calls: Any) -> Tensor:
+def projected_together(
+    starts: Sequence[Start], model: nn.Module, *calls: Any, rows_per_unit: int = 1
+) -> Tensor:
     """`all_projected` of calls between which the loop drew numbers.
 
     Each call repeats the draws after its own start, if the first one does.
     """
     if not starts[0].random.is_as_before(model):
-        return all_projected(model, *calls)
+        return all_projected(model, *calls, rows_per_unit=rows_per_unit)
     each = list[Tensor]()
     for start, call in zip(starts, calls, strict=True):
         with start.replayed(model):
-            each.append(projected(model, *call))
+            each.append(projected(model, *call, rows_per_unit=rows_per_unit))
     return reduce(torch.add, each)
 
 
 def combined(
-    leaves: Sequence[Tensor], cotangents: Sequence[Tensor] | None = None, n: int | None = None
+    leaves: Sequence[Tensor],
+    cotangents: Sequence[Tensor] | None = None,
+    rows: int | None = None,
+    rows_per_unit: int = 1,
 ) -> Tensor:
     """Return (n,) products of each example's outputs with cotangents, or with fixed numbers.
 
-    n is by default that of the first output.
+    The number of rows is by default that of the first output.
     """
-    if n is None:
-        n = len(leaves[0]) if leaves and leaves[0].dim() else 0
+    if rows is None:
+        rows = len(leaves[0]) if leaves and leaves[0].dim() else 0
     total = None
     for position, leaf in enumerate(leaves):
-        require_rows(leaf, n)
+        require_rows(leaf, rows)
         if cotangents is None:
             weight = torch.arange(leaf[0].numel(), device=leaf.device).cos().view(leaf[0].shape)
             product = (leaf * weight.to(leaf.dtype)).flatten(1) if leaf.dim() > 1 else leaf[:, None]
         else:
-            product = (leaf * cotangents[position]).reshape(n, -1)
+            product = (leaf * cotangents[position]).reshape(rows, -1)
         total = product.sum(1) if total is None else total + product.sum(1)
     if total is None:
         raise UnsupportedLayerError("The model returned no tensor. Expected its outputs.")
-    return total
+    return total if rows_per_unit == 1 else total.view(-1, rows_per_unit).sum(1)
 
 
 def require_rows(leaf: Tensor, n: int) -> None:

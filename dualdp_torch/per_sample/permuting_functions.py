@@ -26,11 +26,15 @@ class Permutation:
     keeps: Callable[[int], bool] = lambda axis: False
     by_data: bool = True
 
-    def may_permute(self, n: int, read: bool) -> bool:
-        """True if an axis that may hold n examples is permuted, or may be."""
+    def may_permute(self, n: int, num_rows: int, read: bool) -> bool:
+        """True if an axis that may hold n examples of `num_rows` rows is permuted, or may be."""
         if not (self.by_data or read):
             return False
-        axes = [a for a, s in enumerate(self.shape) if s == n or (a == 0 and s and s % n == 0)]
+        axes = [
+            axis
+            for axis, size in enumerate(self.shape)
+            if size in (n, num_rows) or (axis == 0 and size and size % n == 0)
+        ]
         return any(not self.keeps(axis) for axis in axes)
 
 

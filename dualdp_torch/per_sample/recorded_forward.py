@@ -125,9 +125,9 @@ class Record:
 
     def norms(self, *, per_parameter: bool = False) -> Any:
         """Return (n,) norms of whole gradients, or name -> (n,) norms per parameter."""
-        squares, norms, _ = norms_of(self._read(), Limits(), self._recorder.n or 0)
+        squares, norms = norms_of(self._read(), Limits(), self._recorder.n or 0)
         if per_parameter:
-            return {name: s.sqrt().to(norms.dtype) for name, s in squares.items()}
+            return {name: s.sqrt().to(norms.dtype) for name, s in squares.of.items()}
         return norms
 
     def clipped_sum(

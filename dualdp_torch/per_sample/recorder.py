@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial, reduce
 from typing import Any
@@ -74,6 +75,12 @@ _CALL = "_compiled_call_impl"  # a module attribute, called instead of its forwa
 #: Methods that need the recorded forward and backward only.
 RECORDED = ("auto", "book_keeping", "two_pass", "materialize", "vmap", "loop")
 
+_CLOSED = (
+    "A backward reached a forward whose gradients were used by optimizer.step(), or dropped by "
+    "zero_grad(). Expected the model's call, backward and step in this order; call the model "
+    "again, or add the losses before one backward."
+)
+
 
 class Recorder:
     """Records the forwards and backwards of a model on one batch, and returns the gradients.
@@ -82,6 +89,7 @@ class Recorder:
     the same order.
 
     `tape` records the loop outside of the model; it need not be open. `detach` removes every hook.
+    An example is a unit of `rows_per_unit` consecutive rows of the model's arguments and outputs.
 
     Attributes:
         is_active: True if a forward that begins now is to be recorded.
@@ -95,10 +103,13 @@ class Recorder:
             uses are captured.
     """
 
-    def __init__(self, model: nn.Module, *, method: str, tape: Tape) -> None:
+    def __init__(
+        self, model: nn.Module, *, method: str, tape: Tape, rows_per_unit: int = 1
+    ) -> None:
         refuse_mixing_modules(model)
         check_sharded(model, method)
         self.model, self.method, self.tape = model, method, tape
+        self.rows_per_unit = rows_per_unit
         self.is_active, self.shards = True, Shards.of(model)
         self.terms: Terms | None = None
         self.is_due: Callable[..., bool] = lambda cache, several=False: False
@@ -112,7 +123,9 @@ class Recorder:
         nodes = [(name, get_gradient_edge(p).node) for name, p in leaves]
         self._accumulators = nodes  # kept, as hooks die with their node
         self._mode: Any = None
-        self._analysis = ForwardAnalysis(model, self._inside, self.shards, self.pause)
+        self._analysis = ForwardAnalysis(
+            model, self._inside, self.shards, self.pause, rows_per_unit
+        )
         self._paused, self.is_inside, self._eager = False, False, contextlib.ExitStack()
         self._repeats = False  # True once a batch had several forwards
         self._leaf = torch.zeros((), requires_grad=True)
@@ -148,6 +161,14 @@ class Recorder:
     def n(self) -> int | None:
         """Number of examples; None before a forward."""
         return self.forwards[0].batch.n if self.forwards else None
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows of the examples; 0 before a forward."""
+        return (self.n or 0) * self.rows_per_unit
+
+    def _batch(self, arguments: tuple[Any, ...]) -> Batch:
+        return Batch(arguments, shares=True, rows_per_unit=self.rows_per_unit)
 
     def guard(self) -> None:
         """Take the place of the model's call, also if that was compiled since the last time."""
@@ -207,11 +228,11 @@ class Recorder:
         """Begin a recorded forward; return it, and why captured uses can't be trusted."""
         with self.tape.suspended():
             self._refuse_unrecordable()
-            forward = Forward(Batch((args, kwargs), shares=True))
+            forward = Forward(self._batch((args, kwargs)))
             self._refuse_other_examples(forward)
             self.forwards.append(forward)
             self.is_inside = True
-            self.tape.enter_model(args, kwargs, forward.batch.n)
+            self.tape.enter_model(args, kwargs, forward.batch.num_rows)
         problem = self._analysis.begin(forward.batch)
         forward.cache = self._analysis.cache
         return forward, problem
@@ -229,7 +250,7 @@ class Recorder:
         state = State(self.model)
         with self.pause(), eagerly():
             forward.alone = each_alone(self.model, call, forward.batch, forward.cache.writes)
-            outputs = joined(forward.alone)
+            outputs = joined(forward.alone, self.rows_per_unit)
         forward.written = state.written()
         return self._hand_out(forward, outputs)
 
@@ -287,7 +308,7 @@ class Recorder:
             for p in [tensor] if tensor.is_leaf else leaves:
                 if p is None or id(p) in self._names:
                     continue
-                if len(tensor) == forward.batch.n and not isinstance(p, nn.Parameter):
+                if len(tensor) == forward.batch.num_rows and not isinstance(p, nn.Parameter):
                     continue  # rows whose gradient is asked for
                 raise UnsupportedLayerError(
                     f"The gradient of an input of the model leads to a parameter of shape "
@@ -418,16 +439,27 @@ class Recorder:
         )
 
     def _keep_grads_out(self, forward: Forward, use: Use, out: Tensor) -> None:
-        """Hook that keeps the gradient of one captured call's output."""
+        """Hook that keeps the gradient of one captured call's output.
+
+        Weak references: the graph would hold the recorder and the forward, which hold the graph.
+        """
+        of_recorder, of_forward, of_use = map(weakref.ref, (self, forward, use))
 
         def arrived(grad: Tensor) -> None:
-            if self._paused or torch._C._current_graph_task_id() == self._not_accumulating:
+            recorder, forward, use = of_recorder(), of_forward(), of_use()
+            if recorder is None:
+                raise RuntimeError(_CLOSED)
+            if recorder._paused or torch._C._current_graph_task_id() == recorder._not_accumulating:
                 return
-            self._note_backward(forward, came_before=use in forward.reached)
+            if forward is None:
+                raise RuntimeError(_CLOSED)
+            recorder._note_backward(forward, came_before=use in forward.reached)
+            if use is None:  # its capture was given up
+                return
             forward.reached.add(use)
             use.grads_out = grad.detach()
-            if self.layered is not None:
-                self.layered.arrived(use)
+            if recorder.layered is not None:
+                recorder.layered.arrived(use)
 
         out.register_hook(arrived)
 
@@ -440,11 +472,7 @@ class Recorder:
                 'Write the loss as a function and call clipped_grad_sum(..., method="loop").'
             )
         if not forward.is_open:
-            raise RuntimeError(
-                "A backward reached a forward whose gradients were used by optimizer.step(), or "
-                "dropped by zero_grad(). Expected the model's call, backward and step in this "
-                "order; call the model again, or add the losses before one backward."
-            )
+            raise RuntimeError(_CLOSED)
         if came_before:
             raise RuntimeError(
                 "backward ran twice over one recorded forward. Expected one backward per forward; "
@@ -534,7 +562,7 @@ class Recorder:
         captured = [forward for forward in self.forwards if not forward.is_formed]
         uses = {use: axis for forward in captured for use, axis in forward.uses.items()}
         for use, batch_axis in uses.items():
-            complete(use, batch_axis, scale)
+            complete(use, batch_axis)
         formed = [
             self._formed(forward, scale).grads()
             for forward in self.forwards
@@ -546,6 +574,7 @@ class Recorder:
             {**self._inside, **{k: v for f in captured for k, v in f.stand_ins.items()}},
             {k: v for f in captured for k, v in f.derived.items()},
             n=n,
+            scale=scale,
             keep=keep if self.shards is None else "small",
             gathered=self.shards.gathered if self.shards else None,
         )
@@ -559,10 +588,13 @@ class Recorder:
         cotangents = forward.scaled_cotangents(scale)
         with self.pause():
             if forward.alone is not None:
-                return gradients_alone(forward.alone, cotangents, self.parameters)
-            batch = Batch((*forward.batch.arguments(), cotangents), shares=True)
+                return gradients_alone(
+                    forward.alone, cotangents, self.parameters, self.rows_per_unit
+                )
+            batch = self._batch((*forward.batch.arguments(), cotangents))
+            loss = partial(projected, rows_per_unit=self.rows_per_unit)
             with gradients_set_aside(self.parameters):
-                return again_by_vmap(self.model, projected, batch, self.parameters)
+                return again_by_vmap(self.model, loss, batch, self.parameters)
 
     @property
     def start(self) -> Start | None:
@@ -642,7 +674,7 @@ class Recorder:
                     "the model draws random numbers that can't be drawn again, or changes. Use "
                     'grad_sample_mode="auto".'
                 )
-            return combined(outputs, cotangents)
+            return combined(outputs, cotangents, rows_per_unit=self.rows_per_unit)
 
         def run(factors: Tensor) -> dict[str, Tensor] | None:
             if self._passes_differ():
@@ -682,24 +714,26 @@ class Recorder:
         """Return (n,) products of outputs and cotangents, or zeros if `computes_loss`."""
         if self.computes_loss:
             return torch.zeros(self.n or 0)
-        return combined(
-            self.outputs, [g for forward in self.forwards for g in forward.scaled_cotangents(scale)]
-        )
+        cotangents = [g for forward in self.forwards for g in forward.scaled_cotangents(scale)]
+        return combined(self.outputs, cotangents, rows_per_unit=self.rows_per_unit)
 
     def subject(self, scale: float, mask: Tensor | None = None) -> ReferenceLosses:
         """Return the reference for the recorded gradients: those of each row of `losses`, alone."""
         first = self.forwards[0]
         assert first.start is not None
+        k = self.rows_per_unit
         if self.computes_loss:
+            loss = partial(projected, rows_per_unit=k)
             return ReferenceLosses(
-                projected, self.model, first.batch, self.parameters, first.start, mask=mask
+                loss, self.model, first.batch, self.parameters, first.start, mask=mask
             )
         calls = ((*f.batch.arguments(), f.scaled_cotangents(scale)) for f in self.forwards)
-        batch = Batch(tuple(calls), shares=True)
+        batch = self._batch(tuple(calls))
         starts = [f.start for f in self.forwards if f.start is not None]
         has_several_draws = len(starts) > 1 and self.has_drawn
         together = partial(projected_together, starts) if has_several_draws else all_projected
-        return ReferenceLosses(together, self.model, batch, self.parameters, first.start, mask=mask)
+        loss = partial(together, rows_per_unit=k)
+        return ReferenceLosses(loss, self.model, batch, self.parameters, first.start, mask=mask)
 
     @contextlib.contextmanager
     def unchanged(self) -> Iterator[None]:

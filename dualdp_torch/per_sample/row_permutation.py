@@ -100,11 +100,11 @@ class RowPermutations:
         self._read = self._ignores = False
         self._ordered: dict[int, _Ordered] = {}
 
-    def may_permute(self, n: int) -> bool:
-        """True if n examples may be in other rows than shapes alone determine."""
+    def may_permute(self, n: int, num_rows: int) -> bool:
+        """True if n examples of `num_rows` rows may lie elsewhere than shapes alone determine."""
         if self._has_unseen(self.seen):
             return True
-        return any(found.may_permute(n, self._read) for found in self._found)
+        return any(found.may_permute(n, num_rows, self._read) for found in self._found)
 
     def order_of(self, data: Tensor) -> Tensor | None:
         """Return the order of the examples in packed data, if they were sorted, or None."""

@@ -13,7 +13,15 @@ from dualdp._validate import UnsupportedLayerError
 from dualdp_torch.per_sample.batch_axis import BatchAxis
 from dualdp_torch.per_sample.parameter_use import Derived, Use, graph_nodes
 from dualdp_torch.rules import embedding, linear
-from dualdp_torch.rules.base import Norms, Tensor, weighted_sum, widened, without_autocast
+from dualdp_torch.rules.base import (
+    Norms,
+    Tensor,
+    is_narrow,
+    weighted_sum,
+    widened,
+)
+from dualdp_torch.rules.precision import in_full_precision
+from dualdp_torch.rules.together import GRAM_ERROR, Described, sq_norms_of
 
 
 def pick(tensor: Any, rows: Tensor | None) -> Any:
@@ -23,18 +31,27 @@ def pick(tensor: Any, rows: Tensor | None) -> Any:
     return tuple(t[rows] for t in tensor) if isinstance(tensor, tuple) else tensor[rows]
 
 
+def _as_rows(tensor: Any) -> Any:
+    """(n, k, ...) -> (n k, ...), of one tensor or each of a tuple."""
+    if isinstance(tensor, tuple):
+        return tuple(map(_as_rows, tensor))
+    return None if tensor is None else tensor.flatten(0, 1)
+
+
 @dataclass(eq=False)
 class Part:
     """Contribution of one parameter use to one parameter's gradient, batch-first.
 
     Tensors are kept in the precision that the forward computed them in, and widened when read.
-    `slot` is the parameter's argument in the use; `kept_acts` are its saved input(s), if needed.
+    `slot` is the parameter's argument in the use; `kept_acts` are its saved input(s), if needed. If
+    `is_apart`, the rule takes the rows of a unit, on axis 1, as examples of their own.
     """
 
     use: Use
     slot: str
     kept_acts: Any
     kept_grads_out: Tensor
+    is_apart: bool = False
 
     @property
     def acts(self) -> Any:
@@ -47,23 +64,31 @@ class Part:
         grads_out: Tensor = widened(self.kept_grads_out)
         return grads_out
 
-    @without_autocast
+    @in_full_precision
     def _call(self, function: Any, acts: Any, grads_out: Tensor) -> Any:
+        if self.is_apart:
+            acts, grads_out = _as_rows(acts), _as_rows(grads_out)
         return function(acts, grads_out, shape=self.use.shapes[self.slot], **self.use.options)
 
     def grads(self, rows: Tensor | None = None) -> Tensor:
         """Return the per-use gradients, (n, *shape), or of the examples `rows` only."""
-        function = self.use.rule.grads[self.slot]
-        return self._call(function, pick(self.acts, rows), pick(self.grads_out, rows))
+        function, g = self.use.rule.grads[self.slot], pick(self.grads_out, rows)
+        found: Tensor = self._call(function, pick(self.acts, rows), g)
+        return found.unflatten(0, g.shape[:2]).sum(1) if self.is_apart else found
+
+    def is_widened(self) -> bool:
+        """True if tensors are widened, that is copied, when they are read."""
+        acts = self.kept_acts if isinstance(self.kept_acts, tuple) else (self.kept_acts,)
+        return is_narrow(t for t in (*acts, self.kept_grads_out) if t is not None)
 
     def norms_are_cheaper(self) -> bool:
         """True if the rule computes squared norms without forming the gradient."""
-        return self.slot in self.use.rule.sq_norms
+        return self.slot in self.use.rule.sq_norms and not self.is_apart
 
-    def sq_norms(self) -> Norms:
-        """Return (n,) squared norms, and a bound on their error or None."""
+    def sq_norms(self) -> Described:
+        """Return (n,) squared norms, and a bound on their error or None, or their description."""
         function = self.use.rule.sq_norms[self.slot]
-        norms: Norms = self._call(function, self.acts, self.grads_out)
+        norms: Described = self._call(function, self.acts, self.grads_out)
         return norms
 
     def sum(self, factors: Tensor, rows: Tensor | None) -> Tensor:
@@ -90,12 +115,12 @@ def joined(parts: list[Part]) -> list[Part]:
     """Merge the uses of one parameter under one rule into one use over all their positions."""
     groups: dict[Any, list[Part]] = {}
     for part in parts:
-        own = part.use.rule.join is None
+        own = part.use.rule.join is None or part.is_apart
         key = id(part) if own else (id(part.use.rule), part.slot, str(part.use.options))
         groups.setdefault(key, []).append(part)
     found = []
     for first, *others in groups.values():
-        if others and first.use.rule.join is not None:
+        if others and first.use.rule.join is not None:  # of one key, so that none is apart
             pairs = [(part.acts, part.grads_out) for part in (first, *others)]
             acts, grads_out = first.use.rule.join(pairs)
             first = Part(first.use, first.slot, acts, grads_out)
@@ -103,7 +128,7 @@ def joined(parts: list[Part]) -> list[Part]:
     return found
 
 
-@without_autocast
+@in_full_precision
 def tied(parts: list[Part]) -> Norms | None:
     """(n,) squared norms and error bounds of a table used as embedding and head; None otherwise."""
     by_rule = {id(part.use.rule): part for part in parts}
@@ -118,13 +143,14 @@ def tied(parts: list[Part]) -> Norms | None:
         shape=table.use.shapes[table.slot],
         **table.use.options,
     )
-    error = linear.GRAM_ERROR * torch.finfo(lengths.dtype).eps * lengths.square()
-    squares = table.sq_norms()[0] + head.sq_norms()[0]
+    error = GRAM_ERROR * torch.finfo(lengths.dtype).eps * lengths.square()
+    own, heads = (sq_norms_of(part.sq_norms(), len(lengths))[0] for part in (table, head))
+    squares = own + heads
     return (squares + 2 * inner).clamp(min=0), error
 
 
-def complete(use: Use, batch_axis: BatchAxis | None, scale: float) -> None:
-    """Check that a use has a batch axis and unchanged inputs; multiply its gradient by `scale`."""
+def complete(use: Use, batch_axis: BatchAxis | None) -> None:
+    """Check that a use has a batch axis and unchanged inputs."""
     if use.grads_out is None:
         return
     use.check_unchanged()
@@ -133,8 +159,6 @@ def complete(use: Use, batch_axis: BatchAxis | None, scale: float) -> None:
             f"Where the examples lie in {use} could not be seen when the model was examined, since "
             'gradients vanished there. Use method="vmap".'
         )
-    if scale != 1:
-        use.grads_out = use.grads_out * scale
 
 
 def leads_to(derived: Derived, parameters: Mapping[str, Tensor]) -> list[str]:

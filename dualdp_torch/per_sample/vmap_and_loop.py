@@ -138,7 +138,7 @@ class _Call(nn.Module):
         return loss, (loss.detach(), tensors)
 
     def aux(self, tensors: list[Tensor]) -> Any:
-        """Return aux with the tensors of all examples, (n, 1, ...), joined."""
+        """Return aux with the tensors of all examples, (n, rows, ...), joined."""
         queue = iter(t.flatten(0, 1) if t.dim() > 1 else t for t in tensors)
         leaves = [next(queue) if torch.is_tensor(leaf) else leaf for leaf in self.aux_leaves]
         return pytree.tree_unflatten(leaves, self.aux_spec)
@@ -155,11 +155,10 @@ def by_vmap(
     """Return gradients, losses and aux by `torch.func.vmap(grad)`; dropout differs per example."""
     call = _Call(model, loss_fn, has_aux)
     values = {f"model.{name}": p.detach() for name, p in parameters.items()}
-    tensors = [t.detach() for t in batch.tensors()]
+    tensors = [t.detach().unflatten(0, (batch.n, batch.rows_per_unit)) for t in batch.tensors()]
 
     def loss(values: dict[str, Tensor], tensors: list[Tensor]) -> Any:
-        example = batch.with_tensors([t.unsqueeze(0) for t in tensors])
-        return functional_call(call, values, example)
+        return functional_call(call, values, batch.with_tensors(tensors))
 
     each = vmap(grad(loss, has_aux=True), in_dims=(None, 0), randomness=randomness)
     try:
@@ -217,4 +216,4 @@ def by_loop(
         for name, g in plain_gradients(partial(loss_of, row), parameters).items():
             formed[name].append(g)
     stacked = {name: torch.stack(grads) for name, grads in formed.items()}
-    return Formed(stacked), torch.cat(losses), join_aux(auxes)
+    return Formed(stacked), torch.cat(losses), join_aux(auxes, batch.rows_per_unit)

@@ -3,14 +3,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
+
+from dualdp_torch.rules.precision import in_full_precision
 
 Tensor = torch.Tensor
 RuleFunction = Callable[..., Tensor]
@@ -39,6 +40,15 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+#: Types of devices where a call costs little and memory much; elsewhere each call starts a kernel.
+HOSTS = {"cpu"}
+
+
+def on_host(tensor: Tensor) -> bool:
+    """True if fewer passes over memory are worth more calls."""
+    return tensor.device.type in HOSTS
+
+
 def is_narrow(tensors: Iterable[Tensor]) -> bool:
     """True if one of the tensors holds floating-point numbers narrower than float32."""
     return any(_narrow(t.dtype) for t in tensors)
@@ -55,39 +65,33 @@ def widened(tensor: Any) -> Any:
     return tensor.float() if tensor is not None and _narrow(tensor.dtype) else tensor
 
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-def without_autocast(function: _Function) -> _Function:
-    """Decorate a function to run with autocast switched off, at the precision of its arguments."""
-
-    @functools.wraps(function)
-    def called(*args: Any, **kwargs: Any) -> Any:
-        if not (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")):
-            return function(*args, **kwargs)
-        with contextlib.ExitStack() as stack:
-            for device in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
-                stack.enter_context(torch.autocast(device, enabled=False))
-            return function(*args, **kwargs)
-
-    return cast("_Function", called)
-
-
 _BLOCK = 1024  # numbers that float32 sums without a notable loss of digits
 
 
-def sq_norms(grads: Tensor) -> Tensor:
-    """(n, ...) -> (n,) squared norms, in blocks: `square().sum()` would write a full copy."""
+@functools.lru_cache(1024)
+def _block_of(size: int) -> int:
+    """Largest divisor of a size that is at most _BLOCK, or _BLOCK if that is a small one."""
+    return next((b for b in range(_BLOCK, _BLOCK // 8, -1) if size % b == 0), _BLOCK)
+
+
+def lengths(grads: Tensor) -> Tensor:
+    """(n, ...) -> (n,) norms, of blocks first: `square().sum()` would write a full copy."""
     if is_transposed(grads):
         grads = grads.mT
     flat = grads if grads.dim() == 2 else grads.reshape(len(grads), math.prod(grads.shape[1:]))
-    whole = flat.shape[1] // _BLOCK * _BLOCK
-    rest: Tensor = torch.linalg.vector_norm(flat[:, whole:] if whole else flat, dim=1).square_()
-    if not whole:
-        return rest
-    blocks = flat[:, :whole].view(len(flat), -1, _BLOCK)
-    rest += torch.linalg.vector_norm(blocks, dim=2).square_().sum(1)
-    return rest
+    while flat.shape[1] > _BLOCK:
+        size, block = flat.shape[1], _block_of(flat.shape[1])
+        rest, flat = flat[:, size // block * block :], flat[:, : size // block * block]
+        flat = torch.linalg.vector_norm(flat.view(len(flat), size // block, block), dim=2)
+        if rest.shape[1]:
+            flat = torch.cat([flat, torch.linalg.vector_norm(rest, dim=1, keepdim=True)], 1)
+    found: Tensor = torch.linalg.vector_norm(flat, dim=1)
+    return found
+
+
+def sq_norms(grads: Tensor) -> Tensor:
+    """(n, ...) -> (n,) squared norms."""
+    return lengths(grads).square_()
 
 
 def exact_sq_norms(grads: Tensor) -> Tensor:
@@ -96,7 +100,7 @@ def exact_sq_norms(grads: Tensor) -> Tensor:
     return torch.linalg.vector_norm(flat, dim=1, dtype=torch.float64).square_()
 
 
-@without_autocast
+@in_full_precision
 def weighted_sum(factors: Tensor, grads: Tensor) -> Tensor:
     """(n,) factors, (n, *shape) gradients -> (*shape) weighted sum over the examples."""
     factors = factors.to(grads.dtype)
@@ -120,7 +124,8 @@ class Rule:
         arguments: names of the function's arguments, in order.
         grads: mapping from parameter argument to a function for the (n, *shape) gradients.
         sq_norms: mapping from parameter argument to a function for (n,) squared norms, where that
-            is cheaper than the gradients, and their (n,) error bound, None if nothing cancels.
+            is cheaper than the gradients, and their (n,) error bound, None if nothing cancels; or
+            for a description of them (`rules.together`).
         sums: mapping from parameter argument to a function for the (*shape) sum over the
             examples; its `grads_out` are scaled already.
         acts: argument or arguments saved as `acts`, or a function that names the argument, given
@@ -137,7 +142,7 @@ class Rule:
 
     arguments: tuple[str, ...]
     grads: Mapping[str, RuleFunction]
-    sq_norms: Mapping[str, Callable[..., Norms]] = field(default_factory=dict)
+    sq_norms: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     sums: Mapping[str, RuleFunction] = field(default_factory=dict)
     acts: str | tuple[str, ...] | Callable[[Mapping[str, str]], str] = "input"
     light: frozenset[str] = frozenset({"bias"})

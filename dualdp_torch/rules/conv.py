@@ -17,9 +17,10 @@ from torch.nn import functional as F
 
 from dualdp import costs
 from dualdp_torch.rules import choices, conv_forms, linear, memory
-from dualdp_torch.rules.base import Norms, Rule, Tensor, sq_norms
+from dualdp_torch.rules.base import Rule, Tensor, on_host, sq_norms
 from dualdp_torch.rules.conv_forms import frames, padded, patches, per_axis, weight_backward
 from dualdp_torch.rules.matmul import product
+from dualdp_torch.rules.together import Described, Gram
 
 #: Channels that oneDNN handles at once on a CPU.
 BLOCK = 8
@@ -43,7 +44,7 @@ def _usual_form(acts: Tensor, shape: Sequence[int], transposed: bool, groups: in
     """Form that the cost model prefers; frames, three axes and transposes have one form only."""
     if transposed or not acts.dim() == len(shape) <= 4:
         return "folded"
-    block = BLOCK if acts.device.type == "cpu" else 1
+    block = BLOCK if on_host(acts) else 1
     return costs.convolution_form(channels=shape[1], d_out=shape[0] // groups, block=block)
 
 
@@ -75,7 +76,7 @@ def weight_sum(
     """(n, [f,] c, ...), (n, [f,] o, ...) -> shape: the weight's gradient for scaled `grads_out`."""
     plain = not transposed and acts.dim() == len(shape) <= 4 and options.get("groups", 1) == 1
     rows = len(acts) * math.prod(grads_out.shape[2:])
-    if plain and rows <= FEW:
+    if plain and rows <= FEW and on_host(acts):
         under = patches(acts, shape=shape, **options).transpose(1, 2).reshape(rows, -1)
         g = grads_out.flatten(2).transpose(1, 2).reshape(rows, shape[0])
         return product(g.T, under.T).view(shape)
@@ -83,21 +84,20 @@ def weight_sum(
     return weight_backward(a, g, shape, 1, transposed, **options)
 
 
-def _patch_gram(acts: Tensor, grads_out: Tensor, shape: Sequence[int], **o: Any) -> Tensor:
-    """(n, c, ...), (n, o, ...) -> (n, g, t, t) products of the patches at every two positions.
+def _patch_gram(acts: Tensor, sizes: Sequence[int], kernel: Sequence[int], **o: Any) -> Tensor:
+    """(n, c, ...), output sizes -> (n, g, t, t) products of the patches at every two positions.
 
     A product of patches is a sum, over the kernel points, of products of pixels, so the patches,
     k times larger than the input, are never formed.
     """
-    kernel, groups, n = shape[2:], o.get("groups", 1), len(acts)
-    axes = len(kernel)
+    groups, n, axes = o.get("groups", 1), len(acts), len(kernel)
     stride, dilation = (per_axis(o.get(k, 1), axes) for k in ("stride", "dilation"))
     acts, padding = padded(acts, o.get("padding", 0), dilation, kernel)
     acts = F.pad(acts, [side for p in reversed(padding) for side in (p, p)])
     pixels = acts.reshape(n, groups, -1, math.prod(acts.shape[2:]))  # (n, g, c / g, s)
     products = pixels.mT @ pixels
     products = products.view(n, groups, *acts.shape[2:], *acts.shape[2:])
-    spans = [s * (out - 1) + 1 for s, out in zip(stride, grads_out.shape[2:], strict=True)]
+    spans = [s * (out - 1) + 1 for s, out in zip(stride, sizes, strict=True)]
     total: Tensor | None = None
     for offset in itertools.product(*(range(k) for k in kernel)):
         starts = [k * d for k, d in zip(offset, dilation, strict=True)]
@@ -106,23 +106,33 @@ def _patch_gram(acts: Tensor, grads_out: Tensor, shape: Sequence[int], **o: Any)
         )
         part = products[(..., *window, *window)]
         total = part.clone() if total is None else total.add_(part)
-    t = math.prod(grads_out.shape[2:])
+    t = math.prod(sizes)
     return torch.as_tensor(total).reshape(n, groups, t, t)
 
 
-def _gram_norms(acts: Tensor, grads_out: Tensor, shape: Sequence[int], **o: Any) -> Norms:
-    """(n,) squared norms without forming the gradient."""
-    groups, positions = o.get("groups", 1), math.prod(grads_out.shape[2:])
-    g = grads_out.reshape(len(grads_out), groups, -1, positions)  # (n, g, o / g, t)
-    return linear.gram_norms(_patch_gram(acts, grads_out, shape, **o), g.mT @ g)
+def _without_gradient(acts: Tensor, grads_out: Tensor, shape: torch.Size, **o: Any) -> Gram:
+    """(n, c, ...), (n, o, ...) -> description of norms that form no gradient."""
+    n, groups, sizes = len(acts), o.get("groups", 1), grads_out.shape[2:]
+    t = math.prod(sizes)
+
+    def fill(by_acts: Tensor, by_grads: Tensor) -> None:
+        if on_host(acts):
+            by_acts.copy_(_patch_gram(acts, sizes, shape[2:], **o))
+        else:  # one product of more numbers instead of a sum for each kernel point
+            under = patches(acts, shape=shape, **o).view(n, groups, -1, t)
+            torch.matmul(under.mT, under, out=by_acts)
+        g = grads_out.reshape(n, groups, -1, t)
+        torch.matmul(g.mT, g, out=by_grads)
+
+    return Gram((groups, t), grads_out, fill)
 
 
 def weight_sq_norms(
     acts: Tensor, grads_out: Tensor, *, shape: torch.Size, transposed: bool = False, **options: Any
-) -> Norms:
+) -> Described:
     """(n,) squared norms, by Gram form or by forming the gradient (Bu et al. 2022, section 4)."""
     if _method(acts, grads_out, shape, transposed=transposed, **options) == "gram":
-        return _gram_norms(acts, grads_out, shape, **options)
+        return _without_gradient(acts, grads_out, shape, **options)
     options |= {"transposed": transposed, "shape": shape}
     rows = memory.row_slices(len(acts), math.prod(shape), acts)
     norms = torch.cat([sq_norms(weight_grads(acts[r], grads_out[r], **options)) for r in rows])

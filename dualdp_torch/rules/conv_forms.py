@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from dualdp_torch.rules.base import Tensor
+from dualdp_torch.rules.base import Tensor, on_host
 
 Sizes = int | Sequence[int]
 #: Bytes that a thread folds at once on a CPU: more of them exceed its caches (measured: 2 to 5
@@ -70,7 +70,7 @@ def weight_backward(
 
 def _at_once(acts: Tensor, each: int) -> int:
     """Examples that are processed together: `each` per thread on a CPU; else all."""
-    if acts.device.type != "cpu":
+    if not on_host(acts):
         return max(len(acts), 1)
     return each * torch.get_num_threads()
 

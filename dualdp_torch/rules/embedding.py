@@ -5,15 +5,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from dualdp_torch.rules import linear
-from dualdp_torch.rules.base import Norms, Rule, Tensor, all_but_last, sq_norms
+from dualdp_torch.rules.base import Rule, Tensor, all_but_last, on_host, sq_norms
+from dualdp_torch.rules.together import Described, Gram
 
 #: Entries of the lookup table that finds equal ids (4 bytes each, mostly untouched).
 TABLE = 1 << 20
+#: Positions, in units of the features, up to which products of all pairs of them are formed.
+MOST = 4
 
 
 def _flat(
@@ -59,14 +63,26 @@ def _slots(ids: Tensor, rows: int) -> Tensor:
     return slots
 
 
+def _equal_ids(ids: Tensor, grads_out: Tensor, by_acts: Tensor, by_grads: Tensor) -> None:
+    """Fill (n, 1, t, t) with 1 where two ids are equal, else 0, and with products of gradients."""
+    torch.eq(ids.unsqueeze(2), ids.unsqueeze(1), out=by_acts.squeeze(1))
+    torch.bmm(grads_out, grads_out.mT, out=by_grads.squeeze(1))
+
+
 def weight_sq_norms(
     acts: Tensor, grads_out: Tensor, *, shape: torch.Size, padding_idx: Any = None, **_: Any
-) -> Norms:
-    """(n, ...), (n, ..., d) -> (n,) squared norms; gradients of equal ids are added first."""
+) -> Described:
+    """(n, ...), (n, ..., d) -> (n,) squared norms; gradients of equal ids are added first.
+
+    Where calls cost more than products, ids are taken for rows of the unit matrix, and their
+    products for those of a linear layer's inputs.
+    """
     ids, g = _flat(acts, grads_out, shape, padding_idx)
     n, t = ids.shape
     if t == 1:
         return sq_norms(g), None
+    if not on_host(g) and t <= MOST * shape[1]:
+        return Gram((1, t), g, partial(_equal_ids, ids, g))
     g = g.reshape(n * t, shape[1])
     slots = _slots(ids, shape[0])
     repeated = (slots != torch.arange(n * t, device=g.device)).nonzero().flatten()

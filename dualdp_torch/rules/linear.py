@@ -12,16 +12,12 @@ import torch
 from dualdp import costs
 from dualdp.plan.clipping import margin_of
 from dualdp_torch.rules import choices, memory
-from dualdp_torch.rules.base import Norms, Rule, Tensor, all_but_last, sq_norms
+from dualdp_torch.rules.base import Rule, Tensor, all_but_last, lengths, sq_norms
 from dualdp_torch.rules.matmul import product, products
+from dualdp_torch.rules.together import Described, Gram, Product
 
-#: The Gram form's rounding error is below eps (GRAM_ERROR (sum_t l_t)^2 + GRAM_SPREAD sum_t l_t^2),
-#: l_t = |a_t| |g_t|: one product errs by up to 8 eps (measured, 512 inputs), but not all at once.
-GRAM_ERROR, GRAM_SPREAD = 2.0, 12.0
 #: Rounding of a formed gradient is below FORMED eps times the product of both factors' norms.
 FORMED = 4.0
-#: Loss to underflow in a product of up to 2^20 terms, in units of `tiny`.
-LOST = 2.0**20
 #: Multiplications in `products` that cost as much as moving one number.
 MOVE = 64.0
 
@@ -42,25 +38,17 @@ def weight_grads(acts: Tensor, grads_out: Tensor, **_: Any) -> Tensor:
     return products(g.mT, a.mT)
 
 
-def _gram_norms(acts: Tensor, grads_out: Tensor) -> Norms:
-    """(n, ..., i), (n, ..., o) -> (n,) squared norms without forming the gradient."""
-    if _positions(acts) == 1:
-        a, g = sq_norms(acts), sq_norms(grads_out)
-        return a * g, a.add_(g).mul_(LOST * torch.finfo(a.dtype).tiny)
-    a, g = flatten_positions(acts), flatten_positions(grads_out)
-    return gram_norms(products(a, a), products(g, g))
+def _without_gradient(acts: Tensor, grads_out: Tensor) -> Product | Gram:
+    """(n, ..., i), (n, ..., o) -> description of norms that form no gradient."""
+    t = _positions(acts)
+    if t == 1:
+        return Product(acts, grads_out)
 
+    def fill(*by: Tensor) -> None:
+        for x, out in zip(map(flatten_positions, (acts, grads_out)), by, strict=True):
+            products(x, x, out=out.squeeze(1))
 
-def gram_norms(by_acts: Tensor, by_grads: Tensor) -> Norms:
-    """(n, ..., t, t) Gram matrices of inputs and of gradients -> (n,) squared norms.
-
-    Overwrites the first. Terms of different positions may cancel, so the error bound is in terms of
-    the positions' lengths, the roots of the diagonals.
-    """
-    a, g = (x.diagonal(dim1=-2, dim2=-1).sqrt().flatten(1) for x in (by_acts, by_grads))
-    lost = a.sum(1).square_().add_(g.sum(1).square_()) * (LOST * torch.finfo(a.dtype).tiny)
-    error = gram_error(a * g).add_(lost)
-    return by_acts.mul_(by_grads).flatten(1).sum(1).clamp(min=0), error
+    return Gram((1, t), acts, fill)
 
 
 def _sizes(acts: Tensor, grads_out: Tensor) -> dict[str, int]:
@@ -90,14 +78,14 @@ def _uses_gram(acts: Tensor, grads_out: Tensor) -> bool:
     return way == "gram"
 
 
-def weight_sq_norms(acts: Tensor, grads_out: Tensor, **_: Any) -> Norms:
+def weight_sq_norms(acts: Tensor, grads_out: Tensor, **_: Any) -> Described:
     """Return (n,) squared norms by the cheaper of Gram form and forming the gradient.
 
     Both cancel in finite precision: for examples whose error bound is too large the caller forms
     the gradient, and uses that same gradient in the sum. Source: Li et al. 2022, eq. 3.
     """
     if _uses_gram(acts, grads_out):
-        return _gram_norms(acts, grads_out)
+        return _without_gradient(acts, grads_out)
     a, g = flatten_positions(acts), flatten_positions(grads_out)
     numbers = a.shape[2] * g.shape[2]
     rows = memory.row_slices(len(a), numbers, a)
@@ -112,22 +100,13 @@ def formed_error(acts: Tensor, grads_out: Tensor) -> Tensor:
     where positions cancel, the two differ by rounding. The bound on the length is squared and
     scaled to the units in which the caller compares bounds of squares.
     """
-    lengths = sq_norms(acts).mul_(sq_norms(grads_out))
-    return rounding_error(lengths)
+    return rounding_error(lengths(acts).mul_(lengths(grads_out)).square_())
 
 
 def rounding_error(sq_lengths: Tensor) -> Tensor:
     """(n,) squared sums of lengths -> (n,) bound in the units of `formed_error`; in place."""
     share = FORMED * torch.finfo(sq_lengths.dtype).eps
     return sq_lengths.mul_(share**2 / margin_of(sq_lengths.dtype))
-
-
-def gram_error(lengths: Tensor) -> Tensor:
-    """(n, ..., t) products of lengths -> (n,) bound on the error of the Gram form."""
-    eps, lengths = torch.finfo(lengths.dtype).eps, lengths.flatten(1)
-    whole, spread = lengths.sum(1).square(), lengths.square().sum(1)
-    bound: Tensor = whole * (GRAM_ERROR * eps) + spread * (GRAM_SPREAD * eps)
-    return bound
 
 
 def weight_sum(acts: Tensor, grads_out: Tensor, **_: Any) -> Tensor:

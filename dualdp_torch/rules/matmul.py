@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F
 
-from dualdp_torch.rules.base import Tensor
+from dualdp_torch.rules.base import Tensor, on_host
 
 
 def amd_family(described: str) -> int:
@@ -45,7 +45,7 @@ def by_onednn(*operands: Tensor) -> bool:
     """True if oneDNN can multiply the operands: float32 on a CPU, not recorded by autograd."""
     return bool(
         _HAS_ONEDNN
-        and all(x.device.type == "cpu" and x.dtype == torch.float32 for x in operands)
+        and all(on_host(x) and x.dtype == torch.float32 for x in operands)
         and not (torch.is_grad_enabled() and any(x.requires_grad for x in operands))
         and torch.backends.mkldnn.enabled
     )
@@ -83,18 +83,18 @@ def adder(weight: Tensor, rows: int) -> Callable[[Tensor, Tensor], Tensor]:
     return lambda y, x: torch.as_tensor(add(x, y, weight, None, "add"))
 
 
-def products(x: Tensor, y: Tensor) -> Tensor:
-    """(n, a, k), (n, b, k) -> (n, a, b), one product per example.
+def products(x: Tensor, y: Tensor, out: Tensor | None = None) -> Tensor:
+    """(n, a, k), (n, b, k) -> (n, a, b), one product per example, into `out` if it is given.
 
     oneDNN copies its first operand, so the smaller one is first; the result may be a view of
     (n, b, a).
     """
     n, a, k = x.shape
     if a * y.shape[1] * k < EACH or not by_onednn(x, y):
-        return torch.bmm(x, y.mT)
+        return torch.bmm(x, y.mT, out=out)  # type: ignore[arg-type]
     if a > y.shape[1]:
-        return products(y, x).mT
-    out = x.new_empty(n, a, y.shape[1])
+        return products(y, x, None if out is None else out.mT).mT
+    out = x.new_empty(n, a, y.shape[1]) if out is None else out
     for left, right, to in zip(x.unbind(0), y.unbind(0), out.unbind(0), strict=True):
         to.copy_(_multiply(left, _dense(right)))
     return out

@@ -8,6 +8,7 @@ Letters: t steps, n examples, i inputs, h hidden, p projected; gates g in {1, 3,
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from torch.nn import functional as F
 
 from dualdp_torch.rules import linear
-from dualdp_torch.rules.base import Tensor
+from dualdp_torch.rules.base import Tensor, on_host
 from dualdp_torch.rules.matmul import product
 from dualdp_torch.rules.rnn_backward import (
     Cell,
@@ -29,6 +30,9 @@ from dualdp_torch.rules.rnn_backward import (
     steps_of,
     tanh,
 )
+
+#: Hidden units up to which a device's fused layer is worth its product with a unit matrix.
+FUSED = 256
 
 
 class _Recurrence(torch.autograd.Function):
@@ -159,6 +163,9 @@ def _one(
     w_ih, w_hh = weights[:2]
     b_ih, b_hh = weights[2:4] if has_bias else (None, None)
     w_hr = weights[-1] if len(weights) in (3, 5) else None
+    is_plain = function is torch.lstm and w_hr is None and alive is None and len(x) > 0
+    if is_plain and not on_host(x) and w_hh.shape[1] <= FUSED:
+        return _fused_lstm(capture, x, state, w_ih, w_hh, b_ih, b_hh)
     detached = [None if w is None else w.detach() for w in (w_ih, w_hh, b_ih, b_hh, w_hr)]
     cell = Cell(function.__name__, *detached, alive=alive)  # type: ignore[arg-type, misc]
     h, c = state if len(state) == 2 else (state[0], None)
@@ -173,3 +180,25 @@ def _one(
     if w_hr is not None:
         capture.record(function, linear.RULE, {"weight": w_hr}, projected[0], tokens[2])
     return out, states
+
+
+def _fused_lstm(
+    capture: Any, x: Tensor, state: tuple[Tensor, ...], w_ih: Any, w_hh: Any, b_ih: Any, b_hh: Any
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Run one LSTM layer on its gates' sums, whose gradients are the deltas of all steps.
+
+    The fused layer gets the unit matrix for the weights of its input, so that neither direction
+    takes calls of its own for each step.
+    """
+    bias = None if b_ih is None else b_ih.detach() + b_hh.detach()
+    sums = F.linear(x, w_ih.detach(), bias)  # (t, n, g)
+    sums = sums if sums.requires_grad else sums.requires_grad_()
+    weights = [torch.eye(len(w_hh), dtype=x.dtype, device=x.device), w_hh.detach()]
+    first = tuple(s.unsqueeze(0) for s in state)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous")
+        out, *last = torch.lstm(sums, first, weights, False, 1, 0.0, True, False, False)
+    previous = torch.cat([first[0].detach(), out.detach()[:-1]])
+    capture.record(torch.lstm, linear.RULE, {"weight": w_ih, "bias": b_ih}, x, sums)
+    capture.record(torch.lstm, linear.RULE, {"weight": w_hh, "bias": b_hh}, previous, sums)
+    return out, tuple(s.squeeze(0) for s in last)

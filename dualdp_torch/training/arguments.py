@@ -57,6 +57,7 @@ class RunSettings:
         has_target: bool, True if the user named the plan's delta.
         pass_end: step that ends the pass which a checkpoint interrupted.
         checks: share of steps at which examples are checked; 0 is off.
+        views: number of views of each example, which are so many rows of a batch.
     """
 
     loss_reduction: str
@@ -64,6 +65,7 @@ class RunSettings:
     has_target: bool = False
     pass_end: int = 0
     checks: float = exactness.RATE
+    views: int = 1
 
     @classmethod
     def from_saved(cls, saved: Mapping[str, Any]) -> RunSettings:

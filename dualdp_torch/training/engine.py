@@ -21,11 +21,14 @@ from dualdp.exactness import checked_rate
 from dualdp.ledger.ledger import Ledger
 from dualdp.plan.arguments import NO_RUN, SECOND_RUN, names_delta, refuse_beside_target
 from dualdp.plan.batches import end_of_pass, require_end
+from dualdp.plan.correlated.noise import require_affordable
 from dualdp.plan.plan import PrivacyPlan
 from dualdp.porting.parameter_map import ParameterMap
 from dualdp.randomness import run_registry
+from dualdp_torch.parallel.fsdp import is_sharded
 from dualdp_torch.parallel.process_group import QUIET, Group, group_of, on_all, unwrapped
 from dualdp_torch.training.arguments import RunSettings, check, check_kinds, plan_of
+from dualdp_torch.training.ema import averaged
 from dualdp_torch.training.loader import (
     SINGLE_PROCESS,
     Passes,
@@ -39,6 +42,7 @@ from dualdp_torch.training.rank_consistency import agreed
 from dualdp_torch.training.run_ledger import open_ledger
 from dualdp_torch.training.step import PrivateStep, Stages
 from dualdp_torch.training.temporary_attributes import set_temporarily
+from dualdp_torch.training.views import Augment, Views
 
 #: Module, optimizer and loader that the user's loop goes on with.
 Private = tuple[nn.Module, torch.optim.Optimizer, PlannedLoader]
@@ -109,6 +113,8 @@ class PrivacyEngine:
         grad_sample_mode: str = "auto",
         ledger: str | os.PathLike[str] | None = None,
         checks: float | None = None,
+        views: int = 1,
+        augment: Augment | None = None,
         **others: Any,
     ) -> Private:
         """Set up DP-SGD; the training loop stays the user's.
@@ -134,6 +140,11 @@ class PrivacyEngine:
             checks: share of steps, in [0, 1], at which examples are checked against plain autodiff
                 of their own losses; None for `dualdp.exactness.RATE`, 0 for never. Noted in the
                 ledger.
+            views: int K, number of views of each example; a batch then holds K rows of each, side
+                by side, and an example's gradient is the mean of theirs. Batch sizes still count
+                examples.
+            augment: function (example, generator) -> view, of an item of the data set and a
+                `torch.Generator` keyed by (step, example, view); None for the example itself.
             **others: further fields of `PrivacyPlan` (sampler, neighboring_relation, seed, noise,
                 delta, num_steps, ...), epochs= instead of num_steps=, and those arguments of
                 Opacus' method that have a meaning here.
@@ -162,14 +173,16 @@ class PrivacyEngine:
             "poisson_sampling": poisson_sampling,
             **others,
         }
+        seen = Views(views, augment)
         settings = RunSettings(
             loss_reduction,
             grad_sample_mode,
             has_target=names_delta(plan, given),
             checks=checked_rate(checks),
+            views=seen.count,
         )
         plan = plan_of(data_loader, plan, given, self.make_private, **self._plan_options)
-        return self._start(module, optimizer, data_loader, plan, settings, ledger)
+        return self._start(module, optimizer, data_loader, plan, settings, ledger, seen)
 
     def make_private_with_epsilon(
         self,
@@ -186,6 +199,8 @@ class PrivacyEngine:
         grad_sample_mode: str = "auto",
         ledger: str | os.PathLike[str] | None = None,
         checks: float | None = None,
+        views: int = 1,
+        augment: Augment | None = None,
         **others: Any,
     ) -> Private:
         """`make_private` with the noise that spends `target_epsilon` in the given epochs or steps.
@@ -203,6 +218,8 @@ class PrivacyEngine:
             grad_sample_mode: "auto" or one of `GRAD_SAMPLE_MODES`.
             ledger: path of a new file, or None, as in `make_private`.
             checks: share of steps that are checked, as in `make_private`.
+            views: number of views of each example, as in `make_private`.
+            augment: function that makes a view, as in `make_private`.
             **others: further arguments of `make_private`.
 
         Returns:
@@ -229,10 +246,15 @@ class PrivacyEngine:
             calibrates=True,
             **self._plan_options,
         )
+        seen = Views(views, augment)
         settings = RunSettings(
-            loss_reduction, grad_sample_mode, has_target=True, checks=checked_rate(checks)
+            loss_reduction,
+            grad_sample_mode,
+            has_target=True,
+            checks=checked_rate(checks),
+            views=seen.count,
         )
-        return self._start(module, optimizer, data_loader, plan, settings, ledger)
+        return self._start(module, optimizer, data_loader, plan, settings, ledger, seen)
 
     def _start(
         self,
@@ -242,6 +264,7 @@ class PrivacyEngine:
         plan: PrivacyPlan,
         settings: RunSettings,
         ledger: str | os.PathLike[str] | None,
+        views: Views,
     ) -> Private:
         """Check everything, then open the ledger and attach."""
         check_kinds(module, optimizer)
@@ -257,11 +280,13 @@ class PrivacyEngine:
 
         def prepared() -> PlannedLoader:
             check(unwrapped(module), optimizer, plan, settings)
-            return self._planned(loader, plan, settings)
+            return self._planned(loader, plan, settings, views)
 
         planned = on_all(group, "make_private", prepared)
         self._ledger = on_all(group, "the ledger", lambda: open_ledger(group, plan, ledger))
         self._ledger.note(checks=settings.checks)
+        if settings.views > 1:
+            self._ledger.note(views=settings.views)
         self._settings = settings
         self._attach(module, optimizer)
         return module, optimizer, planned
@@ -293,6 +318,10 @@ class PrivacyEngine:
         """
         try:
             check(unwrapped(module), optimizer, ledger.plan, settings)
+            trained = [p for p in module.parameters() if p.requires_grad]
+            parts = group.size if group is not None and is_sharded(trained[0]) else 1
+            size = sum(p.numel() for p in trained) // parts
+            require_affordable(ledger.plan.correlation, ledger.position, size)
         except BaseException:
             ledger.close()
             raise
@@ -301,18 +330,19 @@ class PrivacyEngine:
         engine._loaded = module, optimizer, at_resume
         return engine
 
-    def resume(self, *, data_loader: DataLoader[Any]) -> Private:
+    def resume(self, *, data_loader: DataLoader[Any], augment: Augment | None = None) -> Private:
         """Continue a run that `load_checkpoint` loaded.
 
         Args:
             data_loader: `DataLoader` over the same data as before.
+            augment: function that makes a view, the same as before, as in `make_private`.
 
         Returns:
             `(module, optimizer, loader)`, the first two being those that were loaded into.
 
         Raises:
             AccountingError: the engine was not loaded, or goes on already.
-            ValueError: the loader has other data.
+            ValueError: the loader has other data, or the run has views and `augment` is missing.
         """
         if self._loaded is None:
             raise AccountingError(
@@ -321,10 +351,13 @@ class PrivacyEngine:
         module, optimizer, at_resume = self._loaded
         plan, settings = self.plan, self._settings
         group, inner, layout = self._group, unwrapped(module), self.noise_layout
+        views = Views(settings.views, augment)
         agreed(group, inner, optimizer, data_loader, plan, settings, layout)
-        planned = on_all(
-            group, "resume", lambda: self._planned(data_loader, plan, settings, settings.pass_end)
-        )
+
+        def prepared() -> PlannedLoader:
+            return self._planned(data_loader, plan, settings, views, settings.pass_end)
+
+        planned = on_all(group, "resume", prepared)
         run_registry.draw_by_engine(self.ledger)
         self._loaded = None
         self._attach(module, optimizer)
@@ -337,6 +370,8 @@ class PrivacyEngine:
         data_loader: DataLoader[Any],
         plan: PrivacyPlan | None = None,
         ledger: str | os.PathLike[str] | None = None,
+        views: int = 1,
+        augment: Augment | None = None,
         **plan_arguments: Any,
     ) -> OwnLoopLoader:
         """Return the plan's batches for a loop of your own in one process, and keep its account.
@@ -348,6 +383,10 @@ class PrivacyEngine:
             data_loader: `DataLoader`, as in `make_private`.
             plan: `PrivacyPlan`, or None.
             ledger: path of a new file, or None, as in `make_private`.
+            views: number of views of each example, as in `make_private`; `clipped_grad_sum` must
+                get them as rows_per_unit, or each view is clipped alone and an example moves the
+                sum by views times C.
+            augment: function that makes a view, as in `make_private`.
             **plan_arguments: fields of `PrivacyPlan`, as in `make_private`.
 
         Returns:
@@ -363,21 +402,28 @@ class PrivacyEngine:
                 "make_loader came in a group of several processes, whose loops would not be one "
                 "run. Expected make_private, which accounts them together."
             )
+        seen = Views(views, augment)
         self._settings.has_target = names_delta(plan, plan_arguments)
         plan = plan_of(data_loader, plan, plan_arguments, self.make_loader, **self._plan_options)
-        loader = OwnLoopLoader(data_loader, plan, partial(self._span, most_steps(data_loader), 0))
+        span = partial(self._span, most_steps(data_loader), 0)
+        loader = OwnLoopLoader(data_loader, plan, span, seen)
         self._ledger = open_ledger(None, plan, ledger, "PrivacyEngine.make_loader", "")
         self._own_loop = loader
         return loader
 
     def _planned(
-        self, loader: DataLoader[Any], plan: PrivacyPlan, settings: RunSettings, until: int = 0
+        self,
+        loader: DataLoader[Any],
+        plan: PrivacyPlan,
+        settings: RunSettings,
+        views: Views,
+        until: int = 0,
     ) -> PlannedLoader:
         """Loader of the plan's batches; `until` is the end of an interrupted pass, or 0."""
         share = SINGLE_PROCESS if self._group is None else Share(self._group.rank, self._group.size)
         span = partial(self._span, most_steps(loader), until)
         passes = Passes(span, self._require_step)
-        return PlannedLoader(loader, plan, passes, share, settings.checks)
+        return PlannedLoader(loader, plan, passes, share, settings.checks, views)
 
     def _span(self, most: int | None, until: int, is_whole: bool) -> tuple[int, int]:
         """Steps (start, stop) of the coming pass, or of the rest of the plan.
@@ -532,6 +578,24 @@ class PrivacyEngine:
         if self._own_loop is not None:
             self._own_loop.handed_out.require_recorded(ledger.position)
         return ledger.get_epsilon(delta, accept_unverified=accept_unverified)
+
+    def ema(self) -> nn.Module:
+        """Return a copy of the module with the parameters' average that `with_ema` keeps.
+
+        It is in eval mode, has no hooks of the engine at work, and costs no privacy.
+
+        Raises:
+            AccountingError: the engine is not attached.
+            ValueError: the optimizer keeps no average, no step was taken, or the model lies in
+                pieces (fully_shard).
+        """
+        step = self._require_step()
+        if step.recorder.shards is not None:
+            raise ValueError(
+                "The model lies in pieces (fully_shard), which are not copied. Read the averages "
+                "of the shards in optimizer.state[p]['ema']."
+            )
+        return averaged(step.recorder.model, step.optimizer)
 
     def stages(self) -> Stages:
         """Return per-sample gradients (see `keep_per_sample`), clipped sum, noisy mean of a step.

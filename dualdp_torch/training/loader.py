@@ -23,12 +23,13 @@ from torch.utils.data.distributed import DistributedSampler
 from dualdp import _validate
 from dualdp._validate import AccountingError
 from dualdp.plan.batches import num_physical_batches, physical_batches
-from dualdp.plan.plan import require_size
+from dualdp.plan.plan import require_examples, require_size
 from dualdp.randomness import threefry
 from dualdp_torch.noise.generators import keyed_generator
 from dualdp_torch.per_sample.checks.collate_check import CheckedCollate
 from dualdp_torch.rules.base import Tensor
 from dualdp_torch.training.opacus_names import missing_in
+from dualdp_torch.training.views import DrawnViews, FlatCollate, Views
 
 _KEPT = (
     *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn"),
@@ -37,12 +38,13 @@ _KEPT = (
 
 
 class Draw(NamedTuple):
-    """Rows of the data set in one physical batch.
+    """Examples of the data set in one physical batch.
 
     Attributes:
         step: index of the logical batch.
-        indices: list with the data set's row for each row of the batch.
-        mask: (rows,) bool, False for padding.
+        indices: list with the data set's index of each example, of which a batch may hold several
+            rows (`Views`).
+        mask: (examples,) bool, False for padding.
         chunk: index among the physical batches of the logical batch.
         num_chunks: number of physical batches in the logical batch.
     """
@@ -120,17 +122,18 @@ class _BatchSampler:
     Attributes:
         draws: function that returns the draws of the pass.
         queue: draws whose batches the `DataLoader` has asked for and not yet returned.
+        items: function that returns the arguments of the data set for a draw.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, items: Callable[[Draw], list[Any]]) -> None:
         self.draws: Callable[[], Iterator[Draw]] = lambda: iter(())
-        self.queue = deque[Draw]()
+        self.queue, self.items = deque[Draw](), items
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[list[Any]]:
         queue = self.queue
         for draw in self.draws():
             queue.append(draw)
-            yield draw.indices
+            yield self.items(draw)
 
 
 class Passes(NamedTuple):
@@ -160,6 +163,7 @@ class PlannedLoader:
         passes: `Passes` of the run; None if only `of_steps` is called.
         share: `Share` of this process.
         checks: share of the batches whose `collate_fn` is checked.
+        views: `Views` of each example; None for the examples themselves.
 
     Guarantees:
         `len` is the number of batches of the pass that runs, else of the coming one; of the last
@@ -178,16 +182,25 @@ class PlannedLoader:
         passes: Passes | None,
         share: Share = SINGLE_PROCESS,
         checks: float = 0.0,
+        views: Views | None = None,
     ) -> None:
         check_loader(loader)
         _check_share(loader, share)
         self.dataset = loader.dataset
+        require_examples(plan)
         require_size(plan, len(self.dataset))  # type: ignore[arg-type]
         self._options = {name: getattr(loader, name) for name in _KEPT if hasattr(loader, name)}
         if not loader.pin_memory_device:
             self._options.pop("pin_memory_device", None)
         period = round(1 / checks) if checks else 0
-        self._options["collate_fn"] = CheckedCollate(loader.collate_fn, period)
+        collate = CheckedCollate(loader.collate_fn, period)
+        self._drawn: Any = self.dataset
+        self._views = views if views is not None and views.augment is not None else None
+        if self._views is not None and self._views.augment is not None:
+            self._drawn = DrawnViews(self.dataset, self._views.augment)
+            self._options["collate_fn"] = FlatCollate(collate)
+        else:
+            self._options["collate_fn"] = collate
         self._plan, self._share = plan, share
         self._passes: Any = passes
         self._is_whole = False  # True if a pass is the rest of the plan
@@ -195,10 +208,16 @@ class PlannedLoader:
 
     def _use_size(self, size: int | None) -> None:
         """Split logical batches into physical ones of at most `size` rows, None for no limit."""
-        self._size, self._sampler = size, _BatchSampler()
+        self._size, self._sampler = size, _BatchSampler(self._items)
         self._loader: DataLoader[Any] | None = None
         self._running: tuple[int, int] | None = None
         self._last: tuple[int, int] | None = None
+
+    def _items(self, draw: Draw) -> list[Any]:
+        """Return what the data set takes for each example of a draw."""
+        if self._views is None:
+            return draw.indices
+        return self._views.keys(self._plan, draw.step, draw.indices)
 
     def limited(self, max_physical_batch_size: int) -> PlannedLoader:
         """Return the same loader with at most `max_physical_batch_size` rows per physical batch."""
@@ -278,7 +297,7 @@ class PlannedLoader:
             if self._share.rank:  # workers of different processes draw different numbers
                 key = threefry.fold_in(key, self._share.rank)
             self._loader = DataLoader(
-                self.dataset,
+                self._drawn,
                 batch_sampler=self._sampler,  # type: ignore[arg-type]
                 generator=keyed_generator(key, torch.device("cpu")),
                 **self._options,

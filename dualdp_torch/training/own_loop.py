@@ -13,15 +13,17 @@ from torch.utils.data import DataLoader
 from dualdp.plan.batches import HandedOut
 from dualdp_torch.rules.base import Tensor
 from dualdp_torch.training.loader import PlannedLoader
+from dualdp_torch.training.views import Views
 
 
 class Chunk(NamedTuple):
     """Part of a logical batch.
 
     Attributes:
-        args: tuple of the loader's batch, the arguments of the loss after the model.
-        mask: (rows,) bool, False for padding: an empty draw is one masked row.
-        indices: (rows,) row of each example in the data.
+        args: tuple of the loader's batch, the arguments of the loss after the model; with views=K
+            it holds K rows of each example, for `clipped_grad_sum(..., rows_per_unit=K)`.
+        mask: (examples,) bool, False for padding: an empty draw is one masked example.
+        indices: (examples,) row of each example in the data.
     """
 
     args: tuple[Any, ...]
@@ -54,16 +56,21 @@ class OwnLoopLoader:
         loader: the user's `DataLoader`.
         plan: `PrivacyPlan`.
         span: function of a bool, see `Passes`.
+        views: `Views` of each example.
 
     Attributes:
         handed_out: record of the batches that were yielded.
     """
 
     def __init__(
-        self, loader: DataLoader[Any], plan: Any, span: Callable[[bool], tuple[int, int]]
+        self,
+        loader: DataLoader[Any],
+        plan: Any,
+        span: Callable[[bool], tuple[int, int]],
+        views: Views,
     ) -> None:
         self._plan, self._span, self._is_whole = plan, span, False
-        self._planned = PlannedLoader(loader, plan, None)
+        self._planned = PlannedLoader(loader, plan, None, views=views)
         self.handed_out = HandedOut()
 
     def __len__(self) -> int:

@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from dualdp.ledger.ledger import Ledger
 from dualdp.ledger.release_record import Seal
 from dualdp_torch.parallel.fsdp import Shards
 from dualdp_torch.parallel.process_group import Group, Reduction, fingerprints
+from dualdp_torch.parallel.sum_hash import hash_sums
 from dualdp_torch.rules.base import Tensor
 
 Sums = dict[str, Tensor]
@@ -115,24 +117,23 @@ class Releaser:
                 self._check_reduction(group, step, own, sums)
         if has_passed:
             ledger.check_passed(step)
-        digest = None if shards is None else shards.digest(sums)  # a collective, on all processes
-
-        def data() -> Iterable[Any]:
-            if digest is not None:
-                return [digest]
-            return (total.detach().cpu().contiguous().numpy() for total in sums.values())
-
-        named = dict(zip(("num_below", "num_rows"), counts, strict=False))
+        facts: dict[str, Any] = dict(zip(("num_below", "num_rows"), counts, strict=False))
+        facts |= {"stack": stack, "hashes": partial(hash_sums, sums=sums.values())}
+        if shards is not None:  # a collective, on all processes
+            secret = ledger.plan.root.require_secret().step_secret("digest", step)
+            hashes = shards.hashes(secret, sums)
+            facts["hashes"] = lambda _: hashes
+        data = partial(_on_host, sums)
         if group is None:
             ledger.record(step)
-            return sums, ledger.seal(step, data, stack=stack, **named)
+            return sums, ledger.seal(step, data, **facts)
         compared = sums if shards is None else {}
         reduced = fingerprints(compared.values())
 
         def seal() -> Any:
             message = None
             if group.is_first:
-                sealed = ledger.seal(step, data, stack=stack, **named)
+                sealed = ledger.seal(step, data, **facts)
                 message = seal_message(ledger, self._num_known, sealed)
             return message, _sha256(reduced)
 
@@ -163,6 +164,11 @@ class Releaser:
                     relative_error=size_of_error,
                     unprotected_details={"error": error},
                 )
+
+
+def _on_host(sums: Sums) -> list[Any]:
+    """Sums as NumPy arrays."""
+    return [total.detach().cpu().contiguous().numpy() for total in sums.values()]
 
 
 def _compare(

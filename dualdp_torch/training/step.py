@@ -17,6 +17,7 @@ from dualdp.ledger.ledger import Ledger
 from dualdp.porting.parameter_map import ledger_text
 from dualdp_torch.noise.generators import STREAM
 from dualdp_torch.noise.noise import noised_mean
+from dualdp_torch.noise.recursion import forget
 from dualdp_torch.parallel.process_group import Group, device_kind
 from dualdp_torch.per_sample.call import METHODS
 from dualdp_torch.per_sample.checks.spot_check import BatchNumbers
@@ -98,7 +99,9 @@ class PrivateStep:
         method = GRAD_SAMPLE_MODES[settings.grad_sample_mode]
         self.optimizer, self._ledger, self._options = optimizer, ledger, options
         self._settings, self._keep = settings, METHODS[method] or "all"
-        self.recorder = recorder = Recorder(model, method=method, tape=Tape())
+        self.recorder = recorder = Recorder(
+            model, method=method, tape=Tape(), rows_per_unit=settings.views
+        )
         self._shards, self._is_alone = recorder.shards, group is None
         purpose, reduction = (method, ledger.plan.clipping), settings.loss_reduction
         self._checks = StepChecks(recorder, ledger, settings.checks, reduction, purpose)
@@ -111,6 +114,7 @@ class PrivateStep:
         self._forget()
         self._undo = ExitStack()
         self._undo.callback(recorder.detach)
+        self._undo.callback(forget, id(ledger.plan))
         self._opacus = optimizer_values(optimizer, ledger.plan)
         zeroing = Zeroing(recorder, optimizer.zero_grad)
         set_temporarily(self._undo, optimizer, zero_grad=zeroing, **{_AMP: True}, **self._opacus)
@@ -144,11 +148,12 @@ class PrivateStep:
         if draw is not None:  # may raise, before anything changed
             plan, mask = self._ledger.plan, draw.mask
             bounds = plan.clipping_bounds(self._ledger.max_grad_norm)
+            is_mean = self._settings.loss_reduction == "mean"
             terms = Terms(
-                float(len(mask)) if self._settings.loss_reduction == "mean" else 1.0,
+                float(len(mask)) if is_mean else 1.0 / self._settings.views,
                 clipping_bounds(self.recorder.parameters, plan.clipping, bounds),
                 plan.clipping,
-                None if bool(mask.all()) else mask,
+                None if bool(mask.numpy().all()) else mask,
             )
             self.recorder.guard()
         self._draw, self.recorder.terms = draw, terms
@@ -274,7 +279,9 @@ class PrivateStep:
             self._sums = {name: self._added(draw, name, total) for name, total in sums.items()}
         else:
             norms = self._add_captured(draw, terms)
-        self._norms.append(norms if terms.mask is None else norms[terms.mask.to(norms.device)])
+        if terms.mask is not None:  # its rows are found on the host, where the mask lies
+            norms = norms[terms.mask.nonzero().flatten().to(norms.device)]
+        self._norms.append(norms)
 
     def _add_captured(self, draw: Draw, terms: Terms) -> Tensor:
         """`_add` for gradients captured in a whole backward; returns their norms (n,)."""
@@ -336,7 +343,8 @@ class PrivateStep:
 
     def _release(self, step: int) -> None:
         """Release the logical batch and give the optimizer the noisy mean."""
-        ledger, sums, norms = self._ledger, self._sums, torch.cat(self._norms)
+        ledger, sums = self._ledger, self._sums
+        norms = self._norms[0] if len(self._norms) == 1 else torch.cat(self._norms)
         names = self._grads[0] if self._grads else ()
         grads = {name: torch.cat([part[name] for part in self._grads]) for name in names}
         has_passed = self._checks.has_passed
@@ -361,7 +369,7 @@ class PrivateStep:
                 sums,
                 ledger.plan,
                 step,
-                branch=seal.branch,
+                branch=seal.path,
                 max_grad_norm=seal.max_grad_norm,
                 layout=layout,
                 pieces=None if self._shards is None else self._shards.pieces,

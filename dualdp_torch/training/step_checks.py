@@ -76,7 +76,7 @@ class StepChecks:
         if due is not None and draw.chunk == due.draw(draw.num_chunks, 3):
             self.due = due
         if not self._recorder.computes_loss:
-            self._recorder.tape.begin(batch, len(draw.mask))
+            self._recorder.tape.begin(batch, len(draw.mask) * self._recorder.rows_per_unit)
 
     def end(self) -> None:
         """Clear the current batch, which was stepped on or abandoned."""
@@ -110,8 +110,9 @@ class StepChecks:
                 "Call model, backward() and optimizer.step() in the loop that takes the batches, "
                 "in one thread."
             )
-        n, rows = len(draw.mask), draw.mask.nonzero().flatten().tolist()
-        if n < 2 or not rows:
+        mask = draw.mask.repeat_interleave(self._recorder.rows_per_unit)
+        rows = np.flatnonzero(mask.numpy()).tolist()
+        if len(mask) < 2 or not rows:
             return
         try:
             is_known = self._criterion.knows(tape)
@@ -140,7 +141,7 @@ class StepChecks:
         draw = self._draw
         if draw is None or not self._rate or self._recorder.shards is not None:
             return False
-        return len(draw.mask) > 1 and bool(draw.mask.any())
+        return len(draw.mask) > 1 and bool(draw.mask.numpy().any())
 
     def may_be_due(self, known: AnalysisCache, several: bool = False) -> bool:
         """True if a forward that begins may have to be run again, alone or as one of several."""
@@ -183,7 +184,7 @@ class StepChecks:
 
     def _chosen(self, check: SpotCheck, rows: list[int], count: int) -> list[int]:
         """At most `count` rows: the one whose outputs have the largest gradient, and drawn ones."""
-        sizes = sum_of_squares(self._recorder.cotangents, self._recorder.n or 0)[rows]
+        sizes = sum_of_squares(self._recorder.cotangents, self._recorder.num_rows)[rows]
         largest = rows[int(np.argmax(sizes))]
         rest = [row for row in rows if row != largest]
         if not rest:

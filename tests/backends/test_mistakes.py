@@ -220,6 +220,15 @@ ON_BOTH = {
         ValueError,
         "The data has 24 examples but the plan has num_examples=23. Both must be the same",
     ),
+    "plan of users": (
+        lambda k: k.begin(
+            plan=plan(unit="user", rows_per_unit=2),
+            **dict.fromkeys(NUMBERS),
+            **({"expected_batch_size": None} if isinstance(k, Jax) else {}),
+        ),
+        ValueError,
+        "The plan has unit='user' and rows_per_unit=2, but the loader of an engine draws single",
+    ),
     "checks as a word": (lambda k: k.begin(checks="first"), TypeError, "checks='first' is a str"),
     "delta of 2": (lambda k: k.begin()[0].get_epsilon(2), ValueError, "delta=2 is not a prob"),
     "delta as text": (lambda k: k.begin()[0].get_epsilon("1"), TypeError, "delta='1' is a str"),

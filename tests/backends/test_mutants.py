@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 import dualdp.plan.clipping
-from dualdp import AccountingError, ExactnessError, PrivacyPlan, exactness
+import dualdp.plan.correlated.noise as correlated_noise
+from dualdp import AccountingError, ExactnessError, PrivacyPlan, correlated, exactness
+from dualdp.plan import samplers
 from dualdp.testing import Event, check_private_step
 from tests.conftest import BACKENDS
 from tests.private_steps import STEPS, torch_step, torch_tied
@@ -135,7 +137,89 @@ def empty_batches_skipped(stack, patch):
     return STEPS[stack]()
 
 
+WINDOW = correlated.window((1.0, -0.6, -0.2))
+BAND = correlated.band((1.0, 0.6, 0.3))
+FIXED = {"sampler": "fixed_order", "correlation": WINDOW}
+CYCLIC = {"sampler": "cyclic_poisson", "correlation": BAND, "min_separation": 4}
+
+
+def other_terms(change):
+    """A window whose terms are others."""
+
+    def mutant(stack, patch):
+        noise = importlib.import_module(f"dualdp_{stack}.noise.noise")
+        right = noise.window_terms
+
+        def terms(strategy, step, path):
+            found = right(strategy, step, path)
+            return change(found) if strategy is not None else found
+
+        patch.setattr(noise, "window_terms", terms)
+        return STEPS[stack](**FIXED)
+
+    return mutant
+
+
+def of_one_step(terms):
+    """The same draw for all weights."""
+    return [t._replace(step=terms[0].step) for t in terms]
+
+
+def shifted(terms):
+    """Every earlier draw one step too early."""
+    return [terms[0], *(t._replace(step=max(t.step - 1, 0)) for t in terms[1:])]
+
+
+def independent_noise(stack, patch):
+    """A band that forgets its rows: the noise of each step stands alone."""
+    right = correlated_noise.Recursion
+
+    def forgetful(scale, taps, decays):
+        return right(scale, tuple(0.0 for _ in taps), decays)
+
+    patch.setattr(correlated_noise, "Recursion", forgetful)
+    return STEPS[stack](**CYCLIC)
+
+
+def other_sensitivity(number, **plan):
+    """Noise for another sensitivity than that of the unit's participations."""
+
+    def mutant(stack, patch):
+        patch.setattr(dualdp.plan.participation, "unit_sensitivity", number)
+        return STEPS[stack](**plan)
+
+    return mutant
+
+
+def of_one_column(plan):
+    column = plan.correlation.strategy(plan.num_steps)
+    return float(np.linalg.norm(column))
+
+
+def of_another_order(stack, patch):
+    """A new order in each pass, accounted as one order for the run."""
+    patch.setitem(samplers.SAMPLERS, "fixed_order", samplers.shuffle)
+    return STEPS[stack](**FIXED)
+
+
+def of_no_class(stack, patch):
+    """Poisson batches of everybody, accounted as classes that take turns."""
+    patch.setitem(samplers.SAMPLERS, "cyclic_poisson", samplers.poisson)
+    return STEPS[stack](**CYCLIC)
+
+
 MUTANTS = {
+    "window drawn from one step": (
+        other_terms(lambda t: [u._replace(step=t[0].step) for u in t]),
+        "run",
+    ),
+    "window lacks its last draw": (other_terms(lambda t: t[: max(1, len(t) - 1)]), "run"),
+    "window shifted by a step": (other_terms(shifted), "run"),
+    "band without its rows": (independent_noise, "run"),
+    "sensitivity of one participation": (other_sensitivity(of_one_column, **FIXED), "run"),
+    "sensitivity 1 for a band": (other_sensitivity(lambda plan: 1.0, **CYCLIC), "run"),
+    "another order in each pass": (of_another_order, "run"),
+    "Poisson batches as classes": (of_no_class, "run"),
     "noise x 0.98": (noise_times(0.98), "run"),
     "noise x 0.9": (noise_times(0.9), "run"),
     "noise x 0.5": (noise_times(0.5), "run"),
@@ -223,6 +307,12 @@ def test_jax_contributions_are_bounded_by_every_way(method):
         {"sampler": "fixed_size", "neighboring_relation": "replace"},
         {"sampler": "balls_in_bins"},
         {"sampler": "shuffle"},
+        {"sampler": "fixed_order"},
+        {"sampler": "cyclic_poisson", "min_separation": 5},
+        FIXED,
+        CYCLIC,
+        {"sampler": "fixed_order", "correlation": correlated.blt(decays=(0.8,), scales=(0.4,))},
+        {"sampler": "fixed_order", "correlation": BAND, "noise": "portable"},
     ],
     ids=str,
 )

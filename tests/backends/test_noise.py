@@ -10,7 +10,7 @@ from scipy import stats
 
 import dualdp.jax as dpj
 import dualdp.torch as dpt
-from dualdp import PrivacyPlan
+from dualdp import PrivacyPlan, correlated
 from dualdp.plan.plan import NOISE
 from dualdp.porting import matching
 from dualdp.randomness import RootKey, grid_noise, normal, threefry
@@ -114,6 +114,29 @@ def test_portable_noise_is_the_same_on_both_stacks(dtype):
                 b = pair.to_torch(np.asarray(theirs[pair.jax_index]))
                 assert a.dtype == b.dtype == np.dtype(dtype)
                 np.testing.assert_allclose(a, b, rtol=1e-6 if dtype == "float32" else 1e-11)
+
+
+CORRELATED = {
+    "window": correlated.window([1.0, -0.5, 0.25]),
+    "band": correlated.band([2.0, 0.8, 0.3]),
+    "blt": correlated.blt(decays=[0.9, 0.3], scales=[0.2, 0.4]),
+    "square_root": correlated.square_root(),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("float64", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", CORRELATED)
+def test_portable_correlated_noise_is_the_same_on_both_stacks(name, dtype):
+    """At most 3 ulp of each normal, and the rounding of their products and sums on each stack."""
+    run = plan(sampler="fixed_order", num_steps=8, correlation=CORRELATED[name])
+    zeros = {key: np.zeros(40, dtype) for key in "ab"}
+    for step in (0, 3, 7):
+        ours, theirs = (noisy_mean(stack, zeros, run, step) for stack in ("torch", "jax"))
+        for key in zeros:
+            assert ours[key].dtype == theirs[key].dtype == dtype
+            scale = run.noise_stddev(step) / 50
+            limit = {"float32": 2e-6, "float64": 1e-11}[dtype] * scale
+            np.testing.assert_allclose(ours[key], theirs[key], rtol=0, atol=limit)
 
 
 @stacks

@@ -121,8 +121,8 @@ def test_a_progress_bar_shows_epsilon(capsys):
         release(ledger, step)
     assert list(progress([1, 2], ledger, delta=1e-3)) == [1, 2]
     shown = capsys.readouterr().out
-    assert f"epsilon {ledger.get_epsilon():.3f}" in shown
-    assert f"epsilon {ledger.get_epsilon(1e-3):.3f}" in shown
+    assert f"epsilon of one example {ledger.get_epsilon():.3f}" in shown
+    assert f"epsilon of one example {ledger.get_epsilon(1e-3):.3f}" in shown
     assert "2/2" in shown
 
 

@@ -10,12 +10,13 @@ from torch.utils.data import DataLoader
 
 import dualdp_torch as dpt
 from dualdp.plan import schedules
+from dualdp.plan.correlated import strategies
 from dualdp_torch.parallel.process_group import fingerprints, unwrapped
 
 from . import sharded_models as models
 
 STEPS = 50
-#: Name -> model, dtype, how it is wrapped, method, changes of the plan.
+#: Name -> model, dtype, how it is wrapped, method, changes of the plan, and views.
 RUNS = {
     "mlp": ("mlp", torch.float64, None, "auto", {}),
     "mlp small batches": ("mlp", torch.float32, {}, "auto", {"physical_batch_size": 2}),
@@ -43,11 +44,16 @@ RUNS = {
     "mlp automatic": ("mlp", torch.float64, None, "vmap", {"clipping": "automatic"}),
     "mlp two passes": ("mlp", torch.float64, {}, "two_pass", {"physical_batch_size": 3}),
     "mlp shuffled": ("mlp", torch.float64, None, "auto", {"sampler": "shuffle"}),
+    "mlp correlated": (
+        *("mlp", torch.float64, {}, "auto"),
+        {"sampler": "fixed_order", "correlation": strategies.band([1.0, 0.7, 0.2])},
+    ),
     "cnn": ("cnn", torch.float64, {"find_unused_parameters": True}, "auto", {}),
     "cnn single": ("cnn", torch.float32, None, "auto", {"noise": "portable"}),
     "gpt": ("gpt", torch.float64, {"gradient_as_bucket_view": True}, "auto", {}),
     "gpt single": ("gpt", torch.float32, None, "two_pass", {"physical_batch_size": 3}),
     "tied": ("tied", torch.float64, {}, "auto", {}),
+    "mlp views": ("mlp", torch.float64, {}, "auto", {"views": 3, "physical_batch_size": 2}),
 }
 #: Runs whose loss is a sum.
 SUMS = ("mlp empty shares", "cnn")
@@ -59,9 +65,16 @@ def begin(name, wrap=False):
     model, data = models.build(kind, dtype)
     if wrap and options is not None:
         model = DistributedDataParallel(model, **options)
+    views, changes = changes.get("views", 1), {k: v for k, v in changes.items() if k != "views"}
     run = models.plan(**{"num_steps": STEPS, **changes})
-    reduction = "sum" if name in SUMS else "mean"
-    return models.begin(model, data, run, method, loss_reduction=reduction)
+    options = {"loss_reduction": "sum" if name in SUMS else "mean", "views": views}
+    return models.begin(model, data, run, method, augment=noisy if views > 1 else None, **options)
+
+
+def noisy(example, generator):
+    """A view with noise on the inputs."""
+    x, y = example
+    return x + 0.1 * torch.randn(x.shape, generator=generator, dtype=x.dtype), y
 
 
 def step(name, model, optimizer, batch):

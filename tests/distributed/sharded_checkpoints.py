@@ -3,11 +3,14 @@
 
 import torch
 
+from dualdp.plan.correlated import strategies
 from dualdp_torch.checkpoint.sharded import load_sharded_checkpoint, save_sharded_checkpoint
 
 from . import sharded_models as models
 
 PLAN = {"num_steps": 10, "expected_batch_size": 6, "physical_batch_size": 4}
+#: Noise that depends on all steps before, which no checkpoint holds.
+PLAN |= {"sampler": "fixed_order", "correlation": strategies.band([1.0, 0.7, 0.2])}
 
 
 def optimizer_of(model):

@@ -3,10 +3,14 @@
 
 import torch
 
+from dualdp.plan.correlated import strategies
 from dualdp.plan.schedules import AdaptiveNorm
 
 from . import sharded_models as models
 
+CORRELATED = {"sampler": "fixed_order", "num_steps": 8}
+WINDOW, BAND = strategies.window([1.0, -0.6, 0.3]), strategies.band([1.0, 0.7, 0.2])
+BLT = strategies.blt(decays=[0.8, 0.3], scales=[0.5, 0.2])
 #: Name -> model, dtype, method, changes of the plan, options of fully_shard.
 RUNS = {
     "mlp": ("mlp", torch.float64, "auto", {}, {}),
@@ -29,6 +33,15 @@ RUNS = {
     "tied": ("tied", torch.float64, "auto", {}, {}),
     "tied by layer": ("tied", torch.float64, "auto", {"clipping": "per_layer"}, {}),
     "one broken example": ("broken", torch.float64, "two_pass", {}, {}),
+    "window": ("mlp", torch.float64, "auto", CORRELATED | {"correlation": WINDOW}, {}),
+    "band": ("gpt", torch.float32, "auto", CORRELATED | {"correlation": BAND}, {}),
+    "blt portable": (
+        "mlp",
+        torch.float64,
+        "two_pass",
+        CORRELATED | {"correlation": BLT, "noise": "portable", "physical_batch_size": 3},
+        {},
+    ),
     "adaptive": ("mlp", torch.float64, "auto", {"max_grad_norm": AdaptiveNorm(0.5)}, {}),
 }
 

@@ -3,7 +3,8 @@
 
 import pytest
 
-from dualdp import AccountingError, accountants, mechanisms
+import dualdp
+from dualdp import AccountingError, accountants, correlated, mechanisms
 from dualdp.accountants import interop
 from tests.cases import accounting as cases
 
@@ -62,6 +63,23 @@ def test_the_same_mechanism_has_the_same_epsilon(event, count):
     peer = dp_accounting.pld.PLDAccountant(relation)
     peer.compose(interop.to_dp_event(ours.history))
     assert ours.get_epsilon(delta=1e-5) == pytest.approx(peer.get_epsilon(1e-5), rel=2e-2)
+
+
+@pytest.mark.parametrize(("bands", "steps"), [(1, 40), (4, 44), (4, 8)])
+def test_bands_under_cyclic_poisson_are_rounds_of_poisson_sampling(bands, steps):
+    """The event of BandMF in jax_privacy: ceil(n / b) releases at b times the rate."""
+    plan = dualdp.PrivacyPlan(
+        **{"num_examples": 1000, "expected_batch_size": 20, "num_steps": steps, "seed": 1},
+        **{"noise_multiplier": 1.1, "max_grad_norm": 1.0, "delta": 1e-5},
+        **{"sampler": "cyclic_poisson", "min_separation": 4},
+        correlation=correlated.band([0.6**j for j in range(bands)]),
+    )
+    event = dp_accounting.SelfComposedDpEvent(
+        dp_accounting.PoissonSampledDpEvent(0.08, dp_accounting.GaussianDpEvent(1.1)),
+        -(-steps // 4),
+    )
+    peer = dp_accounting.pld.PLDAccountant().compose(event)
+    assert plan.epsilon() == pytest.approx(peer.get_epsilon(1e-5), rel=1e-2)
 
 
 def test_events_round_trip():

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import dualdp.jax as dpj
 import dualdp.torch as dpt
-from dualdp import Ledger, PrivacyPlan, port
+from dualdp import Ledger, PrivacyPlan, correlated, port
 from tests.cases import twins
 
 STEPS = 12
@@ -38,7 +38,7 @@ CASES = [
 class Run:
     """One experiment and its files."""
 
-    def __init__(self, twin, optimizer, folder):
+    def __init__(self, twin, optimizer, folder, **plan):
         self.twin, self.make_optimizers, self.folder = twin, OPTIMIZERS[optimizer], folder
         self.plan = PrivacyPlan(
             num_examples=twins.N,
@@ -49,6 +49,7 @@ class Run:
             delta=1e-3,
             noise="portable",
             seed=5,
+            **plan,
         )
         self.model = self.torch_model()
         self.net = twin.flax()
@@ -133,13 +134,35 @@ def releases(engine):
     ]
 
 
+CORRELATED = {
+    "window": {"sampler": "fixed_order", "correlation": correlated.window((1.0, -0.5, -0.2))},
+    "band": {
+        **{"sampler": "cyclic_poisson", "min_separation": 3},
+        "correlation": correlated.band((1.0, 0.5, 0.25)),
+    },
+    "blt": {
+        "sampler": "balls_in_bins",
+        "correlation": correlated.blt(decays=(0.9, 0.5), scales=(0.2, 0.1)),
+    },
+}
+
+
+@pytest.mark.parametrize("kind", CORRELATED)
+def test_a_run_with_correlated_noise_switches_too(kind, tmp_path):
+    """The other stack draws the noise of the steps before again, from the key alone."""
+    (mlp,) = [twin for twin in twins.TWINS if twin.name == "mlp"]
+    test_a_run_that_switches_twice_ends_where_it_would_have(
+        mlp, "sgd", tmp_path, **CORRELATED[kind]
+    )
+
+
 @pytest.mark.parametrize(("twin", "optimizer"), CASES)
-def test_a_run_that_switches_twice_ends_where_it_would_have(twin, optimizer, tmp_path):
+def test_a_run_that_switches_twice_ends_where_it_would_have(twin, optimizer, tmp_path, **plan):
     """torch, then JAX from a random step, then torch again; against torch alone and JAX alone."""
     seed = [*twin.name.encode(), *optimizer.encode()]
     first, second = sorted(np.random.default_rng(seed).choice(STEPS - 1, 2, replace=False) + 1)
     with jax.enable_x64(True):
-        run = Run(twin, optimizer, tmp_path)
+        run = Run(twin, optimizer, tmp_path, **plan)
         alone, engine = run.on_torch(STEPS)
         params, jax_engine = run.on_jax(STEPS)
         assert_same_end(alone, params, alone)

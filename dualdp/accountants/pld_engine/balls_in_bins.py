@@ -10,6 +10,9 @@ delta = E_Q(X - e^eps)_+ (remove) and E_Q(1 - e^eps X)_+ (add) are convex in X. 
 spread of each Y_i onto a linear grid thus bounds both from above, at every epsilon: the spread X is
 the likelihood ratio of a dominating pair. Its distribution is a power of one Fourier transform.
 
+With little noise the Y_i reach from e^-20 to e^20, and no linear grid resolves both ends. Their
+means are then formed by doubling, (X + X') / 2 spread back onto a geometric grid each time.
+
 Source: the pair is that of Chua et al. 2024 (arXiv 2412.16802), Theorem 3.1, also for steps that
 depend on earlier outputs; the bound by convex order is ours.
 """
@@ -24,7 +27,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from scipy import fft
-from scipy.special import ndtr
+from scipy.special import ndtr, ndtri
 
 from dualdp.accountants.pld_engine.discretize import U
 from dualdp.accountants.pld_engine.dominating_pairs import NDTR_ERROR, Atoms, quantile
@@ -37,6 +40,8 @@ _MANY = 1 << 14
 _CELL_ERROR = 2e-11  # relative error of one step's masses [test_the_masses_of_one_step_are_exact]
 _FARTHEST = 37.0  # standard deviations
 _SPREAD = 4e-6  # squared spacing of the losses that are kept, divided by their variance
+_CELLS = 1 << 10  # of the geometric grid
+_LARGEST = 300.0  # log X on the geometric grid
 
 
 @functools.lru_cache(maxsize=64)  # of 10 MB at most
@@ -55,6 +60,11 @@ def one_epoch(sigma: float, bins: int, tail: float) -> Atoms:
     low, top = (math.exp(min(end / (2 * sigma**2), 690.0)) for end in (-reach, reach))
     spread = math.sqrt(math.expm1(min(sigma**-2, 600.0)))
     step = max(0.03 * spread * min(1.0, bins / 30), 3 * (top - low) / _MAX_POINTS, 1e-9)
+    first, last = _ends(sigma, bins, tail)
+    added = ((last - first) / _CELLS) ** 2 * (2 * bins + math.log2(bins) * spread**2)
+    # Both sides are about 6 bins x the variance added to X.
+    if last < _LARGEST and step**2 > 4 * added:
+        return _doubled(sigma, bins, tail)
     leak = math.log(2 / tail)
     for _ in range(20):
         one = _coordinate(sigma, step, low, top)
@@ -78,6 +88,95 @@ def one_epoch(sigma: float, bins: int, tail: float) -> Atoms:
         left_p=one.lost_p + (bins - 1) * one.lost_q + wrapped,
         left_q=bins * one.lost_q + wrapped,
     )
+
+
+def _ends(sigma: float, bins: int, tail: float) -> tuple[float, float]:
+    """First and last point of the geometric grid, in log X.
+
+    Below the first lies next to no mean, which is at least the largest ratio divided by `bins`.
+    """
+    z = quantile(tail / 4)
+    least = float(ndtri((tail / 4) ** (1 / bins))) - sigma * (math.log(bins) + 3)
+    ends = max(-z, least), max(z + 1 / sigma, quantile(tail / (4 * bins)))
+    return ends[0] / sigma - 0.5 / sigma**2, ends[1] / sigma - 0.5 / sigma**2
+
+
+def _doubled(sigma: float, bins: int, tail: float) -> Atoms:
+    """The pair of `one_epoch` on the grid 0, e^first, e^(first + h), ..., e^last.
+
+    Errors: a merge (`_mean`) adds at most 4 products to a point for each lag, and moves what it
+    spreads by less than 2000 U of itself, hence a loss by as much. With its copies the mean of all
+    has less than `bins` merges. Masses below `least` are taken off; they and their P-masses add up
+    to at most 1e-4 of the tail.
+    """
+    first, last = _ends(sigma, bins, tail)
+    h = (last - first) / _CELLS
+    loss = first + h * np.arange(_CELLS + 1)
+    z = sigma * loss + 0.5 / sigma
+    below = float(ndtr(z[0]))
+    at_first = min(float(ndtr(z[0] - 1 / sigma)) * math.exp(-first), below)
+    q = np.zeros(_CELLS + 2)  # [0] is X = 0
+    q[:2] = below - at_first, at_first
+    up, down = _cell_means(sigma, np.full(_CELLS, 1 / math.expm1(h)), z[:-1])
+    q[1:-1] += down
+    q[2:] += up
+    error = _CELL_ERROR + 64 * sigma * U + 4 * NDTR_ERROR * below / max(below - at_first, 1e-300)
+    merges = 2 * bins.bit_length()
+    least = 1e-5 * tail / (merges * _CELLS * bins) * math.exp(-max(last, 0.0))
+    one, mean = q, q
+    number = 1
+    for bit in f"{bins:b}"[1:]:
+        mean = _mean(mean, mean, 1.0, h, least)
+        number *= 2
+        if bit == "1":
+            mean = _mean(mean, one, 1 / number, h, least)
+            number += 1
+    lost_q, lost_p = (float(ndtr(-x)) * (1 + NDTR_ERROR) for x in (z[-1], z[-1] - 1 / sigma))
+    return Atoms(
+        np.append(0.0, mean[1:] * np.exp(loss)),
+        mean,
+        error=1.01 * bins * (error + (4 * _CELLS + 4000) * U),
+        loss=np.append(-math.inf, loss),
+        left_p=lost_p + (bins - 1) * lost_q + 1e-4 * tail,
+        left_q=bins * lost_q + 1e-4 * tail,
+    )
+
+
+def _mean(one: Array, other: Array, ratio: float, h: float, least: float) -> Array:
+    """Distribution of (X + ratio X') / (1 + ratio), spread back onto the grid 0, g, g e^h, ....
+
+    For points `lag` apart it is the larger times a factor of the lag alone, hence a shift by whole
+    cells and one share that goes to the next point: a mean-preserving spread. From e^37 on the
+    smaller is lost in rounding.
+    """
+    size, rest = one.size - 1, 1 + ratio
+    base = 1 - math.floor(math.log(ratio / rest) / h)
+    total = np.zeros(base + size + 1)  # [base + i] is the point i
+
+    def put(mass: Array, lag: int, factor: float) -> None:
+        log_factor = math.log(factor)
+        shift = math.floor(log_factor / h)
+        up = mass * (math.expm1(log_factor - shift * h) / math.expm1(h))
+        start = base + lag + shift
+        total[start : start + mass.size] += mass - up
+        total[start + 1 : start + 1 + mass.size] += up
+
+    near = min(math.ceil(37 / h), size)
+    shrunk = np.exp(-h * np.arange(near))
+    orders = [(one, other, 1.0, ratio), (other, one, ratio, 1.0)]
+    for i, (larger, smaller, weight, added) in enumerate(orders):
+        far = np.repeat(smaller[0], size)
+        far[near:] += np.cumsum(smaller[1 : 1 + size - near])
+        put(larger[1:] * far, 0, weight / rest)
+        for lag in range(i, near):  # of equal points once
+            mass = larger[1 + lag :] * smaller[1 : 1 + size - lag]
+            put(mass, lag, (weight + added * shrunk[lag]) / rest)
+    under = total[:base]
+    at_first = float(under @ np.exp(h * np.arange(-base, 0)))
+    mean = np.concatenate([[one[0] * other[0] + under.sum() - at_first], total[base : base + size]])
+    mean[1] += at_first
+    mean[mean < least] = 0.0
+    return mean
 
 
 def _losses(index: Array, step: float) -> Array:

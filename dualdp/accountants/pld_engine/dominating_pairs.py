@@ -348,19 +348,26 @@ def mixture(sigma: float, rate: float, group: int) -> Monotone:
         return ndtr(z) @ weights, ndtr(-z) @ weights
 
     def ends(tail: float) -> tuple[float, float]:
-        reach = quantile(tail) * sigma
-        low, high = loss(np.array([-reach, group + reach]))
+        # of the upper tail: a group of 16 seldom has all 16 in one batch
+        reach = np.array([quantile(tail) * sigma])
+        x = bisect_arrays(lambda x: -p_tails(x)[1], np.array([-tail]), -reach, group + reach)
+        low, high = loss(np.concatenate([-reach, x]))
         return float(low), float(high)
 
-    inverse = (group / sigma) ** 2
-    chi = rate**2 * math.expm1(min(inverse, 50.0))
+    # twice the Kullback-Leibler divergence E_P(L - 1 + e^-L), by 16 Gauss-Hermite nodes for
+    # each number of hits that occurs
+    often = weights > 1e-12
+    nodes, shares = np.polynomial.hermite_e.hermegauss(16)
+    at = loss(np.add.outer(sizes[often], sigma * nodes))
+    with np.errstate(over="ignore"):
+        twice_kl = 2 * weights[often] @ (at + np.expm1(-at)) @ shares / math.sqrt(2 * math.pi)
     steep = 1 + group * scale * (group + 45 * sigma + 1)
     return Monotone(
         cut=cut,
         p_tails=p_tails,
         q_tails=lambda x: (ndtr(x / sigma), ndtr(-x / sigma)),
         ends=ends,
-        size=max(min(chi, inverse + 0.25 * inverse**2), 1e-280),
+        size=max(float(twice_kl), 1e-280),
         slack=64 * U * steep + 4 * group * U,
     )
 

@@ -24,8 +24,8 @@ from dualdp.plan.clipping import AUTOMATIC_OFFSET
 from dualdp_jax import compat
 from dualdp_jax.parallel.mesh import whole
 from dualdp_jax.per_sample.call import Answer, Call, Row
-from dualdp_jax.per_sample.capture import all_at_once
 from dualdp_jax.per_sample.clip import Clip
+from dualdp_jax.per_sample.mapping import all_at_once
 from dualdp_jax.per_sample.request import NORMS, SUM, Request, answer
 from dualdp_jax.per_sample.squared_norms import RESOLUTION, margin_for
 from dualdp_jax.rules.arrays import widen

@@ -185,7 +185,9 @@ class StandInCall:
     def inputs(self, trial: stand_ins.Trial) -> tuple[Any, Any, Any]:
         """Return stand-ins for (trained, rows, consts); constants that are known stay."""
         trained, arrays = stand_ins.fill(trial, *self.types, self.rows, self.limits)
-        positions = np.arange(self.rows, dtype=self.jaxpr.invars[-1].aval.dtype)
+        position = self.jaxpr.invars[-1].aval  # () or, of a unit, (rows per unit,)
+        shape = (self.rows, *position.shape)
+        positions = np.arange(math.prod(shape), dtype=position.dtype).reshape(shape)
         rng, first = np.random.default_rng(7), len(self.jaxpr.invars)
         consts = [
             stand_ins.array(const.shape, const.dtype, rng, limit=self.limits.get(first + i))

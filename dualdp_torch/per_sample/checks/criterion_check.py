@@ -36,6 +36,7 @@ from dualdp_torch.per_sample.checks.replay import (
 from dualdp_torch.per_sample.checks.tape import OTHER, Slot, Tape, slots_of
 from dualdp_torch.per_sample.random_state import untouched_generators
 from dualdp_torch.rules.base import Tensor
+from dualdp_torch.rules.precision import matmul_in_tf32
 
 REDUCTIONS = ("mean", "sum")
 #: Number of checked loops in the cache.
@@ -403,7 +404,7 @@ class _BatchReplay:
         names = [str(dtype).removeprefix("torch.") for dtype in dtypes]
         known = [name for name in names if name in TOLERANCE] or ["float32"]
         on_cuda = any(s.value is not None and s.value.is_cuda for s in tape.outputs)
-        if on_cuda and torch.backends.cuda.matmul.allow_tf32:
+        if on_cuda and matmul_in_tf32():
             known.append("tf32")
         return max(known, key=TOLERANCE.__getitem__)
 

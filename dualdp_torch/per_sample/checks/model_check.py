@@ -169,14 +169,15 @@ class ModelCheck:
 
         The example is at `position` of `index`; `recorded` are the outputs for the batch.
         """
+        k = subject.batch.rows_per_unit
         with torch.no_grad(), Precisions() as precisions:
             whole = _outputs(subject) if recorded is None else recorded
-            apart = _apart(whole, _outputs(_with_rows(subject, index)), row, position)
+            apart = _apart(whole, _outputs(_with_rows(subject, index)), row, position, k)
         if apart <= _CLOSER * exactness.TOLERANCE[precisions.lowest]:
             return
         with contextlib.suppress(*CANT_REPEAT), torch.no_grad():
             double = subject.in_double()
-            exact = _apart(_outputs(double), _outputs(_with_rows(double, index)), row, position)
+            exact = _apart(_outputs(double), _outputs(_with_rows(double, index)), row, position, k)
             if exact <= exactness.REPEATED:
                 return
         size = exactness.power_of_ten(apart)
@@ -192,8 +193,9 @@ class ModelCheck:
 def unclipped(gradients: Gradients, losses: Tensor) -> BatchNumbers:
     """Return the numbers of a batch whose gradients are summed without clipping."""
     n = len(losses)
-    squares, norms, _ = norms_of(gradients, Limits(), n)
-    factors = Factors(dict.fromkeys(squares, torch.ones_like(norms)), norms, None, squares)
+    squares, norms = norms_of(gradients, Limits(), n)
+    ones = dict.fromkeys(squares.of, torch.ones_like(norms))
+    factors = Factors(ones, norms, None, squares.of)
     return BatchNumbers(
         norms,
         losses,
@@ -270,11 +272,16 @@ def _with_rows(subject: ReferenceLosses, index: Tensor) -> ReferenceLosses:
     return replace(subject, batch=subject.batch.rows(index), mask=mask)
 
 
-def _apart(whole: Sequence[Tensor], other: Sequence[Tensor], row: int, position: int) -> float:
-    """Return the largest relative difference of `row` in one batch and `position` in another."""
+def _apart(
+    whole: Sequence[Tensor], other: Sequence[Tensor], row: int, position: int, k: int
+) -> float:
+    """Return the largest relative difference of `row` in one batch and `position` in another.
+
+    Both count units of k rows.
+    """
     worst = 0.0
     for a, b in zip(whole, other, strict=True):
-        x, y = a[row].double(), b[position].double()
+        x, y = (t.unflatten(0, (-1, k))[at].double() for t, at in ((a, row), (b, position)))
         if x.shape != y.shape:
             return float("inf")
         sizes = a.double().abs()

@@ -31,6 +31,7 @@ from dualdp_torch.per_sample.parameter_use import USE_LOOP
 from dualdp_torch.per_sample.random_state import seed_generators, untouched_generators
 from dualdp_torch.per_sample.vmap_and_loop import is_same_forward, plain_gradients
 from dualdp_torch.rules.base import Tensor, wide
+from dualdp_torch.rules.precision import matmul_in_tf32
 
 Grads = Mapping[str, Tensor]
 #: Number of perturbed inputs that measure the sensitivity of plain autograd to rounding.
@@ -168,7 +169,7 @@ class Precisions(TorchDispatchMode):
         for value in pytree.tree_leaves(out):
             if torch.is_tensor(value) and value.is_floating_point():
                 self.seen.add(str(value.dtype).removeprefix("torch."))
-                if value.is_cuda and torch.get_float32_matmul_precision() != "highest":
+                if value.is_cuda and matmul_in_tf32():
                     self.seen.add("tf32")
         return out
 

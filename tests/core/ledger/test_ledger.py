@@ -2,6 +2,7 @@
 """The ledger: every release once, in order, accounted before it happens."""
 
 import copy
+import hashlib
 import os
 import pickle
 import sys
@@ -10,8 +11,9 @@ import numpy as np
 import pytest
 
 import dualdp
-from dualdp.ledger import release_record
+from dualdp.ledger import hash_chain, release_record
 from dualdp.plan.schedules import AdaptiveNorm
+from dualdp.randomness.universal_hash import hash_arrays
 from tests.core.plan.test_plan import BASE, make
 
 SUMS = (np.zeros(1),)
@@ -353,16 +355,60 @@ def test_the_digest_sees_every_bit():
     plan, other = make(), make()
     array = np.random.default_rng(0).normal(size=7)
     base = release_record.digest(plan, (1,), [array])
-    assert release_record.digest(plan, (1,), [array.copy()]) == base
+    assert release_record.digest(plan, (1,), lambda: iter([array.copy()])) == base
     flipped = array.copy()
     flipped.view(np.uint64)[3] ^= 1
     variants = [
         release_record.digest(plan, (1,), [flipped]),
         release_record.digest(plan, (2,), [array]),
+        release_record.digest(plan, (1, "fact"), [array]),
         release_record.digest(plan, (1,), [array[:3], array[3:]]),
+        release_record.digest(plan, (1,), [array[:4], array[4:]]),
+        release_record.digest(plan, (1,), [array.reshape(1, 7)]),
+        release_record.digest(plan, (1,), [array.view(np.float32)]),
+        release_record.digest(plan, (1,), [array.view(np.int64)]),
+        release_record.digest(plan, (1,), [array, np.empty(0)]),
         release_record.digest(other, (1,), [array]),
     ]
-    assert len({base, *variants}) == 5
+    assert len({base, *variants}) == 11
+
+
+def test_hashes_made_elsewhere_are_sealed_as_those_made_here():
+    plan, arrays = make(), [np.ones(3), np.zeros((2, 2), np.float32)]
+    here = release_record.digest(plan, (5, "fact"), arrays)
+    made = lambda secret: [hash_arrays(secret, arrays)]  # noqa: E731
+    assert release_record.digest(plan, (5, "fact"), None, made) == here
+    assert release_record.digest(plan, (5, "fact"), None, made, "later") is None
+    with pytest.raises(ValueError, match="No clipped sum came"):
+        release_record.digest(plan, (5, "fact"), None, lambda secret: [([], b"")])
+
+
+def test_a_seal_of_the_first_version_is_recognised(tmp_path):
+    """Its digest is BLAKE2b of all sums, and its seal names no scheme."""
+    plan, sums = make(), np.random.default_rng(0).normal(size=(4, 3))
+    ledger, _ = run(plan, sums, path=tmp_path / "now", stop=1)
+    state = ledger.state()
+    run(plan, sums, ledger=ledger)
+    ledger.close()
+    records = dualdp.Ledger.read(ledger.path)
+    for record in records:
+        if record.get("kind") == "seal":
+            del record["scheme"]
+            facts = record["step"], "here 1", plan.noise, plan.max_grad_norm_at(0), (None, None)
+            head = repr((facts, [((3,), "<f8")])).encode()
+            whole = head + sums[record["step"]].tobytes()
+            key = {"key": plan.root.secret, "person": b"dualdp seal", "digest_size": 16}
+            record["digest"] = hashlib.blake2b(whole, **key).hexdigest()
+    chain = hash_chain.Chain(records)
+    chain.write_to(tmp_path / "first")
+    chain.close()
+    state |= {"hash": chain.hash_at(state["num_lines"])}
+    again = dualdp.Ledger.resume(plan, state, tmp_path / "first")
+    sums[2] += 1
+    replays = [release(again, step, [sums[step]]).is_replay for step in (1, 2, 3)]
+    assert replays == [True, False, True]
+    schemes = [r.get("scheme") for r in again.chain.records if r.get("kind") == "seal"]
+    assert schemes == [None] * 4 + [release_record.SCHEME]
 
 
 # ---------------------------------------------------------------------- what a seal needs

@@ -7,6 +7,7 @@ from scipy import stats
 
 from dualdp import mechanisms
 from dualdp.plan import samplers
+from dualdp.plan.participation import PATTERNED
 from dualdp.randomness import RootKey, bits, fold_in
 
 ROOT = RootKey.from_seed(5)
@@ -17,13 +18,13 @@ def words(step, stream, size):
     return bits(fold_in(key, stream) if stream else key, size, width=64)
 
 
-def draw(step, sampler="poisson", *, num_examples=1000, sample_rate=0.1, max_batch_size=None):
+def draw(step, sampler="poisson", *, num_examples=1000, sample_rate=0.1, **settings):
     request = samplers.Draw(
         words_at=lambda step, stream: words(step, stream, num_examples),
         step=step,
         num_examples=num_examples,
         expected_batch_size=sample_rate * num_examples,
-        max_batch_size=max_batch_size,
+        **settings,
     )
     return samplers.SAMPLERS[sampler](request)
 
@@ -33,8 +34,8 @@ every_sampler = pytest.mark.parametrize("sampler", sorted(samplers.SAMPLERS))
 
 @every_sampler
 def test_every_sampler_has_the_event_of_its_name(sampler):
-    assert sampler in mechanisms.SAMPLERS
-    assert set(samplers.SAMPLERS) == set(mechanisms.SAMPLERS)
+    assert sampler in mechanisms.SAMPLERS or sampler in PATTERNED
+    assert set(samplers.SAMPLERS) == {*mechanisms.SAMPLERS, *PATTERNED}
 
 
 def test_known_batches():
@@ -91,7 +92,7 @@ def test_every_example_is_as_likely_as_every_other(sampler):
     for step in range(steps):
         counts[draw(step, sampler, num_examples=200, sample_rate=rate)] += 1
     assert abs(counts.mean() / steps - rate) < 0.003
-    if sampler in samplers.WHOLE_PASS:
+    if sampler in ONCE_A_PASS:
         assert (counts == steps * rate).all()
     else:
         assert np.abs(counts - steps * rate).max() < 4.5 * np.sqrt(steps * rate * (1 - rate))
@@ -119,14 +120,47 @@ def test_a_fixed_size_is_fixed_and_every_pair_is_possible():
     assert stats.binomtest(together, 2000, 3 * 2 / (10 * 9)).pvalue > 1e-4
 
 
-@pytest.mark.parametrize("sampler", samplers.WHOLE_PASS)
+ONCE_A_PASS = sorted(set(samplers.WHOLE_PASS) - {"cyclic_poisson"})
+
+
+@pytest.mark.parametrize("sampler", ONCE_A_PASS)
 def test_a_pass_uses_every_example_once(sampler):
     passes = []
     for epoch in range(2):
         steps = [draw(10 * epoch + k, sampler, num_examples=105) for k in range(10)]
         np.testing.assert_array_equal(np.sort(np.concatenate(steps)), np.arange(105))
         passes.append([step.tolist() for step in steps])
-    assert passes[0] != passes[1]
+    assert (passes[0] != passes[1]) == (sampler != "fixed_order")
+
+
+def test_an_assignment_is_kept_for_its_epochs():
+    """Ten batches a pass, drawn anew before passes 0, 3 and 6."""
+    steps = [
+        draw(step, "balls_in_bins", num_examples=60, epochs_per_assignment=3).tolist()
+        for step in range(70)
+    ]
+    passes = [steps[10 * epoch : 10 * epoch + 10] for epoch in range(7)]
+    assert passes[0] == passes[1] == passes[2] != passes[3] == passes[4] == passes[5] != passes[6]
+    first = [draw(step, "balls_in_bins", num_examples=60).tolist() for step in range(10)]
+    assert passes[0] == first
+
+
+def test_classes_of_cyclic_poisson_take_turns():
+    """Steps of one example are a multiple of 4 apart; classes are equally likely, draws too."""
+    steps, rate, classes = 800, 0.1, 4
+    joined = np.zeros((steps, 500), bool)
+    for step in range(steps):
+        chosen = draw(
+            step, "cyclic_poisson", num_examples=500, sample_rate=rate, min_separation=classes
+        )
+        joined[step, chosen] = True
+    by_class = joined.reshape(-1, classes, 500).sum(0)
+    assert ((by_class > 0).sum(0) == 1).all()
+    sizes = np.bincount(by_class.argmax(0), minlength=classes)
+    assert stats.chisquare(sizes).pvalue > 1e-4
+    assert stats.binomtest(int(joined.sum()), steps // classes * 500, classes * rate).pvalue > 1e-4
+    turns = by_class.max(0) / (steps / classes)
+    assert 0.8 < turns.var() / (classes * rate * (1 - classes * rate) / (steps / classes)) < 1.25
 
 
 def test_balls_fall_independently():

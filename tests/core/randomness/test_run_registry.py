@@ -416,3 +416,15 @@ def test_newer_formats_are_refused_by_name(tmp_path):
     ):
         with pytest.raises(ValueError, match=f"is a {kind}.*use the version of dualdp that wrote"):
             read()
+
+
+@pytest.mark.parametrize(
+    ("branch", "error"), [("x", TypeError), (1.5, TypeError), ([], TypeError), (-1, ValueError)]
+)
+def test_a_branch_is_a_number(branch, error):
+    plan = make(seed=3)
+    with (
+        pytest.raises(error, match=r"branch=.*Expected an integer"),
+        run_registry.drawing(plan, "noisy_mean", "noisy_mean", 0, branch),
+    ):
+        pass

@@ -19,14 +19,14 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import dualdp_jax as dpj
-from dualdp import ExactnessError, UnsupportedLayerError, checkpoint
+from dualdp import ExactnessError, UnsupportedLayerError, checkpoint, correlated
 from dualdp.plan.schedules import AdaptiveNorm
 from dualdp_jax.checkpoint.sharded import (
     consolidate_checkpoint,
     load_sharded_checkpoint,
     save_sharded_checkpoint,
 )
-from dualdp_jax.noise import noise
+from dualdp_jax.noise import noise, recursion
 from dualdp_jax.parallel.mesh import DataMesh
 from tests.only_jax.workers import launch
 from tests.only_jax.workers.models import (
@@ -132,6 +132,18 @@ def empty_shares():
         same_as_alone("mlp", mesh, **sparse)
 
 
+def views():
+    """Keys of views are those of the plan, whatever device has the example."""
+
+    def augment(example, key):
+        x, *others = example
+        return x + 0.1 * jax.random.normal(key, x.shape, x.dtype), *others
+
+    given = {"run": plan(physical_batch_size=2), "views": 3, "augment": augment}
+    ends = [train(*begin(mlp(), **given | at)[1:]) for at in ({}, where("eight, split"))]
+    assert distance(ends[1].params, ends[0].params) <= BOUND["float32"]
+
+
 def adaptive_and_per_layer():
     for changes in ({"max_grad_norm": AdaptiveNorm(0.3)}, {"clipping": "per_layer"}):
         params, loss, data = mlp()
@@ -200,7 +212,7 @@ def aux_and_metrics():
 # ---------------------------------------------------------------------- noise
 
 
-def _noise_alone(kind, mesh=None, split=None, steps=2):
+def _noise_alone(kind, mesh=None, split=None, steps=2, **changes):
     """What an optimizer that keeps the mean gets when the loss is constant: noise alone."""
     params = {"w": np.zeros((64, 48)), "b": np.zeros(16), "odd": np.zeros((5, 7))}
     model = params, lambda p, x, y: 0.0 * (p["w"].sum() + p["b"].sum() + p["odd"].sum()), mlp()[2]
@@ -208,12 +220,29 @@ def _noise_alone(kind, mesh=None, split=None, steps=2):
         lambda p: jax.tree.map(jnp.zeros_like, p),
         lambda g, s, p=None: (jax.tree.map(jnp.zeros_like, g), g),
     )
-    run = plan(noise=kind, num_steps=steps, seed=None if kind == "secure" else 5, key=_KEY)
+    seed = None if kind == "secure" else 5
+    run = plan(noise=kind, num_steps=steps, seed=seed, key=_KEY, **changes)
     _, step, state, loader = begin(model, mesh, split, run=run, optimizer=keeper)
     return train(step, state, loader).opt_state
 
 
 _KEY = None
+
+
+#: Where parameters lie: on one device, on each of eight, and split over eight and over four.
+_PLACES = (
+    lambda: (),
+    lambda: (mesh_of((8,)), None),
+    lambda: (mesh_of((8,)), "data"),
+    lambda: (mesh_of((4,)), "data"),
+)
+
+
+def _same_bits(found):
+    for other in found[1:]:
+        for one, two in zip(*map(jax.tree.leaves, (found[0], other)), strict=True):
+            np.testing.assert_array_equal(np.asarray(one), np.asarray(two))
+    assert found[2]["w"].sharding.spec == P("data", None)
 
 
 def noise_is_that_of_one_device_bitwise():
@@ -222,15 +251,36 @@ def noise_is_that_of_one_device_bitwise():
     global _KEY
     for kind in ("fast", "secure"):
         found = []
-        for at in ((), (mesh_of((8,)), None), (mesh_of((8,)), "data"), (mesh_of((4,)), "data")):
+        for at in _PLACES:
             _KEY = RootKey(b"a key of 16 byte") if kind == "secure" else None
             _forget(_KEY)
-            found.append(_noise_alone(kind, *at))
+            found.append(_noise_alone(kind, *at()))
         _KEY = None
-        for other in found[1:]:
-            for one, two in zip(*map(jax.tree.leaves, (found[0], other)), strict=True):
-                np.testing.assert_array_equal(np.asarray(one), np.asarray(two))
-        assert found[2]["w"].sharding.spec == P("data", None)
+        _same_bits(found)
+
+
+CORRELATED = {
+    "window": correlated.window([1.0, -0.6, 0.2]),
+    "band": correlated.band([2.0, 0.9, -0.5]),
+    "blt": correlated.blt(decays=[0.9, 0.4], scales=[0.2, 0.3]),
+}
+
+
+def correlated_noise_is_that_of_one_device_bitwise():
+    changes = {"num_steps": 4, "sampler": "fixed_order"}
+    shapes = {"w": (64, 48), "b": (16,), "odd": (5, 7)}
+    sums = {name: np.zeros(shape) for name, shape in shapes.items()}
+    for name in ("window", "blt"):
+        found = []
+        for at in _PLACES[:3]:
+            here = place(sums, *at(), "float32") if at() else jax.tree.map(jnp.float32, sums)
+            run = plan(correlation=CORRELATED[name], **changes)
+            release = noise.release_at(run, 3, like=here, rows=recursion.rows_for(run))
+            placed = jax.tree.map(lambda leaf: leaf.sharding, here) if at() else None
+            found.append(jax.jit(noise.noised_mean, out_shardings=placed)(here, release))
+        _same_bits(found)
+    changes = {"steps": 4, "sampler": "fixed_order", "correlation": CORRELATED["band"]}
+    _same_bits([_noise_alone("fast", *at(), **changes) for at in _PLACES[:3]])
 
 
 def _forget(key):
@@ -259,9 +309,10 @@ def noise_of_every_shard_would_be_seen():
     plain = noise.noised_mean
 
     def eight_times(grads, release):
-        key = jax.random.wrap_key_data(release.source, impl="threefry2x32")
+        key = jax.random.wrap_key_data(release.source.keys[0], impl="threefry2x32")
         for shard in range(7):
-            source = jax.random.key_data(jax.random.fold_in(key, 1000 + shard))
+            other = jax.random.key_data(jax.random.fold_in(key, 1000 + shard))
+            source = release.source._replace(keys=other[None])
             zero = jax.tree.map(jnp.zeros_like, grads)
             more = plain(zero, release._replace(source=source))
             size = release.expected_batch_size
@@ -282,12 +333,12 @@ def noise_of_every_shard_would_be_seen():
 # ---------------------------------------------------------------------- compiled programs
 
 
-def _programs(split):
-    """Compiled text of the three functions of a step, by name, and the parameters' bytes."""
+def _programs(split, **changes):
+    """Compiled text of the functions of a step, by name, and the parameters' bytes."""
     params = {"w": np.ones((64, 48)), "v": np.ones((48, 8))}
     model = params, lambda p, x, y: jnp.sum(jnp.tanh(x @ p["w"][:12]) @ p["v"]) * (1 + y), mlp()[2]
     at = {"mesh": mesh_of((8,)), "split": split}
-    engine, step, state, loader = begin(model, run=plan(num_steps=1), **at)
+    engine, step, state, loader = begin(model, run=plan(num_steps=1, **changes), **at)
     run, batch = engine._run, next(iter(loader))
     inputs, dropout = run._inputs(state.params, batch)
     (arrays, rows), *_ = inputs
@@ -297,9 +348,14 @@ def _programs(split):
     whole = run._jitted["collect"](totals)
     from dualdp.ledger.release_record import Seal
 
-    numbers = run._numbers(0, Seal(0, 0, 1.0, 1.0, 24.0, False), whole.sums)
+    numbers = run._numbers(0, Seal(0, 0, 0.5, 1.0, 24.0, False), whole.sums)
     update = run._jitted["update"].lower(arrays[0], state.opt_state, whole, numbers).compile()
     texts = {"add": add.as_text(), "collect": collect.as_text(), "update": update.as_text()}
+    if run._rows is not None:
+        layout = recursion._layout_of(run.parameters.like(whole.sums))
+        _, following = recursion._programs(run._rows._recursion, layout)
+        kept, key, order = run._rows._kept, np.zeros(2, np.uint32), run._rows._order(1)
+        texts["rows"] = following.lower(kept.rows, key, order).compile().as_text()
     return texts, 4 * sum(leaf.size for leaf in params.values())
 
 
@@ -337,6 +393,19 @@ def no_device_holds_the_whole_noise():
     assert not whole.search(texts["update"])
     texts, _ = _programs(None)
     assert whole.search(texts["update"]), "the check sees what it looks for"
+
+
+def no_device_draws_the_correlated_noise_of_another():
+    for name, strategy in CORRELATED.items():
+        texts, _ = _programs("data", sampler="fixed_order", correlation=strategy)
+        for program in {"update", "rows"} & texts.keys():
+            assert "8,48" in texts[program]
+            assert not re.search(r"\[(\d+,)?(64,48|48,8|3072|384)\]", texts[program]), (
+                name,
+                program,
+            )
+            assert moved(texts[program]) == {}
+        assert ("rows" in texts) == (name != "window")
 
 
 # ---------------------------------------------------------------------- loops of the user's own
@@ -538,10 +607,13 @@ def refusals():
 
 
 FAST = [fast]
-OPTIMIZED = [each_sum_is_reduced_once, no_device_holds_the_whole_noise]
+OPTIMIZED = [
+    each_sum_is_reduced_once, no_device_holds_the_whole_noise,
+    no_device_draws_the_correlated_noise_of_another, correlated_noise_is_that_of_one_device_bitwise,
+]  # fmt: skip
 SLOW = [
     mlp_everywhere, cnn_on_meshes, gpt_on_meshes, float64, small_physical_batches, empty_shares,
-    adaptive_and_per_layer, relu_step_by_step, norms_sums_and_gradients_are_the_same,
+    views, adaptive_and_per_layer, relu_step_by_step, norms_sums_and_gradients_are_the_same,
     aux_and_metrics, noise_is_that_of_one_device_bitwise, noise_has_the_declared_scale,
     noise_of_every_shard_would_be_seen, own_loop, explicit_axes, checkpoints_load_on_other_meshes,
     a_consolidated_folder_is_the_file, an_interrupted_sharded_save_leaves_the_older_one,

@@ -269,7 +269,8 @@ def own_noise_of_each_process_is_seen():
 
     def own(run, *arguments):
         release = plain(run, *arguments)
-        return release._replace(source=release.source ^ np.uint32(RANK))
+        source = release.source
+        return release._replace(source=source._replace(keys=source.keys ^ np.uint32(RANK)))
 
     CompiledStep._numbers = own
     try:

@@ -24,6 +24,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
 ]
 ROWS, STEPS = 48, 6
+WINDOW = {"correlation": dualdp.correlated.window([1.0, -0.5, 0.2]), "sampler": "fixed_order"}
+SAVING = {"enable_checkpointing": True}
 
 
 class LitAutoEncoder(L.LightningModule):
@@ -171,6 +173,21 @@ def test_lightning_trains_as_the_engine_alone(kind, physical, tmp_path):
     assert "training_step" not in vars(lit)
     assert not lit._forward_hooks
     assert fit.accumulate_grad_batches == 1
+
+
+def test_lightning_trains_with_correlated_noise(tmp_path):
+    """And resumes from a checkpoint of Lightning's that holds nothing of it."""
+    save = L.pytorch.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1)
+    fit = trainer(tmp_path, PrivacyCallback(plan=plan(seed=3, **WINDOW)), save, **SAVING)
+    lit = LitClassifier()
+    fit.fit(lit, data())
+    assert same(lit.state_dict(), by_hand(LitClassifier(), **WINDOW))
+    again, callback = LitClassifier(), PrivacyCallback()
+    (saved,) = tmp_path.glob("*step=4.ckpt")
+    trainer(tmp_path, callback).fit(again, data(), ckpt_path=str(saved))
+    assert same(lit.state_dict(), again.state_dict())
+    assert len(callback.engine.ledger) == STEPS
+    assert callback.engine.get_epsilon() == pytest.approx(plan(**WINDOW).epsilon())
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")

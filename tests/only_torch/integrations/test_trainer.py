@@ -20,6 +20,7 @@ from dualdp_torch.integrations.host_loop import HostedLoader, HostedRun  # noqa:
 from dualdp_torch.integrations.huggingface import FILE, PrivacyCallback, per_example_loss  # noqa: E402
 
 ROWS, STEPS = 48, 6
+WINDOW = {"correlation": dualdp.correlated.window([1.0, -0.5, 0.2]), "sampler": "fixed_order"}
 TINY = {"vocab_size": 30, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
 TINY |= {"intermediate_size": 8, "max_position_embeddings": 16}
 
@@ -134,6 +135,15 @@ def test_trainer_trains_as_the_engine_alone(causal, physical, tmp_path):
     assert logged[:STEPS] == [plan().epsilon(step) for step in range(1, STEPS + 1)]
     assert vars(hosted.args) == before
     assert vars(hosted).keys() & {"log", "training_step", "get_train_dataloader"} == set()
+
+
+def test_trainer_trains_with_correlated_noise(tmp_path):
+    hosted = trainer(tmp_path, bert(), max_steps=STEPS, **SGD)
+    callback = PrivacyCallback(plan=plan(seed=3, **WINDOW)).attach(hosted)
+    torch.manual_seed(42)
+    hosted.train()
+    assert same(hosted.model.state_dict(), by_hand(bert(), False, **WINDOW))
+    assert callback.engine.get_epsilon() == pytest.approx(plan(**WINDOW).epsilon())
 
 
 def test_trainer_accumulates_and_calibrates(tmp_path):

@@ -58,7 +58,7 @@ def test_noise_depends_on_the_whole_key():
     keys = [np.array([high, 7], np.uint32) for high in (0, 1, 2)]
     for draw in (
         lambda key: torch.randn(1000, generator=keyed_generator(key, device)),
-        lambda key: Normals(key, 1000, 1.0, zeros).add_at(0, zeros),
+        lambda key: Normals([(key, 1.0)], 1000, zeros).add_at(0, zeros),
     ):
         drawn = [draw(key) for key in keys]
         assert not torch.equal(drawn[0], drawn[1])
@@ -78,9 +78,9 @@ def test_devices_and_dtypes_have_keys_of_their_own(monkeypatch):
     keys = []
 
     class Kept(Normals):
-        def __init__(self, key, *rest):
-            keys.append(tuple(key))
-            super().__init__(key, *rest)
+        def __init__(self, terms, *rest):
+            keys.append(tuple(terms[0][0]))
+            super().__init__(terms, *rest)
 
     monkeypatch.setattr(noise, "Normals", Kept)
     dpt.noisy_mean({name: total.clone() for name, total in ZEROS.items()}, plan(), 0)

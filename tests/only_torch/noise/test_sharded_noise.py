@@ -83,17 +83,17 @@ def test_a_layout_of_jax_is_refused_for_pieces():
 def test_other_devices_draw_in_blocks_too(monkeypatch):
     """As on a GPU: each block by a generator of its own, of which a piece draws what it meets."""
     monkeypatch.setattr(generators, "_DEVICE_BLOCK", 1000)
-    key, size, like = [3, 4], 4321, torch.empty(0, dtype=torch.float64)
-    whole = torch.cat(
-        [
-            torch.empty(min(1000, size - 1000 * block), dtype=like.dtype).normal_(
-                0.0, 2.0, generator=generators._block_generator(key, block, like.device)
+    size, like = 4321, torch.empty(0, dtype=torch.float64)
+    terms = [([3, 4], 2.0), ([3, 5], -0.5), ([7, 4], 0.25)]
+    whole = torch.zeros(size, dtype=like.dtype)
+    for key, factor in terms:
+        for block, part in enumerate(whole.split(1000)):
+            generator = generators._block_generator(key, block, like.device)
+            part += torch.empty_like(part).normal_(0.0, abs(factor), generator=generator) * (
+                1 if factor > 0 else -1
             )
-            for block in range(5)
-        ]
-    )
     for start, stop in ((0, size), (999, 1001), (4000, size), (70, 70)):
-        drawn = generators.Normals(key, size, 2.0, like)
+        drawn = generators.Normals(terms, size, like)
         drawn._on_host = False
         sums = torch.randn(stop - start, dtype=like.dtype)
         assert torch.equal(drawn.add_at(start, sums), whole[start:stop] + sums)

@@ -11,7 +11,7 @@ from tests.distributed import sharded_models as models
 from tests.distributed.spawn import together
 
 pytestmark = pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
-FAST = ["mlp two passes", "gpt by layer", "relu"]
+FAST = ["mlp two passes", "gpt by layer", "band", "relu"]
 
 
 def relative(ours, theirs):

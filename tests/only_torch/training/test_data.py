@@ -188,7 +188,10 @@ def test_a_masked_row_changes_nothing(mode, value):
         {"sampler": "truncated_poisson", "max_batch_size": 13},
         {"sampler": "fixed_size", "neighboring_relation": "replace"},
         {"sampler": "balls_in_bins"},
+        {"sampler": "balls_in_bins", "epochs_per_assignment": 2},
         {"sampler": "shuffle"},
+        {"sampler": "fixed_order"},
+        {"sampler": "cyclic_poisson", "min_separation": 2},
     ],
     ids=lambda changes: changes["sampler"],
 )

@@ -420,9 +420,8 @@ def test_every_suite_runs(suite, backend, invoke):
     found, output, folder = invoke(*arguments)
     assert {row.suite for row in found.rows} == {suite}
     saved = (f"{name}, checkpointed" for name in (NON_PRIVATE, AUTO))
-    ours = {"checks": {*suites.RATES, AUTO}, "checkpoints": {AUTO, *saved}}.get(
-        suite, {"vmap(grad)"}
-    )
+    engines = {"checks": {*suites.RATES, AUTO}, "correlated": {*suites.CORRELATED}}
+    ours = {**engines, "checkpoints": {AUTO, *saved}}.get(suite, {"vmap(grad)"})
     assert {row.system for row in found.rows} == {NON_PRIVATE, *ours}
     assert not [row.error for row in found.rows if row.error]
     assert min(ours) in output
@@ -462,7 +461,7 @@ def test_accounting_and_report_commands(invoke, monkeypatch, tmp_path):
 @pytest.mark.parametrize("stack", noise.STACKS)
 def test_noise_is_timed_in_every_mode(stack, tmp_path):
     rows = noise.point(stack, noise.STACKS[stack], 1000, FAST)
-    ours = [f"dualdp {mode}" for mode in NOISE]
+    ours = [f"dualdp {kind}" for kind in (*NOISE, *noise.CORRELATED)]
     assert [row.system for row in rows] == ["float32", "float64", *ours]
     assert [row.ratio for row in rows[:2]] == [1.0, 1.0]
     assert all(row.value > 0 and row.ratio > 0 for row in rows)

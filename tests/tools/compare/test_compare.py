@@ -39,6 +39,18 @@ def few_timed_rounds(monkeypatch):
     monkeypatch.setattr(Experiment, "time_steps", lambda self: whole(self, rounds=2, steps=1))
 
 
+@pytest.mark.parametrize("kind", ["band", pytest.param("window", marks=pytest.mark.slow)])
+def test_stacks_agree_with_correlated_noise_and_half_way_too(kind, tmp_path):
+    """Also a run that goes from PyTorch to JAX in the middle: it draws its rows again."""
+    options = ["--correlation", kind, *QUICK, "--steps", "6", "--switch-at", "4"]
+    done = compare(tmp_path, *options)
+    assert done.exit_code == 0, done.output
+    data = json.loads((tmp_path / "compare.json").read_text())
+    assert data["settings"]["correlation"] == kind
+    assert data["training"][-1]["difference"] < 1e-5
+    assert data["training"][-1]["switched"] < 1e-5
+
+
 def test_it_writes_both_files_and_three_tables(tmp_path):
     done = compare(tmp_path / "new" / "folder", "--seed", "1", *QUICK)
     assert done.exit_code == 0, done.output

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Units of privacy: blocks of rows of a batch, of which each counts as one example."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from dualdp import _validate
+from dualdp_torch.per_sample.batch import Batch, check_losses, split_aux
+from dualdp_torch.rules.base import Tensor, wide
+
+
+@dataclass(frozen=True)
+class UnitLoss:
+    """Loss function of units, made of one of rows.
+
+    Attributes:
+        loss_fn: callable, `loss_fn(model, *batch)` -> (U K,) losses of rows, or (U,) of units.
+        rows_per_unit: int, K.
+        has_weights: bool, True if the first batch argument is the rows' weights, (U K,).
+        has_aux: bool, True if `loss_fn` returns `(losses, aux)`.
+    """
+
+    loss_fn: Callable[..., Any]
+    rows_per_unit: int
+    has_weights: bool
+    has_aux: bool
+
+    def __call__(self, model: Any, *batch: Any) -> Any:
+        """Return the (U,) losses of the units: weighted sums of their rows' losses, or means."""
+        rows = next(len(leaf) for leaf in pytree.tree_leaves(batch) if torch.is_tensor(leaf))
+        weights, batch = (batch[0], batch[1:]) if self.has_weights else (None, batch)
+        losses, aux = split_aux(self.loss_fn(model, *batch), self.has_aux)
+        losses = self._of_units(losses, rows, weights)
+        return (losses, aux) if self.has_aux else losses
+
+    def _of_units(self, losses: Any, rows: int, weights: Tensor | None) -> Tensor:
+        k = self.rows_per_unit
+        if torch.is_tensor(losses) and losses.shape == (rows // k,) and weights is None:
+            return check_losses(losses, rows // k)
+        if torch.is_tensor(losses) and losses.is_floating_point() and losses.shape != (rows,):
+            unit = f", or ({rows // k},), one per unit" if weights is None else ""
+            reason = "" if weights is None else ", since row_weights weight the losses of rows"
+            raise ValueError(
+                f"loss_fn returned a loss of shape {tuple(losses.shape)} for {rows} rows in units "
+                f"of {k}. Expected ({rows},), one loss per row{reason}{unit}."
+            )
+        each = check_losses(losses, rows)
+        if weights is None:
+            return each.view(-1, k).mean(1)
+        return (each * weights.to(each.device, wide(each.dtype))).view(-1, k).sum(1)
+
+
+def of_units(
+    loss_fn: Callable[..., Any],
+    batch: tuple[Any, ...],
+    rows_per_unit: Any,
+    row_weights: Any,
+    has_aux: bool,
+) -> tuple[Callable[..., Any], Batch]:
+    """Return loss function and batch whose examples are units of rows; weights become its first.
+
+    Raises:
+        TypeError: weights of another type.
+        ValueError: a split unit; weights of another shape, or not finite.
+    """
+    k = _validate.integer("rows_per_unit", rows_per_unit, minimum=1)
+    found = Batch(batch, rows_per_unit=k)
+    if row_weights is None:
+        return (loss_fn if k == 1 else UnitLoss(loss_fn, k, False, has_aux)), found
+    rows = found.num_rows
+    if not torch.is_tensor(row_weights) or not row_weights.is_floating_point():
+        is_tensor = torch.is_tensor(row_weights)
+        came = str(row_weights.dtype) if is_tensor else _validate.kind(row_weights)
+        raise TypeError(
+            f"row_weights is {came}. Expected a floating-point tensor of shape ({rows},), one "
+            "weight per row."
+        )
+    if row_weights.shape != (rows,):
+        raise ValueError(
+            f"row_weights has shape {tuple(row_weights.shape)}. Expected ({rows},): one weight per "
+            "row of the batch."
+        )
+    if not bool(row_weights.isfinite().all()):
+        raise ValueError(
+            "row_weights holds a weight that is not finite. Expected finite numbers; 0 for a row "
+            "of padding."
+        )
+    weights = row_weights.detach()
+    padding = weights == 0
+    if bool(padding.any()):
+        found = found.on([_without_nan(t, padding) for t in found.tensors()])
+    weighted = Batch((weights, *found.arguments()), rows_per_unit=k)
+    return UnitLoss(loss_fn, k, True, has_aux), weighted
+
+
+def _without_nan(tensor: Tensor, padding: Tensor) -> Tensor:
+    """Return a tensor whose padding rows, (rows,) bool, hold 0 for numbers that are not finite."""
+    if not tensor.is_floating_point():
+        return tensor
+    of_row = padding.to(tensor.device).view(-1, *(1,) * (tensor.dim() - 1))
+    return tensor.masked_fill(of_row & ~tensor.isfinite(), 0)  # a factor 0 would not remove them

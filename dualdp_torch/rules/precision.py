@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Precision of norms and sums: that of the captured tensors, whatever the user's model runs in.
+
+A product in TF32 is wrong by 1e-3, and a contribution may then exceed C by as much, where the clip
+factors leave room for 1e-4. So autocast and TF32 are off while norms and sums are formed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar, cast
+
+import torch
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_HAS_CUDA = torch.backends.cuda.is_built()
+_backends: Any = torch.backends
+#: (object, attribute, value without TF32) of each setting; torch before 2.9 has the last two.
+_SETTINGS: tuple[tuple[Any, str, Any], ...] = (
+    (_backends.cuda.matmul, "fp32_precision", "ieee"),
+    (_backends.cudnn.conv, "fp32_precision", "ieee"),
+    (_backends.cudnn.rnn, "fp32_precision", "ieee"),
+) if hasattr(_backends.cudnn, "conv") else (
+    (_backends.cuda.matmul, "allow_tf32", False),
+    (_backends.cudnn, "allow_tf32", False),
+)  # fmt: skip
+_OFF = ("ieee", "none", False)
+
+
+def matmul_in_tf32() -> bool:
+    """Return True if products of float32 matrices on a GPU are rounded to TF32 or less."""
+    owner, name, _ = _SETTINGS[0]
+    return getattr(owner, name) not in _OFF
+
+
+def in_full_precision(function: _Function) -> _Function:
+    """Decorate a function to run without autocast and TF32, at the precision of its arguments."""
+
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        devices = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
+        if not (devices or _HAS_CUDA):
+            return function(*args, **kwargs)
+        with contextlib.ExitStack() as stack:
+            for device in devices:
+                stack.enter_context(torch.autocast(device, enabled=False))
+            if _HAS_CUDA:
+                stack.enter_context(_without_tf32())
+            return function(*args, **kwargs)
+
+    return cast("_Function", called)
+
+
+@contextlib.contextmanager
+def _without_tf32() -> Iterator[None]:
+    """Switch TF32 off and restore the user's settings."""
+    found = [(owner, name, getattr(owner, name), off) for owner, name, off in _SETTINGS]
+    changed = [entry for entry in found if entry[2] not in _OFF]
+    try:
+        for owner, name, _, off in changed:
+            setattr(owner, name, off)
+        yield
+    finally:
+        for owner, name, value, _ in changed:
+            setattr(owner, name, value)

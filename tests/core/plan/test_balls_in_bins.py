@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Correlated noise with an assignment to bins that is not told: the bound of section 2.12."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+import dualdp
+from dualdp import accountants, correlated, mechanisms
+from dualdp.ledger.verify import verify
+from dualdp.plan import accounting, participation
+
+BASE = {
+    **{"num_examples": 60, "expected_batch_size": 10, "num_steps": 15, "noise_multiplier": 2.0},
+    **{"max_grad_norm": 1.5, "delta": 1e-5, "sampler": "balls_in_bins", "seed": 3},
+}
+BAND = correlated.band((1.0, 0.5, 0.25))
+FAMILIES = {
+    "identity": correlated.band((1.0,)),
+    "band": BAND,
+    "bisr": correlated.bisr(bands=3),
+    "signed": correlated.window((1.0, 0.6, -0.3)),
+    "root": correlated.square_root(),
+    "blt": correlated.blt(decays=(0.9, 0.4), scales=(0.3, 0.2)),
+}
+#: Epsilon by Monte Carlo, and ours, at n = 400, b = 100, delta = 1e-3 and one times the noise.
+TABLE = {
+    "bisr": (correlated.bisr(bands=4), 0.70, 1.32),
+    "lambda": (correlated.lambda_cgd(0.9), 1.30, 1.83),
+    "root": (correlated.square_root(), 2.23, 2.58),
+}
+
+
+def make(**changes):
+    return dualdp.PrivacyPlan(**{**BASE, **changes})
+
+
+def modes(column, times, gap):
+    """(gap, rows) what a unit of each bin may add to each row that was released, by plain loops."""
+    rows = [step for step, count in enumerate(times) for _ in range(count)]
+    return np.array(
+        [
+            [sum(abs(column[t - j]) for j in range(i, t + 1, gap)) for t in rows]
+            for i in range(min(gap, len(times)))
+        ]
+    )
+
+
+def deltas(rng, mode, stddev, epsilon, samples):
+    """Delta of mean_i N(m_i) against N(0) and of the reverse, each with its standard error."""
+    mode = mode / stddev
+    # N(0) is seen through the inner products with the modes alone.
+    values, vectors = np.linalg.eigh(mode @ mode.T)
+    root = vectors * np.sqrt(np.maximum(values, 0.0))
+    noise = rng.standard_normal((samples, len(mode))) @ root.T
+    half = 0.5 * np.sum(mode**2, axis=1)
+    joined = noise + (mode @ mode.T)[rng.integers(0, len(mode), samples)]
+    found = []
+    for exponent, sign in ((joined, 1), (noise, -1)):
+        loss = np.logaddexp.reduce(exponent - half, axis=1) - math.log(len(mode))
+        value = np.maximum(-np.expm1(epsilon - sign * loss), 0.0)
+        found.append((value.mean(), value.std() / math.sqrt(samples)))
+    return found
+
+
+def one_sensitivity(correlation, delta=1e-3):
+    """Plan of 4 passes of 100 steps, with the noise of one Gaussian release of the whole run."""
+    arguments = {"num_examples": 1000, "num_steps": 400, "delta": delta, "correlation": correlation}
+    told = make(**arguments, sampler="fixed_order", noise_multiplier=1.0)
+    drafted = make(**arguments)
+    return make(**arguments, noise_multiplier=told.sensitivity / drafted.sensitivity)
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_no_bound_is_below_monte_carlo(name):
+    correlation, estimate, published = TABLE[name]
+    plan = one_sensitivity(correlation)
+    epsilon = plan.epsilon()
+    assert epsilon == pytest.approx(published, abs=0.01)
+    mode = modes(correlation.strategy(400), [1] * 400, 100)
+    stddev = plan.noise_multiplier_at(0) * plan.sensitivity
+    rng = np.random.default_rng(0)
+    for value, error in deltas(rng, mode, stddev, epsilon, 10_000):
+        assert value - 3 * error < plan.delta
+    found = deltas(rng, mode, stddev, estimate, 10_000)
+    assert max(value for value, _ in found) == pytest.approx(plan.delta, rel=0.4)
+
+
+def test_what_bins_have_in_common_is_counted(monkeypatch):
+    """The test above can fail: without the common Gaussian the bound is below Monte Carlo."""
+    plan, splits = one_sensitivity(correlated.square_root()), participation._splits
+    monkeypatch.setattr(
+        participation, "_splits", lambda *a: [(bins, 0.0, alone) for bins, _, alone in splits(*a)]
+    )
+    mode = modes(correlated.square_root().strategy(400), [1] * 400, 100)
+    stddev = plan.noise_multiplier_at(0) * plan.sensitivity
+    found = deltas(np.random.default_rng(0), mode, stddev, plan.epsilon(), 10_000)
+    assert max(value - 3 * error for value, error in found) > plan.delta
+
+
+@pytest.mark.parametrize("epochs", [1, 3])
+def test_independent_noise_is_balls_in_bins(epochs):
+    plan = make(num_steps=6 * epochs, correlation=FAMILIES["identity"])
+    _, ((event, count),) = participation.releases(plan, np.ones(6 * epochs, dtype=np.int64))
+    assert (event.num_bins, count) == (6, 6)
+    assert event.noise_multiplier == pytest.approx(epochs**-0.5, rel=1e-11)
+    spent = accountants.create("pld")
+    spent.compose(mechanisms.BallsInBinsGaussian(2.0, 6, epochs), 6 * epochs)
+    assert plan.epsilon() == pytest.approx(spent.get_epsilon(delta=1e-5), rel=1e-5)
+
+
+def test_bands_of_bins_that_do_not_meet_are_balls_in_fewer_bins():
+    plan = one_sensitivity(correlated.band((1.0, 0.8, 0.6, 0.5)))
+    _, ((event, count),), *_ = participation.releases(plan, np.ones(400, dtype=np.int64))
+    assert (event.num_bins, count) == (25, 25)
+    assert event.noise_multiplier == pytest.approx(0.5, rel=1e-11)  # four participations
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("gap", [5, 6, 12])
+def test_every_inner_product_of_two_bins_is_covered(family, gap):
+    """Prefixes, unequal bins and steps that were run again, against all bins by plain loops."""
+    plan = make(num_examples=10 * gap, correlation=FAMILIES[family])
+    column, rng, checked = plan.correlation.strategy(15), np.random.default_rng(gap), 0
+    for stop in (1, 4, gap, gap + 1, 15):
+        times = np.ones(min(stop, 15), dtype=np.int64)
+        for extra in (0, 2):
+            times = times + rng.integers(0, extra + 1, len(times))
+            mode = modes(column, times, gap)
+            gram, bins = mode @ mode.T, range(len(mode))
+            known, *hidden = participation.releases(plan, times)
+            assert [type(event) for event, _ in known] == [mechanisms.Gaussian]
+            checked += len(hidden)
+            for releases in hidden:
+                *shared, (own, count) = releases
+                assert count == own.num_bins
+                common = sum(
+                    (plan.sensitivity / event.noise_multiplier) ** 2 for event, _ in shared
+                )
+                top = common + (plan.sensitivity / own.noise_multiplier) ** 2
+                assert any(  # some split has that many bins in each class, and is covered
+                    gap // r == count
+                    and all(
+                        gram[i, k] <= (top if i == k else common) * (1 + 1e-9) + 1e-12
+                        for i, k in itertools.product(bins, bins)
+                        if i % r == k % r
+                    )
+                    for r in range(1, gap + 1)
+                )
+    assert checked
+
+
+def test_gradients_that_follow_the_releases_cost_no_more():
+    """Three bins, nine steps, gradients in the plane that turn with what was released so far."""
+    column, rng, samples, stddev = BAND.strategy(9), np.random.default_rng(1), 100_000, 2.0
+    fixed, adaptive = np.zeros((2, 3, samples))  # log likelihood ratios under N(0)
+    gradients, seen = np.zeros((9, 3, samples, 2)), np.zeros((samples, 2))
+    mode = modes(column, [1] * 9, 3)
+    for t in range(9):
+        y = rng.standard_normal((samples, 2))
+        angle = np.arctan2(seen[:, 1], seen[:, 0]) + (seen[:, 0] > 0) * t
+        direction = np.stack([np.cos(angle), np.sin(angle)], axis=1)
+        for i in range(3):
+            if t % 3 == i:
+                gradients[t, i] = direction
+            moved = sum(column[t - j] * gradients[j, i] for j in range(t + 1)) / stddev
+            adaptive[i] += np.sum(moved * y, axis=1) - 0.5 * np.sum(moved**2, axis=1)
+            fixed[i] += mode[i, t] / stddev * y[:, 0] - 0.5 * (mode[i, t] / stddev) ** 2
+        seen = y if t == 0 else 0.5 * seen + y
+    for epsilon in (0.1, 0.5, 1.0):
+        grow = math.exp(epsilon)
+        for convex in (lambda x, a=grow: x - a, lambda x, a=grow: 1 - a * x):
+            one, other = (
+                np.maximum(convex(np.exp(log).mean(axis=0)), 0.0) for log in (adaptive, fixed)
+            )
+            assert one.mean() < other.mean() + 3 * (one - other).std() / math.sqrt(samples)
+    assert np.exp(adaptive).mean() == pytest.approx(1, abs=0.02)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_epsilon_of_prefixes_is_monotone_and_below_what_is_told(family):
+    plan = make(correlation=FAMILIES[family])
+    spent = [plan.epsilon(step) for step in range(16)]
+    assert spent[0] == 0 < spent[1]
+    assert all(low <= high * (1 + 1e-9) for low, high in itertools.pairwise(spent))
+    told = make(correlation=FAMILIES[family], accountant="rdp")
+    gaussian = accountants.create("pld")
+    ((event, _),) = participation.releases(plan, np.ones(15, dtype=np.int64))[0]
+    gaussian.step(noise_multiplier=2.0 * event.noise_multiplier, sample_rate=1.0)
+    assert spent[-1] < gaussian.get_epsilon(delta=1e-5) <= told.epsilon()
+
+
+def test_what_is_run_again_costs_more():
+    plan = make(correlation=FAMILIES["bisr"])
+    steps = [*range(15)]
+    last = plan.epsilon()
+    for more in (9, 10, 9):
+        steps.append(more)
+        spent = accounting.spent_by(plan, [{"step": step} for step in steps])
+        epsilon = spent.get_epsilon(delta=plan.delta)
+        assert last < epsilon
+        last = epsilon
+
+
+def test_replacement_is_not_amplified():
+    plan = make(correlation=FAMILIES["bisr"], neighboring_relation="replace")
+    ((event, _),) = participation.releases(plan, np.ones(15, dtype=np.int64))[0]
+    spent = accountants.create("pld", neighboring_relation="replace")
+    spent.step(noise_multiplier=2.0 * event.noise_multiplier, sample_rate=1.0)
+    assert plan.epsilon() == spent.get_epsilon(delta=1e-5)
+
+
+@pytest.mark.slow
+def test_plans_calibrate():
+    arguments = {name: value for name, value in BASE.items() if name != "noise_multiplier"}
+    plan = dualdp.PrivacyPlan.calibrate(target_epsilon=1.5, **arguments, correlation=BAND)
+    assert 1.49 < plan.epsilon() <= 1.5
+
+
+def test_ledgers_verify(tmp_path):
+    plan = make(correlation=BAND)
+    ledger = dualdp.Ledger(plan, path=tmp_path / "run.ledger")
+    for step in range(8):
+        ledger.record(step)
+        ledger.seal(step, [np.full(3, 1.0)])
+    assert ledger.get_epsilon() == plan.epsilon(8)
+    found = verify(ledger.to_json(), allow_seed=True)
+    assert found.passed, found.findings
+    assert found.epsilons["pld"] == pytest.approx(plan.epsilon(8))

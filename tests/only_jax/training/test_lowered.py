@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs lowered for a GPU: they call nothing on the host and move nothing to it."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import dualdp_jax as dpj
+from dualdp.plan.plan import PrivacyPlan
+from dualdp_jax.parallel import sum_hash
+
+RNG = np.random.default_rng(0)
+SHAPES = {"table": (5, 3), "w": (6, 4), "b": (4,)}
+PARAMS = {name: jnp.asarray(RNG.normal(size=s), jnp.float32) for name, s in SHAPES.items()}
+DATA = RNG.integers(0, 5, (20, 2)), RNG.integers(0, 4, 20)
+METHODS = ("auto", "book_keeping", "two_pass", "materialize", "vmap", "loop")
+
+
+def loss(params, x, y):
+    outputs = jnp.tanh(params["table"][x].reshape(-1) @ params["w"] + params["b"])
+    return optax.softmax_cross_entropy_with_integer_labels(outputs, y)
+
+
+def plan():
+    return PrivacyPlan(
+        num_examples=20,
+        expected_batch_size=5,
+        num_steps=4,
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        delta=1e-5,
+        seed=1,
+    )
+
+
+def host_calls(function, *arguments):
+    """Operations of the program for CUDA that leave the device, or call what XLA does not know."""
+    lowered = function.trace(*arguments).lower(lowering_platforms=("cuda",))
+    return re.findall(r"stablehlo\.(custom_call @\w+|send|recv|infeed|outfeed)", lowered.as_text())
+
+
+def test_what_xla_does_not_know_is_found():
+    assert host_calls(jax.jit(jnp.linalg.cholesky), jnp.eye(2)) == [
+        "custom_call @cusolver_potrf_ffi"
+    ]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_no_method_leaves_the_device(method):
+    options = {"max_grad_norm": 1.0, "method": method, "check": "off"}
+    clipped = jax.jit(lambda p, *batch: dpj.clipped_grad_sum(loss, p, *batch, **options)[:3])
+    assert host_calls(clipped, PARAMS, *DATA) == []
+
+
+def test_no_program_of_an_engine_leaves_the_device(tmp_path, monkeypatch):
+    engine, found = dpj.PrivacyEngine(), {}
+    step, state, loader = engine.make_private(
+        loss_fn=loss, params=PARAMS, optimizer=optax.adam(0.1), data=DATA, plan=plan(), checks=0,
+        ledger=tmp_path / "ledger",
+    )  # fmt: skip
+
+    def watched(name, function):
+        def call(*arguments):
+            found[name] = host_calls(function, *arguments)
+            return function(*arguments)
+
+        return call
+
+    run = engine._attached()
+    run._jitted = {name: watched(name, function) for name, function in run._jitted.items()}
+    monkeypatch.setattr(sum_hash, "_hashed", watched("hash", sum_hash._hashed))
+    step(state, next(iter(loader)))
+    engine.detach()
+    assert found == {"add": [], "hash": [], "update": []}
+
+
+def test_noise_inside_a_program_asks_the_host_once():
+    noisy = jax.make_jaxpr(lambda sums, step: dpj.noisy_mean(sums, plan(), step))
+    assert str(noisy(PARAMS, jnp.int32(0))).count("callback[") == 1
+
+
+def test_the_key_of_the_hash_is_no_constant_of_its_program():
+    sums, layout = [jnp.ones(5000)], [("float32", (5000,))]
+    texts = {
+        sum_hash._hashed.lower(sum_hash._keys(bytes([byte]) * 64, layout), *sums).as_text()
+        for byte in range(2)
+    }
+    assert len(texts) == 1
+    assert sum_hash.hash_sums(b"0" * 64, sums) != sum_hash.hash_sums(b"1" * 64, sums)

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is computed in fewer calls on devices other than the host, on the host."""
+
+import pytest
+import torch
+from torch import nn
+
+from dualdp_torch.rules import base, choices, rnn
+from tests.only_torch.checks import assert_exact, data, randomise
+
+FAST = ("auto", "book_keeping", "materialize")
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(monkeypatch):
+    """Every device is taken for one where calls are dear."""
+    monkeypatch.setattr(base, "HOSTS", set())
+
+
+class Table(nn.Module):
+    """Ids, some of them equal and some padding, then a head that may be tied."""
+
+    def __init__(self, *, tied):
+        super().__init__()
+        self.table, self.head = nn.Embedding(7, 3, padding_idx=2), nn.Linear(3, 7)
+        if tied:
+            self.head.weight = self.table.weight
+
+    def forward(self, ids):
+        return self.head(self.table(ids).tanh())
+
+
+CASES = {
+    "group_norm": (nn.Sequential(nn.Conv2d(4, 6, 3), nn.GroupNorm(3, 6)), (4, 5, 6)),
+    "group_norm_of_vectors": (nn.Sequential(nn.Linear(5, 6), nn.GroupNorm(2, 6)), (5,)),
+    "layer_norm": (nn.Sequential(nn.LayerNorm((3, 4)), nn.Tanh(), nn.LayerNorm(4)), (2, 3, 4)),
+    "strides": (nn.Conv2d(3, 4, (3, 2), stride=(2, 1), dilation=(1, 2), padding=(0, 2)), (3, 6, 5)),
+    "groups": (nn.Conv2d(4, 6, 2, groups=2, padding="same"), (4, 5, 4)),
+    "one_axis": (nn.Conv1d(3, 5, 3, stride=2, padding=1), (3, 7)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", ["gram", None])
+@pytest.mark.parametrize("case", CASES)
+def test_layers(case, form):
+    layer, shape = CASES[case]
+    model = randomise(nn.Sequential(layer, nn.Tanh()))
+    for n in (1, 3):
+        if form is None:
+            assert_exact(model, data(n, *shape), methods=FAST)
+        else:
+            with choices.forced(linear=form, convolution=form):
+                assert_exact(model, data(n, *shape), methods=FAST)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_equal_ids(tied):
+    torch.manual_seed(0)
+    for positions in (1, 5, 40):  # of which the last are too many for products of all pairs
+        ids = torch.randint(7, (3, positions))
+        assert_exact(randomise(Table(tied=tied)), ids, methods=FAST)
+
+
+class Last(nn.Module):
+    """The last outputs and states of a recurrent layer, behind weights of its own."""
+
+    def __init__(self, layer, *, first):
+        super().__init__()
+        self.first, self.layer = first, layer
+
+    def forward(self, x):
+        out, (h, c) = self.layer(self.first(x))
+        return out[:, -1] + (h * c.tanh()).sum(0).sum(1, keepdim=True)
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_the_fused_lstm(monkeypatch, has_bias):
+    calls, fused = [], rnn._fused_lstm
+    monkeypatch.setattr(rnn, "_fused_lstm", lambda *a: (calls.append(a), fused(*a))[1])
+    layer = nn.LSTM(4, 3, 2, bias=has_bias, bidirectional=True, batch_first=True)
+    for first in (nn.Identity(), nn.Linear(4, 4)):
+        calls.clear()
+        assert_exact(randomise(Last(layer, first=first)), data(3, 5, 4), methods=FAST)
+        assert calls
+    assert_exact(
+        randomise(Last(nn.LSTM(4, 3, batch_first=True), first=nn.Identity())), data(3, 1, 4)
+    )
