@@ -443,7 +443,7 @@ class Recorder:
 
         Weak references: the graph would hold the recorder and the forward, which hold the graph.
         """
-        of_recorder, of_forward, of_use = map(weakref.ref, (self, forward, use))
+        of_recorder, of_forward, of_use = weakref.ref(self), weakref.ref(forward), weakref.ref(use)
 
         def arrived(grad: Tensor) -> None:
             recorder, forward, use = of_recorder(), of_forward(), of_use()
