@@ -26,6 +26,7 @@ from torch import nn
 import dualdp
 import dualdp.jax as dpj
 import dualdp.torch as dpt
+from dualdp_tools.compare.experiment import correlated_noise
 
 QUICK = "--quick" in sys.argv
 SEEDS = range(2 if QUICK else 10)
@@ -65,19 +66,6 @@ def plan_of(task, noise, epsilon, seed):
     """Return the plan of one run."""
     data, _, size, steps, bound, _, _ = TASKS[task]
     examples = len(data()[0])
-    extra = {}
-    if noise.startswith("window"):
-        window = dualdp.correlated.optimise(
-            family="window",
-            num_steps=steps,
-            bands=4,
-            min_separation=math.ceil(examples / size),
-            max_participations=None,
-        )
-        extra = {"correlation": window, "sampler": "fixed_order"}
-    elif noise.startswith("band"):
-        band = dualdp.correlated.optimise(family="band", num_steps=steps, bands=8)
-        extra = {"correlation": band, "sampler": "cyclic_poisson", "min_separation": 8}
     return dualdp.PrivacyPlan.calibrate(
         target_epsilon=epsilon,
         delta=DELTA,
@@ -87,7 +75,7 @@ def plan_of(task, noise, epsilon, seed):
         max_grad_norm=bound,
         noise="portable",
         seed=seed,
-        **extra,
+        **correlated_noise(noise.split()[0], examples, size, steps),
     )
 
 

@@ -35,6 +35,26 @@ _HORIZON = 1 << 10
 _COUNT_CHANGE = {"add_or_remove": 0.5, "replace": 0.5, "zero_out": 1.0}
 
 
+def constant_target(plan: PrivacyPlan) -> float:
+    """Return the epsilon at which other settings of a constant plan are compared with it.
+
+    Raises:
+        ValueError: a schedule, no number of steps, or an epsilon that is 0 or infinite.
+    """
+    constant = ("noise_multiplier", "expected_batch_size")
+    if not plan.num_steps or plan.is_adaptive or not all(map(plan.is_constant, constant)):
+        raise ValueError(
+            f"num_steps={plan.num_steps}, or a schedule in the plan. Expected a number of steps, "
+            "constant noise_multiplier and expected_batch_size, and no adaptive max_grad_norm."
+        )
+    target = plan.target_epsilon or plan.epsilon()
+    if not 0 < target < math.inf:
+        raise ValueError(
+            f"The plan's epsilon is {target}. Expected noise that makes it finite and above 0."
+        )
+    return target
+
+
 def accounted_noise(
     plan: PrivacyPlan, noise_multiplier: float, expected_batch_size: float, times: int = 1
 ) -> float:

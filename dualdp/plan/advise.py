@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
+from dualdp.plan.accounting import constant_target
 from dualdp.plan.correlated.optimise import SIZES, optimise
 from dualdp.plan.correlated.strategies import Strategy, identity
 from dualdp.plan.plan import PrivacyPlan, require_plan
@@ -89,18 +90,7 @@ def advise(plan: PrivacyPlan) -> Advice:
     independent noise is often the best, and the advice says so.
     """
     require_plan(plan)
-    steps = plan.num_steps
-    constant = ("noise_multiplier", "expected_batch_size", "max_grad_norm")
-    if not steps or not all(plan.is_constant(name) for name in constant):
-        raise ValueError(
-            f"num_steps={steps}, or a schedule in the plan. Expected a number of steps and "
-            "constant noise_multiplier, expected_batch_size and max_grad_norm."
-        )
-    target = plan.target_epsilon or plan.epsilon()
-    if not 0 < target < math.inf:
-        raise ValueError(
-            f"The plan's epsilon is {target}. Expected noise that makes it finite and above 0."
-        )
+    target, steps = constant_target(plan), plan.num_steps or 0
     found = [_option(plan, target, "independent", None, "poisson", None)]
     batches = num_batches(plan.num_examples, plan.expected_batch_size_at(0))
     for family, size, sampler in CANDIDATES:

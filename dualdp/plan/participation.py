@@ -47,14 +47,9 @@ _MOST_WORK = 2 * 10**8
 _LOWER = 0.9
 
 
-def is_correlated(plan: PrivacyPlan) -> bool:
-    """Return True if the noises of two steps of the plan are not independent."""
-    return plan.correlation is not None and plan.correlation != identity()
-
-
 def is_patterned(plan: PrivacyPlan) -> bool:
     """Return True if the plan's releases can only be accounted together."""
-    return plan.sampler in PATTERNED or is_correlated(plan)
+    return plan.sampler in PATTERNED or plan.is_correlated
 
 
 def separation(plan: PrivacyPlan) -> int:
@@ -92,7 +87,7 @@ def check(plan: PrivacyPlan) -> None:
             f"min_separation={classes} with sampler={plan.sampler!r}. Expected it with "
             "sampler='cyclic_poisson'; elsewhere it follows from the batch size."
         )
-    if is_correlated(plan):
+    if plan.is_correlated:
         _check_correlated(plan)
     if is_patterned(plan):
         _check_patterned(plan)
@@ -157,7 +152,7 @@ def _check_assignment(plan: PrivacyPlan) -> None:
             f"epochs_per_assignment={epochs} with sampler={plan.sampler!r}. Expected it with "
             "sampler='balls_in_bins'."
         )
-    if is_correlated(plan) and epochs < math.ceil((plan.num_steps or 0) / separation(plan)):
+    if plan.is_correlated and epochs < math.ceil((plan.num_steps or 0) / separation(plan)):
         raise ValueError(
             f"epochs_per_assignment={epochs} with a correlation, for which an assignment is kept "
             "for all epochs. Expected None."

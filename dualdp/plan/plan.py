@@ -265,10 +265,10 @@ class PrivacyPlan:
         """
         return participation.unit_sensitivity(self)
 
-    @property
+    @cached_property
     def is_correlated(self) -> bool:
         """True if the noises of two steps are not independent."""
-        return participation.is_correlated(self)
+        return self.correlation is not None and self.correlation != strategies.identity()
 
     def draw_stddev(self, step: int, max_grad_norm: float) -> float:
         """Return the standard deviation of the z of a step with this bound, gradient units."""

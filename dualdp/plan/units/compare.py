@@ -12,12 +12,12 @@ import numpy as np
 from dualdp import _validate
 from dualdp._validate import AccountingError
 from dualdp.accountants.solve import get_noise_multiplier
+from dualdp.plan.accounting import constant_target
 
 if TYPE_CHECKING:
     from dualdp.plan.plan import PrivacyPlan
 
 _MOST_ROWS = 64  # of one user: the noise for a larger group takes seconds
-_CONSTANT = ("noise_multiplier", "expected_batch_size")
 
 
 class UnitOption(NamedTuple):
@@ -113,17 +113,7 @@ def compare_units(plan: PrivacyPlan, counts: Any) -> UnitComparison:
             f"correlation={plan.correlation}: groups of rows have no bound there. Expected "
             "'poisson', 'add_or_remove' or 'zero_out', and no correlation."
         )
-    steps = plan.num_steps
-    if not steps or not all(plan.is_constant(name) for name in _CONSTANT) or plan.is_adaptive:
-        raise ValueError(
-            f"num_steps={steps}, or a schedule in the plan. Expected a number of steps and "
-            "constant noise_multiplier, expected_batch_size and max_grad_norm."
-        )
-    target = plan.target_epsilon or plan.epsilon()
-    if not 0 < target < math.inf:
-        raise ValueError(
-            f"The plan's epsilon is {target}. Expected noise that makes it finite and above 0."
-        )
+    target = constant_target(plan)
     rate = plan.sample_rate
     per_step = rate * float(rows.sum())
     if plan.unit == "user":
@@ -131,7 +121,7 @@ def compare_units(plan: PrivacyPlan, counts: Any) -> UnitComparison:
     sizes = {1, plan.rows_per_unit or int(rows.max())}
     sizes |= {1 << i for i in range(7) if 1 << i < 2 * int(rows.max())}
     run: dict[str, Any] = {"target_epsilon": target, "target_delta": plan.delta}
-    run |= {"num_steps": steps, "neighboring_relation": plan.neighboring_relation}
+    run |= {"num_steps": plan.num_steps, "neighboring_relation": plan.neighboring_relation}
     found = []
     for size in sorted(sizes):
         kept = np.minimum(rows, size)
