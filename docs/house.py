@@ -14,16 +14,16 @@ WIDTH, HEIGHT, GAP, LEFT = 150, 30, 14, 20
 ORDER = {
     "dualdp": (
         *("_version", "_validate", "mechanisms", "costs", "accountants", "randomness", "plan"),
-        *("exactness", "ledger", "log", "checkpoint", "porting", "audit"),
+        *("finetuning", "exactness", "ledger", "log", "checkpoint", "porting", "audit"),
         *("testing", "schedules", "samplers", "correlated", "units", "torch", "jax", "port"),
     ),
     "dualdp_torch": (
-        *("rules", "noise", "parallel", "per_sample", "training", "checkpoint", "integrations"),
-        *("testing", "lightning", "trainer"),
+        *("rules", "finetuning", "noise", "parallel", "per_sample", "training", "checkpoint"),
+        *("integrations", "testing", "lightning", "trainer"),
     ),
     "dualdp_jax": (
-        *("compat", "rules", "noise", "parallel", "per_sample", "validate", "training"),
-        *("checkpoint", "testing"),
+        *("compat", "rules", "finetuning", "noise", "parallel", "per_sample", "validate"),
+        *("training", "checkpoint", "testing"),
     ),
     "dualdp_tools": ("scaling", "compare", "bench", "cli"),
 }

@@ -7,6 +7,7 @@
 
 from dualdp import accountants as accountants
 from dualdp import correlated as correlated
+from dualdp import finetuning as finetuning
 from dualdp import mechanisms as mechanisms
 from dualdp import port as port
 from dualdp import schedules as schedules

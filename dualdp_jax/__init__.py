@@ -7,6 +7,12 @@ from dualdp_jax.checkpoint.sharded import load_sharded_checkpoint as load_sharde
 from dualdp_jax.checkpoint.sharded import save_sharded_checkpoint as save_sharded_checkpoint
 from dualdp_jax.checkpoint.single_file import load_checkpoint as load_checkpoint
 from dualdp_jax.checkpoint.single_file import save_checkpoint as save_checkpoint
+from dualdp_jax.finetuning.losses import dpo_loss as dpo_loss
+from dualdp_jax.finetuning.losses import ipo_loss as ipo_loss
+from dualdp_jax.finetuning.losses import orpo_loss as orpo_loss
+from dualdp_jax.finetuning.losses import reference_log_probs as reference_log_probs
+from dualdp_jax.finetuning.losses import sft_loss as sft_loss
+from dualdp_jax.finetuning.losses import simpo_loss as simpo_loss
 from dualdp_jax.noise.noise import noisy_mean as noisy_mean
 from dualdp_jax.noise.optax_noise import AddNoiseState as AddNoiseState
 from dualdp_jax.noise.optax_noise import add_noise as add_noise

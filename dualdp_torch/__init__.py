@@ -14,6 +14,12 @@ from dualdp_torch.checkpoint.sharded import load_sharded_checkpoint as load_shar
 from dualdp_torch.checkpoint.sharded import save_sharded_checkpoint as save_sharded_checkpoint
 from dualdp_torch.checkpoint.single_file import load_checkpoint as load_checkpoint
 from dualdp_torch.checkpoint.single_file import save_checkpoint as save_checkpoint
+from dualdp_torch.finetuning.losses import dpo_loss as dpo_loss
+from dualdp_torch.finetuning.losses import ipo_loss as ipo_loss
+from dualdp_torch.finetuning.losses import orpo_loss as orpo_loss
+from dualdp_torch.finetuning.losses import reference_log_probs as reference_log_probs
+from dualdp_torch.finetuning.losses import sft_loss as sft_loss
+from dualdp_torch.finetuning.losses import simpo_loss as simpo_loss
 from dualdp_torch.noise.noise import noisy_mean as noisy_mean
 from dualdp_torch.per_sample.api import ClippedGradSum as ClippedGradSum
 from dualdp_torch.per_sample.api import clipped_grad_sum as clipped_grad_sum

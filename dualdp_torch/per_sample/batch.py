@@ -152,9 +152,12 @@ def check_losses(losses: Any, n: int) -> Tensor:
             "per example; has_aux=True allows (losses, aux)."
         )
     if losses.shape != (n,):
+        k = n // len(losses) if losses.dim() == 1 and len(losses) and n % len(losses) == 0 else 1
+        units = f" If {k} rows are one unit, such as a pair, give rows_per_unit={k}."
         raise ValueError(
             f"loss_fn returned a loss of shape {tuple(losses.shape)}. Expected ({n},): one loss "
             'per example, for instance with reduction="none" and a mean over the other axes.'
+            f"{units if 1 < k < n else ''}"
         )
     return losses
 

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fine-tuning in the loops that people have: the engine's, one's own, and that of `Trainer`."""
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import dualdp
+import dualdp.torch as dpt
+from dualdp.finetuning import preference_rows, sft_rows
+
+transformers = pytest.importorskip("transformers")
+
+from tests.only_torch.finetuning.models import LENGTH, model_of, responses, tensors  # noqa: E402
+
+N, STEPS = 24, 4
+SIZES = {"length": LENGTH, "pad_token_id": 0}
+
+
+def items(rows):
+    """One mapping for each example, as data sets have them."""
+    return [dict(zip(rows, values, strict=True)) for values in zip(*rows.values(), strict=True)]
+
+
+def sft_data():
+    return items(tensors(sft_rows(*zip(*responses(N), strict=True), **SIZES)))
+
+
+def pair_data(reference):
+    prompts, chosen = zip(*responses(N), strict=True)
+    rejected = [y for _, y in responses(N, seed=2)]
+    cut = [(p, y[:3], z[:3]) for p, y, z in zip(prompts, chosen, rejected, strict=True)]
+    rows = tensors(preference_rows(*zip(*cut, strict=True), **SIZES))
+    rows["reference_log_probs"] = dpt.reference_log_probs(reference.eval(), rows)
+    reference.train()
+    return items(rows)
+
+
+def plan(**changes):
+    sizes = {"num_examples": N, "expected_batch_size": 8, "num_steps": STEPS, "delta": 1e-3}
+    given = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, "seed": 4, "noise": "portable"}
+    return dualdp.PrivacyPlan(**{**sizes, **given, **changes})
+
+
+def by_engine(model, data, loss, **changes):
+    """The engine around the user's loop."""
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    engine = dpt.PrivacyEngine()
+    model, optimizer, loader = engine.make_private(
+        module=model, optimizer=optimizer, data_loader=DataLoader(data, batch_size=8),
+        plan=plan(**changes), checks=1.0,
+    )  # fmt: skip
+    for batch in loader.remaining():
+        optimizer.zero_grad()
+        loss(model, batch).mean().backward()
+        optimizer.step()
+    engine.detach()
+    return engine, model.state_dict()
+
+
+def by_calls(model, data, loss, rows_per_unit=1, **changes):
+    """A loop of one's own with the functional call."""
+    flat = lambda t: t.flatten(0, 1) if rows_per_unit > 1 else t  # noqa: E731
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    optimizer = torch.optim.SGD(trained.values(), lr=0.1)
+    engine = dpt.PrivacyEngine()
+    loader = engine.make_loader(data_loader=DataLoader(data, batch_size=8), plan=plan(**changes))
+    for batch in loader.remaining():
+        (step,) = engine.record()
+        total = {name: torch.zeros_like(p) for name, p in trained.items()}
+        for chunk in batch.chunks:
+            (items,) = chunk.args
+            part = dpt.clipped_grad_sum(
+                loss, model, {name: flat(t) for name, t in items.items()}, mask=chunk.mask,
+                max_grad_norm=1.0, rows_per_unit=rows_per_unit,
+            )  # fmt: skip
+            total = {name: total[name] + grad for name, grad in part.grads.items()}
+        for name, grad in dpt.noisy_mean(total, engine.plan, step).items():
+            trained[name].grad = grad
+        optimizer.step()
+    return model.state_dict()
+
+
+def assert_same(found, expected):
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-10, msg=name)
+
+
+@pytest.mark.parametrize("physical", [None, pytest.param(3, marks=pytest.mark.slow)])
+def test_sft_of_trainer_ends_where_the_loops_end(physical, tmp_path):
+    pytest.importorskip("accelerate")
+    from dualdp_torch.trainer import PrivacyCallback
+
+    options = transformers.TrainingArguments(
+        output_dir=str(tmp_path), per_device_train_batch_size=8, max_steps=STEPS, optim="sgd",
+        learning_rate=0.1, lr_scheduler_type="constant", save_strategy="no", report_to="none",
+        use_cpu=True, disable_tqdm=True,
+    )  # fmt: skip
+    data, changes = sft_data(), {"physical_batch_size": physical}
+    trainer = transformers.Trainer(model=model_of("gpt2"), args=options, train_dataset=data)
+    PrivacyCallback(plan=plan(**changes)).attach(trainer)
+    trainer.train()
+    _, expected = by_engine(model_of("gpt2"), data, dpt.sft_loss, **changes)
+    assert_same(trainer.model.state_dict(), expected)
+    assert_same(by_calls(model_of("gpt2"), data, dpt.sft_loss, **changes), expected)
+
+
+def of_rows(model, pairs):
+    """DPO of pairs (u, 2, ...)."""
+    return dpt.dpo_loss(model, {name: value.flatten(0, 1) for name, value in pairs.items()})
+
+
+@pytest.mark.slow
+def test_pairs_are_drawn_as_one_and_no_chunk_splits_them():
+    data = pair_data(model_of("gpt2"))
+    found = [
+        by_calls(model_of("gpt2"), data, dpt.dpo_loss, rows_per_unit=2, physical_batch_size=size)
+        for size in (None, 3)
+    ]
+    assert_same(*found)
+
+
+def test_the_loop_of_the_engine_refuses_pairs():
+    with pytest.raises(RuntimeError, match="The model saw"):
+        by_engine(model_of("gpt2"), pair_data(model_of("gpt2")), of_rows)
