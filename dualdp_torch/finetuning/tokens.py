@@ -77,7 +77,7 @@ def response_tokens(model: Any, batch: Any, *, may_be_packed: bool) -> Tokens:
     logits = _logits(model(ids, **inputs), labels)
     if is_shifted:
         logits, labels = logits[:, :-1], labels[:, 1:]
-    labels = labels.masked_fill(~counts, IGNORED)
+    labels = labels.long().masked_fill(~counts, IGNORED)
     losses = F.cross_entropy(
         logits.to(wide(logits.dtype)).movedim(-1, 1),
         labels,

@@ -64,7 +64,7 @@ def as_rows(name, batch):
     return {key: t if is_flat else t.flatten(0, 1) for key, t in batch.items()}
 
 
-@pytest.mark.parametrize("name", first(2, ("dpo", "packed", "sft", "ipo", "simpo", "orpo")))
+@pytest.mark.parametrize("name", first(1, ("packed", "dpo", "sft", "ipo", "simpo", "orpo")))
 def test_losses_of_both_stacks_are_equal(name):
     model, params, net = twins()
     rows, kind = rows_of(name, 5), "sft" if name == "packed" else name
