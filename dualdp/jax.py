@@ -11,6 +11,7 @@ except ModuleNotFoundError as error:
 
 from dualdp_jax import METHODS as METHODS
 from dualdp_jax import RULES as RULES
+from dualdp_jax import AdamBCState as AdamBCState
 from dualdp_jax import AddNoiseState as AddNoiseState
 from dualdp_jax import Chunk as Chunk
 from dualdp_jax import ClippedGradSum as ClippedGradSum
@@ -24,6 +25,7 @@ from dualdp_jax import Rule as Rule
 from dualdp_jax import Spec as Spec
 from dualdp_jax import Stages as Stages
 from dualdp_jax import TrainState as TrainState
+from dualdp_jax import adam_bc as adam_bc
 from dualdp_jax import add_noise as add_noise
 from dualdp_jax import clipped_grad_sum as clipped_grad_sum
 from dualdp_jax import consolidate_checkpoint as consolidate_checkpoint

@@ -117,7 +117,7 @@ def to_optax(optimizer: Any) -> Any:
     """Return the optax transformation with the settings, not the state, of a torch optimizer.
 
     Args:
-        optimizer: SGD, Adam, AdamW or RMSprop of torch.optim, with one parameter group.
+        optimizer: SGD, Adam, AdamW or RMSprop of torch.optim, or AdamBC, with one parameter group.
 
     Raises:
         ValueError: another optimizer, several groups, or settings that optax does not have.

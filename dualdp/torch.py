@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from dualdp_torch import METHODS as METHODS
 from dualdp_torch import RULES as RULES
+from dualdp_torch import AdamBC as AdamBC
 from dualdp_torch import BatchMemoryManager as BatchMemoryManager
 from dualdp_torch import ChangedInPlaceError as ChangedInPlaceError
 from dualdp_torch import Chunk as Chunk

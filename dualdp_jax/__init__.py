@@ -26,6 +26,8 @@ from dualdp_jax.rules import RULES as RULES
 from dualdp_jax.rules import Rule as Rule
 from dualdp_jax.rules import Spec as Spec
 from dualdp_jax.rules import register_rule as register_rule
+from dualdp_jax.training.adam_bc import AdamBCState as AdamBCState
+from dualdp_jax.training.adam_bc import adam_bc as adam_bc
 from dualdp_jax.training.ema import EmaState as EmaState
 from dualdp_jax.training.ema import with_ema as with_ema
 from dualdp_jax.training.engine import PrivacyEngine as PrivacyEngine

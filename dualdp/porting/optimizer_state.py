@@ -20,15 +20,17 @@ from dualdp.porting.parameter_map import ParameterMap
 Array = NDArray[Any]
 Named = Mapping[str, Array]
 
-# Class of torch.optim -> its state entry (slot) -> the field of optax's state.
+# Class of torch.optim, or the torch backend's AdamBC -> its state entry (slot) -> optax's field.
 SLOTS: Mapping[str, Mapping[str, str]] = {
     "SGD": {"momentum_buffer": "trace"},
     "Adam": {"exp_avg": "mu", "exp_avg_sq": "nu"},
     "AdamW": {"exp_avg": "mu", "exp_avg_sq": "nu"},
+    "AdamBC": {"exp_avg": "mu", "exp_avg_sq_corrected": "nu_corrected"},
     "RMSprop": {"square_avg": "nu", "grad_avg": "mu", "momentum_buffer": "trace"},
 }
 COUNTERS = ("count", "step")  # optax's fields with the number of updates
-HAS_STEP = ("Adam", "AdamW", "RMSprop")
+HAS_STEP = ("Adam", "AdamW", "AdamBC", "RMSprop")
+_MODULES = ("torch.optim", "dualdp_torch.")  # of the classes
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class TorchState:
             for name in group["parameters"]
             if name in names
         }
-        return cls(kind if module.startswith("torch.optim") else described["class"], slots, options)
+        return cls(kind if module.startswith(_MODULES) else described["class"], slots, options)
 
     @property
     def steps(self) -> int | None:

@@ -13,6 +13,7 @@ import optax
 
 from dualdp.porting import optimizer_state
 from dualdp_jax.compat import leaf_paths
+from dualdp_jax.training.adam_bc import adam_bc
 
 
 def to_named(state: Any) -> dict[str, np.ndarray]:
@@ -68,6 +69,12 @@ def _adamw(o: Mapping[str, Any]) -> optax.GradientTransformation:
     return optax.adamw(o["lr"], *o["betas"], eps=o["eps"], weight_decay=o["weight_decay"])
 
 
+def _adam_bc(o: Mapping[str, Any]) -> optax.GradientTransformation:
+    """AdamBC, which is the same formula on both sides."""
+    settings = {name: o[name] for name in ("floor", "eps", "weight_decay")}
+    return adam_bc(o["lr"], *o["betas"], **settings)
+
+
 def _rmsprop(o: Mapping[str, Any]) -> optax.GradientTransformation:
     """RMSprop; epsilon is added outside of the root, as in torch."""
     rmsprop = optax.rmsprop(
@@ -87,5 +94,6 @@ _OPTIMIZERS: Mapping[str, Any] = {
     "SGD": _sgd,
     "Adam": _adam,
     "AdamW": _adamw,
+    "AdamBC": _adam_bc,
     "RMSprop": _rmsprop,
 }

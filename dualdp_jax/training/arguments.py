@@ -10,8 +10,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from dualdp import adam
 from dualdp_jax import compat
 from dualdp_jax.per_sample.call import split_batch
+from dualdp_jax.training import adam_bc
 from dualdp_jax.training.loader import examples_of
 from dualdp_jax.training.step import CompiledStep, TrainState
 from dualdp_jax.training.views import check_augment
@@ -65,10 +67,15 @@ def check_optimizer(run: CompiledStep, state: TrainState) -> None:
 
     Raises:
         TypeError: the optimizer wants more than gradients, its state and the parameters.
+        ValueError: an `adam_bc` with correlated noise, or behind what changes the gradient.
     """
     trained = run.parameters.like(run.parameters.arrays(state.params)[0])
+    extra: dict[str, Any] = {}
+    if adam_bc.is_in(state.opt_state):
+        adam.require_independent(run.plan)
+        extra = {"noise_stddev": jax.ShapeDtypeStruct((), run.parameters.dtype)}
     try:
-        jax.eval_shape(run.optimizer.update, trained, state.opt_state, trained)
+        jax.eval_shape(run.update, trained, state.opt_state, trained, **extra)
     except TypeError as error:
         raise TypeError(
             f"optimizer.update failed on the noisy gradients, its state and params: {error}. "

@@ -34,7 +34,7 @@ class EmaState(NamedTuple):
 
 def with_ema(
     optimizer: optax.GradientTransformation, decay: float = 0.999
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """Return an optimizer that also averages the parameters it makes; `engine.ema` reads them.
 
     After update t = 0, 1, ... the average is d * average + (1 - d) * parameters with
@@ -63,10 +63,14 @@ def with_ema(
         average = jax.tree.map(lambda p: jnp.array(widen(p)), params)
         return EmaState(optimizer.init(params), average, jnp.zeros((), jnp.int32))
 
-    def update(grads: Any, state: EmaState, params: Any = None) -> tuple[Any, EmaState]:
+    inside = optax.with_extra_args_support(optimizer)
+
+    def update(
+        grads: Any, state: EmaState, params: Any = None, **extra: Any
+    ) -> tuple[Any, EmaState]:
         if params is None:
             raise ValueError("with_ema averages parameters. Expected update(grads, state, params).")
-        updates, inner = optimizer.update(grads, state.inner, params)
+        updates, inner = inside.update(grads, state.inner, params, **extra)
         factor = jnp.minimum(decay, (1 + state.count) / (10 + state.count))
 
         def mixed(average: Any, param: Any) -> Any:
@@ -75,7 +79,7 @@ def with_ema(
         average = jax.tree.map(mixed, state.average, optax.apply_updates(params, updates))
         return updates, EmaState(inner, average, state.count + 1)
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def average_in(opt_state: Any) -> Any:

@@ -27,6 +27,7 @@ from dualdp_jax.per_sample.methods import check_method, choose, prepared
 from dualdp_jax.per_sample.parameters import Parameters, split
 from dualdp_jax.per_sample.request import SUM, Request, answer
 from dualdp_jax.rules.arrays import widen
+from dualdp_jax.training import adam_bc
 from dualdp_jax.training.loader import LogicalBatch, PlannedLoader
 from dualdp_jax.training.views import loss_of_view
 
@@ -185,8 +186,10 @@ class CompiledStep:
     ) -> tuple[TrainState, dict[str, Any]]:
         """Return the state after the release of these totals, already recorded and sealed."""
         trained, others = self.parameters.arrays(state.params)
+        numbers, dtype = self._numbers(step, seal, totals.sums), self.parameters.dtype
+        extra = adam_bc.extra_arguments(state.opt_state, self.plan, step, seal.max_grad_norm, dtype)
         trained, opt_state, metrics = self._jitted["update"](
-            trained, state.opt_state, totals, self._numbers(step, seal, totals.sums)
+            trained, state.opt_state, totals, numbers, **extra
         )
         state = TrainState(self.parameters.whole(trained, others), opt_state, state.step + 1)
         return state, metrics
@@ -286,13 +289,12 @@ class CompiledStep:
         return result.leaves, numbers, result._replace(leaves=[], losses=None)
 
     def _update(
-        self, trained: Any, opt_state: Any, totals: Totals, release: Release
+        self, trained: Any, opt_state: Any, totals: Totals, release: Release, **extra: Any
     ) -> tuple[Any, Any, dict[str, Any]]:
         """Noise, divide, step the optimizer; return its results and the metrics."""
         like = self.parameters.like
-        updates, opt_state = self.optimizer.update(
-            noised_mean(like(totals.sums), release), opt_state, like(trained)
-        )
+        mean = noised_mean(like(totals.sums), release)
+        updates, opt_state = self.update(mean, opt_state, like(trained), **extra)
         updated = jax.tree.leaves(optax.apply_updates(like(trained), updates))
         count = jnp.maximum(totals.num_rows, 1)
         metrics = {
@@ -300,6 +302,13 @@ class CompiledStep:
             "unprotected_clipped_fraction": (totals.num_rows - totals.num_below) / count,
         }
         return updated, opt_state, metrics
+
+    def update(self, mean: Any, opt_state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
+        """Return updates and state of the optimizer; `extra` is that of `extra_arguments`."""
+        if not extra:
+            return self.optimizer.update(mean, opt_state, params)
+        optimizer = optax.with_extra_args_support(self.optimizer)
+        return optimizer.update(mean, opt_state, params, noisy_mean=mean, **extra)
 
     def _grads(self, trained: Any, others: Any, rows: Any, dropout: Any) -> list[Any]:
         """Per-sample gradients of a chunk, (rows, *shape) per trained leaf."""

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from dualdp import _validate, exactness
+from dualdp import _validate, adam, exactness
 from dualdp.plan import arguments
 from dualdp.plan.plan import PrivacyPlan
 from dualdp_torch.parallel.fsdp import check_sharded
@@ -21,6 +21,7 @@ from dualdp_torch.per_sample.clip import clipping_bounds, refuse_two_pass
 from dualdp_torch.per_sample.model_checks import refuse_mixing_modules, require_module
 from dualdp_torch.per_sample.parameter_use import trainable_parameters
 from dualdp_torch.per_sample.recorder import RECORDED
+from dualdp_torch.training.adam_bc import AdamBC
 from dualdp_torch.training.loader import check_loader, expected_batch_size
 from dualdp_torch.training.opacus_names import advice
 
@@ -101,6 +102,8 @@ def check(
             "gradient would be a release of its own. Expected one gradient a step, as SGD and Adam "
             "need; they take a closure, too."
         )
+    if isinstance(optimizer, AdamBC):
+        adam.require_independent(plan)
     refuse_mixing_modules(module)
     trained = trainable_parameters(module)
     if not trained:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dualdp import adam
 from dualdp.exactness import ExactnessError
 from dualdp.ledger.ledger import Ledger
 from dualdp.porting.parameter_map import ledger_text
@@ -31,6 +32,7 @@ from dualdp_torch.per_sample.clip import (
 )
 from dualdp_torch.per_sample.recorder import Recorder, Zeroing
 from dualdp_torch.rules.base import Tensor
+from dualdp_torch.training.adam_bc import AdamBC
 from dualdp_torch.training.arguments import GRAD_SAMPLE_MODES, RunSettings, check_holds
 from dualdp_torch.training.loader import Draw
 from dualdp_torch.training.opacus_names import optimizer_values, refuse_changed
@@ -219,16 +221,26 @@ class PrivateStep:
                 "optimizer.step() came without a batch of the loader that make_private returned. "
                 "Train on its batches only, one step for each."
             )
+        if "noise_stddev" in kwargs:
+            raise TypeError(
+                "optimizer.step() came with noise_stddev, which the engine passes by itself. "
+                "Expected optimizer.step()."
+            )
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is not None:
             with torch.enable_grad():
                 args, kwargs = (args[0],), {**kwargs, "closure": _once(closure())}
         with self.recorder.tape.suspended():
-            self._step(self._draw)
+            draw, bound = self._draw, self._step(self._draw)
+        if bound is not None and isinstance(optimizer, AdamBC):
+            stddev = adam.mean_noise_stddev(self._ledger.plan, draw.step, bound)
+            kwargs = {**kwargs, "noise_stddev": stddev}
         return args, kwargs
 
-    def _step(self, draw: Draw) -> None:
+    def _step(self, draw: Draw) -> float | None:
         """Add one physical batch to the sums; release the logical batch if it is complete.
+
+        Returns the bound C of the release, or None.
 
         Nothing of a failed step is kept, and it can begin again from its forward. If it loses sums
         of earlier physical batches, or if its release is on record, the logical batch begins again
@@ -247,11 +259,13 @@ class PrivateStep:
             with torch.no_grad():
                 self._add(draw)
             self.recorder.clear()
+            bound = None
             if draw.is_last:
-                self._release(draw.step)
+                bound = self._release(draw.step)
             else:
                 self._set_gradients({})
             self._expect(None)
+            return bound
         except ExactnessError as error:
             self._ledger.check_failed(draw.step, error)
             raise
@@ -341,8 +355,8 @@ class PrivateStep:
             self._releaser.send(name, total)
         return total
 
-    def _release(self, step: int) -> None:
-        """Release the logical batch and give the optimizer the noisy mean."""
+    def _release(self, step: int) -> float:
+        """Release the logical batch, give the optimizer the noisy mean, and return its bound."""
         ledger, sums = self._ledger, self._sums
         norms = self._norms[0] if len(self._norms) == 1 else torch.cat(self._norms)
         names = self._grads[0] if self._grads else ()
@@ -377,6 +391,7 @@ class PrivateStep:
         if ledger.plan.noise != "secure":
             self.stages = Stages(norms, sums, mean, grads or None)
         self._set_gradients(mean)
+        return seal.max_grad_norm
 
     def _set_gradients(self, mean: Mapping[str, Tensor]) -> None:
         """Set `p.grad` of every parameter; None makes the optimizer skip it."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import dualdp.torch as dpt
 from dualdp import port
 
 CASES = {
@@ -22,6 +23,7 @@ CASES = {
     "adam": (torch.optim.Adam, {"betas": (0.8, 0.95), "eps": 1e-3}),
     "adam_l2": (torch.optim.Adam, {"weight_decay": 0.1}),
     "adamw": (torch.optim.AdamW, {"weight_decay": 0.1}),
+    "adam_bc": (dpt.AdamBC, {"weight_decay": 0.1, "floor": 0.1}),
     "rmsprop": (torch.optim.RMSprop, {"eps": 1e-3}),
     "rmsprop_centered": (torch.optim.RMSprop, {"centered": True, "eps": 1e-3}),
     "rmsprop_momentum": (
@@ -31,6 +33,11 @@ CASES = {
 }
 TOLERANCE = {"float32": 1e-6, "float64": 1e-12}
 STEPS = 50
+
+
+def noise_for(optimizer):
+    """What an optimizer takes beside the gradients."""
+    return {"noise_stddev": 0.3} if isinstance(optimizer, dpt.AdamBC) else {}
 
 
 class Torch:
@@ -44,7 +51,7 @@ class Torch:
 
     def step(self, grads):
         self.model.weight.grad, self.model.bias.grad = (torch.as_tensor(g) for g in grads)
-        self.optimizer.step()
+        self.optimizer.step(**noise_for(self.optimizer))
 
     def values(self):
         return [p.detach().numpy().copy() for p in self.model.parameters()]
@@ -56,12 +63,13 @@ class Jax:
     def __init__(self, twin):
         like = {"kernel": np.zeros((3, 4), twin.values()[0].dtype), "bias": np.zeros(4)}
         self.params = port.to_jax(twin.model, like=jax.tree.map(jnp.asarray, like))
-        self.optimizer = port.to_optax(twin.optimizer)
+        self.optimizer = optax.with_extra_args_support(port.to_optax(twin.optimizer))
+        self.noise = noise_for(twin.optimizer)
         self.state = self.optimizer.init(self.params)
         self.update = jax.jit(self._update)
 
     def _update(self, grads, state, params):
-        updates, state = self.optimizer.update(grads, state, params)
+        updates, state = self.optimizer.update(grads, state, params, **self.noise)
         return optax.apply_updates(params, updates), state
 
     def step(self, grads):

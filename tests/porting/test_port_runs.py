@@ -24,6 +24,10 @@ OPTIMIZERS = {
         lambda: optax.sgd(0.2, momentum=0.9),
     ),
     "adam": (lambda p: torch.optim.Adam(p, lr=0.02), lambda: optax.adam(0.02)),
+    "adam_bc": (
+        lambda p: dpt.AdamBC(p, lr=0.02, weight_decay=0.1),
+        lambda: dpj.adam_bc(0.02, weight_decay=0.1),
+    ),
 }
 CASES = [
     pytest.param(
