@@ -13,8 +13,9 @@ WIDTH, HEIGHT, GAP, LEFT = 150, 30, 14, 20
 #: Folders and files of each package, from the ground up: each may import those before it.
 ORDER = {
     "dualdp": (
-        *("_version", "_validate", "mechanisms", "costs", "adam", "accountants", "randomness"),
-        *("plan", "finetuning", "exactness", "ledger", "log", "checkpoint", "porting", "audit"),
+        *("_version", "_validate", "mechanisms", "costs", "adam", "sparse", "accountants"),
+        *("randomness", "plan", "finetuning", "exactness", "ledger", "log", "checkpoint"),
+        *("porting", "audit"),
         *("testing", "schedules", "samplers", "correlated", "units", "torch", "jax", "port"),
     ),
     "dualdp_torch": (

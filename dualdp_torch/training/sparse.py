@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sparse noisy gradients of a table of embeddings, for a loop of your own (DP-AdaFEST)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from dualdp import _validate, sparse
+from dualdp.plan.clipping import clip_factors
+from dualdp.plan.plan import require_plan
+from dualdp_torch.noise.noise import noisy_mean
+from dualdp_torch.rules.base import Tensor
+
+_MAP = "contribution map"  # name of the map among the sums; no parameter's, which has no blank
+
+
+class SparseNoisyMean(NamedTuple):
+    """Result of `sparse_noisy_mean`, all of it private.
+
+    Attributes:
+        grads: mapping from name to noisy mean; rows of the table that do not survive are zero.
+        rows: (k,) increasing int64, the rows of the table that survive.
+        noisy_map: (rows,) the noisy contribution map.
+    """
+
+    grads: dict[str, Tensor]
+    rows: Tensor
+    noisy_map: Tensor
+
+
+def contribution_map(
+    ids: Tensor,
+    num_rows: int,
+    *,
+    max_rows: int = 1,
+    rows_per_unit: int = 1,
+    mask: Tensor | None = None,
+    padding_idx: int | None = None,
+) -> Tensor:
+    """Return how many examples touch each row of a table, each example clipped to norm 1.
+
+    An example that touches k rows adds 1 / root(max(k, max_rows)) to each of them, however often
+    it does. In the paper's words the map is divided by its bound C1 = root(max_rows).
+
+    Args:
+        ids: (n, ...) integers in [0, num_rows), the rows that each example looks up.
+        num_rows: number of rows of the table.
+        max_rows: number of rows up to which examples count alike.
+        rows_per_unit: int K, as in `clipped_grad_sum`: K consecutive rows of ids are one unit,
+            which counts once.
+        mask: (n / K,) bools, False for the padded rows of a chunk; None for all True.
+        padding_idx: row that gets no gradient and is not counted, as in `nn.Embedding`.
+
+    Returns:
+        (num_rows,) float32, not private.
+
+    Raises:
+        TypeError: ids or mask of another kind.
+        ValueError: ids or settings out of range, or shapes that do not fit.
+
+    Guarantees:
+        No example's contribution has a norm above 1.
+            [test_every_contribution_to_the_map_is_bounded]
+
+    Source: Ghazi et al. 2023, Algorithm 1 (arXiv 2311.08357).
+
+    >>> contribution_map(torch.tensor([[0, 0], [0, 2]]), 4).round(decimals=3)  # 1 + 1 / root(2)
+    tensor([1.7070, 0.0000, 0.7070, 0.0000])
+    """
+    num_rows = _validate.integer("num_rows", num_rows, minimum=1)
+    least = _validate.integer("max_rows", max_rows, minimum=1)
+    unit = _validate.integer("rows_per_unit", rows_per_unit, minimum=1)
+    if not torch.is_tensor(ids) or ids.is_floating_point() or ids.dtype == torch.bool:
+        kind = ids.dtype if torch.is_tensor(ids) else _validate.kind(ids)
+        raise TypeError(f"ids is {kind}. Expected a tensor of integers, (n, ...).")
+    units = -1 if ids.ndim == 0 or len(ids) % unit else len(ids) // unit
+    if units < 0 or not (mask is None or (mask.dtype == torch.bool and mask.shape == (units,))):
+        shape = None if mask is None else (mask.dtype, tuple(mask.shape))
+        raise ValueError(
+            f"ids has shape {tuple(ids.shape)} and mask {shape}, with rows_per_unit={unit}. "
+            "Expected (n, ...), n a multiple of it, and one bool for each unit."
+        )
+    rows = ids.reshape(units, unit * math.prod(ids.shape[1:])).long().sort(1).values  # (u, t)
+    if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < num_rows:
+        raise ValueError(
+            f"ids lie in {int(rows.min())} to {int(rows.max())}. Expected rows of the table, 0 to "
+            f"{num_rows - 1}."
+        )
+    counted = torch.ones_like(rows, dtype=torch.bool)
+    counted[:, 1:] = rows[:, 1:] != rows[:, :-1]
+    if padding_idx is not None:
+        counted &= rows != padding_idx % num_rows
+    if mask is not None:
+        counted &= mask.to(rows.device)[:, None]
+    norms = counted.sum(1, dtype=torch.float32).clamp(min=least).sqrt()
+    weights = clip_factors(norms, 1.0, xp=torch)[:, None] * counted  # (u, t)
+    total = torch.zeros(num_rows, device=rows.device)
+    return total.index_add_(0, rows.flatten(), weights.flatten())
+
+
+def sparse_noisy_mean(
+    grads: Mapping[str, Tensor],
+    contributions: Tensor,
+    plan: Any,
+    step: int,
+    *,
+    table: str,
+    threshold: float,
+    map_share: float,
+    max_grad_norm: float | None = None,
+) -> SparseNoisyMean:
+    """Add noise to gradient and contribution map, and keep the rows that many examples touch.
+
+    It stands for `noisy_mean`, costs the same epsilon, and is one release. The gradient has noise
+    of standard deviation noise_multiplier C / root(1 - map_share) in its sum, the map of
+    noise_multiplier / root(map_share). Which rows survive depends on the noisy map alone, so
+    epsilon holds also if `contributions` is not what the model looked up; gradients of other rows
+    are lost then. Not for `AdamBC`: the noise of a row depends on whether it survives.
+
+    Args:
+        grads: mapping from every trainable parameter name to its clipped SUM, see `noisy_mean`.
+        contributions: (rows,) `contribution_map` of the same logical batch, summed over its chunks.
+        plan: `PrivacyPlan`.
+        step: index of the release.
+        table: name of the table in `grads`, (rows, d).
+        threshold: least noisy entry of the map of a row that survives; -inf keeps all.
+        map_share: number in (0, 1), part of the privacy that the map gets.
+        max_grad_norm: C of this step if the ledger adapts it; None for the plan's.
+
+    Returns:
+        `SparseNoisyMean`.
+
+    Raises:
+        AccountingError, TypeError, ValueError: as `noisy_mean`; or settings out of range, a table
+            that is not in `grads`, or a map of another length.
+
+    Guarantees:
+        The whole costs what the plan says.  [test_gradient_and_map_are_one_gaussian_of_the_plan]
+        With threshold=-inf, the noisy mean of a plan with more noise.
+            [test_without_a_threshold_it_is_the_dense_run]
+        Rows that do not survive are exactly zero; which do is a function of the noisy map.
+            [test_rows_below_the_threshold_carry_no_trace_of_the_data]
+
+    Source: Ghazi et al. 2023, Algorithm 1 (arXiv 2311.08357).
+    """
+    require_plan(plan)
+    if table not in grads:
+        raise ValueError(f"table={table!r} is not in grads. Expected one of {sorted(grads)}.")
+    rows = len(grads[table])
+    if not torch.is_tensor(contributions) or contributions.shape != (rows,):
+        shape = tuple(contributions.shape) if torch.is_tensor(contributions) else contributions
+        raise ValueError(
+            f"contributions is {shape}, but table {table!r} has {rows} rows. Expected "
+            f"contribution_map(ids, {rows})."
+        )
+    least = _validate.real("threshold", threshold)
+    bound = plan.max_grad_norm_at(step) if max_grad_norm is None else max_grad_norm
+    scales = sparse.joint_scales(map_share, bound)
+    sums = {name: scales.gradient * grad for name, grad in grads.items()}
+    sums[_MAP] = scales.map * contributions.to(grads[table])
+    mean = noisy_mean(sums, plan, step, max_grad_norm=max_grad_norm)
+    size = plan.expected_batch_size_at(step)
+    noisy_map = mean.pop(_MAP) * (size / scales.map)
+    survives = noisy_map >= least
+    found = {name: value / scales.gradient for name, value in mean.items()}
+    found[table] = torch.where(survives.view(-1, *[1] * (found[table].ndim - 1)), found[table], 0)
+    return SparseNoisyMean(found, survives.nonzero()[:, 0], noisy_map)
