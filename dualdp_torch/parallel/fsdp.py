@@ -53,14 +53,40 @@ def fsdp_layers(module: nn.Module) -> list[Any]:
     return [layer for layer in module.modules() if isinstance(layer, fsdp.FSDPModule)]
 
 
+def refuse_tensor_parallel(module: nn.Module) -> None:
+    """Refuse a model that computes with pieces of its parameters, frozen ones included.
+
+    Its processes must all see the same examples, which the loader of an engine gives to different
+    ones: their partial results would be added up, and no gradient be that of one example.
+
+    Raises:
+        TypeError: a parameter is a `DTensor` without `fully_shard`, or cut along two dimensions.
+    """
+    held: dict[str, Any] = {name: p for name, p in module.named_parameters() if is_sharded(p)}
+    if held and not fsdp_layers(module):
+        raise TypeError(
+            f"The parameters {sorted(held)} are DTensors, but no layer was given to fully_shard. "
+            "Expected fully_shard(model), which gathers them in forward, or the whole model on "
+            "every process: tensor parallelism (parallelize_module) is not covered."
+        )
+    for name, p in held.items():
+        if sum(not placement.is_replicate() for placement in p.placements) > 1:
+            raise TypeError(
+                f"Parameter {name!r} has the placements {tuple(p.placements)} on {p.device_mesh}. "
+                "Expected fully_shard(model) alone: tensor parallelism (parallelize_module) is not "
+                "covered."
+            )
+
+
 def check_sharded(module: nn.Module, method: str) -> None:
     """Refuse a sharded model that cannot be trained privately; accept every other model.
 
     Raises:
         TypeError: a trainable parameter is sharded otherwise than by `fully_shard` over all
-            processes, or not at all while others are.
+            processes, or not at all while others are; or `refuse_tensor_parallel`.
         ValueError: the method needs whole gradients of many layers at once.
     """
+    refuse_tensor_parallel(module)
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     sharded: dict[str, Any] = {name: p for name, p in trained.items() if is_sharded(p)}
     if not sharded:
@@ -80,11 +106,6 @@ def check_sharded(module: nn.Module, method: str) -> None:
                 "on one mesh dimension over all processes, as fully_shard(module) does without a "
                 "mesh of its own."
             )
-    if not fsdp_layers(module):
-        raise TypeError(
-            f"The parameters {sorted(sharded)} are DTensors, but no layer was given to "
-            "fully_shard. Expected fully_shard(model), which gathers them in forward."
-        )
     if method not in METHODS:
         raise ValueError(
             f"method={method!r} holds per-sample gradients of every layer at once, which a model "

@@ -14,6 +14,7 @@ from torch import nn
 from dualdp import _validate
 from dualdp._validate import UnsupportedLayerError
 from dualdp.exactness import CHECKS
+from dualdp_torch.parallel.fsdp import refuse_tensor_parallel
 from dualdp_torch.per_sample.analysis_cache import AnalysisCache, cached_analyses
 from dualdp_torch.per_sample.batch import Batch, check_losses, split_aux
 from dualdp_torch.per_sample.capture import Capture
@@ -119,6 +120,7 @@ class Call:
         ):
             came = (tuple(mask.shape), mask.dtype) if torch.is_tensor(mask) else type(mask)
             raise ValueError(f"mask is {came}. Expected a bool tensor of shape ({examples.n},).")
+        refuse_tensor_parallel(model)
         parameters = trainable_parameters(model)
         if max_memory is not None:
             max_memory = _validate.integer("max_memory", max_memory, minimum=1)

@@ -11,6 +11,7 @@ from torch import nn
 
 from dualdp import _validate
 from dualdp._validate import UnsupportedLayerError
+from dualdp_torch.parallel.fsdp import refuse_tensor_parallel
 from dualdp_torch.per_sample.batch import Batch, check_losses
 from dualdp_torch.per_sample.independence import analyze
 from dualdp_torch.per_sample.model_checks import Finding, module_findings, require_module
@@ -36,9 +37,11 @@ def validate(
         List of findings, each with a path and a fix; empty when there is none.
 
     Raises:
+        TypeError: the model's parameters are cut by tensor parallelism.
         ValueError: a batch without two examples whose losses are finite.
     """
     require_module("model", model)
+    refuse_tensor_parallel(model)
     findings = module_findings(model)
     if loss_fn is None or findings:
         return findings

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -366,6 +367,57 @@ def what_cannot_be_done_is_refused():
             model(next(iter(loader))[0])
         assert len(engine.ledger) == 0
         engine.detach()
+
+
+class Adapted(nn.Module):
+    """A base that may be frozen, and a small part beside it that is trained."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.base = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+        self.adapter = nn.Linear(6, 4)
+
+    def forward(self, x):
+        return self.base(x) + self.adapter(x)
+
+
+def cut(mesh, **frozen):
+    """A model whose base is tensor parallel on a mesh of one dimension."""
+    model = Adapted()
+    model.base.requires_grad_(not frozen.get("frozen", False))
+    plan = {"base.0": ColwiseParallel(), "base.2": RowwiseParallel()}
+    return parallelize_module(model, mesh, plan)
+
+
+def tensor_parallel_models_are_refused():
+    """By every entrance, of a frozen base too, and below fully_shard; nothing is left behind."""
+    data, size = models.build("mlp")[1], dist.get_world_size()
+    mesh, x, y = init_device_mesh("cpu", (size,)), *data[:6]
+    losses = lambda model, x, y: F.cross_entropy(model(x), y, reduction="none")  # noqa: E731
+    name = r"'base.0.weight'.*are DTensors.*tensor parallelism \(parallelize_module\) is not cov"
+    for frozen in (False, True):
+        model = cut(mesh, frozen=frozen)
+        hooks = [len(module._forward_hooks) for module in model.modules()]
+        for mode in ("auto", "loop"):
+            with refused(TypeError, name):
+                models.begin(model, data, models.plan(), mode)
+        for call in (dpt.per_sample_grads, dpt.per_sample_norms, dpt.explain):
+            with refused(TypeError, name):
+                call(losses, model, x, y)
+        with refused(TypeError, name):
+            dpt.clipped_grad_sum(losses, model, x, y, max_grad_norm=1.0)
+        with refused(TypeError, name):
+            dpt.validate(model)
+        with refused(TypeError, name), dpt.record_per_sample(model, loss_reduction="mean"):
+            pass
+        assert hooks == [len(module._forward_hooks) for module in model.modules()]
+    both = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("data", "tensor"))
+    for frozen in (False, True):
+        model = cut(both["tensor"], frozen=frozen)
+        fully_shard(model.base, mesh=both["data"])
+        with refused(TypeError, r"'base.0.weight' has the placements .*\(parallelize_module\)"):
+            models.begin(model, data, models.plan())
 
 
 def a_weight_tied_across_groups_is_named():

@@ -85,6 +85,7 @@ FIRST = [
     "a_buffer_that_is_written_later_is_refused",
     "gradient_is_the_noisy_mean_of_one_device",
     "planted_faults_are_seen",
+    "tensor_parallel_models_are_refused",
     "one_whole_gradient_is_alive_at_a_time",
 ]
 OTHERS = [
