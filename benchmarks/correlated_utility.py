@@ -8,50 +8,44 @@ row is the best of a grid on seeds of its own; what is reported are ten other se
 """
 
 import json
-import math
-import platform
 import statistics
-import sys
-from importlib.metadata import version
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import torch
-from sklearn.datasets import load_diabetes, load_digits
+from sklearn.datasets import load_diabetes
 from torch import nn
 
 import dualdp
 import dualdp.jax as dpj
 import dualdp.torch as dpt
+from benchmarks.utility import (
+    DELTA,
+    EPSILONS,
+    QUICK,
+    SEEDS,
+    TUNING_SEEDS,
+    accuracy,
+    digits,
+    jax_outputs,
+    mean_and_error,
+    on_one_core,
+    split,
+    standard_error,
+    start,
+    torch_network,
+    versions,
+)
 from dualdp_tools.compare.experiment import correlated_noise
 
-QUICK = "--quick" in sys.argv
-SEEDS = range(2 if QUICK else 10)
-TUNING_SEEDS = range(1000, 1001 if QUICK else 1003)
-EPSILONS = (2.0, 8.0)
-DELTA = 1e-4
 FOLDER = Path(__file__).parent / "results" / "2026-11-23-correlated-utility"
-
-
-def digits():
-    """Return training and test data of the digits, (n, 64) and labels."""
-    x, y = load_digits(return_X_y=True)
-    return split((x / 8 - 1).astype(np.float32), y.astype(np.int64), 1437)
 
 
 def diabetes():
     """Return training and test data of the regression, (n, 10) and targets near [-1, 2]."""
     x, y = load_diabetes(return_X_y=True)
     return split((20 * x).astype(np.float32), ((y - 150) / 100).astype(np.float32), 354)
-
-
-def split(x, y, cut):
-    """Cut the data after a fixed permutation."""
-    order = np.random.default_rng(0).permutation(len(x))
-    return x[order[:cut]], y[order[:cut]], x[order[cut:]], y[order[cut:]]
 
 
 #: Data, sizes of the network, batch size, steps, C, learning rates, better score.
@@ -79,20 +73,10 @@ def plan_of(task, noise, epsilon, seed):
     )
 
 
-def start(sizes, seed):
-    """Return the weights of a network, (in, out) and (out,) each."""
-    rng = np.random.default_rng(seed)
-    pairs = zip(sizes, sizes[1:], strict=False)
-    return [
-        (rng.normal(size=pair).astype(np.float32) / math.sqrt(pair[0]), np.zeros(pair[1], "f"))
-        for pair in pairs
-    ]
-
-
 def score(task, outputs, y):
     """Return the accuracy of digits, or the root mean squared error of the regression."""
     if task == "digits":
-        return float((outputs.argmax(-1) == y).mean())
+        return accuracy(outputs, y)
     return float(np.sqrt(((outputs[:, 0] - y) ** 2).mean()))
 
 
@@ -100,12 +84,7 @@ def with_torch(task, plan, rate, seed):
     """Train on PyTorch and return the test score."""
     data, sizes, *_ = TASKS[task]
     x, y, test_x, test_y = data()
-    layers = []
-    for weight, bias in start(sizes, seed):
-        linear = nn.Linear(*weight.shape)
-        linear.load_state_dict({"weight": torch.tensor(weight.T), "bias": torch.tensor(bias)})
-        layers += [linear, nn.Tanh()]
-    model, engine = nn.Sequential(*layers[:-1]), dpt.PrivacyEngine()
+    model, engine = torch_network(start(sizes, seed)), dpt.PrivacyEngine()
     criterion = nn.CrossEntropyLoss() if task == "digits" else nn.MSELoss()
     pairs = torch.utils.data.TensorDataset(torch.tensor(x), torch.tensor(y))
     optimizer = torch.optim.SGD(model.parameters(), lr=rate)
@@ -129,15 +108,10 @@ def with_jax(task, plan, rate, seed):
     data, sizes, *_ = TASKS[task]
     x, y, test_x, test_y = data()
 
-    def outputs(params, x):
-        for number, (weight, bias) in enumerate(params):
-            x = (jnp.tanh(x) if number else x) @ weight + bias
-        return x
-
     def loss_fn(params, x, y):
         if task == "digits":
-            return optax.softmax_cross_entropy_with_integer_labels(outputs(params, x), y)
-        return (outputs(params, x)[0] - y) ** 2
+            return optax.softmax_cross_entropy_with_integer_labels(jax_outputs(params, x), y)
+        return (jax_outputs(params, x)[0] - y) ** 2
 
     step, state, loader = dpj.PrivacyEngine().make_private(
         loss_fn=loss_fn,
@@ -148,7 +122,7 @@ def with_jax(task, plan, rate, seed):
     )
     for batch in loader.remaining():
         state, _ = step(state, batch)
-    return score(task, np.asarray(outputs(state.params, test_x)), test_y)
+    return score(task, np.asarray(jax_outputs(state.params, test_x)), test_y)
 
 
 def row(task, noise, epsilon):
@@ -183,21 +157,18 @@ def report(rows):
     lines = [
         "# Independent and correlated noise at the same epsilon",
         "",
-        f"`python -m benchmarks.correlated_utility`: Python {platform.python_version()}, torch "
-        f"{version('torch')}, jax {version('jax')}; delta {DELTA:g}, {len(SEEDS)} seeds, 400 steps "
-        "of SGD. Digits: 1,437 images, batches of 64, accuracy on 360 others (higher is better). "
-        "Diabetes: 354 patients, batches of 16, root mean squared error on 88 others, in units of "
-        "100 (lower is better). Learning rates: the best of four on three other seeds. Computed: "
-        "noise in the model to that of independent noise (`dualdp calibrate --advise`).",
+        f"`python -m benchmarks.correlated_utility`: {versions()}; delta {DELTA:g}, {len(SEEDS)} "
+        "seeds, 400 steps of SGD. Digits: 1,437 images, batches of 64, accuracy on 360 others "
+        "(higher is better). Diabetes: 354 patients, batches of 16, root mean squared error on 88 "
+        "others, in units of 100 (lower is better). Learning rates: the best of four on three "
+        "other seeds. Computed: noise in the model to that of independent noise (`dualdp "
+        "calibrate --advise`).",
         "",
         "| data | epsilon | noise | computed | learning rate | PyTorch | JAX |",
         "|---|---|---|---|---|---|---|",
     ]
     for r in rows:
-        scores = [
-            f"{statistics.mean(r[s]):.4f} ± {statistics.stdev(r[s]) / math.sqrt(len(r[s])):.4f}"
-            for s in ("torch", "jax")
-        ]
+        scores = [mean_and_error(r[s]) for s in ("torch", "jax")]
         computed = "" if r["computed"] is None else f"{r['computed']:.2f}"
         cells = [r["task"], f"{r['epsilon']:g}", r["noise"], computed, f"{r['learning_rate']:g}"]
         lines.append(f"| {' | '.join([*cells, *scores])} |")
@@ -206,7 +177,7 @@ def report(rows):
         for place, noise in enumerate(NOISES):
             of_noise = [r for r in rows if (r["task"], r["noise"]) == (task, noise)]
             heights = [statistics.mean(r["torch"]) for r in of_noise]
-            errors = [statistics.stdev(r["torch"]) / math.sqrt(len(SEEDS)) for r in of_noise]
+            errors = [standard_error(r["torch"]) for r in of_noise]
             at = np.arange(len(heights)) + 0.27 * (place - 1)
             axes.bar(at, heights, 0.25, yerr=errors, capsize=3, label=noise)
         axes.set_xticks(range(len(EPSILONS)), [f"epsilon {e:g}" for e in EPSILONS])
@@ -221,8 +192,7 @@ def report(rows):
 
 def main():
     """Run all rows and write the results."""
-    jax.config.update("jax_platforms", "cpu")
-    torch.set_num_threads(1)
+    on_one_core()
     FOLDER.mkdir(parents=True, exist_ok=True)
     rows = [row(t, n, e) for t in TASKS for e in EPSILONS for n in NOISES]
     if not QUICK:
