@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loaders of examples/literature.py, on files made in the formats of the data sets."""
+"""Programs of the literature, on files made in the formats of their data sets."""
 
 import pickle
 import sys
@@ -12,6 +12,7 @@ import torch
 import dualdp
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+import cifar10_recipe  # noqa: E402
 import literature  # noqa: E402
 
 sys.path.pop(0)
@@ -34,6 +35,31 @@ def test_cifar10_is_read(tmp_path):
     (folder / "test_batch").write_bytes(pickle.dumps({"data": tmp_path}))
     with pytest.raises(ValueError, match="in a file of CIFAR-10. Expected arrays only"):
         list(literature.cifar10(tmp_path))
+
+
+def test_the_recipe_for_cifar10_says_which_files_it_needs(tmp_path, monkeypatch):
+    for arguments in ([], [str(tmp_path)]):
+        monkeypatch.setattr(sys, "argv", ["cifar10_recipe.py", *arguments])
+        with pytest.raises(SystemExit, match="has no cifar-10-batches-py/test_batch. Expected one"):
+            cifar10_recipe.data_folder()
+
+
+def test_the_network_of_the_recipe_has_the_size_of_wrn_16_4():
+    model = cifar10_recipe.wide_resnet()
+    sizes = [m.kernel_size[0] for m in model.modules() if isinstance(m, torch.nn.Conv2d)]
+    assert (sizes.count(3), sizes.count(1)) == (13, 3)
+    assert round(sum(p.numel() for p in model.parameters()) / 1e6, 2) == 2.75
+    assert model(torch.zeros(1, 3, 32, 32)).shape == (1, 10)
+
+
+def test_convolutions_of_the_recipe_forget_scale_and_mean_of_their_weights():
+    torch.manual_seed(0)
+    layer, x = cifar10_recipe.StandardisedConv2d(3, 4, 3).double(), torch.randn(2, 3, 5, 5).double()
+    before = layer(x)
+    with torch.no_grad():
+        layer.weight.mul_(3).add_(0.5)
+    torch.testing.assert_close(layer(x), before, rtol=1e-3, atol=1e-3)
+    assert (before - layer.bias.view(1, -1, 1, 1)).abs().max() > 0.1
 
 
 def test_imdb_is_read(tmp_path):
