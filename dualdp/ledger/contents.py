@@ -24,6 +24,7 @@ class Contents:
         self.failed_check: Record | None = None
         self.impossible: set[str] = set()  # reasons why some numbers can't be checked
         self.check_rate: float | None = None  # share of steps that are checked, as noted last
+        self.users: str | None = None  # keyed digest of the rows of each user, as noted
         self.stack: str | None = None  # generator of correlated noise, as sealed last
         self._name, self._is_patterned = accountant, participation.is_patterned(plan)
         self._spent: Any = None  # None until asked for, where steps are accounted together
@@ -68,6 +69,8 @@ class Contents:
                 self.failed_check = check
             if "checks" in entry:
                 self.check_rate = float(entry["checks"])
+            if "users" in entry:
+                self.users = str(entry["users"])
             if "check_impossible" in entry:
                 self.impossible.add(str(entry["check_impossible"]))
 

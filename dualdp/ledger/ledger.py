@@ -423,6 +423,24 @@ class Ledger:
         """Record a public fact about the run, such as the names of unprotected quantities."""
         self._append({"kind": "note", **facts})
 
+    def bind_users(self, digest: str | None) -> None:
+        """Record whose rows the run draws, once; refuse those of other users in a resumed run.
+
+        Args:
+            digest: keyed digest of the rows of each user, see `rows_digest`; None for examples.
+
+        Raises:
+            ValueError: the run began with another one.
+        """
+        known = self._read().users
+        if digest is not None and known is None:
+            self.note(users=digest)
+        elif digest != known:
+            raise ValueError(
+                "users is not what this run began with, by the keyed hash in its ledger. Expected "
+                "the same id of the user for each row of the same data."
+            )
+
     @property
     def check_rate(self) -> float | None:
         """Share of steps that are checked, as recorded; None if not recorded."""

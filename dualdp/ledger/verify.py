@@ -325,6 +325,19 @@ def _strategy(found: Verification, plan: PrivacyPlan) -> tuple[bool | None, str]
     return True, f"z has {plan.sensitivity:.6g} times the noise of a single release"
 
 
+def _users(found: Verification, plan: PrivacyPlan) -> tuple[bool | None, str]:
+    """Find the digest of the rows of each user; a run has one."""
+    if plan.unit == "example":
+        return None, "One row of the data is what is protected: whose it is has no part in it."
+    bound = sorted({str(note["users"]) for note in found.of_kind("note") if "users" in note})
+    if len(bound) > 1:
+        return False, "The record holds the users of the rows twice, and not the same."
+    if not bound:
+        return None, "The record does not say whose the rows were: a loop without an engine."
+    most = f"at most {plan.rows_per_unit} rows of a user in a step"
+    return True, f"{most}; who has which row has the keyed hash {bound[0][:12]}..."
+
+
 def _target(found: Verification, plan: PrivacyPlan) -> tuple[bool | None, str]:
     if plan.target_epsilon is None:
         return None, "The plan names no target."
@@ -393,6 +406,7 @@ _CHECKS: Mapping[str, Callable[[Verification, PrivacyPlan], tuple[bool | None, s
     "record covers the plan": _coverage,
     "releases are the plan's": _releases,
     "releases are sealed": _seals,
+    "users are bound": _users,
     "epsilon by PLD": lambda found, plan: _epsilon(found, plan, "pld"),
     "epsilon by RDP": lambda found, plan: _epsilon(found, plan, "rdp"),
     "epsilon by dp-accounting": _epsilon_of_dp_accounting,

@@ -22,7 +22,7 @@ from dualdp.plan.correlated import strategies
 from dualdp.plan.correlated.strategies import Strategy
 from dualdp.plan.samplers import SAMPLERS, WHOLE_PASS, Draw
 from dualdp.plan.units import compare
-from dualdp.plan.units.rows import draw_rows, user_rows
+from dualdp.plan.units.rows import UserRows, draw_rows, user_rows
 from dualdp.randomness import (
     LockedKey,
     RootKey,
@@ -541,15 +541,40 @@ def require_plan(plan: Any) -> None:
         raise TypeError(f"plan is {_validate.kind(plan)}. Expected a dualdp.PrivacyPlan.")
 
 
-def require_examples(plan: PrivacyPlan) -> None:
-    """Raise if the units of the plan are not single rows, which the engines' loaders draw."""
-    if plan.unit != "example" or plan.rows_per_unit is not None:
+def require_units(plan: PrivacyPlan, num_rows: int, users: UserRows | None) -> None:
+    """Raise unless a loader can draw the units of the plan from data of so many rows.
+
+    Args:
+        plan: `PrivacyPlan`.
+        num_rows: number of rows of the data.
+        users: rows of each user, for unit="user"; None for unit="example".
+    """
+    if users is not None and plan.unit == "example":
         raise ValueError(
-            f"The plan has unit={plan.unit!r} and rows_per_unit={plan.rows_per_unit}, but the "
-            "loader of an engine draws single examples. Expected unit='example' without "
-            "rows_per_unit; in a loop of your own, clipped_grad_sum(rows_per_unit=) takes the rows "
-            "of dualdp.units.draw_rows."
+            "users came for a plan with unit='example', whose epsilon is that of one row. Expected "
+            "unit='user' and rows_per_unit=, the most rows of a user in one step, with "
+            f"num_examples={users.num_users} users; or no users."
         )
+    if users is None and plan.unit == "user":
+        raise ValueError(
+            "The plan has unit='user', but users is missing. Expected users=, the id of the user "
+            "of each row of the data, in make_private, make_loader or resume; in a loop without "
+            "an engine, clipped_grad_sum(rows_per_unit=) takes the rows of dualdp.units.draw_rows."
+        )
+    if plan.unit == "example" and plan.rows_per_unit is not None:
+        raise ValueError(
+            f"The plan has unit='example' and rows_per_unit={plan.rows_per_unit}, but the loader "
+            "of an engine draws single examples. Expected no rows_per_unit, or unit='user' and "
+            "users=, the id of the user of each row."
+        )
+    if users is not None and users.num_users != plan.num_examples:
+        raise ValueError(
+            f"users names {users.num_users} users but the plan has num_examples="
+            f"{plan.num_examples}. Both must be the same, or epsilon is not true: make a plan for "
+            "these users; dualdp.units.user_rows(ids, num_users=) names those without rows too."
+        )
+    if users is None:
+        require_size(plan, num_rows)
 
 
 def require_size(plan: PrivacyPlan, num_examples: int) -> None:

@@ -11,11 +11,12 @@ import jax
 import numpy as np
 
 from dualdp import adam
+from dualdp.plan.units.rows import UserRows, rows_of_data
 from dualdp_jax import compat
 from dualdp_jax.per_sample.call import split_batch
 from dualdp_jax.training import adam_bc
 from dualdp_jax.training.loader import examples_of
-from dualdp_jax.training.step import CompiledStep, TrainState
+from dualdp_jax.training.step import CompiledStep, Rows, TrainState
 from dualdp_jax.training.views import check_augment
 
 
@@ -29,6 +30,25 @@ def arguments_of(data: Any, loss_fn: Callable[..., Any], needs_key: bool) -> tup
         if _takes(loss_fn, tuple(data), needs_key):
             return tuple(data)
     return examples
+
+
+def rows_of(data: Any, users: Any, augment: Any = None) -> UserRows | None:
+    """Return the rows of each user of the data; None for None.
+
+    Raises:
+        TypeError, ValueError: no id for each row; or `augment` came, too.
+    """
+    if users is not None and augment is not None:
+        raise ValueError(
+            "users and augment= came together, and a unit is the rows of a user or the views of a "
+            "row. Expected one of the two; needs_key=True gives loss_fn a key for each row."
+        )
+    return rows_of_data(users, split_batch(examples_of(data))[1])
+
+
+def num_units(data: Any, rows: UserRows | None) -> int:
+    """Return the number of users, or that of rows."""
+    return split_batch(examples_of(data))[1] if rows is None else rows.num_users
 
 
 def _takes(loss_fn: Callable[..., Any], examples: tuple[Any, ...], needs_key: bool) -> bool:
@@ -45,21 +65,30 @@ def check_loss(run: CompiledStep, examples: tuple[Any, ...]) -> None:
 
     Raises:
         TypeError: `loss_fn` takes a key and `needs_key` does not say so, or the other way round.
+        ValueError: more rows of users than their keys can be told apart.
     """
     _check_key_argument(run.loss_fn, run.needs_key, examples)
+    users, k = run.plan.num_examples, run.rows_of_each
+    if users * k > 2**32:
+        raise ValueError(
+            f"rows_per_unit={k} of {users} users are more than the 2^32 keys of a step. Expected "
+            f"at most {2**32 // users}."
+        )
     leaves, _, rebuild = split_batch(examples)
     kind = lambda dtype: jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)  # noqa: E731
-    shapes = [jax.ShapeDtypeStruct((1, *x.shape[1:]), kind(x.dtype)) for x in leaves]
+    shapes = [jax.ShapeDtypeStruct((k, *x.shape[1:]), kind(x.dtype)) for x in leaves]
     index, key = (jax.ShapeDtypeStruct(shape, np.uint32) for shape in ((1,), (2,)))
+    weights = jax.ShapeDtypeStruct((k,), run.parameters.dtype) if run.has_weights else None
 
     def loss(trained: list[Any], others: list[Any], rows: Any, key: Any) -> Any:
         if run.augment is not None:
-            check_augment(run.augment, rebuild([x[0] for x in rows[0]]), compat.wrap_key(key))
+            check_augment(run.augment, rebuild([x[0] for x in rows.arrays]), compat.wrap_key(key))
         call = run.call(trained, others, rows, key)
         return call.loss(trained, jax.tree.map(lambda leaf: leaf[0], call.rows))[0]
 
     parameters = run.parameters
-    jax.eval_shape(loss, parameters.trained, parameters.others, (shapes, None, index), key)
+    rows = Rows(shapes, None, index, weights)
+    jax.eval_shape(loss, parameters.trained, parameters.others, rows, key)
 
 
 def check_optimizer(run: CompiledStep, state: TrainState) -> None:

@@ -26,14 +26,20 @@ from dualdp.plan.arguments import (
     refuse_beside_target,
 )
 from dualdp.plan.plan import PrivacyPlan
+from dualdp.plan.units.rows import UserRows, rows_digest
 from dualdp.randomness import run_registry
 from dualdp_jax import compat
 from dualdp_jax.parallel.mesh import data_mesh_of, local_shards, shardings
 from dualdp_jax.parallel.process_group import Group
 from dualdp_jax.parallel.sum_hash import hash_sums
-from dualdp_jax.per_sample.call import split_batch
 from dualdp_jax.per_sample.parameters import split
-from dualdp_jax.training.arguments import arguments_of, check_loss, check_optimizer
+from dualdp_jax.training.arguments import (
+    arguments_of,
+    check_loss,
+    check_optimizer,
+    num_units,
+    rows_of,
+)
 from dualdp_jax.training.ema import average_in
 from dualdp_jax.training.loader import LogicalBatch, PlannedLoader, examples_of
 from dualdp_jax.training.rank_consistency import check_data, check_run, one_plan
@@ -127,6 +133,7 @@ class PrivacyEngine:
         keep_batch_dim: bool = False,
         views: int = 1,
         augment: Callable[..., Any] | None = None,
+        users: Any = None,
         method: str = "auto",
         data_sharding: Any = None,
         ledger: str | os.PathLike[str] | None = None,
@@ -153,6 +160,11 @@ class PrivacyEngine:
             augment: callable (example, key) -> one view of it, both a tuple of the arguments of
                 `loss_fn` after params, without a batch axis; written with jax, one key per (plan,
                 step, example, view). None for the examples as they are.
+            users: (rows,) integers, the id of the user of each row, or `dualdp.units.UserRows`, for
+                a plan with unit="user": a step draws users and at most K = rows_per_unit rows of
+                each. Their gradients are averaged before the clip; mask, losses, norms and batch
+                sizes count users, aux is (users, K, ...), and a key is one per (plan, step, user,
+                place of the row).
             method: str, see `clipped_grad_sum`.
             data_sharding: sharding of a batch on a mesh, `NamedSharding(mesh,
                 PartitionSpec("data"))`; None for one device. Parameters on the mesh keep their
@@ -178,7 +190,7 @@ class PrivacyEngine:
             TypeError: arguments that nobody knows, or that are missing; `loss_fn` takes a key and
                 `needs_key` does not say so, or the other way round; `augment` is no such function.
             ValueError: arguments beside a plan that holds them, or that contradict each other;
-                views without augment.
+                views without augment; no id of a user for each row, or other users than before.
 
         Guarantees:
             `loss_fn` is traced with one example before the plan's key is taken and the ledger is
@@ -212,11 +224,12 @@ class PrivacyEngine:
             )
         data_mesh = data_mesh_of(data_sharding, parameters)
         group = None if data_mesh is None else data_mesh.group
-        plan = self._plan_of(plan, data, plan_arguments, group)
+        rows = rows_of(data, users, augment)
+        plan = self._plan_of(plan, data, rows, plan_arguments, group)
         parameters = parameters if data_mesh is None else data_mesh.model(parameters)
         examples = arguments_of(data, loss_fn, needs_key)
         views = check_views(views, augment, plan.num_examples)
-        loader = PlannedLoader(examples, plan, self._span, data_mesh, self._interrupted)
+        loader = PlannedLoader(examples, plan, self._span, data_mesh, self._interrupted, rows)
         state = first_state(parameters, optimizer)
         if self._loaded is not None:
             state = continued(self._loaded, state)
@@ -241,10 +254,14 @@ class PrivacyEngine:
             run.require_noise(self.ledger.position)
         check_loss(run, examples)
         check_optimizer(run, state)
+        digest = rows_digest(plan, rows)
         if group is not None:
-            check_data(group, examples)
+            check_data(group, examples, digest)
             check_run(group, run, state)
+        if self._loaded is not None:
+            self.ledger.bind_users(digest)
         self._begin(plan, ledger, group, "PrivacyEngine.make_private", run_registry.OWN_STEP)
+        self.ledger.bind_users(digest)
         self._run, self._loader = run, loader
         self._checks, self._rate = StepChecks(run), rate
         self.ledger.note(checks=rate)
@@ -270,10 +287,11 @@ class PrivacyEngine:
         arguments |= {"target_epsilon": target_epsilon, "target_delta": target_delta}
         given = {name: arguments.pop(name) for name in KNOWN & arguments.keys()}
         refuse_beside_target(arguments.pop("plan", None), given)
+        rows = rows_of(data, arguments.get("users"), arguments.get("augment"))
         plan = plan_of(
             None,
             given,
-            num_examples=split_batch(examples_of(data))[1],
+            num_examples=num_units(data, rows),
             accountant=self._accountant,
             secure_mode=self._secure_mode,
             calibrates=True,
@@ -306,6 +324,7 @@ class PrivacyEngine:
         data: Any,
         plan: PrivacyPlan | None = None,
         data_sharding: Any = None,
+        users: Any = None,
         ledger: str | os.PathLike[str] | None = None,
         **plan_arguments: Any,
     ) -> PlannedLoader:
@@ -317,6 +336,8 @@ class PrivacyEngine:
             data: tuple of arrays, see `make_private`.
             plan: `PrivacyPlan` or None, see `make_private`.
             data_sharding: `NamedSharding` or None, see `make_private`.
+            users: id of the user of each row, see `make_private`; `clipped_grad_sum` must get the
+                plan's rows_per_unit, and the row_weights of each chunk.
             ledger: path or None, see `make_private`.
             **plan_arguments: keyword arguments, see `make_private`.
 
@@ -326,12 +347,17 @@ class PrivacyEngine:
         self._refuse_a_second_run()
         data_mesh = data_mesh_of(data_sharding)
         group = None if data_mesh is None else data_mesh.group
-        plan = self._plan_of(plan, data, plan_arguments, group)
+        rows = rows_of(data, users)
+        plan = self._plan_of(plan, data, rows, plan_arguments, group)
         examples = examples_of(data)
-        loader = PlannedLoader(examples, plan, self._span, data_mesh, self._interrupted)
+        loader = PlannedLoader(examples, plan, self._span, data_mesh, self._interrupted, rows)
+        digest = rows_digest(plan, rows)
         if group is not None:
-            check_data(group, examples)
+            check_data(group, examples, digest)
+        if self._loaded is not None:
+            self.ledger.bind_users(digest)
         self._begin(plan, ledger, group, "PrivacyEngine.make_loader", "")
+        self.ledger.bind_users(digest)
         self._own_loop = loader
         return loader
 
@@ -339,6 +365,7 @@ class PrivacyEngine:
         self,
         plan: PrivacyPlan | None,
         data: Any,
+        rows: UserRows | None,
         given: Mapping[str, Any],
         group: Group | None,
     ) -> PrivacyPlan:
@@ -348,7 +375,7 @@ class PrivacyEngine:
             plan = plan_of(
                 plan,
                 given,
-                num_examples=split_batch(examples_of(data))[1],
+                num_examples=num_units(data, rows),
                 accountant=self._accountant,
                 secure_mode=self._secure_mode,
             )

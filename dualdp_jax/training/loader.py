@@ -17,7 +17,8 @@ import numpy as np
 
 from dualdp._validate import AccountingError
 from dualdp.plan.batches import HandedOut, end_of_pass, physical_batches, require_end
-from dualdp.plan.plan import require_examples, require_size
+from dualdp.plan.plan import require_units
+from dualdp.plan.units.rows import UserRows, draw_rows
 from dualdp_jax.parallel.mesh import DataMesh
 from dualdp_jax.per_sample.call import split_batch
 
@@ -30,14 +31,18 @@ class Chunk(NamedTuple):
     """Part of a logical batch, padded to a static number of rows.
 
     Attributes:
-        args: tuple, arguments of the loss after the parameters, every array leaf (rows, ...).
-        mask: (rows,) bool, False for padding.
-        indices: (rows,) index of each example in the data; 0 for padding.
+        args: tuple, arguments of the loss after the parameters, every array leaf (rows, ...); with
+            users and the plan's rows_per_unit=K there are K rows of each user, side by side.
+        mask: (rows,) bool, False for padding; (users,) with users.
+        indices: (rows,) index of each example in the data, or (users,) of each user; 0 for padding.
+        row_weights: (users K,) float64 weight of each row, with users, for
+            `clipped_grad_sum(..., rows_per_unit=K, row_weights=...)`; None without.
     """
 
     args: tuple[Any, ...]
     mask: Any
     indices: Any
+    row_weights: Any = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,9 +86,10 @@ class PlannedLoader:
         data_mesh: `DataMesh` of the rows on a mesh, with which a process reads only the rows of its
             devices; None for NumPy arrays.
         interrupted: int, step that ends the pass in which a checkpoint was saved; 0 for none.
+        users: rows of each user, for a plan with unit="user"; None for single rows.
 
     Attributes:
-        physical_batch_size: int, rows of a chunk over all shards.
+        physical_batch_size: int, examples of a chunk over all shards, or users.
         handed_out: `HandedOut`, record of the batches drawn.
 
     Guarantees:
@@ -100,10 +106,11 @@ class PlannedLoader:
         span: Callable[[], Span],
         data_mesh: DataMesh | None = None,
         interrupted: int = 0,
+        users: UserRows | None = None,
     ) -> None:
-        arrays, num_examples, self.rebuild = split_batch(data)
-        require_examples(plan)
-        require_size(plan, num_examples)
+        arrays, num_rows, self.rebuild = split_batch(data)
+        require_units(plan, num_rows, users)
+        self._users = users
         self._arrays, self._plan, self._span, self._data_mesh = arrays, plan, span, data_mesh
         self.handed_out = HandedOut(pass_end=interrupted)
         self._interrupted, self._is_whole = interrupted, False
@@ -149,8 +156,17 @@ class PlannedLoader:
 
     def batch(self, step: int) -> LogicalBatch:
         """Return the logical batch of a step: a pure function of the plan's key and the step."""
-        pieces = physical_batches(self._plan.batch_indices(step), self.physical_batch_size)
-        return self.hand_out(step, (Chunk(self._rows(i), mask, i) for i, mask in pieces))
+        drawn = self._plan.batch_indices(step)
+        drawn = drawn if self._users is None else self._users.having_rows(drawn)
+        pieces = physical_batches(drawn, self.physical_batch_size)
+        return self.hand_out(step, (self._chunk(step, i, mask) for i, mask in pieces))
+
+    def _chunk(self, step: int, indices: Any, mask: Any) -> Chunk:
+        """Chunk of the examples, or users, at these indices."""
+        if self._users is None:
+            return Chunk(self._rows(indices), mask, indices)
+        found = draw_rows(self._plan, step, indices, self._users, self._plan.rows_per_unit)
+        return Chunk(self._rows(found.rows.ravel()), mask, indices, found.weights.ravel())
 
     def hand_out(self, step: int, chunks: Iterable[Chunk]) -> LogicalBatch:
         """Register these chunks as a drawn batch, which the engine accepts.
@@ -172,7 +188,7 @@ class PlannedLoader:
         return is_same and not is_written and _digest(batch.chunks) == found[1]
 
     def _rows(self, indices: Any) -> tuple[Any, ...]:
-        """Examples at these indices, as arguments of the loss."""
+        """Rows at these indices, as arguments of the loss."""
         if self._data_mesh is None:
             return self.rebuild([leaf[indices] for leaf in self._arrays])
         return self.rebuild([self._data_mesh.rows(leaf, at=indices) for leaf in self._arrays])
@@ -188,10 +204,11 @@ def _frozen(leaf: Any) -> Any:
 
 
 def _digest(chunks: Sequence[Chunk]) -> bytes:
-    """SHA-256 of the masks and indices of all chunks."""
+    """SHA-256 of the masks, indices and weights of all chunks."""
     state = hashlib.sha256()
     for chunk in chunks:
-        for part in (chunk.mask, chunk.indices):
+        weights = () if chunk.row_weights is None else (chunk.row_weights,)
+        for part in (chunk.mask, chunk.indices, *weights):
             state.update(repr((part.shape, part.dtype.str)).encode())
             state.update(np.ascontiguousarray(part).view(np.uint8).data)
     return state.digest()

@@ -41,14 +41,17 @@ def secret_of(plan: PrivacyPlan) -> tuple[bytes, int | None]:
     return root.secret, root.seed
 
 
-def check_data(group: Group, data: tuple[Any, ...]) -> None:
+def check_data(group: Group, data: tuple[Any, ...], users: str | None = None) -> None:
     """Refuse processes with different data: one example could be in two shards of a step.
+
+    `users` is the keyed digest of the rows of each user, or None.
 
     Raises:
         ValueError: on every process.
     """
     arrays = split_batch(data)[0]
     group.require_same("the arrays of the data", [_kind(array) for array in arrays])
+    group.require_same("users", users, "Give all of them the same users=.", shown=False)
     rows = np.unique(np.linspace(0, len(arrays[0]) - 1, _ROWS).astype(np.int64))
     samples = [_sha256([np.asarray(array[rows])]) for array in arrays]
     hint = "Give all of them the whole data; each reads the rows of its devices only."

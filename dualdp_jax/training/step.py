@@ -69,10 +69,26 @@ class Totals(NamedTuple):
     num_below: Any  # scalar, number of unmasked examples with a norm of at most the bound
 
 
+class Rows(NamedTuple):
+    """Rows of a chunk on the devices, K of each of its examples.
+
+    Attributes:
+        arrays: list of the arrays of the batch, (examples K, ...).
+        mask: (examples,) bool, False for padding.
+        indices: (examples,) index of each example.
+        weights: (examples K,) weight of each row in the loss of its example; None for a mean.
+    """
+
+    arrays: list[Any]
+    mask: Any
+    indices: Any
+    weights: Any = None
+
+
 class ComputedStep(NamedTuple):
     """Step whose totals are known, with its inputs."""
 
-    inputs: list[Any]  # per chunk (arrays of the model, arrays of its rows)
+    inputs: list[Any]  # per chunk (arrays of the model, `Rows`)
     dropout: Any  # key data of the dropout masks
     masks: list[Any]  # (rows,) NumPy arrays, one per chunk
     answers: list[Answer]  # per chunk an `Answer` with norms, factors and aux
@@ -130,6 +146,16 @@ class CompiledStep:
         else:
             zeros, numbers = self.data_mesh.zeros(trained, numbers)
         self._nothing = Totals(zeros, *numbers)
+
+    @property
+    def rows_of_each(self) -> int:
+        """Rows of each example in a chunk: K of a user, else 1."""
+        return self.plan.rows_per_unit or 1
+
+    @property
+    def has_weights(self) -> bool:
+        """True if the rows of an example may weigh differently: those of a user with K > 1."""
+        return self.rows_of_each > 1
 
     def _compiled(self) -> dict[str, Callable[..., Any]]:
         """Jitted functions of a step; "grads" is compiled at its first use."""
@@ -214,10 +240,15 @@ class CompiledStep:
         )
 
     def _inputs(self, params: Any, batch: LogicalBatch) -> tuple[list[Any], Any]:
-        """Per chunk (arrays of the model, arrays of its rows), and the key data for dropout."""
+        """Per chunk (arrays of the model, `Rows`), and the key data for dropout."""
         arrays = self.parameters.arrays(params)
         put = (lambda rows: rows) if self.data_mesh is None else self.data_mesh.rows
-        rows = [(split_batch(c.args)[0], put(c.mask), put(c.indices)) for c in batch.chunks]
+        rows = []
+        for c in batch.chunks:
+            weights = None
+            if self.has_weights:
+                weights = put(np.asarray(c.row_weights, self.parameters.dtype))
+            rows.append(Rows(split_batch(c.args)[0], put(c.mask), put(c.indices), weights))
         return [(arrays, row) for row in rows], self.plan.step_key("dropout", batch.step)
 
     def require_noise(self, step: int) -> None:
@@ -235,15 +266,19 @@ class CompiledStep:
             rows=self._rows,
         )
 
-    def call(self, trained: Any, others: Any, rows: Any, dropout: Any) -> Call:
-        """Return the rows of a chunk in normal form, with keys by (plan, step, example, view)."""
-        arrays, _, indices = rows
-        key, positions, loss_fn = compat.wrap_key(dropout), indices.astype(jnp.uint32), self.loss_fn
+    def call(self, trained: Any, others: Any, rows: Rows, dropout: Any) -> Call:
+        """Return the rows of a chunk in normal form, with keys by (plan, step, example, place).
+
+        The place is that of a view of an example, or of a row of a user.
+        """
+        arrays, positions, loss_fn = rows.arrays, rows.indices.astype(jnp.uint32), self.loss_fn
+        key, rows_per_unit = compat.wrap_key(dropout), self.views * self.rows_of_each
         if self.augment is not None:
             loss_fn = loss_of_view(loss_fn, self.augment, self.needs_key, self.keep_batch_dim)
             arrays = [jnp.repeat(leaf, self.views, 0) for leaf in arrays]
-            view = jnp.arange(self.views, dtype=positions.dtype)
-            positions = (positions[:, None] * view.dtype.type(self.views) + view).ravel()
+        if self.augment is not None or self.has_weights:
+            place = jnp.arange(rows_per_unit, dtype=positions.dtype)
+            positions = (positions[:, None] * place.dtype.type(rows_per_unit) + place).ravel()
         parameters = replace(
             self.parameters, trained=trained, others=self.parameters.keyed(others, key)
         )
@@ -256,7 +291,8 @@ class CompiledStep:
             trainable=None,
             keep_batch_dim=self.keep_batch_dim and self.augment is None,
             positions=positions,
-            rows_per_unit=self.views,
+            rows_per_unit=rows_per_unit,
+            row_weights=rows.weights,
         )
 
     def clipper(self, parameters: Parameters, bound: Any) -> clip.Clip:
@@ -278,7 +314,7 @@ class CompiledStep:
 
     def _chunk(self, trained: Any, others: Any, rows: Any, dropout: Any, bound: Any) -> Any:
         """Sums, the other `Totals` of some rows as a triple, and their norms, factors and aux."""
-        call, mask = self.call(trained, others, rows, dropout), rows[1]
+        call, mask = self.call(trained, others, rows, dropout), rows.mask
         request = Request(SUM, self.method, self.clipper(call.parameters, bound))
         result = answer(request, prepared(call, self.method), mask, call.num_examples)
         numbers = (

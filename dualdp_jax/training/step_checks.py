@@ -26,7 +26,7 @@ from dualdp_jax.per_sample.request import SUM, Request
 from dualdp_jax.rules.arrays import widen
 from dualdp_jax.rules.base import as_if
 from dualdp_jax.rules.estimate import stable_norm
-from dualdp_jax.training.step import CompiledStep, ComputedStep
+from dualdp_jax.training.step import CompiledStep, ComputedStep, Rows
 
 _SEVERAL = 8  # examples whose norms a check of the whole batch compares
 
@@ -92,8 +92,10 @@ class StepChecks:
         known = _floats(known)
         gaps = sizes = [0.0] * len(plain)
         if with_contribution:  # the sums of the step's own program, with all others masked
-            (leaves, _, indices), mask = rows, np.arange(len(step.masks[at.chunk])) == at.row
-            alone = leaves, mask if self.data_mesh is None else self.data_mesh.rows(mask), indices
+            mask = np.arange(len(step.masks[at.chunk])) == at.row
+            alone = rows._replace(
+                mask=mask if self.data_mesh is None else self.data_mesh.rows(mask)
+            )
             sums = self.run.sums(trained, others, alone, step.dropout, step.bound, after=None)
             found = self._differences(plain, sums, measure.factors(known), None)
             gaps, sizes = map(_floats, found)
@@ -114,10 +116,10 @@ class StepChecks:
             where = "what one example contributes to the clipped sum" if any(gaps) else "a norm"
             raise exactness.failure(sides, where, ADVICE)
 
-    def _one_row(self, rows: Any, row: int) -> Any:
-        """(leaves, mask, indices) of one row, (1, ...)."""
+    def _one_row(self, rows: Rows, row: int) -> Rows:
+        """Rows of one example."""
         if self.data_mesh is None:
-            return jax.tree.map(lambda leaf: leaf[row : row + 1], rows)
+            return _picked(rows, [row])
         return self._pick(rows, np.int32(row))
 
     def _check_chunk(self, step: ComputedStep, due: exactness.SpotCheck) -> None:
@@ -133,7 +135,7 @@ class StepChecks:
         group = groups[due.draw(len(groups), 3)]
         (trained, others), rows = step.inputs[chunk]
         factors = step.answers[chunk].factors[group]
-        plain, known = self._plain_sum(trained, others, (*rows, factors), step.dropout)
+        plain, known = self._plain_sum(trained, others, (rows, factors), step.dropout)
         sums, before = step.totals.sums, None
         if len(step.inputs) > 1:  # the chunk once more on top of the totals
             before, arguments = sums, (trained, others, rows, step.dropout, step.bound)
@@ -155,14 +157,11 @@ class StepChecks:
 
         The comparison can then be repeated in other precisions.
         """
-        (trained, others), (leaves, mask, indices) = jax.tree.map(
-            spot_check.host, step.inputs[chunk]
-        )
-        at = np.asarray(rows)
-        arrays = ([leaf[at] for leaf in leaves], mask[at], indices[at])
-        call = self.run.call(trained, others, arrays, step.dropout)
+        (trained, others), whole_chunk = jax.tree.map(spot_check.host, step.inputs[chunk])
+        some = _picked(whole_chunk, rows)
+        call = self.run.call(trained, others, some, step.dropout)
         request = Request(SUM, self.run.method, self.run.clipper(call.parameters, step.bound))
-        return AnsweredCall(request, call, mask[at], len(at), Answer([]))
+        return AnsweredCall(request, call, some.mask, len(some.mask), Answer([]))
 
     @cached_property
     def _plain(self) -> Callable[..., Any]:
@@ -177,14 +176,14 @@ class StepChecks:
 
     @cached_property
     def _plain_sum(self) -> Callable[..., Any]:
-        """Program (trained, others, rows with factors, dropout) -> gradient, norms of its leaves.
+        """Program (trained, others, (rows, factors), dropout) -> gradient, norms of its leaves.
 
         The gradient is that of the sum over the rows of factor times loss.
         """
 
         def total(trained: Any, others: Any, rows: Any, dropout: Any) -> Any:
-            call = self.run.call(trained, others, rows[:3], dropout)
-            return spot_check.plain_sum(call, rows[3])
+            call = self.run.call(trained, others, rows[0], dropout)
+            return spot_check.plain_sum(call, rows[1])
 
         of_all = total
         if self.data_mesh is not None:
@@ -203,11 +202,16 @@ class StepChecks:
 
     @cached_property
     def _pick(self) -> Callable[..., Any]:
-        """Program (rows on a mesh, row number) -> that row on all devices, (1, ...)."""
+        """Program (rows on a mesh, number of an example) -> its rows on all devices."""
         assert self.data_mesh is not None
-        take = lambda rows, k: jax.tree.map(  # noqa: E731
-            lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, k, 1), rows
-        )
+
+        def take(rows: Rows, at: Any) -> Rows:
+            def own(leaf: Any) -> Any:
+                each = len(leaf) // len(rows.mask)
+                return jax.lax.dynamic_slice_in_dim(leaf, at * each, each)
+
+            return jax.tree.map(own, rows)
+
         return jax.jit(take, out_shardings=self.data_mesh.sharding())
 
     @cached_property
@@ -245,6 +249,16 @@ class StepChecks:
             call = self.run.call(trained, others, self._one_row(rows, 0), step.dropout)
             self._known_precision = spot_check.precision_of(call.program.jaxpr)
         return self._known_precision
+
+
+def _picked(rows: Rows, examples: Sequence[int]) -> Rows:
+    """Rows of some examples."""
+
+    def own(leaf: Any) -> Any:
+        each = len(leaf) // len(rows.mask)
+        return leaf[(np.asarray(examples)[:, None] * each + np.arange(each)).ravel()]
+
+    return jax.tree.map(own, rows)
 
 
 def _lengths(leaves: Sequence[Any]) -> list[Any]:

@@ -57,10 +57,13 @@ class HostedRun:
         secure_mode: bool = False,
         **arguments: Any,
     ) -> None:
-        if not {"views", "augment"}.isdisjoint(arguments):
+        plan = arguments.get("plan")
+        unit = plan.unit if isinstance(plan, PrivacyPlan) else arguments.get("unit", "example")
+        if unit != "example" or not {"views", "augment", "users"}.isdisjoint(arguments):
             raise ValueError(
-                "views= and augment= came to a trainer of another package, whose batches hold one "
-                "row of each example. Expected them in make_private, for a loop of your own."
+                "views=, augment=, users= or unit='user' came to a trainer of another package, "
+                "whose batches hold one row of each example. Expected them in make_private, for a "
+                "loop of your own."
             )
         self._folder, self._key, self.arguments = folder, key, arguments
         self._new_engine = partial(PrivacyEngine, accountant, secure_mode)

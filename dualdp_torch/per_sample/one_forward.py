@@ -13,8 +13,9 @@ from dualdp_torch.per_sample.batch import Batch
 from dualdp_torch.per_sample.batch_axis import BatchAxis
 from dualdp_torch.per_sample.capture import Capture
 from dualdp_torch.per_sample.model_state import Start
+from dualdp_torch.per_sample.outputs import require_rows
 from dualdp_torch.per_sample.parameter_use import Derived, Use
-from dualdp_torch.rules.base import Tensor
+from dualdp_torch.rules.base import Tensor, wide
 
 
 class Forward:
@@ -37,10 +38,11 @@ class Forward:
         cotangents: gradient of outputs by position, where one arrived.
         reached: uses whose gradient arrived.
         written: names of the buffers that it wrote.
+        row_factors: (rows,) factors of the gradients of each row's outputs; None for 1.
     """
 
-    def __init__(self, batch: Batch) -> None:
-        self.batch, self.cache = batch, AnalysisCache([])
+    def __init__(self, batch: Batch, row_factors: Tensor | None = None) -> None:
+        self.batch, self.cache, self.row_factors = batch, AnalysisCache([]), row_factors
         self.start: Start | None = None
         self.has_drawn = self.by_vmap = False
         self.alone: list[Any] | None = None
@@ -93,9 +95,23 @@ class Forward:
         self.outputs, self.cotangents, self.reached = [], {}, set()
         del self.batch
 
+    def weighted(self, grad: Tensor) -> Tensor:
+        """Return the gradient of an output, each row times its factor.
+
+        Raises:
+            UnsupportedLayerError: the output has not the rows on axis 0.
+        """
+        if self.row_factors is None:
+            return grad
+        require_rows(grad, len(self.row_factors))
+        factors = self.row_factors.to(grad.device, wide(grad.dtype))
+        return (grad * factors.view(-1, *(1,) * (grad.dim() - 1))).to(grad.dtype)
+
     def scaled_cotangents(self, scale: float) -> list[Tensor]:
-        """Return the scaled gradient of each output, zeros where none arrived."""
+        """Return the scaled and weighted gradient of each output, zeros where none arrived."""
         return [
-            self.cotangents[i] * scale if i in self.cotangents else torch.zeros_like(out)
+            self.weighted(self.cotangents[i]) * scale
+            if i in self.cotangents
+            else torch.zeros_like(out)
             for i, out in enumerate(self.outputs)
         ]

@@ -99,15 +99,21 @@ def float_leaves(outputs: Any) -> list[Tensor]:
     return [leaf for leaf in found if leaf.dim()] or found
 
 
+#: Function of a gradient, and if leaves accumulate theirs, that returns the model's gradient.
+Heard = Callable[[Tensor, bool], Tensor]
+
+
 class _HandOut(torch.autograd.Function):
     """Identity whose backward reports the gradient of the loop's own use of an output.
+
+    The model gets what the function that hears of it returns.
 
     Gradients of other outputs that were computed from this one are added below this node, and not
     reported. The result is no view, so that it may be changed in place like any model output.
     """
 
     @staticmethod
-    def forward(ctx: Any, heard: Callable[[Tensor, bool], None], leaf: Tensor, out: Tensor) -> Any:
+    def forward(ctx: Any, heard: Heard, leaf: Tensor, out: Tensor) -> Any:
         """Return the same values as a new tensor; `leaf` shows which kind of backward runs."""
         ctx.heard = heard
         ctx.set_materialize_grads(False)
@@ -115,14 +121,14 @@ class _HandOut(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[None, None, Tensor | None]:
-        """Report the gradient, and if leaves accumulate theirs; pass it on unchanged."""
+        """Report the gradient, and if leaves accumulate theirs; pass on what is returned."""
         if grad is not None:
             accumulates = torch._C._will_engine_execute_node(ctx.next_functions[0][0])
-            ctx.heard(grad, accumulates)
+            grad = ctx.heard(grad, accumulates)
         return None, None, grad
 
 
-hand_out: Callable[[Callable[[Tensor, bool], None], Tensor, Tensor], Tensor] = _HandOut.apply
+hand_out: Callable[[Heard, Tensor, Tensor], Tensor] = _HandOut.apply
 
 
 class WholeStep(nn.Module):

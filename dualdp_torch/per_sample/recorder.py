@@ -96,6 +96,8 @@ class Recorder:
         is_inside: True while a forward is being recorded.
         terms: clipping settings of the batch, or None; with them a sharded model under per-layer
             clipping is clipped layer by layer during the backward, into `layered`.
+        row_factors: (rows,) factors of the gradients of the outputs, by which the rows of a unit
+            are weighted against their mean; None for 1.
         is_due: predicate of the cached analysis, True if the forward that begins may be run again;
             with True as second argument, as one of several of a batch.
         forwards: recorded forwards, in order.
@@ -112,6 +114,7 @@ class Recorder:
         self.rows_per_unit = rows_per_unit
         self.is_active, self.shards = True, Shards.of(model)
         self.terms: Terms | None = None
+        self.row_factors: Tensor | None = None
         self.is_due: Callable[..., bool] = lambda cache, several=False: False
         self.computes_loss = isinstance(model, WholeStep)
         self.parameters = trainable_parameters(model)
@@ -228,7 +231,8 @@ class Recorder:
         """Begin a recorded forward; return it, and why captured uses can't be trusted."""
         with self.tape.suspended():
             self._refuse_unrecordable()
-            forward = Forward(self._batch((args, kwargs)))
+            forward = Forward(self._batch((args, kwargs)), self.row_factors)
+            self._refuse_other_rows(forward)
             self._refuse_other_examples(forward)
             self.forwards.append(forward)
             self.is_inside = True
@@ -276,6 +280,17 @@ class Recorder:
                 f"The parameters {changed} were frozen, unfrozen or replaced after set-up. Set "
                 "up again, so that what is clipped is what is trained."
             )
+
+    def _refuse_other_rows(self, forward: Forward) -> None:
+        """Refuse a forward of other rows than those whose weights are known."""
+        if self.row_factors is None or forward.batch.num_rows == len(self.row_factors):
+            return
+        raise RuntimeError(
+            f"The model was called on {forward.batch.num_rows} rows but the loader gave "
+            f"{len(self.row_factors)}, of which some are padding of users with few rows. Expected "
+            "the whole batch, in its order; put other calls under torch.no_grad() or "
+            "engine.pause()."
+        )
 
     def _refuse_other_examples(self, forward: Forward) -> None:
         """Refuse a further forward that can't be charged to the same examples, row by row."""
@@ -501,18 +516,20 @@ class Recorder:
 
     def _keep_cotangent(
         self, forward: Forward, position: int, grad: Tensor, accumulates: bool
-    ) -> None:
-        """Keep the gradient of one output, unless `torch.autograd.grad` asks for another tensor's.
+    ) -> Tensor:
+        """Keep the gradient of one output and return it weighted, as the model gets it.
 
-        Such a backward adds to no `p.grad`.
+        A backward of `torch.autograd.grad` for another tensor adds to no `p.grad`, and gets it as
+        it came.
         """
         if self._paused:
-            return
+            return grad
         if not accumulates and not torch.is_grad_enabled():
             self._not_accumulating = torch._C._current_graph_task_id()
-            return
+            return grad
         self._note_backward(forward, came_before=position in forward.cotangents)
         forward.cotangents[position] = grad.detach()
+        return forward.weighted(grad)
 
     @property
     def cotangents(self) -> list[Tensor | None]:

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from dualdp import _validate, adam, exactness
 from dualdp.plan import arguments
 from dualdp.plan.plan import PrivacyPlan
+from dualdp.plan.units.rows import UserRows, rows_of_data
 from dualdp_torch.parallel.fsdp import check_sharded
 from dualdp_torch.per_sample.checks.criterion_check import REDUCTIONS
 from dualdp_torch.per_sample.clip import clipping_bounds, refuse_two_pass
@@ -22,8 +23,9 @@ from dualdp_torch.per_sample.model_checks import refuse_mixing_modules, require_
 from dualdp_torch.per_sample.parameter_use import trainable_parameters
 from dualdp_torch.per_sample.recorder import RECORDED
 from dualdp_torch.training.adam_bc import AdamBC
-from dualdp_torch.training.loader import check_loader, expected_batch_size
+from dualdp_torch.training.loader import check_loader, expected_batch_size, most_steps
 from dualdp_torch.training.opacus_names import advice
+from dualdp_torch.training.views import Views
 
 #: Our methods for per-sample gradients and Opacus' names for them -> our method.
 GRAD_SAMPLE_MODES = {
@@ -154,31 +156,46 @@ def _translated(given: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def rows_of(loader: DataLoader[Any], users: Any, views: Views) -> UserRows | None:
+    """Return the rows of each user of a loader's data; None for None.
+
+    Raises:
+        TypeError, ValueError: no id for each row; or views came, too.
+    """
+    check_loader(loader)
+    if users is not None and views.augment is not None:
+        raise ValueError(
+            "users and views= or augment= came together, and a unit is the rows of a user or the "
+            "views of a row. Expected one of the two; the data set may augment its rows."
+        )
+    return rows_of_data(users, len(loader.dataset))  # type: ignore[arg-type]
+
+
 def plan_of(
     loader: DataLoader[Any],
     plan: PrivacyPlan | None,
     given: Mapping[str, Any],
     method: Callable[..., Any],
+    users: UserRows | None,
     **options: Any,
 ) -> PrivacyPlan:
     """Return the given plan, or one made from arguments of a method and the loader's sizes.
 
     The loader's batch size is the default expected batch size; arguments that were not passed are
-    None. Options are those of `dualdp.plan.arguments.plan_of`.
+    None. With users both count users. Options are those of `dualdp.plan.arguments.plan_of`.
     """
-    check_loader(loader)
     if plan is not None and given.get("poisson_sampling") is not None:
         raise ValueError(
             "poisson_sampling came together with plan=, which holds a sampler. Expected one of the "
             "two."
         )
     found = _translated(given)
-    size = len(loader.dataset)  # type: ignore[arg-type]
+    size: int = len(loader.dataset) if users is None else users.num_users  # type: ignore[arg-type]
     if plan is None:
         found.setdefault("expected_batch_size", min(expected_batch_size(loader), size))
     if found.get("epochs") is not None and found.get("num_steps") is None and loader.drop_last:
         epochs = _validate.integer("epochs", found.pop("epochs"), minimum=1)
-        found["num_steps"] = epochs * len(loader)  # `len` leaves out the incomplete last batch
+        found["num_steps"] = epochs * (most_steps(loader, users) or 0)
     also = {"poisson_sampling", *(name for name, value in _OPACUS.items() if value is not None)}
     own = inspect.signature(method).parameters.values()
     return arguments.plan_of(

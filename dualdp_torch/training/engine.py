@@ -23,11 +23,12 @@ from dualdp.plan.arguments import NO_RUN, SECOND_RUN, names_delta, refuse_beside
 from dualdp.plan.batches import end_of_pass, require_end
 from dualdp.plan.correlated.noise import require_affordable
 from dualdp.plan.plan import PrivacyPlan
+from dualdp.plan.units.rows import UserRows, rows_digest
 from dualdp.porting.parameter_map import ParameterMap
 from dualdp.randomness import run_registry
 from dualdp_torch.parallel.fsdp import is_sharded
 from dualdp_torch.parallel.process_group import QUIET, Group, group_of, on_all, unwrapped
-from dualdp_torch.training.arguments import RunSettings, check, check_kinds, plan_of
+from dualdp_torch.training.arguments import RunSettings, check, check_kinds, plan_of, rows_of
 from dualdp_torch.training.ema import averaged
 from dualdp_torch.training.loader import (
     SINGLE_PROCESS,
@@ -38,7 +39,7 @@ from dualdp_torch.training.loader import (
 )
 from dualdp_torch.training.opacus_names import missing_in
 from dualdp_torch.training.own_loop import OwnLoopLoader
-from dualdp_torch.training.rank_consistency import agreed
+from dualdp_torch.training.rank_consistency import agreed, same_users
 from dualdp_torch.training.run_ledger import open_ledger
 from dualdp_torch.training.step import PrivateStep, Stages
 from dualdp_torch.training.temporary_attributes import set_temporarily
@@ -115,6 +116,7 @@ class PrivacyEngine:
         checks: float | None = None,
         views: int = 1,
         augment: Augment | None = None,
+        users: Any = None,
         **others: Any,
     ) -> Private:
         """Set up DP-SGD; the training loop stays the user's.
@@ -145,6 +147,11 @@ class PrivacyEngine:
                 examples.
             augment: function (example, generator) -> view, of an item of the data set and a
                 `torch.Generator` keyed by (step, example, view); None for the example itself.
+            users: (rows,) integers, the id of the user of each row, or `dualdp.units.UserRows`, for
+                a plan with unit="user": a step draws users and at most K = rows_per_unit rows of
+                each. A batch holds K rows of each user, side by side; users with fewer are padded
+                with a row of theirs that weighs 0 in the user's gradient, whatever the loss of the
+                loop. Batch sizes, also the loader's, count users.
             **others: further fields of `PrivacyPlan` (sampler, neighboring_relation, seed, noise,
                 delta, num_steps, ...), epochs= instead of num_steps=, and those arguments of
                 Opacus' method that have a meaning here.
@@ -174,6 +181,7 @@ class PrivacyEngine:
             **others,
         }
         seen = Views(views, augment)
+        rows = rows_of(data_loader, users, seen)
         settings = RunSettings(
             loss_reduction,
             grad_sample_mode,
@@ -181,8 +189,8 @@ class PrivacyEngine:
             checks=checked_rate(checks),
             views=seen.count,
         )
-        plan = plan_of(data_loader, plan, given, self.make_private, **self._plan_options)
-        return self._start(module, optimizer, data_loader, plan, settings, ledger, seen)
+        plan = plan_of(data_loader, plan, given, self.make_private, rows, **self._plan_options)
+        return self._start(module, optimizer, data_loader, plan, settings, ledger, seen, rows)
 
     def make_private_with_epsilon(
         self,
@@ -201,6 +209,7 @@ class PrivacyEngine:
         checks: float | None = None,
         views: int = 1,
         augment: Augment | None = None,
+        users: Any = None,
         **others: Any,
     ) -> Private:
         """`make_private` with the noise that spends `target_epsilon` in the given epochs or steps.
@@ -220,6 +229,7 @@ class PrivacyEngine:
             checks: share of steps that are checked, as in `make_private`.
             views: number of views of each example, as in `make_private`.
             augment: function that makes a view, as in `make_private`.
+            users: id of the user of each row, as in `make_private`.
             **others: further arguments of `make_private`.
 
         Returns:
@@ -238,15 +248,17 @@ class PrivacyEngine:
         }
         refuse_beside_target(given.pop("plan", None), given)
         given |= {"epochs": epochs, "num_steps": num_steps}
+        seen = Views(views, augment)
+        rows = rows_of(data_loader, users, seen)
         plan = plan_of(
             data_loader,
             None,
             given,
             self.make_private_with_epsilon,
+            rows,
             calibrates=True,
             **self._plan_options,
         )
-        seen = Views(views, augment)
         settings = RunSettings(
             loss_reduction,
             grad_sample_mode,
@@ -254,7 +266,7 @@ class PrivacyEngine:
             checks=checked_rate(checks),
             views=seen.count,
         )
-        return self._start(module, optimizer, data_loader, plan, settings, ledger, seen)
+        return self._start(module, optimizer, data_loader, plan, settings, ledger, seen, rows)
 
     def _start(
         self,
@@ -265,6 +277,7 @@ class PrivacyEngine:
         settings: RunSettings,
         ledger: str | os.PathLike[str] | None,
         views: Views,
+        users: UserRows | None,
     ) -> Private:
         """Check everything, then open the ledger and attach."""
         check_kinds(module, optimizer)
@@ -277,13 +290,15 @@ class PrivacyEngine:
         self._group = group = group_of(module)
         layout = self.noise_layout
         plan = agreed(group, unwrapped(module), optimizer, loader, plan, settings, layout)
+        digest = same_users(group, plan, users)
 
         def prepared() -> PlannedLoader:
             check(unwrapped(module), optimizer, plan, settings)
-            return self._planned(loader, plan, settings, views)
+            return self._planned(loader, plan, settings, views, users)
 
         planned = on_all(group, "make_private", prepared)
         self._ledger = on_all(group, "the ledger", lambda: open_ledger(group, plan, ledger))
+        self._ledger.bind_users(digest)
         self._ledger.note(checks=settings.checks)
         if settings.views > 1:
             self._ledger.note(views=settings.views)
@@ -330,19 +345,27 @@ class PrivacyEngine:
         engine._loaded = module, optimizer, at_resume
         return engine
 
-    def resume(self, *, data_loader: DataLoader[Any], augment: Augment | None = None) -> Private:
+    def resume(
+        self,
+        *,
+        data_loader: DataLoader[Any],
+        augment: Augment | None = None,
+        users: Any = None,
+    ) -> Private:
         """Continue a run that `load_checkpoint` loaded.
 
         Args:
             data_loader: `DataLoader` over the same data as before.
             augment: function that makes a view, the same as before, as in `make_private`.
+            users: id of the user of each row, the same as before, as in `make_private`.
 
         Returns:
             `(module, optimizer, loader)`, the first two being those that were loaded into.
 
         Raises:
             AccountingError: the engine was not loaded, or goes on already.
-            ValueError: the loader has other data, or the run has views and `augment` is missing.
+            ValueError: the loader has other data, the run has views and `augment` is missing, or it
+                has other users.
         """
         if self._loaded is None:
             raise AccountingError(
@@ -352,10 +375,14 @@ class PrivacyEngine:
         plan, settings = self.plan, self._settings
         group, inner, layout = self._group, unwrapped(module), self.noise_layout
         views = Views(settings.views, augment)
+        rows = rows_of(data_loader, users, views)
         agreed(group, inner, optimizer, data_loader, plan, settings, layout)
+        digest = same_users(group, plan, rows)
 
         def prepared() -> PlannedLoader:
-            return self._planned(data_loader, plan, settings, views, settings.pass_end)
+            planned = self._planned(data_loader, plan, settings, views, rows, settings.pass_end)
+            self.ledger.bind_users(digest)
+            return planned
 
         planned = on_all(group, "resume", prepared)
         run_registry.draw_by_engine(self.ledger)
@@ -372,6 +399,7 @@ class PrivacyEngine:
         ledger: str | os.PathLike[str] | None = None,
         views: int = 1,
         augment: Augment | None = None,
+        users: Any = None,
         **plan_arguments: Any,
     ) -> OwnLoopLoader:
         """Return the plan's batches for a loop of your own in one process, and keep its account.
@@ -387,6 +415,8 @@ class PrivacyEngine:
                 get them as rows_per_unit, or each view is clipped alone and an example moves the
                 sum by views times C.
             augment: function that makes a view, as in `make_private`.
+            users: id of the user of each row, as in `make_private`; `clipped_grad_sum` must get
+                the plan's rows_per_unit, and the row_weights of each chunk.
             **plan_arguments: fields of `PrivacyPlan`, as in `make_private`.
 
         Returns:
@@ -403,11 +433,14 @@ class PrivacyEngine:
                 "run. Expected make_private, which accounts them together."
             )
         seen = Views(views, augment)
+        rows = rows_of(data_loader, users, seen)
         self._settings.has_target = names_delta(plan, plan_arguments)
-        plan = plan_of(data_loader, plan, plan_arguments, self.make_loader, **self._plan_options)
-        span = partial(self._span, most_steps(data_loader), 0)
-        loader = OwnLoopLoader(data_loader, plan, span, seen)
+        options = self._plan_options
+        plan = plan_of(data_loader, plan, plan_arguments, self.make_loader, rows, **options)
+        span = partial(self._span, most_steps(data_loader, rows), 0)
+        loader = OwnLoopLoader(data_loader, plan, span, seen, rows)
         self._ledger = open_ledger(None, plan, ledger, "PrivacyEngine.make_loader", "")
+        self._ledger.bind_users(rows_digest(plan, rows))
         self._own_loop = loader
         return loader
 
@@ -417,13 +450,14 @@ class PrivacyEngine:
         plan: PrivacyPlan,
         settings: RunSettings,
         views: Views,
+        users: UserRows | None,
         until: int = 0,
     ) -> PlannedLoader:
         """Loader of the plan's batches; `until` is the end of an interrupted pass, or 0."""
         share = SINGLE_PROCESS if self._group is None else Share(self._group.rank, self._group.size)
-        span = partial(self._span, most_steps(loader), until)
+        span = partial(self._span, most_steps(loader, users), until)
         passes = Passes(span, self._require_step)
-        return PlannedLoader(loader, plan, passes, share, settings.checks, views)
+        return PlannedLoader(loader, plan, passes, share, settings.checks, views, users)
 
     def _span(self, most: int | None, until: int, is_whole: bool) -> tuple[int, int]:
         """Steps (start, stop) of the coming pass, or of the rest of the plan.

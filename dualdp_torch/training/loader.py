@@ -23,7 +23,8 @@ from torch.utils.data.distributed import DistributedSampler
 from dualdp import _validate
 from dualdp._validate import AccountingError
 from dualdp.plan.batches import num_physical_batches, physical_batches
-from dualdp.plan.plan import require_examples, require_size
+from dualdp.plan.plan import require_units
+from dualdp.plan.units.rows import UserRows, draw_rows
 from dualdp.randomness import threefry
 from dualdp_torch.noise.generators import keyed_generator
 from dualdp_torch.per_sample.checks.collate_check import CheckedCollate
@@ -47,6 +48,9 @@ class Draw(NamedTuple):
         mask: (examples,) bool, False for padding.
         chunk: index among the physical batches of the logical batch.
         num_chunks: number of physical batches in the logical batch.
+        rows: list with K rows of the data set for each example, which is a user; None for one row,
+            that of its index.
+        row_weights: (rows,) float64, 1 / (number of the user's rows), 0 for padding; None for 1.
     """
 
     step: int
@@ -54,11 +58,21 @@ class Draw(NamedTuple):
     mask: Tensor
     chunk: int = 0
     num_chunks: int = 1
+    rows: list[int] | None = None
+    row_weights: Tensor | None = None
 
     @property
     def is_last(self) -> bool:
         """True for the last physical batch of a logical batch."""
         return self.chunk == self.num_chunks - 1
+
+    def row_factors(self) -> Tensor | None:
+        """Return (rows,) float64 weights of rows times K; None if all are 1, as in a plain mean."""
+        if self.row_weights is None:
+            return None
+        counts = (self.row_weights.view(len(self.mask), -1) > 0).double()
+        factors = counts * (counts.shape[1] / counts.sum(1, keepdim=True).clamp(min=1))
+        return None if bool((factors == 1).all()) else factors.flatten()
 
 
 class Share(NamedTuple):
@@ -81,20 +95,32 @@ SINGLE_PROCESS = Share()
 
 
 def draws(
-    plan: Any, start: int, stop: int, size: int | None, share: Share = SINGLE_PROCESS
+    plan: Any,
+    start: int,
+    stop: int,
+    size: int | None,
+    share: Share = SINGLE_PROCESS,
+    users: UserRows | None = None,
 ) -> Iterator[Draw]:
-    """Yield the physical batches of the steps start..stop-1; an empty one is one masked row.
+    """Yield the physical batches of the steps start..stop-1; an empty one is one masked example.
 
     All processes get the same number of them, so that their loops take the same steps.
     """
     for step in range(start, stop):
         drawn = plan.batch_indices(step)
-        chunks = list(physical_batches(drawn[share.rank :: share.size], size))
+        own = drawn[share.rank :: share.size]
+        chunks = list(physical_batches(own if users is None else users.having_rows(own), size))
         missing = share.num_batches(len(drawn), size) - len(chunks)
         chunks += missing * list(physical_batches(drawn[:0], size))
         for k, (indices, mask) in enumerate(chunks):
-            rows = mask if mask.any() else np.arange(len(mask)) == 0  # no static shape is needed
-            yield Draw(step, indices[rows].tolist(), torch.from_numpy(mask[rows]), k, len(chunks))
+            kept = mask if mask.any() else np.arange(len(mask)) == 0  # no static shape is needed
+            rows = weights = None
+            if users is not None:
+                found = draw_rows(plan, step, indices[kept], users, plan.rows_per_unit)
+                rows, weights = found.rows.flatten().tolist(), torch.from_numpy(found.weights)
+                weights = weights.flatten()
+            examples = indices[kept].tolist(), torch.from_numpy(mask[kept])
+            yield Draw(step, *examples, k, len(chunks), rows, weights)
 
 
 def check_dataset(data: Any) -> None:
@@ -164,6 +190,7 @@ class PlannedLoader:
         share: `Share` of this process.
         checks: share of the batches whose `collate_fn` is checked.
         views: `Views` of each example; None for the examples themselves.
+        users: rows of each user, which is an example; None for single rows.
 
     Guarantees:
         `len` is the number of batches of the pass that runs, else of the coming one; of the last
@@ -183,12 +210,12 @@ class PlannedLoader:
         share: Share = SINGLE_PROCESS,
         checks: float = 0.0,
         views: Views | None = None,
+        users: UserRows | None = None,
     ) -> None:
         check_loader(loader)
         _check_share(loader, share)
         self.dataset = loader.dataset
-        require_examples(plan)
-        require_size(plan, len(self.dataset))  # type: ignore[arg-type]
+        require_units(plan, len(self.dataset), users)  # type: ignore[arg-type]
         self._options = {name: getattr(loader, name) for name in _KEPT if hasattr(loader, name)}
         if not loader.pin_memory_device:
             self._options.pop("pin_memory_device", None)
@@ -201,7 +228,7 @@ class PlannedLoader:
             self._options["collate_fn"] = FlatCollate(collate)
         else:
             self._options["collate_fn"] = collate
-        self._plan, self._share = plan, share
+        self._plan, self._share, self._users = plan, share, users
         self._passes: Any = passes
         self._is_whole = False  # True if a pass is the rest of the plan
         self._use_size(plan.physical_batch_size)
@@ -214,9 +241,9 @@ class PlannedLoader:
         self._last: tuple[int, int] | None = None
 
     def _items(self, draw: Draw) -> list[Any]:
-        """Return what the data set takes for each example of a draw."""
+        """Return what the data set takes for each example, or each row of it, of a draw."""
         if self._views is None:
-            return draw.indices
+            return draw.indices if draw.rows is None else draw.rows
         return self._views.keys(self._plan, draw.step, draw.indices)
 
     def limited(self, max_physical_batch_size: int) -> PlannedLoader:
@@ -303,7 +330,8 @@ class PlannedLoader:
                 **self._options,
             )
         queue = self._sampler.queue = deque()
-        self._sampler.draws = partial(draws, self._plan, start, stop, self._size, self._share)
+        arguments = self._plan, start, stop, self._size, self._share, self._users
+        self._sampler.draws = partial(draws, *arguments)
         for batch in self._loader:
             yield queue.popleft(), batch
 
@@ -398,9 +426,14 @@ def _check_share(loader: DataLoader[Any], share: Share) -> None:
         )
 
 
-def most_steps(loader: DataLoader[Any]) -> int | None:
-    """Return the batches of a loader that drops its incomplete last one; None for others."""
-    return len(loader) if loader.drop_last else None
+def most_steps(loader: DataLoader[Any], users: UserRows | None = None) -> int | None:
+    """Return the batches of a loader that drops its incomplete last one; None for others.
+
+    With users they are batches of users.
+    """
+    if not loader.drop_last or users is None:
+        return len(loader) if loader.drop_last else None
+    return users.num_users // expected_batch_size(loader)
 
 
 def expected_batch_size(loader: DataLoader[Any]) -> int:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from torch.utils.data import DataLoader
 
 from dualdp.plan.batches import HandedOut
+from dualdp.plan.units.rows import UserRows
 from dualdp_torch.rules.base import Tensor
 from dualdp_torch.training.loader import PlannedLoader
 from dualdp_torch.training.views import Views
@@ -20,15 +21,19 @@ class Chunk(NamedTuple):
     """Part of a logical batch.
 
     Attributes:
-        args: tuple of the loader's batch, the arguments of the loss after the model; with views=K
-            it holds K rows of each example, for `clipped_grad_sum(..., rows_per_unit=K)`.
+        args: tuple of the loader's batch, the arguments of the loss after the model; with views=K,
+            or users and the plan's rows_per_unit=K, it holds K rows of each example, for
+            `clipped_grad_sum(..., rows_per_unit=K)`.
         mask: (examples,) bool, False for padding: an empty draw is one masked example.
-        indices: (examples,) row of each example in the data.
+        indices: (examples,) row of each example in the data, or user.
+        row_weights: (examples K,) float64 weight of each row, with users, for
+            `clipped_grad_sum(..., rows_per_unit=K, row_weights=...)`; None without.
     """
 
     args: tuple[Any, ...]
     mask: Tensor
     indices: list[int]
+    row_weights: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,7 @@ class OwnLoopLoader:
         plan: `PrivacyPlan`.
         span: function of a bool, see `Passes`.
         views: `Views` of each example.
+        users: rows of each user, or None.
 
     Attributes:
         handed_out: record of the batches that were yielded.
@@ -68,9 +74,10 @@ class OwnLoopLoader:
         plan: Any,
         span: Callable[[bool], tuple[int, int]],
         views: Views,
+        users: UserRows | None = None,
     ) -> None:
         self._plan, self._span, self._is_whole = plan, span, False
-        self._planned = PlannedLoader(loader, plan, None, views=views)
+        self._planned = PlannedLoader(loader, plan, None, views=views, users=users)
         self.handed_out = HandedOut()
 
     def __len__(self) -> int:
@@ -90,7 +97,7 @@ class OwnLoopLoader:
             return
         for draw, batch in self._planned.of_steps(*span):
             args = tuple(batch) if isinstance(batch, list | tuple) else (batch,)
-            chunks.append(Chunk(args, draw.mask, draw.indices))
+            chunks.append(Chunk(args, draw.mask, draw.indices, draw.row_weights))
             if draw.is_last:
                 self.handed_out.note(draw.step)
                 yield LogicalBatch(self._plan, draw.step, tuple(chunks))

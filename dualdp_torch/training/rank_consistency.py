@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from dualdp.plan.plan import PrivacyPlan
+from dualdp.plan.units.rows import UserRows, rows_digest
 from dualdp.randomness import RootKey
 from dualdp_torch.parallel.dataset_digest import described
 from dualdp_torch.parallel.fsdp import is_sharded
@@ -71,6 +72,19 @@ def agreed(
     secret = secret_of(plan) if group.is_first else None
     root = RootKey(*group.broadcast("the key", secret))
     return plan if plan.root == root else replace(plan, key=root)
+
+
+def same_users(group: Group | None, plan: PrivacyPlan, users: UserRows | None) -> str | None:
+    """Return the keyed digest of the rows of each user, which is that of all processes.
+
+    Raises:
+        ValueError: a process has others.
+    """
+    digest = rows_digest(plan, users)
+    if group is not None:
+        hint = "Give all of them the same users=, one id for each row of the whole data."
+        group.require_same("users", digest, hint, shown=False)
+    return digest
 
 
 def _described(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[str, Any]:

@@ -101,8 +101,9 @@ class PrivateStep:
         method = GRAD_SAMPLE_MODES[settings.grad_sample_mode]
         self.optimizer, self._ledger, self._options = optimizer, ledger, options
         self._settings, self._keep = settings, METHODS[method] or "all"
+        self._rows_per_unit = settings.views * (ledger.plan.rows_per_unit or 1)
         self.recorder = recorder = Recorder(
-            model, method=method, tape=Tape(), rows_per_unit=settings.views
+            model, method=method, tape=Tape(), rows_per_unit=self._rows_per_unit
         )
         self._shards, self._is_alone = recorder.shards, group is None
         purpose, reduction = (method, ledger.plan.clipping), settings.loss_reduction
@@ -146,19 +147,20 @@ class PrivateStep:
 
     def _expect(self, draw: Draw | None) -> None:
         """Record the model's forward on this batch; None for no batch."""
-        terms = None
+        terms = factors = None
         if draw is not None:  # may raise, before anything changed
             plan, mask = self._ledger.plan, draw.mask
             bounds = plan.clipping_bounds(self._ledger.max_grad_norm)
             is_mean = self._settings.loss_reduction == "mean"
             terms = Terms(
-                float(len(mask)) if is_mean else 1.0 / self._settings.views,
+                float(len(mask)) if is_mean else 1.0 / self._rows_per_unit,
                 clipping_bounds(self.recorder.parameters, plan.clipping, bounds),
                 plan.clipping,
                 None if bool(mask.numpy().all()) else mask,
             )
+            factors = draw.row_factors()
             self.recorder.guard()
-        self._draw, self.recorder.terms = draw, terms
+        self._draw, self.recorder.terms, self.recorder.row_factors = draw, terms, factors
         self.recorder.is_active = draw is not None
 
     def is_between_steps(self) -> bool:

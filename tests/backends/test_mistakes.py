@@ -227,7 +227,26 @@ ON_BOTH = {
             **({"expected_batch_size": None} if isinstance(k, Jax) else {}),
         ),
         ValueError,
-        "The plan has unit='user' and rows_per_unit=2, but the loader of an engine draws single",
+        "The plan has unit='user', but users is missing. Expected users=, the id of the user",
+    ),
+    "plan of rows in units": (
+        lambda k: k.begin(
+            plan=plan(rows_per_unit=2),
+            **dict.fromkeys(NUMBERS),
+            **({"expected_batch_size": None} if isinstance(k, Jax) else {}),
+        ),
+        ValueError,
+        "The plan has unit='example' and rows_per_unit=2, but the loader of an engine draws sing",
+    ),
+    "users of an ordinary run": (
+        lambda k: k.begin(users=range(24)),
+        ValueError,
+        "users came for a plan with unit='example', whose epsilon is that of one row. Expected",
+    ),
+    "names of users": (
+        lambda k: k.begin(users=["a"] * 24),
+        TypeError,
+        "Expected a one-dimensional array of integers, the id of the user of each row; for names",
     ),
     "checks as a word": (lambda k: k.begin(checks="first"), TypeError, "checks='first' is a str"),
     "delta of 2": (lambda k: k.begin()[0].get_epsilon(2), ValueError, "delta=2 is not a prob"),

@@ -16,6 +16,8 @@ from dualdp_torch.parallel.process_group import fingerprints, unwrapped
 from . import sharded_models as models
 
 STEPS = 50
+#: Plan of 19 users with one to six of the 40 rows, of which a step draws at most three.
+USERS = {"unit": "user", "rows_per_unit": 3, "num_examples": 19, "expected_batch_size": 5}
 #: Name -> model, dtype, how it is wrapped, method, changes of the plan, and views.
 RUNS = {
     "mlp": ("mlp", torch.float64, None, "auto", {}),
@@ -54,7 +56,18 @@ RUNS = {
     "gpt single": ("gpt", torch.float32, None, "two_pass", {"physical_batch_size": 3}),
     "tied": ("tied", torch.float64, {}, "auto", {}),
     "mlp views": ("mlp", torch.float64, {}, "auto", {"views": 3, "physical_batch_size": 2}),
+    "mlp users": ("mlp", torch.float64, {}, "auto", USERS | {"physical_batch_size": 2}),
+    "mlp users empty shares": (
+        "mlp",
+        torch.float64,
+        {},
+        "auto",
+        USERS | {"expected_batch_size": 1},
+    ),
 }
+#: (40,) user of each row, who have five, three, two or one.
+OWNERS = torch.cat([torch.arange(19), torch.arange(19) // 2, torch.zeros(2, dtype=torch.int64)])
+OWNERS = OWNERS[torch.arange(40) * 7 % 40]
 #: Runs whose loss is a sum.
 SUMS = ("mlp empty shares", "cnn")
 
@@ -68,6 +81,8 @@ def begin(name, wrap=False):
     views, changes = changes.get("views", 1), {k: v for k, v in changes.items() if k != "views"}
     run = models.plan(**{"num_steps": STEPS, **changes})
     options = {"loss_reduction": "sum" if name in SUMS else "mean", "views": views}
+    if run.unit == "user":
+        options["users"] = OWNERS
     return models.begin(model, data, run, method, augment=noisy if views > 1 else None, **options)
 
 

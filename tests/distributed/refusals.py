@@ -77,6 +77,9 @@ def split(seed):
     return torch.utils.data.random_split(Rows(40), [40], generator=generator)[0]
 
 
+OF_USERS = models.plan(num_steps=3, num_examples=20, unit="user", rows_per_unit=2)
+
+
 def disagreements(rank):
     """Case -> a start in which rank 1 differs from rank 0."""
     x, y = models.build("mlp")[1].tensors
@@ -98,11 +101,13 @@ def disagreements(rank):
         "shorter data": {"data": Rows(30)},
         "other data": {"data": TensorDataset(x.flip(0), y.flip(0))},
         "other split": {"data": split(1)},
+        "users": {"run": OF_USERS, "users": torch.arange(40).roll(1) // 2},
     }
     usual = {
         "data": {"data": Rows(40)},
         "shorter data": {"data": Rows(40)},
         "other split": {"data": split(0)},
+        "users": {"run": OF_USERS, "users": torch.arange(40) // 2},
     }
     return {
         name: partial(start, **(changes if rank else usual.get(name, {})))

@@ -59,6 +59,10 @@ class UserRows:
         within = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
         return self.order[np.repeat(self.starts[users], counts) + within], owner
 
+    def having_rows(self, users: Indices) -> Indices:
+        """Return those of some users that have a row: the others add nothing to a sum."""
+        return users[self.counts[users] > 0]
+
 
 def user_rows(users: Any, *, num_rows: int | None = None, num_users: int | None = None) -> UserRows:
     """Return the rows of each user.
@@ -105,6 +109,40 @@ def user_rows(users: Any, *, num_rows: int | None = None, num_users: int | None 
         index = ids.astype(np.int64)
     starts = np.concatenate([[0], np.cumsum(np.bincount(index, minlength=num_users))])
     return UserRows(np.argsort(index, kind="stable").astype(np.int64), starts.astype(np.int64))
+
+
+def rows_of_data(users: Any, num_rows: int) -> UserRows | None:
+    """Return the rows of each user of a data set, for a run on it; None for None.
+
+    Args:
+        users: (rows,) integers, `UserRows`, or None, see `user_rows`.
+        num_rows: number of rows of the data.
+
+    Raises:
+        TypeError, ValueError: as `user_rows`, or `UserRows` of other data.
+    """
+    if users is None:
+        return None
+    if not isinstance(users, UserRows):
+        return user_rows(users, num_rows=num_rows)
+    order, counts = np.asarray(users.order), users.counts
+    if not np.array_equal(np.sort(order), np.arange(num_rows)) or counts.sum() != num_rows:
+        raise ValueError(
+            f"users is a UserRows of {len(order)} rows but the data has {num_rows} rows. Expected "
+            "each row of the data once; dualdp.units.user_rows makes it of the ids."
+        )
+    ids = np.zeros(num_rows, np.int64)
+    ids[order] = np.repeat(np.arange(users.num_users), counts)
+    return user_rows(ids, num_users=users.num_users)
+
+
+def rows_digest(plan: PrivacyPlan, rows: UserRows | None) -> str | None:
+    """Return a keyed digest of the rows of each user, which are private; None for None."""
+    if rows is None:
+        return None
+    arrays = (np.ascontiguousarray(part, "<i8") for part in (rows.starts, rows.order))
+    parts = [b"users", *(part.tobytes() for part in arrays)]
+    return plan.root.require_secret().digest(parts)
 
 
 _EXPECTED = (

@@ -18,6 +18,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import dualdp.units
 import dualdp_jax as dpj
 from dualdp import ExactnessError, UnsupportedLayerError, checkpoint, correlated
 from dualdp.plan.schedules import AdaptiveNorm
@@ -142,6 +143,25 @@ def views():
     given = {"run": plan(physical_batch_size=2), "views": 3, "augment": augment}
     ends = [train(*begin(mlp(), **given | at)[1:]) for at in ({}, where("eight, split"))]
     assert distance(ends[1].params, ends[0].params) <= BOUND["float32"]
+
+
+def users():
+    """Whole users of one to five rows, some without any, and keys of their rows, by dropout."""
+    owners = dualdp.units.user_rows(np.sort(np.arange(N) ** 2 % 71), num_users=71)
+    assert owners.counts.min() == 0
+    changes = {"unit": "user", "rows_per_unit": 3, "num_examples": 71, "num_steps": 8}
+    given = {"run": plan(**changes, physical_batch_size=2), "users": owners}
+    for model in ("mlp", "gpt"):
+        with jax.enable_x64(True):
+            ends = [
+                train(*begin(MODELS[model](), dtype="float64", **given | at)[1:])
+                for at in ({}, where("eight"), where("eight, split"))
+            ]
+            assert distance(ends[1].params, ends[0].params) <= BOUND["float64"]
+            assert distance(ends[2].params, ends[0].params) <= BOUND["float64"]
+    engine, *run = begin(mlp(), **given | where("eight, split") | {"checks": 1.0})
+    train(*run, 4)
+    assert engine.ledger.last_check == 3
 
 
 def adaptive_and_per_layer():
@@ -613,7 +633,7 @@ OPTIMIZED = [
 ]  # fmt: skip
 SLOW = [
     mlp_everywhere, cnn_on_meshes, gpt_on_meshes, float64, small_physical_batches, empty_shares,
-    views, adaptive_and_per_layer, relu_step_by_step, norms_sums_and_gradients_are_the_same,
+    views, users, adaptive_and_per_layer, relu_step_by_step, norms_sums_and_gradients_are_the_same,
     aux_and_metrics, noise_is_that_of_one_device_bitwise, noise_has_the_declared_scale,
     noise_of_every_shard_would_be_seen, own_loop, explicit_axes, checkpoints_load_on_other_meshes,
     a_consolidated_folder_is_the_file, an_interrupted_sharded_save_leaves_the_older_one,

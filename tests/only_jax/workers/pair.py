@@ -212,6 +212,7 @@ def disagreements_are_named_before_the_first_step():
     shifted = tuple(np.roll(part, rank, 0) for part in mlp()[2])
     other = {**mlp()[0], "b": np.zeros(16) + rank}
     start = lambda **changes: {**arguments(mlp(), mesh), "plan": plan(), **changes}  # noqa: E731
+    of_users = plan(unit="user", rows_per_unit=2, num_examples=29)
     cases = [
         ("the plan['noise_multiplier']", {"plan": plan(noise_multiplier=1.0 + rank)}),
         ("the plan['accountant']", {"plan": plan(accountant=("rdp", "pld")[rank])}),
@@ -220,6 +221,7 @@ def disagreements_are_named_before_the_first_step():
         ("of which 16 rows were compared", {"data": shifted}),
         ("the plan['num_examples']", {"data": half, "plan": plan(num_examples=len(half[0]))}),
         ("the run['needs_key']", {"needs_key": bool(rank), "loss_fn": _with_key}),
+        ("users differs", {"users": np.roll(np.arange(203) // 7, rank), "plan": of_users}),
         ("the run['optimizer']", {"optimizer": (optax.sgd(0.1), optax.adam(0.1))[rank]}),
     ]  # fmt: skip
     for text, changes in cases:

@@ -147,6 +147,7 @@ DISAGREE = {
     "data": r"data\['examples'\] is one on rank 0 and another on rank 1",
     "other data": r"data\['rows'\]\[0\] is one on rank 0 and another on rank 1.* Row i must be",
     "other split": r"data\['indices'\] is one on rank 0 and another on rank 1.* Row i must be",
+    "users": r"users is one on rank 0 and another on rank 1.* Give all of them the same users=",
     "learning rate later": r"parameters before step 1\['0.bias'\] is one .* Give all the same",
     "sums": r"sums of step 0\['0.bias'\] is one on rank 0 and another on rank 1.* faulty",
     "hook": r"DistributedDataParallel came with a communication hook",
