@@ -114,14 +114,13 @@ def main():
         print(f"epsilon {spent:.2f}: perplexity {perplexity(model, held_out):.2f}")
 
     pairs, others = pair_data(COUNT, seed=2), pair_data(200, seed=3)
-    before = politeness(model, others)
+    polite = {name: column[:, 0] for name, column in others.items()}
+    before = politeness(model, others), perplexity(model, polite)
     pairs["reference_log_probs"] = dpt.reference_log_probs(model.eval(), pairs).numpy()
-    spent = train(model, dpt.dpo_loss, pairs, EPSILONS[-1], 1e-3)
-    after = politeness(model, others)
-    print(
-        f"DPO at epsilon {spent:.2f}: polite in {before:.0%} -> {after:.0%} of the pairs, "
-        f"perplexity {perplexity(model, held_out):.2f}"
-    )
+    spent = train(model, dpt.dpo_loss, pairs, EPSILONS[-1], 2e-4)
+    after = politeness(model, others), perplexity(model, polite)
+    print(f"before DPO: polite in {before[0]:.0%} of the pairs, their perplexity {before[1]:.2f}")
+    print(f"epsilon {spent:.2f}: polite in {after[0]:.0%}, perplexity {after[1]:.2f}")
 
 
 if __name__ == "__main__":

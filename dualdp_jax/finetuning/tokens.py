@@ -72,7 +72,8 @@ def response_tokens(model: Any, batch: Any, of: str) -> Tokens:
             documents = _documents(jnp.broadcast_to(batch["position_ids"], ids.shape))
             counts = counts & (documents[..., 1:] == documents[..., :-1])
             documents = documents[..., 1:]
-    index = jnp.where(counts, labels, 0)[..., None]
+    wrong = logits.shape[-1]  # a label that is no token has the log-probability nan
+    index = jnp.where(counts, jnp.where(labels < 0, wrong, labels), 0)[..., None]
     picked = jnp.take_along_axis(jax.nn.log_softmax(logits), index, axis=-1)[..., 0]
     return Tokens(jnp.where(counts, picked, 0), counts, documents)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -165,7 +166,13 @@ def reference_log_probs(model: nn.Module, batch: Any, *, physical_batch_size: in
         )
     size = _validate.integer("physical_batch_size", physical_batch_size, minimum=1)
     device = next((p.device for p in model.parameters()), None)
-    data = {name: torch.as_tensor(value, device=device) for name, value in dict(batch).items()}
+    others = [name for name, v in batch.items() if not isinstance(v, Tensor | np.ndarray)]
+    if others:
+        raise TypeError(
+            f"The batch has {others[0]!r}, which is {_validate.kind(batch[others[0]])}. Expected "
+            "tensors or NumPy arrays; leave out what is no input of the model."
+        )
+    data = {name: torch.as_tensor(value, device=device) for name, value in batch.items()}
     check_batch(data, "reference_log_probs")
     shape, found = data["input_ids"].shape[:-1], []
     with torch.no_grad():

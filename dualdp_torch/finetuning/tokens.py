@@ -142,8 +142,14 @@ def _check_values(
         is_packed = _num_documents(counts, documents) > 1
     elif mask is not None and mask.dim() == 2 and "decoder_input_ids" not in batch:
         is_left = (mask[:, 1:] > mask[:, :-1]).any(1)
-    flags = torch.stack([~counts.any(1), is_packed.to(counts.device), is_left.to(counts.device)])
-    empty, packed, left = flags.tolist()
+    is_wrong = ((batch["labels"] < 0) & (batch["labels"] != IGNORED)).any(1)
+    flags = [~counts.any(1), is_wrong, is_packed, is_left]
+    empty, wrong, packed, left = torch.stack([f.to(counts.device) for f in flags]).tolist()
+    if any(wrong):
+        raise ValueError(
+            f"Row {wrong.index(True)} of the batch has a negative label other than {IGNORED}. "
+            f"Expected a token id, or {IGNORED} for no label."
+        )
     if any(empty):
         raise ValueError(
             f"Row {empty.index(True)} of the batch has a response of length 0: all labels that a "

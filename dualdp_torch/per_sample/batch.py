@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -55,6 +55,9 @@ class Batch:
             sizes.discard(1)
         if len(sizes) != 1:
             came = f"{sorted(sizes)} examples" if sizes else "no tensor"
+            mapping = next((x for x in self.leaves if isinstance(x, Mapping)), None)
+            if mapping is not None:
+                came += f", but {_validate.kind(mapping)}, of which dict(...) would show them"
             way_out = ", or 1 if all examples share it (unsqueeze(0))" if shares else ""
             raise ValueError(
                 f"The batch arguments hold {came}. Expected the same number of examples on axis 0 "

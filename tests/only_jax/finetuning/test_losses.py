@@ -152,6 +152,15 @@ def test_a_response_without_tokens_has_the_loss_0():
     assert not dpj.sft_loss(jax.jit(partial(run, what)), rows).any()
 
 
+@pytest.mark.parametrize("label", [-1, VOCABULARY])
+def test_a_label_that_is_no_token_has_the_loss_nan(label):
+    """It is not that of another token, such as the last one."""
+    what, run = linen_model()
+    rows = {**SFT, "labels": np.where(SFT["labels"] == 7, label, SFT["labels"])}
+    losses = np.asarray(dpj.sft_loss(jax.jit(partial(run, what)), rows))
+    assert np.isnan(losses).tolist() == [False, True, False]
+
+
 def test_reference_log_probs_are_those_of_the_rows():
     what, run = linen_model()
     model, rows = jax.jit(partial(run, what)), pairs()

@@ -10,7 +10,7 @@ import torch
 import dualdp.torch as dpt
 from dualdp.finetuning import packed_rows, preference_rows, sft_rows
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
 from tests.only_torch.finetuning.models import (  # noqa: E402
     LENGTH,
@@ -282,6 +282,18 @@ MISTAKES = {
     "short": (
         lambda m: dpt.sft_loss(m, {**sft_batch(), "labels": torch.zeros(4, 3).long()}),
         "a label for each token id",
+    ),
+    "negative": (
+        lambda m: dpt.sft_loss(m, {**sft_batch(), "labels": sft_batch()["labels"].clamp(min=-1)}),
+        "Row 0 .* negative label other than -100",
+    ),
+    "text": (
+        lambda m: dpt.reference_log_probs(m.eval(), {**sft_batch(), "text": ["a"] * 4}),
+        "'text', which is a list",
+    ),
+    "encoding": (
+        lambda m: GRADS(dpt.sft_loss, m, transformers.BatchEncoding(sft_batch())),
+        "BatchEncoding, of which dict",
     ),
     "no mapping": (lambda m: dpt.sft_loss(m, sft_batch()["labels"]), "Expected a mapping"),
     "beta": (lambda m: dpt.dpo_loss(m, pair_batch(m), beta=0), "beta=0 is out of range"),
