@@ -117,7 +117,7 @@ def main():
     polite = {name: column[:, 0] for name, column in others.items()}
     before = politeness(model, others), perplexity(model, polite)
     pairs["reference_log_probs"] = dpt.reference_log_probs(model.eval(), pairs).numpy()
-    spent = train(model, dpt.dpo_loss, pairs, EPSILONS[-1], 2e-4)
+    spent = train(model, dpt.dpo_loss, pairs, EPSILONS[-1], 1e-4)
     after = politeness(model, others), perplexity(model, polite)
     print(f"before DPO: polite in {before[0]:.0%} of the pairs, their perplexity {before[1]:.2f}")
     print(f"epsilon {spent:.2f}: polite in {after[0]:.0%}, perplexity {after[1]:.2f}")

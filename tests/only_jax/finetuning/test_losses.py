@@ -140,9 +140,10 @@ def test_axes_in_front_are_kept():
 def test_a_packed_row_is_the_mean_of_its_documents():
     what, run = linen_model()
     model = jax.jit(partial(run, what))
-    rows = packed_rows([DATA[:2], DATA[1:]], length=14, pad_token_id=0)
-    each = np.asarray(dpj.sft_loss(model, SFT))
-    expected = (each[:2] + each[1:]) / 2
+    documents = [*DATA[:2], ([], [2, 4, 6])]  # nothing predicts the first token of the last one
+    each = dpj.sft_loss(model, sft_rows(*zip(*documents, strict=True), **SIZES))
+    rows = packed_rows([documents[:2], documents[1:]], length=14, pad_token_id=0)
+    expected = np.asarray(each[:2] + each[1:]) / 2
     np.testing.assert_allclose(dpj.sft_loss(model, rows), expected, rtol=1e-12)
 
 

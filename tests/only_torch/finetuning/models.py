@@ -116,7 +116,7 @@ def log_probs_of(model, prompt, response):
     ids = torch.tensor([prompt + response])
     inside = F.log_softmax(model(ids, use_cache=False).logits[0, -ids.shape[1] :], dim=-1)
     each = [inside[len(prompt) + k - 1, token] for k, token in enumerate(response)]
-    return torch.stack(each)
+    return torch.stack(each if prompt else each[1:])  # nothing predicts a first token
 
 
 def gradients_of(model, losses):
