@@ -86,6 +86,7 @@ class AdamBC(torch.optim.Optimizer):
                 "float64 parameters (with autocast for the forward)."
             )
 
+    @torch._disable_dynamo
     @torch.no_grad()
     def step(
         self, closure: Callable[[], Any] | None = None, *, noise_stddev: float | None = None

@@ -337,3 +337,37 @@ def test_usual_optax_around_it_is_the_same_run(name):
         ends.append(np.stack([np.asarray(leaf["w"]) for leaf in state.params.values()]))
     np.testing.assert_allclose(*ends, rtol=1e-5)
     assert np.abs(ends[0] - START).max() > 0.01
+
+
+@pytest.mark.slow
+def test_a_jitted_loop_of_ones_own_passes_the_noise():
+    """Behind `add_noise` in a chain; it ends where the engine does."""
+    plan, optimizer = make_plan(num_steps=3, seed=12), dpj.adam_bc(RATE)
+    _, step, state, loader = start_jax(optimizer, plan)
+    for batch in loader.remaining():
+        state, _ = step(state, batch)
+    plan, engine = make_plan(num_steps=3, seed=12), dpj.PrivacyEngine()
+    loader = engine.make_loader(data=(X, Y), plan=plan)
+    optimizer = optax.chain(dpj.add_noise(plan), optimizer)
+    params = {"a": {"w": jnp.asarray(START[0])}, "b": {"w": jnp.asarray(START[1])}}
+    opt_state = optimizer.init(params)
+
+    @jax.jit
+    def update(sums, opt_state, params, noise_stddev):
+        updates, opt_state = optimizer.update(sums, opt_state, params, noise_stddev=noise_stddev)
+        return optax.apply_updates(params, updates), opt_state
+
+    for batch in loader.remaining():
+        engine.record()
+        parts = [
+            dpj.clipped_grad_sum(loss_fn, params, *c.args, max_grad_norm=1.3, mask=c.mask).grads
+            for c in batch.chunks
+        ]
+        sums = jax.tree.map(lambda *leaves: sum(leaves), *parts)
+        stddev = plan.noise_stddev(batch.step) / plan.expected_batch_size_at(batch.step)
+        params, opt_state = update(sums, opt_state, params, stddev)
+    ends = [
+        np.stack([np.asarray(leaf["w"]) for leaf in p.values()]) for p in (params, state.params)
+    ]
+    np.testing.assert_allclose(*ends, rtol=1e-4, atol=1e-5)
+    assert np.abs(ends[0] - START).max() > 0.01

@@ -29,13 +29,19 @@ def compile_in_place(model):
     return model
 
 
-def trained(before=lambda m: m, after=lambda m: m, of_step=lambda step: step, mode="auto"):
+def trained(
+    before=lambda m: m,
+    after=lambda m: m,
+    of_step=lambda step: step,
+    mode="auto",
+    kind=torch.optim.SGD,
+):
     """Parameters after three steps; the model is compiled before or after, or the whole step."""
     torch._dynamo.reset()
     model = randomise(Net())
     private, optimizer, loader = dpt.PrivacyEngine().make_private(
         module=before(model),
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        optimizer=kind(model.parameters(), lr=0.1),
         data_loader=DataLoader(TensorDataset(data(24, 6), ids(3, 24)), batch_size=6),
         noise_multiplier=1.0,
         max_grad_norm=0.1,
@@ -73,6 +79,13 @@ PLACES = {
 @pytest.mark.parametrize("place", PLACES)
 def test_a_compiled_model_or_step_trains_as_the_eager_one(place):
     torch.testing.assert_close(trained(**PLACES[place]), trained(), rtol=0, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_step_of_adam_bc_is_the_eager_one():
+    torch.testing.assert_close(
+        trained(of_step=compiled, kind=dpt.AdamBC), trained(kind=dpt.AdamBC), rtol=0, atol=0
+    )
 
 
 def test_a_compiled_model_trains_one_example_at_a_time():
