@@ -36,9 +36,9 @@ def contribution_map(
     ids: Tensor,
     num_rows: int,
     *,
+    mask: Tensor | None,
     max_rows: int = 1,
     rows_per_unit: int = 1,
-    mask: Tensor | None = None,
     padding_idx: int | None = None,
 ) -> Tensor:
     """Return how many examples touch each row of a table, each example clipped to norm 1.
@@ -49,10 +49,11 @@ def contribution_map(
     Args:
         ids: (n, ...) integers in [0, num_rows), the rows that each example looks up.
         num_rows: number of rows of the table.
+        mask: (n / K,) bools, False for the padding of a chunk, which must not count; None if there
+            is none.
         max_rows: number of rows up to which examples count alike.
         rows_per_unit: int K, as in `clipped_grad_sum`: K consecutive rows of ids are one unit,
             which counts once.
-        mask: (n / K,) bools, False for the padded rows of a chunk; None for all True.
         padding_idx: row that gets no gradient and is not counted, as in `nn.Embedding`.
 
     Returns:
@@ -68,7 +69,7 @@ def contribution_map(
 
     Source: Ghazi et al. 2023, Algorithm 1 (arXiv 2311.08357).
 
-    >>> contribution_map(torch.tensor([[0, 0], [0, 2]]), 4).round(decimals=3)  # 1 + 1 / root(2)
+    >>> contribution_map(torch.tensor([[0, 0], [0, 2]]), 4, mask=None).round(decimals=3)
     tensor([1.7070, 0.0000, 0.7070, 0.0000])
     """
     num_rows = _validate.integer("num_rows", num_rows, minimum=1)

@@ -47,7 +47,7 @@ def losses(module, words, targets):
 
 def sums(words, targets):
     grads = dpt.clipped_grad_sum(losses, model(), words, targets, max_grad_norm=C).grads
-    return grads, dpt.contribution_map(words, ROWS, max_rows=MOST)
+    return grads, dpt.contribution_map(words, ROWS, max_rows=MOST, mask=None)
 
 
 def mean(words, targets, threshold, run=None, step=0, **changes):
@@ -69,18 +69,18 @@ def test_the_map_is_that_of_a_loop():
     found = dpt.contribution_map(words, ROWS, max_rows=MOST, mask=mask, padding_idx=7 - ROWS)
     np.testing.assert_allclose(found, expected, rtol=1e-5)
     assert found[7] == 0
-    halves = [dpt.contribution_map(part, ROWS) for part in words.int().split(16)]
-    torch.testing.assert_close(sum(halves), dpt.contribution_map(words, ROWS))
-    assert not dpt.contribution_map(words[:0], ROWS).any()
-    pairs = dpt.contribution_map(words, ROWS, rows_per_unit=2)
-    torch.testing.assert_close(pairs, dpt.contribution_map(words.reshape(-1, 8), ROWS))
+    halves = [dpt.contribution_map(part, ROWS, mask=None) for part in words.int().split(16)]
+    torch.testing.assert_close(sum(halves), dpt.contribution_map(words, ROWS, mask=None))
+    assert not dpt.contribution_map(words[:0], ROWS, mask=None).any()
+    pairs = dpt.contribution_map(words, ROWS, rows_per_unit=2, mask=None)
+    torch.testing.assert_close(pairs, dpt.contribution_map(words.reshape(-1, 8), ROWS, mask=None))
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 100])
 def test_every_contribution_to_the_map_is_bounded(most):
     words, _ = batch()
     for row in words:
-        found = dpt.contribution_map(row[None], ROWS, max_rows=most).double()
+        found = dpt.contribution_map(row[None], ROWS, max_rows=most, mask=None).double()
         assert float(found.norm()) <= 1
         assert set(found.nonzero()[:, 0].tolist()) == set(row.tolist())
 
@@ -223,4 +223,4 @@ def test_wrong_calls_are_refused(changes, error, message):
 )
 def test_wrong_maps_are_refused(words, options, error, message):
     with pytest.raises(error, match=message):
-        dpt.contribution_map(words, ROWS, **options)
+        dpt.contribution_map(words, ROWS, **{"mask": None, **options})
