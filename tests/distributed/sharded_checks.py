@@ -420,6 +420,24 @@ def tensor_parallel_models_are_refused():
             models.begin(model, data, models.plan())
 
 
+def adam_bc_of_shards_is_that_of_one_device():
+    """The same steps, of moments that lie in pieces."""
+    ends = []
+    for shard in (lambda model: model, models.shard):
+        model, data = models.build("mlp", torch.float64)
+        shard(model)
+        optimizer = dpt.AdamBC(model.parameters(), lr=0.05)
+        engine, model, optimizer, loader = models.begin(
+            model, data, models.plan(), optimizer=optimizer
+        )
+        for _, batch in zip(range(4), loader, strict=False):
+            models.step(model, optimizer, batch)
+        engine.detach()
+        ends.append(models.parameters(model))
+    for name, value in ends[0].items():
+        torch.testing.assert_close(ends[1][name], value, rtol=1e-10, atol=1e-12)
+
+
 def a_weight_tied_across_groups_is_named():
     model, data = models.build("tied")
     fully_shard(model.tokens)

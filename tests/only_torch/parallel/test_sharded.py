@@ -89,6 +89,7 @@ FIRST = [
     "one_whole_gradient_is_alive_at_a_time",
 ]
 OTHERS = [
+    "adam_bc_of_shards_is_that_of_one_device",
     "gradients_are_there_after_the_last_physical_batch_only",
     "low_precision_stays_inside_the_model",
     "guards_of_the_recorder_are_on",
