@@ -14,6 +14,7 @@ import dualdp_torch as dpt
 from dualdp import UnsupportedLayerError, units
 from dualdp.ledger.verify import verify
 from dualdp.plan.units.rows import draw_rows
+from dualdp_torch.integrations.host_loop import HostedRun
 from dualdp_torch.per_sample.one_forward import Forward
 from tests import tiers
 from tests.closeness import factors_of
@@ -395,6 +396,14 @@ WRONG = {
 def test_wrong_users_are_refused_before_anything_changes(name):
     options, error, match = WRONG[name]
     refused(match, error, **options)
+
+
+@pytest.mark.parametrize(
+    "given", [{"users": OWNERS}, {"views": 2}, {"plan": plan()}, {"unit": "user"}]
+)
+def test_trainers_of_other_packages_take_no_units(given):
+    with pytest.raises(ValueError, match="came to a trainer of another package"):
+        HostedRun(**given)
 
 
 def test_a_plan_is_made_of_the_number_of_users():
