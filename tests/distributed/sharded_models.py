@@ -139,9 +139,9 @@ def step(model, optimizer, batch):
     optimizer.step()
 
 
-def train(model, data, run, mode="auto", num_steps=None):
+def train(model, data, run, mode="auto", num_steps=None, **options):
     """Parameters and epsilon at the end of a run."""
-    engine, model, optimizer, loader = begin(model, data, run, mode)
+    engine, model, optimizer, loader = begin(model, data, run, mode, **options)
     for number, batch in enumerate(loader, 1):
         step(model, optimizer, batch)
         if number == num_steps:

@@ -6,6 +6,7 @@ import torch
 from dualdp.plan.correlated import strategies
 from dualdp.plan.schedules import AdaptiveNorm
 
+from . import parallel
 from . import sharded_models as models
 
 CORRELATED = {"sampler": "fixed_order", "num_steps": 8}
@@ -42,6 +43,12 @@ RUNS = {
         CORRELATED | {"correlation": BLT, "noise": "portable", "physical_batch_size": 3},
         {},
     ),
+    "users": (*("gpt", torch.float64, "two_pass"), parallel.USERS | {"physical_batch_size": 2}, {}),
+    "users by layer": (
+        *("mlp", torch.float64, "auto"),
+        parallel.USERS | {"clipping": "per_layer", "expected_batch_size": 1},
+        {},
+    ),
     "adaptive": ("mlp", torch.float64, "auto", {"max_grad_norm": AdaptiveNorm(0.5)}, {}),
 }
 
@@ -52,7 +59,8 @@ def run(name, sharded):
     model, data = models.build(kind, dtype)
     if sharded:
         models.shard(model, **options)
-    return models.train(model, data, models.plan(**changes), method)
+    users = {"users": parallel.OWNERS} if "unit" in changes else {}
+    return models.train(model, data, models.plan(**changes), method, **users)
 
 
 def relu_steps():

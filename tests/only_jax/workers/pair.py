@@ -155,6 +155,14 @@ def each_process_reads_its_own_rows():
     assert all(len(rows) > len(drawn) / 4 for rows in both)
 
 
+def users_are_those_of_one_device():
+    owners = np.arange(203) ** 2 % 71
+    run = {"unit": "user", "rows_per_unit": 3, "num_examples": len(np.unique(owners))}
+    run = plan(**run, num_steps=5, expected_batch_size=6, physical_batch_size=1)
+    ends = [train(*begin(mlp(), *at, run=run, users=owners)[1:]) for at in ((), (everywhere(),))]
+    assert distance(ends[1].params, ends[0].params) <= BOUND["float32"]
+
+
 def loops_of_ones_own_are_recorded():
     given = arguments(mlp(), everywhere())
     engine = dpj.PrivacyEngine()
@@ -289,7 +297,8 @@ CHECKS = {
         sparse_batches_and_an_adaptive_bound, one_fresh_key_and_secure_noise,
     ],
     "words": [
-        each_process_reads_its_own_rows, loops_of_ones_own_are_recorded, checkpoints_of_both_kinds,
+        each_process_reads_its_own_rows, users_are_those_of_one_device,
+        loops_of_ones_own_are_recorded, checkpoints_of_both_kinds,
         disagreements_are_named_before_the_first_step, processes_at_different_places_are_told,
         meshes_of_some_processes, own_noise_of_each_process_is_seen,
     ],
