@@ -11,6 +11,7 @@ from dualdp_torch import ChangedInPlaceError as ChangedInPlaceError
 from dualdp_torch import Chunk as Chunk
 from dualdp_torch import ClippedGradSum as ClippedGradSum
 from dualdp_torch import ClippedSum as ClippedSum
+from dualdp_torch import CompiledGradSum as CompiledGradSum
 from dualdp_torch import Finding as Finding
 from dualdp_torch import LogicalBatch as LogicalBatch
 from dualdp_torch import ModuleValidator as ModuleValidator
@@ -22,6 +23,7 @@ from dualdp_torch import Rule as Rule
 from dualdp_torch import SparseNoisyMean as SparseNoisyMean
 from dualdp_torch import Stages as Stages
 from dualdp_torch import clipped_grad_sum as clipped_grad_sum
+from dualdp_torch import compile_clipped_grad_sum as compile_clipped_grad_sum
 from dualdp_torch import consolidate_checkpoint as consolidate_checkpoint
 from dualdp_torch import contribution_map as contribution_map
 from dualdp_torch import dpo_loss as dpo_loss

@@ -26,6 +26,10 @@ from dualdp_torch.per_sample.api import clipped_grad_sum as clipped_grad_sum
 from dualdp_torch.per_sample.api import per_sample_grads as per_sample_grads
 from dualdp_torch.per_sample.api import per_sample_norms as per_sample_norms
 from dualdp_torch.per_sample.call import METHODS as METHODS
+from dualdp_torch.per_sample.compiled import CompiledGradSum as CompiledGradSum
+from dualdp_torch.per_sample.compiled import (
+    compile_clipped_grad_sum as compile_clipped_grad_sum,
+)
 from dualdp_torch.per_sample.explanation import explain as explain
 from dualdp_torch.per_sample.model_checks import Finding as Finding
 from dualdp_torch.per_sample.model_fixes import ModuleValidator as ModuleValidator

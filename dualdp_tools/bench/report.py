@@ -148,6 +148,10 @@ _SHOWN: dict[str, list[tuple[str, str, Cell]]] = {
         (f"A step with and without activation checkpoints: {_TIMES}", "step", _ratio),
         (f"A step with and without activation checkpoints: {_PEAKS}", "step", _memory),
     ],
+    "compiled": [
+        (f"A clipped gradient sum, eager and compiled: {_TIMES}", "gradient", _ratio),
+        ("Private over non-private, both compiled", "over compiled", _value),
+    ],
     "scale": [
         (_TIMES, "gradient", _ratio),
         ("exponent of the cost along one axis", "slope", _value),

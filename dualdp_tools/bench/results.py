@@ -38,6 +38,7 @@ SUITES = (
         "checks",
         "correlated",
         "checkpoints",
+        "compiled",
         "accounting",
         "end-to-end",
         "scale",

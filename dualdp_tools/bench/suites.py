@@ -61,6 +61,7 @@ SWEPT = (NON_PRIVATE, AUTO, MULTI, LOOP)
 RATES = {"checks=0": 0.0, "between checks": 1e-9, "every step checked": 1.0}
 # Noise of the engine's step.
 CORRELATED: dict[str, Strategy | None] = {"independent": None, **noise.CORRELATED}
+COMPILED = ", compiled"
 CHECKED = ("mlp", "mnist", "embed", "lstm", "gpt")
 # Shape of GPT-2 small with few positions and words: options by size, and examples.
 _FEW_WORDS = {"length": 128, "vocabulary": 1_000}
@@ -240,6 +241,40 @@ def checkpoints(session: Session) -> Rows:
     yield rows
 
 
+def compiled(session: Session) -> Rows:
+    """Measure the clipped sum and the non-private step, eager and compiled (PyTorch)."""
+    if session.stack.name != "torch":
+        return
+    from dualdp_tools.bench import systems_torch
+
+    backend = "aot_eager" if session.quick else "inductor"
+    for name, options, n in speed_points(session):
+        workload = workloads.create(name, **options)
+        if earlier := session.earlier_rows("compiled", workload):
+            yield earlier
+            continue
+        setting = Setting(workload, n, device=session.device)
+        batch = session.stack.load(setting, *workload.batch(n))
+        private = systems_torch.compiled(setting, backend)
+        systems = {
+            NON_PRIVATE: systems_torch.non_private(setting),
+            NON_PRIVATE + COMPILED: systems_torch.non_private(setting, backend=backend),
+            AUTO: systems_torch.dualdp(setting, "auto"),
+            AUTO + COMPILED: private,
+        }
+        calls = {key: partial(system.gradient, batch) for key, system in systems.items()}
+        usual = QUICK if session.quick else Protocol(rounds=15, warmup=2, patience=60.0)
+        timings = interleave(calls, replace(session.protocol or usual, far=math.inf))
+        base = empty_row(session.stack, "compiled", workload, n)
+        rows = []
+        for key, timing in timings.items():
+            row = replace(base, system=key, quantity="gradient")
+            rows.append(timing.fill(row, 1, ratio=timing.median / timings[NON_PRIVATE].median))
+        ratio = timings[AUTO + COMPILED].median / timings[NON_PRIVATE + COMPILED].median
+        last = replace(base, system=AUTO + COMPILED, quantity="over compiled", value=ratio)
+        yield [*rows, replace(last, note=private.chosen(batch))]
+
+
 def memory(session: Session) -> Rows:
     """Search the largest batch whose step is below a memory limit, for every admitted system."""
     limit = MEMORY_LIMIT[session.size_key]
@@ -367,5 +402,5 @@ def _slopes(rows: list[Row]) -> list[Row]:
 
 SUITES = {
     suite.__name__.replace("_", "-"): suite
-    for suite in (run, layers, memory, checks, correlated, checkpoints, end_to_end, scale)
+    for suite in (run, layers, memory, checks, correlated, checkpoints, compiled, end_to_end, scale)
 }

@@ -103,15 +103,25 @@ def peak_memory(
     return int(max(alive.max(initial=0), 0))
 
 
-def non_private(setting: Setting, checkpoints: bool = False) -> Prepared:
-    """Return the step without clipping and noise: zero_grad, loss, backward."""
+def non_private(
+    setting: Setting, checkpoints: bool = False, backend: str | None = None
+) -> Prepared:
+    """Return the step without clipping and noise: zero_grad, loss, backward.
+
+    With `backend`, loss and backward are compiled by that backend of torch.compile.
+    """
     problem = Problem(setting)
     if checkpoints:
         workloads_torch.checkpoint_blocks(problem.model)
 
+    def mean_loss(batch: Any) -> torch.Tensor:
+        return problem.losses(problem.model, *batch).mean()
+
+    loss = torch.compile(mean_loss, backend=backend, dynamic=False) if backend else mean_loss
+
     def gradient(batch: Any) -> None:
         problem.optimizer.zero_grad(set_to_none=True)
-        problem.losses(problem.model, *batch).mean().backward()
+        loss(batch).backward()
 
     def update(batch: Any) -> None:
         gradient(batch)
@@ -182,6 +192,21 @@ def dualdp(
         return result.grads, result.norms
 
     return problem.private(clip, lambda sums: dpt.noisy_mean(sums, plan, 0))
+
+
+def compiled(setting: Setting, backend: str) -> Prepared:
+    """Return the clipped sum as one compiled graph; `chosen` tells why it runs eagerly."""
+    import dualdp.torch as dpt
+
+    torch._dynamo.reset()  # a function has a limited number of graphs, and this is another point
+    problem = Problem(setting)
+    step = dpt.compile_clipped_grad_sum(problem.losses, problem.model, backend=backend)
+
+    def clip(batch: Any) -> tuple[Sums, torch.Tensor]:
+        result = step(*batch, max_grad_norm=setting.max_grad_norm)
+        return result.grads, result.norms
+
+    return replace(problem.private(clip), chosen=lambda batch: "; ".join(step.reasons))
 
 
 def auto(setting: Setting) -> Prepared:

@@ -26,6 +26,7 @@ from dualdp_torch.per_sample.clip import (
     refuse_two_pass,
 )
 from dualdp_torch.per_sample.gradients import Captured, Formed, Limits, added_up
+from dualdp_torch.per_sample.parameter_use import never_compiled
 from dualdp_torch.per_sample.vmap_and_loop import reweighted
 from dualdp_torch.rules.base import Tensor, is_narrow, wide
 
@@ -50,6 +51,7 @@ class ClippedGradSum(NamedTuple):
     aux: Any
 
 
+@never_compiled
 def per_sample_grads(
     loss_fn: LossFn,
     model: nn.Module,
@@ -118,6 +120,7 @@ def per_sample_grads(
     return (grads, join_aux(auxes, rows_per_unit)) if has_aux else grads
 
 
+@never_compiled
 def per_sample_norms(
     loss_fn: LossFn,
     model: nn.Module,
@@ -183,6 +186,7 @@ def per_sample_norms(
     return (norms, join_aux(auxes, rows_per_unit)) if has_aux else norms
 
 
+@never_compiled
 def clipped_grad_sum(
     loss_fn: LossFn,
     model: nn.Module,
@@ -272,7 +276,7 @@ def _of_chunks(
     """Yield (chunk, checked numbers) for every chunk of the batch; (aux, size) joins `auxes`."""
     for chunk in call.chunks():
         numbers, aux = compute(chunk)
-        _check(chunk, numbers, compute)
+        check_numbers(chunk, numbers, compute)
         auxes.append((aux, chunk.batch.n))
         yield chunk, numbers
 
@@ -397,7 +401,7 @@ class _SecondPass:
         return sums
 
 
-def _check(
+def check_numbers(
     call: Call, numbers: BatchNumbers, compute: Callable[[Call], tuple[BatchNumbers, Any]]
 ) -> None:
     """Compare the numbers of one chunk of the batch with plain autograd, if a check is due."""

@@ -141,7 +141,7 @@ class Call:
 
     def chunks(self) -> Iterator[Call]:
         """Yield a call for every chunk of the batch."""
-        self._choose_chunk_size()
+        self.choose_chunk_size()
         is_due = (
             not (self.check == "off" or self.method == "loop")
             and self.batch.n > 1
@@ -155,7 +155,7 @@ class Call:
             yield chunk
             is_due = is_due and not chunk.was_compared
 
-    def _choose_chunk_size(self) -> None:
+    def choose_chunk_size(self) -> None:
         """Choose a chunk size for which one chunk keeps at most `max_memory` bytes.
 
         Without `max_memory` a chunk may keep half of the device's free memory. The bytes per
@@ -164,7 +164,7 @@ class Call:
         if self.batch.n < 2 or not self.parameters:
             return
         if not self.cache:
-            self._analyze()
+            self.analyze()
         keep = "all" if self.cache.problem else METHODS[self.method] or "all"
         if keep not in self.cache.bytes_each:
             self.cache.bytes_each[keep] = max(self._bytes_per_example(keep), 1)
@@ -243,12 +243,12 @@ class Call:
             if self.batch.n == 1:
                 refuse_mixing_modules(self.model)
             elif not self.cache:
-                self._analyze()
+                self.analyze()
             self._begin_forward()
             by_loops = self.method == "loop" or self.batch.n == 1
             return by_loop(*arguments) if by_loops else by_vmap(*arguments)
         try:
-            found = self._captured()
+            found = self.captured()
         except (_NoCapture, ChangedInPlaceError, SecondOrderError):
             self._begin_forward()
             return by_vmap(*arguments)
@@ -266,7 +266,7 @@ class Call:
         if self.is_checked or self.method == "two_pass":
             self.start = Start.of(self.model, self.cache.writes)
 
-    def _analyze(self) -> Analysis | None:
+    def analyze(self) -> Analysis | None:
         """Analyse the model on this batch, and cache the analysis if it is complete."""
         with gradients_set_aside(self.parameters):
             analysis = analyze(
@@ -282,9 +282,9 @@ class Call:
             self.cache.add(analysis)
         return analysis
 
-    def _captured(self) -> tuple[Gradients, Tensor, Any] | None:
+    def captured(self) -> tuple[Captured, Tensor, Any] | None:
         """Gradients from captured uses that an analysis covers; None for too few examples."""
-        fresh = None if self.cache else self._analyze()
+        fresh = None if self.cache else self.analyze()
         if self.cache.problem:
             raise _NoCapture(self.cache.problem)
         skip = self.cache.skip or (fresh.skip if fresh else frozenset())
@@ -298,7 +298,7 @@ class Call:
         losses = check_losses(losses, self.batch.n)
         total = losses if self.mask is None else losses.masked_fill(~self.mask, 0)
         signatures = tuple(use.signature for use in capture.uses)
-        analysis = self.cache.get(signatures) or fresh or self._analyze()
+        analysis = self.cache.get(signatures) or fresh or self.analyze()
         if analysis is None:  # fewer than two examples with a finite loss: nothing can be found
             return None
         if analysis.problem or analysis.signatures != signatures:

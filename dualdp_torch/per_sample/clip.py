@@ -12,7 +12,7 @@ import torch
 from dualdp import _validate
 from dualdp.plan.clipping import AUTOMATIC_OFFSET, CLIPPING, factors_for, group_bounds
 from dualdp_torch.parallel.fsdp import Shards
-from dualdp_torch.per_sample.gradients import Gradients, Limits, Squares, added_up
+from dualdp_torch.per_sample.gradients import Captured, Gradients, Limits, Squares, added_up
 from dualdp_torch.rules.base import Tensor, sq_norms
 
 #: Underflow of squares matters below this bound; above, the squares lost in 2^40 numbers change a
@@ -126,6 +126,13 @@ def _factors(squares: Squares, norms: Tensor, bounds: Mapping[str, Any], clippin
     return {name: factors[group_of(name)] for name in squares.of}
 
 
+def _limits(bounds: Mapping[str, Any], clipping: str) -> Limits:
+    """Return the clipping groups and the precision that their norms need."""
+    if clipping == "per_layer":
+        return Limits(group_of, bounds)
+    return Limits(lambda name: "", {"": AUTOMATIC_OFFSET} if clipping == "automatic" else bounds)
+
+
 @dataclass(frozen=True)
 class Factors:
     """Clip factors of n examples: `of` maps parameter names to the (n,) factors of their groups.
@@ -159,10 +166,7 @@ def clip_factors(
         Contributions are bounded also where squares underflow.
             [test_contributions_are_bounded_where_squares_underflow]
     """
-    limits = Limits(group_of, bounds)
-    if clipping != "per_layer":
-        floors = {"": AUTOMATIC_OFFSET} if clipping == "automatic" else bounds
-        limits = Limits(lambda name: "", floors)
+    limits = _limits(bounds, clipping)
     squares, norms = norms_of(gradients, limits, n)
     counted, rows = mask, None  # the mask of a loader lies on the host
     if not squares.are_finite:
@@ -176,6 +180,24 @@ def clip_factors(
         squares = added_up(_squares_of_minute_gradients(gradients), limits.group_of, n)
         lengths = squares.whole.sqrt()
     return Factors(_factors(squares, lengths, bounds, clipping), norms, rows, squares.of)
+
+
+def static_clip_factors(
+    gradients: Captured, bounds: Mapping[str, Tensor], clipping: str, mask: Tensor
+) -> tuple[Factors, Tensor]:
+    """Return clip factors by operations that are the same for any batch, and if they are valid.
+
+    `bounds` are () tensors. The second result is a () bool tensor; where it is False, only
+    `clip_factors` is exact: it leaves broken examples out and forms gradients that cancel.
+    """
+    squares, are_valid = gradients.static_sq_norms(_limits(bounds, clipping))
+    norms = squares.whole.sqrt().where(mask, 0)
+    return Factors(_factors(squares, norms, bounds, clipping), norms, None, squares.of), are_valid
+
+
+def below_static(bounds: Mapping[str, float]) -> bool:
+    """True if a bound is so small that squares may underflow, which `clip_factors` alone treats."""
+    return min(bounds.values()) < _LEAST_BOUND
 
 
 def clipped_sums(

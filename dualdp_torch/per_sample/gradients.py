@@ -48,6 +48,15 @@ def _stacked(rows: list[Tensor]) -> Tensor:
     return rows[0].unsqueeze(0) if len(rows) == 1 else torch.stack(rows)
 
 
+def _least(floors: Sequence[Any], like: Tensor) -> Any:
+    """Smallest squares whose errors matter, a number or (groups, 1), from numbers or tensors."""
+    if any(map(torch.is_tensor, floors)):
+        least = torch.stack([torch.as_tensor(floor, device=like.device) for floor in floors])
+        return least.square().clamp(min=_LEAST).to(like.dtype).unsqueeze(1)
+    squares = [max(floor**2, _LEAST) for floor in floors]
+    return squares[0] if len({*squares}) == 1 else like.new_tensor(squares).unsqueeze(1)
+
+
 class Squares(NamedTuple):
     """Squared norms (n,): `of` each parameter, their `totals` by clipping group, and the `whole`.
 
@@ -85,12 +94,12 @@ class Limits:
 
     Attributes:
         group_of: function from parameter name to clipping group.
-        floors: mapping from group to the norm below which no relative precision is needed: C, or
-            the offset of automatic clipping; groups that are not listed have 0.
+        floors: mapping from group to the norm below which no relative precision is needed, a number
+            or () tensor: C, or the offset of automatic clipping; groups that are not listed have 0.
     """
 
     group_of: Callable[[str], str] = str
-    floors: Mapping[str, float] = field(default_factory=dict)
+    floors: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Gradients(Protocol):
@@ -346,6 +355,27 @@ class Captured:
                 [test_questions_to_a_record_may_be_repeated]
         """
         self._apart, self._doubts = {}, None
+        return self._judged(self._tables(), limits)
+
+    def static_sq_norms(self, limits: Limits) -> tuple[Squares, Tensor]:
+        """Return squared norms by the same operations for any batch, and if they can be used.
+
+        The second result is a () bool tensor, True if all norms are finite and as precise as
+        `limits` asks; `sq_norms` would form gradients where it is False.
+        """
+        names, rows, bounded, errors = _merged(self._tables())
+        by_name = dict(zip(names, rows, strict=True))
+        of = {name: by_name[name] for name in self._parameters}
+        totals = _totals(names, rows, limits.group_of)
+        whole = _added([*totals.values()])
+        are_good = whole < torch.inf
+        if bounded:
+            _, error, tolerated = self._compared(bounded, errors, totals, limits)
+            are_good = are_good & (error <= tolerated).all(0)
+        return Squares(of, totals, whole, True), are_good.all()
+
+    def _tables(self) -> list[tuple[list[str], Tensor, list[str], Tensor]]:
+        """Return squared norms and error bounds of all parameters, see `NormTable.finish`."""
         tables: dict[torch.dtype, NormTable] = {}
         small: dict[Any, list[str]] = {}
         pulled_back = self._pulled_back()
@@ -375,8 +405,7 @@ class Captured:
             table.add_lengths([name], lengths(formed)[None])
         for (_, dtype, _), names in small.items():
             tables[dtype].add_lengths(names, self._lengths_of_alike(names))
-        found = [table.finish() for table in tables.values()]
-        return self._judged(found, limits)
+        return [table.finish() for table in tables.values()]
 
     def _lengths_of_alike(self, names: list[str]) -> Tensor:
         """(k, n) of kept gradients of one shape, which from now on share one tensor."""
@@ -398,13 +427,8 @@ class Captured:
             return added_up(of, limits.group_of, self._n)
         totals = _totals(names, rows, limits.group_of)
         whole = _added([*totals.values()])
-        doubted = _totals(bounded, errors, limits.group_of)
-        error = _stacked([*doubted.values()])
-        floors = [max(limits.floors.get(group, 0.0) ** 2, _LEAST) for group in doubted]
-        least: Any = floors[0] if len({*floors}) == 1 else error.new_tensor(floors).unsqueeze(1)
-        tolerated = _stacked([totals[group] for group in doubted]).clamp(min=least)
-        is_exact = error <= tolerated.mul_(margin_of(tolerated.dtype))  # False for nan
-        self._doubts = error, tolerated
+        doubted, error, tolerated = self._compared(bounded, errors, totals, limits)
+        is_exact = error <= tolerated  # False for nan
         if bool((is_exact & (whole < torch.inf)).all()):  # the only look at the host
             return Squares(of, totals, whole, True)
         self._doubts = error.masked_fill(~is_exact, 0), tolerated
@@ -417,6 +441,21 @@ class Captured:
         totals = _totals(names, rows, limits.group_of)
         whole = _added([*totals.values()])
         return Squares(of, totals, whole, bool((whole < torch.inf).all()))
+
+    def _compared(
+        self,
+        bounded: Sequence[str],
+        errors: Tensor,
+        totals: Mapping[str, Tensor],
+        limits: Limits,
+    ) -> tuple[list[str], Tensor, Tensor]:
+        """Groups with error bounds, and (groups, n) errors and their tolerances."""
+        doubted = _totals(bounded, errors, limits.group_of)
+        error = _stacked([*doubted.values()])
+        least = _least([limits.floors.get(group, 0.0) for group in doubted], error)
+        tolerated = _stacked([totals[group] for group in doubted]).clamp(min=least)
+        self._doubts = error, tolerated.mul_(margin_of(tolerated.dtype))
+        return [*doubted], error, tolerated
 
     def _form_apart(self, name: str, rows: Tensor, found: dict[str, Tensor]) -> None:
         """Form and keep one parameter's gradients of the examples `rows`; update their norms."""

@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -17,11 +18,25 @@ from torch.nn.parameter import is_lazy
 from dualdp._validate import UnsupportedLayerError
 from dualdp_torch.rules.base import Rule, Tensor
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
 
 def eagerly() -> AbstractContextManager[Any]:
     """Context in which compiled models run eagerly: a compiled graph hides its parameters."""
     compiles = "torch._dynamo" in sys.modules
     return torch.compiler.set_stance("force_eager") if compiles else nullcontext()
+
+
+def never_compiled(function: _Function) -> _Function:
+    """Decorate a function that compiled code calls as it is: Dynamo can't trace a capture."""
+    disabled = torch._disable_dynamo(function)
+
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        run = disabled if "torch._dynamo" in sys.modules else function
+        return run(*args, **kwargs)
+
+    return cast("_Function", called)
 
 
 class _Attach(torch.autograd.Function):

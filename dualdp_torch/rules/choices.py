@@ -20,6 +20,7 @@ OPERATIONS = {
     "convolution": ("gram", "folded", "unfold", "crb"),
 }
 _forced: ContextVar[Mapping[str, str] | None] = ContextVar("forced", default=None)
+_static: ContextVar[bool] = ContextVar("static", default=False)
 
 
 @contextlib.contextmanager
@@ -44,6 +45,21 @@ def forced(**methods: str) -> Iterator[None]:
 def is_forced() -> bool:
     """True if the method of some operation is forced."""
     return bool(_forced.get())
+
+
+@contextlib.contextmanager
+def static() -> Iterator[None]:
+    """Context in which rules choose by shapes alone and read no data, as a traced step must."""
+    token = _static.set(True)
+    try:
+        yield
+    finally:
+        _static.reset(token)
+
+
+def is_static() -> bool:
+    """True if a rule may not read data: its operations and shapes must hold for any batch."""
+    return _static.get()
 
 
 def choose(operation: str, usual: str, methods: Iterable[str], sizes: Iterable[int]) -> str:

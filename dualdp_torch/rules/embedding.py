@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from dualdp_torch.rules import linear
+from dualdp_torch.rules import choices, linear
 from dualdp_torch.rules.base import Rule, Tensor, all_but_last, on_host, sq_norms
 from dualdp_torch.rules.together import Described, Gram
 
@@ -85,7 +85,13 @@ def weight_sq_norms(
         return Gram((1, t), g, partial(_equal_ids, ids, g))
     g = g.reshape(n * t, shape[1])
     slots = _slots(ids, shape[0])
-    repeated = (slots != torch.arange(n * t, device=g.device)).nonzero().flatten()
+    is_repeated = slots != torch.arange(n * t, device=g.device)
+    if choices.is_static():  # how many ids are repeated is no part of the shapes
+        lengths = 2 * torch.linalg.vector_norm(g, dim=1).masked_fill(~is_repeated, 0)
+        sums = torch.zeros_like(g).index_add_(0, slots, g)
+        lengths = lengths.view(n, t).sum(1)
+        return sq_norms(sums.view(n, t, shape[1])), linear.rounding_error(lengths.square_())
+    repeated = is_repeated.nonzero().flatten()
     added = g[repeated]
     sums = g.index_fill(0, repeated, 0).index_add_(0, slots[repeated], added)
     # Rounding matters where rows cancel: then the row that they are added to is about as long.

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from dualdp_torch.rules import choices
 from dualdp_torch.rules.base import Tensor
 from dualdp_torch.rules.matmul import by_onednn
 
@@ -28,9 +29,10 @@ def lstm_with_gates(
     """Output (t, n, h), last states (n, h) twice, activated gates i, f, g, o (t, n, 4, h).
 
     From x (t, n, i), first states (n, h), weights (4 h, i) and (4 h, h), and two biases (4 h,).
-    None if oneDNN cannot run the layer or returns no such workspace.
+    None if oneDNN cannot run the layer or returns no such workspace, and where data may not be
+    read: the gates must be checked.
     """
-    if _layer is None or torch.is_autocast_enabled("cpu") or not x.numel():
+    if _layer is None or torch.is_autocast_enabled("cpu") or not x.numel() or choices.is_static():
         return None
     if not by_onednn(x, h, c, *weights):
         return None

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
 from torch import nn
@@ -593,6 +593,19 @@ class PrivacyEngine:
         """
         with self._require_step().pause():
             yield
+
+    def compile(self) -> NoReturn:
+        """Refuse to compile the steps of a loop, whose forward and loss the engine records.
+
+        Raises:
+            NotImplementedError: always; the message names what can be compiled.
+        """
+        raise NotImplementedError(
+            "engine.compile() has no step to compile: forward and loss run in your loop, and the "
+            "engine records them. Expected a loop of your own: "
+            "dualdp.torch.compile_clipped_grad_sum(loss_fn, model) on the batches of "
+            "engine.make_loader, then noisy_mean."
+        )
 
     def get_epsilon(self, delta: float | None = None, *, accept_unverified: bool = False) -> float:
         """Return an upper bound of the epsilon spent so far.

@@ -414,14 +414,16 @@ def invoke(monkeypatch, tmp_path):
 @pytest.mark.parametrize("suite", suites.SUITES)
 @pytest.mark.parametrize("backend", [BACKENDS[0], pytest.param("jax", marks=pytest.mark.slow)])
 def test_every_suite_runs(suite, backend, invoke):
-    if (suite, backend) == ("checkpoints", "jax"):
-        return  # of PyTorch's engine
+    if suite in ("checkpoints", "compiled") and backend == "jax":
+        return  # of PyTorch
     arguments = (suite, "--backend", backend, "--system", "vmap(grad)", "--batch", "4")
     found, output, folder = invoke(*arguments)
     assert {row.suite for row in found.rows} == {suite}
     saved = (f"{name}, checkpointed" for name in (NON_PRIVATE, AUTO))
     engines = {"checks": {*suites.RATES, AUTO}, "correlated": {*suites.CORRELATED}}
-    ours = {**engines, "checkpoints": {AUTO, *saved}}.get(suite, {"vmap(grad)"})
+    compiled = {AUTO, AUTO + suites.COMPILED, NON_PRIVATE + suites.COMPILED}
+    ours = {**engines, "checkpoints": {AUTO, *saved}, "compiled": compiled}
+    ours = ours.get(suite, {"vmap(grad)"})
     assert {row.system for row in found.rows} == {NON_PRIVATE, *ours}
     assert not [row.error for row in found.rows if row.error]
     assert min(ours) in output
