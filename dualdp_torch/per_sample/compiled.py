@@ -314,7 +314,7 @@ class CompiledGradSum:
             None,
             mask,
             check=self._check,
-            purpose=("clipped_grad_sum", self._clipping),
+            purpose=("clipped_grad_sum", self._clipping, "compiled"),
         )
         bounds = clipping_bounds(call.parameters, self._clipping, max_grad_norm)
         found: list[tuple[BatchNumbers, int]] = []
