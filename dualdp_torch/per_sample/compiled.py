@@ -120,6 +120,7 @@ class Program:
 
     def __init__(self, losses: GraphModule, backend: str | Callable[..., Any]) -> None:
         self._losses, self._backend = losses, backend
+        self._keeps_outputs = isinstance(backend, str)  # on a CPU
         self._num_inputs = sum(node.op == "placeholder" for node in losses.graph.nodes)
         self._reason: str | None = None
         self.joint: GraphModule | None = None
@@ -144,7 +145,10 @@ class Program:
         ):
             raise NotCompiledError("its parameters are not those of the compiled graph")
         with torch.no_grad():
-            return list(self._compiled(*arguments))
+            found = list(self._compiled(*arguments))
+            if self._keeps_outputs and not found[0].is_cuda:
+                return found
+            return [output.clone() for output in found]  # a replayed graph writes to the same ones
 
     def numbers(self, request: _Request, found: Sequence[Tensor], inputs: Any) -> BatchNumbers:
         """Return the outputs as numbers of the batch; a contribution runs the graph again."""
