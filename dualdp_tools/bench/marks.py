@@ -58,7 +58,7 @@ def _is_beside(other: Row, row: Row) -> bool:
     same = ("suite", "stack", "workload", "options", "batch", "quantity", "axis")
     return (
         bool(other.seconds)
-        and other.system != NON_PRIVATE
+        and not other.system.startswith(NON_PRIVATE)
         and not other.system.startswith(OURS)
         and all(getattr(other, name) == getattr(row, name) for name in same)
     )
