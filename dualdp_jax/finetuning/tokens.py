@@ -59,6 +59,7 @@ def response_tokens(model: Any, batch: Any, of: str) -> Tokens:
     """
     _check_batch(batch, of)
     ids, labels = jnp.asarray(batch["input_ids"]), jnp.asarray(batch["labels"])
+    labels = labels.astype(jnp.int64 if labels.dtype.itemsize == 8 else jnp.int32)  # holds -100
     front = ids.ndim - 1
     inputs = {name: _as_rows(value, front) for name, value in batch.items() if name not in _OURS}
     logits = _logits(model(_as_rows(ids, front), **inputs), _as_rows(ids, front).shape)

@@ -51,7 +51,7 @@ def per_sample_grads(
     key: Any = None,
     trainable: Any = None,
     keep_batch_dim: bool = False,
-    rows_per_unit: int = 1,
+    rows_per_unit: int | None = None,
     row_weights: Any = None,
     check: str = "first",
 ) -> Any:
@@ -121,7 +121,7 @@ def per_sample_norms(
     key: Any = None,
     trainable: Any = None,
     keep_batch_dim: bool = False,
-    rows_per_unit: int = 1,
+    rows_per_unit: int | None = None,
     row_weights: Any = None,
     check: str = "first",
 ) -> Any:
@@ -183,7 +183,7 @@ def clipped_grad_sum(
     key: Any = None,
     trainable: Any = None,
     keep_batch_dim: bool = False,
-    rows_per_unit: int = 1,
+    rows_per_unit: int | None = None,
     row_weights: Any = None,
     check: str = "first",
 ) -> ClippedGradSum:

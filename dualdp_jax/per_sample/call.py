@@ -84,7 +84,7 @@ def build(
     trainable: Any,
     keep_batch_dim: bool = False,
     positions: Any = None,
-    rows_per_unit: int = 1,
+    rows_per_unit: int | None = None,
     row_weights: Any = None,
 ) -> Call:
     """Check the arguments of a call and bring them to normal form; `loss_fn` is not run on data.
@@ -94,7 +94,12 @@ def build(
     """
     parameters = what if isinstance(what, Parameters) else split(what, trainable)
     arrays, num_rows, rebuild = split_batch(batch)
-    rows_per_unit = units.check_rows(rows_per_unit, num_rows)
+    if row_weights is not None and rows_per_unit is None:
+        raise ValueError(
+            "row_weights came without rows_per_unit, so that each row would be clipped alone. "
+            "Expected rows_per_unit=K, the number of rows of a unit."
+        )
+    rows_per_unit = units.check_rows(1 if rows_per_unit is None else rows_per_unit, num_rows)
     weights = units.check_weights(row_weights, num_rows, parameters.dtype)
     _check_key(key)
     named = {} if key is None else {"key": key}

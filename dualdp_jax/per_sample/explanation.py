@@ -28,7 +28,7 @@ def explain(
     key: Any = None,
     trainable: Any = None,
     keep_batch_dim: bool = False,
-    rows_per_unit: int = 1,
+    rows_per_unit: int | None = None,
     row_weights: Any = None,
     check: str = "first",
 ) -> dict[str, Any]:

@@ -59,7 +59,7 @@ def response_tokens(model: Any, batch: Any, *, may_be_packed: bool) -> Tokens:
     Raises:
         TypeError, ValueError: a wrong batch, or outputs of another shape.
     """
-    ids, labels = batch["input_ids"], batch["labels"]
+    ids, labels = batch["input_ids"], batch["labels"].long()  # -100 is no number of 8 bits
     inputs = {name: value for name, value in batch.items() if name not in _OURS}
     is_shifted = "decoder_input_ids" not in batch
     positions = batch.get("position_ids") if is_shifted else None
@@ -77,7 +77,7 @@ def response_tokens(model: Any, batch: Any, *, may_be_packed: bool) -> Tokens:
     logits = _logits(model(ids, **inputs), labels)
     if is_shifted:
         logits, labels = logits[:, :-1], labels[:, 1:]
-    labels = labels.long().masked_fill(~counts, IGNORED)
+    labels = labels.masked_fill(~counts, IGNORED)
     losses = F.cross_entropy(
         logits.to(wide(logits.dtype)).movedim(-1, 1),
         labels,
@@ -132,9 +132,9 @@ def _check_values(
                 "The model has an encoder and a decoder, and the batch has no decoder_input_ids. "
                 "Add model.prepare_decoder_input_ids_from_labels(labels)."
             )
-    if torch._C._functorch.is_functorch_wrapped_tensor(counts) or type(counts) is not Tensor:
-        return
     if torch.compiler.is_compiling() or get_proxy_mode() is not None:
+        return
+    if torch._C._functorch.is_functorch_wrapped_tensor(counts) or type(counts) is not Tensor:
         return
     mask, none = batch.get("attention_mask"), counts.new_zeros(len(counts))
     is_packed = is_left = none

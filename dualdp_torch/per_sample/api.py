@@ -61,7 +61,7 @@ def per_sample_grads(
     max_memory: int | None = None,
     has_aux: bool = False,
     check: str = "first",
-    rows_per_unit: int = 1,
+    rows_per_unit: int | None = None,
     row_weights: Tensor | None = None,
 ) -> Any:
     """Return the gradient of every example's own loss.
@@ -117,7 +117,7 @@ def per_sample_grads(
         else p.new_zeros((0, *p.shape)).detach()
         for name, p in call.parameters.items()
     }
-    return (grads, join_aux(auxes, rows_per_unit)) if has_aux else grads
+    return (grads, join_aux(auxes, rows_per_unit or 1)) if has_aux else grads
 
 
 @never_compiled
@@ -131,7 +131,7 @@ def per_sample_norms(
     max_memory: int | None = None,
     has_aux: bool = False,
     check: str = "first",
-    rows_per_unit: int = 1,
+    rows_per_unit: int | None = None,
     row_weights: Tensor | None = None,
 ) -> Any:
     """Return the L2 norm of every example's gradient.
@@ -183,7 +183,7 @@ def per_sample_norms(
             else torch.zeros(0, dtype=wide(p.dtype), device=p.device)
             for name, p in call.parameters.items()
         }
-    return (norms, join_aux(auxes, rows_per_unit)) if has_aux else norms
+    return (norms, join_aux(auxes, rows_per_unit or 1)) if has_aux else norms
 
 
 @never_compiled
@@ -199,7 +199,7 @@ def clipped_grad_sum(
     max_memory: int | None = None,
     has_aux: bool = False,
     check: str = "first",
-    rows_per_unit: int = 1,
+    rows_per_unit: int | None = None,
     row_weights: Tensor | None = None,
 ) -> ClippedGradSum:
     """Return the sum over examples of gradients scaled to norm at most C.
@@ -266,7 +266,7 @@ def clipped_grad_sum(
     if not norms:
         grads = {n: torch.zeros_like(p, dtype=wide(p.dtype)) for n, p in call.parameters.items()}
         norms = losses = [_no_norms(call)]
-    aux = join_aux(auxes, rows_per_unit) if has_aux else None
+    aux = join_aux(auxes, rows_per_unit or 1) if has_aux else None
     return ClippedGradSum(grads, torch.cat(norms), torch.cat(losses), aux)
 
 

@@ -93,7 +93,7 @@ class Call:
         mask: Tensor | None = None,
         check: str = "off",
         purpose: tuple[str, ...] = (),
-        rows_per_unit: int = 1,
+        rows_per_unit: int | None = None,
         row_weights: Tensor | None = None,
     ) -> Call:
         """Check every argument before anything runs, and return the call."""

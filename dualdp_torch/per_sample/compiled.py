@@ -406,7 +406,8 @@ class CompiledGradSum:
             raise NotCompiledError("squares of float32 underflow at so small a max_grad_norm")
         self._request, self._found = request, None
         try:
-            with torch.enable_grad():
+            guarded = torch._dynamo.config.patch(skip_nnmodule_hook_guards=False)
+            with torch.enable_grad(), guarded:
                 self._losses(*call.batch.arguments())
         except NotCompiledError:
             raise
@@ -470,7 +471,8 @@ def compile_clipped_grad_sum(
 
     Forward, backward, norms, clip factors and sums are one graph, without an operation that reads
     data on the host. There is one graph for each shape, dtype, device, training flag, and whatever
-    else the forward reads (torch.compile guards it); values of parameters, buffers, batch, mask
+    else the forward reads (torch.compile guards it, but for methods replaced on a class, hooks on
+    all modules and the environment); values of parameters, buffers, batch, mask
     and C are arguments. With `physical_batch_size` batches of any size run on one shape.
 
     A call whose forward has no such graph runs eagerly: one that draws random numbers (dropout),

@@ -14,6 +14,9 @@ from dualdp import _validate
 from dualdp_torch.per_sample.batch import Batch, check_losses, split_aux
 from dualdp_torch.rules.base import Tensor, wide
 
+#: Attribute of a loader's tensors: how many rows a unit has, and if they have weights.
+_OF_UNITS = "_dualdp_of_units"
+
 
 @dataclass(frozen=True)
 class UnitLoss:
@@ -67,9 +70,12 @@ def of_units(
 
     Raises:
         TypeError: weights of another type.
-        ValueError: a split unit; weights of another shape, or not finite.
+        ValueError: a split unit; weights of another shape, not finite, or without rows_per_unit;
+            a loader's units taken for single rows.
     """
-    k = _validate.integer("rows_per_unit", rows_per_unit, minimum=1)
+    _require_units(pytree.tree_leaves(batch), rows_per_unit, row_weights)
+    k = 1 if rows_per_unit is None else rows_per_unit
+    k = _validate.integer("rows_per_unit", k, minimum=1)
     found = Batch(batch, rows_per_unit=k)
     if row_weights is None:
         return (loss_fn if k == 1 else UnitLoss(loss_fn, k, False, has_aux)), found
@@ -97,6 +103,34 @@ def of_units(
         found = found.on([_without_nan(t, padding) for t in found.tensors()])
     weighted = Batch((weights, *found.arguments()), rows_per_unit=k)
     return UnitLoss(loss_fn, k, True, has_aux), weighted
+
+
+def mark(batch: Any, rows_per_unit: int, has_weights: bool) -> None:
+    """Mark the tensors of a loader's batch, whose consecutive rows are one unit."""
+    for leaf in pytree.tree_leaves(batch):
+        if torch.is_tensor(leaf):
+            setattr(leaf, _OF_UNITS, (rows_per_unit, has_weights))
+
+
+def _require_units(leaves: list[Any], rows_per_unit: Any, row_weights: Any) -> None:
+    """Refuse a call that would clip each row of a unit alone, or count rows of padding."""
+    if row_weights is not None and rows_per_unit is None:
+        raise ValueError(
+            "row_weights came without rows_per_unit, so that each row would be clipped alone. "
+            "Expected rows_per_unit=K, the number of rows of a unit."
+        )
+    size, has_weights = next(
+        (getattr(leaf, _OF_UNITS) for leaf in leaves if hasattr(leaf, _OF_UNITS)),
+        (rows_per_unit, False),
+    )
+    if size != rows_per_unit or (has_weights and row_weights is None):
+        weights = ", row_weights=chunk.row_weights" if has_weights else ""
+        raise ValueError(
+            f"The loader gave {size} rows for each unit, but the call has rows_per_unit="
+            f"{rows_per_unit} and {'no ' if row_weights is None else ''}row_weights, so that a "
+            "unit would move the sum by more than C, or padding would count. Expected "
+            f"clipped_grad_sum(..., rows_per_unit={size}{weights})."
+        )
 
 
 def _without_nan(tensor: Tensor, padding: Tensor) -> Tensor:

@@ -13,6 +13,8 @@ from dualdp_torch.rules.base import Tensor, is_narrow
 
 #: Names in the optimizer's state; the second moment is not Adam's, so it has another name.
 FIRST, SECOND = "exp_avg", "exp_avg_sq_corrected"
+#: Settings of torch.optim.AdamW that are another algorithm.
+_NOT_OURS = ("maximize", "amsgrad")
 
 
 class AdamBC(torch.optim.Optimizer):
@@ -76,15 +78,16 @@ class AdamBC(torch.optim.Optimizer):
                 f"betas={group['betas']!r} is no pair. Expected two numbers in [0, 1)."
             )
         adam.check_settings(**_settings(group), weight_decay=group["weight_decay"])
+        unknown = [name for name in _NOT_OURS if group.get(name)]
+        if unknown:
+            raise ValueError(f"AdamBC has no {unknown[0]!r}. Expected a group without it.")
         super().add_param_group(param_group)
-        held = self.param_groups[-1]["params"]
-        if is_narrow(held) or any(not p.is_floating_point() for p in held):
+        try:
+            for p in self.param_groups[-1]["params"]:
+                _require_wide(p)
+        except ValueError:
             self.param_groups.pop()
-            raise ValueError(
-                f"AdamBC got parameters of {sorted({str(p.dtype) for p in held})}, in which the "
-                "difference of two large squares would be rounded away. Expected float32 or "
-                "float64 parameters (with autocast for the forward)."
-            )
+            raise
 
     @torch._disable_dynamo
     @torch.no_grad()
@@ -103,8 +106,8 @@ class AdamBC(torch.optim.Optimizer):
 
         Raises:
             TypeError: noise_stddev is missing, or no number.
-            ValueError: noise_stddev is negative or not finite; or the state is that of another
-                optimizer.
+            ValueError: noise_stddev is negative or not finite; the state is that of another
+                optimizer; settings or parameters were changed to some that are refused.
         """
         loss = None
         if closure is not None:
@@ -123,8 +126,10 @@ class AdamBC(torch.optim.Optimizer):
                 "step(noise_stddev=plan.noise_stddev(t) / plan.expected_batch_size_at(t))."
             )
         stddev = _validate.non_negative("noise_stddev", noise_stddev)
-        for p in (p for _, held in due for p in held):
-            self._require_own_state(p)
+        for group, held in due:
+            adam.check_settings(**_settings(group), weight_decay=group["weight_decay"])
+            for p in held:
+                self._require_own_state(p)
         for group, held in due:
             for p in held:
                 self._update(p, group, stddev)
@@ -132,6 +137,7 @@ class AdamBC(torch.optim.Optimizer):
 
     def _require_own_state(self, p: Tensor) -> None:
         """Refuse the state of another optimizer, and a gradient that is not dense."""
+        _require_wide(p)
         state = self.state.get(p, {})
         if "step" in state and SECOND not in state:
             raise ValueError(
@@ -155,6 +161,16 @@ class AdamBC(torch.optim.Optimizer):
         for old, value in zip(moments, new, strict=True):
             old.copy_(value)
         p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(group["lr"] * direction)
+
+
+def _require_wide(p: Tensor) -> None:
+    """Refuse a parameter below float32."""
+    if is_narrow([p]) or not p.is_floating_point():
+        raise ValueError(
+            f"AdamBC got parameters of {p.dtype}, in which the difference of two large squares "
+            "would be rounded away. Expected float32 or float64 parameters (with autocast for the "
+            "forward)."
+        )
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:

@@ -53,16 +53,13 @@ def with_ema(optimizer: torch.optim.Optimizer, decay: float = 0.999) -> torch.op
     decay = _validate.probability("decay", decay)
     if decay == 1:
         raise ValueError("decay=1 would keep the first parameters. Expected a number in [0, 1).")
-    if is_narrow(p for group in optimizer.param_groups for p in group["params"]):
-        raise ValueError(
-            "The optimizer holds parameters below float32, whose average would be rounded away. "
-            "Expected float32 or float64 parameters (with autocast for the forward)."
-        )
+    _require_wide(optimizer)
     if optimizer in _averaging:
         raise ValueError("The optimizer keeps an average already. Expected with_ema once.")
     first: dict[Tensor, Tensor] = {}
 
     def before(optimizer: Any, *_: Any) -> None:
+        _require_wide(optimizer)
         for group in optimizer.param_groups:
             for p in group["params"]:
                 if p not in first and AVERAGE not in optimizer.state.get(p, {}):
@@ -85,6 +82,15 @@ def with_ema(optimizer: torch.optim.Optimizer, decay: float = 0.999) -> torch.op
     optimizer.register_step_post_hook(after)
     _averaging.add(optimizer)
     return optimizer
+
+
+def _require_wide(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse parameters below float32."""
+    if is_narrow(p for group in optimizer.param_groups for p in group["params"]):
+        raise ValueError(
+            "The optimizer holds parameters below float32, whose average would be rounded away. "
+            "Expected float32 or float64 parameters (with autocast for the forward)."
+        )
 
 
 def averaged(model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:

@@ -13,7 +13,7 @@ from dualdp import _validate, sparse
 from dualdp.plan.clipping import clip_factors
 from dualdp.plan.plan import require_plan
 from dualdp_torch.noise.noise import noisy_mean
-from dualdp_torch.rules.base import Tensor
+from dualdp_torch.rules.base import Tensor, wide
 
 _MAP = "contribution map"  # name of the map among the sums; no parameter's, which has no blank
 
@@ -79,8 +79,8 @@ def contribution_map(
         kind = ids.dtype if torch.is_tensor(ids) else _validate.kind(ids)
         raise TypeError(f"ids is {kind}. Expected a tensor of integers, (n, ...).")
     units = -1 if ids.ndim == 0 or len(ids) % unit else len(ids) // unit
-    if units < 0 or not (mask is None or (mask.dtype == torch.bool and mask.shape == (units,))):
-        shape = None if mask is None else (mask.dtype, tuple(mask.shape))
+    if units < 0 or not (mask is None or _is_mask(mask, units)):
+        shape = (mask.dtype, tuple(mask.shape)) if torch.is_tensor(mask) else _validate.kind(mask)
         raise ValueError(
             f"ids has shape {tuple(ids.shape)} and mask {shape}, with rows_per_unit={unit}. "
             "Expected (n, ...), n a multiple of it, and one bool for each unit."
@@ -101,6 +101,10 @@ def contribution_map(
     weights = clip_factors(norms, 1.0, xp=torch)[:, None] * counted  # (u, t)
     total = torch.zeros(num_rows, device=rows.device)
     return total.index_add_(0, rows.flatten(), weights.flatten())
+
+
+def _is_mask(mask: Any, units: int) -> bool:
+    return torch.is_tensor(mask) and mask.dtype == torch.bool and mask.shape == (units,)
 
 
 def sparse_noisy_mean(
@@ -162,7 +166,7 @@ def sparse_noisy_mean(
     bound = plan.max_grad_norm_at(step) if max_grad_norm is None else max_grad_norm
     scales = sparse.joint_scales(map_share, bound)
     sums = {name: scales.gradient * grad for name, grad in grads.items()}
-    sums[_MAP] = scales.map * contributions.to(grads[table])
+    sums[_MAP] = scales.map * contributions.to(grads[table].device, wide(grads[table].dtype))
     mean = noisy_mean(sums, plan, step, max_grad_norm=max_grad_norm)
     size = plan.expected_batch_size_at(step)
     noisy_map = mean.pop(_MAP) * (size / scales.map)

@@ -236,6 +236,23 @@ def test_wrong_settings_are_refused(settings, error, message):
         dpt.AdamBC(Model().parameters(), betas=decays, **settings)
 
 
+def test_settings_and_parameters_that_become_wrong_are_refused():
+    model = Model()
+    optimizer = dpt.AdamBC(model.parameters())
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.param_groups[0]["floor"] = 0.0
+    with pytest.raises(ValueError, match="floor=0 and eps=0"):
+        optimizer.step(noise_stddev=0.1)
+    optimizer.param_groups[0]["floor"] = 1e-8
+    model.bfloat16()
+    with pytest.raises(ValueError, match="parameters of torch.bfloat16"):
+        optimizer.step(noise_stddev=0.1)
+    assert not optimizer.state
+    with pytest.raises(ValueError, match="AdamBC has no 'maximize'"):
+        dpt.AdamBC([{"params": list(Model().parameters()), "maximize": True}])
+
+
 def test_wrong_settings_of_torch_are_refused():
     for options, message in (
         ({"lr": -1.0}, "lr=-1.0 is out of range"),
@@ -243,7 +260,7 @@ def test_wrong_settings_of_torch_are_refused():
     ):
         with pytest.raises(ValueError, match=message):
             dpt.AdamBC(Model().parameters(), **options)
-    with pytest.raises(ValueError, match=r"got parameters of \['torch.bfloat16'\].* rounded away"):
+    with pytest.raises(ValueError, match=r"got parameters of torch.bfloat16.* rounded away"):
         dpt.AdamBC(nn.Linear(2, 2).bfloat16().parameters())
 
 

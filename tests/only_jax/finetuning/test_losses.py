@@ -209,3 +209,12 @@ def test_mistakes_are_refused_in_a_sentence(name):
     call, words = MISTAKES[name]
     with pytest.raises((TypeError, ValueError), match=words):
         call(jax.jit(Decoder(VOCABULARY, 8, nnx.Rngs(0)).__call__))
+
+
+def test_labels_of_bytes_are_those_of_wide_integers():
+    """-100 is no byte: compared in 8 bits it would be the token 156."""
+    ids = np.array([[3, 156, 156, 7], [9, 2, 156, 1]])
+    model = lambda ids: jnp.cos(ids[..., None] * jnp.arange(256.0))  # noqa: E731
+    expected = dpj.sft_loss(model, {"input_ids": ids, "labels": ids})
+    found = dpj.sft_loss(model, {"input_ids": ids, "labels": ids.astype(np.uint8)})
+    assert jnp.array_equal(found, expected)

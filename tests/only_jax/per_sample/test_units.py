@@ -337,12 +337,15 @@ def test_aux_and_nothing(problem):
         ({"row_weights": np.full(6, np.inf)}, ValueError, "not finite"),
         ({"row_weights": np.full(6, 1e60)}, ValueError, "not finite in float32"),
         ({"rows_per_unit": 2, "mask": np.ones(6, bool)}, ValueError, r"Expected bool\[3\]"),
+        ({"rows_per_unit": None, "row_weights": np.ones(6)}, ValueError, "without rows_per_unit"),
     ],
 )
 def test_wrong_units_are_refused(problem, options, error, text):
     params, x, y = problem
     with pytest.raises(error, match=text):
-        dpj.clipped_grad_sum(loss_fn, params, x, y, max_grad_norm=1.0, **options)
+        dpj.clipped_grad_sum(
+            loss_fn, params, x, y, max_grad_norm=1.0, **{"rows_per_unit": 1, **options}
+        )
 
 
 def test_a_loss_of_all_rows_is_told_that_it_gets_one(problem):

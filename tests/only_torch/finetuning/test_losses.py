@@ -335,3 +335,12 @@ def test_reference_log_probs_are_those_of_the_rows():
     torch.testing.assert_close(found, torch.tensor(expected).double(), rtol=1e-6, atol=1e-6)
     assert not found.requires_grad
     assert dpt.reference_log_probs(model, {k: v[:0] for k, v in rows.items()}).shape == (0, 2)
+
+
+def test_labels_of_bytes_are_those_of_wide_integers():
+    """-100 is no byte: compared in 8 bits it would be the token 156."""
+    model = torch.nn.Sequential(torch.nn.Embedding(256, 4), torch.nn.Linear(4, 256))
+    ids = torch.tensor([[3, 156, 156, 7], [9, 2, 156, 1]])
+    expected = dpt.sft_loss(model, {"input_ids": ids, "labels": ids})
+    found = dpt.sft_loss(model, {"input_ids": ids, "labels": ids.to(torch.uint8)})
+    assert torch.equal(found, expected)

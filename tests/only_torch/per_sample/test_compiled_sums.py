@@ -139,10 +139,14 @@ def tie(model):
     model.other, model.inner = model.last, nn.Sequential(model.inner, nn.Linear(6, 6))
 
 
-CHANGES = [replace_parameter, change_number, freeze, replace_values, replace_layer, tie]
+def add_hook(model):
+    model.inner.register_forward_hook(lambda module, args, output: 3 * output)
 
 
-@pytest.mark.parametrize("change", first(1, CHANGES), ids=lambda change: change.__name__)
+CHANGES = [replace_parameter, add_hook, change_number, freeze, replace_values, replace_layer, tie]
+
+
+@pytest.mark.parametrize("change", first(2, CHANGES), ids=lambda change: change.__name__)
 def test_no_graph_is_stale_after_a_change_of_the_model(change):
     model = randomise(Net())
     step = compiled(model, check="off")

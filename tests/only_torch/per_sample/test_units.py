@@ -362,6 +362,7 @@ REFUSED = [
     ({"row_weights": [1.0] * 8}, TypeError, "row_weights is a list. Expected a floating-point"),
     ({"row_weights": torch.ones(8, dtype=torch.int64)}, TypeError, "row_weights is torch.int64"),
     ({"row_weights": torch.full((8,), torch.nan)}, ValueError, "holds a weight that is not finite"),
+    ({"rows_per_unit": None, "row_weights": torch.ones(8)}, ValueError, "without rows_per_unit"),
 ]
 
 

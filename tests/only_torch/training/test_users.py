@@ -268,6 +268,34 @@ def test_a_resumed_run_is_the_uninterrupted_one_and_has_the_same_users(tmp_path)
     engine.detach()
 
 
+def test_rows_of_a_loader_are_never_taken_for_examples():
+    """Neither clipped one by one nor, if they are padding, counted."""
+    model, _, data_loader = parts()
+    loader = dpt.PrivacyEngine().make_loader(data_loader=data_loader, plan=plan(), users=OWNERS)
+    chunk = next(iter(loader)).chunks[0]
+    x, y, _ = chunk.args
+    weights = {"row_weights": chunk.row_weights}
+    for options in (
+        {},
+        {"rows_per_unit": 1},
+        {"rows_per_unit": K},
+        {"rows_per_unit": 1, **weights},
+    ):
+        with pytest.raises(ValueError, match=f"rows_per_unit={K}, row_weights=chunk.row_weights"):
+            dpt.clipped_grad_sum(
+                lambda m, x, y: F.cross_entropy(m(x), y, reduction="none"),
+                model,
+                x,
+                y,
+                max_grad_norm=C,
+                **options,
+            )
+    with pytest.raises(ValueError, match=f"rows_per_unit={K}, row_weights=chunk.row_weights"):
+        dpt.compile_clipped_grad_sum(
+            lambda m, x, y: F.cross_entropy(m(x), y, reduction="none"), model, backend="eager"
+        )(x, y, max_grad_norm=C)
+
+
 @pytest.mark.slow
 def test_a_loop_of_ones_own_gets_rows_and_weights():
     engine, run = dpt.PrivacyEngine(), plan(physical_batch_size=3)
