@@ -58,6 +58,7 @@ def backend(request):
     return importlib.import_module(f"tests.backends._{request.param}")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items):
     """One worker has all tests of a case or a model, and compiles its programs once."""
     for item in items:
