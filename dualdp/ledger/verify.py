@@ -328,7 +328,9 @@ def _strategy(found: Verification, plan: PrivacyPlan) -> tuple[bool | None, str]
 def _users(found: Verification, plan: PrivacyPlan) -> tuple[bool | None, str]:
     """Find the digest of the rows of each user; a run has one."""
     if plan.unit == "example":
-        return None, "One row of the data is what is protected: whose it is has no part in it."
+        size = plan.rows_per_item
+        what = "One row" if size is None else f"One item of {size} rows"
+        return None, f"{what} of the data is what is protected: whose it is has no part in it."
     bound = sorted({str(note["users"]) for note in found.of_kind("note") if "users" in note})
     if len(bound) > 1:
         return False, "The record holds the users of the rows twice, and not the same."

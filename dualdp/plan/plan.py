@@ -84,7 +84,9 @@ class PrivacyPlan:
             for 1, and with a correlation for all.
         unit: "example", or "user": epsilon then protects all rows of a user. Batches, sample rates
             and num_examples count units.
-        rows_per_unit: K, the most rows of a unit in one step, required for unit="user".
+        rows_per_unit: K; with unit="user", where it is required, the most rows of a user in one
+            step; with unit="example" an item of the data holds K rows, such as a preference pair,
+            which are drawn, clipped and masked as one example.
 
     noise_multiplier, max_grad_norm and expected_batch_size accept a number, a schedule of
     `dualdp.schedules` or a callable of the step. Read, they are the number or the schedule.
@@ -338,6 +340,11 @@ class PrivacyPlan:
         )
         return SAMPLERS[self.sampler](draw)
 
+    @property
+    def rows_per_item(self) -> int | None:
+        """K where an item of the data holds K rows and is one example; None for one row."""
+        return self.rows_per_unit if self.unit == "example" else None
+
     def row_indices(self, step: int, users: Any = None) -> NDArray[np.int64]:
         """Return the rows of the logical batch of a step, unit by unit: (m,) int64.
 
@@ -560,12 +567,6 @@ def require_units(plan: PrivacyPlan, num_rows: int, users: UserRows | None) -> N
             "The plan has unit='user', but users is missing. Expected users=, the id of the user "
             "of each row of the data, in make_private, make_loader or resume; in a loop without "
             "an engine, clipped_grad_sum(rows_per_unit=) takes the rows of dualdp.units.draw_rows."
-        )
-    if plan.unit == "example" and plan.rows_per_unit is not None:
-        raise ValueError(
-            f"The plan has unit='example' and rows_per_unit={plan.rows_per_unit}, but the loader "
-            "of an engine draws single examples. Expected no rows_per_unit, or unit='user' and "
-            "users=, the id of the user of each row."
         )
     if users is not None and users.num_users != plan.num_examples:
         raise ValueError(

@@ -110,6 +110,7 @@ class PlannedLoader:
     ) -> None:
         arrays, num_rows, self.rebuild = split_batch(data)
         require_units(plan, num_rows, users)
+        _require_items(arrays, plan.rows_per_item)
         self._users = users
         self._arrays, self._plan, self._span, self._data_mesh = arrays, plan, span, data_mesh
         self.handed_out = HandedOut(pass_end=interrupted)
@@ -201,6 +202,17 @@ def _frozen(leaf: Any) -> Any:
     own = leaf if leaf.base is None and leaf.flags.owndata else leaf.copy()
     own.flags.writeable = False
     return own.view()  # a view can't be made writeable again
+
+
+def _require_items(arrays: list[Any], rows_per_item: int | None) -> None:
+    """Raise unless the items of the data hold K rows each; None for items that are one row."""
+    wrong = [a.shape for a in arrays if rows_per_item and a.shape[1:2] != (rows_per_item,)]
+    if wrong:
+        raise ValueError(
+            f"The data hold an array of shape {wrong[0]}. Expected (num_examples, {rows_per_item}) "
+            f"in front with rows_per_unit={rows_per_item}, the rows of each item; what all rows of "
+            "an item share is repeated for each of them."
+        )
 
 
 def _digest(chunks: Sequence[Chunk]) -> bytes:

@@ -149,8 +149,8 @@ class CompiledStep:
 
     @property
     def rows_of_each(self) -> int:
-        """Rows of each example in a chunk: K of a user, else 1."""
-        return self.plan.rows_per_unit or 1
+        """Rows of each example in a chunk: K of a user, else 1, which may be an item of K rows."""
+        return self.plan.rows_per_unit if self.plan.unit == "user" else 1
 
     @property
     def has_weights(self) -> bool:

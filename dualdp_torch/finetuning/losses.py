@@ -47,7 +47,8 @@ def dpo_loss(model: Any, batch: Any, *, beta: float = 0.1) -> Tensor:
     """Return the loss of direct preference optimization of each pair.
 
     A pair is one unit: its rows come one after the other, that of the chosen response first, and
-    the call takes `rows_per_unit=2`, so that a pair is clipped once and no chunk splits it.
+    the call, or `make_private`, takes `rows_per_unit=2`, so that a pair is clipped once and no
+    chunk splits it.
 
     Args:
         model: module; see `sft_loss`.
@@ -215,9 +216,9 @@ def _refuse_split_pairs(ids: Tensor, of: str) -> None:
     if ids.dim() != 2 or len(ids) % 2:
         raise ValueError(
             f"input_ids of {of} have the shape {tuple(ids.shape)}. Expected (2 u, t), the chosen "
-            "and the rejected row of each pair in turn, with rows_per_unit=2 of the call, so that "
-            "no chunk splits a pair; of (u, 2, t) make rows by {name: v.flatten(0, 1) for name, v "
-            "in batch.items()}."
+            "and the rejected row of each pair in turn, with rows_per_unit=2 of the call, or of "
+            "make_private, whose loader then gives such rows, so that nothing splits a pair; of "
+            "(u, 2, t) make rows by {name: v.flatten(0, 1) for name, v in batch.items()}."
         )
 
 

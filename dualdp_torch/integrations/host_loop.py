@@ -62,7 +62,7 @@ class HostedRun:
         if unit != "example" or not {"views", "augment", "users"}.isdisjoint(arguments):
             raise ValueError(
                 "views=, augment=, users= or unit='user' came to a trainer of another package, "
-                "whose batches hold one row of each example. Expected them in make_private, for a "
+                "whose batches hold one item of each example. Expected them in make_private, for a "
                 "loop of your own."
             )
         self._folder, self._key, self.arguments = folder, key, arguments

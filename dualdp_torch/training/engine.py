@@ -124,7 +124,10 @@ class PrivacyEngine:
         Args:
             module: model, returned as it is.
             optimizer: optimizer of every trainable parameter, returned as it is.
-            data_loader: `DataLoader`; its batch size becomes the expected batch size.
+            data_loader: `DataLoader`; its batch size becomes the expected batch size. With
+                rows_per_unit=K and without users, an item of its data holds K rows of the model,
+                such as the two of a pair, and is one example: all tensors of an item are (K, ...),
+                those of a batch (items K, ...), and the loss may join the rows of an item.
             noise_multiplier: noise standard deviation / max_grad_norm; a number or a schedule.
             max_grad_norm: C, the bound on one example's gradient; a number, a schedule, or
                 `dualdp.plan.schedules.AdaptiveNorm`.
@@ -153,8 +156,8 @@ class PrivacyEngine:
                 with a row of theirs that weighs 0 in the user's gradient, whatever the loss of the
                 loop. Batch sizes, also the loader's, count users.
             **others: further fields of `PrivacyPlan` (sampler, neighboring_relation, seed, noise,
-                delta, num_steps, ...), epochs= instead of num_steps=, and those arguments of
-                Opacus' method that have a meaning here.
+                delta, num_steps, rows_per_unit, ...), epochs= instead of num_steps=, and those
+                arguments of Opacus' method that have a meaning here.
 
         Returns:
             `(module, optimizer, loader)`. One pass over the loader is an epoch,

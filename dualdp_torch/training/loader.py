@@ -29,6 +29,7 @@ from dualdp.randomness import threefry
 from dualdp_torch.noise.generators import keyed_generator
 from dualdp_torch.per_sample.checks.collate_check import CheckedCollate
 from dualdp_torch.rules.base import Tensor
+from dualdp_torch.training.items import ItemCollate, refuse_views_of_items
 from dualdp_torch.training.opacus_names import missing_in
 from dualdp_torch.training.views import DrawnViews, FlatCollate, Views
 
@@ -223,9 +224,12 @@ class PlannedLoader:
         collate = CheckedCollate(loader.collate_fn, period)
         self._drawn: Any = self.dataset
         self._views = views if views is not None and views.augment is not None else None
+        refuse_views_of_items(plan, self._views)
         if self._views is not None and self._views.augment is not None:
             self._drawn = DrawnViews(self.dataset, self._views.augment)
             self._options["collate_fn"] = FlatCollate(collate)
+        elif plan.rows_per_item is not None:
+            self._options["collate_fn"] = ItemCollate(collate, plan.rows_per_item)
         else:
             self._options["collate_fn"] = collate
         self._plan, self._share, self._users = plan, share, users

@@ -101,10 +101,12 @@ class PrivateStep:
         method = GRAD_SAMPLE_MODES[settings.grad_sample_mode]
         self.optimizer, self._ledger, self._options = optimizer, ledger, options
         self._settings, self._keep = settings, METHODS[method] or "all"
-        self._rows_per_unit = settings.views * (ledger.plan.rows_per_unit or 1)
+        plan, rows = ledger.plan, settings.views * (ledger.plan.rows_per_unit or 1)
         self.recorder = recorder = Recorder(
-            model, method=method, tape=Tape(), rows_per_unit=self._rows_per_unit
+            model, method=method, tape=Tape(plan.rows_per_item or 1), rows_per_unit=rows
         )
+        # What a row adds to a sum counts by 1 / K of views and of users, and whole of an item.
+        self._scale_of_sum = (plan.rows_per_item or 1) / rows
         self._shards, self._is_alone = recorder.shards, group is None
         purpose, reduction = (method, ledger.plan.clipping), settings.loss_reduction
         self._checks = StepChecks(recorder, ledger, settings.checks, reduction, purpose)
@@ -153,7 +155,7 @@ class PrivateStep:
             bounds = plan.clipping_bounds(self._ledger.max_grad_norm)
             is_mean = self._settings.loss_reduction == "mean"
             terms = Terms(
-                float(len(mask)) if is_mean else 1.0 / self._rows_per_unit,
+                float(len(mask)) if is_mean else self._scale_of_sum,
                 clipping_bounds(self.recorder.parameters, plan.clipping, bounds),
                 plan.clipping,
                 None if bool(mask.numpy().all()) else mask,
@@ -252,9 +254,11 @@ class PrivateStep:
         n = self.recorder.require_backward()
         self.recorder.drop_unused()
         if n != len(draw.mask):
+            times, rest = divmod(n, len(draw.mask))
+            items = f"; rows_per_unit={times} in make_private, if an item holds {times} rows"
             raise RuntimeError(
                 f"The model saw {n} examples but the loader gave {len(draw.mask)}. Expected the "
-                "whole batch, once."
+                f"whole batch, once{'' if rest or times < 2 else items}."
             )
         check_holds(self.optimizer, self.recorder.parameters)
         try:

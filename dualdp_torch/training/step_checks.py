@@ -110,7 +110,8 @@ class StepChecks:
                 "Call model, backward() and optimizer.step() in the loop that takes the batches, "
                 "in one thread."
             )
-        mask = draw.mask.repeat_interleave(self._recorder.rows_per_unit)
+        apart = self._recorder.rows_per_unit // tape.rows_per_unit  # losses of each example
+        mask = draw.mask.repeat_interleave(apart)
         rows = np.flatnonzero(mask.numpy()).tolist()
         if len(mask) < 2 or not rows:
             return
@@ -183,8 +184,13 @@ class StepChecks:
             self._ledger.check_impossible(IMPOSSIBLE)
 
     def _chosen(self, check: SpotCheck, rows: list[int], count: int) -> list[int]:
-        """At most `count` rows: the one whose outputs have the largest gradient, and drawn ones."""
-        sizes = sum_of_squares(self._recorder.cotangents, self._recorder.num_rows)[rows]
+        """At most `count` rows: the one whose outputs have the largest gradient, and drawn ones.
+
+        Where the loss joins the rows of a unit, they count as one.
+        """
+        tape = self._recorder.tape
+        sizes = sum_of_squares(self._recorder.cotangents, self._recorder.num_rows)
+        sizes = sizes.reshape(-1, tape.rows_per_unit).sum(1)[rows]
         largest = rows[int(np.argmax(sizes))]
         rest = [row for row in rows if row != largest]
         if not rest:

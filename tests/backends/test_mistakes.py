@@ -229,14 +229,18 @@ ON_BOTH = {
         ValueError,
         "The plan has unit='user', but users is missing. Expected users=, the id of the user",
     ),
-    "plan of rows in units": (
-        lambda k: k.begin(
-            plan=plan(rows_per_unit=2),
-            **dict.fromkeys(NUMBERS),
-            **({"expected_batch_size": None} if isinstance(k, Jax) else {}),
+    "plan of items of two rows": (
+        lambda k: next(
+            iter(
+                k.begin(
+                    plan=plan(rows_per_unit=2),
+                    **dict.fromkeys(NUMBERS),
+                    **({"expected_batch_size": None} if isinstance(k, Jax) else {}),
+                )[-1]
+            )
         ),
         ValueError,
-        "The plan has unit='example' and rows_per_unit=2, but the loader of an engine draws sing",
+        "with rows_per_unit=2, the rows of each item; what all rows of an item share is repeated",
     ),
     "users of an ordinary run": (
         lambda k: k.begin(users=range(24)),

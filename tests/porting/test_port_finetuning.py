@@ -74,19 +74,23 @@ def test_losses_of_both_stacks_are_equal(name):
     np.testing.assert_allclose(getattr(dpj, f"{kind}_loss")(run, rows), expected, rtol=1e-9)
 
 
-def plan():
+def plan(**changes):
     return PrivacyPlan(
         num_examples=N, expected_batch_size=8, num_steps=STEPS, noise_multiplier=0.5,
-        max_grad_norm=1.0, delta=1e-3, noise="portable", seed=6, physical_batch_size=8,
+        max_grad_norm=1.0, delta=1e-3, noise="portable", seed=6, physical_batch_size=8, **changes,
     )  # fmt: skip
+
+
+def items_of(rows):
+    return [dict(zip(rows, values, strict=True)) for values in zip(*rows.values(), strict=True)]
 
 
 def by_torch(model, name, rows, layout):
     """A loop of one's own; pairs are units of two rows."""
-    items = [dict(zip(rows, values, strict=True)) for values in zip(*rows.values(), strict=True)]
     engine, trained = dpt.PrivacyEngine(), dict(model.named_parameters())
     optimizer = torch.optim.SGD(trained.values(), lr=0.1)
-    loader = engine.make_loader(data_loader=DataLoader(items, batch_size=8), plan=plan())
+    data_loader = DataLoader(items_of(rows), batch_size=8)
+    loader = engine.make_loader(data_loader=data_loader, plan=plan())
     for batch in loader.remaining():
         (step,) = engine.record()
         total = {key: torch.zeros_like(p) for key, p in trained.items()}
@@ -102,20 +106,42 @@ def by_torch(model, name, rows, layout):
     return engine.get_epsilon()
 
 
+def by_loop(model, rows, run, layout):
+    """DPO in the loop of the engine, which takes the plan of JAX as it is."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = dpt.PrivacyEngine()
+    engine.noise_layout = layout
+    *_, loader = engine.make_private(
+        module=model, optimizer=optimizer, plan=run,
+        data_loader=DataLoader(items_of(rows), batch_size=8),
+    )  # fmt: skip
+    for batch in loader.remaining():
+        optimizer.zero_grad()
+        dpt.dpo_loss(model, batch).mean().backward()
+        optimizer.step()
+    engine.detach()
+    return engine.get_epsilon()
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["sft", "dpo"])
+@pytest.mark.parametrize("name", ["sft", "dpo", "dpo of one plan"])
 def test_20_steps_of_both_stacks_end_alike(name):
     model, params, net = twins()
-    rows = rows_of(name)
+    name, is_one_plan = name.split()[0], name.endswith("plan")
+    rows, run = rows_of(name), plan(rows_per_unit=2 if is_one_plan else None)
     loss = getattr(dpj, f"{name}_loss")
     engine = dpj.PrivacyEngine()
     step, state, loader = engine.make_private(
         loss_fn=lambda params, example: loss(partial(net.apply, params), example), params=params,
-        optimizer=optax.sgd(0.1), data=rows, plan=plan(),
+        optimizer=optax.sgd(0.1), data=rows, plan=run,
     )  # fmt: skip
     for batch in loader.remaining():
         state, _ = step(state, batch)
-    epsilon = by_torch(model, name, rows, port.match(model, params))
+    layout = port.match(model, params)
+    if is_one_plan:
+        epsilon = by_loop(model, rows, run, layout)
+    else:
+        epsilon = by_torch(model, name, rows, layout)
     assert engine.get_epsilon() == epsilon
     back = port.to_torch(state.params, like=model)
     for key, value in model.state_dict().items():

@@ -120,28 +120,30 @@ class Number(NamedTuple):
         return math.isclose(product, expected, rel_tol=1e-12)
 
 
-def _exactly_n(value: float, n: int) -> Number:
-    """Read a number as n or 1 / n if it equals that; else as a constant."""
-    if n > 1 and value == n:
-        return Number("times", 1)
-    if n > 1 and isinstance(value, float) and math.isclose(value * n, 1, rel_tol=1e-12):
-        return Number("over", 1)
+def _exactly_n(value: float, n: int, k: int) -> Number:
+    """Read a number as n or 1 / n, of n examples or their n k rows; else as a constant."""
+    for size in (1, k):
+        if n > 1 and value == n * size:
+            return Number("times", size)
+        is_float = n > 1 and isinstance(value, float)
+        if is_float and math.isclose(value * n * size, 1, rel_tol=1e-12):
+            return Number("over", 1 / size)
     return Number("is", value)
 
 
-def _multiple_of_n(value: float, n: int) -> Number:
+def _multiple_of_n(value: float, n: int, k: int) -> Number:
     """Read a number as a multiple of n, or 1 / n; else as a constant."""
     if n > 1 and isinstance(value, int) and value and value % n == 0:
         return Number("times", value // n)
-    return _exactly_n(value, n)
+    return _exactly_n(value, n, k)
 
 
-def _integer_n(value: float, n: int) -> Number:
+def _integer_n(value: float, n: int, k: int) -> Number:
     """Like `_exactly_n` for integers only: 9.0 is more often a constant than a count."""
-    return _exactly_n(value, n) if isinstance(value, int) else Number("is", value)
+    return _exactly_n(value, n, k) if isinstance(value, int) else Number("is", value)
 
 
-def _constant(value: float, n: int) -> Number:
+def _constant(value: float, n: int, k: int) -> Number:
     return Number("is", value)
 
 
@@ -205,7 +207,7 @@ class CriterionCheck:
             return False
         if _foreign(tape, known.foreign) != known.foreign:
             raise CarriedNumberError(_FOREIGN)
-        numbers, n = _numbers(tape, known.numbers), tape.n or 0
+        numbers, n = _numbers(tape, known.numbers), tape.num_units
         if not known.is_certain:
             if n == known.n and numbers == known.numbers:
                 return True
@@ -281,7 +283,7 @@ class CriterionCheck:
 
     def _remember(self, tape: Tape, trial: _BatchReplay, known: CheckedLoop | None) -> None:
         """Record code that passed the check, with its numbers."""
-        numbers, n = _numbers(tape, trial.script.examined), tape.n or 0
+        numbers, n = _numbers(tape, trial.script.examined), tape.num_units
         if known is None:
             self._known[tape.signature()] = CheckedLoop(
                 n,
@@ -359,7 +361,7 @@ def _digest(tensor: Tensor | None) -> Any:
 
 
 class _BatchReplay:
-    """Replays of one batch.
+    """Replays of one batch, whose examples are its units of `rows_per_unit` rows.
 
     Attributes:
         script: the live calls of the tape.
@@ -378,7 +380,7 @@ class _BatchReplay:
     ) -> None:
         self.tape, self.script, self.declared = tape, Script(tape), declared
         self._model = model
-        self.n = tape.n or 0
+        self.n, self._k = tape.num_units, tape.rows_per_unit
         self._recorded = [
             torch.zeros_like(slot.value) if grad is None else grad  # type: ignore[arg-type]
             for slot, grad in zip(tape.outputs, cotangents, strict=True)
@@ -390,6 +392,9 @@ class _BatchReplay:
         self.is_certain = False
         self._scale = float(self.n) if declared == "mean" else 1.0
         self._all = torch.arange(self.n)
+
+    def _rows(self, units: Tensor, examined: int, **options: Any) -> Rows:
+        return Rows.of(units, examined, self._k, **options)
 
     def _way_out(self) -> str:
         """Return what to do about a loss that joins examples."""
@@ -413,7 +418,7 @@ class _BatchReplay:
         reason = self._not_recorded()
         if reason is None:
             try:
-                self._same = self.script.run(Rows(self._all, 0), finds_draws=True)
+                self._same = self.script.run(self._rows(self._all, 0), finds_draws=True)
                 reason = self._differs_from_recorded()
             except ReplayError as error:
                 reason = str(error)
@@ -459,14 +464,15 @@ class _BatchReplay:
     def _differs_from_recorded(self) -> str | None:
         """Return the difference between the replay and the recorded backward, or None."""
         for grad in self._recorded:
-            if grad.dim() and len(grad) != self.n and bool(grad.any()):
+            if grad.dim() and len(grad) != self.tape.n and bool(grad.any()):
+                what = "examples" if self._k == 1 else "rows"
                 return (
                     f"the model returned a tensor of shape {tuple(grad.shape)}, which is not one "
-                    f"row for each of {self.n} examples"
+                    f"row for each of {self.tape.n} {what}"
                 )
         apart = _apart(self._same.cotangents, self._recorded)
         if apart <= self._tolerance:
-            self._norms = _row_norms(self._recorded, self.n)
+            self._norms = _row_norms(self._recorded, self.n, self._k)
             self.is_empty = not bool((self._norms > 0).any())
             return None
         return (
@@ -478,7 +484,7 @@ class _BatchReplay:
     def others(self, row: int, seed: int, is_whole: bool) -> Problem | None:
         """Replay with the other rows replaced; this row's gradient may not change."""
         tried, reason = 0, ""
-        each = list(_replacements(self.n, row, seed))
+        each = list(_replacements(self.n, row, seed, self._k))
         for rows in each if is_whole else each[seed % 2 :: 2]:
             try:
                 found = self.script.run(rows)
@@ -501,7 +507,7 @@ class _BatchReplay:
         problem = self._read_otherwise(found)
         if problem is not None:
             return problem
-        if _input_apart(found.inputs, self._same.inputs, row, row, self.n) > self._tolerance / 10:
+        if self._input_apart(found, row, row) > self._tolerance / 10:
             return Problem(
                 "What the model gets for one example depends on the other rows of the batch"
                 f"{self._first(found, row)}. Prepare each example by itself, in the data set or "
@@ -584,14 +590,15 @@ class _BatchReplay:
             yield learned, True, False
         numbers = _numbers(self.tape, self.script.examined)
         for rule in (_exactly_n, _multiple_of_n, _integer_n, _constant):
-            meanings = {at: rule(v, self.n) for at, v in numbers.items()}
+            meanings = {at: rule(v, self.n, self._k) for at, v in numbers.items()}
             yield meanings, rule is not _constant, False
         unclear = [at for at, v in numbers.items() if type(v) is int and v and v % self.n == 0]
         for chosen in itertools.product((True, False), repeat=min(len(unclear), _UNCLEAR)):
             if any(chosen) and not all(chosen):
                 counts = itertools.compress(unclear, chosen)
-                counted = {at: _multiple_of_n(numbers[at], self.n) for at in counts}
-                yield {at: _constant(v, self.n) for at, v in numbers.items()} | counted, False, True
+                counted = {at: _multiple_of_n(numbers[at], self.n, self._k) for at in counts}
+                constant = {at: Number("is", v) for at, v in numbers.items()}
+                yield constant | counted, False, True
 
     def decided(self) -> tuple[Any, Any]:
         """Return all calls up to the first read of data, and the live calls after it."""
@@ -606,17 +613,18 @@ class _BatchReplay:
         for copies in (1, 2):
 
             def number(call: int, i: int, value: float, m: int = copies) -> float:
-                return (meanings.get((call, i)) or _exactly_n(value, self.n)).at(m, value)
+                meaning = meanings.get((call, i)) or _exactly_n(value, self.n, self._k)
+                return meaning.at(m, value)
 
-            rows = Rows(torch.full((copies,), row), 0, number=number)
+            rows = self._rows(torch.full((copies,), row), 0, number=number)
             yield rows
             if self.script.has_free_draws:
                 yield replace(rows, whole_draws=True)
 
     def _differs_alone(self, found: Replayed, rows: Rows, row: int) -> Problem | None:
         """Compare one row's gradient and input with those in the batch; None if they agree."""
-        copies = len(rows.index)
-        if _input_apart(found.inputs, self._same.inputs, 0, row, self.n) > self._tolerance / 10:
+        copies = len(rows.units)
+        if self._input_apart(found, 0, row) > self._tolerance / 10:
             return Problem(
                 "What the model gets for one example is another one when the example is alone. "
                 "Prepare each example by itself, in the data set or with public numbers."
@@ -641,13 +649,22 @@ class _BatchReplay:
 
     def _error(self, found: Replayed, position: int, row: int, scale: float) -> float:
         """Return the difference of one row's gradient from the recorded one, relative to it."""
-        ours = _row(found.cotangents, position, len(found.cotangents[0])) * scale
-        recorded = _row(self._same.cotangents, row, self.n) * self._scale
+        ours = _row(found.cotangents, position, len(found.cotangents[0]), self._k) * scale
+        recorded = self._row_recorded(self._same, row)
         if not bool(recorded.isfinite().all()):
             return 0.0  # such an example contributes nothing
         size = max(float(recorded.norm()), float(self._norms.mean()) * self._scale)
         apart = float((ours - recorded).norm())
         return apart / size if math.isfinite(apart) else math.inf
+
+    def _row_recorded(self, found: Replayed, row: int) -> Tensor:
+        """Scaled gradient of an example's outputs in a replay of the recorded batch."""
+        return _row(found.cotangents, row, self.n * self._k, self._k) * self._scale
+
+    def _input_apart(self, found: Replayed, position: int, row: int) -> float:
+        """Difference of an example's inputs in a replay from the recorded ones."""
+        inputs = self._same.inputs
+        return _input_apart(found.inputs, inputs, position, row, self.n * self._k, self._k)
 
     def _is_rounding(self, rows: Rows, row: int, scale: float) -> bool:
         """True if a difference is rounding, that is, vanishes in float64.
@@ -658,15 +675,15 @@ class _BatchReplay:
         is_wide = any(slot.dtype == torch.float64 for slot in self.tape.outputs)
         other = torch.float32 if is_wide else torch.float64
         try:
-            same = self.script.run(Rows(self._all, row, dtype=other))
+            same = self.script.run(self._rows(self._all, row, dtype=other))
             again = self.script.run(replace(rows, dtype=other))
         except ReplayError:
             return False
-        recorded = float((_row(self._same.cotangents, row, self.n) * self._scale).norm())
-        base = _row(same.cotangents, row, self.n) * self._scale
+        recorded = float(self._row_recorded(self._same, row).norm())
+        base = self._row_recorded(same, row)
         if is_wide:
             return recorded <= REPEATED * float(base.norm())
-        ours = _row(again.cotangents, rows.examined, len(rows.index)) * scale
+        ours = _row(again.cotangents, rows.examined, len(rows.index), self._k) * scale
         return float((ours - base).norm()) <= REPEATED * recorded
 
     def _first(self, found: Replayed, row: int) -> str:
@@ -675,9 +692,12 @@ class _BatchReplay:
             call = self.tape.calls[position]
             for slot in call.made:
                 ours, base = found.values.get(slot.index), self._same.values.get(slot.index)
-                if ours is None or base is None or slot.shape[:1] != (self.n,):
+                sizes = {self.n: 1, self.n * self._k: self._k}  # rows of an example in the tensor
+                size = sizes.get(slot.shape[0]) if slot.shape else None
+                if ours is None or base is None or size is None:
                     continue
-                if ours.shape != base.shape or not _is_same(ours[row].tolist(), base[row].tolist()):
+                own = slice(row * size, (row + 1) * size)
+                if ours.shape != base.shape or not _is_same(ours[own].tolist(), base[own].tolist()):
                     return f"; first in {name_of(call.function)}"
         return ""
 
@@ -697,37 +717,41 @@ def _kept_on(model: nn.Module, slots: Sequence[Slot]) -> tuple[tuple[int, ...], 
     return None
 
 
-def _replacements(n: int, row: int, seed: int) -> Iterator[Rows]:
-    """Yield replacements of all rows but one: drawn with repetition, copied, scaled."""
+def _replacements(n: int, row: int, seed: int, k: int) -> Iterator[Rows]:
+    """Yield replacements of all examples but one: drawn with repetition, copied, scaled.
+
+    There are n of them, of k rows each.
+    """
     rng = np.random.default_rng([seed, row])
     rest = np.array([i for i in range(n) if i != row])
 
-    def around(new: Any) -> Tensor:
+    def around(new: Any) -> Rows:
         index = np.full(n, row)
         index[rest] = new
-        return torch.from_numpy(index)
+        return Rows.of(torch.from_numpy(index), row, k)
 
     drawn = rng.choice(n, size=len(rest))
     if (drawn == rest).all():
         drawn[:] = row
-    yield Rows(around(drawn), row)
-    yield (
-        Rows(around(np.full(len(rest), rng.choice(rest))), row) if n > 2 else Rows(around(row), row)
-    )
-    yield Rows(torch.arange(n), row, others=0.5)
-    yield Rows(around(row), row)
+    yield around(drawn)
+    yield around(np.full(len(rest), rng.choice(rest)) if n > 2 else row)
+    yield Rows.of(torch.arange(n), row, k, others=0.5)
+    yield around(row)
 
 
-def _row(tensors: Sequence[Tensor], position: int, n: int) -> Tensor:
-    """Return one row of all tensors, flat, float64."""
-    rows = [t[position].flatten().double() for t in tensors if t.dim() and len(t) == n]
+def _row(tensors: Sequence[Tensor], position: int, num_rows: int, k: int) -> Tensor:
+    """Return the k rows of one example in all tensors, flat, float64."""
+    own = slice(position * k, (position + 1) * k)
+    rows = [t[own].flatten().double() for t in tensors if t.dim() and len(t) == num_rows]
     return torch.cat(rows) if rows else torch.zeros(1, dtype=torch.float64)
 
 
-def _row_norms(tensors: Sequence[Tensor], n: int) -> Tensor:
-    """Return (n,) norms of the rows of all tensors together."""
+def _row_norms(tensors: Sequence[Tensor], n: int, k: int) -> Tensor:
+    """Return (n,) norms of the examples' k rows of all tensors together."""
     squares = [
-        t.double().reshape(n, -1).square().sum(1).cpu() for t in tensors if t.dim() and len(t) == n
+        t.double().reshape(n, -1).square().sum(1).cpu()
+        for t in tensors
+        if t.dim() and len(t) == n * k
     ]
     squares = [s if s.dim() else s[None] for s in squares]
     norms = torch.stack(squares).sum(0).sqrt() if squares else torch.zeros(n)
@@ -751,12 +775,13 @@ def _apart(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
 
 
 def _input_apart(
-    ours: Sequence[Tensor], theirs: Sequence[Tensor], position: int, row: int, n: int
+    ours: Sequence[Tensor], theirs: Sequence[Tensor], position: int, row: int, num_rows: int, k: int
 ) -> float:
-    """Return the largest relative difference of one row of the model's inputs."""
+    """Return the largest relative difference of the k rows of one example of the model's inputs."""
+    here, there = (slice(at * k, (at + 1) * k) for at in (position, row))
     worst = 0.0
     for a, b in zip(ours, theirs, strict=True):
-        x, y = (a[position], b[row]) if len(b) == n else (a, b)  # whole, if all rows share it
+        x, y = (a[here], b[there]) if len(b) == num_rows else (a, b)  # whole, if all rows share it
         if x.shape != y.shape:
             return math.inf
         if x.numel():

@@ -237,7 +237,8 @@ def _called(method: str, terms: Terms, subject: ReferenceLosses) -> BatchNumbers
 
 def _recorded(method: str, terms: Terms, subject: ReferenceLosses) -> BatchNumbers:
     """Record a forward that computes its loss, and return its numbers."""
-    recorder, n = Recorder(subject.model, method=method, tape=Tape()), subject.batch.n
+    n, k = subject.batch.n, subject.batch.rows_per_unit
+    recorder = Recorder(subject.model, method=method, tape=Tape(), rows_per_unit=k)
     args, kwargs = subject.batch.arguments()
     try:
         with subject.start.replayed(subject.model), torch.enable_grad():

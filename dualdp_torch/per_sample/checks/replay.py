@@ -45,8 +45,10 @@ class Rows:
     """Rows on which a tape is replayed.
 
     Attributes:
-        index: (m,) row of the batch for each position; all the same row, unless m = n.
-        examined: position of the examined row.
+        index: (m,) row of the batch for each position, in whole units; all of the same unit, unless
+            m = n.
+        examined: position of the examined unit, counted in units.
+        rows_per_unit: int, K of the tape.
         others: factor for the floating-point values of all other rows; if it is not 1, their bool
             values are negated, too.
         number: function from a call's position, the index of a number among its arguments, and its
@@ -57,10 +59,22 @@ class Rows:
 
     index: Tensor
     examined: int
+    rows_per_unit: int = 1
     others: float = 1.0
     number: Callable[[int, int, float], float] = lambda call, i, value: value
     dtype: torch.dtype | None = None
     whole_draws: bool = False
+
+    @staticmethod
+    def of(units: Tensor, examined: int, rows_per_unit: int, **options: Any) -> Rows:
+        """Return the rows of these units, (u,), each with all K of its rows."""
+        index = (units[:, None] * rows_per_unit + torch.arange(rows_per_unit)).flatten()
+        return Rows(index, examined, rows_per_unit, **options)
+
+    @property
+    def units(self) -> Tensor:
+        """Unit of the batch for each unit of positions."""
+        return self.index[:: self.rows_per_unit] // self.rows_per_unit
 
     def pick(self, tensor: Tensor, axis: int) -> Tensor:
         """Return these rows of a tensor, those of other examples scaled or negated."""
@@ -68,7 +82,8 @@ class Rows:
         if self.others == 1.0 or not (rows.is_floating_point() or rows.dtype is torch.bool):
             return rows
         shape = [-1 if i == axis else 1 for i in range(rows.dim())]
-        own = torch.arange(len(self.index), device=rows.device) == self.examined
+        positions = torch.arange(len(self.index), device=rows.device)
+        own = positions // self.rows_per_unit == self.examined
         if rows.dtype is torch.bool:
             return rows ^ ~own.view(shape)
         factors = torch.full((len(self.index),), self.others, dtype=rows.dtype, device=rows.device)
@@ -307,16 +322,16 @@ class Script:
         if not at_full_size:
             numbers = [rows.number(position, i, value) for i, value in enumerate(numbers)]
         in_order = iter(numbers)
-        full = torch.full((self.n,), rows.examined) if at_full_size else None
+        full = None
+        if at_full_size:
+            full = Rows.of(torch.full((self.tape.num_units,), rows.examined), 0, rows.rows_per_unit)
 
         def now(slot: Slot) -> Tensor:
             try:
                 value = env[slot.index]
             except KeyError:
                 raise ReplayError(f"{name_of(call.function)} gives fewer results here") from None
-            if full is not None and slot.shape[:1] == (self.n,):
-                return value.index_select(0, full.to(value.device))
-            return value
+            return self._of(slot, value, full)
 
         args, kwargs = _arguments(call, now, in_order, rows.dtype)
         self._protect(call, args)
@@ -342,13 +357,20 @@ class Script:
             found.reads[position] = out
             return
         is_whole = rows.whole_draws and not call.taken
-        index = rows.index if at_full_size and not is_whole else None
         for slot, tensor in _pairs(call.out, out):
-            if index is not None and slot.shape[:1] == (self.n,):
-                tensor = tensor.index_select(0, index.to(tensor.device))
+            tensor = self._of(slot, tensor, rows if at_full_size and not is_whole else None)
             env[slot.index] = rows.cast(tensor)
             if finds and slot.index in self._cut and slot.index not in self._given:
                 self._given[slot.index] = tensor.detach().clone()
+
+    def _of(self, slot: Slot, value: Tensor, rows: Rows | None) -> Tensor:
+        """Return these rows, or units, of a value whose slot had one for each; None for all."""
+        sizes = {self.tape.num_units: "units", self.n: "index"}
+        name = sizes.get(slot.shape[0]) if slot.shape else None
+        if rows is None or name is None:
+            return value
+        index: Tensor = getattr(rows, name)
+        return value.index_select(0, index.to(value.device))
 
     def _draw_again(self, call: Call, env: dict[int, Tensor]) -> None:
         """Call a function that makes a public input again, for the numbers that it draws."""

@@ -176,7 +176,8 @@ class Tape(TorchFunctionMode):
     """Records torch functions while it is open; see `begin`, `enter_model`, `leave_model`.
 
     Attributes:
-        n: number of examples; None until the model is entered, unless given to `begin`.
+        rows_per_unit: K, number of consecutive rows that a loss may join, such as 2 of a pair.
+        n: number of rows; None until the model is entered, unless given to `begin`.
         calls: recorded calls, in order.
         slots: tensors on the tape.
         forwards: recorded forwards.
@@ -189,8 +190,9 @@ class Tape(TorchFunctionMode):
         in_backward: bool, True while a recorded backward runs.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rows_per_unit: int = 1) -> None:
         super().__init__()
+        self.rows_per_unit = rows_per_unit
         self._is_open, self._is_inside, self._above = False, False, 0
         self._forget()
 
@@ -213,7 +215,7 @@ class Tape(TorchFunctionMode):
         self._ignored: list[Tensor] = []
 
     def begin(self, batch: Any = None, n: int | None = None) -> None:
-        """Clear the tape and record from now on; batch and n are those of the loader, if known."""
+        """Clear the tape and record from now on; batch and n rows are the loader's, if known."""
         self.end()
         self._forget()
         self.n, self.start = n, TorchState.now()
@@ -239,6 +241,11 @@ class Tape(TorchFunctionMode):
         """Stop recording, and free the record."""
         self.end()
         self._forget()
+
+    @property
+    def num_units(self) -> int:
+        """Number of units of `rows_per_unit` rows; 0 before the model is entered."""
+        return (self.n or 0) // self.rows_per_unit
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fine-tuning in the loops that people have: the engine's, one's own, and that of `Trainer`."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -12,6 +14,7 @@ from dualdp.finetuning import preference_rows, sft_rows
 transformers = pytest.importorskip("transformers")
 
 from tests.only_torch.finetuning.models import LENGTH, model_of, responses, tensors  # noqa: E402
+from tests.tiers import first  # noqa: E402
 
 N, STEPS = 24, 4
 SIZES = {"length": LENGTH, "pad_token_id": 0}
@@ -86,28 +89,28 @@ def assert_same(found, expected):
         torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-10, msg=name)
 
 
+def options_of(path, **changes):
+    return transformers.TrainingArguments(
+        output_dir=str(path), per_device_train_batch_size=8, max_steps=STEPS, optim="sgd",
+        learning_rate=0.1, lr_scheduler_type="constant", save_strategy="no", report_to="none",
+        use_cpu=True, disable_tqdm=True, **changes,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("physical", [None, pytest.param(3, marks=pytest.mark.slow)])
 def test_sft_of_trainer_ends_where_the_loops_end(physical, tmp_path):
     pytest.importorskip("accelerate")
     from dualdp_torch.trainer import PrivacyCallback
 
-    options = transformers.TrainingArguments(
-        output_dir=str(tmp_path), per_device_train_batch_size=8, max_steps=STEPS, optim="sgd",
-        learning_rate=0.1, lr_scheduler_type="constant", save_strategy="no", report_to="none",
-        use_cpu=True, disable_tqdm=True,
-    )  # fmt: skip
     data, changes = sft_data(), {"physical_batch_size": physical}
-    trainer = transformers.Trainer(model=model_of("gpt2"), args=options, train_dataset=data)
+    trainer = transformers.Trainer(
+        model=model_of("gpt2"), args=options_of(tmp_path), train_dataset=data
+    )
     PrivacyCallback(plan=plan(**changes)).attach(trainer)
     trainer.train()
     _, expected = by_engine(model_of("gpt2"), data, dpt.sft_loss, **changes)
     assert_same(trainer.model.state_dict(), expected)
     assert_same(by_calls(model_of("gpt2"), data, dpt.sft_loss, **changes), expected)
-
-
-def of_rows(model, pairs):
-    """DPO of pairs (u, 2, ...)."""
-    return dpt.dpo_loss(model, {name: value.flatten(0, 1) for name, value in pairs.items()})
 
 
 @pytest.mark.slow
@@ -120,6 +123,45 @@ def test_pairs_are_drawn_as_one_and_no_chunk_splits_them():
     assert_same(*found)
 
 
-def test_the_loop_of_the_engine_refuses_pairs():
-    with pytest.raises(RuntimeError, match="The model saw"):
-        by_engine(model_of("gpt2"), pair_data(model_of("gpt2")), of_rows)
+@pytest.mark.parametrize("name", first(1, ["dpo", "ipo", "simpo", "orpo"]))
+def test_the_loop_of_the_engine_takes_pairs(name):
+    loss, data = getattr(dpt, f"{name}_loss"), pair_data(model_of("gpt2"))
+    engine, found = by_engine(model_of("gpt2"), data, loss, rows_per_unit=2)
+    assert engine.ledger.last_check == STEPS - 1
+    assert engine.get_epsilon() == plan().epsilon()
+    assert_same(found, by_calls(model_of("gpt2"), data, loss, rows_per_unit=2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adapter", ["lora", "ia3", "bitfit"])
+def test_adapters_learn_from_pairs_in_the_loop(adapter):
+    data, model = pair_data(model_of("gpt2")), partial(model_of, "gpt2", adapter=adapter)
+    _, found = by_engine(model(), data, dpt.dpo_loss, rows_per_unit=2, physical_batch_size=5)
+    assert_same(found, by_calls(model(), data, dpt.dpo_loss, rows_per_unit=2))
+
+
+def test_pairs_that_are_not_declared_are_refused():
+    data = pair_data(model_of("gpt2"))
+    with pytest.raises(ValueError, match="rows_per_unit=2 of the call, or of make_private, whose"):
+        by_engine(model_of("gpt2"), data, dpt.dpo_loss)
+    rows = lambda model, pairs: dpt.dpo_loss(model, {k: v.flatten(0, 1) for k, v in pairs.items()})  # noqa: E731
+    with pytest.raises(RuntimeError, match="The model saw .* rows_per_unit=2 in make_private"):
+        by_engine(model_of("gpt2"), data, rows)
+
+
+@pytest.mark.parametrize("physical", [None, pytest.param(3, marks=pytest.mark.slow)])
+def test_dpo_of_trainer_ends_where_the_loop_ends(physical, tmp_path):
+    pytest.importorskip("accelerate")
+    from dualdp_torch.trainer import PrivacyCallback
+
+    class PairTrainer(transformers.Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            return dpt.dpo_loss(model, inputs).mean()
+
+    data, changes = pair_data(model_of("gpt2")), {"physical_batch_size": physical}
+    options = options_of(tmp_path, remove_unused_columns=False)
+    trainer = PairTrainer(model=model_of("gpt2"), args=options, train_dataset=data)
+    PrivacyCallback(plan=plan(rows_per_unit=2, **changes), checks=1.0).attach(trainer)
+    assert trainer.train().metrics["epsilon"] == plan().epsilon()
+    _, expected = by_engine(model_of("gpt2"), data, dpt.dpo_loss, rows_per_unit=2, **changes)
+    assert_same(trainer.model.state_dict(), expected)

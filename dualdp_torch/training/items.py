@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Items of a data set that hold several rows of the model, such as the two of a pair."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils import _pytree as pytree
+
+from dualdp import _validate
+
+
+class ItemCollate:
+    """`collate_fn` that returns the rows of all items of a batch, an item's rows side by side.
+
+    Args:
+        collate: `collate_fn` whose tensors are (items, K, ...).
+        rows_per_item: int, K.
+    """
+
+    def __init__(self, collate: Callable[[list[Any]], Any], rows_per_item: int) -> None:
+        self._collate, self._rows = collate, rows_per_item
+
+    def __call__(self, items: list[Any]) -> Any:
+        """Return the batch, whose tensors are (items K, ...).
+
+        Raises:
+            ValueError: a tensor has not the K rows of each item, or there is no tensor.
+        """
+        batch, lead = self._collate(items), (len(items), self._rows)
+        leaves, spec = pytree.tree_flatten(batch)
+        are_rows = [isinstance(leaf, torch.Tensor | np.ndarray) for leaf in leaves]
+        if not any(are_rows):
+            raise ValueError(
+                f"The batch is {_validate.kind(batch)}, in which no tensor was found. Expected "
+                f"tensors, or dicts, lists and tuples of them, for rows_per_unit={self._rows}: "
+                "dict(...) of a mapping of another type."
+            )
+        for leaf in (leaf for leaf, is_rows in zip(leaves, are_rows, strict=True) if is_rows):
+            if tuple(leaf.shape[:2]) != lead:
+                raise ValueError(
+                    f"The batch of {len(items)} items holds a tensor of shape {tuple(leaf.shape)}. "
+                    f"Expected {lead} in front with rows_per_unit={self._rows}, the rows of each "
+                    "item; what all rows of an item share is repeated for each of them."
+                )
+        rows = [
+            leaf.reshape(len(items) * self._rows, *leaf.shape[2:]) if is_rows else leaf
+            for leaf, is_rows in zip(leaves, are_rows, strict=True)
+        ]
+        return pytree.tree_unflatten(rows, spec)
+
+
+def refuse_views_of_items(plan: Any, views: Any) -> None:
+    """Refuse views of items of several rows: a loss could not tell which rows it joins."""
+    if views is not None and plan.rows_per_item is not None:
+        raise ValueError(
+            f"views= or augment= came with rows_per_unit={plan.rows_per_item}, whose items hold "
+            "several rows already. Expected one of the two; the data set may augment its items."
+        )
