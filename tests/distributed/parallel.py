@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 import dualdp_torch as dpt
 from dualdp.plan import schedules
@@ -56,6 +56,10 @@ RUNS = {
     "gpt single": ("gpt", torch.float32, None, "two_pass", {"physical_batch_size": 3}),
     "tied": ("tied", torch.float64, {}, "auto", {}),
     "mlp views": ("mlp", torch.float64, {}, "auto", {"views": 3, "physical_batch_size": 2}),
+    "mlp pairs": (
+        *("mlp", torch.float64, {}, "auto"),
+        {"rows_per_unit": 2, "num_examples": 20, "expected_batch_size": 4},
+    ),
     "mlp users": ("mlp", torch.float64, {}, "auto", USERS | {"physical_batch_size": 2}),
     "mlp users empty shares": (
         "mlp",
@@ -83,6 +87,8 @@ def begin(name, wrap=False):
     options = {"loss_reduction": "sum" if name in SUMS else "mean", "views": views}
     if run.unit == "user":
         options["users"] = OWNERS
+    if run.rows_per_item is not None:
+        data = TensorDataset(*[rows.unflatten(0, (-1, 2)) for rows in data.tensors])
     return models.begin(model, data, run, method, augment=noisy if views > 1 else None, **options)
 
 
@@ -96,7 +102,11 @@ def step(name, model, optimizer, batch):
     """One physical batch, as a user writes it."""
     optimizer.zero_grad()
     x, y = batch
-    loss = F.cross_entropy(model(x), y, reduction="sum" if name in SUMS else "mean")
+    if name == "mlp pairs":
+        losses = F.cross_entropy(model(x), y, reduction="none")
+        loss = F.softplus(losses[::2] - losses[1::2].square()).mean()
+    else:
+        loss = F.cross_entropy(model(x), y, reduction="sum" if name in SUMS else "mean")
     loss.backward()
     optimizer.step()
 

@@ -120,15 +120,19 @@ class Number(NamedTuple):
         return math.isclose(product, expected, rel_tol=1e-12)
 
 
+def _exactly_rows(value: float, n: int, k: int) -> Number:
+    """Read a number as n k, the rows of n examples, or 1 / (n k); else as a constant."""
+    if n > 1 and value == n * k:
+        return Number("times", k)
+    if n > 1 and isinstance(value, float) and math.isclose(value * n * k, 1, rel_tol=1e-12):
+        return Number("over", 1 / k)
+    return Number("is", value)
+
+
 def _exactly_n(value: float, n: int, k: int) -> Number:
     """Read a number as n or 1 / n, of n examples or their n k rows; else as a constant."""
-    for size in (1, k):
-        if n > 1 and value == n * size:
-            return Number("times", size)
-        is_float = n > 1 and isinstance(value, float)
-        if is_float and math.isclose(value * n * size, 1, rel_tol=1e-12):
-            return Number("over", 1 / size)
-    return Number("is", value)
+    found = _exactly_rows(value, n, 1)
+    return _exactly_rows(value, n, k) if found.kind == "is" else found
 
 
 def _multiple_of_n(value: float, n: int, k: int) -> Number:
@@ -589,7 +593,8 @@ class _BatchReplay:
         if learned is not None:
             yield learned, True, False
         numbers = _numbers(self.tape, self.script.examined)
-        for rule in (_exactly_n, _multiple_of_n, _integer_n, _constant):
+        rules = [_exactly_n, _multiple_of_n, _integer_n, _constant]
+        for rule in rules if self._k == 1 else [_exactly_rows, *rules]:
             meanings = {at: rule(v, self.n, self._k) for at, v in numbers.items()}
             yield meanings, rule is not _constant, False
         unclear = [at for at, v in numbers.items() if type(v) is int and v and v % self.n == 0]

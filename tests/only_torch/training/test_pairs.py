@@ -64,7 +64,7 @@ def train(model, optimizer, loader, loss=preference, reduction="mean"):
     return rows
 
 
-def by_hand(model, run, items=None, loss=preference, forward=None):
+def by_hand(model, run, items=None, loss=preference):
     """Train by plain autograd of each pair alone, clipped once."""
     x = (items or pairs()).tensors[0]
     for step in range(run.num_steps):
@@ -127,6 +127,23 @@ def test_right_losses_of_pairs_pass_every_check(name):
 
 def noisy(out):
     return preference(out + 0.1 * torch.randn_like(out)) * torch.rand(len(out) // 2)
+
+
+@pytest.mark.slow
+def test_a_size_of_the_loss_may_be_the_number_of_pairs():
+    """Rows are counted before pairs: 20 rows are a count, and the 10 features are none."""
+
+    def loss(out):
+        hidden = out @ torch.linspace(-1, 1, 30).view(3, 10).double()
+        for _ in range(4):
+            hidden = hidden.view(len(out), 10).tanh() + hidden.roll(1, 1)
+        return preference(hidden[:, :3])
+
+    run = plan(sampler="shuffle", num_steps=2)
+    assert {len(run.batch_indices(step)) for step in range(2)} == {10}
+    engine, model, optimizer, loader = start(plan=run)
+    train(model, optimizer, loader, loss)
+    assert engine.ledger.last_check == 1
 
 
 @pytest.mark.slow
@@ -371,6 +388,41 @@ def test_frameworks_arrays_and_names_pass_through():
     _, _, _, loader = start(parts(collate_fn=collate))
     batch = next(iter(loader))
     assert len(batch["x"]) == len(batch["rows"]) == 2 * len(batch["names"])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings(r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated")
+@pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers")
+@pytest.mark.parametrize("is_split", [False, True])
+def test_lightning_takes_pairs(is_split, tmp_path):
+    """In one module, and in several, of which each pair is checked in a step of its own."""
+    lightning = pytest.importorskip("lightning")
+    from dualdp_torch.lightning import PrivacyCallback
+
+    class Step(lightning.LightningModule):
+        def __init__(self, model):
+            super().__init__()
+            self.net, self.last = model, nn.Linear(3, 3).double() if is_split else nn.Identity()
+
+        def training_step(self, batch, index):
+            return preference(self.last(self.net(batch[0]))).mean()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.5)
+
+    torch.manual_seed(5)
+    model, *_, data_loader = parts()
+    step, callback = Step(model), PrivacyCallback(plan=plan(), checks=1.0)
+    truth = copy.deepcopy(nn.Sequential(step.net, step.last))
+    trainer = lightning.Trainer(
+        max_steps=3, accelerator="cpu", logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, callbacks=[callback],
+        default_root_dir=str(tmp_path),
+    )  # fmt: skip
+    trainer.fit(step, data_loader)
+    assert callback.engine.ledger.last_check == 2
+    by_hand(truth, plan())
+    assert_same_end(step, truth)
 
 
 class Attending(nn.Module):
