@@ -13,6 +13,9 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from dualdp import _validate
 from dualdp._validate import UnsupportedLayerError
 
+#: Modules of dynamic quantisation, by the names of torch's modules.
+_DYNAMIC = ("torch.ao.nn.quantized.dynamic", "torch.ao.nn.intrinsic.quantized.dynamic")
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -57,13 +60,16 @@ def _problem_of(module: nn.Module) -> tuple[str, str] | None:
         if module.max_norm is not None:
             reason = "max_norm renormalises the rows that the batch uses, without noise"
             return reason, "Build it with max_norm=None."
+    if any(cls.__module__.startswith(_DYNAMIC) for cls in type(module).__mro__):
+        reason = "it rounds activations to a scale that is made of the whole batch"
+        return reason, "Quantise the weights alone, or keep a frozen base in bfloat16."
     return None
 
 
 def module_findings(model: nn.Module) -> list[Finding]:
     """Return findings about the modules of a model, in their order."""
     return [
-        Finding(path, type(module).__name__, *problem)
+        Finding(path, module._get_name(), *problem)
         for path, module in model.named_modules()
         if (problem := _problem_of(module))
     ]
