@@ -148,6 +148,11 @@ _SHOWN: dict[str, list[tuple[str, str, Cell]]] = {
         (f"A step with and without activation checkpoints: {_TIMES}", "step", _ratio),
         (f"A step with and without activation checkpoints: {_PEAKS}", "step", _memory),
     ],
+    "frozen": [
+        (f"A step of adapters over a frozen base: {_TIMES}", "step", _ratio),
+        (f"A step of adapters over a frozen base: {_PEAKS}", "step", _memory),
+        ("All weights, MiB", "weights", _value),
+    ],
     "compiled": [
         (f"A clipped gradient sum, eager and compiled: {_TIMES}", "gradient", _ratio),
         ("Private over non-private, both compiled", "over compiled", _value),

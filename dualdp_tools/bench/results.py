@@ -38,6 +38,7 @@ SUITES = (
         "checks",
         "correlated",
         "checkpoints",
+        "frozen",
         "compiled",
         "accounting",
         "end-to-end",

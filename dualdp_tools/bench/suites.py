@@ -7,7 +7,7 @@ Every suite is a generator of lists of rows, so a run shows its numbers as they 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -208,7 +208,7 @@ def checkpoints(session: Session) -> Rows:
     """Measure time and peak memory of a step with and without activation checkpoints (PyTorch)."""
     if session.stack.name != "torch" or not session.wanted("gpt"):
         return
-    from dualdp_tools.bench import systems_torch
+    from dualdp_tools.bench import workloads_torch
 
     options, n = CHECKPOINTED[session.size_key]
     workload = workloads.create("gpt", **options)
@@ -216,12 +216,51 @@ def checkpoints(session: Session) -> Rows:
     if earlier := session.earlier_rows("checkpoints", workload):
         yield earlier
         return
-    batch = session.stack.load(setting, *workload.batch(n))
+    changes = {"": None, ", checkpointed": workloads_torch.checkpoint_blocks}
+    yield _steps_and_peaks(session, setting, "checkpoints", changes)
+
+
+def frozen(session: Session) -> Rows:
+    """Measure a step of adapters (LoRA) over a frozen base in float32 and bfloat16 (PyTorch)."""
+    if session.stack.name != "torch" or not session.wanted("gpt"):
+        return
+    import torch
+
+    from dualdp_tools.bench import systems_torch, workloads_torch
+
+    options, n = CHECKPOINTED[session.size_key]
+    workload = workloads.create("gpt", **options)
+    setting = Setting(workload, n, device=session.device)
+    if earlier := session.earlier_rows("frozen", workload):
+        yield earlier
+        return
+    changes = {
+        "": partial(workloads_torch.adapt, dtype=torch.float32),
+        ", base in bfloat16": partial(workloads_torch.adapt, dtype=torch.bfloat16),
+    }
+    rows = _steps_and_peaks(session, setting, "frozen", changes)
+    for suffix, change in changes.items():
+        size = systems_torch.weights_size(setting, change) / 2**20
+        base = empty_row(session.stack, "frozen", workload, n)
+        rows.append(replace(base, system=NON_PRIVATE + suffix, quantity="weights", value=size))
+    yield rows
+
+
+def _steps_and_peaks(
+    session: Session, setting: Setting, suite: str, changes: Mapping[str, Any]
+) -> list[Row]:
+    """Time and peak memory of the non-private step and the engine's, by change of the model.
+
+    A change is that of `systems_torch.Problem`, under the end of the system's name.
+    """
+    from dualdp_tools.bench import systems_torch
+
+    batch = session.stack.load(setting, *setting.workload.batch(setting.n))
     calls: dict[str, Callable[[], Any]] = {}
-    for saves, suffix in ((False, ""), (True, ", checkpointed")):
-        plain = systems_torch.non_private(setting, saves).update
+    for suffix, change in changes.items():
+        plain = systems_torch.non_private(setting, change).update
         calls[NON_PRIVATE + suffix] = partial(plain, batch)
-        calls[AUTO + suffix] = systems_torch.engine(setting, 0.0, saves)
+        calls[AUTO + suffix] = systems_torch.engine(setting, 0.0, change)
     usual = QUICK if session.quick else Protocol(rounds=5, warmup=1, patience=60.0)
     timings = interleave(calls, replace(session.protocol or usual, far=math.inf))
     peaks = {
@@ -230,7 +269,7 @@ def checkpoints(session: Session) -> Rows:
         )
         for name, call in calls.items()
     }
-    base = empty_row(session.stack, "checkpoints", workload, n)
+    base = empty_row(session.stack, suite, setting.workload, setting.n)
     rows = []
     for name, timing in timings.items():
         row = replace(base, system=name, quantity="step")
@@ -238,7 +277,7 @@ def checkpoints(session: Session) -> Rows:
         row = timing.fill(row, 1, ratio=ratio)
         share = peaks[name] / peaks[NON_PRIVATE]
         rows.append(replace(row, memory=peaks[name], memory_ratio=share))
-    yield rows
+    return rows
 
 
 def compiled(session: Session) -> Rows:
@@ -402,5 +441,8 @@ def _slopes(rows: list[Row]) -> list[Row]:
 
 SUITES = {
     suite.__name__.replace("_", "-"): suite
-    for suite in (run, layers, memory, checks, correlated, checkpoints, compiled, end_to_end, scale)
+    for suite in (
+        *(run, layers, memory, checks, correlated, checkpoints, frozen, compiled, end_to_end),
+        scale,
+    )
 }

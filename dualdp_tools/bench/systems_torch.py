@@ -21,14 +21,19 @@ from dualdp_tools.bench.systems import Clipped, NothingToForce, Prepared, Settin
 from dualdp_torch.rules import choices
 
 Sums = dict[str, torch.Tensor]
+#: What is done to a model before it is trained, such as `workloads_torch.checkpoint_blocks`.
+Change = Callable[[nn.Module], None]
 
 
 class Problem:
     """Model, loss and optimizer of one system."""
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: Setting, change: Change | None = None) -> None:
         self.setting = setting
-        self.model = workloads_torch.model(setting.workload, setting.seed).to(setting.device)
+        self.model = workloads_torch.model(setting.workload, setting.seed)
+        if change is not None:
+            change(self.model)
+        self.model.to(setting.device)
         self.optimizer = torch.optim.SGD(self.trained().values(), systems.LEARNING_RATE)
 
     def trained(self) -> dict[str, nn.Parameter]:
@@ -104,15 +109,13 @@ def peak_memory(
 
 
 def non_private(
-    setting: Setting, checkpoints: bool = False, backend: str | None = None
+    setting: Setting, change: Change | None = None, backend: str | None = None
 ) -> Prepared:
     """Return the step without clipping and noise: zero_grad, loss, backward.
 
     With `backend`, loss and backward are compiled by that backend of torch.compile.
     """
-    problem = Problem(setting)
-    if checkpoints:
-        workloads_torch.checkpoint_blocks(problem.model)
+    problem = Problem(setting, change)
 
     def mean_loss(batch: Any) -> torch.Tensor:
         return problem.losses(problem.model, *batch).mean()
@@ -249,14 +252,12 @@ def forced(setting: Setting, method: str) -> Prepared:
 
 
 def engine(
-    setting: Setting, checks: float, checkpoints: bool = False, correlation: Any = None
+    setting: Setting, checks: float, change: Change | None = None, correlation: Any = None
 ) -> Callable[[], Any]:
-    """Return a call that takes one step of a run of `PrivacyEngine`; with checkpointed blocks."""
+    """Return a call that takes one step of a run of `PrivacyEngine`, on a model with a change."""
     import dualdp.torch as dpt
 
-    problem = Problem(setting)
-    if checkpoints:
-        workloads_torch.checkpoint_blocks(problem.model)
+    problem = Problem(setting, change)
     data = load(setting, *setting.workload.batch(2 * setting.n))
     _, optimizer, loader = dpt.PrivacyEngine().make_private(
         module=problem.model,
@@ -275,6 +276,12 @@ def engine(
                 yield
 
     return partial(next, steps())
+
+
+def weights_size(setting: Setting, change: Change | None = None) -> int:
+    """Return the bytes of the parameters, with those that are frozen."""
+    model = Problem(setting, change).model
+    return sum(p.numel() * p.element_size() for p in model.parameters())
 
 
 def device_name(device: str) -> str:

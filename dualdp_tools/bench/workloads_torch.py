@@ -160,6 +160,30 @@ def module(layer: specs.Layer) -> nn.Module:
     raise TypeError(f"{type(layer).__name__} has no PyTorch module. Add a case to `module`.")
 
 
+class Adapted(nn.Module):
+    """Frozen linear map plus a trained product of two thin ones in float32 (LoRA)."""
+
+    def __init__(self, base: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.base = base
+        self.down = nn.Linear(base.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, base.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., inputs) -> (..., outputs), in the dtype of x."""
+        out: torch.Tensor = self.base(x) + self.up(self.down(x.float())).to(x.dtype)
+        return out
+
+
+def adapt(model: nn.Module, dtype: torch.dtype, rank: int = 8) -> None:
+    """Freeze a model, convert it to `dtype`, and add trained adapters to its linear layers."""
+    model.to(dtype).requires_grad_(False)
+    for parent in list(model.modules()):
+        for name, layer in parent.named_children():
+            if isinstance(layer, nn.Linear):
+                setattr(parent, name, Adapted(layer, rank))
+
+
 def checkpoint_blocks(model: nn.Module) -> None:
     """Checkpoint the activations of every residual block, as a user would."""
     for block in model.modules():

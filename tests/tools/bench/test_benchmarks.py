@@ -414,7 +414,7 @@ def invoke(monkeypatch, tmp_path):
 @pytest.mark.parametrize("suite", suites.SUITES)
 @pytest.mark.parametrize("backend", [BACKENDS[0], pytest.param("jax", marks=pytest.mark.slow)])
 def test_every_suite_runs(suite, backend, invoke):
-    if suite in ("checkpoints", "compiled") and backend == "jax":
+    if suite in ("checkpoints", "frozen", "compiled") and backend == "jax":
         return  # of PyTorch
     arguments = (suite, "--backend", backend, "--system", "vmap(grad)", "--batch", "4")
     found, output, folder = invoke(*arguments)
@@ -422,7 +422,9 @@ def test_every_suite_runs(suite, backend, invoke):
     saved = (f"{name}, checkpointed" for name in (NON_PRIVATE, AUTO))
     engines = {"checks": {*suites.RATES, AUTO}, "correlated": {*suites.CORRELATED}}
     compiled = {AUTO, AUTO + suites.COMPILED, NON_PRIVATE + suites.COMPILED}
+    narrow = (f"{name}, base in bfloat16" for name in (NON_PRIVATE, AUTO))
     ours = {**engines, "checkpoints": {AUTO, *saved}, "compiled": compiled}
+    ours["frozen"] = {AUTO, *narrow}
     ours = ours.get(suite, {"vmap(grad)"})
     assert {row.system for row in found.rows} == {NON_PRIVATE, *ours}
     assert not [row.error for row in found.rows if row.error]
