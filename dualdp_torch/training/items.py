@@ -44,7 +44,8 @@ class ItemCollate:
                 raise ValueError(
                     f"The batch of {len(items)} items holds a tensor of shape {tuple(leaf.shape)}. "
                     f"Expected {lead} in front with rows_per_unit={self._rows}, the rows of each "
-                    "item; what all rows of an item share is repeated for each of them."
+                    "item; what all rows of an item share is repeated for each of them. Rows of a "
+                    "person need unit='user' and users=."
                 )
         rows = [
             leaf.reshape(len(items) * self._rows, *leaf.shape[2:]) if is_rows else leaf

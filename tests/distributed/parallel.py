@@ -18,6 +18,7 @@ from . import sharded_models as models
 STEPS = 50
 #: Plan of 19 users with one to six of the 40 rows, of which a step draws at most three.
 USERS = {"unit": "user", "rows_per_unit": 3, "num_examples": 19, "expected_batch_size": 5}
+PAIRS = {"rows_per_unit": 2, "num_examples": 20, "expected_batch_size": 4}
 #: Name -> model, dtype, how it is wrapped, method, changes of the plan, and views.
 RUNS = {
     "mlp": ("mlp", torch.float64, None, "auto", {}),
@@ -58,7 +59,7 @@ RUNS = {
     "mlp views": ("mlp", torch.float64, {}, "auto", {"views": 3, "physical_batch_size": 2}),
     "mlp pairs": (
         *("mlp", torch.float64, {}, "auto"),
-        {"rows_per_unit": 2, "num_examples": 20, "expected_batch_size": 4},
+        PAIRS,
     ),
     "mlp users": ("mlp", torch.float64, {}, "auto", USERS | {"physical_batch_size": 2}),
     "mlp users empty shares": (
@@ -87,9 +88,17 @@ def begin(name, wrap=False):
     options = {"loss_reduction": "sum" if name in SUMS else "mean", "views": views}
     if run.unit == "user":
         options["users"] = OWNERS
-    if run.rows_per_item is not None:
-        data = TensorDataset(*[rows.unflatten(0, (-1, 2)) for rows in data.tensors])
-    return models.begin(model, data, run, method, augment=noisy if views > 1 else None, **options)
+    return models.begin(
+        model, items(data, run), run, method, augment=noisy if views > 1 else None, **options
+    )
+
+
+def items(data, run):
+    """The data as items of the plan's rows."""
+    size = run.rows_per_item
+    return TensorDataset(
+        *[rows.unflatten(0, (-1, size)) if size else rows for rows in data.tensors]
+    )
 
 
 def noisy(example, generator):

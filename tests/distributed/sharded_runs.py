@@ -49,6 +49,11 @@ RUNS = {
         parallel.USERS | {"clipping": "per_layer", "expected_batch_size": 1},
         {},
     ),
+    "pairs by layer": (
+        *("gpt", torch.float64, "auto"),
+        parallel.PAIRS | {"clipping": "per_layer", "physical_batch_size": 2},
+        {},
+    ),
     "adaptive": ("mlp", torch.float64, "auto", {"max_grad_norm": AdaptiveNorm(0.5)}, {}),
 }
 
@@ -60,7 +65,8 @@ def run(name, sharded):
     if sharded:
         models.shard(model, **options)
     users = {"users": parallel.OWNERS} if "unit" in changes else {}
-    return models.train(model, data, models.plan(**changes), method, **users)
+    plan = models.plan(**changes)
+    return models.train(model, parallel.items(data, plan), plan, method, **users)
 
 
 def relu_steps():
