@@ -180,6 +180,12 @@ def _check_sum(grads: Any) -> None:
         if not torch.is_tensor(grad) or grad.is_meta:
             what = "on the meta device" if torch.is_tensor(grad) else _validate.kind(grad)
             raise TypeError(f"grads[{name!r}] is {what}. Expected a torch tensor with numbers.")
+        if hasattr(grad, "device_mesh"):
+            raise TypeError(
+                f"grads[{name!r}] is a DTensor, of which this process holds a piece. Expected whole "
+                "tensors, such as grad.full_tensor(), from which each process takes its piece of "
+                "the result; or fully_shard with make_private, which draws the noise of pieces."
+            )
 
 
 def _refuse_repetition(grads: Mapping[str, Tensor]) -> None:

@@ -53,28 +53,39 @@ def fsdp_layers(module: nn.Module) -> list[Any]:
     return [layer for layer in module.modules() if isinstance(layer, fsdp.FSDPModule)]
 
 
-def refuse_tensor_parallel(module: nn.Module) -> None:
-    """Refuse a model that computes with pieces of its parameters, frozen ones included.
+def is_tensor_parallel(module: nn.Module) -> bool:
+    """True if a parameter, frozen ones included, is a `DTensor` that no `fully_shard` gathers."""
+    return any(map(is_sharded, module.parameters())) and not fsdp_layers(module)
 
-    Its processes must all see the same examples, which the loader of an engine gives to different
-    ones: their partial results would be added up, and no gradient be that of one example.
+
+def refuse_tensor_parallel(module: nn.Module, call: str, instead: str) -> None:
+    """Refuse a model that computes with pieces of its parameters in a call that can't.
 
     Raises:
-        TypeError: a parameter is a `DTensor` without `fully_shard`, or cut along two dimensions.
+        TypeError: a parameter is a `DTensor` without `fully_shard`.
+    """
+    if is_tensor_parallel(module):
+        held = sorted(name for name, p in module.named_parameters() if is_sharded(p))
+        raise TypeError(
+            f"The parameters {held} are DTensors, but no layer was given to fully_shard. Expected "
+            "fully_shard(model), which gathers them in forward, or the whole model on every "
+            f"process: tensor parallelism (parallelize_module) is not covered by {call}; {instead}."
+        )
+
+
+def refuse_two_dimensions(module: nn.Module) -> None:
+    """Refuse a model whose parameters, frozen ones included, are cut along two mesh dimensions.
+
+    Raises:
+        TypeError: such a parameter.
     """
     held: dict[str, Any] = {name: p for name, p in module.named_parameters() if is_sharded(p)}
-    if held and not fsdp_layers(module):
-        raise TypeError(
-            f"The parameters {sorted(held)} are DTensors, but no layer was given to fully_shard. "
-            "Expected fully_shard(model), which gathers them in forward, or the whole model on "
-            "every process: tensor parallelism (parallelize_module) is not covered."
-        )
     for name, p in held.items():
         if sum(not placement.is_replicate() for placement in p.placements) > 1:
             raise TypeError(
                 f"Parameter {name!r} has the placements {tuple(p.placements)} on {p.device_mesh}. "
-                "Expected fully_shard(model) alone: tensor parallelism (parallelize_module) is not "
-                "covered."
+                "Expected fully_shard(model) or tensor parallelism (parallelize_module), each "
+                "alone: the two together are not covered."
             )
 
 
@@ -82,11 +93,15 @@ def check_sharded(module: nn.Module, method: str) -> None:
     """Refuse a sharded model that cannot be trained privately; accept every other model.
 
     Raises:
-        TypeError: a trainable parameter is sharded otherwise than by `fully_shard` over all
-            processes, or not at all while others are; or `refuse_tensor_parallel`.
+        TypeError: the model is tensor parallel; a trainable parameter is sharded otherwise than by
+            `fully_shard` over all
+            processes, or not at all while others are; or `refuse_two_dimensions`.
         ValueError: the method needs whole gradients of many layers at once.
     """
-    refuse_tensor_parallel(module)
+    refuse_tensor_parallel(
+        module, "loops that are recorded", "use clipped_grad_sum on the same batch everywhere"
+    )
+    refuse_two_dimensions(module)
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     sharded: dict[str, Any] = {name: p for name, p in trained.items() if is_sharded(p)}
     if not sharded:

@@ -27,6 +27,7 @@ from dualdp_torch.per_sample.clip import (
 )
 from dualdp_torch.per_sample.gradients import Captured, Formed, Limits, added_up
 from dualdp_torch.per_sample.parameter_use import never_compiled
+from dualdp_torch.per_sample.tensor_parallel import refuse_handing_out
 from dualdp_torch.per_sample.vmap_and_loop import reweighted
 from dualdp_torch.rules.base import Tensor, is_narrow, wide
 
@@ -107,6 +108,7 @@ def per_sample_grads(
         rows_per_unit=rows_per_unit,
         row_weights=row_weights,
     )
+    refuse_handing_out(call.split)
     found: list[dict[str, Tensor]] = []
     auxes: list[tuple[Any, int]] = []
     for _, numbers in _of_chunks(call, _grads, auxes):
@@ -253,6 +255,8 @@ def clipped_grad_sum(
     )
     bounds = clipping_bounds(call.parameters, clipping, max_grad_norm)
     refuse_two_pass(method, clipping)
+    if call.split is not None:
+        call.split.group.require_same("max_grad_norm", bounds)
     grads: dict[str, Tensor] = {}
     auxes: list[tuple[Any, int]] = []
     norms, losses = [], []
@@ -421,13 +425,19 @@ def check_numbers(
             subject,
             numbers,
             numbers_of,
-            drawn=_drawn.random(),
+            drawn=_drawn_on_all(call),
             has_drawn=start.has_drawn(call.model),
             what=f"the result of {call.purpose[1]}",
         )
     if compared:
         call.was_compared = True
         call.cache.checked.add(call.purpose)
+
+
+def _drawn_on_all(call: Call) -> float:
+    """Number that selects an example: of all processes that share the model, that of rank 0."""
+    drawn = _drawn.random()
+    return drawn if call.split is None else call.split.group.broadcast("the drawn example", drawn)
 
 
 _drawn = random.Random(0)  # draws the example that a functional call is checked on

@@ -14,7 +14,7 @@ from torch import nn
 from dualdp import _validate
 from dualdp._validate import UnsupportedLayerError
 from dualdp.exactness import CHECKS
-from dualdp_torch.parallel.fsdp import refuse_tensor_parallel
+from dualdp_torch.parallel.tensor_parallel import TensorParallel, local_of, split_of
 from dualdp_torch.per_sample.analysis_cache import AnalysisCache, cached_analyses
 from dualdp_torch.per_sample.batch import Batch, check_losses, split_aux
 from dualdp_torch.per_sample.capture import Capture
@@ -31,6 +31,7 @@ from dualdp_torch.per_sample.parameter_use import (
 )
 from dualdp_torch.per_sample.permutation_check import PERMUTED, permuted_use
 from dualdp_torch.per_sample.random_state import untouched_generators
+from dualdp_torch.per_sample.tensor_parallel import refuse_vmap, same_draws, whole_norms
 from dualdp_torch.per_sample.units import of_units
 from dualdp_torch.per_sample.vmap_and_loop import by_loop, by_vmap, gradients_set_aside
 from dualdp_torch.rules.base import Tensor
@@ -62,6 +63,7 @@ class Call:
         is_checked: True if the numbers of this chunk are to be compared with plain autograd.
         was_compared: True once they were compared.
         start: state before the forward that the gradients come from, or None if it was not kept.
+        split: pieces of a tensor parallel model, or None for another model.
     """
 
     loss_fn: LossFn
@@ -79,6 +81,7 @@ class Call:
     is_checked: bool = False
     was_compared: bool = False
     start: Start | None = None
+    split: TensorParallel | None = None
 
     @classmethod
     def checked(
@@ -120,10 +123,15 @@ class Call:
         ):
             came = (tuple(mask.shape), mask.dtype) if torch.is_tensor(mask) else type(mask)
             raise ValueError(f"mask is {came}. Expected a bool tensor of shape ({examples.n},).")
-        refuse_tensor_parallel(model)
+        split = split_of(model, method)
         parameters = trainable_parameters(model)
         if max_memory is not None:
             max_memory = _validate.integer("max_memory", max_memory, minimum=1)
+        if split is not None:
+            settings = has_aux, physical_batch_size, max_memory, check, (method, *purpose)
+            split.group.require_same("the settings of the call", settings)
+            held = examples.tensors() if mask is None else [*examples.tensors(), mask]
+            split.require_same_batch(held)
         return cls(
             loss_fn,
             model,
@@ -137,6 +145,7 @@ class Call:
             cached_analyses(model, loss_fn, examples),
             check,
             (method, *purpose),
+            split=split,
         )
 
     def chunks(self) -> Iterator[Call]:
@@ -170,10 +179,12 @@ class Call:
             self.cache.bytes_each[keep] = max(self._bytes_per_example(keep), 1)
         each, most = self.cache.bytes_each[keep], self.max_memory
         if most is None:
-            if each * self.batch.n < SURELY_FREE:
+            if self.split is None and each * self.batch.n < SURELY_FREE:
                 return
             most = int(PART * free_memory(self.batch.tensors()[0].device))
         size = max(1, most // each)
+        if self.split is not None:  # as many chunks on all processes
+            size = min(self.split.group.gather("the size of a chunk", size))
         self.chunk = size if self.chunk is None else min(size, self.chunk)
 
     def _bytes_per_example(self, keep: str) -> int:
@@ -182,12 +193,13 @@ class Call:
         With keep="cheap", weights of three or more axes (convolutions) are counted as formed.
         """
         kept: int = 0
-        own = {p.untyped_storage().data_ptr() for p in self.model.parameters()}
+        own = {local_of(p).untyped_storage().data_ptr() for p in self.model.parameters()}
 
         def count(tensor: Tensor) -> Tensor:
             nonlocal kept
-            if tensor.untyped_storage().data_ptr() not in own:
-                kept += tensor.numel() * tensor.element_size()
+            held = local_of(tensor)
+            if held.untyped_storage().data_ptr() not in own:
+                kept += held.numel() * held.element_size()
             return tensor
 
         few = self.batch.rows(slice(0, 2))
@@ -210,7 +222,13 @@ class Call:
         """Return this call with another model, batch and parameters, for a spot check."""
         cache = cached_analyses(model, self.loss_fn, batch)
         return replace(
-            self, model=model, batch=batch, parameters=parameters, cache=cache, is_checked=True
+            self,
+            model=model,
+            batch=batch,
+            parameters=parameters,
+            cache=cache,
+            is_checked=True,
+            split=TensorParallel.of(model),
         )
 
     @contextlib.contextmanager
@@ -228,13 +246,14 @@ class Call:
         """Return the gradients, the losses (n,), and aux."""
         with eagerly(), torch.enable_grad(), gradients_set_aside(self.parameters):
             before = State(self.model)
-            found = self._by_method()
+            with same_draws(self.split, self.model):
+                gradients, losses, aux = self._by_method()
             written, allowed = before.written(), self.cache.writes
             if not allowed.issuperset(written):
                 run = lambda batch: self.loss_fn(self.model, *batch.arguments())  # noqa: E731
                 refuse_written(self.model, run, self.batch, written)
                 allowed.update(written)
-        return found
+        return whole_norms(gradients, self.split, self.batch.n), losses, aux
 
     def _by_method(self) -> tuple[Gradients, Tensor, Any]:
         """Return gradients, losses and aux by the call's method, or by another exact one."""
@@ -249,7 +268,8 @@ class Call:
             return by_loop(*arguments) if by_loops else by_vmap(*arguments)
         try:
             found = self.captured()
-        except (_NoCapture, ChangedInPlaceError, SecondOrderError):
+        except (_NoCapture, ChangedInPlaceError, SecondOrderError) as problem:
+            refuse_vmap(self.split, str(problem))
             self._begin_forward()
             return by_vmap(*arguments)
         written = [name for name, p in self.parameters.items() if p.grad is not None]
@@ -322,7 +342,7 @@ class Call:
         found = Captured(
             capture.uses,
             analysis.batch_axes,
-            self.parameters | capture.stand_ins,
+            {n: local_of(p) for n, p in {**self.parameters, **capture.stand_ins}.items()},
             capture.derived,
             n=self.batch.n,
             keep=str(METHODS[self.method]),

@@ -23,6 +23,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from dualdp import _validate
 from dualdp.exactness import CHECKS
 from dualdp.plan.clipping import CLIPPING
+from dualdp_torch.parallel.fsdp import refuse_tensor_parallel
 from dualdp_torch.per_sample.api import ClippedGradSum, LossFn, check_numbers, clipped_grad_sum
 from dualdp_torch.per_sample.call import Call
 from dualdp_torch.per_sample.checks.spot_check import BatchNumbers
@@ -511,6 +512,7 @@ def compile_clipped_grad_sum(
     _validate.choice("method", method, METHODS)
     _validate.choice("check", check, CHECKS)
     require_module("The model", model)
+    refuse_tensor_parallel(model, "compile_clipped_grad_sum", "use clipped_grad_sum")
     if not callable(loss_fn):
         raise TypeError(f"loss_fn={loss_fn!r} is not callable. Expected loss_fn(model, *batch).")
     if physical_batch_size is not None:

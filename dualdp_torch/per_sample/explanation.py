@@ -10,9 +10,11 @@ from torch import nn
 
 from dualdp import _validate
 from dualdp.exactness import ExactnessError
+from dualdp_torch.parallel.fsdp import refuse_tensor_parallel
 from dualdp_torch.per_sample.api import clipped_grad_sum
 from dualdp_torch.per_sample.call import Call
 from dualdp_torch.per_sample.gradients import Captured
+from dualdp_torch.per_sample.model_checks import require_module
 
 
 def explain(
@@ -58,6 +60,8 @@ def explain(
     'passed'
     """
     _validate.choice("check", check, ("first", "off"))
+    require_module("The model", model)
+    refuse_tensor_parallel(model, "explain", "call it before parallelize_module")
     call = Call.checked(loss_fn, model, batch, method, has_aux, None, None)
     if call.batch.n < 2:
         raise ValueError(

@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from dualdp import exactness
 from dualdp._validate import UnsupportedLayerError
+from dualdp_torch.parallel.tensor_parallel import TensorParallel
 from dualdp_torch.per_sample.batch import Batch, check_losses, split_aux
 from dualdp_torch.per_sample.batch_axis import BatchAxis, belongs_to, candidates
 from dualdp_torch.per_sample.capture import Capture
@@ -129,6 +130,7 @@ def analyze(
     Losses that depend on other examples, and buffers that change otherwise, are refused.
     """
     refuse_mixing_modules(model)
+    split = TensorParallel.of(model)
     losses_of = _losses_of(model, loss_fn, has_aux)
     tolerance = _tolerance(model, parameters, batch)
     with eagerly(), untouched_generators(model), restored(model), NoRandomness():
@@ -173,7 +175,7 @@ def analyze(
             return Analysis((), (), nested)
         skip: frozenset[int] = frozenset()
         while True:
-            found = _locate(capture, losses, parameters, skip, batch.rows_per_unit)
+            found = _locate(capture, losses, parameters, skip, batch.rows_per_unit, split)
             if isinstance(found, Analysis):
                 return found
             if len(skip) == _MOST_SKIPPED or not found.can_skip:
@@ -340,8 +342,12 @@ def _locate(
     parameters: Mapping[str, Tensor],
     skip: frozenset[int],
     k: int,
+    split: TensorParallel | None,
 ) -> Analysis | Use:
-    """Find each use's batch axis from gradients of single losses, or return a use without one."""
+    """Find each use's batch axis from gradients of single losses, or return a use without one.
+
+    All processes of a tensor parallel model find the same: what one of them has seen.
+    """
     n, uses = len(losses), capture.uses
     left = [
         candidates(use.out_shape, n, use.possible_axes, use.rule.rows_are_free, k) for use in uses
@@ -361,7 +367,15 @@ def _locate(
                 continue
             shown[i] = True
             left[i] = [axis for axis in left[i] if belongs_to(use.grads_out, axis, n, example)]
-            if not left[i]:
+        if split is not None:
+            each = split.group.gather("the batch axes", (shown, left))
+            shown = [any(all_shown) for all_shown in zip(*(theirs for theirs, _ in each), strict=True)]
+            left = [
+                [axis for axis in first if all(axis in axes for axes in others)]
+                for first, *others in zip(*(theirs for _, theirs in each), strict=True)
+            ]
+        for use, axes, seen in zip(uses, left, shown, strict=True):
+            if seen and not axes:
                 return use
     return Analysis(
         tuple(use.signature for use in uses),

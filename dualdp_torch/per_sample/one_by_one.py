@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from dualdp._validate import UnsupportedLayerError
+from dualdp_torch.parallel.tensor_parallel import local_of
 from dualdp_torch.per_sample.batch import Batch
 from dualdp_torch.per_sample.gradients import Formed
 from dualdp_torch.per_sample.model_state import unchanged_by_forward
@@ -92,5 +93,5 @@ def gradients_alone(
         own = [grads[rows] for grads in cotangents]
         loss = partial(lambda out, own: combined(float_leaves(out), own).sum(), out, own)
         for name, grad in plain_gradients(loss, parameters).items():
-            formed[name].append(grad)
+            formed[name].append(local_of(grad))
     return Formed({name: torch.stack(grads) for name, grads in formed.items()})

@@ -37,11 +37,11 @@ def validate(
         List of findings, each with a path and a fix; empty when there is none.
 
     Raises:
-        TypeError: the model's parameters are cut by tensor parallelism.
+        TypeError: the model is tensor parallel.
         ValueError: a batch without two examples whose losses are finite.
     """
     require_module("model", model)
-    refuse_tensor_parallel(model)
+    refuse_tensor_parallel(model, "validate", "call it before parallelize_module")
     findings = module_findings(model)
     if loss_fn is None or findings:
         return findings

@@ -16,6 +16,8 @@ from torch.func import functional_call, grad, vmap
 from torch.utils import _pytree as pytree
 
 from dualdp._validate import UnsupportedLayerError
+from dualdp_torch.parallel.fsdp import is_sharded
+from dualdp_torch.parallel.tensor_parallel import local_of
 from dualdp_torch.per_sample.batch import Batch, check_losses, join_aux
 from dualdp_torch.per_sample.gradients import Formed
 from dualdp_torch.per_sample.parameter_use import USE_LOOP
@@ -52,6 +54,8 @@ def _widened(p: Tensor, grad: Tensor | None) -> Tensor:
     """Return a parameter's gradient, or zeros if it has none, float32 or wider."""
     if grad is None:
         return torch.zeros_like(p, dtype=wide(p.dtype))
+    if is_sharded(p):  # autograd may leave a sum over the processes to be added up
+        return grad.detach().redistribute(placements=p.placements).to(wide(p.dtype))  # type: ignore[attr-defined,no-any-return]
     return grad.detach().to_dense().to(wide(p.dtype))
 
 
@@ -214,6 +218,6 @@ def by_loop(
 
     for row in range(batch.n):
         for name, g in plain_gradients(partial(loss_of, row), parameters).items():
-            formed[name].append(g)
+            formed[name].append(local_of(g))
     stacked = {name: torch.stack(grads) for name, grads in formed.items()}
     return Formed(stacked), torch.cat(losses), join_aux(auxes, batch.rows_per_unit)

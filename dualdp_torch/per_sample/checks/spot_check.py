@@ -13,7 +13,7 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dualdp import exactness
 from dualdp.plan.clipping import AUTOMATIC_OFFSET, factors_for
+from dualdp_torch.parallel.tensor_parallel import length, local_of
 from dualdp_torch.per_sample.batch import Batch, check_losses
 from dualdp_torch.per_sample.clip import group_of
 from dualdp_torch.per_sample.independence import NoRandomness
@@ -365,8 +366,7 @@ def _weighted(subject: ReferenceLosses, weights: Tensor) -> Tensor:
 
 def _clipped(plain: dict[str, Tensor], engine: BatchNumbers) -> _Side:
     """Clip a plain gradient in place by the engine's bounds, and return it with its norm."""
-    norm = partial(torch.linalg.vector_norm, dtype=torch.float64)
-    lengths = {name: float(norm(g)) for name, g in plain.items()}
+    lengths = {name: length(g) for name, g in plain.items()}
     groups = engine.groups(plain)
     for group, bound in (engine.bounds or {}).items():
         members = [name for name, own in groups.items() if own == group]
@@ -383,8 +383,7 @@ def _sides(ours: _Side, theirs: _Side, engine: BatchNumbers) -> exactness.Sides:
     gaps, sizes = {}, {}
     for name, part in ours.parts.items():
         gap = part - theirs.parts[name].to(part)
-        gaps[name] = float(torch.linalg.vector_norm(gap, dtype=torch.float64))
-        sizes[name] = float(torch.linalg.vector_norm(part, dtype=torch.float64))
+        gaps[name], sizes[name] = length(gap), length(part)
     groups = engine.groups(gaps)
     bounds = {group: float(bound) for group, bound in (engine.bounds or {}).items()}
     largest = max(theirs.norm, _SMALLEST)
@@ -410,7 +409,7 @@ def _roundings(subject: ReferenceLosses, unit: float) -> Iterator[ReferenceLosse
 
     `unit` is the unit roundoff of the lowest precision in use, from `exactness.UNIT`.
     """
-    parameters = list(subject.parameters.values())
+    parameters = [local_of(p.data) for p in subject.parameters.values()]
     kept = [p.detach().clone() for p in parameters]
     generator = torch.Generator().manual_seed(0)
 
@@ -423,9 +422,9 @@ def _roundings(subject: ReferenceLosses, unit: float) -> Iterator[ReferenceLosse
     try:
         for _ in range(_ROUNDINGS):
             for p, value in zip(parameters, kept, strict=True):
-                p.data.copy_(rounded(value))
+                p.copy_(rounded(value))
             batch = subject.batch.on([rounded(t) for t in subject.batch.tensors()])
             yield replace(subject, batch=batch)
     finally:
         for p, value in zip(parameters, kept, strict=True):
-            p.data.copy_(value)
+            p.copy_(value)

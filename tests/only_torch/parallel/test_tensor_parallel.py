@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensor parallel models: norms and clipped sums of pieces are those of one device."""
+
+import pytest
+
+from tests.distributed import tensor_checks
+from tests.distributed.spawn import together
+
+pytestmark = pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
+
+
+def check(folder, size, names):
+    assert together(tensor_checks.passed, size, folder, *names, timeout=170) == size * [tuple(names)]
+
+
+def test_norms_and_sums_of_pieces_are_those_of_one_device(tmp_path):
+    check(tmp_path, 2, ["an_mlp_agrees_with_one_device"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+def test_every_tensor_parallel_call_agrees_with_one_device(tmp_path, size):
+    check(tmp_path, size, ["every_call_agrees_with_one_device"])
