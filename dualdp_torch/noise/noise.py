@@ -182,7 +182,7 @@ def _check_sum(grads: Any) -> None:
             raise TypeError(f"grads[{name!r}] is {what}. Expected a torch tensor with numbers.")
         if hasattr(grad, "device_mesh"):
             raise TypeError(
-                f"grads[{name!r}] is a DTensor, of which this process holds a piece. Expected whole "
+                f"grads[{name!r}] is a DTensor, of which a process holds a piece. Expected whole "
                 "tensors, such as grad.full_tensor(), from which each process takes its piece of "
                 "the result; or fully_shard with make_private, which draws the noise of pieces."
             )

@@ -369,7 +369,9 @@ def _locate(
             left[i] = [axis for axis in left[i] if belongs_to(use.grads_out, axis, n, example)]
         if split is not None:
             each = split.group.gather("the batch axes", (shown, left))
-            shown = [any(all_shown) for all_shown in zip(*(theirs for theirs, _ in each), strict=True)]
+            shown = [
+                any(all_shown) for all_shown in zip(*(theirs for theirs, _ in each), strict=True)
+            ]
             left = [
                 [axis for axis in first if all(axis in axes for axes in others)]
                 for first, *others in zip(*(theirs for _, theirs in each), strict=True)

@@ -141,7 +141,9 @@ class Use:
 
     def receive(self, grad: Tensor | None) -> None:
         """Take the gradient of the output."""
-        self.grads_out = grad if grad is None or self.layout is None else self.layout.grads_out(grad)
+        self.grads_out = (
+            grad if grad is None or self.layout is None else self.layout.grads_out(grad)
+        )
 
     @property
     def signature(self) -> tuple[Any, ...]:

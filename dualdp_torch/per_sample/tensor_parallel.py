@@ -183,5 +183,5 @@ def refuse_vmap(split: TensorParallel | None, problem: str) -> None:
     if split is not None:
         raise UnsupportedLayerError(
             f"{problem}, so its gradients need vmap, which can't run a tensor parallel model "
-            "(parallelize_module). Expected layers that a rule covers; or use method=\"loop\"."
+            '(parallelize_module). Expected layers that a rule covers; or use method="loop".'
         )

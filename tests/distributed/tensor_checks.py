@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -13,11 +14,11 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from torch.distributed.tensor import Replicate, Shard
 from torch.nn import functional as F
 
 import dualdp_torch as dpt
-from dualdp import UnsupportedLayerError
+from dualdp import ExactnessError, UnsupportedLayerError
+from dualdp.plan.plan import PrivacyPlan
 from dualdp_torch.parallel import tensor_parallel
 
 FACTOR = 0.5  # C as a share of the median norm
@@ -107,12 +108,14 @@ def agrees(kind, dtype=torch.float64, **options):
     """Norms, sums and losses of pieces are those of one device."""
     model, batch = build(kind, dtype)
     norms = dpt.per_sample_norms(losses, model, *batch, method="loop")
-    options |= {"max_grad_norm": FACTOR * float(norms.median())}
+    options = {"check": "always"} | options | {"max_grad_norm": FACTOR * float(norms.median())}
     expected = dpt.clipped_grad_sum(losses, model, *batch, **options | {"method": "loop"})
     each = dpt.per_sample_norms(losses, model, *batch, per_parameter=True)
     cut(model, PLANS[kind])
-    near = {"rtol": 1e-10, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 1e-5, "atol": 1e-6}
-    found = dpt.clipped_grad_sum(losses, model, *batch, check="always", **options)
+    near = (
+        {"rtol": 1e-10, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 1e-5, "atol": 1e-6}
+    )
+    found = dpt.clipped_grad_sum(losses, model, *batch, **options)
     torch.testing.assert_close(found.norms, expected.norms, **near)
     torch.testing.assert_close(found.losses, expected.losses, **near)
     pieces = 0
@@ -141,6 +144,174 @@ def every_call_agrees_with_one_device():
         agrees(kind, physical_batch_size=2)
         agrees(kind, dtype=torch.float32)
     agrees("mlp", physical_batch_size=1)
+
+
+def a_loop_of_twenty_steps_ends_where_one_device_ends():
+    """Each process draws the noise of the whole and takes its piece of the noisy mean."""
+    ends = []
+    for is_cut in (False, True):
+        model, batch = build("tables")
+        plan = PrivacyPlan(
+            num_examples=5,
+            expected_batch_size=5,
+            num_steps=20,
+            noise_multiplier=0.3,
+            max_grad_norm=0.4,
+            delta=1e-5,
+            seed=7,
+            noise="portable",
+            sampler="shuffle",
+        )
+        if is_cut:
+            cut(model, TABLES)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+        for step in range(20):
+            sums = dpt.clipped_grad_sum(losses, model, *batch, max_grad_norm=0.4).grads
+            mean = dpt.noisy_mean({n: whole(total) for n, total in sums.items()}, plan, step)
+            for name, p in model.named_parameters():
+                p.grad = mean[name]
+                if hasattr(p, "placements"):
+                    p.grad = distribute_tensor(mean[name], p.device_mesh, p.placements)
+            optimizer.step()
+        ends.append({name: whole(p).detach().clone() for name, p in model.named_parameters()})
+    for name, value in ends[0].items():
+        torch.testing.assert_close(ends[1][name], value, rtol=1e-9, atol=1e-11)
+
+
+def planted_faults_are_seen(patch):
+    """Norms of one piece alone, and whole parameters that count on every process."""
+    pieces = tensor_parallel.TensorParallel
+    faults = {
+        "pieces": {"added": lambda self, of: {**of}},
+        "whole": {"whole": property(lambda self: {}, lambda self, value: None)},
+    }
+    for fault in faults.values():
+        with patch.context() as planted:
+            for name, value in fault.items():
+                planted.setattr(pieces, name, value, raising=False)
+            with pytest.raises(AssertionError, match="not close"):
+                agrees("megatron", check="off")
+            with pytest.raises(ExactnessError):
+                agrees("megatron")
+
+
+def refused(kind, match, model, *batch, **options):
+    options = {"max_grad_norm": 1.0} | options
+    with pytest.raises(kind, match=match):
+        dpt.clipped_grad_sum(losses, model, *batch, **options)
+
+
+def what_cannot_be_done_is_refused():
+    model, batch = build("mlp")
+    cut(model, PLANS["mlp"])
+    for method in ("vmap", "two_pass"):
+        refused(
+            ValueError, "tensor parallel model .parallelize_module.", model, *batch, method=method
+        )
+    with pytest.raises(UnsupportedLayerError, match="lie in pieces and are not handed out"):
+        dpt.per_sample_grads(losses, model, *batch)
+    refused(UnsupportedLayerError, "lie in pieces", model, *batch, max_grad_norm=1e-12)
+    sums = dpt.clipped_grad_sum(losses, model, *batch, max_grad_norm=1.0).grads
+    plan = PrivacyPlan(
+        num_examples=40,
+        expected_batch_size=10,
+        num_steps=2,
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        delta=1e-5,
+        seed=1,
+    )
+    with pytest.raises(TypeError, match="is a DTensor, of which a process holds a piece"):
+        dpt.noisy_mean(sums, plan, 0)
+    rank = dist.get_rank()
+    others = batch[0] + rank, batch[1]
+    refused(ValueError, "disagree: the batch.*same examples in the same order", model, *others)
+    refused(ValueError, "disagree: the settings", model, *batch, check="off" if rank else "first")
+    refused(ValueError, "disagree: max_grad_norm", model, *batch, max_grad_norm=1.0 + rank)
+    with pytest.raises(TypeError, match="not covered by compile_clipped_grad_sum"):
+        dpt.compile_clipped_grad_sum(losses, model)
+    for kind, plan in (
+        ("mlp", {"0": ColwiseParallel(), "2": ColwiseParallel(output_layouts=Replicate())}),
+        ("tables", {"words": RowwiseParallel(input_layouts=Replicate())}),
+    ):
+        model, batch = build(kind)
+        cut(model, plan)
+        match = "pieces of unequal size" if kind == "mlp" else "embedding was called with trained"
+        refused(TypeError if kind == "mlp" else UnsupportedLayerError, match, model, *batch)
+
+
+class Dropped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5)), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+
+class Adapted(nn.Module):
+    """A base that is cut and frozen, and a small part beside it that is trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.base = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+        self.adapter = nn.Linear(6, 4)
+        self.up = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.adapter(x).tanh())
+
+
+def frozen_pieces_and_several_views_agree():
+    """Whole parameters beside a frozen base that is cut; units of two rows."""
+    _, (x, y) = build("mlp")
+    torch.manual_seed(2)
+    model, rows = Adapted().double(), (x.repeat(2, 1), y.repeat(2))
+    model.base.requires_grad_(False)
+    options = {"max_grad_norm": 0.3, "rows_per_unit": 2}
+    expected = dpt.clipped_grad_sum(losses, model, *rows, **options)
+    cut(model.base, PLANS["mlp"])
+    found = dpt.clipped_grad_sum(losses, model, *rows, check="always", **options)
+    for name, total in expected.grads.items():
+        torch.testing.assert_close(found.grads[name], total, rtol=1e-10, atol=1e-12)
+
+
+def dropout_needs_one_seed():
+    _, batch = build("mlp")
+    model = Dropped().double()
+    cut(model, {"body.0": ColwiseParallel(), "head": RowwiseParallel()})
+    torch.manual_seed(5)
+    dpt.clipped_grad_sum(losses, model, *batch, max_grad_norm=1.0, check="always")
+    torch.manual_seed(5 + dist.get_rank())
+    refused(ValueError, "state of torch's generators.*torch.manual_seed alike", model, *batch)
+
+
+def sequence_parallel_agrees_with_one_device():
+    """Layer norms of pieces of the sequence: what they saw is gathered."""
+    model, batch = build("megatron")
+    expected = dpt.clipped_grad_sum(losses, model, *batch, max_grad_norm=0.4)
+    plan = {
+        "words": ColwiseParallel(output_layouts=Shard(1)),
+        "block.norm1": SequenceParallel(),
+        "block.attention": PrepareModuleInput(
+            input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
+        ),
+        **{f"block.attention.{name}": ColwiseParallel() for name in "qkv"},
+        "block.attention.o": RowwiseParallel(output_layouts=Shard(1)),
+        "block.norm2": SequenceParallel(),
+        "block.mlp": PrepareModuleInput(
+            input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
+        ),
+        "block.mlp.0": ColwiseParallel(),
+        "block.mlp.2": RowwiseParallel(output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+    cut(model, plan)
+    found = dpt.clipped_grad_sum(losses, model, *batch, max_grad_norm=0.4, check="always")
+    torch.testing.assert_close(found.norms, expected.norms, rtol=1e-10, atol=1e-12)
+    for name, total in expected.grads.items():
+        torch.testing.assert_close(whole(found.grads[name]), total, rtol=1e-10, atol=1e-12)
 
 
 def passed(folder, *names):

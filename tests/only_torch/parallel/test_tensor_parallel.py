@@ -10,7 +10,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
 
 
 def check(folder, size, names):
-    assert together(tensor_checks.passed, size, folder, *names, timeout=170) == size * [tuple(names)]
+    assert together(tensor_checks.passed, size, folder, *names, timeout=170) == size * [
+        tuple(names)
+    ]
 
 
 def test_norms_and_sums_of_pieces_are_those_of_one_device(tmp_path):
@@ -21,3 +23,19 @@ def test_norms_and_sums_of_pieces_are_those_of_one_device(tmp_path):
 @pytest.mark.parametrize("size", [2, 4])
 def test_every_tensor_parallel_call_agrees_with_one_device(tmp_path, size):
     check(tmp_path, size, ["every_call_agrees_with_one_device"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    [
+        "a_loop_of_twenty_steps_ends_where_one_device_ends",
+        "planted_faults_are_seen",
+        "what_cannot_be_done_is_refused",
+        "frozen_pieces_and_several_views_agree",
+        "dropout_needs_one_seed",
+        "sequence_parallel_agrees_with_one_device",
+    ],
+)
+def test_tensor_parallel_calls(tmp_path, name):
+    check(tmp_path, 2, [name])
