@@ -12,6 +12,7 @@ models", Algorithm 1 (arXiv 2311.08357).
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from dualdp import _validate
@@ -33,7 +34,7 @@ class Scales(NamedTuple):
     map: float
 
 
-def joint_scales(map_share: Any, max_grad_norm: float) -> Scales:
+def joint_scales(map_share: Any, max_grad_norm: Any) -> Scales:
     """Return the factors by which gradient and contribution map together cost what the plan costs.
 
     The noise multipliers s2 = s / root(1 - a) of the gradient and s1 = s / root(a) of the map
@@ -41,7 +42,7 @@ def joint_scales(map_share: Any, max_grad_norm: float) -> Scales:
 
     Args:
         map_share: a in (0, 1), part of the privacy that the map gets.
-        max_grad_norm: C > 0, bound on an example's gradient.
+        max_grad_norm: C > 0, bound on an example's gradient; a number or a scalar array.
 
     Raises:
         TypeError, ValueError: map_share is no such number.
@@ -53,3 +54,85 @@ def joint_scales(map_share: Any, max_grad_norm: float) -> Scales:
     """
     share = _validate.open_probability("map_share", map_share)
     return Scales(math.sqrt(1 - share), math.sqrt(share) * max_grad_norm)
+
+
+def contribution_norms(num_rows: Any, max_rows: int, *, xp: Any) -> Any:
+    """Return the norm of each example's part of the map before it is clipped to 1.
+
+    Args:
+        num_rows: (n,) number of rows that each example touches, floating point, >= 0.
+        max_rows: number of rows up to which examples count alike.
+        xp: array namespace, `torch` or `jax.numpy`.
+
+    Returns:
+        (n,) root(max(num_rows, max_rows)): an example adds 1 / this to each of its rows.
+
+    Source: Ghazi et al. 2023, Algorithm 1, its map divided by C1 = root(max_rows).
+    """
+    return xp.sqrt(xp.clip(num_rows, max_rows, None))
+
+
+def padding_rows(padding_idx: Any, num_rows: int) -> tuple[int, ...]:
+    """Return the rows that do not enter the map.
+
+    Args:
+        padding_idx: None, an integer in [-num_rows, num_rows), or a sequence of them.
+        num_rows: number of rows of the map.
+
+    Returns:
+        tuple of rows, counted from 0.
+
+    Raises:
+        TypeError: no integers.
+        ValueError: a row that the table does not have.
+    """
+    given = padding_idx if isinstance(padding_idx, Sequence) else (padding_idx,)
+    found = [
+        _validate.integer("padding_idx", row, minimum=-num_rows) for row in given if row is not None
+    ]
+    if beyond := [row for row in found if row >= num_rows]:
+        raise ValueError(
+            f"padding_idx={beyond[0]} is no row of the table. Expected {-num_rows} to "
+            f"{num_rows - 1}."
+        )
+    return tuple(row % num_rows for row in found)
+
+
+def table_rows(table: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, slice]:
+    """Return the rows of the map that each table has, in the order of the tables.
+
+    Args:
+        table: name of a table, or a sequence of names.
+        shapes: mapping from name to the shape of every parameter, tables (rows, ...).
+
+    Returns:
+        mapping from the name of a table to its slice of the map.
+
+    Raises:
+        TypeError: no names.
+        ValueError: a name that is not there or comes twice, or what has no rows.
+    """
+    names = [table] if isinstance(table, str) else table
+    if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"table={table!r}. Expected a name, or a sequence of names.")
+    found: dict[str, slice] = {}
+    start = 0
+    for name in names:
+        if name not in shapes:
+            raise ValueError(f"table={name!r} is not in grads. Expected one of {sorted(shapes)}.")
+        if name in found or not shapes[name]:
+            what = "comes twice" if name in found else "is a scalar and has no rows"
+            raise ValueError(f"table={name!r} {what}. Expected each table of embeddings once.")
+        found[name] = slice(start, start + shapes[name][0])
+        start = found[name].stop
+    if not found:
+        raise ValueError("table names no table. Expected the name of one in grads, or several.")
+    return found
+
+
+def not_a_map(what: Any, num_rows: int) -> ValueError:
+    """Return the error for what is no contribution map; `what` is its kind, dtype or shape."""
+    return ValueError(
+        f"contributions is {what}, but the tables have {num_rows} rows. Expected the result of "
+        f"contribution_map(ids, {num_rows}, mask=mask), summed over the chunks."
+    )

@@ -34,6 +34,9 @@ from dualdp_jax.training.engine import PrivacyEngine as PrivacyEngine
 from dualdp_jax.training.loader import Chunk as Chunk
 from dualdp_jax.training.loader import LogicalBatch as LogicalBatch
 from dualdp_jax.training.loader import PlannedLoader as PlannedLoader
+from dualdp_jax.training.sparse import SparseNoisyMean as SparseNoisyMean
+from dualdp_jax.training.sparse import contribution_map as contribution_map
+from dualdp_jax.training.sparse import sparse_noisy_mean as sparse_noisy_mean
 from dualdp_jax.training.step import Stages as Stages
 from dualdp_jax.training.step import TrainState as TrainState
 from dualdp_jax.validate import Finding as Finding

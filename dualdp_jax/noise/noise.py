@@ -242,7 +242,7 @@ def noisy_mean(
     return claimed_mean(grads, plan, step, source, source, branch, max_grad_norm)
 
 
-def _check_sum(grads: Any) -> None:
+def check_sum(grads: Any) -> None:
     """Refuse what is no clipped sum: a pytree of arrays."""
     if grads is None or "norms" in getattr(grads, "_fields", ()):
         raise TypeError(
@@ -272,7 +272,7 @@ def claimed_mean(
     `source` is the user's name of the noise source; the other arguments are those of `noisy_mean`.
     """
     require_plan(plan)
-    _check_sum(grads)
+    check_sum(grads)
     is_traced = compat.is_traced((grads, step)) or compat.in_trace()
     mean = _traced_mean if is_traced else _mean_on_host
     return mean(grads, plan, step, source, caller, branch, max_grad_norm)

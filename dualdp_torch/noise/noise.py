@@ -149,7 +149,7 @@ def noisy_mean(
     Source: Abadi et al. 2016, Algorithm 1, "add noise".
     """
     require_plan(plan)
-    _check_sum(grads)
+    check_sum(grads)
     _refuse_repetition(grads)
     step = _checked_step(plan, step)
     with run_registry.drawing(plan, _SOURCE, _SOURCE, step, branch) as granted:
@@ -169,7 +169,7 @@ def noisy_mean(
 _SOURCE = "noisy_mean"
 
 
-def _check_sum(grads: Any) -> None:
+def check_sum(grads: Any) -> None:
     """Refuse what is no clipped sum: a mapping from name to tensor."""
     if not isinstance(grads, Mapping):
         raise TypeError(

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +12,7 @@ import torch
 from dualdp import _validate, sparse
 from dualdp.plan.clipping import clip_factors
 from dualdp.plan.plan import require_plan
-from dualdp_torch.noise.noise import noisy_mean
+from dualdp_torch.noise.noise import check_sum, noisy_mean
 from dualdp_torch.rules.base import Tensor, wide
 
 _MAP = "contribution map"  # name of the map among the sums; no parameter's, which has no blank
@@ -22,14 +22,19 @@ class SparseNoisyMean(NamedTuple):
     """Result of `sparse_noisy_mean`, all of it private.
 
     Attributes:
-        grads: mapping from name to noisy mean; rows of the table that do not survive are zero.
-        rows: (k,) increasing int64, the rows of the table that survive.
+        grads: mapping from name to noisy mean; rows of a table that do not survive are zero.
+        survives: (rows,) bools, the rows of the map that survive.
         noisy_map: (rows,) the noisy contribution map.
     """
 
     grads: dict[str, Tensor]
-    rows: Tensor
+    survives: Tensor
     noisy_map: Tensor
+
+    @property
+    def rows(self) -> Tensor:
+        """Rows of the map that survive, (k,) increasing int64."""
+        return self.survives.nonzero()[:, 0]
 
 
 def contribution_map(
@@ -39,22 +44,26 @@ def contribution_map(
     mask: Tensor | None,
     max_rows: int = 1,
     rows_per_unit: int = 1,
-    padding_idx: int | None = None,
+    padding_idx: int | Sequence[int] | None = None,
 ) -> Tensor:
     """Return how many examples touch each row of a table, each example clipped to norm 1.
 
     An example that touches k rows adds 1 / root(max(k, max_rows)) to each of them, however often
     it does. In the paper's words the map is divided by its bound C1 = root(max_rows).
 
+    Several tables have one map, in which their rows are numbered through: of tables with 1000 and
+    50 rows, `contribution_map(torch.cat([words, 1000 + tags], 1), 1050, mask=mask)`.
+
     Args:
         ids: (n, ...) integers in [0, num_rows), the rows that each example looks up.
-        num_rows: number of rows of the table.
+        num_rows: number of rows of the table, or of all tables.
         mask: (n / K,) bools, False for the padding of a chunk, which must not count; None if there
             is none.
         max_rows: number of rows up to which examples count alike.
         rows_per_unit: int K, as in `clipped_grad_sum`: K consecutive rows of ids are one unit,
             which counts once.
-        padding_idx: row that gets no gradient and is not counted, as in `nn.Embedding`.
+        padding_idx: row that gets no gradient and is not counted, as in `nn.Embedding`; or a
+            sequence of such rows.
 
     Returns:
         (num_rows,) float32, not private.
@@ -75,15 +84,15 @@ def contribution_map(
     num_rows = _validate.integer("num_rows", num_rows, minimum=1)
     least = _validate.integer("max_rows", max_rows, minimum=1)
     unit = _validate.integer("rows_per_unit", rows_per_unit, minimum=1)
+    paddings = sparse.padding_rows(padding_idx, num_rows)
     if not torch.is_tensor(ids) or ids.is_floating_point() or ids.dtype == torch.bool:
-        kind = ids.dtype if torch.is_tensor(ids) else _validate.kind(ids)
-        raise TypeError(f"ids is {kind}. Expected a tensor of integers, (n, ...).")
+        raise TypeError(f"ids is {_kind(ids)}. Expected a tensor of integers, (n, ...).")
     units = -1 if ids.ndim == 0 or len(ids) % unit else len(ids) // unit
     if units < 0 or not (mask is None or _is_mask(mask, units)):
-        shape = (mask.dtype, tuple(mask.shape)) if torch.is_tensor(mask) else _validate.kind(mask)
         raise ValueError(
-            f"ids has shape {tuple(ids.shape)} and mask {shape}, with rows_per_unit={unit}. "
-            "Expected (n, ...), n a multiple of it, and one bool for each unit."
+            f"ids has shape {tuple(ids.shape)} and mask is {_kind(mask)}, with "
+            f"rows_per_unit={unit}. Expected (n, ...), n a multiple of it, and one bool for each "
+            "unit."
         )
     rows = ids.reshape(units, unit * math.prod(ids.shape[1:])).long().sort(1).values  # (u, t)
     if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < num_rows:
@@ -93,14 +102,22 @@ def contribution_map(
         )
     counted = torch.ones_like(rows, dtype=torch.bool)
     counted[:, 1:] = rows[:, 1:] != rows[:, :-1]
-    if padding_idx is not None:
-        counted &= rows != padding_idx % num_rows
+    for padding in paddings:
+        counted &= rows != padding
     if mask is not None:
         counted &= mask.to(rows.device)[:, None]
-    norms = counted.sum(1, dtype=torch.float32).clamp(min=least).sqrt()
+    touched = counted.sum(1, dtype=torch.float32)
+    norms = sparse.contribution_norms(touched, least, xp=torch)
     weights = clip_factors(norms, 1.0, xp=torch)[:, None] * counted  # (u, t)
-    total = torch.zeros(num_rows, device=rows.device)
+    total = torch.zeros(num_rows, dtype=torch.float32, device=rows.device)
     return total.index_add_(0, rows.flatten(), weights.flatten())
+
+
+def _kind(value: Any) -> str:
+    """Dtype and shape of a tensor, or the kind of anything else."""
+    if torch.is_tensor(value):
+        return f"{value.dtype} {tuple(value.shape)}"
+    return _validate.kind(value)
 
 
 def _is_mask(mask: Any, units: int) -> bool:
@@ -113,7 +130,7 @@ def sparse_noisy_mean(
     plan: Any,
     step: int,
     *,
-    table: str,
+    table: str | Sequence[str],
     threshold: float,
     map_share: float,
     max_grad_norm: float | None = None,
@@ -131,7 +148,8 @@ def sparse_noisy_mean(
         contributions: (rows,) `contribution_map` of the same logical batch, summed over its chunks.
         plan: `PrivacyPlan`.
         step: index of the release.
-        table: name of the table in `grads`, (rows, d).
+        table: name of the table in `grads`, (rows, ...); or names of several, in the order in which
+            the map numbers their rows.
         threshold: least noisy entry of the map of a row that survives; -inf keeps all.
         map_share: number in (0, 1), part of the privacy that the map gets.
         max_grad_norm: C of this step if the ledger adapts it; None for the plan's.
@@ -141,7 +159,7 @@ def sparse_noisy_mean(
 
     Raises:
         AccountingError, TypeError, ValueError: as `noisy_mean`; or settings out of range, a table
-            that is not in `grads`, or a map of another length.
+            that is not in `grads`, or a map of another length or kind.
 
     Guarantees:
         The whole costs what the plan says.  [test_gradient_and_map_are_one_gaussian_of_the_plan]
@@ -153,24 +171,26 @@ def sparse_noisy_mean(
     Source: Ghazi et al. 2023, Algorithm 1 (arXiv 2311.08357).
     """
     require_plan(plan)
-    if table not in grads:
-        raise ValueError(f"table={table!r} is not in grads. Expected one of {sorted(grads)}.")
-    rows = len(grads[table])
-    if not torch.is_tensor(contributions) or contributions.shape != (rows,):
-        shape = tuple(contributions.shape) if torch.is_tensor(contributions) else contributions
-        raise ValueError(
-            f"contributions is {shape}, but table {table!r} has {rows} rows. Expected "
-            f"contribution_map(ids, {rows})."
-        )
+    check_sum(grads)
+    rows = sparse.table_rows(table, {name: tuple(grad.shape) for name, grad in grads.items()})
+    first, num_rows = grads[next(iter(rows))], max(place.stop for place in rows.values())
+    if not _is_map(contributions, num_rows):
+        raise sparse.not_a_map(_kind(contributions), num_rows)
     least = _validate.real("threshold", threshold)
     bound = plan.max_grad_norm_at(step) if max_grad_norm is None else max_grad_norm
     scales = sparse.joint_scales(map_share, bound)
-    sums = {name: scales.gradient * grad for name, grad in grads.items()}
-    sums[_MAP] = scales.map * contributions.to(grads[table].device, wide(grads[table].dtype))
+    sums = {name: scales.gradient * grad.to(wide(grad.dtype)) for name, grad in grads.items()}
+    sums[_MAP] = scales.map * contributions.to(first.device, wide(first.dtype))
     mean = noisy_mean(sums, plan, step, max_grad_norm=max_grad_norm)
-    size = plan.expected_batch_size_at(step)
-    noisy_map = mean.pop(_MAP) * (size / scales.map)
-    survives = noisy_map >= least
+    noisy_map = mean.pop(_MAP) * (plan.expected_batch_size_at(step) / scales.map)
+    survives = ~(noisy_map < least)
     found = {name: value / scales.gradient for name, value in mean.items()}
-    found[table] = torch.where(survives.view(-1, *[1] * (found[table].ndim - 1)), found[table], 0)
-    return SparseNoisyMean(found, survives.nonzero()[:, 0], noisy_map)
+    for name, place in rows.items():
+        kept = survives[place].to(found[name].device)
+        kept = kept.view(-1, *[1] * (found[name].ndim - 1))
+        found[name] = torch.where(kept, found[name], 0)
+    return SparseNoisyMean(found, survives, noisy_map)
+
+
+def _is_map(value: Any, num_rows: int) -> bool:
+    return torch.is_tensor(value) and value.is_floating_point() and value.shape == (num_rows,)

@@ -195,8 +195,8 @@ def test_a_loop_of_ones_own_records_and_trains():
         ({"table": "1.weight"}, ValueError, r"table='1.weight' is not in grads"),
         ({"map_share": 1.0}, ValueError, "map_share=1.0 is out of range"),
         ({"threshold": "1"}, TypeError, "threshold='1' is a str"),
-        ({"contributions": torch.zeros(3)}, ValueError, r"is \(3,\), but table .* has 40 rows"),
-        ({"contributions": None}, ValueError, r"contributions is None, but table"),
+        ({"contributions": torch.zeros(3)}, ValueError, r"is torch.float32 \(3,\), but"),
+        ({"contributions": None}, ValueError, "contributions is None, but the"),
     ],
 )
 def test_wrong_calls_are_refused(changes, error, message):
@@ -210,13 +210,13 @@ def test_wrong_calls_are_refused(changes, error, message):
 @pytest.mark.parametrize(
     ("words", "options", "error", "message"),
     [
-        (torch.rand(2, 3), {}, TypeError, "ids is torch.float32. Expected a tensor of integers"),
+        (torch.rand(2, 3), {}, TypeError, r"ids is torch.float32 \(2, 3\). Exp"),
         ([1], {}, TypeError, "ids is a list"),
         (torch.tensor([[1, ROWS]]), {}, ValueError, "ids lie in 1 to 40. Expected rows .* 0 to 39"),
         (torch.tensor([[-1]]), {}, ValueError, "ids lie in -1 to -1"),
-        (torch.tensor(1), {}, ValueError, r"ids has shape \(\) and mask None"),
-        (torch.ones(2, 3).long(), {"mask": torch.ones(3).bool()}, ValueError, "mask .torch.bool"),
-        (torch.ones(2, 3).long(), {"mask": torch.ones(2)}, ValueError, "mask .torch.float32"),
+        (torch.tensor(1), {}, ValueError, r"ids has shape \(\) and mask is N"),
+        (torch.ones(2, 3).long(), {"mask": torch.ones(3).bool()}, ValueError, "mask is torch.bool"),
+        (torch.ones(2, 3).long(), {"mask": torch.ones(2)}, ValueError, "mask is torch.float32"),
         (torch.ones(2, 3).long(), {"max_rows": 0}, ValueError, "max_rows=0 is out of range"),
         (torch.ones(3, 3).long(), {"rows_per_unit": 2}, ValueError, "with rows_per_unit=2. Exp"),
     ],
