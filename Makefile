@@ -44,11 +44,12 @@ BENCH_PIP := $(BENCH)/bin/python -m pip install --quiet --disable-pip-version-ch
 bench: $(BENCH)/.ready
 	$(BENCH)/bin/python -m benchmarks all --quick
 
-$(BENCH)/.ready: pyproject.toml constraints.txt benchmarks/requirements-peers.txt benchmarks/requirements-backpack.txt
+$(BENCH)/.ready: pyproject.toml constraints.txt benchmarks/requirements-peers.txt benchmarks/requirements-backpack.txt benchmarks/requirements-opake.txt
 	$(PYTHON) -m venv $(BENCH)
 	grep -v '^attrs==' constraints.txt > $(BENCH_PINS)
 	$(BENCH_PIP) --editable '.[bench]' --requirement benchmarks/requirements-peers.txt
 	$(BENCH_PIP) --no-deps --requirement benchmarks/requirements-backpack.txt
+	$(BENCH_PIP) --no-deps --requirement benchmarks/requirements-opake.txt
 	touch $@
 
 docs: $(VENV)/.docs

@@ -74,4 +74,5 @@ def remark(row: Row, rows: Iterable[Row], folder: str) -> str | None:
     explained = (results.FOLDER / page).exists()
     why = f"[where the time goes]({folder}/{page})" if explained else f"see `{command}`"
     name = row.workload if row.axis is None else f"{row.workload}, {row.axis} {row.at:g}"
-    return f"{row.system} on {name}: {' and '.join(found)}; {why}"
+    text = f"{row.system} on {name}: {' and '.join(found)}"
+    return text if row.suite == "finetuning" else f"{text}; {why}"  # its models have no profile

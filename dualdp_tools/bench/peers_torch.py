@@ -14,9 +14,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.func import functional_call
 
 from dualdp_tools.bench import systems, systems_torch
 from dualdp_tools.bench.systems import Prepared, Setting
+from dualdp_tools.bench.systems_torch import Kind, Problem
 
 
 def _with_dp_cells(module: nn.Module) -> None:
@@ -42,20 +44,20 @@ def _plain(name: str) -> str:
     return re.sub(r"l0\.(ih|hh)\.(weight|bias)", r"\2_\1_l0", name.removeprefix("_module."))
 
 
-def opacus(setting: Setting, mode: str) -> Prepared:
+def opacus(setting: Setting, mode: str, kind: Kind = Problem) -> Prepared:
     """Return Opacus' wrapped module and optimizer in one of its modes."""
     from opacus.grad_sample.utils import prepare_module
     from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
     from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClipping
 
-    problem = systems_torch.Problem(setting)
+    problem = kind(setting)
     _with_dp_cells(problem.model)
     ghost = mode == "ghost"
     keywords = {"max_grad_norm": setting.max_grad_norm, "use_ghost_clipping": True} if ghost else {}
     model = prepare_module(problem.model, mode, loss_reduction="mean", **keywords)
     trained = {_plain(name): p for name, p in model.named_parameters() if p.requires_grad}
     optimizer = (DPOptimizerFastGradientClipping if ghost else DPOptimizer)(
-        torch.optim.SGD(trained.values(), systems.LEARNING_RATE),
+        problem.make_optimizer(trained.values()),
         noise_multiplier=systems.NOISE_MULTIPLIER,
         max_grad_norm=setting.max_grad_norm,
         expected_batch_size=setting.n,
@@ -89,7 +91,7 @@ def backpack(setting: Setting) -> Prepared:
     import backpack
     from backpack.extensions import BatchGrad
 
-    problem = systems_torch.Problem(setting)
+    problem = Problem(setting)
     backpack.extend(problem.model)
     trained = problem.trained()
 
@@ -106,6 +108,48 @@ def backpack(setting: Setting) -> Prepared:
         return outcome
 
     return problem.private(clip)
+
+
+def opake(setting: Setting, kind: Kind = Problem) -> Prepared:
+    """Return opake's `clipped_grad` of the loss of one example, and its Gaussian noise.
+
+    Its patches of a model and of the process are left out: they would change other systems too.
+    """
+    from opake.dpsgd.clipping import clipped_grad
+    from opake.dpsgd.noise import gaussian_noise
+    from opake.random import key
+
+    problem = kind(setting)
+    frozen = {k: p.detach() for k, p in problem.model.named_parameters() if not p.requires_grad}
+
+    def loss(parameters: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        def model(x: torch.Tensor) -> Any:
+            return functional_call(problem.model, (parameters, frozen), (x,))
+
+        return problem.losses(model, x.unsqueeze(0), y.unsqueeze(0))[0]
+
+    bound = setting.max_grad_norm
+    clipped, clip_state = clipped_grad(loss, clipping_norm=bound, batch_argnums=(1, 2))
+    add_noise, noise_state = gaussian_noise(
+        noise_multiplier=systems.NOISE_MULTIPLIER, key=key(setting.seed)
+    )
+
+    def gradient(batch: Any) -> Any:
+        parameters = {name: p.detach() for name, p in problem.trained().items()}
+        return clipped(parameters, *batch, state=clip_state)[0]
+
+    def clip(batch: Any) -> Any:
+        return gradient(batch).pytree, None
+
+    def update(batch: Any) -> None:
+        nonlocal noise_state
+        noisy, noise_state = add_noise(gradient(batch), noise_state)
+        for name, parameter in problem.trained().items():
+            parameter.grad = noisy.pytree[name] / setting.n
+        problem.step()
+
+    memory = partial(systems_torch.peak_memory, clip, problem.optimizer.zero_grad, setting.device)
+    return Prepared(clip, systems_torch.read, update, memory)
 
 
 SYSTEMS: dict[str, Callable[[Setting], Prepared]] = {

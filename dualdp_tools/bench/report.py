@@ -157,6 +157,11 @@ _SHOWN: dict[str, list[tuple[str, str, Cell]]] = {
         (f"A clipped gradient sum, eager and compiled: {_TIMES}", "gradient", _ratio),
         ("Private over non-private, both compiled", "over compiled", _value),
     ],
+    "finetuning": [
+        (f"A step with noise and optimizer: {_TIMES}", "update", _ratio),
+        (f"Its clipped gradient sum: {_PEAKS}", "update", _memory),
+        ("Loss on new rows after the same steps, noise multiplier and C", "loss", _value),
+    ],
     "scale": [
         (_TIMES, "gradient", _ratio),
         ("exponent of the cost along one axis", "slope", _value),

@@ -40,6 +40,7 @@ SUITES = (
         "checkpoints",
         "frozen",
         "compiled",
+        "finetuning",
         "accounting",
         "end-to-end",
         "scale",
@@ -50,6 +51,7 @@ STACKS = ("torch", "jax", "core")
 PACKAGES = (
     "numpy", "scipy", "torch", "jax", "jaxlib", "flax", "optax", "opacus",
     "backpack-for-pytorch", "jax-privacy", "dp-accounting", "prv-accountant",
+    "opake", "transformers", "peft",
 )  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from dualdp.exactness import RATE, WHOLE
 from dualdp.plan.correlated.strategies import Strategy
 from dualdp_tools.bench import gate, noise, workloads
 from dualdp_tools.bench import layers as single
+from dualdp_tools.bench.finetuning import finetuning
 from dualdp_tools.bench.measure import Protocol, empty_row, interleave
 from dualdp_tools.bench.results import Row
 from dualdp_tools.bench.session import QUICK, SHORT, Session
@@ -258,7 +259,8 @@ def _steps_and_peaks(
     batch = session.stack.load(setting, *setting.workload.batch(setting.n))
     calls: dict[str, Callable[[], Any]] = {}
     for suffix, change in changes.items():
-        plain = systems_torch.non_private(setting, change).update
+        changed = partial(systems_torch.Problem, change=change)
+        plain = systems_torch.non_private(setting, kind=changed).update
         calls[NON_PRIVATE + suffix] = partial(plain, batch)
         calls[AUTO + suffix] = systems_torch.engine(setting, 0.0, change)
     usual = QUICK if session.quick else Protocol(rounds=5, warmup=1, patience=60.0)
@@ -442,7 +444,7 @@ def _slopes(rows: list[Row]) -> list[Row]:
 SUITES = {
     suite.__name__.replace("_", "-"): suite
     for suite in (
-        *(run, layers, memory, checks, correlated, checkpoints, frozen, compiled, end_to_end),
-        scale,
+        *(run, layers, memory, checks, correlated, checkpoints, frozen, compiled),
+        *(finetuning, end_to_end, scale),
     )
 }

@@ -58,16 +58,21 @@ class Problem:
         *,
         transform: optax.GradientTransformation,
         private: bool = True,
+        optimizer: optax.GradientTransformation | None = None,
+        **extra: Any,
     ) -> Prepared:
-        """Return a system made from `(params, x, y) -> (sums, norms)` and a noise transform."""
+        """Return a system made from `(params, x, y) -> (sums, norms)` and a noise transform.
+
+        `extra` are further arguments of the optimizer's update; it is SGD if it is left out.
+        """
         program = Program(lambda params, batch: gradient(params, *batch), self.params)
-        optimizer = optax.chain(transform, optax.sgd(systems.LEARNING_RATE))
+        chain = optax.chain(transform, optimizer or optax.sgd(systems.LEARNING_RATE))
 
         def update(params: Any, state: Any, batch: Any) -> Any:
-            changes, state = optimizer.update(gradient(params, *batch)[0], state, params)
+            changes, state = chain.update(gradient(params, *batch)[0], state, params, **extra)
             return optax.apply_updates(params, changes), state
 
-        step = Program(update, self.params, optimizer.init(self.params))
+        step = Program(update, self.params, chain.init(self.params))
         return Prepared(program, read if private else None, step, program.memory)
 
 
@@ -100,7 +105,9 @@ def _global_norm(grads: Any) -> jax.Array:
     return jnp.sqrt(sum(jnp.square(leaf).sum() for leaf in jax.tree.leaves(grads)))
 
 
-def non_private(setting: Setting) -> Prepared:
+def non_private(
+    setting: Setting, optimizer: optax.GradientTransformation | None = None
+) -> Prepared:
     """Return `jax.grad` of the mean loss of the batched program."""
     problem = Problem(setting)
 
@@ -110,7 +117,9 @@ def non_private(setting: Setting) -> Prepared:
     def gradient(params: Any, x: jax.Array, y: jax.Array) -> Any:
         return jax.grad(mean_loss)(params, x, y), None
 
-    return problem.prepared(gradient, transform=optax.identity(), private=False)
+    return problem.prepared(
+        gradient, transform=optax.identity(), private=False, optimizer=optimizer
+    )
 
 
 def vmap_grad(setting: Setting) -> Prepared:
@@ -150,7 +159,12 @@ def loop(setting: Setting) -> Prepared:
     return Prepared(gradient, read, lambda batch: finish(gradient(batch)[0], state))
 
 
-def dualdp(setting: Setting, method: str) -> Prepared:
+def dualdp(
+    setting: Setting,
+    method: str,
+    optimizer: optax.GradientTransformation | None = None,
+    **extra: Any,
+) -> Prepared:
     """Return `clipped_grad_sum` in a jitted program, with `add_noise` before the optimizer."""
     import dualdp.jax as dpj
 
@@ -163,7 +177,7 @@ def dualdp(setting: Setting, method: str) -> Prepared:
         )
         return result.grads, result.norms
 
-    return problem.prepared(gradient, transform=dpj.add_noise(plan))
+    return problem.prepared(gradient, transform=dpj.add_noise(plan), optimizer=optimizer, **extra)
 
 
 def auto(setting: Setting) -> Prepared:

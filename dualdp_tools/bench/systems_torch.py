@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -30,11 +31,23 @@ class Problem:
 
     def __init__(self, setting: Setting, change: Change | None = None) -> None:
         self.setting = setting
-        self.model = workloads_torch.model(setting.workload, setting.seed)
+        self.model = self.make_model()
         if change is not None:
             change(self.model)
         self.model.to(setting.device)
-        self.optimizer = torch.optim.SGD(self.trained().values(), systems.LEARNING_RATE)
+        self.optimizer = self.make_optimizer(self.trained().values())
+
+    def make_model(self) -> nn.Module:
+        """Return the model of the setting's workload."""
+        return workloads_torch.model(self.setting.workload, self.setting.seed)
+
+    def make_optimizer(self, parameters: Iterable[nn.Parameter]) -> Any:
+        """Return the optimizer of these parameters."""
+        return torch.optim.SGD(parameters, systems.LEARNING_RATE)
+
+    def step(self) -> None:
+        """Take a step of the optimizer with the gradients that are set."""
+        self.optimizer.step()
 
     def trained(self) -> dict[str, nn.Parameter]:
         """Return the trained parameters by name."""
@@ -74,10 +87,14 @@ class Problem:
             means = noise(clip(batch)[0])
             for name, parameter in self.trained().items():
                 parameter.grad = means[name]
-            self.optimizer.step()
+            self.step()
 
         memory = partial(peak_memory, clip, self.optimizer.zero_grad, self.setting.device)
         return Prepared(clip, read, update, memory)
+
+
+#: Setting -> the problem of a system.
+Kind = Callable[[Setting], Problem]
 
 
 def read(outcome: tuple[Sums, torch.Tensor | None]) -> Clipped:
@@ -108,14 +125,12 @@ def peak_memory(
     return int(max(alive.max(initial=0), 0))
 
 
-def non_private(
-    setting: Setting, change: Change | None = None, backend: str | None = None
-) -> Prepared:
+def non_private(setting: Setting, backend: str | None = None, kind: Kind = Problem) -> Prepared:
     """Return the step without clipping and noise: zero_grad, loss, backward.
 
     With `backend`, loss and backward are compiled by that backend of torch.compile.
     """
-    problem = Problem(setting, change)
+    problem = kind(setting)
 
     def mean_loss(batch: Any) -> torch.Tensor:
         return problem.losses(problem.model, *batch).mean()
@@ -128,15 +143,15 @@ def non_private(
 
     def update(batch: Any) -> None:
         gradient(batch)
-        problem.optimizer.step()
+        problem.step()
 
     clear = problem.optimizer.zero_grad
     return Prepared(gradient, None, update, partial(peak_memory, gradient, clear, setting.device))
 
 
-def loop(setting: Setting) -> Prepared:
+def loop(setting: Setting, kind: Kind = Problem) -> Prepared:
     """Return the loop over single examples, the reference of all other systems."""
-    problem = Problem(setting)
+    problem = kind(setting)
     trained = problem.trained()
 
     def clip(batch: Any) -> tuple[Sums, torch.Tensor]:
@@ -154,9 +169,9 @@ def loop(setting: Setting) -> Prepared:
     return problem.private(clip)
 
 
-def vmap_grad(setting: Setting) -> Prepared:
+def vmap_grad(setting: Setting, kind: Kind = Problem) -> Prepared:
     """Return `torch.func.vmap(grad)`, the program of the PyTorch tutorial."""
-    problem = Problem(setting)
+    problem = kind(setting)
     frozen = {k: p.detach() for k, p in problem.model.named_parameters() if not p.requires_grad}
 
     def loss(parameters: Sums, *example: torch.Tensor) -> torch.Tensor:
@@ -175,13 +190,16 @@ def vmap_grad(setting: Setting) -> Prepared:
 
 
 def dualdp(
-    setting: Setting, method: str, override: Callable[[], Any] = contextlib.nullcontext
+    setting: Setting,
+    method: str,
+    override: Callable[[], Any] = contextlib.nullcontext,
+    kind: Kind = Problem,
 ) -> Prepared:
     """Return `clipped_grad_sum` and `noisy_mean`; `override()` is entered around each sum."""
     import dualdp.torch as dpt
 
-    problem = Problem(setting)
-    plan = setting.plan()
+    problem = kind(setting)
+    plan, steps = setting.plan(), itertools.count()
 
     def clip(batch: Any) -> tuple[Sums, torch.Tensor]:
         with override():
@@ -194,7 +212,7 @@ def dualdp(
             )
         return result.grads, result.norms
 
-    return problem.private(clip, lambda sums: dpt.noisy_mean(sums, plan, 0))
+    return problem.private(clip, lambda sums: dpt.noisy_mean(sums, plan, next(steps)))
 
 
 def compiled(setting: Setting, backend: str) -> Prepared:

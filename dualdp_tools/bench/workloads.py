@@ -137,9 +137,9 @@ def cifar10() -> Workload:
     return Workload("cifar10", chain(*layers), (3, 32, 32))
 
 
-def embed(length: int = 256) -> Workload:
-    layers = chain(Embedding(10_004, 16), MEAN, Linear(16, 2))
-    return Workload("embed", layers, (length,), vocabulary=10_000, classes=2)
+def embed(length: int = 256, vocabulary: int = 10_000) -> Workload:
+    layers = chain(Embedding(vocabulary + 4, 16), MEAN, Linear(16, 2))
+    return Workload("embed", layers, (length,), vocabulary=vocabulary, classes=2)
 
 
 def lstm(length: int = 256) -> Workload:

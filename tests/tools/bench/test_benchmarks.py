@@ -20,6 +20,8 @@ from dualdp.plan.plan import NOISE
 from dualdp_tools.bench import (
     command_line,
     figures,
+    finetuning,
+    finetuning_torch,
     gate,
     layers,
     measure,
@@ -30,6 +32,7 @@ from dualdp_tools.bench import (
     specs,
     suites,
     systems,
+    systems_torch,
     workloads,
     workloads_jax,
     workloads_torch,
@@ -416,7 +419,8 @@ def invoke(monkeypatch, tmp_path):
 def test_every_suite_runs(suite, backend, invoke):
     if suite in ("checkpoints", "frozen", "compiled") and backend == "jax":
         return  # of PyTorch
-    arguments = (suite, "--backend", backend, "--system", "vmap(grad)", "--batch", "4")
+    asked = AUTO if suite == "finetuning" else "vmap(grad)"
+    arguments = (suite, "--backend", backend, "--system", asked, "--batch", "4")
     found, output, folder = invoke(*arguments)
     assert {row.suite for row in found.rows} == {suite}
     saved = (f"{name}, checkpointed" for name in (NON_PRIVATE, AUTO))
@@ -425,6 +429,7 @@ def test_every_suite_runs(suite, backend, invoke):
     narrow = (f"{name}, base in bfloat16" for name in (NON_PRIVATE, AUTO))
     ours = {**engines, "checkpoints": {AUTO, *saved}, "compiled": compiled}
     ours["frozen"] = {AUTO, *narrow}
+    ours["finetuning"] = {AUTO, finetuning.ADAM_BC, finetuning.SPARSE}
     ours = ours.get(suite, {"vmap(grad)"})
     assert {row.system for row in found.rows} == {NON_PRIVATE, *ours}
     assert not [row.error for row in found.rows if row.error]
@@ -510,3 +515,17 @@ def test_epochs_draw_the_cumulative_curve(invoke):
 
 def test_workloads_are_listed(invoke):
     assert "1,081,002" in invoke("workloads")[1]
+
+
+def test_a_wrong_system_of_finetuning_has_a_reason_and_no_time(monkeypatch, invoke):
+    """The sum of a system that clips to another bound is not that of the loop."""
+
+    def wrong(setting, **options):
+        twice = replace(setting, max_grad_norm=2 * setting.max_grad_norm)
+        return systems_torch.dualdp(twice, "auto", kind=finetuning_torch.Llama)
+
+    monkeypatch.setitem(finetuning_torch.SYSTEMS["llama"], AUTO, wrong)
+    found, _, _ = invoke("finetuning", "--backend", "torch", "--system", AUTO)
+    rows = [row for row in found.rows if (row.workload, row.system) == ("llama_lora", AUTO)]
+    assert [row.quantity for row in rows] == ["update", "loss"]
+    assert all("differs from the loop" in row.error and not row.seconds for row in rows)
