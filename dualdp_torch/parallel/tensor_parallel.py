@@ -47,9 +47,11 @@ def like(p: Tensor, local: Tensor) -> Tensor:
 
 def length(tensor: Tensor) -> float:
     """Return the L2 norm of a whole tensor, also of one that is cut: then on all processes."""
-    square = torch.linalg.vector_norm(local_of(tensor), dtype=torch.float64).square_()
-    if is_sharded(tensor) and _axis(tensor) is not None:
-        dist.all_reduce(square, group=tensor.device_mesh.get_group())  # type: ignore[attr-defined]
+    found = torch.linalg.vector_norm(local_of(tensor), dtype=torch.float64)
+    if _axis(tensor) is None:
+        return float(found)
+    square = found.square_()
+    dist.all_reduce(square, group=tensor.device_mesh.get_group())  # type: ignore[attr-defined]
     return math.sqrt(float(square))
 
 

@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import dualdp_torch as dpt
 from dualdp import ExactnessError, UnsupportedLayerError
@@ -134,6 +135,51 @@ def an_mlp_agrees_with_one_device():
     agrees("mlp")
 
 
+def ordinary_calls_agree_with_one_device():
+    """One example, none, masked ones, a broken one, and activation checkpoints."""
+    model, (x, y) = build("mlp")
+    model = cut(model, PLANS["mlp"])
+    broken = x.clone()
+    broken[2] = torch.nan
+    for rows, mask in (
+        ((x[:1], y[:1]), None),
+        ((x[:0], y[:0]), None),
+        ((x, y), torch.zeros(7, dtype=torch.bool)),
+        ((broken, y), None),
+    ):
+        options = {"max_grad_norm": 0.3, "mask": mask}
+        expected = dpt.clipped_grad_sum(losses, build("mlp")[0], *rows, **options)
+        found = dpt.clipped_grad_sum(losses, model, *rows, **options)
+        _agree(found, expected)
+    options = {"max_grad_norm": 0.3, "check": "always"}
+    expected = dpt.clipped_grad_sum(losses, Checkpointed(), x, y, **options)
+    plan = {"first": ColwiseParallel(), "second": RowwiseParallel()}
+    _agree(dpt.clipped_grad_sum(losses, cut(Checkpointed(), plan), x, y, **options), expected)
+
+
+class Checkpointed(nn.Module):
+    """A cut part that runs again in the backward, once for each of its two uses."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.second, self.head = nn.Linear(6, 8), nn.Linear(8, 6), nn.Linear(6, 3)
+        self.double()
+
+    def body(self, x):
+        return self.second(self.first(x).tanh())
+
+    def forward(self, x):
+        return self.head(checkpoint(self.body, self.body(x), use_reentrant=False))
+
+
+def _agree(found, expected):
+    near = {"rtol": 1e-10, "atol": 1e-12, "equal_nan": True}
+    torch.testing.assert_close(found.norms, expected.norms, **near)
+    for name, total in expected.grads.items():
+        torch.testing.assert_close(whole(found.grads[name]), total, **near)
+
+
 def every_call_agrees_with_one_device():
     mask = torch.tensor([True, False, True, True, True])
     for kind in ("megatron", "tables"):
@@ -224,6 +270,16 @@ def what_cannot_be_done_is_refused():
     with pytest.raises(TypeError, match="is a DTensor, of which a process holds a piece"):
         dpt.noisy_mean(sums, plan, 0)
     rank = dist.get_rank()
+    outputs, _ = build("mlp")
+    cut(outputs, PLANS["mlp"] | {"2": RowwiseParallel(use_local_output=False)})
+    with pytest.raises(TypeError, match="loss_fn returned a DTensor"):
+        dpt.per_sample_norms(lambda m, x: m(x).square().sum(1), outputs, batch[0])
+    with pytest.raises(UnsupportedLayerError, match="need vmap, which can't run a tensor parallel"):
+        dpt.per_sample_norms(
+            lambda m, x, y: losses(m, x, y) + whole(m[2].bias).sum(), model, *batch
+        )
+    with pytest.raises(UnsupportedLayerError, match="depend on other examples"):
+        dpt.per_sample_norms(lambda m, x, y: losses(m, x, y) * x.mean(), model, *batch)
     others = batch[0] + rank, batch[1]
     refused(ValueError, "disagree: the batch.*same examples in the same order", model, *others)
     refused(ValueError, "disagree: the settings", model, *batch, check="off" if rank else "first")

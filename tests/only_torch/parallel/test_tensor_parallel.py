@@ -30,6 +30,7 @@ def test_every_tensor_parallel_call_agrees_with_one_device(tmp_path, size):
     "name",
     [
         "a_loop_of_twenty_steps_ends_where_one_device_ends",
+        "ordinary_calls_agree_with_one_device",
         "planted_faults_are_seen",
         "what_cannot_be_done_is_refused",
         "frozen_pieces_and_several_views_agree",
