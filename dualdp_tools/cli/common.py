@@ -211,15 +211,21 @@ def show(record: dict[str, Any], *, as_json: bool, title: str) -> None:
     Console().print(table)
 
 
-def draw(
-    path: Path, bounds: Callable[[int], tuple[float, float]], num_steps: int, title: str
-) -> None:
-    """Plot epsilon and its lower bound against the number of steps."""
+def new_figure(path: Path, figsize: tuple[float, float]) -> Any:
+    """Return an empty figure of this size, inches, after checking that `path` can hold it."""
     _validate.new_file("plot", path)
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
         raise ValueError("--plot needs matplotlib. Run: pip install 'dualdp[demo]'") from error
+    return Figure(figsize=figsize, layout="constrained")
+
+
+def draw(
+    path: Path, bounds: Callable[[int], tuple[float, float]], num_steps: int, title: str
+) -> None:
+    """Plot epsilon and its lower bound against the number of steps."""
+    figure = new_figure(path, figsize=(7, 4.5))
     counts = sorted({max(1, round(num_steps * i / 40)) for i in range(1, 41)}) if num_steps else [0]
     found = []
     with working("Accounting for the picture", len(counts)) as advance:
@@ -227,7 +233,6 @@ def draw(
             found.append(bounds(count))
             advance()
     lower, upper = map(list, zip(*found, strict=True))
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
     axes.plot(counts, upper, label="epsilon")
     if any(value > 0 for value in lower):
