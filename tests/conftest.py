@@ -11,6 +11,8 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from tests import tiers
+
 # Two workers on two cores: one thread each, or they fight.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -60,7 +62,8 @@ def backend(request):
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items):
-    """One worker has all tests of a case or a model, and compiles its programs once."""
+    """A few cases of a test are fast; one worker has those of a case and compiles them once."""
+    tiers.thin_out(items)
     for item in items:
         params = item.callspec.params if hasattr(item, "callspec") else {}
         case = params.get("case", params.get("entry"))

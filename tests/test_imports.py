@@ -69,12 +69,14 @@ def test_the_core_imports_no_framework():
     assert done.stdout.strip() == "[]", done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("face", "other"), [("torch", "jax"), ("jax", "torch")])
 def test_a_face_imports_only_its_own_framework(face, other):
     done = python(f"import sys, dualdp.{face}\nprint({other!r} in sys.modules)")
     assert done.stdout.strip() == "False", done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("face", "missing"), [("torch", "torch"), ("jax", "jax"), ("jax", "optax")]
 )
@@ -91,6 +93,7 @@ HOSTS = {
 TORCH = "PyTorch, which is not installed. Run: pip install 'dualdp[torch]'"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("missing", ["torch", "lightning pytorch_lightning transformers"])
 def test_a_missing_host_says_what_to_install(missing):
     names = [f"dualdp_torch.{host}" for host in HOSTS]

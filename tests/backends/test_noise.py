@@ -269,6 +269,7 @@ def guesses(released, table, shift):
     return np.where(explained[0] == explained[1], np.nan, guess)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stack", "mode"),
     [

@@ -185,6 +185,7 @@ def test_per_layer_clipping_bounds_each_module(backend, case):
     assert_sum_close(sums, expected, grads, case.dtype)
 
 
+@pytest.mark.slow
 @both
 def test_an_example_with_nan_contributes_zero(backend, monkeypatch):
     case = next(case for case in SOME if case.name == "mlp")

@@ -62,6 +62,7 @@ def assert_same(torch_grads, jax_grads, params):
     assert jax.tree.structure(jax_grads) == jax.tree.structure(params)
 
 
+@pytest.mark.slow
 def test_a_torch_pipeline_feeds_the_jax_step(models):
     model, params = models
     batches = [plan().batch_indices(step) for step in range(STEPS)]
@@ -75,6 +76,7 @@ def test_a_torch_pipeline_feeds_the_jax_step(models):
         assert_same(theirs, ours, params)
 
 
+@pytest.mark.slow
 def test_a_jax_pipeline_feeds_the_torch_step(models):
     """The JAX engine's own loader, in padded chunks: torch takes its masks too."""
     model, params = models

@@ -151,6 +151,7 @@ CORRELATED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", CORRELATED)
 def test_a_run_with_correlated_noise_switches_too(kind, tmp_path):
     """The other stack draws the noise of the steps before again, from the key alone."""

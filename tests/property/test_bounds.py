@@ -326,6 +326,7 @@ def test_automatic_clipping_has_no_bound_to_judge_by(name):
     assert not found, "\n".join(found[:10])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["linear_2d", "linear_3d", "cnn", "token_net", "raw", "wide_linear"]
 )

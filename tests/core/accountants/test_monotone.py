@@ -167,6 +167,7 @@ def test_bounds_in_many_settings():
             check_bounds(run)
 
 
+@pytest.mark.slow
 def test_bounds_and_halves():
     for extreme in (False, True):
         for run in cases.settings(12, seed=31, extreme=extreme):
@@ -198,6 +199,7 @@ def test_every_relation_is_monotone(relation):
     check_many(12, 50, extreme=False, neighboring_relation=relation)
 
 
+@pytest.mark.slow
 def test_the_renyi_bound_is_monotone():
     check_many(60, 51, extreme=False, accountant="rdp")
     check_many(60, 52, extreme=True, accountant="rdp")

@@ -419,6 +419,7 @@ def test_a_delta_and_its_epsilon_agree():
         assert get_delta(**run, epsilon=1.1 * epsilon) < back
 
 
+@pytest.mark.slow
 def test_it_never_hangs_nor_fills_the_memory():
     hard = [
         {"noise_multiplier": 0.1, "sample_rate": 0.01, "num_steps": 10**6, "delta": 1e-5},

@@ -198,6 +198,7 @@ def test_stretches_are_those_of_every_step():
             assert dict(found.history) == dict(single.history)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "noise",
     [
@@ -242,6 +243,7 @@ def test_an_end_beyond_the_horizon_is_found_when_it_comes_near(monkeypatch):
     assert plan.epsilon(ledger.end) <= 2.0 < plan.epsilon(ledger.end + 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on_file", [60, 100, 105])
 def test_a_resumed_run_ends_where_the_uninterrupted_one_does(monkeypatch, tmp_path, on_file):
     """Releases on file that the resumed run repeats are paid for once."""

@@ -95,6 +95,7 @@ def test_clopper_pearson_is_sound_and_not_idle():
     assert clopper_pearson(np.zeros(1), np.ones(1), 1e-5, 0.05) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sigma", "seeds"), [(1.0, range(3)), pytest.param(4.0, range(30), marks=pytest.mark.slow)]
 )
@@ -125,6 +126,7 @@ def test_gross_faults_are_refuted(fault):
     assert all(bound.epsilon > found.claimed_epsilon for bound in found.bounds)
 
 
+@pytest.mark.slow
 def test_repeated_runs_refute_too():
     found = audit(NumpyStep("clipping off", noise_multiplier=20.0), seed=0, num_steps=60, runs=300)
     assert [bound.method for bound in found.bounds] == [

@@ -206,6 +206,7 @@ def test_a_step_that_was_recorded_and_not_sealed_is_released_once(tmp_path):
     assert len(last) == 4
 
 
+@pytest.mark.slow
 def test_branches_count_against_the_target(tmp_path):
     plan, sums = (
         make(target_epsilon=2.0, num_steps=None, accountant="pld", noise_multiplier=1.5),
@@ -469,6 +470,7 @@ class Interrupts:
         return self
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["file", "memory", "adaptive"])
 def test_an_interrupt_at_any_line_counts_no_step_twice(tmp_path, where):
     """Between the accountant and the file it counted the step in one and not in the other."""

@@ -18,6 +18,7 @@ def advice():
     return correlated.advise(dualdp.PrivacyPlan.calibrate(target_epsilon=8.0, **RUN))
 
 
+@pytest.mark.slow
 def test_advice_is_at_one_epsilon(advice):
     for option in advice.options:
         assert 7.9 < option.plan.epsilon() <= 8.0

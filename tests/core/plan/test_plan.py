@@ -265,6 +265,7 @@ def test_bounds_of_groups_are_one_sensitivity():
         make(clipping="per_layer", max_grad_norm={"a": 0.0})
 
 
+@pytest.mark.slow
 def test_a_key_file_makes_one_run(tmp_path):
     """Also in two processes, and whether the file was written before the run or after it."""
     plan = make()

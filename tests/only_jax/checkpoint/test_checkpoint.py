@@ -82,6 +82,7 @@ def assert_same(ours, theirs):
         np.testing.assert_array_equal(mine, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("noise", ["fast", "portable"])
 @pytest.mark.parametrize("adaptive", [False, True])
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, noise, adaptive):
@@ -131,6 +132,7 @@ def test_a_changed_replay_gets_new_noise_and_both_are_accounted(tmp_path):
         assert not np.allclose(mine, other, atol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [

@@ -107,6 +107,7 @@ def plain_grads(loss, what, rows):
 CASES = [(framework, name) for name in LOSSES for framework in FRAMEWORKS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", first(1, CASES), ids="-".join)
 def test_losses_of_flax_are_plain_autodiff(case):
     """Of padded rows and pairs, by the published formulas."""
@@ -126,6 +127,7 @@ def grads_of(loss_fn, what, rows):
     return jax.jit(lambda w, r: dpj.per_sample_grads(loss_fn, w, r))(what, rows)
 
 
+@pytest.mark.slow
 def test_axes_in_front_are_kept():
     """Such as that of `keep_batch_dim`."""
     what, run = linen_model()

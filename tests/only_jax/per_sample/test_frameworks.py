@@ -40,6 +40,7 @@ class Linen(linen.Module):
         return linen.Dense(2)(jnp.tanh(linen.Dense(4)(x)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_linen(method):
     model = Linen()
@@ -235,6 +236,7 @@ def transposed(layer):
     layer.product.kernel.set_value(layer.product.kernel.get_value().T)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["vmap", "book_keeping"])
 def test_nnx_transformations_are_no_changes(method):
     model = Stack(nnx.Rngs(0))

@@ -101,6 +101,7 @@ def sown_loss(model, x, y):
     return loss + 0.1 * nnx.pop(model, nnx.Intermediate)["size"].get_value()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
@@ -142,6 +143,7 @@ def test_split_keys_differ_between_layers_and_examples():
     assert_all_differ(masks)
 
 
+@pytest.mark.slow
 def test_a_run_of_split_layers_draws_its_masks_from_the_plan():
     """Two runs of one plan agree, whatever keys the modules had; another step has other masks."""
     ends, seen = [], []

@@ -115,6 +115,7 @@ def test_fully_masked_batch_gives_zeros(problem, method):
     assert (result.norms == 0).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_padding_chunks_are_left_out(problem, method):
     params, x, y = problem
@@ -243,6 +244,7 @@ def test_key_is_folded_by_position(problem, method, size):
     assert_trees_close(grads, jax.tree.map(lambda *leaves: np.stack(leaves), *each))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_aux_is_stacked(problem, method):
     params, x, y = problem
@@ -297,6 +299,7 @@ def test_float64_parameters_give_float64():
         assert empty.norms.dtype == empty.grads["w"].dtype == jnp.float64
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_max_memory_makes_chunks(problem, method):
     params, x, y = problem

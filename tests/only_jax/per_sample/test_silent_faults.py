@@ -89,6 +89,7 @@ LOOKUPS = {
 DTYPES = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["take", *(pytest.param(n, marks=pytest.mark.slow)
                                             for n in LOOKUPS if n != "take")])  # fmt: skip
@@ -304,6 +305,7 @@ def test_on_several_devices(report, name):
     assert report[name] == "held"
 
 
+@pytest.mark.slow
 def test_a_shard_map_with_its_defaults():
     """74: the gradient of a replicated parameter was summed over the devices."""
     (found,) = launch.reports("spread", "fast", processes=1, devices=4, seconds=200)

@@ -316,6 +316,7 @@ def run_until_caught(fault, rate, monkeypatch, programs=None):
     return None, state, programs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [n if n in USUAL else pytest.param(n, marks=pytest.mark.slow) for n in FAULTS]
 )
@@ -413,6 +414,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", first(2, CHANGES))
 def test_checks_change_nothing(name):
     """Bitwise, with dropout and with every step checked as a whole."""

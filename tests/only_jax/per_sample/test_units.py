@@ -87,6 +87,7 @@ def check_grid(name, method, size, weighted):
     assert_sum_close(numpy(result.grads), sums, truth, "float64")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "method", "size", "weighted"), DIAGONAL)
 def test_units_match_plain_gradients_of_their_rows(name, method, size, weighted):
     check_grid(name, method, size, weighted)

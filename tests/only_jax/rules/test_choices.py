@@ -54,6 +54,7 @@ def made(name, n=16):
     return loss, params, *arrays((n, *x)), *expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", first(3, MODELS))
 def test_the_record_says_what_auto_does(name, monkeypatch):
     loss, params, x, way, form = made(name)

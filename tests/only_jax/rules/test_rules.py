@@ -30,6 +30,7 @@ def norms_of(loss_fn, params, x, method):
 # ---------------------------------------------------------------------- known_failures 51
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", first(2, CAPTURED))
 @pytest.mark.parametrize("kind", ["dot", "conv"])
 def test_cancelling_positions_do_not_fool_the_gram_form(method, kind):
@@ -91,6 +92,7 @@ def low_precision(low_params):
     return params, x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", first(1, ["auto", "book_keeping", "materialize"]))
 @pytest.mark.parametrize("low_params", [False, True])
 def test_low_precision_products_are_summed_in_float32(method, low_params):
@@ -221,6 +223,7 @@ def test_a_planted_wrong_rule_is_seen(monkeypatch, primitive, field):
         _compare_with_the_loop((model, {"w": shape}, 4), 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", first(1, [3, 1]))
 @pytest.mark.parametrize("patches", [False, True])
 def test_both_forms_of_a_convolutions_gradients_agree(monkeypatch, patches, n):
@@ -484,6 +487,7 @@ def _compare_with_the_loop(model, seed):
                 assert error <= bound * scale + 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", first(1, ["auto", "book_keeping", "materialize", "two_pass"]))
 @pytest.mark.parametrize("stride", [1, 2])
 def test_a_convolution_without_output_has_no_gradient(method, stride):

@@ -127,6 +127,7 @@ class Batch(NamedTuple):
     unit: str
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("data", "read"),
     [
@@ -176,6 +177,7 @@ def test_length_is_true():
     assert next(iter(loader)).step == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "dtype"),
     [
@@ -647,6 +649,7 @@ def test_a_spent_budget_raises_and_says_what_was_spent():
 # ---------------------------------------------------------------------- schedules and bounds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "schedule",
     first(
@@ -690,6 +693,7 @@ def test_one_value_is_read_by_clipper_noiser_and_ledger(schedule):
         assert engine.ledger.entries[t]["noise_multiplier"] == plan.noise_multiplier_at(t)
 
 
+@pytest.mark.slow
 def test_the_adaptive_bound_finds_its_quantile():
     """Andrew et al. 2021: without noise in the count the bound is the quantile of the norms."""
     bound = AdaptiveNorm(10.0, quantile=0.25, learning_rate=0.3, count_noise_multiplier=1e-6)
@@ -726,6 +730,7 @@ def test_the_adaptive_bound_is_paid_for_and_reaches_the_noise():
     assert engine.get_epsilon(delta=1e-3) == pytest.approx(adaptive.epsilon())
 
 
+@pytest.mark.slow
 def test_per_layer_and_automatic_clipping_follow_the_plan():
     for clipping in ("per_layer", "automatic"):
         plan = make_plan(clipping=clipping, num_steps=2)
@@ -849,6 +854,7 @@ def test_an_interrupted_step_leaves_no_half_sum():
     assert len(engine.ledger) == 1
 
 
+@pytest.mark.slow
 def test_a_users_seed_does_not_fix_the_noise():
     """known_failures 16."""
     means = []
@@ -860,6 +866,7 @@ def test_a_users_seed_does_not_fix_the_noise():
     assert not np.allclose(*means, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_groups_have_bounds_of_their_own_on_jax():
     start = {"a": {"w": jnp.zeros(3)}, "c": {"b": jnp.zeros(())}}
 

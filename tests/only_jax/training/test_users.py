@@ -100,6 +100,7 @@ def assert_close(ours, theirs, atol=1e-10):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=atol, atol=atol), ours, theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
     "case",

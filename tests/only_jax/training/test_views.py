@@ -86,6 +86,7 @@ def by_hand(params, plan, step, loss_fn, needs_key):
     return total, norms
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("loss", "rows"), [(loss_fn, None), (with_dropout, 3)])
 def test_views_are_averaged_before_the_clip(loss, rows):
     plan, needs_key = make_plan(physical_batch_size=rows), loss is with_dropout
@@ -126,6 +127,7 @@ def test_equal_views_are_the_example():
     jax.tree.map(close, several, without)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_same_views(tmp_path):
     engine, step, state, loader = start()
     state = train(step, state, loader, 2)
@@ -138,6 +140,7 @@ def test_a_resumed_run_has_the_same_views(tmp_path):
     jax.tree.map(assert_same, train(*again.resume(**arguments()), 2).params, end.params)
 
 
+@pytest.mark.slow
 def test_one_example_moves_the_sum_by_at_most_its_bound():
     """All others have no gradient; its views are large and point in many directions."""
     wild = lambda example, key: (1e3 * jax.random.normal(key, (3,)) + example[0], example[1])  # noqa: E731

@@ -50,6 +50,7 @@ def check(saved, ended):
     assert (epsilon, releases) == (saved[2], 10)
 
 
+@pytest.mark.slow
 def test_a_consolidated_checkpoint_goes_on_in_one_process(saved, copy):
     path = copy.parent / "one"
     consolidate_checkpoint(copy, path)

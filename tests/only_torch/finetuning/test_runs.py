@@ -97,6 +97,7 @@ def options_of(path, **changes):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("physical", [None, pytest.param(3, marks=pytest.mark.slow)])
 def test_sft_of_trainer_ends_where_the_loops_end(physical, tmp_path):
     pytest.importorskip("accelerate")

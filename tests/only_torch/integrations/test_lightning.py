@@ -190,6 +190,7 @@ def test_lightning_trains_with_correlated_noise(tmp_path):
     assert callback.engine.get_epsilon() == pytest.approx(plan(**WINDOW).epsilon())
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("kind", [LitAutoEncoder, LitClassifier])
 def test_a_compiled_module_trains_as_the_engine_alone(kind, tmp_path):
@@ -248,6 +249,7 @@ def test_only_the_real_step_is_logged(tmp_path):
     assert lit.calls == STEPS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("physical", [None, 5])
 @pytest.mark.parametrize("seed", [3, None])
 def test_lightning_resumes(seed, physical, tmp_path):
@@ -275,6 +277,7 @@ def test_lightning_resumes(seed, physical, tmp_path):
         assert not any(x in saved.read_bytes() for x in (secret, secret.hex().encode()))
 
 
+@pytest.mark.slow
 def test_lightning_resumes_inside_its_second_pass(tmp_path):
     given = {"max_grad_norm": 1.0, "noise_multiplier": 1.0, "max_physical_batch_size": 5}
     save = L.pytorch.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=4, save_top_k=-1)
@@ -456,6 +459,7 @@ def one_cycle(lit, total_steps):
     return [optimizer], [{"scheduler": cycle, "interval": "step"}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.parametrize("limit", [1.0, 4])
 def test_estimated_steps_are_those_that_are_taken(limit, times, tmp_path):

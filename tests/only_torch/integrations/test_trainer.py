@@ -306,6 +306,7 @@ class OwnLoss(transformers.Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("reduction", "physical"), [("mean", None), ("sum", 5)])
 def test_a_trainer_with_a_loss_of_its_own(reduction, physical, tmp_path):
     hosted = trainer(tmp_path, bert(), max_steps=STEPS, **SGD)
@@ -348,6 +349,7 @@ def test_a_compiled_trainer_trains_as_the_engine_alone(tmp_path):
     assert hosted.accelerator.state.dynamo_plugin.backend == backend == "INDUCTOR"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kwargs", [None, {"preserve_rng_state": True}])
 def test_a_trainer_that_checkpoints_activations_trains_as_without(kwargs, tmp_path):
     """known_failures 87: recomputed without reentrance, with the same dropout."""

@@ -37,6 +37,7 @@ def assert_ends_alike(name, ranks):
         assert len(text.splitlines()) == len(ledger.splitlines())
 
 
+@pytest.mark.slow
 def test_two_ranks_end_where_one_ends(tmp_path):
     """known_failures 14, in short: with DDP and without, physical batches, empty shares."""
     names = ["mlp", "mlp small batches", "mlp empty shares"]
@@ -45,6 +46,7 @@ def test_two_ranks_end_where_one_ends(tmp_path):
         assert_ends_alike(name, ranks)
 
 
+@pytest.mark.slow
 def test_faults_of_a_group_are_stopped_on_all_ranks(tmp_path):
     """In the reduction, and on one rank: caught after they began, and missed without checks."""
     ranks = together(planted.everything, 2, tmp_path)

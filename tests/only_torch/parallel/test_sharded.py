@@ -50,6 +50,7 @@ def check_steps(steps):
         assert relative(after, {name: p - 0.2 * mean[name] for name, p in before.items()}) < 1e-5
 
 
+@pytest.mark.slow
 def test_sharded_runs_end_where_one_device_ends(tmp_path):
     check_runs(tmp_path, 2, FAST)
 
@@ -68,6 +69,7 @@ def test_every_sharded_run_ends_where_one_device_ends(tmp_path, size):
     check_runs(tmp_path, size, SOME[size])
 
 
+@pytest.mark.slow
 def test_one_whole_gradient_is_alive_at_a_time(tmp_path):
     """And the gradient is the noisy mean of one device; faults that are planted are seen."""
     assert together(sharded_checks.passed, 2, tmp_path, *FIRST) == 2 * [tuple(FIRST)]

@@ -15,6 +15,7 @@ def check(folder, size, names):
     ]
 
 
+@pytest.mark.slow
 def test_norms_and_sums_of_pieces_are_those_of_one_device(tmp_path):
     check(tmp_path, 2, ["an_mlp_agrees_with_one_device"])
 

@@ -224,6 +224,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", first(8, FAULTS))
 def test_a_fault_that_begins_later_is_stopped(name, monkeypatch):
     """Caught on a step after it began, within 200 steps; without checks nobody notices."""

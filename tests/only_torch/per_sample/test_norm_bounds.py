@@ -163,6 +163,7 @@ def test_norms_whose_squares_overflow_are_told(method):
     torch.testing.assert_close(each["weight"].double(), exact, rtol=1e-5, atol=0)
 
 
+@pytest.mark.slow
 def test_bfloat16_sums_move_by_no_more_than_c():
     """A table tied by its transpose: the sum of many examples is not rounded to bfloat16."""
 

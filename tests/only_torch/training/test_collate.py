@@ -204,6 +204,7 @@ def test_mixing_that_begins_later_is_found():
     assert 11 <= len(engine.ledger) <= 17
 
 
+@pytest.mark.slow
 @forks
 def test_workers_look_too():
     model, optimizer, _ = build()

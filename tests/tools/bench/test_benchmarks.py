@@ -437,6 +437,7 @@ def test_every_suite_runs(suite, backend, invoke):
     assert "### " in (next(folder.glob("*/report.md"))).read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("method", systems.METHODS)
 def test_our_methods_pass_the_gate(backend, method):
@@ -467,6 +468,7 @@ def test_accounting_and_report_commands(invoke, monkeypatch, tmp_path):
     assert (tmp_path / "again" / file.stem / "report.md").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stack", noise.STACKS)
 def test_noise_is_timed_in_every_mode(stack, tmp_path):
     rows = noise.point(stack, noise.STACKS[stack], 1000, FAST)

@@ -15,6 +15,7 @@ def call(*options):
     return CliRunner().invoke(app, ["calibrate", "--advise", *RUN, *options])
 
 
+@pytest.mark.slow
 def test_the_table_ends_with_a_verdict():
     found = call("--num-examples", "200000")
     assert found.exit_code == 0
@@ -22,6 +23,7 @@ def test_the_table_ends_with_a_verdict():
     assert "less noise in the model than DP-SGD" in found.output
 
 
+@pytest.mark.slow
 def test_json_has_the_same_options():
     found = json.loads(call("--num-examples", "200000", "--json").stdout)
     assert found["options"][0]["relative_error"] < 1

@@ -218,6 +218,7 @@ def test_bad_arguments_are_one_sentence(arguments, message):
     assert "Traceback" not in done.output
 
 
+@pytest.mark.slow
 def test_an_audit_of_a_step_of_ones_own():
     done = call("audit", "--step", "tests.numpy_step:NumpyStep", "--seed", 1, "--steps", 40)
     assert done.exit_code == 0, done.output
@@ -268,6 +269,7 @@ def broken():
     return NumpyStep("clipping off", noise_multiplier=4.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stack", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
 def test_an_audit_of_our_engine(stack):
     done = call(

@@ -39,6 +39,7 @@ def few_timed_rounds(monkeypatch):
     monkeypatch.setattr(Experiment, "time_steps", lambda self: whole(self, rounds=2, steps=1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["band", pytest.param("window", marks=pytest.mark.slow)])
 def test_stacks_agree_with_correlated_noise_and_half_way_too(kind, tmp_path):
     """Also a run that goes from PyTorch to JAX in the middle: it draws its rows again."""
@@ -51,6 +52,7 @@ def test_stacks_agree_with_correlated_noise_and_half_way_too(kind, tmp_path):
     assert data["training"][-1]["switched"] < 1e-5
 
 
+@pytest.mark.slow
 def test_it_writes_both_files_and_three_tables(tmp_path):
     done = compare(tmp_path / "new" / "folder", "--seed", "1", *QUICK)
     assert done.exit_code == 0, done.output
@@ -121,6 +123,7 @@ def test_a_perturbed_training_is_found_and_named(tmp_path, monkeypatch):
     assert "most at head.weight; tolerated is 1e-05" in words
 
 
+@pytest.mark.slow
 def test_a_run_that_changes_stacks_stays_with_both(tmp_path):
     done = compare(tmp_path, *QUICK, "--steps", "6", "--switch-at", "2")
     assert done.exit_code == 0, done.output
@@ -135,6 +138,7 @@ def test_a_run_that_changes_stacks_stays_with_both(tmp_path):
         assert abs(point["accuracy"]["switched"] - point["accuracy"]["jax"]) < 0.01
 
 
+@pytest.mark.slow
 def test_a_broken_hand_over_is_found(tmp_path, monkeypatch):
     """Without the optimizer's momentum the third run goes elsewhere."""
     from dualdp import port
