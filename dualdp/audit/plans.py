@@ -11,7 +11,17 @@ from dualdp.plan.plan import PrivacyPlan
 
 
 def claims_of(plan: PrivacyPlan) -> Claims:
-    """Return the claims of a plan at step 0."""
+    """Return the claims of a plan at step 0.
+
+    Raises:
+        ValueError: settings under which a canary is no example of its own.
+    """
+    if plan.unit != "example":
+        raise ValueError(
+            f"unit={plan.unit!r} draws users, but each canary is one row. Expected unit='example', "
+            "which tests the same draw, clip and noise on users of one row each: "
+            "dataclasses.replace(plan, unit='example', rows_per_unit=None)."
+        )
     if plan.clipping == "per_layer":
         raise ValueError(
             "clipping='per_layer' gives the canaries a part of max_grad_norm only. Expected "

@@ -89,6 +89,20 @@ class AdamBC(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state of an `AdamBC`, as in torch.optim.
+
+        Raises:
+            ValueError: the groups lack a setting of `AdamBC`, as those of another optimizer.
+        """
+        for group in state_dict.get("param_groups", ()):
+            if missing := sorted(self.defaults.keys() - group.keys()):
+                raise ValueError(
+                    f"The state to load has no {missing[0]!r}, so another optimizer made it. "
+                    "Expected the state of an AdamBC: load no other, and begin it anew."
+                )
+        super().load_state_dict(state_dict)
+
     @torch._disable_dynamo
     @torch.no_grad()
     def step(

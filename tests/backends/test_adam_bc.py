@@ -284,9 +284,12 @@ def test_a_step_without_its_noise_is_refused():
     assert not optimizer.state
     other = torch.optim.AdamW([p])
     other.step()
-    optimizer.load_state_dict(other.state_dict())
-    for group in optimizer.param_groups:
-        group["floor"] = 1e-8
+    saved = other.state_dict()
+    with pytest.raises(ValueError, match="no 'floor', so another optimizer made it"):
+        optimizer.load_state_dict(saved)
+    assert not optimizer.state
+    saved["param_groups"][0]["floor"] = 1e-8
+    optimizer.load_state_dict(saved)
     before = p.detach().clone()
     with pytest.raises(ValueError, match="which another optimizer made"):
         optimizer.step(noise_stddev=1.0)

@@ -11,6 +11,7 @@ import pytest
 import dualdp.plan.clipping
 import dualdp.plan.correlated.noise as correlated_noise
 from dualdp import AccountingError, ExactnessError, PrivacyPlan, correlated, exactness
+from dualdp.audit import plans
 from dualdp.plan import samplers
 from dualdp.testing import Event, check_private_step
 from tests.conftest import BACKENDS
@@ -327,6 +328,17 @@ def test_other_noise_and_samplers_pass_too(stack, changes):
 def test_clipping_by_layer_is_refused_by_the_canaries(stack):
     with pytest.raises(ValueError, match="clipping='per_layer' gives the canaries a part"):
         STEPS[stack](clipping="per_layer")
+
+
+@pytest.mark.parametrize("stack", BACKENDS)
+def test_plans_of_users_are_audited_by_one_row_each(stack):
+    """Refused with the plan to take, which is accepted and has the same claims."""
+    with pytest.raises(ValueError, match="unit='user' draws users, but each canary is one row"):
+        STEPS[stack](unit="user", rows_per_unit=3)
+    users = dataclasses.replace(STEPS[stack]().plan, unit="user", rows_per_unit=3)
+    rows = dataclasses.replace(users, unit="example", rows_per_unit=None)
+    assert plans.claims_of(rows) == STEPS[stack]().claims
+    assert rows.sample_rate == users.sample_rate
 
 
 def test_mutants_that_can_not_be_told_apart_would_fail_this_test():
