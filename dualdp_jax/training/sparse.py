@@ -64,7 +64,7 @@ def contribution_map(
             is none.
         max_rows: number of rows up to which examples count alike.
         rows_per_unit: int K, as in `clipped_grad_sum`: K consecutive rows of ids are one unit,
-            which counts once.
+            which counts once. Only the length of a mask tells that it was forgotten.
         padding_idx: row that gets no gradient and is not counted; or a sequence of such rows.
 
     Returns:

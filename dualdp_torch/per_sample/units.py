@@ -112,6 +112,12 @@ def mark(batch: Any, rows_per_unit: int, has_weights: bool) -> None:
             setattr(leaf, _OF_UNITS, (rows_per_unit, has_weights))
 
 
+def marked_size(tensor: Tensor) -> int | None:
+    """Return how many consecutive rows of a loader's tensor are one unit; None if it has none."""
+    size, _ = getattr(tensor, _OF_UNITS, (None, False))
+    return size
+
+
 def _require_units(leaves: list[Any], rows_per_unit: Any, row_weights: Any) -> None:
     """Refuse a call that would clip each row of a unit alone, or count rows of padding."""
     if row_weights is not None and rows_per_unit is None:

@@ -3,14 +3,18 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
+from torch.utils.data import default_collate
 
 from dualdp import _validate
+from dualdp_torch.per_sample.random_state import RandomState
 
 
 class ItemCollate:
@@ -23,6 +27,7 @@ class ItemCollate:
 
     def __init__(self, collate: Callable[[list[Any]], Any], rows_per_item: int) -> None:
         self._collate, self._rows = collate, rows_per_item
+        self._has_items_in_front = collate is default_collate
 
     def __call__(self, items: list[Any]) -> Any:
         """Return the batch, whose tensors are (items K, ...).
@@ -30,7 +35,25 @@ class ItemCollate:
         Raises:
             ValueError: a tensor has not the K rows of each item, or there is no tensor.
         """
-        batch, lead = self._collate(items), (len(items), self._rows)
+        if len(items) == self._rows and not self._has_items_in_front:
+            self._try_another_number(items)
+        rows = self._rows_of(self._collate(items), len(items))
+        self._has_items_in_front |= len(items) != self._rows
+        return rows
+
+    def _try_another_number(self, items: list[Any]) -> None:
+        """Refuse a `collate_fn` whose tensors are (K, items, ...), which K items do not tell."""
+        before = RandomState.of(nn.Module())
+        try:
+            batch = self._collate(copy.deepcopy([*items, items[0]]))
+        finally:
+            before.put()
+        self._rows_of(batch, len(items) + 1)
+        self._has_items_in_front = True
+
+    def _rows_of(self, batch: Any, num_items: int) -> Any:
+        """Batch with the rows of each item side by side, refused where they are not there."""
+        lead = (num_items, self._rows)
         leaves, spec = pytree.tree_flatten(batch)
         are_rows = [isinstance(leaf, torch.Tensor | np.ndarray) for leaf in leaves]
         if not any(are_rows):
@@ -42,13 +65,13 @@ class ItemCollate:
         for leaf in (leaf for leaf, is_rows in zip(leaves, are_rows, strict=True) if is_rows):
             if tuple(leaf.shape[:2]) != lead:
                 raise ValueError(
-                    f"The batch of {len(items)} items holds a tensor of shape {tuple(leaf.shape)}. "
+                    f"The batch of {num_items} items holds a tensor of shape {tuple(leaf.shape)}. "
                     f"Expected {lead} in front with rows_per_unit={self._rows}, the rows of each "
                     "item; what all rows of an item share is repeated for each of them. Rows of a "
                     "person need unit='user' and users=."
                 )
         rows = [
-            leaf.reshape(len(items) * self._rows, *leaf.shape[2:]) if is_rows else leaf
+            leaf.reshape(num_items * self._rows, *leaf.shape[2:]) if is_rows else leaf
             for leaf, is_rows in zip(leaves, are_rows, strict=True)
         ]
         return pytree.tree_unflatten(rows, spec)

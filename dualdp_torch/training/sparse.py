@@ -13,6 +13,7 @@ from dualdp import _validate, sparse
 from dualdp.plan.clipping import clip_factors
 from dualdp.plan.plan import require_plan
 from dualdp_torch.noise.noise import check_sum, noisy_mean
+from dualdp_torch.per_sample.units import marked_size
 from dualdp_torch.rules.base import Tensor, wide
 
 _MAP = "contribution map"  # name of the map among the sums; no parameter's, which has no blank
@@ -70,7 +71,8 @@ def contribution_map(
 
     Raises:
         TypeError: ids or mask of another kind.
-        ValueError: ids or settings out of range, or shapes that do not fit.
+        ValueError: ids or settings out of range, or shapes that do not fit; or ids of a loader that
+            gives several rows for each unit, with another rows_per_unit.
 
     Guarantees:
         No example's contribution has a norm above 1.
@@ -87,6 +89,13 @@ def contribution_map(
     paddings = sparse.padding_rows(padding_idx, num_rows)
     if not torch.is_tensor(ids) or ids.is_floating_point() or ids.dtype == torch.bool:
         raise TypeError(f"ids is {_kind(ids)}. Expected a tensor of integers, (n, ...).")
+    marked = marked_size(ids)
+    if marked not in (None, unit):
+        raise ValueError(
+            f"The loader gave {marked} rows for each unit, but rows_per_unit={unit}, so that a "
+            "unit would count several times. Expected contribution_map(..., "
+            f"rows_per_unit={marked})."
+        )
     units = -1 if ids.ndim == 0 or len(ids) % unit else len(ids) // unit
     if units < 0 or not (mask is None or _is_mask(mask, units)):
         raise ValueError(

@@ -593,17 +593,23 @@ class _BatchReplay:
         if learned is not None:
             yield learned, True, False
         numbers = _numbers(self.tape, self.script.examined)
+        # A number that was the same in batches of two sizes is none of theirs.
+        constants = {
+            at: meaning
+            for at, meaning in (learned or {}).items()
+            if meaning.kind == "is" and meaning.value == numbers[at]
+        }
         rules = [_exactly_n, _multiple_of_n, _integer_n, _constant]
         for rule in rules if self._k == 1 else [_exactly_rows, *rules]:
             meanings = {at: rule(v, self.n, self._k) for at, v in numbers.items()}
-            yield meanings, rule is not _constant, False
+            yield meanings | constants, rule is not _constant, False
         unclear = [at for at, v in numbers.items() if type(v) is int and v and v % self.n == 0]
         for chosen in itertools.product((True, False), repeat=min(len(unclear), _UNCLEAR)):
             if any(chosen) and not all(chosen):
                 counts = itertools.compress(unclear, chosen)
                 counted = {at: _multiple_of_n(numbers[at], self.n, self._k) for at in counts}
                 constant = {at: Number("is", v) for at, v in numbers.items()}
-                yield constant | counted, False, True
+                yield constant | counted | constants, False, True
 
     def decided(self) -> tuple[Any, Any]:
         """Return all calls up to the first read of data, and the live calls after it."""

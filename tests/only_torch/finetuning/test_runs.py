@@ -157,7 +157,10 @@ def test_dpo_of_trainer_ends_where_the_loop_ends(physical, tmp_path):
 
     class PairTrainer(transformers.Trainer):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-            return dpt.dpo_loss(model, inputs).mean()
+            if inputs["input_ids"].dim() == 3:
+                inputs = {name: values.flatten(0, 1) for name, values in inputs.items()}
+            loss = dpt.dpo_loss(model, inputs).mean()
+            return (loss, {}) if return_outputs else loss
 
     data, changes = pair_data(model_of("gpt2")), {"physical_batch_size": physical}
     options = options_of(tmp_path, remove_unused_columns=False)
@@ -166,3 +169,6 @@ def test_dpo_of_trainer_ends_where_the_loop_ends(physical, tmp_path):
     assert trainer.train().metrics["epsilon"] == plan().epsilon()
     _, expected = by_engine(model_of("gpt2"), data, dpt.dpo_loss, rows_per_unit=2, **changes)
     assert_same(trainer.model.state_dict(), expected)
+    pairs = {name: torch.stack([item[name] for item in data]).flatten(0, 1) for name in data[0]}
+    loss = dpt.dpo_loss(trainer.model.eval(), pairs).mean().item()
+    assert trainer.evaluate(data)["eval_loss"] == pytest.approx(loss, rel=1e-6)

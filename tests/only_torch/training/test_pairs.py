@@ -15,6 +15,7 @@ import dualdp_torch as dpt
 from dualdp.ledger.verify import verify
 from dualdp_torch.per_sample.checks.replay import Rows
 from dualdp_torch.per_sample.one_forward import Forward
+from dualdp_torch.training.items import ItemCollate
 from tests import tiers
 from tests.closeness import factors_of
 from tests.only_torch import loop
@@ -317,6 +318,8 @@ def test_the_loader_of_a_loop_of_ones_own_gives_rows_in_turn():
     assert rows[1::2].tolist() == [row + 1 for row in rows[::2].tolist()]
     with pytest.raises(ValueError, match="The loader gave 2 rows for each unit, but the call has"):
         dpt.clipped_grad_sum(lambda m, x: score(m(x)), model, x, max_grad_norm=C)
+    with pytest.raises(ValueError, match=r"contribution_map\(..., rows_per_unit=2\)"):
+        dpt.contribution_map(rows, 2 * N, mask=None)
     found = dpt.clipped_grad_sum(
         lambda m, x: preference(m(x)), model, x, max_grad_norm=C, rows_per_unit=2
     )
@@ -350,6 +353,47 @@ def test_items_of_other_rows_are_refused(name):
     with pytest.raises(ValueError, match=match):
         train(model, optimizer, loader)
     assert len(engine.ledger) == 0
+
+
+def rows_first(items):
+    """(K, n, ...) tensors."""
+    return [torch.stack(parts, 1) for parts in zip(*items, strict=True)]
+
+
+def items_first(items):
+    torch.rand(1)  # as a collate function that draws
+    return [torch.stack(parts) for parts in zip(*items, strict=True)]
+
+
+def test_rows_before_items_are_refused_where_both_are_as_many():
+    run = plan(sampler="shuffle", expected_batch_size=2, num_steps=2)
+    engine, *given = start(parts(collate_fn=rows_first), plan=run, checks=0)
+    with pytest.raises(ValueError, match=r"shape \(2, 3, 6\). Expected \(3, 2\) in front"):
+        train(*given)
+    assert len(engine.ledger) == 0
+
+
+def test_trying_another_number_of_items_draws_nothing():
+    run = plan(sampler="shuffle", expected_batch_size=2, num_steps=2)
+    ends = []
+    for period in (0, 1):
+        collate = ItemCollate(items_first, 2)
+        collate._has_items_in_front = not period
+        torch.manual_seed(0)
+        batches = [collate([pairs()[i], pairs()[i + 1]]) for i in range(3)]
+        ends.append((batches, torch.rand(1)))
+    torch.testing.assert_close(*ends, rtol=0, atol=0)
+    train(*start(parts(collate_fn=items_first), plan=run)[1:])
+
+
+def test_a_constant_that_is_the_number_of_rows_once_is_no_mean():
+    """The first batch has as many pairs as the constant, the second as many rows."""
+    plans = (plan(expected_batch_size=4, num_steps=2, seed=seed) for seed in range(1000))
+    run = next(p for p in plans if [len(p.batch_indices(i)) for i in range(2)] == [4, 2])
+    engine, model, optimizer, loader = start(plan=run)
+    with pytest.raises(ValueError, match="the loss is a sum"):
+        train(model, optimizer, loader, lambda out: preference(out) / 4, "sum")
+    assert len(engine.ledger) == 1
 
 
 def on_rows(model, optimizer, loader, rows):
