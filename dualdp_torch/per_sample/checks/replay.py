@@ -77,15 +77,15 @@ class Rows:
         return self.index[:: self.rows_per_unit] // self.rows_per_unit
 
     def pick(self, tensor: Tensor, axis: int) -> Tensor:
-        """Return these rows of a tensor, those of other examples scaled or negated."""
+        """Return these rows of a tensor, those of other examples scaled, or flags negated."""
         rows = tensor.index_select(axis, self.index.to(tensor.device))
-        if self.others == 1.0 or not (rows.is_floating_point() or rows.dtype is torch.bool):
+        if self.others == 1.0 or not (rows.is_floating_point() or _are_flags(rows)):
             return rows
         shape = [-1 if i == axis else 1 for i in range(rows.dim())]
         positions = torch.arange(len(self.index), device=rows.device)
         own = positions // self.rows_per_unit == self.examined
-        if rows.dtype is torch.bool:
-            return rows ^ ~own.view(shape)
+        if not rows.is_floating_point():
+            return rows ^ (~own.view(shape)).to(rows.dtype)
         factors = torch.full((len(self.index),), self.others, dtype=rows.dtype, device=rows.device)
         return rows * factors.masked_fill_(own, 1.0).view(shape)
 
@@ -94,6 +94,14 @@ class Rows:
         if self.dtype is None or not tensor.is_floating_point():
             return tensor
         return tensor.to(self.dtype)
+
+
+def _are_flags(tensor: Tensor) -> bool:
+    """True for a mask: bools, or integers that are 0 or 1."""
+    if tensor.dtype is torch.bool:
+        return True
+    is_integer = not (tensor.is_floating_point() or tensor.is_complex())
+    return is_integer and bool(((tensor == 0) | (tensor == 1)).all())
 
 
 @dataclass

@@ -341,6 +341,14 @@ def test_a_criterion_that_joins_or_moves_examples_is_refused(mix, reduction, run
         run(lambda z, y: getattr(mix(z), reduction)(), reduction)
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.uint8])
+def test_a_mean_over_tokens_is_seen_where_all_rows_of_the_batch_are_full(dtype):
+    mask = torch.ones(9, 3, dtype=dtype)
+    recorded(lambda z, y: ((z.square() * mask).sum(1) / mask.sum(1)).mean())
+    with pytest.raises(ValueError, match=REFUSED):
+        recorded(lambda z, y: (z.square() * mask).sum() / mask.sum())
+
+
 @pytest.mark.parametrize("loss_fn", [lambda z: Centre.apply(z).square().mean(), Total.apply])
 @pytest.mark.parametrize("run", [released, recorded])
 def test_functions_that_nobody_can_look_into_are_refused(loss_fn, run):
