@@ -262,7 +262,7 @@ MISTAKES = {
     "left": (lambda m: dpt.sft_loss(m, left_padded()), "padded on the left"),
     "train": (lambda m: dpt.reference_log_probs(m, sft_batch()), "in training mode"),
     "no module": (lambda m: dpt.reference_log_probs(len, sft_batch()), "Expected a module"),
-    "split": (lambda m: dpt.simpo_loss(m, split_pair()), "no chunk splits a pair"),
+    "split": (lambda m: dpt.simpo_loss(m, split_pair()), "nothing splits a pair"),
     "rows alone": (
         lambda m: GRADS(dpt.simpo_loss, m, pair_batch()),
         "such as a pair, give rows_per_unit=2",
