@@ -98,6 +98,35 @@ def padding_rows(padding_idx: Any, num_rows: int) -> tuple[int, ...]:
     return tuple(row % num_rows for row in found)
 
 
+def units_of(shape: tuple[int, ...], rows_per_unit: int, mask_fits: Any, mask: str) -> int:
+    """Return the number of units of the ids of a map.
+
+    Args:
+        shape: of the ids, (n, ...).
+        rows_per_unit: K, so many consecutive rows are one unit.
+        mask_fits: callable (units) -> bool, True if the mask has one bool for each of them.
+        mask: dtype and shape of the mask, for the message.
+
+    Raises:
+        ValueError: n is no multiple of K, or the mask does not fit.
+    """
+    units = -1 if not shape or shape[0] % rows_per_unit else shape[0] // rows_per_unit
+    if units < 0 or not mask_fits(units):
+        raise ValueError(
+            f"ids has shape {shape} and mask is {mask}, with rows_per_unit={rows_per_unit}. "
+            "Expected (n, ...), n a multiple of it, and one bool for each unit."
+        )
+    return units
+
+
+def check_range(least: int, most: int, num_rows: int) -> None:
+    """Refuse ids, from `least` to `most`, that are no rows of the table."""
+    if not 0 <= least <= most < num_rows:
+        raise ValueError(
+            f"ids lie in {least} to {most}. Expected rows of the table, 0 to {num_rows - 1}."
+        )
+
+
 def table_rows(table: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, slice]:
     """Return the rows of the map that each table has, in the order of the tables.
 

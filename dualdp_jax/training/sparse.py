@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -91,12 +92,7 @@ def contribution_map(
     paddings = sparse.padding_rows(padding_idx, num_rows)
     if not _is_array(ids) or not jnp.issubdtype(ids.dtype, jnp.integer):
         raise TypeError(f"ids is {_kind(ids)}. Expected an array of integers, (n, ...).")
-    units = -1 if ids.ndim == 0 or len(ids) % unit else len(ids) // unit
-    if units < 0 or not (mask is None or _is_mask(mask, units)):
-        raise ValueError(
-            f"ids has shape {ids.shape} and mask is {_kind(mask)}, with rows_per_unit={unit}. "
-            "Expected (n, ...), n a multiple of it, and one bool for each unit."
-        )
+    units = sparse.units_of(ids.shape, unit, partial(_fits, mask), _kind(mask))
     if compat.is_sharded_in_type((ids, mask)):
         raise ValueError(
             "ids lie on a mesh with explicit axes. Expected a mesh of automatic axes "
@@ -121,8 +117,9 @@ def _is_array(value: Any) -> bool:
     return isinstance(value, jax.Array | np.ndarray)
 
 
-def _is_mask(value: Any, units: int) -> bool:
-    return _is_array(value) and value.dtype == bool and value.shape == (units,)
+def _fits(mask: Any, units: int) -> bool:
+    """True for no mask, or one bool for each unit."""
+    return mask is None or (_is_array(mask) and mask.dtype == bool and mask.shape == (units,))
 
 
 def _kind(value: Any) -> str:
@@ -132,13 +129,8 @@ def _kind(value: Any) -> str:
 
 def _check_range(ids: Any, num_rows: int) -> None:
     """Refuse ids that are no rows, if their values are known."""
-    if compat.is_traced(ids) or not ids.size:
-        return
-    least, most = int(ids.min()), int(ids.max())
-    if not 0 <= least <= most < num_rows:
-        raise ValueError(
-            f"ids lie in {least} to {most}. Expected rows of the table, 0 to {num_rows - 1}."
-        )
+    if not compat.is_traced(ids) and ids.size:
+        sparse.check_range(int(ids.min()), int(ids.max()), num_rows)
 
 
 @compat.promoting

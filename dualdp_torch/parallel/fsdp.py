@@ -94,8 +94,8 @@ def check_sharded(module: nn.Module, method: str) -> None:
 
     Raises:
         TypeError: the model is tensor parallel; a trainable parameter is sharded otherwise than by
-            `fully_shard` over all
-            processes, or not at all while others are; or `refuse_two_dimensions`.
+            `fully_shard` over all processes, or not at all while others are; or
+            `refuse_two_dimensions`.
         ValueError: the method needs whole gradients of many layers at once.
     """
     refuse_tensor_parallel(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -96,19 +97,10 @@ def contribution_map(
             "unit would count several times. Expected contribution_map(..., "
             f"rows_per_unit={marked})."
         )
-    units = -1 if ids.ndim == 0 or len(ids) % unit else len(ids) // unit
-    if units < 0 or not (mask is None or _is_mask(mask, units)):
-        raise ValueError(
-            f"ids has shape {tuple(ids.shape)} and mask is {_kind(mask)}, with "
-            f"rows_per_unit={unit}. Expected (n, ...), n a multiple of it, and one bool for each "
-            "unit."
-        )
+    units = sparse.units_of(tuple(ids.shape), unit, partial(_fits, mask), _kind(mask))
     rows = ids.reshape(units, unit * math.prod(ids.shape[1:])).long().sort(1).values  # (u, t)
-    if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < num_rows:
-        raise ValueError(
-            f"ids lie in {int(rows.min())} to {int(rows.max())}. Expected rows of the table, 0 to "
-            f"{num_rows - 1}."
-        )
+    if rows.numel():
+        sparse.check_range(int(rows.min()), int(rows.max()), num_rows)
     counted = torch.ones_like(rows, dtype=torch.bool)
     counted[:, 1:] = rows[:, 1:] != rows[:, :-1]
     for padding in paddings:
@@ -129,7 +121,10 @@ def _kind(value: Any) -> str:
     return _validate.kind(value)
 
 
-def _is_mask(mask: Any, units: int) -> bool:
+def _fits(mask: Any, units: int) -> bool:
+    """True for no mask, or one bool for each unit."""
+    if mask is None:
+        return True
     return torch.is_tensor(mask) and mask.dtype == torch.bool and mask.shape == (units,)
 
 

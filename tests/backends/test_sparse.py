@@ -99,8 +99,9 @@ def test_the_map_is_that_of_a_loop(stack):
     assert found.dtype == np.float32
     assert found[7] == found[2] == 0
     whole = contribution_map(stack, words)
-    halves = [contribution_map(stack, part.astype("int8")) for part in np.split(words, 2)]
-    np.testing.assert_allclose(sum(halves), whole, rtol=1e-5)
+    for dtype in ("int8", "int32"):
+        parts = [contribution_map(stack, part.astype(dtype)) for part in np.split(words, [16])]
+        np.testing.assert_allclose(sum(parts), whole, rtol=1e-5)
     assert not contribution_map(stack, words[:0]).any()
     pairs = contribution_map(stack, words, rows_per_unit=2)
     np.testing.assert_allclose(pairs, contribution_map(stack, words.reshape(-1, 8)), rtol=1e-5)
@@ -110,9 +111,9 @@ def test_the_map_is_that_of_a_loop(stack):
 
 
 @stacks
-@pytest.mark.parametrize("most", [1, 3, 100])
+@pytest.mark.parametrize("most", [1, 2, 3, 100])
 def test_every_contribution_to_the_map_is_bounded(stack, most):
-    for row in WORDS[:8]:
+    for row in WORDS:
         found = contribution_map(stack, row[None], max_rows=most).astype(np.float64)
         assert np.linalg.norm(found) <= 1
         assert set(found.nonzero()[0]) == set(row)

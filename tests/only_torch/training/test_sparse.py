@@ -10,7 +10,6 @@ from torch import nn
 
 import dualdp.torch as dpt
 from dualdp import PrivacyPlan, accountants, sparse
-from dualdp.plan.clipping import MARGIN
 from tests.only_torch.checks import data, ids
 
 ROWS, WIDTH, NUM = 40, 3, 30
@@ -54,35 +53,6 @@ def mean(words, targets, threshold, run=None, step=0, **changes):
     settings = {"table": TABLE, "map_share": SHARE, **changes}
     found = sums(words, targets)
     return dpt.sparse_noisy_mean(*found, run or plan(), step, threshold=threshold, **settings)
-
-
-def test_the_map_is_that_of_a_loop():
-    """Words that come twice count once; padding and masked examples count nothing."""
-    words, _ = batch()
-    words[0] = 3
-    mask = torch.arange(NUM) % 4 != 1
-    expected = np.zeros(ROWS)
-    for row, is_real in zip(words.numpy(), mask.numpy(), strict=True):
-        touched = sorted(set(row) - {7})
-        if is_real and touched:
-            expected[touched] += 1 / (1 + MARGIN["float32"]) / math.sqrt(max(len(touched), MOST))
-    found = dpt.contribution_map(words, ROWS, max_rows=MOST, mask=mask, padding_idx=7 - ROWS)
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
-    assert found[7] == 0
-    halves = [dpt.contribution_map(part, ROWS, mask=None) for part in words.int().split(16)]
-    torch.testing.assert_close(sum(halves), dpt.contribution_map(words, ROWS, mask=None))
-    assert not dpt.contribution_map(words[:0], ROWS, mask=None).any()
-    pairs = dpt.contribution_map(words, ROWS, rows_per_unit=2, mask=None)
-    torch.testing.assert_close(pairs, dpt.contribution_map(words.reshape(-1, 8), ROWS, mask=None))
-
-
-@pytest.mark.parametrize("most", [1, 2, 3, 100])
-def test_every_contribution_to_the_map_is_bounded(most):
-    words, _ = batch()
-    for row in words:
-        found = dpt.contribution_map(row[None], ROWS, max_rows=most, mask=None).double()
-        assert float(found.norm()) <= 1
-        assert set(found.nonzero()[:, 0].tolist()) == set(row.tolist())
 
 
 def test_gradient_and_map_are_one_gaussian_of_the_plan():
