@@ -97,7 +97,14 @@ def test_steps_over_a_frozen_base_pass_every_check(base):
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
 def test_dynamic_quantisation_is_refused_by_name():
     dynamic = pytest.importorskip("torch.ao.nn.quantized.dynamic")
-    model, x, y = model_of(dynamic.Linear), data(7, 6), ids(3, 7)
+
+    def rounded(inside, outside):
+        made = dynamic.Linear(inside, outside)  # whose weights are whatever memory held
+        weight = torch.quantize_per_tensor(torch.randn(outside, inside), 0.03, 0, torch.qint8)
+        made.set_weight_bias(weight, torch.zeros(outside))
+        return made
+
+    model, x, y = model_of(rounded), data(7, 6), ids(3, 7)
     with torch.no_grad():
         apart = model(torch.cat([x, 50 * x[:1]]))[:1] - model(x[:1])
     assert float(apart.abs().max()) > 1e-3  # another example moves this one
