@@ -61,7 +61,7 @@ def check(system: str, found: Clipped, truth: Clipped, slack: float = 0.0) -> No
 
 def calibrate(stack: Stack, setting: Setting) -> Setting:
     """Return the setting with C at the median norm of a few examples, computed by the loop."""
-    few = replace(setting, n=min(setting.n, PROBES))
+    few = replace(setting, n=min(setting.n, PROBES * setting.rows_per_unit))
     loop = stack.systems[LOOP](few)
     norms = loop.read(loop.gradient(stack.load(few, *setting.workload.batch(few.n)))).norms
     return replace(setting, max_grad_norm=float(np.median(norms)))
@@ -85,7 +85,7 @@ def admit(
     loop = stack.systems[LOOP](setting)
     truth = loop.read(stack.wait(loop.gradient(batch)))
     of_loop = Candidate(loop, time.perf_counter() - start)
-    slack = KINKS * setting.n * setting.max_grad_norm
+    slack = KINKS * setting.n / setting.rows_per_unit * setting.max_grad_norm
     for name in names:
         if name == LOOP:
             admitted[name] = of_loop

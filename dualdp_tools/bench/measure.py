@@ -131,10 +131,12 @@ def point(
     memory: bool = False,
     device: str = "cpu",
     together: int = 1,
+    rows_per_unit: int = 1,
 ) -> list[Row]:
     """Return a row per system and quantity of one point, the non-private step first."""
     base = empty_row(stack, suite, workload, n)
     setting, arrays = Setting(workload, n, device=device), workload.batch(n)
+    setting = replace(setting, rows_per_unit=rows_per_unit)
     batch = stack.load(setting, *arrays)
     try:
         setting = calibrate(stack, setting)

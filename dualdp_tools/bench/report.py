@@ -157,6 +157,10 @@ _SHOWN: dict[str, list[tuple[str, str, Cell]]] = {
         (f"A clipped gradient sum, eager and compiled: {_TIMES}", "gradient", _ratio),
         ("Private over non-private, both compiled", "over compiled", _value),
     ],
+    "views": [
+        (f"Clipped gradient sum of examples with 8 views each: {_TIMES}", "gradient", _ratio),
+        (f"Clipped gradient sum of examples with 8 views each: {_PEAKS}", "gradient", _memory),
+    ],
     "finetuning": [
         (f"A step with noise and optimizer: {_TIMES}", "update", _ratio),
         (f"Its clipped gradient sum: {_PEAKS}", "update", _memory),

@@ -40,6 +40,7 @@ SUITES = (
         "checkpoints",
         "frozen",
         "compiled",
+        "views",
         "finetuning",
         "accounting",
         "end-to-end",

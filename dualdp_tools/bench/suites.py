@@ -55,6 +55,9 @@ QUICK_SPEED: list[Point] = [
     ("mlp", {"width": 128}, 64),
     ("gpt", {"layers": 1, "width": 64, "length": 32, "vocabulary": 200}, 8),
 ]
+# Views of an example, and (workload, options, examples).
+VIEWS = 8
+VIEWED: list[Point] = [("mlp", {}, 32), ("mnist", {}, 32), ("cifar10", {}, 16), ("gpt", {}, 4)]
 GPU_BATCHES = (64, 256, 1024, 2048)
 # The papers' strategies and dualdp; a stack measures those in its table.
 SWEPT = (NON_PRIVATE, AUTO, MULTI, LOOP)
@@ -316,6 +319,20 @@ def compiled(session: Session) -> Rows:
         yield [*rows, replace(last, note=private.chosen(batch))]
 
 
+def views(session: Session) -> Rows:
+    """Measure the clipped sum of examples with 8 views beside the non-private step on all views."""
+    for name, options, n in QUICK_SPEED if session.quick else VIEWED:
+        if session.wanted(name):
+            yield session.point(
+                workloads.create(name, **options),
+                VIEWS * (session.batch or n),
+                "views",
+                systems=(NON_PRIVATE, AUTO, MULTI),
+                rows_per_unit=VIEWS,
+                memory=True,
+            )
+
+
 def memory(session: Session) -> Rows:
     """Search the largest batch whose step is below a memory limit, for every admitted system."""
     limit = MEMORY_LIMIT[session.size_key]
@@ -445,6 +462,6 @@ SUITES = {
     suite.__name__.replace("_", "-"): suite
     for suite in (
         *(run, layers, memory, checks, correlated, checkpoints, frozen, compiled),
-        *(finetuning, end_to_end, scale),
+        *(views, finetuning, end_to_end, scale),
     )
 }

@@ -44,10 +44,11 @@ class Setting:
     """One point of a benchmark."""
 
     workload: Workload  # model, data and loss
-    n: int  # examples per step
+    n: int  # rows per step
     max_grad_norm: float = 1.0
     device: str = "cpu"  # or "cuda"
     seed: int = 0  # of the weights
+    rows_per_unit: int = 1  # views of an example, whose gradients are averaged before the clip
 
     def plan(self, **changes: Any) -> PrivacyPlan:
         """Return a plan with steps of this setting; `changes` replace its arguments."""

@@ -52,6 +52,15 @@ class Problem:
         """Return the clip factors, (n,)."""
         return jnp.minimum(1, self.setting.max_grad_norm / norms)
 
+    def units(self, batch: Any) -> Any:
+        """Return the rows (n, ...) of a batch by unit, (units, rows of a unit, ...)."""
+        rows = self.setting.rows_per_unit
+        return jax.tree.map(lambda leaf: leaf.reshape(-1, rows, *leaf.shape[1:]), batch)
+
+    def unit_loss(self, params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+        """Return the mean loss of the rows of one unit."""
+        return jax.vmap(self.loss, (None, 0, 0))(params, x, y).mean()
+
     def prepared(
         self,
         gradient: Callable[..., Any],
@@ -127,7 +136,7 @@ def vmap_grad(setting: Setting) -> Prepared:
     problem = Problem(setting)
 
     def gradient(params: Any, x: jax.Array, y: jax.Array) -> Any:
-        grads = jax.vmap(jax.grad(problem.loss), (None, 0, 0))(params, x, y)
+        grads = jax.vmap(jax.grad(problem.unit_loss), (None, 0, 0))(params, *problem.units((x, y)))
         norms = jax.vmap(_global_norm)(grads)
         factors = problem.factors(norms)
         return jax.tree.map(lambda g: jnp.tensordot(factors, g, 1), grads), norms
@@ -140,7 +149,7 @@ def loop(setting: Setting) -> Prepared:
     problem = Problem(setting)
 
     def one(params: Any, sums: Any, x: jax.Array, y: jax.Array) -> Any:
-        grads = jax.grad(problem.loss)(params, x, y)
+        grads = jax.grad(problem.unit_loss)(params, x, y)
         norm = _global_norm(grads)
         return jax.tree.map(lambda s, g: s + problem.factors(norm) * g, sums, grads), norm
 
@@ -150,7 +159,7 @@ def loop(setting: Setting) -> Prepared:
 
     def gradient(batch: Any) -> Any:
         sums, norms = jax.tree.map(jnp.zeros_like, problem.params), []
-        for example in zip(*batch, strict=True):
+        for example in zip(*problem.units(batch), strict=True):
             sums, norm = program(problem.params, sums, *example)
             norms.append(norm)
         return sums, jnp.stack(norms)
@@ -173,7 +182,13 @@ def dualdp(
 
     def gradient(params: Any, x: jax.Array, y: jax.Array) -> Any:
         result = dpj.clipped_grad_sum(
-            problem.loss, params, x, y, max_grad_norm=setting.max_grad_norm, method=method
+            problem.loss,
+            params,
+            x,
+            y,
+            max_grad_norm=setting.max_grad_norm,
+            method=method,
+            rows_per_unit=setting.rows_per_unit,
         )
         return result.grads, result.norms
 

@@ -157,8 +157,8 @@ def loop(setting: Setting, kind: Kind = Problem) -> Prepared:
     def clip(batch: Any) -> tuple[Sums, torch.Tensor]:
         sums = {name: torch.zeros_like(p) for name, p in trained.items()}
         norms = []
-        for example in zip(*(part.split(1) for part in batch), strict=True):
-            loss = problem.losses(problem.model, *example).sum()
+        for unit in zip(*(part.split(setting.rows_per_unit) for part in batch), strict=True):
+            loss = problem.losses(problem.model, *unit).mean()
             grads = torch.autograd.grad(loss, list(trained.values()))
             norm = torch.stack([g.norm() for g in grads]).norm()
             for total, g in zip(sums.values(), grads, strict=True):
@@ -174,17 +174,18 @@ def vmap_grad(setting: Setting, kind: Kind = Problem) -> Prepared:
     problem = kind(setting)
     frozen = {k: p.detach() for k, p in problem.model.named_parameters() if not p.requires_grad}
 
-    def loss(parameters: Sums, *example: torch.Tensor) -> torch.Tensor:
+    def loss(parameters: Sums, *unit: torch.Tensor) -> torch.Tensor:
         def model(x: torch.Tensor) -> torch.Tensor:
             return functional_call(problem.model, (parameters, frozen), (x,))
 
-        return problem.losses(model, *(part.unsqueeze(0) for part in example))[0]
+        return problem.losses(model, *unit).mean()
 
     per_example = vmap(grad(loss), in_dims=(None, 0, 0))
 
     def clip(batch: Any) -> tuple[Sums, torch.Tensor]:
         parameters = {name: p.detach() for name, p in problem.trained().items()}
-        return problem.clipped(per_example(parameters, *batch))
+        units = (part.unflatten(0, (-1, setting.rows_per_unit)) for part in batch)
+        return problem.clipped(per_example(parameters, *units))
 
     return problem.private(clip)
 
@@ -209,6 +210,7 @@ def dualdp(
                 *batch,
                 max_grad_norm=setting.max_grad_norm,
                 method=method,
+                rows_per_unit=setting.rows_per_unit,
             )
         return result.grads, result.norms
 

@@ -40,7 +40,7 @@ from dualdp_tools.bench import (
 from dualdp_tools.bench.gate import WrongSystem
 from dualdp_tools.bench.measure import Protocol
 from dualdp_tools.bench.results import Row
-from dualdp_tools.bench.systems import AUTO, NON_PRIVATE, Clipped, Setting
+from dualdp_tools.bench.systems import AUTO, MULTI, NON_PRIVATE, Clipped, Setting
 
 BACKENDS = ("torch", "jax")
 SMALL = {
@@ -173,6 +173,18 @@ def test_a_wrong_system_is_refused(backend):
     assert "WrongSystem: wrong is not timed: the sum of" in by_system["wrong"].error
     assert by_system["vmap(grad)"].error is None
     assert by_system["vmap(grad)"].ratio > 0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_system_that_clips_each_view_alone_is_refused(backend):
+    stack = systems.stack(backend)
+    alone = lambda setting: stack.systems[AUTO](replace(setting, rows_per_unit=1))  # noqa: E731
+    wrong = replace(stack, systems=stack.systems | {"alone": alone})
+    workload, names = workloads.create("mlp", width=8), [AUTO, MULTI, "alone"]
+    rows = measure.point(wrong, workload, 6, systems=names, protocol=FAST, rows_per_unit=3)
+    errors = {row.system: row.error for row in rows}
+    assert "WrongSystem: alone is not timed" in errors.pop("alone")
+    assert errors == dict.fromkeys([NON_PRIVATE, AUTO, MULTI])
 
 
 @pytest.mark.parametrize(
