@@ -37,15 +37,18 @@ def _padded(spec: Spec, x: Any) -> Any:
     return jax.lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0)] * 2 + pads + [(0, 0, 0)])
 
 
+def _reads(spec: Spec, spatial: tuple[int, ...]) -> Iterator[list[slice]]:
+    """Slices of the padded input that each offset of an axis of the kernel reads, axis by axis."""
+    kernel = [spec.shape[axis] for axis in spec.params["dimension_numbers"][1][2:]]
+    steps = spec.params["window_strides"], spec.params["rhs_dilation"]
+    for offsets, size, step, apart in zip(kernel, spatial, *steps, strict=True):
+        length = max(0, (size - 1) * step + 1)  # an output without pixels reads nothing
+        yield [slice(o * apart, o * apart + length, step) for o in range(offsets)]
+
+
 def _windows(spec: Spec, spatial: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
     """Slices of the padded input that each kernel offset reads, for this output shape."""
-    kernel = [spec.shape[axis] for axis in spec.params["dimension_numbers"][1][2:]]
-    strides, dilation = spec.params["window_strides"], spec.params["rhs_dilation"]
-    for offset in itertools.product(*map(range, kernel)):
-        starts = (o * d for o, d in zip(offset, dilation, strict=True))
-        steps = zip(starts, spatial, strides, strict=True)
-        # max: an output without pixels reads nothing.
-        yield tuple(slice(a, a + max(0, (size - 1) * step + 1), step) for a, size, step in steps)
+    return itertools.product(*_reads(spec, spatial))
 
 
 def _views(spec: Spec, x: Any, spatial: tuple[int, ...]) -> Iterator[Any]:
@@ -89,19 +92,26 @@ def _all_grads(spec: Spec, x: Any, grads_out: Any) -> Any:
     """Per-sample gradients of all kernel offsets, (n, k, g, i, o).
 
     With few inputs per group a product per offset is too thin: patches are written for one product.
-    With one input they are written offset by offset, which is the faster copy.
     """
     if not _prefers_patches(spec, grads_out):
         return jnp.stack(list(_offset_grads(spec, x, grads_out)), 1)
     grads, spatial = _grouped(spec, widen(grads_out))
-    views = [_flat(spec, view) for view in _views(spec, widen(x), spatial)]
-    if views[0].shape[3] == 1:
-        return jnp.einsum("nktgi,ntgo->nkgio", jnp.stack(views, 1), grads, precision=HIGHEST)
-    patches = jnp.stack(views, 3)  # (n, t, g, k, i)
-    n, t, g, k, i = patches.shape
-    patches = patches.reshape(n, t, g, k * i)
-    found = jnp.einsum("ntgj,ntgo->ngjo", patches, grads, precision=HIGHEST)
-    return found.reshape(n, g, k, i, -1).swapaxes(1, 2)
+    patches = _patches(spec, widen(x), spatial)
+    return jnp.einsum("nktgi,ntgo->nkgio", patches, grads, precision=HIGHEST)
+
+
+def _patches(spec: Spec, x: Any, spatial: tuple[int, ...]) -> Any:
+    """Input as all kernel offsets read it, (n, k, t, g, i).
+
+    Written for one axis of the kernel after the other: fewer and larger copies than one per offset.
+    """
+    x = _padded(spec, x)
+    for i, reads in enumerate(_reads(spec, spatial)):
+        before = (slice(None),) * (2 + 2 * i)  # examples, offsets and rows, axes that were read
+        x = jnp.stack([x[(*before, read)] for read in reads], 1 + i)
+    n, groups = len(x), spec.params["feature_group_count"]
+    t = math.prod(x.shape[1 + len(spatial) : -1])
+    return x.reshape(n, _num_offsets(spec), t, groups, x.shape[-1] // groups)
 
 
 def _prefers_patches(spec: Spec, grads_out: Any) -> bool:

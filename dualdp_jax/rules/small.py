@@ -24,8 +24,8 @@ SMALL_PARAMETERS = 2**12
 #: Elements of kept gradients that fit the processor's cache: keeping costs next to nothing.
 CACHED = 2**18
 
-#: Elements of patches of few channels beyond which writing them costs more than thin products.
-PATCHES = 2**20
+#: Elements of patches of few channels beyond which writing them costs as much as thin products.
+PATCHES = 2**22
 
 
 def is_small(kind: str, weights: int, copies: int) -> bool:

@@ -34,27 +34,37 @@ def weight_grads(
     """(n, [f,] c, ...), (n, [f,] o, ...) -> (n, *shape), in the form that suits the sizes."""
     method = _method(acts, grads_out, shape, transposed=transposed, **options)
     if method == "gram":
-        method = _usual_form(acts, shape, transposed, options.get("groups", 1))
+        method = _usual_form(acts, grads_out, shape, transposed, options.get("groups", 1))
     if transposed:  # only "folded" takes this option
         options["transposed"] = True
     return conv_forms.FORMS[method](acts, grads_out, shape=shape, **options)
 
 
-def _usual_form(acts: Tensor, shape: Sequence[int], transposed: bool, groups: int) -> str:
-    """Form that the cost model prefers; frames, three axes and transposes have one form only."""
-    if transposed or not acts.dim() == len(shape) <= 4:
+def _usual_form(
+    acts: Tensor, grads_out: Tensor, shape: Sequence[int], transposed: bool, groups: int
+) -> str:
+    """Form that the cost model prefers; three axes and transposes have one form only.
+
+    Frames are folded, unless a gradient for each of them is small and the fastest.
+    """
+    if transposed or len(shape) > 4:
         return "folded"
     block = BLOCK if on_host(acts) else 1
-    return costs.convolution_form(channels=shape[1], d_out=shape[0] // groups, block=block)
+    usual = costs.convolution_form(channels=shape[1], d_out=shape[0] // groups, block=block)
+    if acts.dim() == len(shape):
+        return usual
+    seen = math.prod(acts.shape[2:]) + math.prod(grads_out.shape[2:])  # numbers of a frame
+    return usual if usual == "crb" and math.prod(shape) <= seen else "folded"
 
 
 def _method(
     acts: Tensor, grads_out: Tensor, shape: torch.Size, *, transposed: bool = False, **o: Any
 ) -> str:
     """Return "gram" or the form of a kept gradient."""
-    usual = _usual_form(acts, shape, transposed, o.get("groups", 1))
+    usual = _usual_form(acts, grads_out, shape, transposed, o.get("groups", 1))
     if transposed or acts.dim() != len(shape):  # several frames per example
-        return choices.choose("convolution", usual, ("folded",), acts.shape[1:])
+        methods = ("folded",) if transposed or len(shape) > 4 else ("folded", "crb")
+        return choices.choose("convolution", usual, methods, acts.shape[1:])
     sizes = {
         "t": math.prod(grads_out.shape[2:]),
         "pixels": math.prod(p + k - 1 for p, k in zip(acts.shape[2:], shape[2:], strict=True)),

@@ -150,12 +150,17 @@ def by_unfolding(acts: Tensor, grads_out: Tensor, *, shape: torch.Size, **o: Any
 
 
 def by_crb(acts: Tensor, grads_out: Tensor, *, shape: torch.Size, **o: Any) -> Tensor:
-    """(n, c, ...), (n, o, ...) -> (n, *shape): a convolution with one axis more.
+    """(n, [f,] c, ...), (n, [f,] o, ...) -> (n, *shape): a convolution with one axis more.
 
     The output's gradient is the kernel, stride and dilation are exchanged, and the channels of a
-    group become the new axis. Source: Rochette et al. 2019, algorithm 2 (`crb`). One or two axes.
+    group become the new axis. Gradients of frames are formed one by one, then summed. One or two
+    axes. Source: Rochette et al. 2019, algorithm 2 (`crb`).
     """
-    axes, groups, n = len(shape) - 2, o.get("groups", 1), len(acts)
+    axes, groups = len(shape) - 2, o.get("groups", 1)
+    if acts.dim() > len(shape):
+        found = by_crb(acts.flatten(0, 1), grads_out.flatten(0, 1), shape=shape, **o)
+        return found.unflatten(0, acts.shape[:2]).sum(1)
+    n = len(acts)
     stride, dilation = (per_axis(o.get(k, 1), axes) for k in ("stride", "dilation"))
     acts, padding = padded(acts, o.get("padding", 0), dilation, shape[2:])
     convolve: Callable[..., Tensor] = (F.conv2d, F.conv3d)[axes - 1]

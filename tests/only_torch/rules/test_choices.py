@@ -56,7 +56,7 @@ def test_every_forced_way_of_a_convolution_is_that_of_the_loop(name, way):
 @pytest.mark.parametrize("way", choices.OPERATIONS["convolution"])
 @pytest.mark.parametrize("name", [*ONLY, "frames"])
 def test_a_way_that_a_convolution_lacks_is_refused(name, way):
-    layer, shape, ways = ONLY.get(name, (nn.Conv2d(3, 4, 2), (5, 3, 4, 3), ("folded",)))
+    layer, shape, ways = ONLY.get(name, (nn.Conv2d(3, 4, 2), (5, 3, 4, 3), ("crb", "folded")))
     if name == "frames":
         layer = nn.Sequential(nn.Flatten(0, 1), layer, nn.Unflatten(0, (-1, 5)))
     model, x = randomise(nn.Sequential(layer, nn.Tanh())), data(3, *shape)
@@ -123,6 +123,15 @@ def test_channels_that_fill_no_block_are_unfolded_on_a_processor(ran):
         model = randomise(nn.Sequential(nn.Conv2d(channels, out, 3), nn.Tanh()))
         dpt.per_sample_grads(reference.loss_fn, model, data(2, channels, 8, 8))
         assert ran.pop() == form
+
+
+@pytest.mark.parametrize(("size", "form"), [(8, "crb"), (3, "folded")])
+def test_frames_have_gradients_of_their_own_only_if_these_are_small(ran, size, form):
+    """For the smaller images, the gradients of all frames would outweigh the frames."""
+    layer = nn.Sequential(nn.Flatten(0, 1), nn.Conv2d(3, 8, 3), nn.Unflatten(0, (-1, 5)))
+    model = randomise(nn.Sequential(layer, nn.Tanh()))
+    dpt.per_sample_grads(reference.loss_fn, model, data(2, 5, 3, size, size))
+    assert ran.pop() == form
 
 
 @pytest.mark.parametrize(

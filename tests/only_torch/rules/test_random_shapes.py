@@ -203,3 +203,7 @@ def test_every_form_of_a_convolutions_gradient_is_the_same(case, n):
     for name in ("unfold", "crb") if axes < 3 else ():
         found = FORMS[name](x, g, shape=layer.weight.shape, **options)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    frames = [part.unflatten(0, (1, n)) for part in (x, g)]
+    for name in ("folded", "crb") if axes < 3 else ("folded",):
+        found = FORMS[name](*frames, shape=layer.weight.shape, **options)
+        torch.testing.assert_close(found, expected.sum(0, True), rtol=1e-4, atol=1e-4)
