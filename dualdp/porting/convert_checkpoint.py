@@ -85,9 +85,10 @@ def to_torch(
         # torch keeps a slot in its parameter's dtype, and counts in float32
         f"optimizer/{path}": (
             (),
-            "float32" if path.startswith("step/") else wanted[f"params/{path.split('/', 1)[1]}"][1],
+            "float32" if slot in optimizer_state.COUNTED else wanted[f"params/{name}"][1],
         )
         for path in slots
+        for slot, name in [path.split("/", 1)]
     }
     described = {
         **{key: like[key] for key in ("layout", "trained")},

@@ -29,6 +29,9 @@ SLOTS: Mapping[str, Mapping[str, str]] = {
     "RMSprop": {"square_avg": "nu", "grad_avg": "mu", "momentum_buffer": "trace"},
 }
 COUNTERS = ("count", "step")  # optax's fields with the number of updates
+#: Average of the parameters that `with_ema` adds to any of them: its slots, and the JAX backend's.
+AVERAGE, AVERAGED = {"ema": "average"}, "ema_updates"
+COUNTED = ("step", AVERAGED)  # slots with a number of updates
 HAS_STEP = ("Adam", "AdamW", "AdamBC", "RMSprop")
 _MODULES = ("torch.optim", "dualdp_torch.")  # of the classes
 
@@ -50,6 +53,9 @@ class TorchState:
         for path, array in arrays.items():
             slot, name = path.split("/", 1)
             slots.setdefault(slot, {})[name] = array
+        for name, values in described["plain"].items():
+            if AVERAGED in values:
+                slots.setdefault(AVERAGED, {})[name] = np.asarray(values[AVERAGED])
         options = {
             name: {key: _number(value) for key, value in group["options"].items()}
             for group in described["groups"]
@@ -65,12 +71,25 @@ class TorchState:
         Raises:
             ValueError: the parameters have seen different numbers of updates.
         """
-        counts = sorted({int(count) for count in self.slots.get("step", {}).values()})
+        return self.count("step", None if any(self.slots.values()) else 0)
+
+    def count(self, slot: str, usual: int | None) -> int | None:
+        """Return the number in a slot, one for all parameters, or `usual` without the slot.
+
+        Raises:
+            ValueError: the parameters have different numbers.
+        """
+        counts = sorted({int(count) for count in self.slots.get(slot, {}).values()})
         if len(counts) > 1:
             raise ValueError(
                 f"The optimizer's parameters have seen {counts} updates. Expected one number."
             )
-        return counts[0] if counts else None if any(self.slots.values()) else 0
+        return counts[0] if counts else usual
+
+    @property
+    def fields(self) -> Mapping[str, str]:
+        """Slot -> the other stack's field, of all that such an optimizer may keep."""
+        return {**SLOTS[self.kind], **AVERAGE}
 
 
 def _number(value: Any) -> Any:
@@ -105,12 +124,13 @@ def to_jax(
     `wanted` maps the path of every leaf of optax's state, joined by "/", to its shape. `steps` is
     the number of updates so far, for optax's counters.
     """
-    fields = _fields(state, wanted, maps)
+    fields = _fields(state, wanted, maps, averages=bool(state.slots.get("ema")))
     slots = _filled(state, maps)
     found: dict[str, Array] = {}
     for (prefix, field), paths in fields.items():
         if field in COUNTERS:
-            found[prefix] = np.asarray(_known(steps, f"optax's {prefix}"))
+            seen = state.count(AVERAGED, None) if _is_of_average(prefix, fields) else steps
+            found[prefix] = np.asarray(_known(seen, f"optax's {prefix}"))
             continue
         scale = _trace_scale(prefix, fields, state)
         named = {name: scale(name, array) for name, array in slots[field].items()}
@@ -131,13 +151,15 @@ def to_torch(
     """
     fields = _fields(like, {path: array.shape for path, array in arrays.items()}, maps)
     found: dict[str, Array] = {}
-    counts = {int(arrays[prefix]) for prefix, field in fields if field in COUNTERS}
+    counters = [prefix for prefix, field in fields if field in COUNTERS]
+    averaged = [prefix for prefix in counters if _is_of_average(prefix, fields)]
+    counts = {int(arrays[prefix]) for prefix in counters if prefix not in averaged}
     if len(counts) > 1:
         raise ValueError(
             f"optax's state counts {sorted(counts)} updates in different places. Expected one "
             "number."
         )
-    names = {field: slot for slot, field in SLOTS[like.kind].items()}
+    names = {field: slot for slot, field in like.fields.items()}
     for (prefix, field), paths in fields.items():
         if field in COUNTERS:
             continue
@@ -150,7 +172,16 @@ def to_torch(
     if like.kind in HAS_STEP:
         count = np.float32(_known(next(iter(counts), steps), f"torch's {like.kind}"))
         found |= {f"step/{name}": np.asarray(count) for name in like.options}
+    for prefix in averaged:
+        seen = np.asarray(arrays[prefix], np.float32)
+        found |= {f"{AVERAGED}/{name}": seen for name in like.options}
     return found
+
+
+def _is_of_average(prefix: str, fields: Fields) -> bool:
+    """True if a counter of optax's state counts the updates of the parameters' average."""
+    path = prefix.removesuffix("count")
+    return all((f"{path}{field}", field) in fields for field in ("count", *AVERAGE.values()))
 
 
 def _known(steps: int | None, where: str) -> int:
@@ -166,9 +197,14 @@ Fields = dict[tuple[str, str], dict[str, str]]
 
 
 def _fields(
-    state: TorchState, wanted: Mapping[str, tuple[int, ...]], maps: Sequence[ParameterMap]
+    state: TorchState,
+    wanted: Mapping[str, tuple[int, ...]],
+    maps: Sequence[ParameterMap],
+    averages: bool | None = None,
 ) -> Fields:
     """(path of a field, its name) -> JAX leaf -> whole path; empty for a counter.
+
+    `averages` tells if torch's optimizer averages the parameters; None: as optax's does.
 
     Raises unless both optimizers keep the same slots, by settings that both have, and no two
     trained biases would share one momentum in JAX.
@@ -194,7 +230,7 @@ def _fields(
         if leaf is None and not (field in COUNTERS and shape == ()):
             raise ValueError(
                 f"optax's state has {path} {shape}, which torch.optim does not keep. Expected "
-                f"{sorted({f for slots in SLOTS.values() for f in slots.values()})} for each "
+                f"{sorted({f for s in (*SLOTS.values(), AVERAGE) for f in s.values()})} for each "
                 "parameter, and counters."
             )
         paths = found.setdefault((prefix, field), {})
@@ -206,6 +242,8 @@ def _fields(
             f"optax's state has {kept}, one of them twice. Expected each once: which is torch's "
             "can't be told."
         )
+    average = set(AVERAGE.values())
+    expected |= average if averages else average & set(kept) if averages is None else set()
     if set(kept) != expected:
         raise ValueError(
             f"torch's {state.kind} keeps {sorted(expected)} (in optax's words), but optax's state "
@@ -254,10 +292,11 @@ def _filled(state: TorchState, maps: Sequence[ParameterMap]) -> dict[str, Named]
     shapes = {parameter.torch_name: parameter.torch_shape for parameter in maps}
     dampened = any(group.get("dampening") for group in state.options.values())
     found = {}
-    for slot, field in SLOTS[state.kind].items():
+    expected = _expected(state) | {f for slot, f in AVERAGE.items() if slot in state.slots}
+    for slot, field in state.fields.items():
         named = state.slots.get(slot, {})
         missing = sorted(set(state.options) - set(named))
-        if field not in _expected(state):
+        if field not in expected:
             continue
         if missing and (named or dampened):
             raise ValueError(

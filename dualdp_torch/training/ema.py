@@ -73,7 +73,7 @@ def with_ema(optimizer: torch.optim.Optimizer, decay: float = 0.999) -> torch.op
                     continue
                 state = optimizer.state[p]
                 average = state.setdefault(AVERAGE, first.pop(p, None))
-                updates = state.setdefault(UPDATES, 0)
+                updates = int(state.setdefault(UPDATES, 0))  # a tensor from the other stack
                 factor = min(decay, (1 + updates) / (10 + updates))
                 average.lerp_(p.detach(), 1 - factor)
                 state[UPDATES] = updates + 1
