@@ -5,13 +5,15 @@ Every loss of `torch.nn.functional`, with every mistake of `losses.MISTAKES`, on
 the library refuses it, or the property holds. Written correctly, it is accepted and exact.
 """
 
+import itertools
 import random
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
 from torch.nn import functional as F
 
+from tests.pairwise import pairwise
 from tests.property.losses import ARCHITECTURES, CORRECT, LOSSES, MILD, MISTAKES, N
 from tests.property.torch_engine import (
     clipped_sum,
@@ -41,6 +43,19 @@ def pairs(forms):
         for form, how in forms.items()
         if how.fits(loss, of)
     ]
+
+
+@cache
+def architectures_of(is_mistake):
+    """(loss, form) -> architectures: those of a covering set, and of each the fifth after it."""
+    forms, names = MISTAKES if is_mistake else CORRECT, list(ARCHITECTURES)
+    fitting = set(pairs(forms))
+    never = {pair for pair in itertools.product(LOSSES, forms) if pair not in fitting}
+    found = {}
+    for loss, form, architecture in pairwise(LOSSES, forms, names, never=never):
+        other = names[(names.index(architecture) + 5) % len(names)]
+        found.setdefault((loss, form), set()).update((architecture, other))
+    return found
 
 
 def sampled(forms, count, seed):
@@ -121,7 +136,8 @@ def test_a_mistake_is_refused_or_harmless(loss, form, architecture):
 @pytest.mark.slow
 @pytest.mark.parametrize(("loss", "form"), pairs(MISTAKES))
 def test_every_mistake_is_refused_or_harmless(loss, form):
-    found = {a: violation(loss, form, a) for a in ARCHITECTURES}
+    """On two architectures or more; every loss and every mistake meets all ten."""
+    found = {a: violation(loss, form, a) for a in architectures_of(True)[loss, form]}
     assert not {a: worst for a, worst in found.items() if worst is not None}
 
 
@@ -144,10 +160,20 @@ def test_the_correct_form_is_accepted_and_exact(loss, form, architecture):
 @pytest.mark.slow
 @pytest.mark.parametrize(("loss", "form"), pairs(CORRECT))
 def test_every_correct_form_is_accepted_and_exact(loss, form):
-    """On every second architecture, in turn."""
-    turn = (list(LOSSES).index(loss) + list(CORRECT).index(form)) % 2
-    for architecture in list(ARCHITECTURES)[turn::2]:
+    """On two architectures or more; every loss and every form meets all ten."""
+    for architecture in architectures_of(False)[loss, form]:
         check_correct(loss, form, architecture)
+
+
+def test_the_chosen_architectures_are_all_of_every_loss_and_form():
+    for forms in (MISTAKES, CORRECT):
+        chosen = architectures_of(forms is MISTAKES)
+        assert chosen.keys() == set(pairs(forms))
+        assert min(map(len, chosen.values())) >= 2
+        for side in range(2):
+            for name in {pair[side] for pair in chosen}:
+                met = [found for pair, found in chosen.items() if pair[side] == name]
+                assert set().union(*met) == set(ARCHITECTURES)
 
 
 def test_every_loss_of_torch_is_here():
