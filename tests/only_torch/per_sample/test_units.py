@@ -14,6 +14,7 @@ from tests import reference
 from tests.cases import layers
 from tests.closeness import assert_grads_close, assert_sum_close, factors_of, whole_norms
 from tests.only_torch.checks import METHODS, Ways, data, ids, randomise
+from tests.pairwise import pairwise
 
 loss_fn = reference.loss_fn
 SIZES = (1, 2, 5, 16)
@@ -76,7 +77,7 @@ def case_of(case, k, units=3):
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_units_match_plain_autograd(case):
-    """One size, weighting and method of each layer; the slow grid below has all."""
+    """One size, weighting and method of each layer; the slow grid below has more."""
     turn = CASES.index(case)
     k = SIZES[1:][turn % 3]
     model, x = case_of(case, k)
@@ -85,12 +86,17 @@ def test_units_match_plain_autograd(case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("k", SIZES)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_the_grid_of_units_matches_plain_autograd(case, k):
+@pytest.mark.parametrize(
+    ("case", "k", "method", "is_weighted"),
+    pairwise(CASES, SIZES, METHODS, (False, True)),
+    ids=lambda value: getattr(value, "name", str(value)),
+)
+def test_the_grid_of_units_matches_plain_autograd(case, k, method, is_weighted):
+    """Every two of a layer, a size, a method and a weighting."""
     model, x = case_of(case, k)
-    held_to_plain_autograd(model, k, None, x)
-    held_to_plain_autograd(model, k, weights_of(3, k), x)
+    held_to_plain_autograd(
+        model, k, weights_of(3, k) if is_weighted else None, x, methods=(method,)
+    )
 
 
 class Packed(nn.Module):
