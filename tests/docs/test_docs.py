@@ -2,11 +2,11 @@
 """README and docs: every Python block runs as printed and prints what its comments say."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.docs import programs
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -32,11 +32,15 @@ def blocks():
             yield pytest.param(match.group(1), id=f"{page.name}-{number}", marks=marks)
 
 
+@pytest.fixture(scope="module")
+def run():
+    with programs.runner() as run:
+        yield run
+
+
 @pytest.mark.parametrize("code", list(blocks()))
-def test_code_runs_and_prints_what_it_says(code, tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300
-    )
+def test_code_runs_and_prints_what_it_says(code, run, tmp_path):
+    done = run(code, tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
     promised = PRINTED.findall(code)
     assert done.stdout.splitlines()[: len(promised)] == promised

@@ -1,32 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every file of examples/ runs at toy size and prints a result."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.docs import programs
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 
 def example(path):
-    # A fresh process that imports a framework and trains takes longer than a fast test may.
+    # A process that trains takes longer than a fast test may.
     return pytest.param(path, id=path.name, marks=pytest.mark.slow)
 
 
+@pytest.fixture(scope="module")
+def run():
+    with programs.runner("-W", "error") as run:
+        yield run
+
+
 @pytest.mark.parametrize("path", [example(path) for path in EXAMPLES])
-def test_the_example_runs_and_prints_a_result(path, tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-W", "error", str(path), "--toy"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+def test_the_example_runs_and_prints_a_result(path, run, tmp_path):
+    done = run(path.read_text(), tmp_path, "--toy", path=path)
     assert done.returncode == 0, done.stderr[-2000:]
     last = done.stdout.strip().splitlines()[-1]
     assert any(character.isdigit() for character in last) or "True" in last
