@@ -15,6 +15,7 @@ from dualdp.audit import plans
 from dualdp.plan import samplers
 from dualdp.testing import Event, check_private_step
 from tests.conftest import BACKENDS
+from tests.pairwise import pairwise
 from tests.private_steps import STEPS, torch_step, torch_tied
 
 SLOW = [pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2)]
@@ -238,12 +239,11 @@ MUTANTS = {
 }
 #: In JAX a loss belongs to one example and a tied weight is one array: these can't be written.
 ONLY_TORCH = ("mean taken for a sum", "tied norm without cross term")
+NEVER = {(name, "jax") for name in ONLY_TORCH}
+#: Each fault on both stacks and with three seeds, if not with each seed on each stack.
 CASES = [
     pytest.param(name, stack, seed, marks=pytest.mark.slow if stack == "jax" or seed else ())
-    for name in MUTANTS
-    for stack in BACKENDS
-    for seed in range(3)
-    if stack == "torch" or name not in ONLY_TORCH
+    for name, stack, seed in pairwise(MUTANTS, BACKENDS, range(3), never=NEVER)
 ]
 
 

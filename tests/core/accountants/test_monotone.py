@@ -149,21 +149,19 @@ def test_the_largest_losses_are_cut_off_where_rounding_decides():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [10, 11])
-def test_monotone_in_many_settings(seed):
-    check_many(200, seed, extreme=False)
+def test_monotone_in_many_settings():
+    check_many(200, 10, extreme=False)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [20])
-def test_monotone_in_many_corners(seed):
-    check_many(100, seed, extreme=True)
+def test_monotone_in_many_corners():
+    check_many(40, 20, extreme=True)
 
 
 @pytest.mark.slow
 def test_bounds_in_many_settings():
     for extreme in (False, True):
-        for run in cases.settings(75, seed=30, extreme=extreme):
+        for run in cases.settings(30, seed=30, extreme=extreme):
             check_bounds(run)
 
 
