@@ -15,7 +15,7 @@ from dualdp_torch.parallel.process_group import fingerprints, unwrapped
 
 from . import sharded_models as models
 
-STEPS = 50
+STEPS = 20
 #: Plan of 19 users with one to six of the 40 rows, of which a step draws at most three.
 USERS = {"unit": "user", "rows_per_unit": 3, "num_examples": 19, "expected_batch_size": 5}
 PAIRS = {"rows_per_unit": 2, "num_examples": 20, "expected_batch_size": 4}
@@ -35,9 +35,9 @@ RUNS = {
     "mlp schedules": (
         *("mlp", torch.float64, None, "materialize"),
         {
-            "max_grad_norm": schedules.Linear(1.0, 0.3, 50),
-            "noise_multiplier": schedules.Linear(0.3, 0.6, 50),
-            "expected_batch_size": schedules.Linear(4, 16, 50),
+            "max_grad_norm": schedules.Linear(1.0, 0.3, STEPS),
+            "noise_multiplier": schedules.Linear(0.3, 0.6, STEPS),
+            "expected_batch_size": schedules.Linear(4, 16, STEPS),
         },
     ),
     "mlp by layer": (
@@ -157,7 +157,7 @@ def relu_model():
 
 
 def relu_steps(folder=None, path=None):
-    """Parameters after each of 50 steps; with a path each step starts from what is there."""
+    """Parameters after each step; with a path each step starts from what is there."""
     torch.manual_seed(4)
     model, data = relu_model()
     before = torch.load(path) if path else None

@@ -9,6 +9,7 @@ from dualdp.plan.schedules import AdaptiveNorm
 from . import parallel
 from . import sharded_models as models
 
+STEPS = 16
 CORRELATED = {"sampler": "fixed_order", "num_steps": 8}
 WINDOW, BAND = strategies.window([1.0, -0.6, 0.3]), strategies.band([1.0, 0.7, 0.2])
 BLT = strategies.blt(decays=[0.8, 0.3], scales=[0.5, 0.2])
@@ -65,7 +66,7 @@ def run(name, sharded):
     if sharded:
         models.shard(model, **options)
     users = {"users": parallel.OWNERS} if "unit" in changes else {}
-    plan = models.plan(**changes)
+    plan = models.plan(**{"num_steps": STEPS, **changes})
     return models.train(model, parallel.items(data, plan), plan, method, **users)
 
 

@@ -12,6 +12,7 @@ import torch._dynamo  # noqa: F401  which every optimizer imports; here it is do
 import torch.distributed as dist
 
 import dualdp_torch  # noqa: F401
+from tests import preload
 
 LIMIT = 30  # seconds that a collective may take
 
@@ -32,7 +33,7 @@ def together(target, size, folder, *words, timeout=100, dies=None):
     """
     folder = Path(folder)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__, target.__module__])
+    context.set_forkserver_preload(preload.MODULES)
     store = folder / f"store{time.monotonic_ns()}"
     children = [
         context.Process(

@@ -16,6 +16,7 @@ import numpy as np
 
 from dualdp import accountants
 from dualdp.plan.plan import PrivacyPlan
+from tests import preload
 from tests.kill import notes
 
 
@@ -53,7 +54,7 @@ class Trials:
         self._folder, self._num_steps = folder, num_steps
         self._rng = np.random.default_rng(seed)
         self._processes = multiprocessing.get_context("forkserver")
-        self._processes.set_forkserver_preload([self._module])
+        self._processes.set_forkserver_preload(preload.MODULES)
         self._count = 0
         self.report = Report()
 

@@ -8,7 +8,11 @@ from tests.distributed import mutants
 from tests.distributed.spawn import together
 
 # JAX, which other tests bring into this process, warns of every fork.
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.xdist_group("noise of ranks"),  # which share what the ranks released
+    pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning"),
+]
 
 #: Mutant -> what must notice it.
 NOTICED = {

@@ -84,7 +84,7 @@ SOME = {
 @pytest.mark.slow
 @pytest.mark.parametrize("size", SOME)
 def test_ranks_end_where_one_ends(size, tmp_path):
-    """50 steps of every model, clipping, method, schedule and kind of physical batch."""
+    """Every model, clipping, method, schedule and kind of physical batch."""
     ranks = together(parallel.runs, size, tmp_path, *SOME[size], timeout=170)
     for name in SOME[size]:
         assert_ends_alike(name, ranks)
@@ -93,7 +93,7 @@ def test_ranks_end_where_one_ends(size, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_take_the_steps_of_one_with_kinks(size, tmp_path):
-    """A ReLU model, each of 50 steps from the parameters that one process had before it."""
+    """A ReLU model, each step from the parameters that one process had before it."""
     alone = parallel.relu_steps()
     torch.save(alone, tmp_path / "alone.pt")
     for steps in together(parallel.relu_steps, size, tmp_path, tmp_path / "alone.pt"):

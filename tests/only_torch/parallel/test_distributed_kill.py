@@ -14,7 +14,11 @@ from tests.kill import notes
 from tests.kill.driver import _epsilon as epsilon_of
 
 # JAX, which other tests bring into this process, warns of every fork.
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.xdist_group("killed ranks"),  # which share the runs that nobody killed
+    pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning"),
+]
 STEPS = 8
 BOUND = 10.0  # seconds from the death of a rank to the error on the last of the others
 
