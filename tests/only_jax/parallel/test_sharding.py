@@ -4,6 +4,7 @@
 Each test is a process of its own, in which one processor plays eight devices.
 """
 
+import os
 import subprocess
 import sys
 
@@ -116,7 +117,10 @@ print("same")
 
 
 def run(program, monkeypatch):
-    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+    flags = ("--xla_force_host_platform_device_count=8", os.environ.get("XLA_FLAGS", ""))
+    monkeypatch.setenv("XLA_FLAGS", " ".join(flags))
+    monkeypatch.setenv("NPROC", "32")  # threads: of fewer than devices all may wait in a collective
+    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # to compile faster
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", HEAD + program],
         capture_output=True,
