@@ -23,6 +23,7 @@ import dualdp_jax as dpj
 from dualdp.plan.clipping import MARGIN
 from dualdp_jax.per_sample.methods import METHODS
 from dualdp_jax.rules import RULES
+from tests.pairwise import pairwise
 
 jax.config.update("jax_disable_most_optimizations", True)  # they cost more than they save here
 ROOT = Path(__file__).parents[2]
@@ -244,16 +245,27 @@ def test_a_replaced_example_moves_the_sum_by_its_own_part(case, method):
     check(case, method)
 
 
+def covering():
+    """Each program and dtype by book-keeping, and every two of a program, dtype, size and method.
+
+    Book-keeping does arithmetic with the indices.
+    """
+    others = [way for way in WAYS if way != "book_keeping"]
+    sizes = pairwise(PROGRAMS, DTYPES, SIZES)
+    by_others = pairwise(PROGRAMS, others, DTYPES, SIZES)
+    return [
+        *((Case(*case), "book_keeping") for case in sizes),
+        *((Case(program, dtype, size), way) for program, way, dtype, size in by_others),
+    ]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("number", "case"), [*enumerate(CASES)], ids=[_name(case) for case in CASES]
+    ("case", "method"),
+    [pytest.param(case, way, id=f"{_name(case)}-{way}") for case, way in covering()],
 )
-def test_every_program_and_dtype(number, case):
-    """By book-keeping, which does arithmetic with the indices; whole tables by another, too."""
-    check(case, "book_keeping")
-    if case.size == "whole":
-        others = [way for way in WAYS if way != "book_keeping"]
-        check(case, others[number // len(SIZES) % len(others)])
+def test_every_program_and_dtype(case, method):
+    check(case, method)
 
 
 def check_larger(dtype):
