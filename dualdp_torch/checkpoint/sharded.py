@@ -30,7 +30,7 @@ from dualdp_torch.checkpoint.run_state import (
     run_tensors,
     to_numpy,
 )
-from dualdp_torch.parallel.fsdp import fsdp_layers, is_sharded
+from dualdp_torch.parallel.fsdp import fsdp_layers, is_sharded, refuse_pieces
 from dualdp_torch.parallel.process_group import Group, group_of, on_all, on_first
 from dualdp_torch.rules.base import Tensor
 from dualdp_torch.training.engine import PrivacyEngine
@@ -65,6 +65,7 @@ def save_sharded_checkpoint(
             [test_sharded_checkpoints_load_on_other_numbers_of_processes]
     """
     check_parts(model, optimizer, engine)
+    refuse_pieces(model, "save_sharded_checkpoint")
     settings, group = engine.settings_to_save(model, optimizer), engine.group
     rank = 0 if group is None else group.rank
     tensors, described = _run_tensors(model, optimizer)
@@ -133,6 +134,7 @@ def load_sharded_checkpoint(
         FileNotFoundError: the folder holds no whole checkpoint, or key or ledger is missing.
         ValueError: it is edited, or does not fit model or optimizer.
     """
+    refuse_pieces(model, "load_sharded_checkpoint")
     group = group_of(model)
     rank, size = (0, 1) if group is None else (group.rank, group.size)
     number, document = on_first(group, "load_sharded_checkpoint", lambda: _document(folder))

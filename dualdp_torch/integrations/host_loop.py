@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 from dualdp import checkpoint
 from dualdp._validate import AccountingError
 from dualdp.plan.plan import PrivacyPlan
+from dualdp_torch.parallel.fsdp import refuse_tensor_parallel
 from dualdp_torch.parallel.process_group import QUIET, Group, group_of, on_first
 from dualdp_torch.training.arguments import RunSettings
 from dualdp_torch.training.engine import PrivacyEngine
@@ -125,6 +126,9 @@ class HostedRun:
             TypeError, ValueError: as `make_private`; the saved run is not one.
         """
         assert self.loader is not None
+        refuse_tensor_parallel(
+            module, "trainers of other packages", "use make_private in a loop of your own"
+        )
         group, source, saved = group_of(wrapper), self.loader.source, self.saved
         folder = Path(self._folder if self._folder is not None else folder)
         folder.mkdir(parents=True, exist_ok=True)

@@ -37,6 +37,30 @@ class Piece:
     numel: int
 
 
+class Cut(NamedTuple):
+    """Piece of a parameter on one process, cut along one axis.
+
+    Attributes:
+        shape: shape of the whole parameter.
+        axis: axis along which it is cut.
+        start: index of the piece's first row along that axis.
+    """
+
+    shape: torch.Size
+    axis: int
+    start: int
+
+    def padded(self, piece: Tensor) -> Tensor:
+        """Return the piece in its place in a whole parameter of zeros."""
+        whole = piece.new_zeros(self.shape)
+        self.of(whole, piece.shape[self.axis]).copy_(piece)
+        return whole
+
+    def of(self, whole: Tensor, length: int) -> Tensor:
+        """Return the piece, `length` long, of a whole parameter."""
+        return whole.narrow(self.axis, self.start, length)
+
+
 #: Sums of one device and dtype, by name; together they are one flat array.
 Group = dict[str, Tensor]
 
@@ -223,10 +247,13 @@ def noised_mean(
     max_grad_norm: float | None = None,
     layout: Sequence[Any] | None = None,
     pieces: Mapping[str, Piece] | None = None,
+    cuts: Mapping[str, Cut] | None = None,
 ) -> dict[str, Tensor]:
     """`noisy_mean` for a step that the caller has recorded and sealed itself.
 
-    `branch` is that of all steps so far, or the path of a run with several (`Seal.path`).
+    `branch` is that of all steps so far, or the path of a run with several (`Seal.path`). `cuts`
+    has the parameters of a tensor parallel model of which `grads` holds a piece: the noise of one
+    whole parameter after the other is drawn, and its piece taken.
     """
     step = _checked_step(plan, step)
     _validate.choice("noise", plan.noise, _ADDERS)
@@ -246,22 +273,41 @@ def noised_mean(
     for name, grad in grads.items():
         total = grad.detach().to(wide(grad.dtype))
         by_kind.setdefault((total.device, total.dtype), {})[name] = total
-    groups, is_whole = list(by_kind.values()), pieces is None
-    held = {n: Piece(0, g.numel()) for n, g in grads.items()} if pieces is None else pieces
+    groups, cuts = list(by_kind.values()), cuts or {}
+    is_whole = pieces is None and not cuts
+    held = pieces or {
+        name: Piece(0, cuts[name].shape.numel() if name in cuts else grad.numel())
+        for name, grad in grads.items()
+    }
     sizes = [sum(held[name].numel for name in group) for group in groups]
     path = ((0, branch),) if isinstance(branch, int) else branch
     term = Term(step, branch_at(path, step), 1.0)
     release = NoiseSettings(plan, [term], bound, list(grads), groups, sizes, is_whole, layout)
     # The keys of portable noise are those of parameters.
-    parts = _parts(groups, held, is_whole and plan.noise != "portable")
+    parts = _parts(groups, held, cuts, is_whole and plan.noise != "portable")
     mean: dict[str, Tensor] = {}
     with _no_secrets_in_tracebacks():
         add, divisor = _adder(release, path, parts), plan.expected_batch_size_at(step)
         for part in parts:
-            totals = [groups[part.group][name] for name in part.names]
+            here = [groups[part.group][name] for name in part.names]
+            totals = [
+                _padded(total, cuts.get(n)) for n, total in zip(part.names, here, strict=True)
+            ]
             noisy = add(part, _flatten_dense_tensors(totals)).div_(divisor)
-            mean.update(zip(part.names, _unflatten_dense_tensors(noisy, totals), strict=True))
+            found = _unflatten_dense_tensors(noisy, totals)
+            for name, value, total in zip(part.names, found, here, strict=True):
+                mean[name] = _piece_of(value, total, cuts.get(name))
     return {name: mean[name] for name in grads}
+
+
+def _padded(total: Tensor, cut: Cut | None) -> Tensor:
+    """Sum of a whole parameter; where a piece of it is here, zeros in place of the others."""
+    return total if cut is None else cut.padded(total)
+
+
+def _piece_of(whole: Tensor, here: Tensor, cut: Cut | None) -> Tensor:
+    """Copy of the piece that is here of a whole parameter; the whole as it is."""
+    return whole if cut is None else cut.of(whole, here.shape[cut.axis]).clone()
 
 
 @contextlib.contextmanager
@@ -274,14 +320,20 @@ def _no_secrets_in_tracebacks() -> Iterator[None]:
         raise
 
 
-def _parts(groups: list[Group], held: Mapping[str, Piece], by_group: bool) -> list[Part]:
-    """Parts in which the noise is drawn: whole groups, or what is here of each parameter."""
+def _parts(
+    groups: list[Group], held: Mapping[str, Piece], cuts: Mapping[str, Cut], by_group: bool
+) -> list[Part]:
+    """Parts in which the noise is drawn: whole groups, or what is here of each parameter.
+
+    A parameter that was cut is drawn whole.
+    """
     parts = []
     for index, group in enumerate(groups):
         first = 0
         for name, total in group.items():
             piece = held[name]
-            parts.append(Part((name,), index, first + piece.start, total.numel(), piece))
+            length = piece.numel if name in cuts else total.numel()
+            parts.append(Part((name,), index, first + piece.start, length, piece))
             first += piece.numel
         if by_group:
             parts[-len(group) :] = [Part(tuple(group), index, 0, first, Piece(0, first))]

@@ -92,16 +92,16 @@ def refuse_two_dimensions(module: nn.Module) -> None:
 def check_sharded(module: nn.Module, method: str) -> None:
     """Refuse a sharded model that cannot be trained privately; accept every other model.
 
+    A tensor parallel model is left to `tensor_parallel.split_of`.
+
     Raises:
-        TypeError: the model is tensor parallel; a trainable parameter is sharded otherwise than by
-            `fully_shard` over all processes, or not at all while others are; or
-            `refuse_two_dimensions`.
+        TypeError: a trainable parameter is sharded otherwise than by `fully_shard` over all
+            processes, or not at all while others are; or `refuse_two_dimensions`.
         ValueError: the method needs whole gradients of many layers at once.
     """
-    refuse_tensor_parallel(
-        module, "loops that are recorded", "use clipped_grad_sum on the same batch everywhere"
-    )
     refuse_two_dimensions(module)
+    if is_tensor_parallel(module):
+        return
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     sharded: dict[str, Any] = {name: p for name, p in trained.items() if is_sharded(p)}
     if not sharded:
@@ -128,8 +128,23 @@ def check_sharded(module: nn.Module, method: str) -> None:
         )
 
 
+def refuse_pieces(module: nn.Module, call: str) -> None:
+    """Refuse a tensor parallel model in a call that saves or loads a run.
+
+    Raises:
+        TypeError: a parameter is a `DTensor` without `fully_shard`.
+    """
+    if is_tensor_parallel(module):
+        raise TypeError(
+            f"{call} came with a tensor parallel model (parallelize_module), whose runs are not "
+            "saved or resumed. Expected the weights alone: dualdp_torch.weights.to_numpy(model) on "
+            "all processes; their ledger is the file of make_private(ledger=...)."
+        )
+
+
 def refuse_sharded(module: nn.Module, call: str) -> None:
     """Refuse a sharded model in a call, such as "save_checkpoint", that handles whole tensors."""
+    refuse_pieces(module, call)
     if any(is_sharded(p) for p in module.parameters()):
         instead = call.replace("_checkpoint", "_sharded_checkpoint")
         raise TypeError(
@@ -166,7 +181,8 @@ class Shards:
     def of(cls, module: nn.Module) -> Shards | None:
         """Return the shards of a model, or None for an unsharded one; called on all processes."""
         trained = [p for p in module.parameters() if p.requires_grad]
-        return cls(module) if any(is_sharded(p) for p in trained) else None
+        is_ours = any(map(is_sharded, trained)) and not is_tensor_parallel(module)
+        return cls(module) if is_ours else None
 
     def _gathered(self, module: nn.Module) -> dict[str, nn.Parameter]:
         """Mapping from name to the parameter's plain tensor, which is the same in every forward."""

@@ -9,17 +9,24 @@ is the sum of those of the pieces, to which a whole parameter adds once.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
 
+from dualdp import exactness
+from dualdp.randomness.universal_hash import Hashed
+from dualdp_torch.noise.noise import Cut
 from dualdp_torch.parallel.fsdp import is_sharded, is_tensor_parallel, refuse_two_dimensions
-from dualdp_torch.parallel.process_group import Group, fingerprints
+from dualdp_torch.parallel.process_group import Group, fingerprints, unwrapped
+from dualdp_torch.parallel.sum_hash import hash_sums
 from dualdp_torch.rules.base import Tensor
 
+Result = TypeVar("Result")
 #: Methods that take what each layer saw, or run every example alone.
 METHODS = ("auto", "book_keeping", "materialize", "loop")
 
@@ -30,6 +37,16 @@ def local_of(tensor: Tensor) -> Tensor:
         return tensor
     found: Any = tensor.to_local()  # type: ignore[attr-defined]
     return found.wait() if hasattr(found, "wait") else found  # type: ignore[no-any-return]
+
+
+def is_whole(tensor: Tensor) -> bool:
+    """True if every process holds the whole tensor, as a `DTensor` or not."""
+    return not is_sharded(tensor) or all(p.is_replicate() for p in tensor.placements)  # type: ignore[attr-defined]
+
+
+def cut_of(tensor: Tensor) -> str:
+    """Return the placements of a tensor as text; "" for one that is no `DTensor`."""
+    return str(tensor.placements) if is_sharded(tensor) else ""  # type: ignore[attr-defined]
 
 
 def like(p: Tensor, local: Tensor) -> Tensor:
@@ -87,6 +104,47 @@ def check_pieces(module: nn.Module) -> None:
             )
 
 
+def refuse_data_parallel(module: nn.Module, loader: DataLoader[Any]) -> None:
+    """Refuse a tensor parallel model together with what divides the examples among processes.
+
+    Raises:
+        TypeError: the model is inside `DistributedDataParallel`.
+        ValueError: the loader has a `DistributedSampler`.
+    """
+    if not is_tensor_parallel(unwrapped(module)):
+        return
+    if module is not unwrapped(module):
+        raise TypeError(
+            "A tensor parallel model (parallelize_module) came inside DistributedDataParallel. "
+            "Expected the model itself: tensor parallelism is covered alone, not together with "
+            "data parallelism."
+        )
+    if isinstance(loader.sampler, DistributedSampler):
+        raise ValueError(
+            "data_loader has a DistributedSampler, but a tensor parallel model "
+            "(parallelize_module) takes the same examples on every process. Expected a plain "
+            "DataLoader with the batch size of the whole."
+        )
+
+
+def refuse_fused(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that updates `DTensor`s and whole tensors in one call, which torch can't.
+
+    Raises:
+        ValueError: it has foreach=True or fused=True.
+    """
+    if not is_tensor_parallel(module):
+        return
+    for group in optimizer.param_groups:
+        names = [name for name in ("foreach", "fused") if group.get(name)]
+        if names and len({is_sharded(p) for p in group["params"] if p.requires_grad}) > 1:
+            raise ValueError(
+                f"optimizer has {names[0]}=True for parameters of a tensor parallel model "
+                "(parallelize_module), of which some are DTensors and others are not: torch can't "
+                "update both in one call. Expected an optimizer without it, or a group for each."
+            )
+
+
 def split_of(module: nn.Module, method: str) -> TensorParallel | None:
     """Return the pieces of a tensor parallel model for a call, or None for any other model.
 
@@ -105,12 +163,36 @@ def split_of(module: nn.Module, method: str) -> TensorParallel | None:
     return found
 
 
+def on_all_alike(model: nn.Module, found: Result, error: Callable[[Result], float]) -> Result:
+    """Return what has the largest error on any process of a tensor parallel model; here of others.
+
+    A check then passes or fails on all processes, which repeat it together.
+    """
+    split = TensorParallel.of(model)
+    return found if split is None else max(split.group.gather("a spot check", found), key=error)
+
+
+class Along(NamedTuple):
+    """Length of a tensor and of its projection on one direction, in one precision."""
+
+    along: float
+    length: float
+    precision: str
+
+    def agrees(self, other: Along) -> bool:
+        """True if the other is that of the same tensor, up to rounding."""
+        size = max(self.length, other.length)
+        tolerance = exactness.TOLERANCE.get(self.precision, 1e-2)
+        return abs(self.along - other.along) <= tolerance * size
+
+
 class TensorParallel:
     """Trained parameters of a model under `parallelize_module`, and the processes that share it.
 
     Attributes:
         parameters: mapping from name to the parameter, a `DTensor` or a tensor.
         whole: mapping from name to the tensor of each parameter that every process holds whole.
+        cuts: mapping from name to the `Cut` of each other parameter that lies here.
         group: `Group` of the processes.
     """
 
@@ -120,6 +202,7 @@ class TensorParallel:
         self.parameters: dict[str, Tensor] = {**trained}
         self.group = Group(cut.device_mesh.get_group())
         self.whole = {name: local_of(p) for name, p in trained.items() if _axis(p) is None}
+        self.cuts = {name: _cut(p) for name, p in trained.items() if _axis(p) is not None}
 
     @classmethod
     def of(cls, module: nn.Module) -> TensorParallel | None:
@@ -146,6 +229,25 @@ class TensorParallel:
             dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group.process_group)
         return found
 
+    def gradient(self, name: str, piece: Tensor) -> Tensor:
+        """Return the value of `p.grad` for the optimizer, cut as the parameter and of its dtype."""
+        p = self.parameters[name]
+        local = local_of(p.detach())
+        return like(p, piece.to(local).view_as(local))
+
+    def hashes(self, secret: bytes, sums: Mapping[str, Tensor]) -> list[Hashed]:
+        """Return the hashes of the pieces of the sums by rank, the same on each process.
+
+        Sums that every process holds whole are in those of the first.
+        """
+        own = [t for name, t in sums.items() if self.group.is_first or name not in self.whole]
+        found = self.group.gather("the hash of the sums", hash_sums(secret, own))
+        return [part for parts in found for part in parts]
+
+    def like(self, pieces: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return tensors that are cut as the parameters of their names, from their pieces here."""
+        return {name: like(self.parameters[name], local) for name, local in pieces.items()}
+
     def total(self, name: str, local: Tensor) -> Tensor:
         """Return the sum of one parameter, cut as it is; a whole one has the bits of rank 0."""
         if name in self.whole:
@@ -153,6 +255,40 @@ class TensorParallel:
             with self.group.collective(f"the sum of {name!r}"):
                 dist.broadcast(local, group=self.group.process_group, group_src=0)
         return like(self.parameters[name], local)
+
+    @staticmethod
+    def summary(cotangents: Sequence[Tensor | None]) -> list[Along]:
+        """Return lengths and projections of the gradients of the outputs, to be compared."""
+        return [_along(grad) for grad in cotangents if grad is not None]
+
+    def require_same_loss(
+        self, point: str, summary: list[Along] | None, failure: Exception | None
+    ) -> None:
+        """Refuse a loss that is another one on another process, or was refused there.
+
+        Args:
+            point: name of the step.
+            summary: `summary` of the gradients of the model's outputs.
+            failure: error of a check on this process, or None.
+
+        Raises:
+            Exception: `failure`, here or of another process.
+            ValueError: the gradients of the outputs differ by more than rounding.
+        """
+        each, failures = zip(*self.group.gather(point, (summary, failure)), strict=True)
+        for error in (failure, *failures):
+            if error is not None:
+                raise error from None
+        for rank, theirs in enumerate(each):
+            pairs = list(zip(each[0], theirs, strict=False))
+            if len(theirs) != len(each[0]) or not all(ours.agrees(own) for ours, own in pairs):
+                raise ValueError(
+                    f"The processes disagree: the loss of {point} is one on rank 0 and another on "
+                    f"rank {rank}. Tensor parallelism (parallelize_module) takes the same loss on "
+                    "every process: the same labels and weights, random numbers from one seed, and "
+                    "whole outputs (RowwiseParallel(), ColwiseParallel(output_layouts=Replicate()))"
+                    "."
+                )
 
     def require_same_batch(self, tensors: list[Tensor]) -> None:
         """Refuse examples that are not the same, in the same order, on all processes."""
@@ -163,6 +299,25 @@ class TensorParallel:
             "every process: draw and shuffle them from one seed.",
             shown=False,
         )
+
+
+def _along(grad: Tensor) -> Along:
+    """Projection of the gradient of an output, whose rows that are not finite count as zero."""
+    rows = torch.atleast_1d(grad.detach()).unsqueeze(-1).flatten(1)
+    weights = torch.arange(rows.shape[1], device=rows.device).cos().to(rows.dtype)
+    each = (rows @ weights).double().nan_to_num(0, 0, 0)
+    turns = torch.arange(len(each), device=each.device).double().add_(1).sin_()
+    length = torch.linalg.vector_norm(rows, dim=1).double().nan_to_num(0, 0, 0).norm()
+    precision = str(grad.dtype).removeprefix("torch.")
+    return Along(float(each @ turns), float(length), precision)
+
+
+def _cut(p: Any) -> Cut:
+    """Piece of a parameter that lies here."""
+    axis = _axis(p)
+    assert axis is not None
+    start = p.device_mesh.get_local_rank() * (p.shape[axis] // p.device_mesh.size())
+    return Cut(p.shape, axis, start)
 
 
 def _axis(tensor: Any) -> int | None:

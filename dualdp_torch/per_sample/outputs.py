@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from dualdp._validate import UnsupportedLayerError
+from dualdp_torch.parallel.fsdp import is_sharded
 from dualdp_torch.per_sample.model_state import Start
 from dualdp_torch.rules.base import Tensor
 
@@ -90,12 +91,22 @@ def require_rows(leaf: Tensor, n: int) -> None:
 
 
 def float_leaves(outputs: Any) -> list[Tensor]:
-    """Return the floating-point tensors of the outputs, without numbers beside such tensors."""
+    """Return the floating-point tensors of the outputs, without numbers beside such tensors.
+
+    Raises:
+        UnsupportedLayerError: one is a `DTensor`, of which a process may hold a piece.
+    """
     found = [
         leaf
         for leaf in pytree.tree_leaves(outputs)
         if torch.is_tensor(leaf) and leaf.is_floating_point()
     ]
+    if any(map(is_sharded, found)):
+        raise UnsupportedLayerError(
+            "The model returned a DTensor. Expected tensors that every process holds whole, from "
+            "which the loop computes the same loss on all: RowwiseParallel() or "
+            "ColwiseParallel(output_layouts=Replicate()) of the last layer, with use_local_output."
+        )
     return [leaf for leaf in found if leaf.dim()] or found
 
 

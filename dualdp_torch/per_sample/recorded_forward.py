@@ -14,6 +14,7 @@ from torch import nn
 
 from dualdp import _validate
 from dualdp.exactness import CHECKS, SpotCheck
+from dualdp_torch.parallel.fsdp import refuse_tensor_parallel
 from dualdp_torch.per_sample.analysis_cache import AnalysisCache
 from dualdp_torch.per_sample.call import METHODS
 from dualdp_torch.per_sample.checks.criterion_check import (
@@ -164,6 +165,9 @@ def record_per_sample(
             outside its forward.
     """
     require_module("model", model)
+    refuse_tensor_parallel(
+        model, "record_per_sample", "use make_private, or clipped_grad_sum on the same batch"
+    )
     _validate.choice("loss_reduction", loss_reduction, REDUCTIONS)
     _validate.choice("method", method, RECORDED)
     _validate.choice("check", check, CHECKS)

@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 
 from dualdp._validate import UnsupportedLayerError
 from dualdp_torch.parallel.fsdp import Shards, check_sharded
+from dualdp_torch.parallel.tensor_parallel import local_of, split_of
 from dualdp_torch.per_sample.analysis_cache import AnalysisCache
 from dualdp_torch.per_sample.batch import Batch
 from dualdp_torch.per_sample.capture import Capture
@@ -60,7 +61,12 @@ from dualdp_torch.per_sample.parameter_use import (
     graph_nodes,
     trainable_parameters,
 )
-from dualdp_torch.per_sample.random_state import untouched_generators
+from dualdp_torch.per_sample.random_state import RandomState, untouched_generators
+from dualdp_torch.per_sample.tensor_parallel import (
+    refuse_vmap,
+    require_same_draws,
+    whole_norms,
+)
 from dualdp_torch.per_sample.use_gradients import complete
 from dualdp_torch.per_sample.vmap_and_loop import (
     again_by_vmap,
@@ -103,6 +109,8 @@ class Recorder:
         forwards: recorded forwards, in order.
         computes_loss: True if the model's forward computes the loss, too, so that only parameter
             uses are captured.
+        shards: shards of a model under `fully_shard`, or None.
+        split: pieces of a tensor parallel model, or None.
     """
 
     def __init__(
@@ -110,6 +118,7 @@ class Recorder:
     ) -> None:
         refuse_mixing_modules(model)
         check_sharded(model, method)
+        self.split = split_of(model, method)
         self.model, self.method, self.tape = model, method, tape
         self.rows_per_unit = rows_per_unit
         self.is_active, self.shards = True, Shards.of(model)
@@ -131,15 +140,18 @@ class Recorder:
         )
         self._paused, self.is_inside, self._eager = False, False, contextlib.ExitStack()
         self._repeats = False  # True once a batch had several forwards
+        self._before: RandomState | None = None  # before the forward, of a tensor parallel model
         self._leaf = torch.zeros((), requires_grad=True)
         self._numbers = itertools.count()
         self._functions = Tape()  # of a forward that may compute the loss
         self.forwards: list[Forward] = []
         self.clear()
         self._handles: list[Any] = [
-            # Before FSDP's own hook: ours may run other forwards first.
+            # Before the hooks of FSDP and parallelize_module: ours may run other forwards first.
             model.register_forward_pre_hook(
-                self._enter, with_kwargs=True, prepend=self.shards is not None
+                self._enter,
+                with_kwargs=True,
+                prepend=self.shards is not None or self.split is not None,
             ),
             model.register_forward_hook(self._leave, with_kwargs=True, always_call=True),
             *(node.register_prehook(partial(self._escaped, name)) for name, node in nodes),
@@ -212,6 +224,8 @@ class Recorder:
         if self.method == "two_pass" or is_due:
             forward.start = Start.of(model, forward.cache.writes)
         self._state = State(model)
+        if problem:
+            refuse_vmap(self.split, problem)
         if self.method == "vmap" or problem:
             self._refuse_gradients_of_inputs(forward)
             self._without_graph = forward.by_vmap = True
@@ -234,6 +248,9 @@ class Recorder:
             forward = Forward(self._batch((args, kwargs)), self.row_factors)
             self._refuse_other_rows(forward)
             self._refuse_other_examples(forward)
+            if self.split is not None:
+                self.split.require_same_batch(forward.batch.tensors())
+                self._before = RandomState.of(self.model)
             self.forwards.append(forward)
             self.is_inside = True
             self.tape.enter_model(args, kwargs, forward.batch.num_rows)
@@ -254,6 +271,7 @@ class Recorder:
         state = State(self.model)
         with self.pause(), eagerly():
             forward.alone = each_alone(self.model, call, forward.batch, forward.cache.writes)
+            require_same_draws(self.split, self.model, self._before)
             outputs = joined(forward.alone, self.rows_per_unit)
         forward.written = state.written()
         return self._hand_out(forward, outputs)
@@ -353,6 +371,7 @@ class Recorder:
         forward.written = self._state.written()
         forward.has_drawn = forward.start is not None and forward.start.has_drawn(self.model)
         self._leave_forward()
+        require_same_draws(self.split, self.model, self._before)
         if not forward.is_formed:
             if self.shards is not None and mode.has_checkpoints:
                 raise UnsupportedLayerError(
@@ -472,7 +491,7 @@ class Recorder:
             if use is None:  # its capture was given up
                 return
             forward.reached.add(use)
-            use.grads_out = grad.detach()
+            use.receive(grad.detach())
             if recorder.layered is not None:
                 recorder.layered.arrived(use)
 
@@ -585,20 +604,21 @@ class Recorder:
             for forward in self.forwards
             if forward.is_formed and forward.has_gradient()
         ]
-        found = Captured(
+        inside = {**self._inside, **{k: v for f in captured for k, v in f.stand_ins.items()}}
+        found: Gradients = Captured(
             uses,
             uses.values(),
-            {**self._inside, **{k: v for f in captured for k, v in f.stand_ins.items()}},
+            {name: local_of(p) for name, p in inside.items()},
             {k: v for f in captured for k, v in f.derived.items()},
             n=n,
             scale=scale,
             keep=keep if self.shards is None else "small",
             gathered=self.shards.gathered if self.shards else None,
         )
-        if not formed:
-            return found
-        each = [found.grads(), *formed] if uses else formed
-        return Formed({name: reduce(torch.add, [g[name] for g in each]) for name in formed[0]})
+        if formed:
+            each = [found.grads(), *formed] if uses else formed
+            added = Formed({name: reduce(torch.add, [g[name] for g in each]) for name in formed[0]})
+        return whole_norms(added if formed else found, self.split, n)
 
     def _formed(self, forward: Forward, scale: float) -> Formed:
         """Return the gradients of a forward that was computed without a graph, or row by row."""

@@ -151,12 +151,20 @@ def same_draws(split: TensorParallel | None, model: nn.Module) -> Iterator[None]
     Raises:
         ValueError: they drew others.
     """
-    if split is None:
-        yield
-        return
-    before = RandomState.of(model)
+    before = None if split is None else RandomState.of(model)
     yield
-    if not before.is_as_before(model):
+    require_same_draws(split, model, before)
+
+
+def require_same_draws(
+    split: TensorParallel | None, model: nn.Module, before: RandomState | None
+) -> None:
+    """Refuse random numbers that a forward drew since `before`, unless all processes drew the same.
+
+    Raises:
+        ValueError: they drew others.
+    """
+    if split is not None and before is not None and not before.is_as_before(model):
         state = hashlib.sha256(before.torch.host.numpy().tobytes())
         for device in before.torch.devices:
             state.update(device.numpy().tobytes())

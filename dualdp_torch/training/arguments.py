@@ -17,6 +17,7 @@ from dualdp.plan import arguments
 from dualdp.plan.plan import PrivacyPlan
 from dualdp.plan.units.rows import UserRows, rows_of_data
 from dualdp_torch.parallel.fsdp import check_sharded
+from dualdp_torch.parallel.tensor_parallel import refuse_fused, split_of
 from dualdp_torch.per_sample.checks.criterion_check import REDUCTIONS
 from dualdp_torch.per_sample.clip import clipping_bounds, refuse_two_pass
 from dualdp_torch.per_sample.model_checks import refuse_mixing_modules, require_module
@@ -114,6 +115,8 @@ def check(
         )
     check_holds(optimizer, trained)
     check_sharded(module, GRAD_SAMPLE_MODES[settings.grad_sample_mode])
+    split_of(module, GRAD_SAMPLE_MODES[settings.grad_sample_mode])
+    refuse_fused(module, optimizer)
     clipping_bounds(trained, plan.clipping, plan.clipping_bounds(plan.max_grad_norm_at(0)))
     refuse_two_pass(GRAD_SAMPLE_MODES[settings.grad_sample_mode], plan.clipping)
 

@@ -26,8 +26,9 @@ from dualdp.plan.plan import PrivacyPlan
 from dualdp.plan.units.rows import UserRows, rows_digest
 from dualdp.porting.parameter_map import ParameterMap
 from dualdp.randomness import run_registry
-from dualdp_torch.parallel.fsdp import is_sharded
+from dualdp_torch.parallel.fsdp import is_sharded, is_tensor_parallel
 from dualdp_torch.parallel.process_group import QUIET, Group, group_of, on_all, unwrapped
+from dualdp_torch.parallel.tensor_parallel import refuse_data_parallel
 from dualdp_torch.training.arguments import RunSettings, check, check_kinds, plan_of, rows_of
 from dualdp_torch.training.ema import averaged
 from dualdp_torch.training.loader import (
@@ -296,8 +297,10 @@ class PrivacyEngine:
         digest = same_users(group, plan, users)
 
         def prepared() -> PlannedLoader:
+            refuse_data_parallel(module, loader)
             check(unwrapped(module), optimizer, plan, settings)
-            return self._planned(loader, plan, settings, views, users)
+            share = _share_of(group, unwrapped(module))
+            return self._planned(loader, plan, settings, share, views, users)
 
         planned = on_all(group, "make_private", prepared)
         self._ledger = on_all(group, "the ledger", lambda: open_ledger(group, plan, ledger))
@@ -383,7 +386,8 @@ class PrivacyEngine:
         digest = same_users(group, plan, rows)
 
         def prepared() -> PlannedLoader:
-            planned = self._planned(data_loader, plan, settings, views, rows, settings.pass_end)
+            share, until = _share_of(group, inner), settings.pass_end
+            planned = self._planned(data_loader, plan, settings, share, views, rows, until)
             self.ledger.bind_users(digest)
             return planned
 
@@ -452,12 +456,12 @@ class PrivacyEngine:
         loader: DataLoader[Any],
         plan: PrivacyPlan,
         settings: RunSettings,
+        share: Share,
         views: Views,
         users: UserRows | None,
         until: int = 0,
     ) -> PlannedLoader:
         """Loader of the plan's batches; `until` is the end of an interrupted pass, or 0."""
-        share = SINGLE_PROCESS if self._group is None else Share(self._group.rank, self._group.size)
         span = partial(self._span, most_steps(loader, users), until)
         passes = Passes(span, self._require_step)
         return PlannedLoader(loader, plan, passes, share, settings.checks, views, users)
@@ -637,13 +641,13 @@ class PrivacyEngine:
         Raises:
             AccountingError: the engine is not attached.
             ValueError: the optimizer keeps no average, no step was taken, or the model lies in
-                pieces (fully_shard).
+                pieces (fully_shard, parallelize_module).
         """
         step = self._require_step()
-        if step.recorder.shards is not None:
+        if step.recorder.shards is not None or step.recorder.split is not None:
             raise ValueError(
-                "The model lies in pieces (fully_shard), which are not copied. Read the averages "
-                "of the shards in optimizer.state[p]['ema']."
+                "The model lies in pieces (fully_shard, parallelize_module), which are not copied. "
+                "Read the averages of the pieces in optimizer.state[p]['ema']."
             )
         return averaged(step.recorder.model, step.optimizer)
 
@@ -668,3 +672,10 @@ class PrivacyEngine:
                 "No step was taken since a batch was handed out. Call optimizer.step() first."
             )
         return stages
+
+
+def _share_of(group: Group | None, model: nn.Module) -> Share:
+    """Share of each logical batch that this process works on; all of it with tensor parallelism."""
+    if group is None or is_tensor_parallel(model):
+        return SINGLE_PROCESS
+    return Share(group.rank, group.size)

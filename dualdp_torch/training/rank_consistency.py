@@ -15,8 +15,8 @@ from dualdp.plan.plan import PrivacyPlan
 from dualdp.plan.units.rows import UserRows, rows_digest
 from dualdp.randomness import RootKey
 from dualdp_torch.parallel.dataset_digest import described
-from dualdp_torch.parallel.fsdp import is_sharded
 from dualdp_torch.parallel.process_group import Group, device_kind, fingerprints
+from dualdp_torch.parallel.tensor_parallel import cut_of, is_whole, local_of
 from dualdp_torch.training.arguments import RunSettings
 from dualdp_torch.training.loader import check_loader
 from dualdp_torch.training.run_ledger import secret_of
@@ -57,12 +57,12 @@ def agreed(
     group.require_same("settings", compared)
     parameters = dict(module.named_parameters())
     layout = {
-        name: [list(p.shape), str(p.dtype), device_kind(p.device), p.requires_grad]
+        name: [list(p.shape), str(p.dtype), device_kind(p.device), p.requires_grad, cut_of(p)]
         for name, p in parameters.items()
     }
     group.require_same("model", layout)
     group.require_same("optimizer", _described(optimizer, module))
-    whole = {name: p for name, p in parameters.items() if not is_sharded(p)}
+    whole = {name: local_of(p) for name, p in parameters.items() if is_whole(p)}
     starts = dict(zip(whole, fingerprints(whole.values()), strict=True))
     hint = "Set the same seed before building the model, or load the same weights."
     group.require_same("the start of parameters", starts, hint, shown=False)

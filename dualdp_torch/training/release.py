@@ -19,6 +19,7 @@ from dualdp.ledger.release_record import Seal
 from dualdp_torch.parallel.fsdp import Shards
 from dualdp_torch.parallel.process_group import Group, Reduction, fingerprints
 from dualdp_torch.parallel.sum_hash import hash_sums
+from dualdp_torch.parallel.tensor_parallel import TensorParallel
 from dualdp_torch.rules.base import Tensor
 
 Sums = dict[str, Tensor]
@@ -29,7 +30,8 @@ class Releaser:
 
     Of these, rank 0 records the step before sums are reduced, and seals it before any process draws
     noise; the other ranks follow with ledgers in memory. Parameters are compared between processes
-    unless sharded; sums of a sharded model are reduced already.
+    unless sharded; sums of a sharded model are reduced already. Those of a tensor parallel model
+    (`split`) are sums over the whole batch on every process.
 
     Guarantees:
         No process draws noise before the release is recorded and sealed in the ledger of rank 0.
@@ -43,9 +45,12 @@ class Releaser:
         group: Group | None,
         parameters: Mapping[str, Tensor],
         shards: Shards | None,
+        split: TensorParallel | None = None,
     ) -> None:
-        self._ledger, self._group, self._shards = ledger, group, shards
-        self._parameters = {} if shards is not None else parameters
+        self._ledger, self._group, self._shards, self._split = ledger, group, shards, split
+        compared = parameters if split is None else split.whole
+        self._parameters = {} if shards is not None else compared
+        self._reduces = group is not None and shards is None and split is None
         self._had_others = Group.current() is not None
 
     def begin(self, step: int, failure: Exception | None) -> None:
@@ -80,7 +85,7 @@ class Releaser:
 
     def send(self, name: str, total: Tensor) -> None:
         """Start to reduce a complete sum of this process while other sums are being formed."""
-        if self._group is not None and self._shards is None:
+        if self._reduces:
             self._reduction.add(name, total)
 
     def finish(
@@ -108,10 +113,13 @@ class Releaser:
             RuntimeError: a process is lost.
             ValueError: sums differ between processes.
         """
-        group, ledger, shards, at = self._group, self._ledger, self._shards, f"step {step}"
-        if group is not None and counts:
+        group, ledger, at = self._group, self._ledger, f"step {step}"
+        pieces = self._shards or self._split
+        if self._split is not None:
+            self._split.group.require_same(f"the counts of {at}", counts, shown=False)
+        elif group is not None and counts:
             counts = tuple(map(sum, zip(*group.gather(f"the counts of {at}", counts), strict=True)))
-        if group is not None and shards is None:
+        if group is not None and self._reduces:
             own, sums = sums, self._reduction.finish(sums)
             if is_checked:
                 self._check_reduction(group, step, own, sums)
@@ -119,15 +127,15 @@ class Releaser:
             ledger.check_passed(step)
         facts: dict[str, Any] = dict(zip(("num_below", "num_rows"), counts, strict=False))
         facts |= {"stack": stack, "hashes": partial(hash_sums, sums=sums.values())}
-        if shards is not None:  # a collective, on all processes
+        if pieces is not None:  # a collective, on all processes
             secret = ledger.plan.root.require_secret().step_secret("digest", step)
-            hashes = shards.hashes(secret, sums)
+            hashes = pieces.hashes(secret, sums)
             facts["hashes"] = lambda _: hashes
         data = partial(_on_host, sums)
         if group is None:
             ledger.record(step)
             return sums, ledger.seal(step, data, **facts)
-        compared = sums if shards is None else {}
+        compared = {name: total for name, total in sums.items() if name in self._parameters}
         reduced = fingerprints(compared.values())
 
         def seal() -> Any:

@@ -20,6 +20,7 @@ from dualdp_torch.noise.generators import STREAM
 from dualdp_torch.noise.noise import noised_mean
 from dualdp_torch.noise.recursion import forget
 from dualdp_torch.parallel.process_group import Group, device_kind
+from dualdp_torch.parallel.tensor_parallel import local_of
 from dualdp_torch.per_sample.call import METHODS
 from dualdp_torch.per_sample.checks.spot_check import BatchNumbers
 from dualdp_torch.per_sample.checks.tape import Tape
@@ -53,7 +54,7 @@ class Stages:
         unprotected_sum: mapping from parameter name to clipped sum, not private.
         noisy_mean: mapping from parameter name to the gradient that the optimizer got.
         unprotected_grads: mapping from parameter name to (n, *shape) gradients, not private; None
-            unless `engine.keep_per_sample` was set before the step.
+            unless `engine.keep_per_sample` was set before the step, and for models in pieces.
     """
 
     unprotected_norms: Tensor
@@ -107,11 +108,13 @@ class PrivateStep:
         )
         # What a row adds to a sum counts by 1 / K of views and of users, and whole of an item.
         self._scale_of_sum = (plan.rows_per_item or 1) / rows
-        self._shards, self._is_alone = recorder.shards, group is None
+        self._shards, self._split, self._is_alone = recorder.shards, recorder.split, group is None
         purpose, reduction = (method, ledger.plan.clipping), settings.loss_reduction
         self._checks = StepChecks(recorder, ledger, settings.checks, reduction, purpose)
         recorder.is_due = self._checks.may_be_due
-        self._releaser = Releaser(ledger, group, recorder.parameters, self._shards)
+        self._releaser = Releaser(
+            ledger, group, recorder.parameters, self._shards, split=self._split
+        )
         self._pass = 0
         self._lost: int | None = None
         self.stages: Stages | None = None
@@ -291,7 +294,11 @@ class PrivateStep:
         """
         recorder, terms = self.recorder, self.recorder.terms
         assert terms is not None
+        loss = None if self._split is None else self._split.summary(recorder.cotangents)
         self._check(lambda: self._checks.criterion(draw))
+        if self._split is not None:
+            at = f"physical batch {draw.chunk} of step {draw.step}"
+            self._split.require_same_loss(at, loss, self._failure)
         if recorder.layered is not None:
             recorder.refuse_written()
             self._begin(draw)
@@ -307,7 +314,8 @@ class PrivateStep:
         """`_add` for gradients captured in a whole backward; returns their norms (n,)."""
         recorder, added = self.recorder, partial(self._added, draw)
         gradients = recorder.gradients(terms.scale, self._keep)
-        if self._options.keep_per_sample and recorder.shards is None:
+        is_in_pieces = recorder.shards is not None or recorder.split is not None
+        if self._options.keep_per_sample and not is_in_pieces:
             grads = gradients.grads()
             self._grads.append({name: g[draw.mask.to(g.device)] for name, g in grads.items()})
         n, second_pass = len(draw.mask), recorder.second_pass(terms.scale, gradients.forget)
@@ -355,6 +363,7 @@ class PrivateStep:
 
     def _added(self, draw: Draw, name: str, total: Tensor) -> Tensor:
         """Add one sum to the logical batch's; when that is complete, start to send it."""
+        total = local_of(total)
         if self._sums:
             total = self._sums[name] + total
         if draw.is_last:
@@ -393,9 +402,11 @@ class PrivateStep:
                 max_grad_norm=seal.max_grad_norm,
                 layout=layout,
                 pieces=None if self._shards is None else self._shards.pieces,
+                cuts=None if self._split is None else self._split.cuts,
             )
         if ledger.plan.noise != "secure":
-            self.stages = Stages(norms, sums, mean, grads or None)
+            like = dict if self._split is None else self._split.like
+            self.stages = Stages(norms, like(sums), like(mean), grads or None)
         self._set_gradients(mean)
         return seal.max_grad_norm
 
@@ -406,10 +417,11 @@ class PrivateStep:
                 p.grad = None
         for name, value in mean.items():
             p = self.recorder.parameters[name]
-            if self._shards is None:
+            pieces = self._shards or self._split
+            if pieces is None:
                 p.grad = value.to(p.dtype).view_as(p)
             else:
-                p.grad = self._shards.gradient(name, value)
+                p.grad = pieces.gradient(name, value)
 
 
 def _refuse_scaler(optimizer: Any) -> None:

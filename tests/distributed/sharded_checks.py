@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -351,12 +351,6 @@ def what_cannot_be_done_is_refused():
         fully_shard(model, ignored_params={model.get_parameter(n) for n in ignored}, **options)
         with refused(TypeError, match):
             models.begin(model, data, models.plan())
-    model = nn.Linear(6, 4)
-    mesh = init_device_mesh("cpu", (size,))
-    for name, p in [*model.named_parameters()]:
-        setattr(model, name, nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(0)])))
-    with refused(TypeError, "no layer was given to fully_shard"):
-        models.begin(model, data, models.plan())
     for model, match in (
         (Escaping(), "fully_shard"),
         (Checkpointed(), "checkpoints activations"),
@@ -391,7 +385,7 @@ def cut(mesh, **frozen):
 
 
 def tensor_parallel_models_are_refused():
-    """By every loop that is recorded, of a frozen base too, and below fully_shard."""
+    """By calls that take one process, of a frozen base too, and below fully_shard."""
     data, size = models.build("mlp")[1], dist.get_world_size()
     mesh, x, y = init_device_mesh("cpu", (size,)), *data[:6]
     losses = lambda model, x, y: F.cross_entropy(model(x), y, reduction="none")  # noqa: E731
@@ -399,9 +393,6 @@ def tensor_parallel_models_are_refused():
     for frozen in (False, True):
         model = cut(mesh, frozen=frozen)
         hooks = [len(module._forward_hooks) for module in model.modules()]
-        for mode in ("auto", "loop"):
-            with refused(TypeError, name):
-                models.begin(model, data, models.plan(), mode)
         with refused(TypeError, name):
             dpt.explain(losses, model, x, y)
         with refused(TypeError, name):

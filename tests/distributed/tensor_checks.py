@@ -75,6 +75,24 @@ TABLES = MEGATRON | {
     "words": ColwiseParallel(output_layouts=Replicate()),
     "head": ColwiseParallel(output_layouts=Replicate()),
 }
+#: Layer norms of pieces of the sequence.
+SEQUENCE = {
+    "words": ColwiseParallel(output_layouts=Shard(1)),
+    "block.norm1": SequenceParallel(),
+    "block.attention": PrepareModuleInput(
+        input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
+    ),
+    **{f"block.attention.{name}": ColwiseParallel() for name in "qkv"},
+    "block.attention.o": RowwiseParallel(output_layouts=Shard(1)),
+    "block.norm2": SequenceParallel(),
+    "block.mlp": PrepareModuleInput(
+        input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
+    ),
+    "block.mlp.0": ColwiseParallel(),
+    "block.mlp.2": RowwiseParallel(output_layouts=Shard(1)),
+    "norm": SequenceParallel(),
+    "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+}
 PLANS = {
     "mlp": {"0": ColwiseParallel(), "2": RowwiseParallel()},
     "megatron": MEGATRON,
@@ -346,24 +364,7 @@ def sequence_parallel_agrees_with_one_device():
     """Layer norms of pieces of the sequence: what they saw is gathered."""
     model, batch = build("megatron")
     expected = dpt.clipped_grad_sum(losses, model, *batch, max_grad_norm=0.4)
-    plan = {
-        "words": ColwiseParallel(output_layouts=Shard(1)),
-        "block.norm1": SequenceParallel(),
-        "block.attention": PrepareModuleInput(
-            input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
-        ),
-        **{f"block.attention.{name}": ColwiseParallel() for name in "qkv"},
-        "block.attention.o": RowwiseParallel(output_layouts=Shard(1)),
-        "block.norm2": SequenceParallel(),
-        "block.mlp": PrepareModuleInput(
-            input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
-        ),
-        "block.mlp.0": ColwiseParallel(),
-        "block.mlp.2": RowwiseParallel(output_layouts=Shard(1)),
-        "norm": SequenceParallel(),
-        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
-    }
-    cut(model, plan)
+    cut(model, SEQUENCE)
     found = dpt.clipped_grad_sum(losses, model, *batch, max_grad_norm=0.4, check="always")
     torch.testing.assert_close(found.norms, expected.norms, rtol=1e-10, atol=1e-12)
     for name, total in expected.grads.items():

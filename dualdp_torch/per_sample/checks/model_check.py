@@ -19,6 +19,7 @@ import torch
 
 from dualdp import exactness
 from dualdp.exactness import ExactnessError, SpotCheck
+from dualdp_torch.parallel.tensor_parallel import on_all_alike
 from dualdp_torch.per_sample.api import clipped_numbers
 from dualdp_torch.per_sample.call import Call
 from dualdp_torch.per_sample.checks.spot_check import (
@@ -173,12 +174,13 @@ class ModelCheck:
         with torch.no_grad(), Precisions() as precisions:
             whole = _outputs(subject) if recorded is None else recorded
             apart = _apart(whole, _outputs(_with_rows(subject, index)), row, position, k)
+        apart = on_all_alike(subject.model, apart, float)
         if apart <= _CLOSER * exactness.TOLERANCE[precisions.lowest]:
             return
         with contextlib.suppress(*CANT_REPEAT), torch.no_grad():
             double = subject.in_double()
             exact = _apart(_outputs(double), _outputs(_with_rows(double, index)), row, position, k)
-            if exact <= exactness.REPEATED:
+            if on_all_alike(double.model, exact, float) <= exactness.REPEATED:
                 return
         size = exactness.power_of_ten(apart)
         raise ExactnessError(

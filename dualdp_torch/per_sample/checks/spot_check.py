@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dualdp import exactness
 from dualdp.plan.clipping import AUTOMATIC_OFFSET, factors_for
-from dualdp_torch.parallel.tensor_parallel import length, local_of
+from dualdp_torch.parallel.tensor_parallel import length, local_of, on_all_alike
 from dualdp_torch.per_sample.batch import Batch, check_losses
 from dualdp_torch.per_sample.clip import group_of
 from dualdp_torch.per_sample.independence import NoRandomness
@@ -307,11 +307,16 @@ class Comparison:
                     }
             return _Side(0.0, total)
 
-        if self._is_close(_sum_sides(of_engine(engine), together(self.subject, engine), engine)):
+        plain_sum = together(self.subject, engine)
+        if self._is_close(self._on_all(_sum_sides(of_engine(engine), plain_sum, engine))):
             return
         # A backward that is not linear in the output's gradient differs for the whole batch.
         plain = one_by_one if self.is_alone else together
         self._judge(engine, of_engine, plain, _sum_sides, f"{self.what} over the batch")
+
+    def _on_all(self, found: exactness.Sides) -> exactness.Sides:
+        """Sides with the largest error on any process that computes a part of the model."""
+        return on_all_alike(self.subject.model, found, lambda sides: sides.error)
 
     def _is_close(self, found: exactness.Sides) -> bool:
         """True if the error is within the tolerance of the precisions in use."""
@@ -336,7 +341,7 @@ class Comparison:
     ) -> None:
         """Refuse a side of the engine that differs from plain autograd by more than rounding."""
         side, expected = ours(engine), plain(self.subject, engine)
-        found = sides(side, expected, engine)
+        found = self._on_all(sides(side, expected, engine))
         if self._is_close(found):
             return
 
@@ -344,13 +349,14 @@ class Comparison:
             try:
                 double = self.subject.in_double()
                 numbers = self.again(double)
-                return sides(ours(numbers), plain(double, numbers), numbers).error
+                return self._on_all(sides(ours(numbers), plain(double, numbers), numbers)).error
             except CANT_REPEAT:
                 return None
 
         def moved() -> float:
             rounded = _roundings(self.subject, exactness.UNIT[self._precision])
-            return max(sides(plain(other, engine), expected, engine).error for other in rounded)
+            each = (sides(plain(other, engine), expected, engine) for other in rounded)
+            return max(self._on_all(found).error for found in each)
 
         if exactness.is_wrong(found, self._precision, repeated, moved):
             raise exactness.failure(found, what, _ADVICE) from None
