@@ -14,6 +14,7 @@ from dualdp import PrivacyPlan
 from dualdp.ledger.ledger import Ledger
 from dualdp_jax.per_sample.methods import METHODS
 from tests.only_jax.workers import launch, spread
+from tests.pairwise import pairwise
 from tests.tiers import first
 
 RNG = np.random.default_rng(0)
@@ -90,10 +91,11 @@ DTYPES = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int6
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["take", *(pytest.param(n, marks=pytest.mark.slow)
-                                            for n in LOOKUPS if n != "take")])  # fmt: skip
-def test_indices_of_any_dtype(name, dtype):
+@pytest.mark.parametrize(
+    ("name", "dtype", "method"),
+    pairwise(LOOKUPS, DTYPES, ("book_keeping", "two_pass", "materialize", "auto")),
+)
+def test_indices_of_any_dtype(name, dtype, method):
     """73: bytes as they lie in a file gave contributions of 950,000 C."""
     # int8 can't count to 256, and XLA's older emitters (conftest.py) write beyond the table then.
     rows = 100 if dtype == "int8" else 256
@@ -101,8 +103,7 @@ def test_indices_of_any_dtype(name, dtype):
     most = min(rows // 2 + 10, np.iinfo(dtype).max // 2) if name in ("clip", "drop") else rows
     with jax.enable_x64("64" in dtype):
         batch = (RNG.integers(0, most, (5, 6)).astype(dtype),)
-        for method in ("book_keeping", "two_pass", "materialize", "auto"):
-            assert_right(LOOKUPS[name], params, batch, 0.01, method)
+        assert_right(LOOKUPS[name], params, batch, 0.01, method)
 
 
 def test_indices_beyond_the_largest_signed_number_are_clipped():

@@ -18,9 +18,13 @@ ROOT = Path(__file__).parents[3]
 _MARK = "report: "
 
 
-def start(name: str, *arguments: object, devices: int, **streams: Any) -> subprocess.Popen[str]:
-    """One process of a program, on so many virtual devices."""
+def start(
+    name: str, *arguments: object, devices: int, quickly: bool = True, **streams: Any
+) -> subprocess.Popen[str]:
+    """One process of a program, on so many virtual devices; compiled `quickly`, as the suite is."""
     flags = f"--xla_force_host_platform_device_count={devices}"
+    if quickly:
+        flags += " " + os.environ.get("XLA_FLAGS", "")
     command = [sys.executable, "-m", f"tests.only_jax.workers.{name}", *map(str, arguments)]
     # XLA's devices on a CPU share a pool of threads, which wait in collectives: of as few as the
     # machine has processors all may wait, and none works.
@@ -31,7 +35,14 @@ def start(name: str, *arguments: object, devices: int, **streams: Any) -> subpro
     )
 
 
-def reports(name: str, *arguments: object, processes: int, devices: int, seconds: float) -> Any:
+def reports(
+    name: str,
+    *arguments: object,
+    processes: int,
+    devices: int,
+    seconds: float,
+    quickly: bool = True,
+) -> Any:
     """What each process of a program says; see `say`.
 
     Raises:
@@ -39,7 +50,7 @@ def reports(name: str, *arguments: object, processes: int, devices: int, seconds
     """
     address = f"localhost:{free_port()}"
     started = [
-        start(name, rank, processes, address, *arguments, devices=devices)
+        start(name, rank, processes, address, *arguments, devices=devices, quickly=quickly)
         for rank in range(processes)
     ]
     try:
