@@ -40,11 +40,11 @@ named = {"ids": lambda entry: entry.name}
 
 WANTED = 10_000
 METHODS = ("auto", "book_keeping", "two_pass", "materialize")
-ROUNDS = 4  # batches of a functional call in PyTorch
-TORCH_STEPS, JAX_STEPS = 8, 60
+ROUNDS, EACH = 4, 2  # batches of a functional call in PyTorch, and methods of each
+TORCH_STEPS, JAX_STEPS = 8, 75
 #: Fewest comparisons of a model: a call or step that is checked looks at one example or two, a call
 #: at the sum, too. On JAX, one step in five is looked at as a whole.
-OF_TORCH_CALLS = 2 * len(METHODS) * ROUNDS
+OF_TORCH_CALLS = 2 * EACH * ROUNDS
 OF_TORCH_STEPS = TORCH_STEPS + 2
 OF_JAX_STEPS = 2 * JAX_STEPS
 
@@ -116,7 +116,7 @@ def torch_batch(batch, generator):
 @slow
 @pytest.mark.parametrize("entry", IN_TORCH_CALLS, **named)
 def test_calls_in_torch_raise_nothing(entry, in_torch):
-    """Other weights, rows and bounds in each round, by all methods."""
+    """Other weights, rows and bounds in each round; the methods take turns, each comes twice."""
     problem = entry.build()
     start = [p.detach().clone() for p in problem.model.parameters()]
     loss_fn, model = problem.loss_fn, problem.model
@@ -128,7 +128,8 @@ def test_calls_in_torch_raise_nothing(entry, in_torch):
                 p.copy_(value * (1 + 0.3 * torch.randn(value.shape, generator=generator)))
         batch = torch_batch(problem.batch, generator)
         bound = float(norms.median()) * (0.3, 1, 3)[number % 3]
-        for method in METHODS:
+        for turn in range(EACH):
+            method = METHODS[(EACH * number + turn) % len(METHODS)]
             dpt.clipped_grad_sum(
                 loss_fn, model, *batch, max_grad_norm=bound, method=method, check="always"
             )
