@@ -45,6 +45,14 @@ def is_sharded(parameter: Tensor) -> bool:
     return tensors is not None and isinstance(parameter, tensors.DTensor)
 
 
+def has_sharded(module: nn.Module) -> bool:
+    """True if a parameter, frozen ones included, is a `DTensor`.
+
+    Without that class, as in most programs, no parameter is looked at.
+    """
+    return "torch.distributed.tensor" in sys.modules and any(map(is_sharded, module.parameters()))
+
+
 def fsdp_layers(module: nn.Module) -> list[Any]:
     """Return the modules that `fully_shard` was called on."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
@@ -55,7 +63,7 @@ def fsdp_layers(module: nn.Module) -> list[Any]:
 
 def is_tensor_parallel(module: nn.Module) -> bool:
     """True if a parameter, frozen ones included, is a `DTensor` that no `fully_shard` gathers."""
-    return any(map(is_sharded, module.parameters())) and not fsdp_layers(module)
+    return has_sharded(module) and not fsdp_layers(module)
 
 
 def refuse_tensor_parallel(module: nn.Module, call: str, instead: str) -> None:
@@ -79,6 +87,8 @@ def refuse_two_dimensions(module: nn.Module) -> None:
     Raises:
         TypeError: such a parameter.
     """
+    if not has_sharded(module):
+        return
     held: dict[str, Any] = {name: p for name, p in module.named_parameters() if is_sharded(p)}
     for name, p in held.items():
         if sum(not placement.is_replicate() for placement in p.placements) > 1:
@@ -145,7 +155,7 @@ def refuse_pieces(module: nn.Module, call: str) -> None:
 def refuse_sharded(module: nn.Module, call: str) -> None:
     """Refuse a sharded model in a call, such as "save_checkpoint", that handles whole tensors."""
     refuse_pieces(module, call)
-    if any(is_sharded(p) for p in module.parameters()):
+    if has_sharded(module):
         instead = call.replace("_checkpoint", "_sharded_checkpoint")
         raise TypeError(
             f"{call} came with a model under fully_shard, which no process holds whole. Expected "
