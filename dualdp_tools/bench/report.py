@@ -166,6 +166,9 @@ _SHOWN: dict[str, list[tuple[str, str, Cell]]] = {
         (f"Its clipped gradient sum: {_PEAKS}", "update", _memory),
         ("Loss on new rows after the same steps, noise multiplier and C", "loss", _value),
     ],
+    "tensor-parallel": [
+        (f"Clipped gradient sum of a model cut in two: {_TIMES}", "gradient", _ratio),
+    ],
     "scale": [
         (_TIMES, "gradient", _ratio),
         ("exponent of the cost along one axis", "slope", _value),

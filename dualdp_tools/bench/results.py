@@ -42,6 +42,7 @@ SUITES = (
         "compiled",
         "views",
         "finetuning",
+        "tensor-parallel",
         "accounting",
         "end-to-end",
         "scale",

@@ -23,6 +23,7 @@ from dualdp_tools.bench.measure import Protocol, empty_row, interleave
 from dualdp_tools.bench.results import Row
 from dualdp_tools.bench.session import QUICK, SHORT, Session
 from dualdp_tools.bench.systems import AUTO, LOOP, MULTI, NON_PRIVATE, Setting, error_text
+from dualdp_tools.bench.tensor_parallel import tensor_parallel
 
 Rows = Iterator[list[Row]]
 
@@ -462,6 +463,6 @@ SUITES = {
     suite.__name__.replace("_", "-"): suite
     for suite in (
         *(run, layers, memory, checks, correlated, checkpoints, frozen, compiled),
-        *(views, finetuning, end_to_end, scale),
+        *(views, finetuning, tensor_parallel, end_to_end, scale),
     )
 }

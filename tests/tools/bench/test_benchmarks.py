@@ -429,7 +429,7 @@ def invoke(monkeypatch, tmp_path):
 @pytest.mark.parametrize("suite", suites.SUITES)
 @pytest.mark.parametrize("backend", [BACKENDS[0], pytest.param("jax", marks=pytest.mark.slow)])
 def test_every_suite_runs(suite, backend, invoke):
-    if suite in ("checkpoints", "frozen", "compiled") and backend == "jax":
+    if suite in ("checkpoints", "frozen", "compiled", "tensor-parallel") and backend == "jax":
         return  # of PyTorch
     asked = AUTO if suite == "finetuning" else "vmap(grad)"
     arguments = (suite, "--backend", backend, "--system", asked, "--batch", "4")
@@ -440,7 +440,7 @@ def test_every_suite_runs(suite, backend, invoke):
     compiled = {AUTO, AUTO + suites.COMPILED, NON_PRIVATE + suites.COMPILED}
     narrow = (f"{name}, base in bfloat16" for name in (NON_PRIVATE, AUTO))
     ours = {**engines, "checkpoints": {AUTO, *saved}, "compiled": compiled}
-    ours["frozen"] = {AUTO, *narrow}
+    ours["frozen"], ours["tensor-parallel"] = {AUTO, *narrow}, {AUTO}
     ours["finetuning"] = {AUTO, finetuning.ADAM_BC, finetuning.SPARSE}
     ours = ours.get(suite, {"vmap(grad)"})
     assert {row.system for row in found.rows} == {NON_PRIVATE, *ours}
