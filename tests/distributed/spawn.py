@@ -2,11 +2,13 @@
 """Processes of one group that are forked from one which has imported torch already."""
 
 import datetime
+import importlib
 import multiprocessing
 import os
 import time
 from pathlib import Path
 
+import pytest
 import torch
 import torch._dynamo  # noqa: F401  which every optimizer imports; here it is done once for all
 import torch.distributed as dist
@@ -58,6 +60,16 @@ def together(target, size, folder, *words, timeout=100, dies=None):
     assert codes == expected, f"{target.__name__}{words} ended with {codes}:\n{texts}"
     kept = [Path(f"{store}-{rank}.pt") for rank in range(size)]
     return [torch.load(p, weights_only=False) if p.exists() else None for p in kept]
+
+
+def passed(folder, module, *names):
+    """Run these checks of a module of this folder; their names."""
+    checks = importlib.import_module(f"tests.distributed.{module}")
+    for name in names:
+        check = getattr(checks, name)
+        with pytest.MonkeyPatch.context() as patch:
+            check(*[patch][: check.__code__.co_argcount])
+    return names
 
 
 def _work(target, rank, size, store, folder, words):

@@ -6,8 +6,8 @@ import torch
 from torch.nn import functional as F
 
 import dualdp_torch as dpt
-from tests.distributed import sharded_checks, sharded_runs
 from tests.distributed import sharded_models as models
+from tests.distributed import sharded_runs, spawn
 from tests.distributed.spawn import together
 
 pytestmark = pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
@@ -72,13 +72,13 @@ def test_every_sharded_run_ends_where_one_device_ends(tmp_path, size):
 @pytest.mark.slow
 def test_one_whole_gradient_is_alive_at_a_time(tmp_path):
     """And the gradient is the noisy mean of one device; faults that are planted are seen."""
-    assert together(sharded_checks.passed, 2, tmp_path, *FIRST) == 2 * [tuple(FIRST)]
+    assert together(spawn.passed, 2, tmp_path, "sharded_checks", *FIRST) == 2 * [tuple(FIRST)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_sharded_models_keep_the_guards_and_name_what_is_refused(tmp_path, size):
-    passed = together(sharded_checks.passed, size, tmp_path, *OTHERS, timeout=170)
+    passed = together(spawn.passed, size, tmp_path, "sharded_checks", *OTHERS, timeout=170)
     assert passed == size * [tuple(OTHERS)]
 
 

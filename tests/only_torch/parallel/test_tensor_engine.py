@@ -4,8 +4,8 @@
 import pytest
 
 from dualdp.ledger.verify import verify
-from tests.distributed import tensor_engine, tensor_runs
-from tests.distributed.spawn import together
+from tests.distributed import tensor_runs
+from tests.distributed.spawn import passed, together
 
 pytestmark = pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
 
@@ -54,5 +54,5 @@ CHECKS = [
 
 @pytest.mark.slow
 def test_private_loops_of_pieces_keep_the_guards_and_name_what_is_refused(tmp_path):
-    found = together(tensor_engine.passed, 2, tmp_path, *CHECKS, timeout=170)
+    found = together(passed, 2, tmp_path, "tensor_engine", *CHECKS, timeout=170)
     assert found == 2 * [tuple(CHECKS)]

@@ -3,14 +3,13 @@
 
 import pytest
 
-from tests.distributed import tensor_checks
-from tests.distributed.spawn import together
+from tests.distributed.spawn import passed, together
 
 pytestmark = pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
 
 
 def check(folder, size, names):
-    assert together(tensor_checks.passed, size, folder, *names, timeout=170) == size * [
+    assert together(passed, size, folder, "tensor_checks", *names, timeout=170) == size * [
         tuple(names)
     ]
 
