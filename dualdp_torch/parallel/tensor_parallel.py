@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from dualdp import exactness
+from dualdp._validate import UnsupportedLayerError
 from dualdp.randomness.universal_hash import Hashed
 from dualdp_torch.noise.noise import Cut
 from dualdp_torch.parallel.fsdp import is_sharded, is_tensor_parallel, refuse_two_dimensions
@@ -228,6 +229,34 @@ class TensorParallel:
         with self.group.collective("a decision"):
             dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group.process_group)
         return found
+
+    def require_same_norms(self, of: Mapping[str, Tensor], whole: Tensor, precision: str) -> None:
+        """Refuse a parameter that all hold whole if each process has its own gradient of it.
+
+        Args:
+            of: mapping from name to (n,) squares on this process.
+            whole: (n,) squared norms of whole gradients.
+            precision: key of `exactness.TOLERANCE`.
+
+        Raises:
+            UnsupportedLayerError: such a parameter, on all processes alike.
+        """
+        here = [name for name in of if name in self.whole]
+        if not here:
+            return
+        table = torch.stack([of[name].to(whole) for name in here]).nan_to_num(0, 0, 0)
+        largest, negated = self.largest(torch.stack([table, -table]))
+        tolerance = exactness.TOLERANCE[precision]
+        is_other = largest + negated > tolerance * (largest + tolerance * whole)
+        names = [here[row] for row in is_other.any(1).nonzero().flatten().tolist()]
+        if names:
+            raise UnsupportedLayerError(
+                f"Every process holds the parameters {names} whole, but their gradients differ "
+                "between processes: they are used on a piece of a tensor, inside of a part that is "
+                "cut, so each process has a share of the gradient only. Expected SequenceParallel "
+                "for their layer (for a norm of heads with sequence_dim=2), parameters that are "
+                "used on whole tensors, or frozen ones."
+            )
 
     def gradient(self, name: str, piece: Tensor) -> Tensor:
         """Return the value of `p.grad` for the optimizer, cut as the parameter and of its dtype."""

@@ -22,7 +22,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from dualdp._validate import UnsupportedLayerError
-from dualdp_torch.parallel.fsdp import Shards, check_sharded
+from dualdp_torch.parallel.fsdp import Shards, check_sharded, is_tensor_parallel
 from dualdp_torch.parallel.tensor_parallel import local_of, split_of
 from dualdp_torch.per_sample.analysis_cache import AnalysisCache
 from dualdp_torch.per_sample.batch import Batch
@@ -291,6 +291,12 @@ class Recorder:
                     "optimizer.zero_grad() and repeat all forwards of the batch."
                 )
             self.begin_again()
+        if is_tensor_parallel(self.model) != (self.split is not None):
+            raise RuntimeError(
+                "The model was cut by parallelize_module, or made whole, after set-up, which had "
+                "divided the examples for the model as it was. Expected parallelize_module, then "
+                "the optimizer, then make_private."
+            )
         current = trainable_parameters(self.model)
         if {self._names.get(id(p)) for p in current.values()} != set(self.parameters):
             changed = sorted(set(current) ^ set(self.parameters)) or sorted(current)

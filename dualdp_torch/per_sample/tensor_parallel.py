@@ -121,7 +121,14 @@ class SplitGradients:
     def sq_norms(self, limits: Limits) -> Squares:
         """Return squared norms, each as precise as its own size asks, so that their sum is, too."""
         found = self._here.sq_norms(Limits(limits.group_of))
-        return added_up(self._split.added(found.of), limits.group_of, self._n)
+        total = added_up(self._split.added(found.of), limits.group_of, self._n)
+        self._split.require_same_norms(found.of, total.whole, self._precision())
+        return total
+
+    def _precision(self) -> str:
+        """Precision of the backward, a key of `exactness.TOLERANCE`."""
+        is_double = all(p.dtype == torch.float64 for p in self._split.parameters.values())
+        return "bfloat16" if self.is_narrow else "float64" if is_double else "float32"
 
     def exact_sq_norms(self, rows: Tensor) -> dict[str, Tensor]:
         """Return name -> (rows,) float64 squared norms of the selected examples."""

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -235,3 +236,42 @@ def loops_that_differ_are_refused():
     x, y = next(batches := iter(loader))
     match = "model returned a DTensor"
     stops(engine, optimizer, lambda: model(x).square().mean(), UnsupportedLayerError, match)
+
+
+def parameters_used_on_pieces_are_refused():
+    """A norm of the heads that are here: each process has a share of its gradient."""
+    _, data = runs.build("tables")
+    plan = {"q": ColwiseParallel(), "o": RowwiseParallel()}
+    for mode, checks in (("auto", 1.0), ("auto", 0.0), ("loop", 1.0)):
+        torch.manual_seed(2)
+        model = cut(HeadNorm().double(), plan)
+        engine, model, optimizer, loader = models.begin(
+            model, data, models.plan(), mode, checks=checks
+        )
+        with refused(
+            UnsupportedLayerError, r"\['norm.weight', 'norm.bias'\] whole, but their grad"
+        ):
+            runs.step("tables", model, optimizer, next(iter(loader)))
+        assert len(engine.ledger) == 0
+        engine.detach()
+
+
+class HeadNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.head = nn.Embedding(12, 8), nn.Linear(8, 12)
+        self.q, self.norm, self.o = nn.Linear(8, 8), nn.LayerNorm(4), nn.Linear(8, 8)
+
+    def forward(self, x):
+        heads = self.norm(self.q(self.words(x)).unflatten(-1, (-1, 4)))
+        return self.head(self.o(heads.tanh().flatten(2)))
+
+
+def a_model_that_is_cut_later_is_refused():
+    """Its trained parameters are as before, but each process had got examples of its own."""
+    engine, model, optimizer, loader = runs.begin("adapted", is_cut=False, checks=0.0)
+    cut(model.base, runs.MLP)
+    with refused(RuntimeError, "cut by parallelize_module, or made whole, after set-up"):
+        runs.step("adapted", model, optimizer, next(iter(loader)))
+    assert len(engine.ledger) == 0
+    engine.detach()

@@ -49,6 +49,8 @@ CHECKS = [
     "stages_are_cut_like_the_parameters",
     "what_cannot_be_done_is_refused",
     "loops_that_differ_are_refused",
+    "parameters_used_on_pieces_are_refused",
+    "a_model_that_is_cut_later_is_refused",
 ]
 
 
