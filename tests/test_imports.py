@@ -58,12 +58,16 @@ def imports_of(path):
     return top, every
 
 
+#: Imported by what needs them, for they take long.
+LATE = {"typer", "rich", "matplotlib", "scipy.signal"}
+
+
 def test_the_core_imports_no_framework():
     code = (
         "import sys, dualdp\n"
         "dualdp.get_epsilon(noise_multiplier=1.1, sample_rate=0.01, num_steps=100, delta=1e-5,"
         " accountant='rdp')\n"
-        f"print(sorted(set(sys.modules) & {FRAMEWORKS | {'typer', 'rich', 'matplotlib'}}))"
+        f"print(sorted(set(sys.modules) & {FRAMEWORKS | LATE}))"
     )
     done = python(code)
     assert done.stdout.strip() == "[]", done.stderr

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.signal import fftconvolve
 
 from dualdp._validate import AccountingError
 from dualdp.mechanisms import (
@@ -233,7 +232,7 @@ def _splits(
     if stop * most <= _MOST_WORK:
         inner = np.array([tooth[: stop - lag] @ tooth[lag:] for lag in range(most)]) * _ROUNDING
     else:
-        inner = fftconvolve(tooth, tooth[::-1])[stop - 1 : stop - 1 + most]
+        inner = _convolved(tooth, tooth[::-1])[stop - 1 : stop - 1 + most]
         inner = np.maximum(inner, 0.0) + 1e-12 * inner[0]
     top, found = float(inner[0]), []
     least = top
@@ -303,8 +302,15 @@ def _by_rows(tooth: Vector, times: NDArray[np.int64], gap: int) -> float:
     last = int(np.flatnonzero(times)[-1]) + 1
     if np.all(times[:last] == 1):  # the first batch comes first in every pass
         return float(tooth[:last].sum())
-    totals = fftconvolve(times[:last].astype(np.float64), tooth[:last][::-1])[last - 1 :]
+    totals = _convolved(times[:last].astype(np.float64), tooth[:last][::-1])[last - 1 :]
     return float(totals[:gap].max()) * _ROUNDING
+
+
+def _convolved(one: NDArray[np.float64], other: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Their full convolution."""
+    from scipy.signal import fftconvolve  # half a second that `import dualdp` does without
+
+    return np.asarray(fftconvolve(one, other))
 
 
 def _rounds(plan: PrivacyPlan, times: NDArray[np.int64]) -> list[tuple[float, int]]:
