@@ -42,6 +42,7 @@ from dualdp_torch.rules import RULES as RULES
 from dualdp_torch.rules import Rule as Rule
 from dualdp_torch.rules import register_rule as register_rule
 from dualdp_torch.training.adam_bc import AdamBC as AdamBC
+from dualdp_torch.training.compiled_step import CompiledStep as CompiledStep
 from dualdp_torch.training.ema import with_ema as with_ema
 from dualdp_torch.training.engine import PrivacyEngine as PrivacyEngine
 from dualdp_torch.training.loader import BatchMemoryManager as BatchMemoryManager

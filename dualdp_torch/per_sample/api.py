@@ -436,7 +436,7 @@ def check_numbers(
 
 def _drawn_on_all(call: Call) -> float:
     """Number that selects an example: of all processes that share the model, that of rank 0."""
-    drawn = _drawn.random()
+    drawn = _drawn.random() if call.drawn is None else call.drawn
     return drawn if call.split is None else call.split.group.broadcast("the drawn example", drawn)
 
 

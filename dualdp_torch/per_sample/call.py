@@ -62,6 +62,7 @@ class Call:
         purpose: name and variant of the called function; the first call of each is checked.
         is_checked: True if the numbers of this chunk are to be compared with plain autograd.
         was_compared: True once they were compared.
+        drawn: number in [0, 1) that selects the compared example, or None for a random one.
         start: state before the forward that the gradients come from, or None if it was not kept.
         split: pieces of a tensor parallel model, or None for another model.
     """
@@ -80,6 +81,7 @@ class Call:
     purpose: tuple[str, ...] = ()
     is_checked: bool = False
     was_compared: bool = False
+    drawn: float | None = None
     start: Start | None = None
     split: TensorParallel | None = None
 

@@ -309,6 +309,21 @@ class CompiledGradSum:
             UnsupportedLayerError: the losses depend on other examples.
             TypeError, ValueError: a wrong argument or loss.
         """
+        return self.of_batch(batch, max_grad_norm, mask, self._check)[0]
+
+    @never_compiled
+    def of_batch(
+        self,
+        batch: tuple[Any, ...],
+        max_grad_norm: Any,
+        mask: Tensor | None,
+        check: str,
+        drawn: float | None = None,
+    ) -> tuple[ClippedGradSum, bool]:
+        """Return the sum of one batch, and if its graph was compared with plain autograd.
+
+        A check takes the example at `drawn`, in [0, 1), of the batch; None for a random one.
+        """
         call = Call.checked(
             self._loss_fn,
             self._model,
@@ -318,19 +333,22 @@ class CompiledGradSum:
             None,
             None,
             mask,
-            check=self._check,
+            check=check,
             purpose=("clipped_grad_sum", self._clipping, "compiled"),
         )
+        call.drawn = drawn
         bounds = clipping_bounds(call.parameters, self._clipping, max_grad_norm)
         found: list[tuple[BatchNumbers, int]] = []
+        was_compared = False
         for part, count in self._parts(call):
-            numbers = self._compiled(_Request(part, bounds, self._clipping))
+            numbers, compared = self._compiled(_Request(part, bounds, self._clipping))
             if numbers is None:
                 found = []
                 break
             found.append((numbers, count))
+            was_compared |= compared
         if not found:
-            return clipped_grad_sum(
+            eager = clipped_grad_sum(
                 self._loss_fn,
                 self._model,
                 *batch,
@@ -339,8 +357,9 @@ class CompiledGradSum:
                 mask=mask,
                 method=self._method,
                 physical_batch_size=self._size,
-                check=self._check,
+                check=check,
             )
+            return eager, False
         grads: dict[str, Tensor] = {}
         for numbers, _ in found:
             for name, total in (numbers.sums or {}).items():
@@ -348,7 +367,7 @@ class CompiledGradSum:
         norms = torch.cat([numbers.norms[:count] for numbers, count in found])
         losses = torch.cat([numbers.losses[:count] for numbers, count in found])
         losses = losses if mask is None else losses.where(mask.to(losses.device), 0)
-        return ClippedGradSum(grads, norms, losses, None)
+        return ClippedGradSum(grads, norms, losses, None), was_compared
 
     def _parts(self, call: Call) -> Iterator[tuple[Call, int]]:
         """Yield calls of `physical_batch_size` rows, and how many of these are examples.
@@ -366,34 +385,36 @@ class CompiledGradSum:
             own = mask[inside.to(mask.device)] & (rows < n).to(mask.device)
             yield replace(call, batch=call.batch.rows(inside), mask=own), min(size, n - start)
 
-    def _compiled(self, request: _Request) -> BatchNumbers | None:
-        """Return checked numbers of the compiled graph, or None for a batch that runs eagerly."""
+    def _compiled(self, request: _Request) -> tuple[BatchNumbers | None, bool]:
+        """Return numbers of the compiled graph, None to run eagerly, and if they were compared."""
         call = request.call
         if call.batch.n < 2 or not call.parameters:
-            return None
+            return None, False
         if not call.cache:
             call.analyze()  # raises for a model that mixes examples
         if not call.cache:  # too few examples to see it
-            return None
+            return None, False
         key = call.batch.n, id(call.cache)
         if key in self._failed:
-            return None
+            return None, False
         start = Start.of(call.model, ())
         try:
             program, inputs, found = self._run(request)
         except NotCompiledError as error:
             self._failed[key] = call.cache  # kept alive so that its id stays unique
             self._note(str(error))
-            return None
+            return None, False
         if not program.are_valid(found):  # of this batch only
-            return None
+            return None, False
         numbers = program.numbers(request, found, inputs)
-        is_due = self._check == "always" or (self._check == "first" and not program.was_checked)
-        if is_due and (call.mask is None or bool(call.mask.any())):
-            checked = replace(call, is_checked=True, start=start)
-            check_numbers(checked, numbers, self._again(request))
-            program.was_checked |= checked.was_compared
-        return numbers
+        is_due = call.check == "always" or (call.check == "first" and not program.was_checked)
+        is_due = is_due and (call.mask is None or bool(call.mask.any()))
+        if not is_due:
+            return numbers, False
+        checked = replace(call, is_checked=True, start=start)
+        check_numbers(checked, numbers, self._again(request))
+        program.was_checked |= checked.was_compared
+        return numbers, checked.was_compared
 
     def _run(self, request: _Request) -> tuple[Program, Sequence[Any], list[Tensor]]:
         """Return the program for this batch, its inputs and its outputs."""
@@ -442,7 +463,7 @@ class CompiledGradSum:
             other = CompiledGradSum(
                 self._loss_fn, call.model, self._clipping, self._method, None, self._backend, "off"
             )
-            numbers = other._compiled(replace(request, call=call))
+            numbers, _ = other._compiled(replace(request, call=replace(call, check="off")))
             if numbers is None:
                 raise RuntimeError(f"The step can't be compiled again: {other.reasons}.")
             return numbers, None

@@ -205,6 +205,22 @@ class Recorder:
                 vars(self.model)[_CALL] = self._compiled
 
     @contextlib.contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Context in which nothing is recorded, and the model has none of the recorder's hooks."""
+        tables: list[Any] = [self.model._forward_pre_hooks, self.model._forward_hooks]
+        kept, guard = [dict(table) for table in tables], vars(self.model).pop(_CALL)
+        for table, handle in zip(tables, self._handles, strict=False):
+            table.pop(handle.id)
+        try:
+            with self.pause(), self.tape.suspended():
+                yield
+        finally:
+            vars(self.model)[_CALL] = guard
+            for table, hooks in zip(tables, kept, strict=True):
+                table.clear()
+                table.update(hooks)
+
+    @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
         """Context in which forwards and backwards of the model are not recorded."""
         before, self._paused = self._paused, True
@@ -277,7 +293,7 @@ class Recorder:
         return self._hand_out(forward, outputs)
 
     def _refuse_unrecordable(self) -> None:
-        """Refuse a forward that cannot be recorded now, and parameters changed since set-up."""
+        """Refuse a forward that cannot be recorded now."""
         if self._mode is not None:
             raise RuntimeError(
                 "The model calls itself inside its forward. Call a method or a submodule there "
@@ -291,6 +307,10 @@ class Recorder:
                     "optimizer.zero_grad() and repeat all forwards of the batch."
                 )
             self.begin_again()
+        self.require_unchanged()
+
+    def require_unchanged(self) -> None:
+        """Refuse a model that was cut, or whose parameters changed, since set-up."""
         if is_tensor_parallel(self.model) != (self.split is not None):
             raise RuntimeError(
                 "The model was cut by parallelize_module, or made whole, after set-up, which had "

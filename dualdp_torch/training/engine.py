@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import nn
@@ -30,6 +30,7 @@ from dualdp_torch.parallel.fsdp import is_sharded, is_tensor_parallel
 from dualdp_torch.parallel.process_group import QUIET, Group, group_of, on_all, unwrapped
 from dualdp_torch.parallel.tensor_parallel import refuse_data_parallel
 from dualdp_torch.training.arguments import RunSettings, check, check_kinds, plan_of, rows_of
+from dualdp_torch.training.compiled_step import CompiledStep, compiled_sums
 from dualdp_torch.training.ema import averaged
 from dualdp_torch.training.loader import (
     SINGLE_PROCESS,
@@ -601,18 +602,59 @@ class PrivacyEngine:
         with self._require_step().pause():
             yield
 
-    def compile(self) -> NoReturn:
-        """Refuse to compile the steps of a loop, whose forward and loss the engine records.
+    def compile(
+        self,
+        loss_fn: Callable[..., Any],
+        *,
+        physical_batch_size: int | None = None,
+        backend: str | Callable[..., Any] = "inductor",
+    ) -> CompiledStep:
+        """Return a function that takes the place of forward, loss and backward in the loop.
+
+        Forward, backward, norms, clip factors and sums are one graph, see
+        `compile_clipped_grad_sum`. A batch whose forward has no graph runs eagerly; the reason is
+        logged once.
+
+        Args:
+            loss_fn: callable, `loss_fn(model, *batch)` -> (n,) losses, one per example.
+            physical_batch_size: int, rows that a graph takes: larger batches are split, and absent
+                rows masked. None: the plan's, or the expected batch size and three standard
+                deviations of a Poisson draw.
+            backend: str or callable, a backend of `torch.compile`.
+
+        Returns:
+            `CompiledStep`, called as `losses = step(*batch)` on the loader's tensors as they came,
+            before `optimizer.step()`.
 
         Raises:
-            NotImplementedError: always; the message names what can be compiled.
+            AccountingError: the engine is not attached.
+            ValueError: a run of several processes, of several rows per example, or of a method
+                without graphs.
+
+        >>> import torch
+        >>> data = torch.utils.data.TensorDataset(torch.randn(8, 3))
+        >>> model = torch.nn.Linear(3, 2)
+        >>> model, optimizer, loader = (engine := PrivacyEngine()).make_private(
+        ...     module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        ...     data_loader=torch.utils.data.DataLoader(data, batch_size=4),
+        ...     noise_multiplier=1.0, max_grad_norm=1.0)
+        >>> step = engine.compile(lambda model, x: model(x).square().sum(1), backend="eager")
+        >>> for (x,) in loader:
+        ...     losses = step(x)
+        ...     optimizer.step()
         """
-        raise NotImplementedError(
-            "engine.compile() has no step to compile: forward and loss run in your loop, and the "
-            "engine records them. Expected a loop of your own: "
-            "dualdp.torch.compile_clipped_grad_sum(loss_fn, model) on the batches of "
-            "engine.make_loader, then noisy_mean."
+        step = self._require_step()
+        if self._group is not None:
+            raise ValueError(
+                "engine.compile came in a run of several processes, which check their sums "
+                "together. Expected one process, or the loop without it."
+            )
+        model = step.recorder.model
+        sums = compiled_sums(
+            loss_fn, model, self.plan, self._settings, physical_batch_size, backend
         )
+        step.is_compiled = True
+        return CompiledStep(sums, step.compute)
 
     def get_epsilon(self, delta: float | None = None, *, accept_unverified: bool = False) -> float:
         """Return an upper bound of the epsilon spent so far.

@@ -21,6 +21,7 @@ from dualdp_torch.noise.noise import noised_mean
 from dualdp_torch.noise.recursion import forget
 from dualdp_torch.parallel.process_group import Group, device_kind
 from dualdp_torch.parallel.tensor_parallel import local_of
+from dualdp_torch.per_sample.api import ClippedGradSum
 from dualdp_torch.per_sample.call import METHODS
 from dualdp_torch.per_sample.checks.spot_check import BatchNumbers
 from dualdp_torch.per_sample.checks.tape import Tape
@@ -31,10 +32,12 @@ from dualdp_torch.per_sample.clip import (
     clipping_bounds,
     passes_again,
 )
+from dualdp_torch.per_sample.compiled import CompiledGradSum
 from dualdp_torch.per_sample.recorder import Recorder, Zeroing
 from dualdp_torch.rules.base import Tensor
 from dualdp_torch.training.adam_bc import AdamBC
 from dualdp_torch.training.arguments import GRAD_SAMPLE_MODES, RunSettings, check_holds
+from dualdp_torch.training.compiled_step import YieldedBatch
 from dualdp_torch.training.loader import Draw
 from dualdp_torch.training.opacus_names import optimizer_values, refuse_changed
 from dualdp_torch.training.release import Releaser
@@ -88,6 +91,7 @@ class PrivateStep:
     Attributes:
         recorder: recorder of the model's forward and backward.
         stages: gradients of the last step, or None.
+        is_compiled: True if compiled graphs may take a batch instead of a recorded backward.
     """
 
     def __init__(
@@ -117,6 +121,7 @@ class PrivateStep:
         )
         self._pass = 0
         self._lost: int | None = None
+        self.is_compiled, self._yielded = False, YieldedBatch(())
         self.stages: Stages | None = None
         self._expect(None)
         self._forget()
@@ -165,6 +170,7 @@ class PrivateStep:
             )
             factors = draw.row_factors()
             self.recorder.guard()
+        self._computed: ClippedGradSum | None = None  # by compiled graphs
         self._draw, self.recorder.terms, self.recorder.row_factors = draw, terms, factors
         self.recorder.is_active = draw is not None
 
@@ -208,6 +214,51 @@ class PrivateStep:
         self._expect(draw)
         self.stages = None  # frees the memory of two models
         self._checks.begin(draw, batch)
+        if self.is_compiled:
+            self._yielded = YieldedBatch(batch)
+
+    def compute(self, sums: CompiledGradSum, batch: tuple[Any, ...]) -> Tensor:
+        """Compute the current batch's clipped sum by compiled graphs; return its (n,) losses."""
+        draw, ledger = self._draw, self._ledger
+        self._require_whole()
+        if draw is None:
+            raise RuntimeError(
+                "The compiled step was called without a batch of the loader that make_private "
+                "returned. Train on its batches only, one call and one optimizer.step() for each."
+            )
+        self._refuse_second_way(self._computed is not None)
+        self.recorder.require_unchanged()
+        device = next(iter(self.recorder.parameters.values())).device
+        batch = self._yielded.moved(batch, device)
+        bounds = ledger.plan.clipping_bounds(ledger.max_grad_norm)
+        mask = None if bool(draw.mask.all()) else draw.mask
+        check, drawn = self._checks.of_compiled()
+        try:
+            with self.recorder.hidden():
+                found, was_compared = sums.of_batch(batch, bounds, mask, check, drawn)
+        except ExactnessError as error:
+            ledger.check_failed(draw.step, error)
+            raise
+        if len(found.norms) != len(draw.mask):
+            raise _other_number(len(found.norms), draw)
+        renamed = sorted(found.grads.keys() ^ self.recorder.parameters.keys())
+        if renamed:
+            raise RuntimeError(
+                f"The parameters {renamed} were renamed after set-up, as by a layer that was put "
+                "between others. Set up again, so that what is clipped is what is trained."
+            )
+        self._checks.has_passed |= was_compared
+        self._computed = found
+        return found.losses
+
+    def _refuse_second_way(self, is_computed: bool) -> None:
+        """Refuse a batch whose gradients would be counted twice."""
+        if is_computed or self.recorder.forwards:
+            raise RuntimeError(
+                "This batch has a sum of the compiled step and another call of the model. Expected "
+                "one call of the compiled step, then optimizer.step(); put other calls of the "
+                "model under torch.no_grad() or engine.pause()."
+            )
 
     def _require_whole(self) -> None:
         """Refuse to continue a logical batch of which a part was lost."""
@@ -254,19 +305,20 @@ class PrivateStep:
         with the next pass.
         """
         self._require_whole()
-        n = self.recorder.require_backward()
-        self.recorder.drop_unused()
-        if n != len(draw.mask):
-            times, rest = divmod(n, len(draw.mask))
-            items = f"; rows_per_unit={times} in make_private, if an item holds {times} rows"
-            raise RuntimeError(
-                f"The model saw {n} examples but the loader gave {len(draw.mask)}. Expected the "
-                f"whole batch, once{'' if rest or times < 2 else items}."
-            )
+        computed = self._computed
+        if computed is None:
+            n = self.recorder.require_backward()
+            self.recorder.drop_unused()
+            if n != len(draw.mask):
+                raise _other_number(n, draw)
         check_holds(self.optimizer, self.recorder.parameters)
         try:
             with torch.no_grad():
-                self._add(draw)
+                if computed is None:
+                    self._add(draw)
+                else:
+                    self._refuse_second_way(False)
+                    self._add_computed(draw, computed)
             self.recorder.clear()
             bound = None
             if draw.is_last:
@@ -285,7 +337,14 @@ class PrivateStep:
                 if draw.chunk or self._ledger.position > draw.step:
                     self._lost = draw.step
                 self._forget()
+                self._computed = None
                 self.recorder.begin_again()
+
+    def _add_computed(self, draw: Draw, computed: ClippedGradSum) -> None:
+        """Add a sum of compiled graphs, which was checked where it was computed."""
+        self._begin(draw)
+        self._sums = {k: self._added(draw, k, total) for k, total in computed.grads.items()}
+        self._norms.append(computed.norms[draw.mask.to(computed.norms.device)])
 
     def _add(self, draw: Draw) -> None:
         """Add the clipped gradients of one physical batch to the logical batch's sums.
@@ -422,6 +481,16 @@ class PrivateStep:
                 p.grad = value.to(p.dtype).view_as(p)
             else:
                 p.grad = pieces.gradient(name, value)
+
+
+def _other_number(n: int, draw: Draw) -> RuntimeError:
+    """Return the error of a model that saw another number of examples than the loader gave."""
+    times, rest = divmod(n, len(draw.mask))
+    items = f"; rows_per_unit={times} in make_private, if an item holds {times} rows"
+    return RuntimeError(
+        f"The model saw {n} examples but the loader gave {len(draw.mask)}. Expected the whole "
+        f"batch, once{'' if rest or times < 2 else items}."
+    )
 
 
 def _refuse_scaler(optimizer: Any) -> None:

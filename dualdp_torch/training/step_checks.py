@@ -183,6 +183,12 @@ class StepChecks:
         if trial.is_impossible:
             self._ledger.check_impossible(IMPOSSIBLE)
 
+    def of_compiled(self) -> tuple[str, float | None]:
+        """Return when compiled graphs compare the current batch, and which example, in [0, 1)."""
+        if not self._rate:
+            return "off", None
+        return ("first", None) if self.due is None else ("always", self.due.fractions[0])
+
     def _chosen(self, check: SpotCheck, rows: list[int], count: int) -> list[int]:
         """At most `count` rows: the one whose outputs have the largest gradient, and drawn ones.
 

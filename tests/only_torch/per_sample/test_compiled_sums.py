@@ -498,11 +498,6 @@ def test_a_loop_of_draws_of_any_size_ends_where_the_eager_one_ends():
     assert not steps[0].reasons
 
 
-def test_an_engine_says_what_can_be_compiled():
-    with pytest.raises(NotImplementedError, match="compile_clipped_grad_sum"):
-        dpt.PrivacyEngine().compile()
-
-
 # The models of the speed table, in a small size.
 
 SMALL = {

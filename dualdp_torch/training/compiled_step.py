@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiled forward, loss and backward of the batches of a run."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from dualdp.plan.plan import PrivacyPlan
+from dualdp_torch.per_sample.compiled import METHODS, CompiledGradSum, compile_clipped_grad_sum
+from dualdp_torch.rules.base import Tensor
+from dualdp_torch.training.arguments import GRAD_SAMPLE_MODES, RunSettings
+
+
+class CompiledStep:
+    """Function of a loader's batch that computes its clipped sum; see `PrivacyEngine.compile`.
+
+    Attributes:
+        sums: `CompiledGradSum`, whose `reasons` say why batches ran eagerly.
+    """
+
+    def __init__(self, sums: CompiledGradSum, compute: Callable[..., Tensor]) -> None:
+        self.sums, self._compute = sums, compute
+
+    def __call__(self, *batch: Any) -> Tensor:
+        """Compute the clipped sum of the batch that the loader yielded, and return its losses.
+
+        Args:
+            *batch: the loader's tensors as they came, the arguments of the loss after the model.
+
+        Returns:
+            (n,) losses, not private.
+
+        Raises:
+            ExactnessError: a spot check failed; nothing was released for this batch.
+            RuntimeError: no batch of the loader, or one that has its sum or its forward already.
+            UnsupportedLayerError: the losses depend on other examples.
+            ValueError: tensors that the loader did not yield, or that were changed since.
+        """
+        return self._compute(self.sums, batch)
+
+
+class YieldedBatch:
+    """Tensors of a batch as the loader yielded them."""
+
+    def __init__(self, batch: Any) -> None:
+        leaves = [leaf for leaf in pytree.tree_leaves(batch) if torch.is_tensor(leaf)]
+        self._tensors = [(weakref.ref(leaf), leaf._version) for leaf in leaves]
+
+    def moved(self, batch: tuple[Any, ...], device: torch.device) -> tuple[Any, ...]:
+        """Return a batch of these tensors on a device; refuse others, and changed ones.
+
+        What the loop computes from them, nobody would check for a dependence on other examples.
+        """
+
+        def checked(tensor: Tensor) -> Tensor:
+            for yielded, version in self._tensors:
+                if yielded() is tensor and tensor._version == version:
+                    return tensor.to(device, non_blocking=True)
+            raise ValueError(
+                f"A tensor of shape {tuple(tensor.shape)} is not what the loader yielded, or was "
+                "changed since. Expected its tensors as they came: they are moved to the model's "
+                "device, and what changes them belongs into the loss function, where it is checked."
+            )
+
+        return tuple(pytree.tree_map_only(torch.Tensor, checked, batch))
+
+
+def compiled_sums(
+    loss_fn: Callable[..., Any],
+    model: Any,
+    plan: PrivacyPlan,
+    settings: RunSettings,
+    physical_batch_size: int | None,
+    backend: str | Callable[..., Any],
+) -> CompiledGradSum:
+    """Return the compiled clipped sums of a run's batches; refuse runs that have none.
+
+    By default a graph takes the expected batch size and three standard deviations of a Poisson
+    draw, in rows, or the plan's physical batch size.
+    """
+    method = GRAD_SAMPLE_MODES[settings.grad_sample_mode]
+    if method not in METHODS:
+        raise ValueError(
+            f"grad_sample_mode={settings.grad_sample_mode!r} has no compiled graph. Expected one "
+            f"of {[*METHODS]} in make_private, or the loop without engine.compile."
+        )
+    if settings.views > 1 or (plan.rows_per_unit or 1) * (plan.rows_per_item or 1) > 1:
+        raise ValueError(
+            "An example of this run has several rows (views, users, rows_per_unit), which "
+            "engine.compile does not join. Expected one row per example, or the loop without it."
+        )
+    if physical_batch_size is None:
+        expected = plan.expected_batch_size_at(0)
+        usual = min(math.ceil(expected + 3 * math.sqrt(expected)), plan.num_examples)
+        physical_batch_size = max(plan.physical_batch_size or usual, 2)
+    return compile_clipped_grad_sum(
+        loss_fn,
+        model,
+        clipping=plan.clipping,
+        method=method,
+        physical_batch_size=physical_batch_size,
+        backend=backend,
+        check="first" if settings.checks else "off",
+    )
