@@ -12,6 +12,7 @@ from dualdp_torch import Chunk as Chunk
 from dualdp_torch import ClippedGradSum as ClippedGradSum
 from dualdp_torch import ClippedSum as ClippedSum
 from dualdp_torch import CompiledGradSum as CompiledGradSum
+from dualdp_torch import CompiledStep as CompiledStep
 from dualdp_torch import Finding as Finding
 from dualdp_torch import LogicalBatch as LogicalBatch
 from dualdp_torch import ModuleValidator as ModuleValidator

@@ -246,7 +246,8 @@ def test_parameters_that_change_after_set_up_are_refused():
 def test_parameters_that_are_renamed_after_set_up_are_refused():
     engine, model, _, loader = run()
     model.insert(2, nn.Identity())
+    step = compiled(engine)
     for x, y, _ in loader:
         with pytest.raises(RuntimeError, match="renamed after set-up"):
-            compiled(engine)(x, y)
+            step(x, y)
         break
