@@ -35,54 +35,49 @@ _CHUNK = 1 << 18  # cells of the rows that are discretized at once
 
 
 @dataclasses.dataclass(frozen=True)
-class Cells:
-    """Masses of several mechanisms (rows) in the same cells; see the module docstring.
+class Side:
+    """Masses of P, or of Q, of several mechanisms (rows) in the same cells.
 
-    `bottom`/`top` are the masses at finite losses outside the edges, `never`/`always` those at
-    infinite losses: Q-mass where P is 0 and P-mass where Q is 0. `slack` (rows,) bounds
-    |loss - edge| at the edges.
+    `excess` is the surplus of P, or the deficit of Q; see the module docstring. `bottom` and `top`
+    are the masses at finite losses outside the edges, `infinite` that where the other one is 0.
     """
+
+    mass: Array  # (rows, cells)
+    excess: Array
+    mass_error: Array
+    excess_error: Array
+    bottom: Array  # (rows,)
+    top: Array
+    infinite: Array
+
+    def reversed(self) -> Side:
+        """Return the same masses, the loss negated."""
+        return Side(
+            self.mass[:, ::-1],
+            self.excess[:, ::-1],
+            self.mass_error[:, ::-1],
+            self.excess_error[:, ::-1],
+            self.top,
+            self.bottom,
+            self.infinite,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Cells:
+    """Mass tables of P and Q; `slack` (rows,) bounds |loss - edge| at the edges."""
 
     index: Index  # (edges,) multiples of the spacing
     spacing: float
-    p: Array  # (rows, cells)
-    q: Array
-    surplus: Array
-    deficit: Array
-    p_error: Array
-    q_error: Array
-    surplus_error: Array
-    deficit_error: Array
-    p_bottom: Array  # (rows,)
-    q_bottom: Array
-    p_top: Array
-    q_top: Array
-    never: Array
-    always: Array
+    p: Side
+    q: Side
     slack: Array
 
 
 def flip(cells: Cells) -> Cells:
     """Return the table of the other direction: P and Q swapped, the loss negated."""
-    return Cells(
-        index=-cells.index[::-1],
-        spacing=cells.spacing,
-        p=cells.q[:, ::-1],
-        q=cells.p[:, ::-1],
-        surplus=cells.deficit[:, ::-1],
-        deficit=cells.surplus[:, ::-1],
-        p_error=cells.q_error[:, ::-1],
-        q_error=cells.p_error[:, ::-1],
-        surplus_error=cells.deficit_error[:, ::-1],
-        deficit_error=cells.surplus_error[:, ::-1],
-        p_bottom=cells.q_top,
-        q_bottom=cells.p_top,
-        p_top=cells.q_bottom,
-        q_top=cells.p_bottom,
-        never=cells.always,
-        always=cells.never,
-        slack=cells.slack,
-    )
+    p, q = cells.q.reversed(), cells.p.reversed()
+    return Cells(-cells.index[::-1], cells.spacing, p, q, cells.slack)
 
 
 class PairFamily(Protocol):
@@ -161,20 +156,20 @@ def upper_pmf(cells: Cells) -> Pmf:
     piecewise linear (in e^epsilon) interpolation of the true delta at the edges, which is convex:
     no smaller pair on these edges dominates.
 
-    Rounding: masses are taken p_error too large, and surplus_error is added to the share that goes
-    up. Both move mass to larger losses, and delta grows with every loss.
+    Rounding: masses are taken too large by their error, and so is the surplus, hence the share that
+    goes up. Both move mass to larger losses, and delta grows with every loss.
 
     Source: Doroshenko et al. 2022 (arXiv 2207.04380), section 4 (connect the dots).
     """
     g = cells.index * cells.spacing
-    p = cells.p + cells.p_error
-    share = (cells.surplus + cells.surplus_error) / -np.expm1(g[:-1] - g[1:])
+    p = cells.p.mass + cells.p.mass_error
+    share = (cells.p.excess + cells.p.excess_error) / -np.expm1(g[:-1] - g[1:])
     up = np.minimum(share, p)
     mass = np.zeros((p.shape[0], g.size))
     mass[:, 1:] = up
     mass[:, :-1] += p - up
-    mass[:, 0] += cells.p_bottom * (1 + 1e-12)
-    infinite = (cells.always + cells.p_top) * (1 + 1e-12)
+    mass[:, 0] += cells.p.bottom * (1 + 1e-12)
+    infinite = (cells.p.infinite + cells.p.top) * (1 + 1e-12)
     return Pmf(mass, cells.index, infinite, cells.slack, np.ones(p.shape[0]))
 
 
@@ -192,9 +187,9 @@ def lower_pmf(cells: Cells) -> Pmf:
     to smaller losses.
     """
     g = cells.index * cells.spacing
-    p = np.maximum(cells.p - cells.p_error, 0.0)
-    deficit = (cells.deficit + cells.deficit_error) * np.exp(g[1:])
-    surplus = np.maximum(cells.surplus - cells.surplus_error, 0.0)
+    p = np.maximum(cells.p.mass - cells.p.mass_error, 0.0)
+    deficit = (cells.q.excess + cells.q.excess_error) * np.exp(g[1:])
+    surplus = np.maximum(cells.p.excess - cells.p.excess_error, 0.0)
     alpha, beta = _flux(deficit, surplus)
     used = np.zeros_like(p)
     used[:, :-1] += alpha
@@ -203,7 +198,7 @@ def lower_pmf(cells: Cells) -> Pmf:
     mass[:, 1:-1] = alpha * p[:, :-1] + beta * p[:, 1:]
     mass[:, :-1] += np.maximum(1 - used, 0.0) * p
     mass *= 1 - 1e-14
-    return Pmf(mass, cells.index, cells.always * (1 - 1e-12), cells.slack, np.ones(p.shape[0]))
+    return Pmf(mass, cells.index, cells.p.infinite * (1 - 1e-12), cells.slack, np.ones(p.shape[0]))
 
 
 def _flux(deficit: Array, surplus: Array, sweeps: int = 3) -> tuple[Array, Array]:

@@ -25,7 +25,7 @@ import numpy.typing as npt
 from scipy.special import ndtr
 
 from dualdp.accountants.closed_forms import log_mixture
-from dualdp.accountants.pld_engine.discretize import Cells, Index, U, flip
+from dualdp.accountants.pld_engine.discretize import Cells, Index, Side, U, flip
 from dualdp.accountants.search import bisect_arrays
 
 Array = npt.NDArray[Any]
@@ -94,29 +94,31 @@ class Subsampled:
         lower, upper = ratio[:, :-1], np.maximum(ratio[:, 1:], 0.0)
         shrunk = q * np.exp(-g[1:])
         p = (1 - q) * m0 + q * m1
-        p_error = (1 - q) * e0 + q * e1
         slack = 16 * U * (2 + self.sigma[rows] ** -2.0 + max(abs(g[0]), abs(g[-1])))
-        rounding = slack[:, None] * p
         zero = np.zeros(rows.size)
         rates = self.rate[rows]
         return Cells(
-            index=index,
-            spacing=spacing,
-            p=p,
-            q=m0,
-            surplus=np.maximum(q * (m1 - lower * m0), 0.0),
-            deficit=np.maximum(shrunk * (upper * m0 - m1), 0.0),
-            p_error=p_error,
-            q_error=e0,
-            surplus_error=q * (e1 + np.abs(lower) * e0) + rounding,
-            deficit_error=shrunk * (upper * e0 + e1) + slack[:, None] * m0,
-            p_bottom=(1 - rates) * below0 + rates * below1,
-            q_bottom=below0,
-            p_top=(1 - rates) * above0 + rates * above1,
-            q_top=above0,
-            never=zero,
-            always=zero,
-            slack=slack,
+            index,
+            spacing,
+            Side(
+                p,
+                excess=np.maximum(q * (m1 - lower * m0), 0.0),
+                mass_error=(1 - q) * e0 + q * e1,
+                excess_error=q * (e1 + np.abs(lower) * e0) + slack[:, None] * p,
+                bottom=(1 - rates) * below0 + rates * below1,
+                top=(1 - rates) * above0 + rates * above1,
+                infinite=zero,
+            ),
+            Side(
+                m0,
+                excess=np.maximum(shrunk * (upper * m0 - m1), 0.0),
+                mass_error=e0,
+                excess_error=shrunk * (upper * e0 + e1) + slack[:, None] * m0,
+                bottom=below0,
+                top=above0,
+                infinite=zero,
+            ),
+            slack,
         )
 
 
@@ -153,17 +155,12 @@ class Monotone:
         """Return the mass table."""
         g = index * spacing
         x = self.cut(g)
-        return _from_masses(
-            index,
-            spacing,
-            _between_cuts(*self.p_tails(x)),
-            _between_cuts(*self.q_tails(x)),
-            never=np.zeros(1),
-            always=np.zeros(1),
-            slack=np.array([self.slack * (2 + max(abs(g[0]), abs(g[-1])))]),
-        )
+        p, q = _between_cuts(*self.p_tails(x)), _between_cuts(*self.q_tails(x))
+        slack = self.slack * (2 + max(abs(g[0]), abs(g[-1])))
+        return _from_masses(index, spacing, p, q, infinite=(0.0, 0.0), slack=slack)
 
 
+#: (1, cells) masses and their errors, (1,) masses below and above the edges.
 Masses = tuple[Array, Array, Array, Array]
 
 
@@ -179,40 +176,25 @@ def _between_cuts(below: Array, above: Array) -> Masses:
 
 
 def _from_masses(
-    index: Index,
-    spacing: float,
-    p: Masses,
-    q: Masses,
-    *,
-    never: Array,
-    always: Array,
-    slack: Array,
+    index: Index, spacing: float, p: Masses, q: Masses, infinite: tuple[float, float], slack: float
 ) -> Cells:
     """Table whose surplus and deficit are computed by subtraction, with the error of doing so."""
     g = index * spacing
-    a, b = np.exp(g[:-1]), np.exp(-g[1:])
-    p_mass, p_error, p_bottom, p_top = p
-    q_mass, q_error, q_bottom, q_top = q
-    ulps = 8 * U + slack[:, None]
-    return Cells(
-        index=index,
-        spacing=spacing,
-        p=p_mass,
-        q=q_mass,
-        surplus=np.maximum(p_mass - a * q_mass, 0.0),
-        deficit=np.maximum(q_mass - b * p_mass, 0.0),
-        p_error=p_error,
-        q_error=q_error,
-        surplus_error=p_error + a * q_error + ulps * (p_mass + a * q_mass),
-        deficit_error=q_error + b * p_error + ulps * (q_mass + b * p_mass),
-        p_bottom=p_bottom,
-        q_bottom=q_bottom,
-        p_top=p_top,
-        q_top=q_top,
-        never=never,
-        always=always,
-        slack=slack,
-    )
+
+    def side(own: Masses, other: Masses, ratio: Array, beyond: float) -> Side:
+        (mass, error, bottom, top), (theirs, their_error, *_) = own, other
+        return Side(
+            mass,
+            excess=np.maximum(mass - ratio * theirs, 0.0),
+            mass_error=error,
+            excess_error=error + ratio * their_error + (8 * U + slack) * (mass + ratio * theirs),
+            bottom=bottom,
+            top=top,
+            infinite=np.array([beyond]),
+        )
+
+    sides = side(p, q, np.exp(g[:-1]), infinite[0]), side(q, p, np.exp(-g[1:]), infinite[1])
+    return Cells(index, spacing, *sides, np.array([slack]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -278,15 +260,11 @@ class Atoms:
             outside = total + error
             return total[None, 1:-1], error[None, 1:-1], outside[:1], outside[-1:]
 
-        return _from_masses(
-            index,
-            spacing,
-            summed(self.p, self.p_error),
-            summed(self.q, self.q_error),
-            never=np.array([self.q[loss == -np.inf].sum() + self.left_q]),
-            always=np.array([self.p[loss == np.inf].sum() + self.left_p]),
-            slack=np.array([self.error + 8 * U * (2 + max(abs(g[0]), abs(g[-1])))]),
-        )
+        always = self.p[loss == np.inf].sum() + self.left_p
+        never = self.q[loss == -np.inf].sum() + self.left_q
+        slack = self.error + 8 * U * (2 + max(abs(g[0]), abs(g[-1])))
+        p, q = summed(self.p, self.p_error), summed(self.q, self.q_error)
+        return _from_masses(index, spacing, p, q, infinite=(always, never), slack=slack)
 
 
 def laplace(scale: float) -> Atoms | Monotone:
@@ -440,34 +418,28 @@ class FixedSize:
         below = flip(one.cells(rows, -index[index <= 0][::-1], spacing))
         s, q = self.sigma[rows], self.rate[rows]
         atom = ((1 - q) * (ndtr(0.5 / s) - ndtr(-0.5 / s)))[:, None]
-        first = np.zeros(above.p.shape[1])
+        first = np.zeros(above.p.mass.shape[1])
         first[0] = 1.0
         width = -math.expm1(-float(above.index[1] * spacing))
 
-        def join(left: Array, right: Array, added: Array | float = 0.0) -> Array:
-            return np.concatenate([left, right + added * first], axis=1)
-
         error = atom * 4 * NDTR_ERROR
-        zero = np.zeros(rows.size)
-        return Cells(
-            index=index,
-            spacing=spacing,
-            p=join(below.p, above.p, atom),
-            q=join(below.q, above.q, atom),
-            surplus=join(below.surplus, above.surplus),
-            deficit=join(below.deficit, above.deficit, atom * width),
-            p_error=join(below.p_error, above.p_error, error),
-            q_error=join(below.q_error, above.q_error, error),
-            surplus_error=join(below.surplus_error, above.surplus_error, error),
-            deficit_error=join(below.deficit_error, above.deficit_error, error),
-            p_bottom=below.p_bottom,
-            q_bottom=below.q_bottom,
-            p_top=above.p_top,
-            q_top=above.q_top,
-            never=zero,
-            always=zero,
-            slack=np.maximum(below.slack, above.slack),
-        )
+
+        def join(low: Side, high: Side, excess: Array | float) -> Side:
+            def joined(left: Array, right: Array, added: Array | float) -> Array:
+                return np.concatenate([left, right + added * first], axis=1)
+
+            return Side(
+                joined(low.mass, high.mass, atom),
+                excess=joined(low.excess, high.excess, excess),
+                mass_error=joined(low.mass_error, high.mass_error, error),
+                excess_error=joined(low.excess_error, high.excess_error, error),
+                bottom=low.bottom,
+                top=high.top,
+                infinite=low.infinite,
+            )
+
+        sides = join(below.p, above.p, 0.0), join(below.q, above.q, atom * width)
+        return Cells(index, spacing, *sides, np.maximum(below.slack, above.slack))
 
 
 def discrete_gaussian(sigma: float, shift: int) -> Atoms:
