@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, cast
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +26,7 @@ from dualdp.accountants.pld_engine.bounds import Extra
 from dualdp.accountants.pld_engine.discretize import MAX_LOSS, Grid, Pmf, Term, discretize
 from dualdp.accountants.pld_engine.dominating_pairs import Subsampled, quantile
 from dualdp.accountants.pld_engine.fft import Composed, Sum, TiltError, Window
-from dualdp.accountants.pld_engine.prefix_cache import MOST_SUMS, PrefixCache, S
+from dualdp.accountants.pld_engine.prefix_cache import PrefixCache
 
 Array = npt.NDArray[Any]
 
@@ -131,7 +131,7 @@ class Direction:
         self.terms, self.extra = terms, extra or Extra()
         self.steps = max(1.0, float(sum(term.counts.sum() for term in terms)))
         self.work = 0  # points of all windows so far
-        self._cache, self._sums = cache, dict[Any, Any]()
+        self._cache = cache or PrefixCache()
         variance = sum(float(term.counts @ term.pairs.variance()) for term in terms)
         self._variance = max(variance, 1e-20)
         self._rows = sum(term.counts.size for term in terms)
@@ -189,27 +189,14 @@ class Direction:
         reach = self.reach(tail) + 2 * spacing
         most = max(2 * least, min(most, _EXPONENT / max(reach, 1e-300)))
         theta = 2.0 ** (np.arange(math.floor(8 * math.log2(least)), 8 * math.log2(most)) / 8)
-        return self._sum(
+        return self._cache.total(
             ("guide", tail, spacing, theta.size, float(theta[0])),
+            self.terms,
             lambda: LogMoments(theta, spacing),
             lambda terms: discretize(
                 [_thinned(term) for term in terms], Grid(spacing, octave=16), tail
             ),
         )
-
-    def _sum(
-        self, key: Any, empty: Callable[[], S], pmfs: Callable[[Sequence[Term]], Iterable[Pmf]]
-    ) -> S:
-        """Sum of all terms, computed once for each key."""
-        if self._cache is not None:
-            return self._cache.total(key, self.terms, empty, pmfs)
-        if key not in self._sums:
-            total = empty()
-            total.add(pmfs(self.terms))
-            if len(self._sums) >= MOST_SUMS:
-                self._sums.pop(next(iter(self._sums)))
-            self._sums[key] = total
-        return cast(S, self._sums[key])
 
     def upper_spacing(self, tail: float, length: float) -> float:
         """Return the spacing for upper bounds: a power of 2, never finer for a worse setting.
@@ -274,8 +261,9 @@ class Direction:
         window = Window(tilt, math.floor(start / spacing), size, chernoff)
         grid = Grid(spacing, accuracy.octave if self._rows <= 64 else accuracy.octave // 2)
         self.work += size
-        total = self._sum(
+        total = self._cache.total(
             (below, tilt, chernoff, size, grid, tail),
+            self.terms,
             lambda: Sum(window, spacing),
             lambda terms: discretize(terms, grid, tail, below=below),
         )
