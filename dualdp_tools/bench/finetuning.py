@@ -107,8 +107,9 @@ def _losses(session: Session, rows: list[Row], workload: Workload, n: int, steps
     n = session.batch or n
     found = []
     for row in rows:
-        base = replace(empty_row(session.stack, "finetuning", workload, n), system=row.system)
-        base = replace(base, quantity="loss", note=f"{SEEDS} seeds, {steps} steps")
+        fields = {"system": row.system, "quantity": "loss"}
+        fields["note"] = f"{SEEDS} seeds, {steps} steps"
+        base = empty_row(session.stack, "finetuning", workload, n, **fields)
         if row.error:
             found.append(replace(base, error=row.error))
             continue

@@ -106,17 +106,22 @@ def _seconds(step: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def empty_row(stack: Stack, suite: str, workload: Workload, batch: int | None) -> Row:
-    """Return a row without system, quantity and numbers."""
-    return Row(
-        suite=suite,
-        stack=stack.name,
-        workload=workload.name,
-        options=workload.options,
-        batch=batch,
-        system="",
-        quantity="",
-    )
+def empty_row(
+    stack: Stack, suite: str, workload: Workload, batch: int | None, **fields: Any
+) -> Row:
+    """Return a row without numbers, and without system and quantity unless they are given."""
+    point = {"suite": suite, "stack": stack.name, "workload": workload.name, "batch": batch}
+    point |= {"options": workload.options, "system": "", "quantity": ""}
+    return Row(**{**point, **fields})
+
+
+def ratio_rows(base: Row, timings: Mapping[str, Timing], steps: int = 1) -> list[Row]:
+    """Return the row of each timing of `steps` steps, with its ratio to the non-private one."""
+    plain = timings[NON_PRIVATE].median
+    return [
+        timing.fill(replace(base, system=name), steps, ratio=timing.median / plain)
+        for name, timing in timings.items()
+    ]
 
 
 def point(

@@ -6,8 +6,9 @@ Every suite is a generator of lists of rows, so a run shows its numbers as they 
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,14 +20,15 @@ from dualdp.plan.correlated.strategies import Strategy
 from dualdp_tools.bench import gate, noise, workloads
 from dualdp_tools.bench import layers as single
 from dualdp_tools.bench.finetuning import finetuning
-from dualdp_tools.bench.measure import Protocol, empty_row, interleave
+from dualdp_tools.bench.measure import Protocol, empty_row, interleave, ratio_rows
 from dualdp_tools.bench.results import Row
 from dualdp_tools.bench.session import QUICK, SHORT, Session
 from dualdp_tools.bench.systems import AUTO, LOOP, MULTI, NON_PRIVATE, Setting, error_text
 from dualdp_tools.bench.tensor_parallel import tensor_parallel
 
 Rows = Iterator[list[Row]]
-
+Suite = Callable[[Session], Rows]
+Measure = Callable[[Session, Setting], list[Row]]
 
 # (workload, options, batch size) of the speed tables.
 Point = tuple[str, dict[str, Any], int]
@@ -145,33 +147,56 @@ def layers(session: Session) -> Rows:
             yield point(single.network(name, options), n, axis=axis, systems=(*SWEPT, *forced))
 
 
-def checks(session: Session) -> Rows:
+def per_point(points: Callable[[Session], Iterable[Point]]) -> Callable[[Measure], Suite]:
+    """Make a suite, of the function's name, of a function that measures one of these points.
+
+    A point of the resumed run is not measured again.
+    """
+
+    def decorated(measure: Measure) -> Suite:
+        @functools.wraps(measure)
+        def suite(session: Session) -> Rows:
+            for name, options, n in points(session):
+                workload = workloads.create(name, **options)
+                earlier = session.earlier_rows(measure.__name__, workload)
+                yield earlier or measure(session, Setting(workload, n, device=session.device))
+
+        return suite
+
+    return decorated
+
+
+def _checked(session: Session) -> list[Point]:
+    names = session.workloads or CHECKED
+    return [point for point in speed_points(session) if point[0] in names]
+
+
+@per_point(_checked)
+def checks(session: Session, setting: Setting) -> list[Row]:
     """Measure engine steps without spot checks, between two of them, and with them."""
-    for name, options, n in speed_points(session):
-        if name not in (session.workloads or CHECKED):
-            continue
-        workload = workloads.create(name, **options)
-        earlier = session.earlier_rows("checks", workload)
-        yield earlier or _cost_of_checks(session, Setting(workload, n, device=session.device))
-
-
-def _cost_of_checks(session: Session, setting: Setting) -> list[Row]:
-    """Seconds of an engine's step by rate of its checks, and their average share of a step."""
     engines = {name: session.stack.engine(setting, rate) for name, rate in RATES.items()}
     steps = _engine_steps(session, setting, "checks", engines)
     seconds = {row.system: row.seconds or 0.0 for row in steps}
     without, between, checked = (seconds[name] for name in RATES)
     share = 100 * (between - without + RATE * (checked - between)) / without
-    last = replace(empty_row(session.stack, "checks", setting.workload, setting.n), system=AUTO)
+    last = empty_row(session.stack, "checks", setting.workload, setting.n, system=AUTO)
     return [*steps, replace(last, quantity="share of checks", value=share)]
+
+
+@per_point(speed_points)
+def correlated(session: Session, setting: Setting) -> list[Row]:
+    """Measure engine steps with independent noise, with a window, a band and buffers."""
+    engine = partial(session.stack.engine, setting, 0.0)
+    engines = {kind: engine(correlation=strategy) for kind, strategy in CORRELATED.items()}
+    return _engine_steps(session, setting, "correlated", engines)
 
 
 def _engine_steps(
     session: Session, setting: Setting, suite: str, engines: dict[str, Callable[[], Any]]
 ) -> list[Row]:
-    """Seconds of a step of each engine and of the non-private step, interleaved."""
-    stack, workload = session.stack, setting.workload
-    batch = stack.load(setting, *workload.batch(setting.n))
+    """Seconds of a step of each engine and of the non-private step."""
+    stack = session.stack
+    batch = stack.load(setting, *setting.workload.batch(setting.n))
     plain = stack.systems[NON_PRIVATE](setting).update
     assert plain is not None
 
@@ -181,74 +206,58 @@ def _engine_steps(
 
     calls = {name: partial(several, step) for name, step in engines.items()}
     calls[NON_PRIVATE] = partial(several, lambda: plain(batch))
-    usual = QUICK if session.quick else Protocol(rounds=15, patience=20.0)
-    timings = interleave(calls, replace(session.protocol or usual, far=math.inf))
-    base = empty_row(stack, suite, workload, setting.n)
-    return [
-        timing.fill(
-            replace(base, system=name, quantity="step"),
-            WHOLE,
-            ratio=timing.median / timings[NON_PRIVATE].median,
-        )
-        for name, timing in timings.items()
-    ]
+    usual = Protocol(rounds=15, patience=20.0)
+    return _interleaved(session, setting, suite, "step", calls, usual, WHOLE)
 
 
-def correlated(session: Session) -> Rows:
-    """Measure engine steps with independent noise, with a window, a band and buffers."""
-    for name, options, n in speed_points(session):
-        workload = workloads.create(name, **options)
-        if earlier := session.earlier_rows("correlated", workload):
-            yield earlier
-            continue
-        setting = Setting(workload, n, device=session.device)
-        engines = {
-            kind: session.stack.engine(setting, 0.0, correlation=strategy)
-            for kind, strategy in CORRELATED.items()
-        }
-        yield _engine_steps(session, setting, "correlated", engines)
+def _interleaved(
+    session: Session,
+    setting: Setting,
+    suite: str,
+    quantity: str,
+    calls: dict[str, Callable[[], Any]],
+    usual: Protocol,
+    steps: int = 1,
+) -> list[Row]:
+    """Rows of calls of `steps` steps each, the non-private one among them; none is too far."""
+    protocol = session.protocol or (QUICK if session.quick else usual)
+    row = empty_row(session.stack, suite, setting.workload, setting.n, quantity=quantity)
+    return ratio_rows(row, interleave(calls, replace(protocol, far=math.inf)), steps)
 
 
-def checkpoints(session: Session) -> Rows:
+def _gpt(session: Session) -> list[Point]:
+    """The one point of the suites of a large model in PyTorch."""
+    options, n = CHECKPOINTED[session.size_key]
+    measured = session.stack.name == "torch" and session.wanted("gpt")
+    return [("gpt", options, n)] if measured else []
+
+
+@per_point(_gpt)
+def checkpoints(session: Session, setting: Setting) -> list[Row]:
     """Measure time and peak memory of a step with and without activation checkpoints (PyTorch)."""
-    if session.stack.name != "torch" or not session.wanted("gpt"):
-        return
     from dualdp_tools.bench import workloads_torch
 
-    options, n = CHECKPOINTED[session.size_key]
-    workload = workloads.create("gpt", **options)
-    setting = Setting(workload, n, device=session.device)
-    if earlier := session.earlier_rows("checkpoints", workload):
-        yield earlier
-        return
     changes = {"": None, ", checkpointed": workloads_torch.checkpoint_blocks}
-    yield _steps_and_peaks(session, setting, "checkpoints", changes)
+    return _steps_and_peaks(session, setting, "checkpoints", changes)
 
 
-def frozen(session: Session) -> Rows:
+@per_point(_gpt)
+def frozen(session: Session, setting: Setting) -> list[Row]:
     """Measure a step of adapters (LoRA) over a frozen base in float32 and bfloat16 (PyTorch)."""
-    if session.stack.name != "torch" or not session.wanted("gpt"):
-        return
     import torch
 
     from dualdp_tools.bench import systems_torch, workloads_torch
 
-    options, n = CHECKPOINTED[session.size_key]
-    workload = workloads.create("gpt", **options)
-    setting = Setting(workload, n, device=session.device)
-    if earlier := session.earlier_rows("frozen", workload):
-        yield earlier
-        return
     changes = {
         "": partial(workloads_torch.adapt, dtype=torch.float32),
         ", base in bfloat16": partial(workloads_torch.adapt, dtype=torch.bfloat16),
     }
     rows = _steps_and_peaks(session, setting, "frozen", changes)
+    base = empty_row(session.stack, "frozen", setting.workload, setting.n, quantity="weights")
     for suffix, change in changes.items():
         size = systems_torch.weights_size(setting, change) / 2**20
-        base = empty_row(session.stack, "frozen", workload, n)
-        rows.append(replace(base, system=NON_PRIVATE + suffix, quantity="weights", value=size))
-    yield rows
+        rows.append(replace(base, system=NON_PRIVATE + suffix, value=size))
+    return rows
 
 
 def _steps_and_peaks(
@@ -267,57 +276,41 @@ def _steps_and_peaks(
         plain = systems_torch.non_private(setting, kind=changed).update
         calls[NON_PRIVATE + suffix] = partial(plain, batch)
         calls[AUTO + suffix] = systems_torch.engine(setting, 0.0, change)
-    usual = QUICK if session.quick else Protocol(rounds=5, warmup=1, patience=60.0)
-    timings = interleave(calls, replace(session.protocol or usual, far=math.inf))
+    usual = Protocol(rounds=5, warmup=1, patience=60.0)
+    rows = _interleaved(session, setting, suite, "step", calls, usual)
     peaks = {
         name: systems_torch.peak_memory(
             lambda batch, call=call: call(), lambda **_: None, session.device, batch
         )
         for name, call in calls.items()
     }
-    base = empty_row(session.stack, suite, setting.workload, setting.n)
-    rows = []
-    for name, timing in timings.items():
-        row = replace(base, system=name, quantity="step")
-        ratio = timing.median / timings[NON_PRIVATE].median
-        row = timing.fill(row, 1, ratio=ratio)
-        share = peaks[name] / peaks[NON_PRIVATE]
-        rows.append(replace(row, memory=peaks[name], memory_ratio=share))
-    return rows
+    least = peaks[NON_PRIVATE]
+    pairs = [(row, peaks[row.system]) for row in rows]
+    return [replace(row, memory=peak, memory_ratio=peak / least) for row, peak in pairs]
 
 
-def compiled(session: Session) -> Rows:
+@per_point(lambda session: speed_points(session) if session.stack.name == "torch" else [])
+def compiled(session: Session, setting: Setting) -> list[Row]:
     """Measure the clipped sum and the non-private step, eager and compiled (PyTorch)."""
-    if session.stack.name != "torch":
-        return
     from dualdp_tools.bench import systems_torch
 
     backend = "aot_eager" if session.quick else "inductor"
-    for name, options, n in speed_points(session):
-        workload = workloads.create(name, **options)
-        if earlier := session.earlier_rows("compiled", workload):
-            yield earlier
-            continue
-        setting = Setting(workload, n, device=session.device)
-        batch = session.stack.load(setting, *workload.batch(n))
-        private = systems_torch.compiled(setting, backend)
-        systems = {
-            NON_PRIVATE: systems_torch.non_private(setting),
-            NON_PRIVATE + COMPILED: systems_torch.non_private(setting, backend=backend),
-            AUTO: systems_torch.dualdp(setting, "auto"),
-            AUTO + COMPILED: private,
-        }
-        calls = {key: partial(system.gradient, batch) for key, system in systems.items()}
-        usual = QUICK if session.quick else Protocol(rounds=15, warmup=2, patience=60.0)
-        timings = interleave(calls, replace(session.protocol or usual, far=math.inf))
-        base = empty_row(session.stack, "compiled", workload, n)
-        rows = []
-        for key, timing in timings.items():
-            row = replace(base, system=key, quantity="gradient")
-            rows.append(timing.fill(row, 1, ratio=timing.median / timings[NON_PRIVATE].median))
-        ratio = timings[AUTO + COMPILED].median / timings[NON_PRIVATE + COMPILED].median
-        last = replace(base, system=AUTO + COMPILED, quantity="over compiled", value=ratio)
-        yield [*rows, replace(last, note=private.chosen(batch))]
+    batch = session.stack.load(setting, *setting.workload.batch(setting.n))
+    private = systems_torch.compiled(setting, backend)
+    systems = {
+        NON_PRIVATE: systems_torch.non_private(setting),
+        NON_PRIVATE + COMPILED: systems_torch.non_private(setting, backend=backend),
+        AUTO: systems_torch.dualdp(setting, "auto"),
+        AUTO + COMPILED: private,
+    }
+    calls = {key: partial(system.gradient, batch) for key, system in systems.items()}
+    usual = Protocol(rounds=15, warmup=2, patience=60.0)
+    rows = _interleaved(session, setting, "compiled", "gradient", calls, usual)
+    seconds = {row.system: row.seconds for row in rows}
+    ratio = seconds[AUTO + COMPILED] / seconds[NON_PRIVATE + COMPILED]
+    fields = {"quantity": "over compiled", "value": ratio, "note": private.chosen(batch)}
+    last = empty_row(session.stack, "compiled", setting.workload, setting.n, **fields)
+    return [*rows, replace(last, system=AUTO + COMPILED)]
 
 
 def views(session: Session) -> Rows:
@@ -334,27 +327,27 @@ def views(session: Session) -> Rows:
             )
 
 
-def memory(session: Session) -> Rows:
-    """Search the largest batch whose step is below a memory limit, for every admitted system."""
-    limit = MEMORY_LIMIT[session.size_key]
+def _searched(session: Session) -> list[Point]:
     points = {point[0]: point for point in speed_points(session)}
     names = list(points)[:1] if session.quick else LARGEST_OF[session.stack.name]
-    for name, options, n in (points[name] for name in session.workloads or names):
-        workload = workloads.create(name, **options)
-        if earlier := session.earlier_rows("memory", workload):
-            yield earlier
-            continue
-        setting = gate.calibrate(session.stack, Setting(workload, n, device=session.device))
-        batch = session.stack.load(setting, *workload.batch(n))
-        names = session.systems or session.without_methods
-        names = [name for name in session.stack.choose(names) if name != LOOP]
-        admitted, refused = gate.admit(session.stack, setting, names, batch)
-        note = f"below {limit:,} bytes beyond parameters and batch, to one part in eight"
-        base = empty_row(session.stack, "memory", workload, None)
-        base = replace(base, quantity="largest batch", note=note)
-        rows = [replace(base, system=name, error=why) for name, why in refused.items()]
-        most = 2 * n if session.quick else LARGEST
-        yield rows + [_largest(session, setting, base, name, limit, most) for name in admitted]
+    return [points[name] for name in session.workloads or names]
+
+
+@per_point(_searched)
+def memory(session: Session, setting: Setting) -> list[Row]:
+    """Search the largest batch whose step is below a memory limit, for every admitted system."""
+    limit, n = MEMORY_LIMIT[session.size_key], setting.n
+    setting = gate.calibrate(session.stack, setting)
+    batch = session.stack.load(setting, *setting.workload.batch(n))
+    names = session.stack.choose(session.systems or session.without_methods)
+    names = [name for name in names if name != LOOP]
+    admitted, refused = gate.admit(session.stack, setting, names, batch)
+    note = f"below {limit:,} bytes beyond parameters and batch, to one part in eight"
+    fields = {"quantity": "largest batch", "note": note}
+    base = empty_row(session.stack, "memory", setting.workload, None, **fields)
+    rows = [replace(base, system=name, error=why) for name, why in refused.items()]
+    most = 2 * n if session.quick else LARGEST
+    return rows + [_largest(session, setting, base, name, limit, most) for name in admitted]
 
 
 def _largest(session: Session, setting: Setting, row: Row, name: str, limit: int, most: int) -> Row:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from dualdp_tools.bench import gate, systems, workloads
-from dualdp_tools.bench.measure import Timing, empty_row
+from dualdp_tools.bench.measure import Timing, empty_row, ratio_rows
 from dualdp_tools.bench.results import Row
 from dualdp_tools.bench.session import Session
 from dualdp_tools.bench.systems import AUTO, LOOP, NON_PRIVATE, Setting
@@ -44,13 +44,8 @@ def tensor_parallel(session: Session) -> Iterator[list[Row]]:
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(_measure, (options, n, rounds, folder), nprocs=PROCESSES)
         seconds = json.loads(Path(folder, "seconds.json").read_text())
-    base = replace(empty_row(session.stack, "tensor-parallel", workload, n), quantity="gradient")
-    timings = {name: Timing(tuple(each)) for name, each in seconds.items()}
-    usual = timings[NON_PRIVATE].median
-    yield [
-        timing.fill(replace(base, system=name), ratio=timing.median / usual)
-        for name, timing in timings.items()
-    ]
+    base = empty_row(session.stack, "tensor-parallel", workload, n, quantity="gradient")
+    yield ratio_rows(base, {name: Timing(tuple(each)) for name, each in seconds.items()})
 
 
 def _measure(rank: int, options: dict[str, int], n: int, rounds: int, folder: str) -> None:
