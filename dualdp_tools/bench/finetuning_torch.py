@@ -16,33 +16,30 @@ from dualdp_tools.bench import finetuning, peers_torch, systems, systems_torch
 from dualdp_tools.bench.systems import LOOP, MULTI, NON_PRIVATE, Prepared, Setting
 from dualdp_tools.bench.systems_torch import Problem
 
-
-class WithAdamW(Problem):
-    """Problem that is trained by AdamW."""
-
-    def make_optimizer(self, parameters: Iterable[nn.Parameter]) -> Any:
-        """Return AdamW."""
-        return torch.optim.AdamW(parameters, systems.LEARNING_RATE)
+AdamW = partial(torch.optim.AdamW, lr=systems.LEARNING_RATE)
 
 
-class WithAdamBC(Problem):
-    """Problem that is trained by AdamBC."""
+def adam_bc(setting: Setting) -> Prepared:
+    """Return `clipped_grad_sum`, `noisy_mean` and `AdamBC`, which is told the noise."""
+    import dualdp.torch as dpt
 
-    def make_optimizer(self, parameters: Iterable[nn.Parameter]) -> Any:
-        """Return AdamBC."""
-        import dualdp.torch as dpt
+    stddev = systems.NOISE_MULTIPLIER * setting.max_grad_norm / setting.n
 
-        return dpt.AdamBC(parameters, systems.LEARNING_RATE)
+    def make_optimizer(parameters: Iterable[nn.Parameter]) -> Any:
+        made = dpt.AdamBC(parameters, systems.LEARNING_RATE)
+        made.step = partial(made.step, noise_stddev=stddev)
+        return made
 
-    def step(self) -> None:
-        """Take a step with the noise of the plan."""
-        self.optimizer.step(
-            noise_stddev=systems.NOISE_MULTIPLIER * self.setting.max_grad_norm / self.setting.n
-        )
+    return systems_torch.dualdp(
+        setting, "auto", kind=partial(Problem, make_optimizer=make_optimizer)
+    )
 
 
 class Llama(Problem):
     """Small random Llama of `transformers` with adapters of `peft`, trained by AdamW."""
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting, make_optimizer=partial(AdamW, lr=finetuning.ADAM_RATE))
 
     def make_model(self) -> nn.Module:
         """Return the model; all but its adapters is frozen."""
@@ -69,10 +66,6 @@ class Llama(Problem):
                     nn.init.normal_(parameter, std=0.02)
         return model
 
-    def make_optimizer(self, parameters: Iterable[nn.Parameter]) -> Any:
-        """Return AdamW."""
-        return torch.optim.AdamW(parameters, finetuning.ADAM_RATE)
-
     def losses(self, model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """Return the mean over the tokens of each example, (n,)."""
         logits = model(x).logits
@@ -84,14 +77,8 @@ def adafest(setting: Setting) -> Prepared:
     """Return `sparse_noisy_mean` in the place of `noisy_mean`."""
     import dualdp.torch as dpt
 
-    made: list[Problem] = []
-
-    def noted(setting: Setting) -> Problem:
-        made.append(Problem(setting))
-        return made[0]
-
-    prepared = systems_torch.dualdp(setting, "auto", kind=noted)
-    (problem,), plan, steps = made, setting.plan(), itertools.count()
+    prepared = systems_torch.dualdp(setting, "auto")
+    problem, plan, steps = prepared.problem, setting.plan(), itertools.count()
     sizes = {name: len(p) for name, p in problem.trained().items()}
     table = max(sizes, key=lambda name: sizes[name])
 
@@ -106,42 +93,31 @@ def adafest(setting: Setting) -> Prepared:
             threshold=finetuning.THRESHOLD,
             map_share=finetuning.MAP_SHARE,
         )
-        for name, parameter in problem.trained().items():
-            parameter.grad = found.grads[name]
-        problem.step()
+        problem.step(found.grads)
 
     return replace(prepared, update=update)
 
 
 def loss_after(system: str, setting: Setting, steps: int) -> float:
     """Return the mean loss on new rows after some updates of a system of the Llama."""
-    made: list[Problem] = []
-
-    def noted(setting: Setting) -> Problem:
-        made.append(Llama(setting))
-        return made[0]
-
-    prepared = SYSTEMS["llama"][system](setting, kind=noted)
+    prepared = SYSTEMS["llama"][system](setting)
     assert prepared.update is not None
     torch.manual_seed(1 + setting.seed)  # of the noise of those that use torch's
     for seed in range(steps):
         prepared.update(systems_torch.load(setting, *setting.workload.batch(setting.n, 100 + seed)))
     x, y = systems_torch.load(setting, *setting.workload.batch(64, 99))
     with torch.no_grad():
-        return float(made[0].losses(made[0].model, x, y).mean())
-
-
-def _llama(system: Callable[..., Prepared], **options: Any) -> Callable[..., Prepared]:
-    return partial(system, **{"kind": Llama, **options})
+        return float(prepared.problem.losses(prepared.problem.model, x, y).mean())
 
 
 _dualdp = partial(systems_torch.dualdp, method="auto")
+_with_adamw = partial(Problem, make_optimizer=AdamW)
 #: Kind -> name -> system.
 SYSTEMS: dict[str, dict[str, Callable[..., Prepared]]] = {
     "optimizers": {
-        NON_PRIVATE: partial(systems_torch.non_private, kind=WithAdamW),
-        systems.AUTO: partial(_dualdp, kind=WithAdamW),
-        finetuning.ADAM_BC: partial(_dualdp, kind=WithAdamBC),
+        NON_PRIVATE: partial(systems_torch.non_private, kind=_with_adamw),
+        systems.AUTO: partial(_dualdp, kind=_with_adamw),
+        finetuning.ADAM_BC: adam_bc,
         LOOP: systems_torch.loop,
     },
     "sparse": {
@@ -151,12 +127,12 @@ SYSTEMS: dict[str, dict[str, Callable[..., Prepared]]] = {
         LOOP: systems_torch.loop,
     },
     "llama": {
-        NON_PRIVATE: _llama(systems_torch.non_private),
-        systems.AUTO: _llama(systems_torch.dualdp, method="auto"),
-        MULTI: _llama(systems_torch.vmap_grad),
-        "opacus:hooks": _llama(peers_torch.opacus, mode="hooks"),
-        "opacus:ghost": _llama(peers_torch.opacus, mode="ghost"),
-        "opake": _llama(peers_torch.opake),
-        LOOP: _llama(systems_torch.loop),
+        NON_PRIVATE: partial(systems_torch.non_private, kind=Llama),
+        systems.AUTO: partial(_dualdp, kind=Llama),
+        MULTI: partial(systems_torch.vmap_grad, kind=Llama),
+        "opacus:hooks": partial(peers_torch.opacus, kind=Llama, mode="hooks"),
+        "opacus:ghost": partial(peers_torch.opacus, kind=Llama, mode="ghost"),
+        "opake": partial(peers_torch.opake, kind=Llama),
+        LOOP: partial(systems_torch.loop, kind=Llama),
     },
 }

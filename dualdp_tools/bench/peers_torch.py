@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from dualdp_tools.bench import systems, systems_torch
+from dualdp_tools.bench import systems
 from dualdp_tools.bench.systems import Prepared, Setting
 from dualdp_tools.bench.systems_torch import Kind, Problem
 
@@ -81,9 +81,7 @@ def opacus(setting: Setting, mode: str, kind: Kind = Problem) -> Prepared:
         backward(batch)
         optimizer.step()
 
-    clear = optimizer.zero_grad
-    memory = partial(systems_torch.peak_memory, clip, clear, setting.device)
-    return Prepared(clip, systems_torch.read, update, memory)
+    return problem.prepared(clip, update, clear=optimizer.zero_grad)
 
 
 def backpack(setting: Setting) -> Prepared:
@@ -144,12 +142,9 @@ def opake(setting: Setting, kind: Kind = Problem) -> Prepared:
     def update(batch: Any) -> None:
         nonlocal noise_state
         noisy, noise_state = add_noise(gradient(batch), noise_state)
-        for name, parameter in problem.trained().items():
-            parameter.grad = noisy.pytree[name] / setting.n
-        problem.step()
+        problem.step({name: total / setting.n for name, total in noisy.pytree.items()})
 
-    memory = partial(systems_torch.peak_memory, clip, problem.optimizer.zero_grad, setting.device)
-    return Prepared(clip, systems_torch.read, update, memory)
+    return problem.prepared(clip, update)
 
 
 SYSTEMS: dict[str, Callable[[Setting], Prepared]] = {

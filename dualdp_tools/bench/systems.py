@@ -81,6 +81,7 @@ class Prepared:
     update: Callable[[Any], Any] | None = None  # with noise and optimizer step, if supported
     memory: Callable[[Any], int | None] = lambda batch: None  # -> peak bytes of `gradient`
     chosen: Callable[[Any], str] = lambda batch: ""  # -> text about the methods it chose
+    problem: Any = None  # its model, loss and optimizer
 
 
 @dataclass(frozen=True)

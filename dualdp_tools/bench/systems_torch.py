@@ -24,30 +24,33 @@ from dualdp_torch.rules import choices
 Sums = dict[str, torch.Tensor]
 #: What is done to a model before it is trained, such as `workloads_torch.checkpoint_blocks`.
 Change = Callable[[nn.Module], None]
+Optimizer = Callable[[Iterable[nn.Parameter]], Any]
+SGD: Optimizer = partial(torch.optim.SGD, lr=systems.LEARNING_RATE)
+
+
+def read(outcome: tuple[Sums, torch.Tensor | None]) -> Clipped:
+    """Return sums and norms as NumPy arrays."""
+    sums, norms = outcome
+    arrays = {name: value.detach().cpu().numpy() for name, value in sums.items()}
+    return Clipped(arrays, None if norms is None else norms.detach().cpu().numpy())
 
 
 class Problem:
     """Model, loss and optimizer of one system."""
 
-    def __init__(self, setting: Setting, change: Change | None = None) -> None:
-        self.setting = setting
+    def __init__(
+        self, setting: Setting, change: Change | None = None, make_optimizer: Optimizer = SGD
+    ) -> None:
+        self.setting, self.make_optimizer = setting, make_optimizer
         self.model = self.make_model()
         if change is not None:
             change(self.model)
         self.model.to(setting.device)
-        self.optimizer = self.make_optimizer(self.trained().values())
+        self.optimizer = make_optimizer(self.trained().values())
 
     def make_model(self) -> nn.Module:
         """Return the model of the setting's workload."""
         return workloads_torch.model(self.setting.workload, self.setting.seed)
-
-    def make_optimizer(self, parameters: Iterable[nn.Parameter]) -> Any:
-        """Return the optimizer of these parameters."""
-        return torch.optim.SGD(parameters, systems.LEARNING_RATE)
-
-    def step(self) -> None:
-        """Take a step of the optimizer with the gradients that are set."""
-        self.optimizer.step()
 
     def trained(self) -> dict[str, nn.Parameter]:
         """Return the trained parameters by name."""
@@ -85,23 +88,31 @@ class Problem:
 
         def update(batch: Any) -> None:
             means = noise(clip(batch)[0])
-            for name, parameter in self.trained().items():
-                parameter.grad = means[name]
-            self.step()
+            self.step(means)
 
-        memory = partial(peak_memory, clip, self.optimizer.zero_grad, self.setting.device)
-        return Prepared(clip, read, update, memory)
+        return self.prepared(clip, update)
+
+    def step(self, means: Mapping[str, torch.Tensor]) -> None:
+        """Take a step of the optimizer with these gradients."""
+        for name, parameter in self.trained().items():
+            parameter.grad = means[name]
+        self.optimizer.step()
+
+    def prepared(
+        self,
+        gradient: Callable[[Any], Any],
+        update: Callable[[Any], None],
+        read: Callable[[Any], Clipped] | None = read,
+        clear: Callable[..., None] | None = None,
+    ) -> Prepared:
+        """Return a system; `clear` forgets the gradients that its steps leave."""
+        clear = clear or self.optimizer.zero_grad
+        memory = partial(peak_memory, gradient, clear, self.setting.device)
+        return Prepared(gradient, read, update, memory, problem=self)
 
 
 #: Setting -> the problem of a system.
 Kind = Callable[[Setting], Problem]
-
-
-def read(outcome: tuple[Sums, torch.Tensor | None]) -> Clipped:
-    """Return sums and norms as NumPy arrays."""
-    sums, norms = outcome
-    arrays = {name: value.detach().cpu().numpy() for name, value in sums.items()}
-    return Clipped(arrays, None if norms is None else norms.detach().cpu().numpy())
 
 
 def peak_memory(
@@ -143,10 +154,9 @@ def non_private(setting: Setting, backend: str | None = None, kind: Kind = Probl
 
     def update(batch: Any) -> None:
         gradient(batch)
-        problem.step()
+        problem.optimizer.step()
 
-    clear = problem.optimizer.zero_grad
-    return Prepared(gradient, None, update, partial(peak_memory, gradient, clear, setting.device))
+    return problem.prepared(gradient, update, read=None)
 
 
 def loop(setting: Setting, kind: Kind = Problem) -> Prepared:
