@@ -155,7 +155,8 @@ class PLDAccountant(Accountant):
             best = min(best, max(certified.upper_delta(d, target) for d in directions))
             if not any(isinstance(e, mechanisms.BallsInBinsGaussian) for e, _ in events):
                 break
-        return best
+        renyi = self._renyi() if best == 1 else None
+        return best if renyi is None else min(best, renyi.get_delta(epsilon=target))
 
     def _units(self) -> Events:
         """(event, units) of the events that release anything."""
@@ -236,8 +237,8 @@ class PLDAccountant(Accountant):
         Each bound grows with every step and every worse setting, hence so does the smallest.
         """
         best = certified.upper_epsilon(directions, Accuracy(), delta)
-        if best > _LARGE:
-            best = min(best, self._renyi(delta))
+        if best > _LARGE and (renyi := self._renyi()) is not None:
+            best = min(best, renyi.get_epsilon(delta=delta))
         if pure is not None:
             best = min(best, pure)
         if mu is not None and best > 0:
@@ -245,14 +246,14 @@ class PLDAccountant(Accountant):
             best = min(best, plain)
         return best
 
-    def _renyi(self, delta: float) -> float:
-        """Upper bound of the Renyi accountant, or inf; nearly tight for a very large epsilon."""
+    def _renyi(self) -> RDPAccountant | None:
+        """Renyi accountant of the same history, nearly tight for a very large epsilon."""
         other = RDPAccountant(neighboring_relation=self._relation, group_size=self._group_size)
         try:
             other.merge(self)
-        except AccountingError:
-            return math.inf
-        return other.get_epsilon(delta=delta)
+        except AccountingError:  # it has no bound for an event
+            return None
+        return other
 
     def _directions(self, events: Events, delta: float, *, below: bool = False) -> list[Direction]:
         """The composed pairs (P, Q), of which the worst decides.

@@ -18,8 +18,8 @@ from dualdp.accountants.pld_engine import bounds
 from dualdp.accountants.pld_engine.bounds import Extra
 from dualdp.accountants.pld_engine.discretize import Grid, discretize
 from dualdp.accountants.pld_engine.dominating_pairs import Subsampled
-from dualdp.accountants.pld_engine.fft import TiltError, Window, compose
-from dualdp.accountants.pld_engine.window import LEAK, Accuracy, Direction, LogMoments
+from dualdp.accountants.pld_engine.fft import TiltError
+from dualdp.accountants.pld_engine.window import Accuracy, Direction, LogMoments
 
 _BUDGET = 8e6  # points for all refinements of a lower bound: a few seconds
 _ROUNDING = 1e-9  # share of delta
@@ -142,14 +142,10 @@ def two_sided(
     rtol: float,
     upper: float,
 ) -> tuple[float, float]:
-    """Return (lower, upper) within rtol of each other, if a few refinements suffice.
+    """Return (lower, upper), (upper - lower) / upper <= rtol if a few refinements suffice.
 
-    Args:
-        below: list of directions, of which the worst gives the lower bound; empty gives 0.
-        above: list of directions, of which the worst refines the upper bound; empty keeps it.
-        delta: float in (0, 1).
-        rtol: float, wanted (upper - lower) / upper.
-        upper: float, a certified upper bound that is known already.
+    The worst direction `below` gives the lower bound, 0 without one; the worst `above` refines
+    `upper`, a certified upper bound that is known already, unless there is none.
     """
     if not below:
         return 0.0, upper
@@ -180,7 +176,7 @@ def two_sided(
 
 
 def upper_delta(direction: Direction, epsilon: float) -> float:
-    """Return a certified upper bound on delta at epsilon >= 0."""
+    """Return a certified upper bound on delta at epsilon >= 0; 1 if no window resolves it."""
     best = _all_below(direction, epsilon)
     if best < 1:
         return best
@@ -199,23 +195,7 @@ def upper_delta(direction: Direction, epsilon: float) -> float:
         if not 1e-150 < best < 0.1 * guess:
             break
         guess = best
-    return best if best < 1 else _chernoff(direction, guess, epsilon)
-
-
-def _chernoff(direction: Direction, guess: float, epsilon: float) -> float:
-    """Delta by the bound P(S >= epsilon) <= e^{K(c) - c epsilon}, at the best c of the guide."""
-    theta, value, _, _ = direction.guide(guess).resolved()
-    if not theta.size:
-        return 1.0
-    spacing, best = 2.0**-7, float(theta[np.argmin(value - theta * epsilon)])
-    window = Window(best / 2, math.floor(epsilon / spacing) - 65, 64, best)
-    pmfs = discretize(direction.terms, Grid(spacing), direction.tail(LEAK * guess))
-    try:
-        composed = compose(pmfs, window, spacing)
-    except TiltError:
-        return 1.0
-    infinite = -math.expm1(composed.log_finite) * (1 + 1e-12)
-    return min(1.0, bounds.truncated(composed) + infinite + direction.extra.at(epsilon))
+    return best
 
 
 def _all_below(direction: Direction, epsilon: float) -> float:
