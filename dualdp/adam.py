@@ -81,12 +81,7 @@ def adam_bc(
 
 
 def check_settings(*, b1: Any, b2: Any, floor: Any, eps: Any, weight_decay: Any) -> None:
-    """Refuse settings that are out of range.
-
-    Raises:
-        TypeError: one is no number.
-        ValueError: one is out of range, or floor and eps are both 0.
-    """
+    """Refuse settings that are out of range, and floor and eps that are both 0."""
     for name, decay in (("b1", b1), ("b2", b2)):
         if _validate.probability(name, decay) == 1:
             raise ValueError(f"{name}=1 would never change. Expected a number in [0, 1).")
@@ -102,20 +97,13 @@ def check_settings(*, b1: Any, b2: Any, floor: Any, eps: Any, weight_decay: Any)
 def mean_noise_stddev(plan: Any, step: int, max_grad_norm: float) -> float:
     """Return the standard deviation of the noise in each coordinate of a step's noisy mean.
 
-    Args:
-        plan: `PrivacyPlan` with independent noise.
-        step: int, index of the release.
-        max_grad_norm: C of this step, gradient units.
+    The plan has independent noise; `max_grad_norm` is C of the step, gradient units.
     """
     return float(plan.draw_stddev(step, max_grad_norm) / plan.expected_batch_size_at(step))
 
 
 def require_independent(plan: Any) -> None:
-    """Refuse a plan with correlated noise.
-
-    Raises:
-        ValueError: the plan has a correlation.
-    """
+    """Refuse a plan with correlated noise."""
     if plan.is_correlated:
         raise ValueError(
             "AdamBC came with a plan whose noise is correlated over the steps: the parameters then "

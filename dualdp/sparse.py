@@ -24,28 +24,17 @@ class Scales(NamedTuple):
     With a = map_share, an example moves (gradient x sums, map x contributions) by at most
     root((1 - a) C^2 + a C^2) = C, the sensitivity of the plan; its contribution to the map has norm
     at most 1.
-
-    Attributes:
-        gradient: root(1 - a); the gradient alone has the plan's noise multiplier divided by it.
-        map: root(a) C.
     """
 
-    gradient: float
-    map: float
+    gradient: float  # root(1 - a); the gradient alone has the plan's noise multiplier over it
+    map: float  # root(a) C
 
 
 def joint_scales(map_share: Any, max_grad_norm: Any) -> Scales:
     """Return the factors by which gradient and contribution map together cost what the plan costs.
 
     The noise multipliers s2 = s / root(1 - a) of the gradient and s1 = s / root(a) of the map
-    satisfy 1 / s^2 = 1 / s1^2 + 1 / s2^2.
-
-    Args:
-        map_share: a in (0, 1), part of the privacy that the map gets.
-        max_grad_norm: C > 0, bound on an example's gradient; a number or a scalar array.
-
-    Raises:
-        TypeError, ValueError: map_share is no such number.
+    satisfy 1 / s^2 = 1 / s1^2 + 1 / s2^2. `max_grad_norm` is a number or a scalar array.
 
     Source: Ghazi et al. 2023, section 3 (the two Gaussian mechanisms accounted as one).
 
@@ -57,15 +46,10 @@ def joint_scales(map_share: Any, max_grad_norm: Any) -> Scales:
 
 
 def contribution_norms(num_rows: Any, max_rows: int, *, xp: Any) -> Any:
-    """Return the norm of each example's part of the map before it is clipped to 1.
+    """Return (n,) root(max(num_rows, max_rows)): an example adds 1 / this to each of its rows.
 
-    Args:
-        num_rows: (n,) number of rows that each example touches, floating point, >= 0.
-        max_rows: number of rows up to which examples count alike.
-        xp: array namespace, `torch` or `jax.numpy`.
-
-    Returns:
-        (n,) root(max(num_rows, max_rows)): an example adds 1 / this to each of its rows.
+    It is the norm of each example's part of the map, of `num_rows` (n,) rows, before it is clipped
+    to 1; examples of up to `max_rows` rows count alike.
 
     Source: Ghazi et al. 2023, Algorithm 1, its map divided by C1 = root(max_rows).
     """
@@ -73,18 +57,9 @@ def contribution_norms(num_rows: Any, max_rows: int, *, xp: Any) -> Any:
 
 
 def padding_rows(padding_idx: Any, num_rows: int) -> tuple[int, ...]:
-    """Return the rows that do not enter the map.
+    """Return the rows, counted from 0, that do not enter the map; raise on what is no row.
 
-    Args:
-        padding_idx: None, an integer in [-num_rows, num_rows), or a sequence of them.
-        num_rows: number of rows of the map.
-
-    Returns:
-        tuple of rows, counted from 0.
-
-    Raises:
-        TypeError: no integers.
-        ValueError: a row that the table does not have.
+    `padding_idx` is None, an integer in [-num_rows, num_rows), or a sequence of them.
     """
     given = padding_idx if isinstance(padding_idx, Sequence) else (padding_idx,)
     found = [
@@ -99,16 +74,10 @@ def padding_rows(padding_idx: Any, num_rows: int) -> tuple[int, ...]:
 
 
 def units_of(shape: tuple[int, ...], rows_per_unit: int, mask_fits: Any, mask: str) -> int:
-    """Return the number of units of the ids of a map.
+    """Return the number of units of (n, ...) ids of which K consecutive rows are one unit.
 
-    Args:
-        shape: of the ids, (n, ...).
-        rows_per_unit: K, so many consecutive rows are one unit.
-        mask_fits: callable (units) -> bool, True if the mask has one bool for each of them.
-        mask: dtype and shape of the mask, for the message.
-
-    Raises:
-        ValueError: n is no multiple of K, or the mask does not fit.
+    `mask_fits(units)` is True if the mask has one bool for each of them; `mask` describes it in the
+    error.
     """
     units = -1 if not shape or shape[0] % rows_per_unit else shape[0] // rows_per_unit
     if units < 0 or not mask_fits(units):
@@ -128,18 +97,9 @@ def check_range(least: int, most: int, num_rows: int) -> None:
 
 
 def table_rows(table: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, slice]:
-    """Return the rows of the map that each table has, in the order of the tables.
+    """Return table -> its rows of the map, in the order of the tables, one name or several.
 
-    Args:
-        table: name of a table, or a sequence of names.
-        shapes: mapping from name to the shape of every parameter, tables (rows, ...).
-
-    Returns:
-        mapping from the name of a table to its slice of the map.
-
-    Raises:
-        TypeError: no names.
-        ValueError: a name that is not there or comes twice, or what has no rows.
+    Raises on a name that is not in `shapes` or comes twice, and on a parameter without rows.
     """
     names = [table] if isinstance(table, str) else table
     if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):

@@ -17,6 +17,7 @@ _TABLE: dict[str, Any] = {
     "rdp": RDPAccountant,
     "gdp": GDPAccountant,
 }
+_METHODS = "step compose get_epsilon get_delta epsilon_bounds state_dict load_state_dict".split()
 
 
 def create(name: str = "pld", **options: Any) -> Any:
@@ -76,14 +77,3 @@ def register(name: str, cls: Any, *, overwrite: bool = False) -> None:
 def names() -> tuple[str, ...]:
     """Names that `create` accepts, sorted."""
     return tuple(sorted(_TABLE))
-
-
-_METHODS = (
-    "step",
-    "compose",
-    "get_epsilon",
-    "get_delta",
-    "epsilon_bounds",
-    "state_dict",
-    "load_state_dict",
-)

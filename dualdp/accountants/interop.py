@@ -19,14 +19,10 @@ History = Iterable[tuple[Mechanism, int]]
 
 
 def from_opacus(history: Iterable[tuple[float, float, int]]) -> Composition:
-    """Return the composition of Opacus' `[(noise_multiplier, sample_rate, steps)]`.
+    """Return the composition of an Opacus history, `[(noise_multiplier, sample_rate, steps)]`.
 
-    Args:
-        history: list of triples, `accountant.history` of Opacus. Its sampler was Poisson only if
-            the data loader was made with `poisson_sampling=True`, which the history doesn't record.
-
-    Returns:
-        Composition for `Accountant.compose`.
+    Its sampler was Poisson only if the data loader was made with `poisson_sampling=True`, which the
+    history doesn't record.
     """
     events = []
     for item in history:
@@ -64,12 +60,8 @@ def to_opacus(history: History) -> list[tuple[float, float, int]]:
 def from_dp_event(event: Any) -> Composition:
     """Return the composition of a dp-accounting `DpEvent`, read by its class and fields.
 
-    Args:
-        event: `DpEvent`: Gaussian, Laplace, randomised response, composed, self-composed,
-            Poisson-sampled or fixed-size-sampled Gaussian, truncated Poisson, NoOp.
-
-    Returns:
-        Composition for `Accountant.compose`.
+    Known are Gaussian, Laplace, randomised response, composed, self-composed, Poisson-sampled or
+    fixed-size-sampled Gaussian, truncated Poisson and NoOp.
 
     Raises:
         AccountingError: an event that has no counterpart here.

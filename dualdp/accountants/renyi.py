@@ -65,7 +65,7 @@ def randomized_response(noise: float, buckets: int, orders: Array) -> Array:
 def subsampled_gaussian(
     sigma: Array, rate: Array, orders: Array, *, substitute: bool = False
 ) -> Array:
-    """Return the (rows, orders) Renyi curves of Poisson-subsampled Gaussians.
+    """Return (rows, orders) upper bounds on R_a of Poisson-subsampled Gaussians, inf for sigma = 0.
 
     Args:
         sigma: (rows,) noise multipliers, >= 0.
@@ -73,9 +73,6 @@ def subsampled_gaussian(
         orders: (orders,) each > 1.
         substitute: bool, True for the relation `replace`: sensitivity 2, and at least the exact
             pair of one replaced example, (1-q) N(0) + q N(1) against (1-q) N(0) + q N(-1).
-
-    Returns:
-        (rows, orders) upper bounds on R_a, `inf` where sigma = 0 < rate.
 
     Source: Mironov, Talwar & Zhang 2019, section 3.3; the direction "remove" dominates (Theorem 5).
     """

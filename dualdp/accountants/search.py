@@ -74,18 +74,13 @@ def unreachable(epsilon: float, delta: float, what: str) -> str:
 
 
 def smallest_scale(spent: Callable[[float], float], epsilon: float, delta: float) -> float:
-    """Return the smallest noise found whose epsilon is at most `epsilon`.
+    """Return the smallest noise found, >= 0, at which `spent` is at most `epsilon`.
 
-    Args:
-        spent: function from a noise multiplier, or a factor of one, to epsilon.
-        epsilon: float, target epsilon.
-        delta: float, target delta, for the error message.
-
-    Returns:
-        Value >= 0 at which `spent` was evaluated and is within the target.
+    `spent` maps a noise multiplier, or a factor of one, to epsilon, and was evaluated at the value
+    that is returned; `delta` is for the error message.
 
     Raises:
-        AccountingError: no value up to 1e9 is.
+        AccountingError: no value up to 1e9 is within the target.
     """
     if spent(0.0) <= epsilon:  # nothing is released
         return 0.0

@@ -126,20 +126,9 @@ def get_delta(
     neighboring_relation: str = "add_or_remove",
     **options: Any,
 ) -> float:
-    """Return an upper bound on delta of `num_steps` equal steps.
+    """Return an upper bound on delta, in [0, 1], of `num_steps` equal steps at `epsilon` >= 0.
 
-    Args:
-        noise_multiplier: noise standard deviation / max_grad_norm.
-        sample_rate: expected batch size / number of examples.
-        num_steps: number of noise releases.
-        epsilon: float >= 0.
-        sampler: name of the sampler that formed the batches, one of `mechanisms.SAMPLERS`.
-        accountant: one of `accountants.names()`.
-        neighboring_relation: `add_or_remove`, `zero_out` or `replace`.
-        **options: see `get_epsilon`.
-
-    Returns:
-        delta in [0, 1].
+    The other arguments are those of `get_epsilon`.
     """
     query = _query(sampler, accountant, neighboring_relation, options)
     steps = [(noise_multiplier, sample_rate, _validate.integer("num_steps", num_steps))]
@@ -203,19 +192,10 @@ def get_schedule_scale(
     neighboring_relation: str = "add_or_remove",
     **options: Any,
 ) -> float:
-    """Return the smallest factor found for all noise multipliers of a schedule.
+    """Return the smallest factor found, >= 0, for all noise multipliers of a schedule.
 
-    Args:
-        target_epsilon: float > 0.
-        target_delta: float in (0, 1).
-        steps: list of (noise_multiplier, sample_rate, num_steps), one for each constant phase.
-        sampler: name of the sampler that will form the batches, one of `mechanisms.SAMPLERS`.
-        accountant: one of `accountants.names()`.
-        neighboring_relation: `add_or_remove`, `zero_out` or `replace`.
-        **options: see `get_epsilon`.
-
-    Returns:
-        Factor >= 0 such that the scaled noise multipliers spend at most the target epsilon.
+    With it the steps spend at most the target. `steps` has (noise_multiplier, sample_rate,
+    num_steps) of each constant phase; the other arguments are those of `get_noise_multiplier`.
     """
     query = _query(sampler, accountant, neighboring_relation, options)
     epsilon, delta = check_target(target_epsilon, target_delta)

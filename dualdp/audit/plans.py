@@ -11,11 +11,7 @@ from dualdp.plan.plan import PrivacyPlan
 
 
 def claims_of(plan: PrivacyPlan) -> Claims:
-    """Return the claims of a plan at step 0.
-
-    Raises:
-        ValueError: settings under which a canary is no example of its own.
-    """
+    """Return the claims of a plan at step 0; raise where a canary is no example of its own."""
     if plan.unit != "example":
         raise ValueError(
             f"unit={plan.unit!r} draws users, but each canary is one row. Expected unit='example', "

@@ -45,11 +45,7 @@ def link(previous: str, record: Record) -> str:
 
 
 def read_text(source: str | os.PathLike[str]) -> tuple[str, str]:
-    """Return (text, name) of a chain: `source` itself if it begins as one, else the file there.
-
-    Raises:
-        OSError: the file can't be read.
-    """
+    """Return (text, name) of a chain: `source` itself if it begins as one, else the file there."""
     if isinstance(source, str) and source.lstrip().startswith("{"):
         return source, "The text"
     name = _validate.path("ledger", source)

@@ -47,7 +47,8 @@ def digest(
 ) -> str | None:
     """Return a keyed digest of everything that determines a release except its noise.
 
-    Without the plan's key it reveals nothing about the sums.
+    32 hexadecimal digits, which without the plan's key reveal nothing about the sums; None for the
+    scheme of another version.
 
     Args:
         plan: `PrivacyPlan` with its key.
@@ -55,9 +56,6 @@ def digest(
         parts: clipped sums, or a function that returns them.
         hashes: callable from a secret to universal hashes of the sums, or None to hash `parts`.
         scheme: str, name of a digest, or None for that of dualdp 0.1.0.
-
-    Returns:
-        32 hexadecimal digits; None for the scheme of another version.
 
     Guarantees:
         Sums that differ in one bit, in shape or in dtype have another digest, but for a collision

@@ -38,8 +38,7 @@ _COUNT_CHANGE = {"add_or_remove": 0.5, "replace": 0.5, "zero_out": 1.0}
 def constant_target(plan: PrivacyPlan) -> float:
     """Return the epsilon at which other settings of a constant plan are compared with it.
 
-    Raises:
-        ValueError: a schedule, no number of steps, or an epsilon that is 0 or infinite.
+    Raises on a schedule, no number of steps, or an epsilon that is 0 or infinite.
     """
     constant = ("noise_multiplier", "expected_batch_size")
     if not plan.num_steps or plan.is_adaptive or not all(map(plan.is_constant, constant)):
@@ -219,8 +218,8 @@ def last_affordable(
         released: the step of each release, needed for a plan that is accounted as a whole.
 
     Returns:
-        `(end, horizon)`: the end, not before `position`, the next step; or None if there is none
-        before the step `horizon`, at which the search must be repeated.
+        `(end, horizon)`; end is None if there is none before the step `horizon`, at which the
+        search must be repeated.
     """
     target, made = plan.target_epsilon, list(released)
     if target is None:

@@ -50,13 +50,8 @@ def physical_batches(
 def end_of_pass(plan: Any, start: int, end: int | None, until: int = 0) -> int:
     """Return the step after the last one of a pass: one epoch from `start`, or what is left of it.
 
-    An epoch is ceil(num_examples / expected_batch_size) steps, by the size at its first step.
-
-    Args:
-        plan: `PrivacyPlan`.
-        start: int, next step.
-        end: int, step that ends the run; None for an open-ended one.
-        until: int, step that ends a pass which a checkpoint interrupted; 0 for none.
+    An epoch is ceil(num_examples / expected_batch_size) steps, by the size at its first step. `end`
+    ends the run, None if it is open-ended; `until` ends a pass that a checkpoint interrupted.
     """
     if end is not None and start >= end:
         return start
@@ -66,11 +61,7 @@ def end_of_pass(plan: Any, start: int, end: int | None, until: int = 0) -> int:
 
 
 def require_end(end: int | None) -> int:
-    """Return the step that ends a run.
-
-    Raises:
-        AccountingError: None; the run is open-ended.
-    """
+    """Return the step that ends a run; raise if it is open-ended."""
     if end is None:
         raise AccountingError(
             "remaining() runs to the end of the plan, but num_steps=None has none. Expected "

@@ -77,11 +77,8 @@ def check(plan: PrivacyPlan) -> None:
             f"{classes * size:g} examples, but num_examples={plan.num_examples}. Expected fewer "
             "classes, or smaller batches."
         )
-    if (
-        not cyclic
-        and classes is not None
-        and (plan.sampler not in SEPARATED or classes != separation(plan))
-    ):
+    other = plan.sampler not in SEPARATED or classes != separation(plan)
+    if not cyclic and classes is not None and other:
         raise ValueError(
             f"min_separation={classes} with sampler={plan.sampler!r}. Expected it with "
             "sampler='cyclic_poisson'; elsewhere it follows from the batch size."

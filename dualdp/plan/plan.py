@@ -403,15 +403,10 @@ class PrivacyPlan:
     ) -> None:
         """Reserve the key for one run: a second run would repeat the noise of the first.
 
-        Plans with a seed are for tests and comparisons, and may be run again.
-
-        Args:
-            ledger: ledger of the run.
-            recorder: str, name of the caller that keeps the ledger, for errors.
-            source: str, name of the source of the noise; "" if `add_noise` or `noisy_mean` will be
-                it.
-            resumed: bool, True if this is the same run, continued with its ledger.
-            follows: bool, True if another process of the same group has begun the run.
+        Plans with a seed are for tests and comparisons, and may be run again. `recorder` names the
+        caller that keeps the `ledger` of the run, and `source` the source of its noise, "" if
+        `add_noise` or `noisy_mean` will be it. `resumed` is True for the same run, continued with
+        its ledger, and `follows` if another process of the same group has begun the run.
 
         Raises:
             AccountingError: another run has the key, of this process, or of any that left a mark
@@ -549,12 +544,9 @@ def require_plan(plan: Any) -> None:
 
 
 def require_units(plan: PrivacyPlan, num_rows: int, users: UserRows | None) -> None:
-    """Raise unless a loader can draw the units of the plan from data of so many rows.
+    """Raise unless a loader can draw the units of the plan from data of `num_rows` rows.
 
-    Args:
-        plan: `PrivacyPlan`.
-        num_rows: number of rows of the data.
-        users: rows of each user, for unit="user"; None for unit="example".
+    `users` has the rows of each user, for unit="user", and is None for unit="example".
     """
     if users is not None and plan.unit == "example":
         raise ValueError(

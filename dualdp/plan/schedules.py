@@ -255,11 +255,7 @@ _NAMES = {kind: name for name, kind in SCHEDULES.items()}
 def as_schedule(
     name: str, value: float | Schedule | Callable[[int], float], num_steps: int | None
 ) -> Schedule:
-    """Return a schedule for a number, a schedule, or a callable, which is tabulated now.
-
-    Raises:
-        ValueError: a callable without a number of steps to tabulate it for.
-    """
+    """Return a schedule for a number, a schedule, or a callable, which is tabulated now."""
     if type(value) in _NAMES:
         return value  # type: ignore[return-value]
     if callable(value):

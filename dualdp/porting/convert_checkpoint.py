@@ -23,12 +23,8 @@ def to_jax(
 ) -> Checkpoint:
     """Convert arrays and document of the torch backend's checkpoint to the JAX backend's format.
 
-    Args:
-        arrays: mapping from name to array, of the file.
-        document: mapping, document of the file.
-        wanted: mapping from name to (shape, dtype) of every leaf of the state to fill:
-            "params/<path>" and "optimizer/<path>", keys joined by ".", in the order of its leaves.
-        mapping: mapping for names that differ, see `dualdp.port.match`.
+    `wanted` has the (shape, dtype) of every leaf of the state to fill: "params/<path>" and
+    "optimizer/<path>", keys joined by ".", in the order of its leaves; `mapping` see `port.match`.
     """
     views = document["settings"].get("views", 1)
     if views > 1:
@@ -62,14 +58,9 @@ def to_torch(
     """Convert arrays and document of the JAX backend's checkpoint to the torch backend's format.
 
     Buffers that JAX does not have are left out. "noise_layout" of the document describes the
-    portable noise that JAX would draw.
-
-    Args:
-        arrays: mapping from name to array, of the file.
-        document: mapping, document of the file.
-        wanted: mapping from "params/<name>" or "buffers/<name>" to (shape, dtype), to be filled.
-        like: mapping with "layout", "trained" and "optimizer" of a checkpoint of the torch model.
-        mapping: mapping for names that differ, see `dualdp.port.match`.
+    portable noise that JAX would draw. `wanted` has the (shape, dtype) of "params/<name>" or
+    "buffers/<name>", to be filled; `like` is the document of a checkpoint of the torch model, of
+    which "layout", "trained" and "optimizer" are read; `mapping` see `port.match`.
     """
     values = _wide(arrays, document, wanted)
     leaves = {name: (values[f"params/{name}"].shape, "") for name in document["leaves"]}

@@ -47,10 +47,7 @@ def num_levels(length: int) -> int:
 
 
 def level_keys(secret: bytes, length: int) -> NDArray[np.int32]:
-    """Return the keys of the levels for a sequence of `length` integers.
-
-    Returns:
-        (levels, BLOCK + ROWS - 1) int32, uniform in [0, 2^17).
+    """Return (levels, BLOCK + ROWS - 1) int32 keys, uniform in [0, 2^17), for `length` integers.
 
     Source: FIPS 202 (SHAKE-128).
     """
@@ -71,12 +68,7 @@ def _integers(array: NDArray[Any]) -> NDArray[Any]:
 
 
 def hash_arrays(secret: bytes, arrays: Iterable[Any]) -> Hashed:
-    """Return the hash of some arrays under a secret, with their dtypes and shapes.
-
-    Args:
-        secret: bytes, at least 16 of a pseudo-random generator.
-        arrays: iterable of arrays of any shape and fixed-width dtype.
-    """
+    """Return the hash of arrays of fixed-width dtypes under a secret of 16 bytes or more."""
     arrays = [np.asarray(array, order="C") for array in arrays]
     numbers = np.concatenate([np.empty(0, "<i2"), *map(_integers, arrays)], dtype="<i2")
     for key in level_keys(secret, len(numbers)):

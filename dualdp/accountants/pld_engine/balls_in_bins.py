@@ -46,15 +46,9 @@ _LARGEST = 300.0  # log X on the geometric grid
 
 @functools.lru_cache(maxsize=64)  # of 10 MB at most
 def one_epoch(sigma: float, bins: int, tail: float) -> Atoms:
-    """Return the dominating pair of one epoch of `bins` steps, as atoms at losses log X.
+    """Return the dominating pair of one epoch of `bins` >= 2 steps, as atoms at losses log X.
 
-    Args:
-        sigma: noise multiplier, > 0.
-        bins: t >= 2.
-        tail: mass that may be truncated at each end and counted as infinite loss.
-
-    Returns:
-        P- and Q-masses with absolute error bounds; the truncated mass is at infinity.
+    `tail` is the mass that may be truncated at each end; it is counted as infinite loss.
     """
     reach = 1 + 2 * quantile(tail / (2 * bins)) * sigma
     low, top = (math.exp(min(end / (2 * sigma**2), 690.0)) for end in (-reach, reach))

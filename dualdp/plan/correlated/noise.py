@@ -58,11 +58,7 @@ def extended(path: Path, step: int, branch: int) -> Path:
 
 
 def as_path(data: Any) -> Path:
-    """Return the path that was stored as lists.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """Return the path that was stored as lists; raise if it is none."""
     path = tuple((int(first), int(branch)) for first, branch in data)
     steps = [first for first, _ in path]
     if not path or steps[0] != 0 or steps != sorted(set(steps)) or min(b for _, b in path) < 0:
@@ -95,15 +91,9 @@ def window_terms(strategy: Strategy | None, step: int, path: Path) -> list[Term]
 
 
 def require_affordable(strategy: Strategy | None, step: int, size: int) -> None:
-    """Raise if the noise of a step is made of more normals than may be drawn again.
+    """Raise if the noise of a step, of `size` numbers, takes more normals than may be drawn again.
 
-    Args:
-        strategy: `Strategy`; one without a `Recursion` draws its terms at every step in any case.
-        step: int, the step whose noise is needed.
-        size: int, numbers in the noise of a step.
-
-    Raises:
-        AccountingError: more normals than 10^14.
+    A strategy without a `Recursion` draws its terms at every step in any case.
     """
     if recursion_of(strategy) is not None and step * size > _MOST_DRAWS:
         raise AccountingError(

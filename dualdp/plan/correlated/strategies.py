@@ -329,11 +329,7 @@ def to_json(strategy: Strategy) -> dict[str, Any]:
 
 
 def from_json(name: str, data: Any) -> Strategy:
-    """Return the strategy that `to_json` wrote.
-
-    Args:
-        name: name of the data in error messages.
-        data: mapping with the family's name and its lists of hexadecimal floats.
+    """Return the strategy that `to_json` wrote; `name` is that of the data in error messages.
 
     Raises:
         ValueError: anything else, or numbers that the family refuses.

@@ -114,12 +114,7 @@ def user_rows(users: Any, *, num_rows: int | None = None, num_users: int | None 
 def rows_of_data(users: Any, num_rows: int) -> UserRows | None:
     """Return the rows of each user of a data set, for a run on it; None for None.
 
-    Args:
-        users: (rows,) integers, `UserRows`, or None, see `user_rows`.
-        num_rows: number of rows of the data.
-
-    Raises:
-        TypeError, ValueError: as `user_rows`, or `UserRows` of other data.
+    As `user_rows`; `UserRows` must hold each of the `num_rows` rows of the data once.
     """
     if users is None:
         return None
