@@ -80,16 +80,8 @@ def _label(row: Row) -> str:
     return f"{row.workload}\nB {row.batch}"
 
 
-def _workload(row: Row) -> str:
-    return row.workload
-
-
-def _scaled(row: Row) -> str:
-    return f"{row.workload} by {row.axis}"
-
-
-def _layer(row: Row) -> str:
-    """Panel of a single layer or of one sweep of the toy network."""
+def _swept(row: Row) -> str:
+    """Panel of one sweep of a layer or network."""
     if row.workload != "toy_cnn":
         return f"{row.workload} by {row.axis}"
     return f"{row.options['depth']} convs, kernel {row.options['kernel']}, by {row.axis}"
@@ -209,14 +201,17 @@ def draw(results: Results, folder: Path) -> list[Path]:
         scaled = chosen("scale", "gradient", rows)
         made: dict[str, tuple[list[Row], Callable[[list[Row]], Figure | None]]] = {
             "run": (chosen("run", "gradient", rows), partial(bars, stack=stack)),
-            "layers": (swept, partial(lines, panel=_layer, label="seconds")),
+            "layers": (swept, partial(lines, panel=_swept, label="seconds")),
             "layers-memory": (
                 swept,
-                partial(lines, panel=_layer, label="peak / non-private", name="memory_ratio"),
+                partial(lines, panel=_swept, label="peak / non-private", name="memory_ratio"),
             ),
-            "epochs": (epochs, partial(lines, panel=_workload, label="seconds per epoch")),
+            "epochs": (
+                epochs,
+                partial(lines, panel=lambda row: row.workload, label="seconds per epoch"),
+            ),
             "first-epochs": (epochs, cumulative),
-            "scale": (scaled, partial(lines, panel=_scaled, label="seconds")),
+            "scale": (scaled, partial(lines, panel=_swept, label="seconds")),
         }
         figures = (
             (f"{name}-{slug(stack)}{suffix}", make(shown))

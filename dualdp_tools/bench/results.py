@@ -31,24 +31,9 @@ PARTIAL = ".partial"
 CHECKOUT = Path(__file__).parents[2] / "benchmarks" / "results"
 FOLDER = CHECKOUT if CHECKOUT.is_dir() else Path("out/benchmarks")
 SUITES = (
-    *(
-        "run",
-        "layers",
-        "memory",
-        "checks",
-        "correlated",
-        "checkpoints",
-        "frozen",
-        "compiled",
-        "views",
-        "finetuning",
-        "tensor-parallel",
-        "accounting",
-        "end-to-end",
-        "scale",
-    ),
-    "noise",
-)
+    "run", "layers", "memory", "checks", "correlated", "checkpoints", "frozen", "compiled", "views",
+    "finetuning", "tensor-parallel", "accounting", "end-to-end", "scale", "noise",
+)  # fmt: skip
 STACKS = ("torch", "jax", "core")
 PACKAGES = (
     "numpy", "scipy", "torch", "jax", "jaxlib", "flax", "optax", "opacus",

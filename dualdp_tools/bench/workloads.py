@@ -36,15 +36,6 @@ from dualdp_tools.bench.specs import (
     walk,
 )
 
-# Numbers of trained parameters in the papers (logreg, ffnn: in the study's code).
-PUBLISHED = {
-    "logreg": 105,
-    "ffnn": 5_352,
-    "mnist": 26_010,
-    "cifar10": 605_226,
-    "embed": 160_098,
-    "lstm": 1_081_002,
-}
 # Examples in one epoch of the data sets these models were published with.
 EPOCH_EXAMPLES = {"mnist": 60_000, "cifar10": 50_000, "embed": 25_000, "lstm": 25_000}
 LOSSES = ("binary", "class", "token", "squares")
