@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import typer
+from typer.core import TyperGroup
 
 from dualdp_tools.cli.audit import audit
 from dualdp_tools.cli.bench import FORWARD, bench
@@ -15,8 +18,22 @@ from dualdp_tools.cli.port import port
 from dualdp_tools.cli.scale import scale
 from dualdp_tools.cli.verify import verify
 
+
+class Commands(TyperGroup):
+    """Commands that report a bad argument in one line, without a traceback, and exit with 2."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command that was named."""
+        try:
+            return super().invoke(ctx)
+        except (ValueError, TypeError, OSError, ModuleNotFoundError) as error:
+            typer.secho(f"dualdp: {error}", err=True, fg="red")
+            raise typer.Exit(2) from error
+
+
 app = typer.Typer(
     name="dualdp",
+    cls=Commands,
     help="Differentially private training on PyTorch and JAX.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -27,9 +44,5 @@ app.command(context_settings=FORWARD)(bench)
 
 
 def main() -> None:
-    """Run the command line; report a bad argument in one line without a traceback."""
-    try:
-        app()
-    except (ValueError, TypeError, OSError, ModuleNotFoundError) as error:
-        typer.secho(f"dualdp: {error}", err=True, fg="red")
-        raise SystemExit(2) from None
+    """Run the command line."""
+    app()

@@ -16,7 +16,7 @@ from dualdp.audit.canaries import Audit
 from dualdp.audit.canaries import audit as run_audit
 from dualdp.plan.plan import PrivacyPlan
 from dualdp.testing import PrivateStep, Release, Report, check_private_step
-from dualdp_tools.cli.common import Json, NoiseMultiplier, made, reported_errors, working
+from dualdp_tools.cli.common import Json, NoiseMultiplier, made, working
 
 STACKS = ("torch", "jax")
 
@@ -42,26 +42,25 @@ def audit(
     as_json: Json = False,
 ) -> None:
     """Bound epsilon from below by canaries; exit code 1 if the claim is refuted."""
-    with reported_errors():
-        with working("Preparing"):
-            tested = _own(step) if step is not None else _ours(stack, noise_multiplier, noise)
-        with working("Training with canaries", steps * (1 + runs)) as advance:
-            watched: Any = _Watched(tested, advance)
-            found = run_audit(
-                watched,
-                num_steps=steps,
-                num_canaries=canaries,
-                sample_rate=sample_rate,
-                delta=delta,
-                runs=runs,
-                confidence=confidence,
-                seed=seed,
-            )
-        report = None
-        if check:
-            with working("Checking the step"):
-                report = check_private_step(tested, seed=seed)
-        typer.echo(_json(found, report) if as_json else _text(found, report))
+    with working("Preparing"):
+        tested = _own(step) if step is not None else _ours(stack, noise_multiplier, noise)
+    with working("Training with canaries", steps * (1 + runs)) as advance:
+        watched: Any = _Watched(tested, advance)
+        found = run_audit(
+            watched,
+            num_steps=steps,
+            num_canaries=canaries,
+            sample_rate=sample_rate,
+            delta=delta,
+            runs=runs,
+            confidence=confidence,
+            seed=seed,
+        )
+    report = None
+    if check:
+        with working("Checking the step"):
+            report = check_private_step(tested, seed=seed)
+    typer.echo(_json(found, report) if as_json else _text(found, report))
     if found.is_refuted or (report is not None and not report.passed):
         raise typer.Exit(1)
 

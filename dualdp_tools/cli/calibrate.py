@@ -55,118 +55,115 @@ def calibrate(
     batch_sizes: BatchSizes = None,
 ) -> None:
     """Compute the noise multiplier, or (with --noise-multiplier) the steps or the rate."""
-    with common.reported_errors():
-        protects = common.protected(unit, group_size)
-        if batch_sizes is not None:
-            taken = {
-                "--noise-multiplier": noise_multiplier,
-                "--sample-rate": sample_rate,
-                "--steps": steps,
-                "--batch-size": batch_size,
-                "--epochs": epochs,
-                "--max-batch-size": max_batch_size,
-                "--advise": advise or None,
-            }
-            extra = [name for name, value in taken.items() if value is not None]
-            if num_examples is None or extra:
-                raise ValueError(
-                    f"--compare-batch-sizes came {f'with {extra[0]}' if extra else 'alone'}. "
-                    "Expected --num-examples beside it, and no batch size, noise or length of one "
-                    "run: it compares them."
-                )
-            with common.working("Comparing"):
-                compared = compare_batch_sizes(
-                    target_epsilon=target_epsilon,
-                    target_delta=delta,
-                    num_examples=num_examples,
-                    epochs=_numbers(batch_sizes),
-                    sampler=sampler,
-                    accountant=accountant,
-                    neighboring_relation=relation,
-                    group_size=group_size,
-                )
-            if plot is not None:
-                _draw_batch_sizes(plot, compared, protects)
-            _show_batch_sizes(compared, protects, as_json=as_json)
-            return
-        if advise:
-            if num_examples is None or batch_size is None or noise_multiplier is not None:
-                raise ValueError(
-                    "--advise compares runs with one epsilon. Give --num-examples, --batch-size, "
-                    "and --steps or --epochs, and no --noise-multiplier."
-                )
-            _, number = common.run_length(None, steps, num_examples, batch_size, epochs)
-            with common.working("Comparing"):
-                plan = PrivacyPlan.calibrate(
-                    target_epsilon=target_epsilon,
-                    delta=delta,
-                    num_examples=num_examples,
-                    expected_batch_size=batch_size,
-                    num_steps=number,
-                    max_grad_norm=1.0,
-                    accountant=accountant,
-                    neighboring_relation=relation,
-                    unit=unit,
-                    rows_per_unit=None if unit == "example" else 1,
-                )
-                advice = correlated.advise(plan)
-            _show_advice(advice, as_json=as_json)
-            return
-        options: dict[str, Any] = {
-            "sampler": sampler,
-            "accountant": accountant,
-            "neighboring_relation": relation,
-            "group_size": group_size,
-            "num_examples": num_examples,
-            "max_batch_size": max_batch_size,
-            "approximate": approximate,
+    protects = common.protected(unit, group_size)
+    if batch_sizes is not None:
+        taken = {
+            "--noise-multiplier": noise_multiplier,
+            "--sample-rate": sample_rate,
+            "--steps": steps,
+            "--batch-size": batch_size,
+            "--epochs": epochs,
+            "--max-batch-size": max_batch_size,
+            "--advise": advise or None,
         }
-        target: dict[str, Any] = {"target_epsilon": target_epsilon, "target_delta": delta}
-        known_rate = sample_rate is not None or batch_size is not None
-        known_steps = steps is not None or epochs is not None
-        with common.working("Searching"):
-            if noise_multiplier is None:
-                rate, number = common.run_length(
-                    sample_rate, steps, num_examples, batch_size, epochs
-                )
-                noise_multiplier = solve.get_noise_multiplier(
-                    **target, sample_rate=rate, num_steps=number, **options
-                )
-            elif known_rate and not known_steps:
-                rate, _ = common.run_length(sample_rate, 0, num_examples, batch_size, None)
-                number = solve.get_num_steps(
-                    **target, noise_multiplier=noise_multiplier, sample_rate=rate, **options
-                )
-            elif known_steps and not known_rate:
-                rate, number = common.run_length(1.0, steps, None, None, epochs)
-                rate = solve.get_sample_rate(
-                    **target, noise_multiplier=noise_multiplier, num_steps=number, **options
-                )
-            else:
-                raise ValueError(
-                    "Nothing is left to look for. Leave out one of --noise-multiplier, the rate "
-                    "and the steps."
-                )
-        bounds = common.epsilon_by_steps(
-            delta=delta, noise_multiplier=noise_multiplier, sample_rate=rate, **options
-        )
-        record: dict[str, Any] = {
-            "noise_multiplier": noise_multiplier,
-            "sample_rate": rate,
-            "num_steps": number,
-            "epsilon": bounds(number)[1],
-            "certified": accountant != "gdp",
-            "target_epsilon": target_epsilon,
-            "delta": delta,
-            "accountant": accountant,
-            "sampler": sampler,
-            "neighboring_relation": relation,
-            "protects": protects,
-        }
+        extra = [name for name, value in taken.items() if value is not None]
+        if num_examples is None or extra:
+            raise ValueError(
+                f"--compare-batch-sizes came {f'with {extra[0]}' if extra else 'alone'}. "
+                "Expected --num-examples beside it, and no batch size, noise or length of one "
+                "run: it compares them."
+            )
+        with common.working("Comparing"):
+            compared = compare_batch_sizes(
+                target_epsilon=target_epsilon,
+                target_delta=delta,
+                num_examples=num_examples,
+                epochs=_numbers(batch_sizes),
+                sampler=sampler,
+                accountant=accountant,
+                neighboring_relation=relation,
+                group_size=group_size,
+            )
         if plot is not None:
-            common.draw(plot, bounds, number, f"target epsilon = {target_epsilon:g}, {protects}")
-            record["plot"] = str(plot)
-        common.show(record, as_json=as_json, title="Calibrated")
+            _draw_batch_sizes(plot, compared, protects)
+        _show_batch_sizes(compared, protects, as_json=as_json)
+        return
+    if advise:
+        if num_examples is None or batch_size is None or noise_multiplier is not None:
+            raise ValueError(
+                "--advise compares runs with one epsilon. Give --num-examples, --batch-size, "
+                "and --steps or --epochs, and no --noise-multiplier."
+            )
+        _, number = common.run_length(None, steps, num_examples, batch_size, epochs)
+        with common.working("Comparing"):
+            plan = PrivacyPlan.calibrate(
+                target_epsilon=target_epsilon,
+                delta=delta,
+                num_examples=num_examples,
+                expected_batch_size=batch_size,
+                num_steps=number,
+                max_grad_norm=1.0,
+                accountant=accountant,
+                neighboring_relation=relation,
+                unit=unit,
+                rows_per_unit=None if unit == "example" else 1,
+            )
+            advice = correlated.advise(plan)
+        _show_advice(advice, as_json=as_json)
+        return
+    options: dict[str, Any] = {
+        "sampler": sampler,
+        "accountant": accountant,
+        "neighboring_relation": relation,
+        "group_size": group_size,
+        "num_examples": num_examples,
+        "max_batch_size": max_batch_size,
+        "approximate": approximate,
+    }
+    target: dict[str, Any] = {"target_epsilon": target_epsilon, "target_delta": delta}
+    known_rate = sample_rate is not None or batch_size is not None
+    known_steps = steps is not None or epochs is not None
+    with common.working("Searching"):
+        if noise_multiplier is None:
+            rate, number = common.run_length(sample_rate, steps, num_examples, batch_size, epochs)
+            noise_multiplier = solve.get_noise_multiplier(
+                **target, sample_rate=rate, num_steps=number, **options
+            )
+        elif known_rate and not known_steps:
+            rate, _ = common.run_length(sample_rate, 0, num_examples, batch_size, None)
+            number = solve.get_num_steps(
+                **target, noise_multiplier=noise_multiplier, sample_rate=rate, **options
+            )
+        elif known_steps and not known_rate:
+            rate, number = common.run_length(1.0, steps, None, None, epochs)
+            rate = solve.get_sample_rate(
+                **target, noise_multiplier=noise_multiplier, num_steps=number, **options
+            )
+        else:
+            raise ValueError(
+                "Nothing is left to look for. Leave out one of --noise-multiplier, the rate "
+                "and the steps."
+            )
+    bounds = common.epsilon_by_steps(
+        delta=delta, noise_multiplier=noise_multiplier, sample_rate=rate, **options
+    )
+    record: dict[str, Any] = {
+        "noise_multiplier": noise_multiplier,
+        "sample_rate": rate,
+        "num_steps": number,
+        "epsilon": bounds(number)[1],
+        "certified": accountant != "gdp",
+        "target_epsilon": target_epsilon,
+        "delta": delta,
+        "accountant": accountant,
+        "sampler": sampler,
+        "neighboring_relation": relation,
+        "protects": protects,
+    }
+    if plot is not None:
+        common.draw(plot, bounds, number, f"target epsilon = {target_epsilon:g}, {protects}")
+        record["plot"] = str(plot)
+    common.show(record, as_json=as_json, title="Calibrated")
 
 
 def _show_advice(advice: correlated.Advice, *, as_json: bool) -> None:

@@ -62,16 +62,6 @@ MEANINGS = {
 
 
 @contextmanager
-def reported_errors() -> Iterator[None]:
-    """Report an invalid argument in one line, with exit code 2; other exceptions propagate."""
-    try:
-        yield
-    except (ValueError, TypeError, OSError) as error:
-        typer.echo(f"dualdp: {error}", err=True)
-        raise typer.Exit(2) from error
-
-
-@contextmanager
 def working(title: str, pieces: int | None = None) -> Iterator[Callable[[], None]]:
     """Show on a terminal that work goes on: the time so far, and the share of `pieces` done.
 

@@ -12,7 +12,6 @@ import typer
 
 from dualdp import _validate
 from dualdp.log import UNPROTECTED, read_log
-from dualdp_tools.cli.common import reported_errors
 
 #: Column -> (title, unit); other columns show under their own name.
 KNOWN = {
@@ -39,9 +38,8 @@ def plot(
 ) -> None:
     """Draw every column of a run's log against the step."""
     target = out or log.with_suffix(".png")
-    with reported_errors():
-        _validate.new_file("out", target)
-        picture(read_log(log)).savefig(target)
+    _validate.new_file("out", target)
+    picture(read_log(log)).savefig(target)
     typer.echo(f"wrote {target}")
 
 

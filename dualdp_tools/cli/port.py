@@ -12,7 +12,7 @@ import typer
 
 from dualdp import _validate
 from dualdp.port import STACKS
-from dualdp_tools.cli.common import made, reported_errors, working
+from dualdp_tools.cli.common import made, working
 
 
 def port(
@@ -36,7 +36,7 @@ def port(
     from dualdp.port import checkpoint as write
 
     target = out or Path(f"{os.fspath(checkpoint)}.{to}")
-    with reported_errors(), working("Converting"):
+    with working("Converting"):
         _validate.choice("to", to, STACKS)
         _validate.new_file("out", target)
         write(checkpoint, target, to=to, like=made("like", like), mapping=_table(mapping))

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from dualdp import _validate
 from dualdp_tools import scaling
-from dualdp_tools.cli.common import Json, reported_errors
+from dualdp_tools.cli.common import Json
 
 #: Columns of the table: title -> function from a row of `rows` to its text.
 COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
@@ -65,24 +65,23 @@ def scale(
     ] = False,
 ) -> None:
     """Forecast a private step of a transformer on many accelerators; lists are comma-separated."""
-    with reported_errors():
-        positions = _validate.integer("positions", positions, minimum=1)
-        chosen = _validate.choice("hardware", hardware, scaling.HARDWARE)
-        jobs = [
-            scaling.Job(
-                replace(_model(billions), positions=positions),
-                ranks=_number("accelerators", count),
-                hardware=scaling.HARDWARE[chosen],
-                expected_batch_size=batch_size,
-                sharding=sharding,
-                precision=precision,
-                noise=noise,
-                stack=stack,
-            )
-            for billions in parameters.split(",")
-            for count in accelerators.split(",")
-        ]
-        found = [row for job in jobs for row in rows(job, method.split(","))]
+    positions = _validate.integer("positions", positions, minimum=1)
+    chosen = _validate.choice("hardware", hardware, scaling.HARDWARE)
+    jobs = [
+        scaling.Job(
+            replace(_model(billions), positions=positions),
+            ranks=_number("accelerators", count),
+            hardware=scaling.HARDWARE[chosen],
+            expected_batch_size=batch_size,
+            sharding=sharding,
+            precision=precision,
+            noise=noise,
+            stack=stack,
+        )
+        for billions in parameters.split(",")
+        for count in accelerators.split(",")
+    ]
+    found = [row for job in jobs for row in rows(job, method.split(","))]
     lines = [_cells(row) for row in found]
     if as_json:
         typer.echo(json.dumps(found, indent=2))

@@ -15,7 +15,7 @@ import typer
 from dualdp import PrivacyPlan, _validate
 from dualdp.ledger.verify import Finding, Verification, one_key
 from dualdp.ledger.verify import verify as run_verify
-from dualdp_tools.cli.common import PROTECTED, RELATIONS, Json, factor, reported_errors, working
+from dualdp_tools.cli.common import PROTECTED, RELATIONS, Json, factor, working
 
 LedgerFiles = Annotated[list[Path], typer.Argument(help="Ledgers that runs wrote.")]
 Page = Annotated[Path | None, typer.Option("--report", help="Write one page: FILE.md or .html.")]
@@ -31,32 +31,31 @@ def verify(
 
     Given several ledgers, also check that no two of them share a key, and thereby noise.
     """
-    with reported_errors():
-        if report is not None and report.suffix not in (".md", ".html"):
-            raise ValueError(f"report={str(report)!r} has no known form. Expected .md or .html.")
-        if report is not None and len(ledger) > 1:
-            raise ValueError(f"report came with {len(ledger)} ledgers. Expected one of them.")
-        if report is not None:
-            _validate.new_file("report", report)
-        several = []
-        with working("Checking", len(ledger)) as advance:
-            for path in ledger:
-                several.append(run_verify(path, allow_seed=allow_seed))
-                advance()
-        found, keys = several[0], one_key(several)
-        if report is not None:
-            page = to_html(found) if report.suffix == ".html" else to_markdown(found)
-            report.write_text(page, encoding="utf-8")
-        if as_json and len(several) == 1:
-            typer.echo(json.dumps(_data(found), indent=2))
-        elif as_json:
-            data = {"ledgers": {f.source: _data(f) for f in several}, "keys": asdict(keys)}
-            typer.echo(json.dumps(data, indent=2))
-        elif len(several) == 1:
-            typer.echo(_text(found))
-        else:
-            texts = [f"{found.source}\n{_text(found)}\n" for found in several]
-            typer.echo("\n".join([*texts, _line(keys)]))
+    if report is not None and report.suffix not in (".md", ".html"):
+        raise ValueError(f"report={str(report)!r} has no known form. Expected .md or .html.")
+    if report is not None and len(ledger) > 1:
+        raise ValueError(f"report came with {len(ledger)} ledgers. Expected one of them.")
+    if report is not None:
+        _validate.new_file("report", report)
+    several = []
+    with working("Checking", len(ledger)) as advance:
+        for path in ledger:
+            several.append(run_verify(path, allow_seed=allow_seed))
+            advance()
+    found, keys = several[0], one_key(several)
+    if report is not None:
+        page = to_html(found) if report.suffix == ".html" else to_markdown(found)
+        report.write_text(page, encoding="utf-8")
+    if as_json and len(several) == 1:
+        typer.echo(json.dumps(_data(found), indent=2))
+    elif as_json:
+        data = {"ledgers": {f.source: _data(f) for f in several}, "keys": asdict(keys)}
+        typer.echo(json.dumps(data, indent=2))
+    elif len(several) == 1:
+        typer.echo(_text(found))
+    else:
+        texts = [f"{found.source}\n{_text(found)}\n" for found in several]
+        typer.echo("\n".join([*texts, _line(keys)]))
     if not (keys.passed is not False and all(found.passed for found in several)):
         raise typer.Exit(1)
 
