@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dualdp import _validate, accountants, mechanisms
+from dualdp import _validate, accountants
 from dualdp._validate import AccountingError
 from dualdp.accountants import gdp
 from dualdp.accountants.search import check_target, last_within, smallest_scale, unreachable
@@ -22,7 +22,7 @@ Steps = Sequence[tuple[float, float, int]]  # (noise_multiplier, sample_rate, nu
 
 @dataclasses.dataclass(frozen=True)
 class _Query:
-    """Validated settings of a query, without the quantity that is solved for."""
+    """Settings of a query, without the quantity that is solved for; accountants validate them."""
 
     sampler: str
     accountant: str
@@ -33,19 +33,15 @@ class _Query:
     max_batch_size: int | None = None
 
     def __post_init__(self) -> None:
-        _validate.choice("sampler", self.sampler, mechanisms.SAMPLERS)
-        _validate.choice("accountant", self.accountant, accountants.names())
-        _validate.choice("neighboring_relation", self.neighboring_relation, mechanisms.RELATIONS)
         if self.accountant == "gdp" and not self.approximate:
             raise AccountingError(gdp.REFUSAL)
-        _validate.integer("group_size", self.group_size, minimum=1)
 
     def account(self, steps: Steps) -> tuple[Any, dict[str, bool]]:
         """Return an accountant with the steps, and the options of its questions."""
         account = accountants.create(
             self.accountant,
             neighboring_relation=self.neighboring_relation,
-            group_size=int(self.group_size),
+            group_size=self.group_size,
         )
         for noise_multiplier, sample_rate, num_steps in steps:
             account.step(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -164,8 +165,7 @@ def _one_run_bounds(
         value = max(lower_bounds.largest_refuted(g, p_at, alpha / len(options)) for g in options)
         return Bound(name, value, min(1.0, len(options) * min(ps)))
 
-    def one_run(guesses: Guesses, epsilon: float) -> float:
-        return lower_bounds.one_run_p_value(guesses, epsilon, delta)
+    one_run = partial(lower_bounds.one_run_p_value, delta=delta)
 
     def f_dp(guesses: Guesses, epsilon: float) -> float:
         inverse = lower_bounds.gaussian_inverse(lower_bounds.mu_of(epsilon, delta))

@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 from scipy import optimize, stats
 from scipy.special import ndtr, ndtri
 
+from dualdp.accountants.closed_forms import gaussian_log_delta
+
 Array = NDArray[np.float64]
 
 _LARGEST = 100.0  # largest epsilon of the search
@@ -148,10 +150,9 @@ def largest_refuted(
 
 
 def mu_of(epsilon: float, delta: float) -> float:
-    """Return mu of the Gaussian mechanism with epsilon at delta (Dong et al. 2022, cor. 2.13)."""
+    """Return mu of the Gaussian mechanism with epsilon at delta."""
 
     def excess(mu: float) -> float:
-        a, b = -epsilon / mu + mu / 2, -epsilon / mu - mu / 2
-        return float(ndtr(a) - math.exp(epsilon) * ndtr(b)) - delta
+        return math.exp(gaussian_log_delta(mu, epsilon)) - delta
 
     return float(optimize.brentq(excess, 1e-9, 60.0))
