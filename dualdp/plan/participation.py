@@ -23,7 +23,7 @@ from dualdp.mechanisms import (
     Mechanism,
     PoissonSubsampledGaussian,
 )
-from dualdp.plan.correlated.sensitivity import comb, squared_sensitivity
+from dualdp.plan.correlated.sensitivity import MOST_WORK, comb, squared_sensitivity
 from dualdp.plan.correlated.strategies import Band, Strategy, identity
 from dualdp.plan.samplers import num_batches
 
@@ -40,8 +40,6 @@ SEPARATED = (*PATTERNED, "balls_in_bins")
 _ROUNDING = 1 + 1e-12
 #: Largest weight of earlier noise, in units of the step's own, which float32 must not round away.
 _MOST_GROWTH = 2.0**10
-#: Most multiplications for inner products that are summed one by one: about a second.
-_MOST_WORK = 2 * 10**8
 #: A finer split of the bins is tried where it lowers what they have in common by this factor.
 _LOWER = 0.9
 
@@ -226,7 +224,7 @@ def _splits(
     """
     tooth = np.sqrt(_tooth(strategy, num_steps, gap)[:stop])
     most = min(gap, stop)
-    if stop * most <= _MOST_WORK:
+    if stop * most <= MOST_WORK:
         inner = np.array([tooth[: stop - lag] @ tooth[lag:] for lag in range(most)]) * _ROUNDING
     else:
         inner = _convolved(tooth, tooth[::-1])[stop - 1 : stop - 1 + most]

@@ -18,8 +18,8 @@ from dualdp import _validate
 
 Vector = NDArray[np.float64]
 PATTERNS = ("min_separation", "fixed")
-#: Most multiplications for a sharper bound than that of |c|: about a second.
-_MOST_WORK = 2 * 10**8
+#: Most multiplications for a sharper bound, or for sums of products one by one: about a second.
+MOST_WORK = 2 * 10**8
 
 
 def participations(num_steps: int, min_separation: Any, max_participations: Any) -> tuple[int, int]:
@@ -93,13 +93,13 @@ def squared_sensitivity(c: Vector, separation: int, count: int, pattern: str) ->
     tooth = comb(h, separation, count)
     bound = float(tooth @ tooth)
     if pattern == "fixed":
-        signed = c.min() < 0 and len(c) * count <= _MOST_WORK
+        signed = c.min() < 0 and len(c) * count <= MOST_WORK
         return min(bound, _fixed_gaps(c, separation, count)) if signed else bound
     if count == 1 or not np.any(np.diff(h[separation:]) > 0):
         return bound
     tooth = comb(enlarged(c, separation)[0], separation, count)
     above = float(tooth @ tooth)
-    if len(c) ** 2 * count > _MOST_WORK or above <= bound * (1 + 1e-12):
+    if len(c) ** 2 * count > MOST_WORK or above <= bound * (1 + 1e-12):
         return above  # long, or it rises by rounding only
     return min(above, _any_gaps(h, separation, count))
 
