@@ -247,7 +247,7 @@ def device_name(device: str) -> str:
 
 def load(setting: Setting, x: np.ndarray, y: np.ndarray) -> Any:
     """Return a NumPy batch on the device."""
-    return workloads_jax.load(setting.workload, x, y)
+    return workloads_jax.load(x, y)
 
 
 wait = jax.block_until_ready

@@ -176,7 +176,7 @@ def params(workload: Workload, seed: int = 0) -> dict[str, Any]:
     return convert(workload.model, "")
 
 
-def load(workload: Workload, x: np.ndarray, y: np.ndarray) -> tuple[jax.Array, jax.Array]:
+def load(x: np.ndarray, y: np.ndarray) -> tuple[jax.Array, jax.Array]:
     """Return a NumPy batch on the device, images as NHWC."""
     if x.ndim == 4:
         x = np.ascontiguousarray(x.transpose(0, 2, 3, 1))

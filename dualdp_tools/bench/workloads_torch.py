@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from functools import partial
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
@@ -203,13 +202,6 @@ def model(workload: Workload, seed: int = 0) -> nn.Module:
             state[ours] = torch.from_numpy(weights[prefix + name])
     built.load_state_dict(state)
     return built
-
-
-def load(
-    workload: Workload, x: np.ndarray, y: np.ndarray, device: str = "cpu"
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a NumPy batch as tensors on the device."""
-    return torch.from_numpy(x).to(device), torch.from_numpy(y).to(device)
 
 
 def losses(workload: Workload, outputs: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

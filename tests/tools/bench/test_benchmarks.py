@@ -115,8 +115,8 @@ def _norms_jax(workload, x, y):
 def test_both_stacks_compute_the_same(name):
     workload = workloads.create(name, **SMALL.get(name, {}))
     arrays = workload.batch(3)
-    ours = _norms_torch(workload, *workloads_torch.load(workload, *arrays))
-    theirs = _norms_jax(workload, *workloads_jax.load(workload, *arrays))
+    ours = _norms_torch(workload, *map(torch.from_numpy, arrays))
+    theirs = _norms_jax(workload, *workloads_jax.load(*arrays))
     np.testing.assert_allclose(ours[0], theirs[0], rtol=2e-5)
     np.testing.assert_allclose(ours[1], theirs[1], rtol=2e-5)
 
@@ -124,8 +124,8 @@ def test_both_stacks_compute_the_same(name):
 @pytest.mark.parametrize("workload", layers.layers("quick"), ids=lambda workload: workload.name)
 def test_single_layers_compute_the_same(workload):
     arrays = workload.batch(2)
-    ours = _norms_torch(workload, *workloads_torch.load(workload, *arrays))
-    theirs = _norms_jax(workload, *workloads_jax.load(workload, *arrays))
+    ours = _norms_torch(workload, *map(torch.from_numpy, arrays))
+    theirs = _norms_jax(workload, *workloads_jax.load(*arrays))
     np.testing.assert_allclose(ours[1], theirs[1], rtol=2e-5)
 
 
