@@ -56,6 +56,13 @@ def calibrate(
 ) -> None:
     """Compute the noise multiplier, or (with --noise-multiplier) the steps or the rate."""
     protects = common.protected(unit, group_size)
+    target: dict[str, Any] = {"target_epsilon": target_epsilon, "target_delta": delta}
+    setting: dict[str, Any] = {
+        "sampler": sampler,
+        "accountant": accountant,
+        "neighboring_relation": relation,
+        "group_size": group_size,
+    }
     if batch_sizes is not None:
         taken = {
             "--noise-multiplier": noise_multiplier,
@@ -75,14 +82,7 @@ def calibrate(
             )
         with common.working("Comparing"):
             compared = compare_batch_sizes(
-                target_epsilon=target_epsilon,
-                target_delta=delta,
-                num_examples=num_examples,
-                epochs=_numbers(batch_sizes),
-                sampler=sampler,
-                accountant=accountant,
-                neighboring_relation=relation,
-                group_size=group_size,
+                num_examples=num_examples, epochs=_numbers(batch_sizes), **target, **setting
             )
         if plot is not None:
             _draw_batch_sizes(plot, compared, protects)
@@ -111,16 +111,12 @@ def calibrate(
             advice = correlated.advise(plan)
         _show_advice(advice, as_json=as_json)
         return
-    options: dict[str, Any] = {
-        "sampler": sampler,
-        "accountant": accountant,
-        "neighboring_relation": relation,
-        "group_size": group_size,
+    options = {
+        **setting,
         "num_examples": num_examples,
         "max_batch_size": max_batch_size,
         "approximate": approximate,
     }
-    target: dict[str, Any] = {"target_epsilon": target_epsilon, "target_delta": delta}
     known_rate = sample_rate is not None or batch_size is not None
     known_steps = steps is not None or epochs is not None
     with common.working("Searching"):
@@ -168,10 +164,9 @@ def calibrate(
 
 def _show_advice(advice: correlated.Advice, *, as_json: bool) -> None:
     """Print the options, the least error first, and the verdict."""
-    rows = [option._asdict() | {"plan": None} for option in advice.options]
     if as_json:
-        for row in rows:
-            del row["plan"]
+        options = [option._asdict().items() for option in advice.options]
+        rows = [{name: value for name, value in items if name != "plan"} for items in options]
         typer.echo(json.dumps({"options": rows, "verdict": advice.verdict}, indent=2))
         return
     table = Table(
