@@ -35,11 +35,7 @@ def create(name: str = "pld", **options: Any) -> Any:
 
 
 def require_bound(name: str) -> str:
-    """Return `name` if it is an accountant that gives upper bounds.
-
-    Raises:
-        AccountingError: it is an approximation, which no run may be accounted by.
-    """
+    """Return `name` if it is an accountant that gives upper bounds; raise on an approximation."""
     kind = _TABLE[_validate.choice("accountant", name, _TABLE)]
     if isinstance(kind, type) and issubclass(kind, GDPAccountant):
         raise _validate.AccountingError(

@@ -37,11 +37,7 @@ def from_opacus(history: Iterable[tuple[float, float, int]]) -> Composition:
 
 
 def to_opacus(history: History) -> list[tuple[float, float, int]]:
-    """Return `accountant.history` as an Opacus history.
-
-    Raises:
-        AccountingError: an event that Opacus has no word for.
-    """
+    """Return `accountant.history` as an Opacus history; raise on an event that Opacus lacks."""
     rows = []
     for event, count in history:
         sigma = as_gaussian(event)

@@ -183,9 +183,7 @@ def _epsilon(
 def stretches(plan: PrivacyPlan, start: int, stop: int) -> list[Stretch]:
     """Return distinct (noise_multiplier, expected_batch_size, count) of steps start..stop-1.
 
-    Raises:
-        ValueError: a value is out of range, or a schedule that never settles is asked for more
-            steps than can be looked at.
+    Raises if a value is out of range, or a schedule never settles within the steps looked at.
     """
     schedules = plan.noise_multiplier, plan.expected_batch_size
     settled = max(start, *(settles_at(schedule) for schedule in schedules))  # type: ignore[arg-type]
@@ -304,8 +302,7 @@ def spent_by(
 ) -> Any:
     """Return an accountant with the releases of a ledger; those of one step belong to one draw.
 
-    Raises:
-        AccountingError: a step was run again under balls-in-bins sampling, whose cost is unknown.
+    Raises if a step was run again under balls-in-bins sampling, whose cost is unknown.
     """
     if participation.is_patterned(plan):
         steps = (int(entry["step"]) for entry in releases)

@@ -57,11 +57,7 @@ def separation(plan: PrivacyPlan) -> int:
 
 
 def check(plan: PrivacyPlan) -> None:
-    """Raise on settings for which no cost is proved.
-
-    Raises:
-        ValueError: named in the message.
-    """
+    """Raise a ValueError on settings for which no cost is proved."""
     classes, cyclic = plan.min_separation, plan.sampler == "cyclic_poisson"
     if cyclic and classes is None:
         raise ValueError(

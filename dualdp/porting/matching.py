@@ -28,8 +28,7 @@ def match(
 ) -> tuple[ParameterMap, ...]:
     """Pair every torch parameter with the JAX leaves of the same name, in torch's order.
 
-    Raises:
-        ValueError: a parameter or leaf without partner, or partners whose shapes do not agree.
+    Raises on a parameter or leaf without partner, and on partners whose shapes do not agree.
     """
     matcher = Matcher(torch_shapes, torch_kinds, jax_leaves, mapping, tied, frozen)
     return matcher.parameter_maps()

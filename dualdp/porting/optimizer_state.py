@@ -66,19 +66,11 @@ class TorchState:
 
     @property
     def steps(self) -> int | None:
-        """Number of updates, or None if the state has no counter.
-
-        Raises:
-            ValueError: the parameters have seen different numbers of updates.
-        """
+        """Number of updates, the same for all parameters; None if the state has no counter."""
         return self.count("step", None if any(self.slots.values()) else 0)
 
     def count(self, slot: str, usual: int | None) -> int | None:
-        """Return the number in a slot, one for all parameters, or `usual` without the slot.
-
-        Raises:
-            ValueError: the parameters have different numbers.
-        """
+        """Return the number in a slot, the same for all parameters, or `usual` without the slot."""
         counts = sorted({int(count) for count in self.slots.get(slot, {}).values()})
         if len(counts) > 1:
             raise ValueError(

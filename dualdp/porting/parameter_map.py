@@ -98,19 +98,12 @@ class LeafSlice:
 
 @dataclass(frozen=True)
 class ParameterMap:
-    """One torch parameter and the JAX leaves that hold it.
+    """One torch parameter and the JAX leaves that hold it."""
 
-    Args:
-        torch_name: name in `named_parameters()`, or name of a buffer.
-        torch_shape: shape of its array.
-        slices: tuple of `LeafSlice`, in the order of the rows.
-        noise_stream: number of a noise key that no JAX leaf has.
-    """
-
-    torch_name: str
+    torch_name: str  # in `named_parameters()`, or of a buffer
     torch_shape: tuple[int, ...]
-    slices: tuple[LeafSlice, ...]
-    noise_stream: int
+    slices: tuple[LeafSlice, ...]  # in the order of the rows
+    noise_stream: int  # number of a noise key that no JAX leaf has
 
     @property
     def jax_path(self) -> str:

@@ -188,9 +188,7 @@ class _Product:
 class Sum:
     """Sum of the losses so far, for one tilt, size and spacing; losses can be added at any time.
 
-    Args:
-        window: Window, region where the sum is wanted; its start may change later.
-        spacing: h.
+    The start of the window, where the sum is wanted, may change later.
     """
 
     def __init__(self, window: Window, spacing: float) -> None:
@@ -200,11 +198,7 @@ class Sum:
         self._slack = self._relative = 0.0
 
     def add(self, pmfs: Iterable[Pmf]) -> None:
-        """Compose chunks of pmfs on the lattice, with counts.
-
-        Raises:
-            TiltError: e^{tilt x} overflows.
-        """
+        """Compose chunks of pmfs on the lattice, with counts; TiltError if e^{tilt x} overflows."""
         window = self.window
         for pmf in pmfs:
             x, counts = pmf.index * self.spacing, pmf.counts

@@ -116,10 +116,8 @@ class LogMoments:
 class Direction:
     """One composed pair (P, Q): all mechanisms of a history in one direction of the relation.
 
-    Args:
-        terms: list of mechanisms with their counts.
-        extra: Extra, the term of delta outside the privacy loss.
-        cache: PrefixCache, sums of earlier calls about a shorter history.
+    `extra` is the term of delta outside the privacy loss; `cache` has the sums of earlier calls
+    about a shorter history.
     """
 
     def __init__(
