@@ -13,7 +13,7 @@ import numpy as np
 
 from dualdp._validate import UnsupportedLayerError
 from dualdp_jax import compat
-from dualdp_jax.per_sample.call import Call, build
+from dualdp_jax.per_sample.call import Call, Options, build
 from dualdp_jax.per_sample.parameters import path_name, split
 
 
@@ -49,14 +49,7 @@ def validate(
 ) -> list[Finding]:
     """Dry run of a loss on a batch: nothing is released, nothing is compiled.
 
-    Args:
-        loss_fn: callable, see `per_sample_grads`.
-        what: pytree of parameters, or an `nnx.Module`.
-        *batch: pytrees, see `per_sample_grads`; one example is enough.
-        has_aux: bool, True if `loss_fn` returns (loss, aux).
-        key: random key, if `loss_fn` takes one.
-        trainable: pytree of bools like `what`; False freezes.
-        keep_batch_dim: bool, see `per_sample_grads`.
+    The arguments are those of `per_sample_grads`; a batch of one example is enough.
 
     Returns:
         List with a finding for each leaf that can't be trained, each variable that one example
@@ -67,15 +60,7 @@ def validate(
         parameters = split(what, trainable)
     except (TypeError, UnsupportedLayerError) as error:
         return _untrainable(what, trainable) or [_of_error(error)]
-    call = build(
-        loss_fn,
-        parameters,
-        batch,
-        has_aux=has_aux,
-        key=key,
-        trainable=None,
-        keep_batch_dim=keep_batch_dim,
-    )
+    call = build(loss_fn, parameters, batch, Options(has_aux, key, None, keep_batch_dim))
     try:
         constant = _constant_gradients(call)
     except (TypeError, ValueError, UnsupportedLayerError) as error:

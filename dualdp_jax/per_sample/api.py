@@ -14,7 +14,7 @@ from dualdp.exactness import CHECKS
 from dualdp_jax import compat
 from dualdp_jax.parallel.mesh import whole
 from dualdp_jax.per_sample import clip
-from dualdp_jax.per_sample.call import Answer, Call, build, traced
+from dualdp_jax.per_sample.call import Answer, Call, Options, build, traced
 from dualdp_jax.per_sample.checks import spot_check, trials
 from dualdp_jax.per_sample.methods import check_method, prepared
 from dualdp_jax.per_sample.request import GRADS, NORMS, SUM, Request, answer, chunk_size
@@ -91,17 +91,8 @@ def per_sample_grads(
     Raises:
         ExactnessError: the check failed.
     """
-    call = build(
-        loss_fn,
-        what,
-        batch,
-        has_aux=has_aux,
-        key=key,
-        trainable=trainable,
-        keep_batch_dim=keep_batch_dim,
-        rows_per_unit=rows_per_unit,
-        row_weights=row_weights,
-    )
+    options = Options(has_aux, key, trainable, keep_batch_dim, rows_per_unit, row_weights)
+    call = build(loss_fn, what, batch, options)
     sizes = (physical_batch_size, max_memory)
     found = _answered(loss_fn, call, Request(GRADS, method), sizes, check, "per_sample_grads")
     result = call.parameters.like(found.leaves)
@@ -127,21 +118,8 @@ def per_sample_norms(
 ) -> Any:
     """Return the L2 norm of each example's gradient.
 
-    Args:
-        loss_fn: callable, see `per_sample_grads`.
-        what: pytree of parameters or `nnx.Module`, see `per_sample_grads`.
-        *batch: pytrees, see `per_sample_grads`.
-        per_parameter: bool, True for one norm per leaf instead of one for the whole gradient.
-        method: str, see `per_sample_grads`.
-        physical_batch_size: int or None, see `per_sample_grads`.
-        max_memory: int or None, see `per_sample_grads`.
-        has_aux: bool, see `per_sample_grads`.
-        key: random key or None, see `per_sample_grads`.
-        trainable: pytree of bools or None, see `per_sample_grads`.
-        keep_batch_dim: bool, see `per_sample_grads`.
-        rows_per_unit: int K, see `per_sample_grads`; every n counts units.
-        row_weights: (n * K,) or None, see `per_sample_grads`.
-        check: str, see `per_sample_grads`.
+    The arguments are those of `per_sample_grads`, where every n counts units, and
+    `per_parameter`: bool, True for one norm per leaf instead of one for the whole gradient.
 
     Returns:
         (n,) norms, float32, or float64 if a parameter is; with `per_parameter` a pytree of (n,);
@@ -150,17 +128,8 @@ def per_sample_norms(
     Raises:
         ExactnessError: the check failed.
     """
-    call = build(
-        loss_fn,
-        what,
-        batch,
-        has_aux=has_aux,
-        key=key,
-        trainable=trainable,
-        keep_batch_dim=keep_batch_dim,
-        rows_per_unit=rows_per_unit,
-        row_weights=row_weights,
-    )
+    options = Options(has_aux, key, trainable, keep_batch_dim, rows_per_unit, row_weights)
+    call = build(loss_fn, what, batch, options)
     request = Request(NORMS, method, per_parameter=bool(per_parameter))
     sizes = (physical_batch_size, max_memory)
     found = _answered(loss_fn, call, request, sizes, check, "per_sample_norms")
@@ -189,25 +158,14 @@ def clipped_grad_sum(
 ) -> ClippedGradSum:
     """Return the sum over the examples of their clipped gradients.
 
-    Args:
-        loss_fn: callable, see `per_sample_grads`.
-        what: pytree of parameters or `nnx.Module`, see `per_sample_grads`.
-        *batch: pytrees, see `per_sample_grads`.
-        max_grad_norm: number or scalar array C > 0, gradient units (a new value does not
-            recompile); for "per_layer" also a mapping from group to bound.
-        clipping: str, "flat", "per_layer" or "automatic".
-        mask: (n,) bool, False for padding; None without padding.
-        method: str, see `per_sample_grads`.
-        physical_batch_size: int or None, see `per_sample_grads`.
-        max_memory: int or None, see `per_sample_grads`.
-        has_aux: bool, see `per_sample_grads`.
-        key: random key or None, see `per_sample_grads`.
-        trainable: pytree of bools or None, see `per_sample_grads`.
-        keep_batch_dim: bool, see `per_sample_grads`.
-        rows_per_unit: int K, see `per_sample_grads`; every n counts units.
-        row_weights: (n * K,) or None, see `per_sample_grads`.
-        check: str, see `per_sample_grads`; compares the contributions of two examples, and the sum
-            over all examples, with plain autodiff.
+    The arguments are those of `per_sample_grads`, where every n counts units, and:
+
+    - `max_grad_norm`: number or scalar array C > 0, gradient units (a new value does not
+      recompile); for "per_layer" also a mapping from group to bound.
+    - `clipping`: str, "flat", "per_layer" or "automatic".
+    - `mask`: (n,) bool, False for padding; None without padding.
+
+    The check compares the contributions of two examples, and the sum over all, with plain autodiff.
 
     Returns:
         `ClippedGradSum`. With n = 0 it holds zeros and `loss_fn` is not called (aux is None).
@@ -223,17 +181,8 @@ def clipped_grad_sum(
 
     Source: Abadi et al. 2016, Algorithm 1, lines "clip gradient" and "add noise" (the sum).
     """
-    call = build(
-        loss_fn,
-        what,
-        batch,
-        has_aux=has_aux,
-        key=key,
-        trainable=trainable,
-        keep_batch_dim=keep_batch_dim,
-        rows_per_unit=rows_per_unit,
-        row_weights=row_weights,
-    )
+    options = Options(has_aux, key, trainable, keep_batch_dim, rows_per_unit, row_weights)
+    call = build(loss_fn, what, batch, options)
     request = Request(SUM, method, clip.clipper(call.parameters, clipping, max_grad_norm))
     sizes = (physical_batch_size, max_memory)
     found = _answered(loss_fn, call, request, sizes, check, "clipped_grad_sum", mask)

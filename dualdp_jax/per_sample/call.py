@@ -74,24 +74,24 @@ def traced(call: Call) -> Call:
     return call._replace(known=call.program)
 
 
-def build(
-    loss_fn: Callable[..., Any],
-    what: Any,
-    batch: tuple[Any, ...],
-    *,
-    has_aux: bool,
-    key: Any,
-    trainable: Any,
-    keep_batch_dim: bool = False,
-    positions: Any = None,
-    rows_per_unit: int | None = None,
-    row_weights: Any = None,
-) -> Call:
+class Options(NamedTuple):
+    """Arguments of `per_sample_grads` about loss, parameters and rows."""
+
+    has_aux: bool = False
+    key: Any = None
+    trainable: Any = None
+    keep_batch_dim: bool = False
+    rows_per_unit: int | None = None
+    row_weights: Any = None
+    positions: Any = None  # (rows,) integers folded into `key`, one per row; None for 0, 1, ...
+
+
+def build(loss_fn: Callable[..., Any], what: Any, batch: tuple[Any, ...], options: Options) -> Call:
     """Check the arguments of a call and bring them to normal form; `loss_fn` is not run on data.
 
-    `what` may be `Parameters` from an earlier split. `positions` (rows,) are the integers folded
-    into `key`, one per row; None for 0, 1, ... The examples of the call are the units.
+    `what` may be `Parameters` from an earlier split. The examples of the call are the units.
     """
+    has_aux, key, trainable, keep_batch_dim, rows_per_unit, row_weights, positions = options
     parameters = what if isinstance(what, Parameters) else split(what, trainable)
     arrays, num_rows, rebuild = split_batch(batch)
     if row_weights is not None and rows_per_unit is None:

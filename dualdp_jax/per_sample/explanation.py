@@ -10,7 +10,7 @@ from dualdp import _validate
 from dualdp.exactness import ExactnessError
 from dualdp_jax import compat
 from dualdp_jax.per_sample import clip, norms
-from dualdp_jax.per_sample.call import Call, build
+from dualdp_jax.per_sample.call import Call, Options, build
 from dualdp_jax.per_sample.capture import analyzed
 from dualdp_jax.per_sample.checks import trials
 from dualdp_jax.per_sample.methods import BY_COST, METHODS, check_method, is_small
@@ -37,20 +37,9 @@ def explain(
     The choices of "auto" depend on shapes, dtypes and this library's version; nothing is timed, so
     every process and a resumed run choose alike.
 
-    Args:
-        loss_fn: callable, see `clipped_grad_sum`.
-        what: pytree of parameters or `nnx.Module`, see `clipped_grad_sum`.
-        *batch: pytrees of the physical batch size, see `clipped_grad_sum`.
-        method: str, see `clipped_grad_sum`.
-        clipping: str, see `clipped_grad_sum`.
-        has_aux: bool, see `clipped_grad_sum`.
-        key: random key or None, see `clipped_grad_sum`.
-        trainable: pytree of bools or None, see `clipped_grad_sum`.
-        keep_batch_dim: bool, see `clipped_grad_sum`.
-        rows_per_unit: int, see `clipped_grad_sum`.
-        row_weights: (rows,) or None, see `clipped_grad_sum`.
-        check: str; "first" reports the check that such a call makes while `jit` traces it, and
-            runs that check if it has not run before; "off" computes nothing.
+    The arguments are those of `clipped_grad_sum`, with a batch of the physical batch size.
+    `check="first"` reports the check that such a call makes while `jit` traces it, and runs that
+    check if it has not run before; "off" computes nothing.
 
     Returns:
         `{"method", "way", "uses", "instantiated", "check"}`. "way" is "vmap" or "loop" for a model
@@ -73,17 +62,8 @@ def explain(
     'passed'
     """
     _validate.choice("check", check, ("first", "off"))
-    call = build(
-        loss_fn,
-        what,
-        batch,
-        has_aux=has_aux,
-        key=key,
-        trainable=trainable,
-        keep_batch_dim=keep_batch_dim,
-        rows_per_unit=rows_per_unit,
-        row_weights=row_weights,
-    )
+    options = Options(has_aux, key, trainable, keep_batch_dim, rows_per_unit, row_weights)
+    call = build(loss_fn, what, batch, options)
     if call.num_examples == 0:
         raise ValueError("The batch has no examples. Expected at least one, for its shapes.")
     check_method(method)

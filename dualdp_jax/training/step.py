@@ -22,7 +22,7 @@ from dualdp_jax.noise.noise import Release, noised_mean, release_at
 from dualdp_jax.noise.recursion import rows_for, size_of
 from dualdp_jax.parallel.mesh import DataMesh, shardings, whole
 from dualdp_jax.per_sample import clip
-from dualdp_jax.per_sample.call import Answer, Call, build, split_batch
+from dualdp_jax.per_sample.call import Answer, Call, Options, build, split_batch
 from dualdp_jax.per_sample.methods import check_method, choose, prepared
 from dualdp_jax.per_sample.parameters import Parameters, split
 from dualdp_jax.per_sample.request import SUM, Request, answer
@@ -282,18 +282,15 @@ class CompiledStep:
         parameters = replace(
             self.parameters, trained=trained, others=self.parameters.keyed(others, key)
         )
-        return build(
-            loss_fn,
-            parameters,
-            self.rebuild(arrays),
+        options = Options(
             has_aux=self.has_aux,
             key=key if self.needs_key or self.augment is not None else None,
-            trainable=None,
             keep_batch_dim=self.keep_batch_dim and self.augment is None,
             positions=positions,
             rows_per_unit=rows_per_unit,
             row_weights=rows.weights,
         )
+        return build(loss_fn, parameters, self.rebuild(arrays), options)
 
     def clipper(self, parameters: Parameters, bound: Any) -> clip.Clip:
         """Return the clipping of a step with the bound C."""

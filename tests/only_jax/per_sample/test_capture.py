@@ -12,7 +12,7 @@ from jax import lax
 
 import dualdp_jax as dpj
 from dualdp_jax.per_sample import jaxpr
-from dualdp_jax.per_sample.call import build
+from dualdp_jax.per_sample.call import Options, build
 from dualdp_jax.per_sample.capture import capture
 from dualdp_jax.rules import gather
 
@@ -482,7 +482,7 @@ def test_every_structure_matches_vmap(method, function, name):
 def test_uses_are_found_where_a_rule_holds(name):
     case = CASES[name]
     params, x = make(case)
-    call = build(case.loss, params, (x,), has_aux=False, key=None, trainable=None)
+    call = build(case.loss, params, (x,), Options())
     found = []
     jax.eval_shape(lambda rows: found.append(capture(call, rows)) or 0, call.rows)
     assert len(found[0].uses) == case.uses
@@ -503,7 +503,7 @@ def test_both_ways_to_repeated_rows_agree():
 def test_parameters_in_aux_are_no_use():
     params, x = {"w": jnp.ones((3, 2))}, jnp.ones((N, 3))
     loss = lambda p, x: (squares(x @ p["w"]), {"w": p["w"] * 2, "x": x})  # noqa: E731
-    call = build(loss, params, (x,), has_aux=True, key=None, trainable=None)
+    call = build(loss, params, (x,), Options(has_aux=True))
     found = capture(call, call.rows)
     assert found.kept == {}
     np.testing.assert_array_equal(found.aux["w"], jnp.full((N, 3, 2), 2.0))
@@ -512,7 +512,7 @@ def test_parameters_in_aux_are_no_use():
 def test_a_parameter_that_was_overlooked_is_an_error(monkeypatch):
     params, x = {"w": jnp.ones((3, 2)), "b": jnp.ones(2)}, jnp.ones((N, 3))
     loss = lambda p, x: squares(x @ p["w"] + p["b"])  # noqa: E731
-    call = build(loss, params, (x,), has_aux=False, key=None, trainable=None)
+    call = build(loss, params, (x,), Options())
     monkeypatch.setattr(jaxpr.Scope, "enter", lambda self, item: getattr(item, "value", item))
     with pytest.raises(RuntimeError, match=r"The parameters \['b'\] reach the loss by a way"):
         capture(call, call.rows)

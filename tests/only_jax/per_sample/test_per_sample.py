@@ -8,7 +8,7 @@ import pytest
 
 import dualdp_jax as dpj
 from dualdp.plan.clipping import MARGIN
-from dualdp_jax.per_sample.call import build
+from dualdp_jax.per_sample.call import Options, build
 from dualdp_jax.per_sample.methods import METHODS
 from tests.closeness import factors_of
 
@@ -303,7 +303,7 @@ def test_float64_parameters_give_float64():
 @pytest.mark.parametrize("method", METHODS)
 def test_max_memory_makes_chunks(problem, method):
     params, x, y = problem
-    call = build(loss_fn, params, (x, y), has_aux=False, key=None, trainable=None)
+    call = build(loss_fn, params, (x, y), Options())
     one = METHODS[method].footprint(call)
     gradients, operands = 12 + 4 + 8, (3 + 4) + (4 + 2)
     expected = {"vmap": gradients, "loop": gradients, "materialize": gradients + operands}
