@@ -13,13 +13,7 @@ import numpy as np
 import optax
 
 from dualdp.audit import plans
-from dualdp.audit.protocol import (
-    CANARY_FACTOR,
-    LOSS_FACTOR,
-    Event,
-    Release,
-    events_of,
-)
+from dualdp.audit.protocol import CANARY_FACTOR, LOSS_FACTOR, Event, Release, events_of
 from dualdp.plan.batches import physical_batches
 from dualdp.plan.plan import PrivacyPlan
 from dualdp_jax.training.engine import PrivacyEngine
@@ -86,8 +80,7 @@ class EngineStep:
         def loss_fn(params: Any, *example: Any, **key: Any) -> Any:
             return self.loss_fn(params, *example[:-1], **key) * example[-1]
 
-        step, state, loader = self._private(loss_fn, self.params, data, plan)
-        return step, state, loader
+        return self._private(loss_fn, self.params, data, plan)
 
     def releases(
         self,
@@ -114,27 +107,21 @@ class EngineStep:
             own = self.loss_fn(params["model"], *example[:-1], **key)
             return LOSS_FACTOR * own + scale * params["canaries"][example[-1]]
 
-        for step, mean in enumerate(self._run(loss_fn, params, data, plan)):
+        step, state, loader = self._private(loss_fn, params, data, plan)
+        for batch in loader.remaining():
+            state, _ = step(state, batch)
+            mean = state.opt_state  # noisy
             sums = jax.tree.map(lambda leaf: np.asarray(leaf) * expected_batch_size, mean)
             leaves = jax.tree.leaves(sums["model"])
-            yield Release(sums["canaries"], leaves, plan.batch_indices(step))
+            yield Release(sums["canaries"], leaves, plan.batch_indices(batch.step))
 
     def events(self) -> list[Event]:
         """See `PrivateStep`."""
         return events_of(self._engine.accountant.history if self._engine else ())
 
-    def _run(
-        self, loss_fn: Callable[..., Any], params: Any, data: tuple[Any, ...], plan: PrivacyPlan
-    ) -> Iterator[Any]:
-        """Yield the noisy means of a run whose optimizer stores them and updates nothing."""
-        step, state, loader = self._private(loss_fn, params, data, plan)
-        for batch in loader.remaining():
-            state, _ = step(state, batch)
-            yield state.opt_state
-
     def _private(
         self, loss_fn: Callable[..., Any], params: Any, data: tuple[Any, ...], plan: PrivacyPlan
-    ) -> Any:
+    ) -> tuple[Any, Any, Any]:
         """`make_private` with an optimizer that stores the noisy mean and updates nothing."""
         keeper = optax.GradientTransformation(
             lambda params: jax.tree.map(jnp.zeros_like, params),

@@ -28,6 +28,12 @@ def seal_message(ledger: Ledger, num_known: int, seal: Seal) -> Message:
     return {"lines": [link.line for link in ledger.chain.links[num_known:]], "seal": tuple(seal)}
 
 
+def secret_of(plan: PrivacyPlan) -> tuple[bytes, int | None]:
+    """Return secret and seed of the plan's key, which rank 0 broadcasts to the others."""
+    root = plan.root.require_secret()
+    return root.secret, root.seed
+
+
 class FollowerLedger(Ledger):
     """Ledger in memory that follows the ledger written by another process.
 

@@ -623,3 +623,20 @@ def _require_header(records: list[Record], name: str) -> None:
         raise ValueError(newer(name, "ledger", found, VERSION))
     if found != VERSION:
         raise ValueError(f"{name} is not a ledger. Expected a file or text that dualdp wrote.")
+
+
+def claimed(ledger: Ledger, **claim: Any) -> Ledger:
+    """Return the ledger of a run after the run has claimed the plan's key.
+
+    If that is refused the ledger is closed, and the file of a new one deleted. `claim` holds the
+    keyword arguments of `PrivacyPlan.claim`.
+    """
+    try:
+        ledger.plan.claim(ledger, **claim)
+    except BaseException:
+        if claim.get("resumed"):
+            ledger.close()
+        else:
+            ledger.discard()
+        raise
+    return ledger

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dualdp import _validate, accountants, mechanisms
-from dualdp._validate import newer
+from dualdp._validate import AccountingError, newer
 from dualdp.plan import accounting, participation, schedules
 from dualdp.plan.clipping import CLIPPING, split_bounds
 from dualdp.plan.correlated import strategies
@@ -541,6 +541,17 @@ def require_plan(plan: Any) -> None:
     """Raise unless this is a plan."""
     if not isinstance(plan, PrivacyPlan):
         raise TypeError(f"plan is {_validate.kind(plan)}. Expected a dualdp.PrivacyPlan.")
+
+
+def checked_step(plan: PrivacyPlan, step: Any) -> int:
+    """Return the step as an integer, if the plan has it."""
+    number = _validate.integer("step", step)
+    if plan.num_steps is not None and number >= plan.num_steps:
+        raise AccountingError(
+            f"step={number} is past the plan's num_steps={plan.num_steps}. Plan more steps, or "
+            "num_steps=None for an open-ended run."
+        )
+    return number
 
 
 def require_units(plan: PrivacyPlan, num_rows: int, users: UserRows | None) -> None:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -13,8 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dualdp import _validate, checkpoint
-from dualdp.ledger.ledger import Ledger
-from dualdp.plan.plan import PrivacyPlan
+from dualdp.ledger.ledger import Ledger, claimed
 from dualdp.randomness import RootKey
 from dualdp_jax.compat import leaf_paths
 from dualdp_jax.parallel.process_group import Group
@@ -54,31 +52,19 @@ def resume_engine(
 
     def open_ledger() -> Ledger:
         resumed = checkpoint.unpack_run(document, path, key, ledger)
-        try:
-            resumed.plan.claim(resumed, recorder=LOADED, source="", resumed=True)
-        except BaseException:
-            resumed.close()
-            raise
-        return resumed
-
-    def followed(root: RootKey) -> PrivacyPlan:
-        return PrivacyPlan.from_json(json.dumps(document["plan"]), key=root)
+        return claimed(resumed, recorder=LOADED, source="", resumed=True)
 
     group, pass_end = Group.current(), document.get("pass_end", 0)  # 0.1.0 had no passes
     if group is None:
         return PrivacyEngine.loaded(open_ledger(), state, pass_end=pass_end)
     group.require_same("the checkpoint", document, "Give all of them the same file.")
     shared = SharedLedger(group)
-    return PrivacyEngine.loaded(shared.resumed(open_ledger, followed), state, shared, pass_end)
+    ours = shared.resumed(open_ledger, document["plan"])
+    return PrivacyEngine.loaded(ours, state, shared, pass_end)
 
 
 def named_leaves(state: TrainState) -> dict[str, Any]:
-    """Return the saved leaves by name, "params/<path>" or "optimizer/<path>".
-
-    Raises:
-        TypeError: it is no state.
-        ValueError: two leaves have one name.
-    """
+    """Return the saved leaves by name, "params/<path>" or "optimizer/<path>"."""
     if not isinstance(state, TrainState):
         raise TypeError(f"state is {_validate.kind(state)}. Expected the TrainState of a step.")
     found: dict[str, Any] = {}
@@ -97,11 +83,7 @@ def named_leaves(state: TrainState) -> dict[str, Any]:
 
 
 def named_arrays(state: TrainState) -> dict[str, Any]:
-    """Return the saved leaves by name as arrays of numbers; a random key as its key data.
-
-    Raises:
-        TypeError: a leaf is no number.
-    """
+    """Return the saved leaves by name as arrays of numbers; a random key as its key data."""
     arrays: dict[str, Any] = {}
     for name, leaf in named_leaves(state).items():
         if is_key(leaf):
@@ -131,14 +113,14 @@ def check_like(like: Any) -> None:
 
 def check_fits(saved: Mapping[str, tuple[Any, Any]], like: TrainState) -> None:
     """Refuse saved leaves, name to (dtype, shape), with other names or types than the state's."""
-    wanted = named_leaves(like)
+    wanted = named_arrays(like)
     missing, unknown = sorted(wanted.keys() - saved.keys()), sorted(saved.keys() - wanted.keys())
     if missing or unknown:
         raise ValueError(
             f"The checkpoint lacks {missing} and holds {unknown} beside what `like` has. Expected "
             "a state of the model and the optimizer that were saved."
         )
-    for name, expected in named_arrays(like).items():
+    for name, expected in wanted.items():
         dtype, shape = saved[name]
         if tuple(shape) != expected.shape or dtype != expected.dtype:
             raise ValueError(

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -14,10 +15,9 @@ import numpy as np
 from jax.experimental import io_callback
 
 from dualdp import _validate
-from dualdp._validate import AccountingError
 from dualdp.plan.correlated.noise import Path, as_path, branch_at, window_terms
 from dualdp.plan.correlated.strategies import Window
-from dualdp.plan.plan import require_plan
+from dualdp.plan.plan import checked_step, require_plan
 from dualdp.randomness import grid_noise, run_registry
 from dualdp_jax import compat
 from dualdp_jax.noise import generators
@@ -78,15 +78,10 @@ def release_at(
     Args:
         plan: `PrivacyPlan`.
         step: int, index of the release.
-        branch: int, the ledger's branch for a step released again with other gradients; or the
-            branches of all steps so far (`Seal.path`).
-        max_grad_norm: float, C of this step if the ledger learns it; None for the plan's.
+        branch: int as in `noisy_mean`, or the branches of all steps so far (`Seal.path`).
+        max_grad_norm: float or None, see `noisy_mean`.
         like: pytree, the sums or, without `rows`, their shapes and dtypes.
         rows: rows of the plan's noise, if it has any; without them all steps are drawn again.
-
-    Raises:
-        AccountingError: the step is past the plan.
-        ValueError: a bound that is not that of a plan with correlated noise.
     """
     step = checked_step(plan, step)
     path = as_path([(0, branch)] if isinstance(branch, int) else branch)
@@ -138,42 +133,20 @@ def refuse_adaptive(plan: Any) -> None:
         )
 
 
-def checked_step(plan: Any, step: Any) -> int:
-    """Return the step as an integer of the plan.
+def _no_release(plan: Any, like: Any) -> Release:
+    """`Release` for a step not on record, which makes every noisy mean nan.
 
-    Raises:
-        AccountingError: it is not.
+    Its shapes and dtypes are those of `release_at(plan, step, like=like)`.
     """
-    step = _validate.integer("step", step)
-    if plan.num_steps is not None and step >= plan.num_steps:
-        raise AccountingError(
-            f"step={step} is past the plan's num_steps={plan.num_steps}. Plan more steps, or "
-            "num_steps=None for an open-ended run."
-        )
-    return step
-
-
-def no_release(plan: Any, like: Any) -> Release:
-    """Return a `Release` that makes every noisy mean nan, for a step not on record."""
-    shapes = release_shapes(plan, like)
-    kinds = lambda x: x.dtype.type(math.nan if np.issubdtype(x.dtype, np.floating) else 0)  # noqa: E731
-    return jax.tree.map(lambda shape: np.full(shape.shape, kinds(shape)), shapes)
-
-
-def release_shapes(plan: Any, like: Any) -> Release:
-    """Return shapes and dtypes of `release_at(plan, step, like=like)`."""
-    scalar = jax.ShapeDtypeStruct((), _scalar_dtype(like))
+    scalar = np.full((), math.nan, _scalar_dtype(like))
     source: Any
     if plan.noise == "secure":
-        whole = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, np.int32), like)
-        source = GridNoise(whole, whole, scalar, scalar)
+        cells = jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.int32), like)
+        source = GridNoise(cells, cells, scalar, scalar)
     else:
         most = _most_draws(plan)
-        source = Draws(
-            jax.ShapeDtypeStruct((most, 2), np.uint32),
-            jax.ShapeDtypeStruct((most,), scalar.dtype),
-            jax.ShapeDtypeStruct((), np.int32),
-        )
+        keys, stddevs = np.zeros((most, 2), np.uint32), np.full(most, scalar)
+        source = Draws(keys, stddevs, np.zeros((), np.int32))
     return Release(source, scalar)
 
 
@@ -273,28 +246,18 @@ def claimed_mean(
     """
     require_plan(plan)
     check_sum(grads)
-    is_traced = compat.is_traced((grads, step)) or compat.in_trace()
-    mean = _traced_mean if is_traced else _mean_on_host
-    return mean(grads, plan, step, source, caller, branch, max_grad_norm)
-
-
-def _mean_on_host(
-    grads: Any,
-    plan: Any,
-    step: Any,
-    source: str,
-    caller: object,
-    branch: int | None,
-    max_grad_norm: float | None,
-) -> Any:
-    """Noisy mean of concrete sums."""
+    draw = partial(run_registry.drawing, plan, source, caller, branch=branch)
+    release_of = partial(release_at, plan, max_grad_norm=max_grad_norm)
+    if compat.is_traced((grads, step)) or compat.in_trace():
+        _check_trace(grads, step, source)
+        if max_grad_norm is None:
+            refuse_adaptive(plan)
+        return _traced_mean(grads, plan, step, source, draw, release_of)
     step = checked_step(plan, step)
-    with run_registry.drawing(plan, source, caller, step, branch) as granted:
+    with draw(step) as granted:
         if granted is None:
             raise run_registry.not_recorded(source, step)
-        release = release_at(
-            plan, step, branch=granted, max_grad_norm=max_grad_norm, like=grads, rows=rows_of(plan)
-        )
+        release = release_of(step, branch=granted, like=grads, rows=rows_of(plan))
         if not compat.spans_devices(grads):
             return noised_mean(grads, release)
         # One program, so that no device draws the noise of another.
@@ -302,20 +265,8 @@ def _mean_on_host(
         return jax.jit(noised_mean, out_shardings=shardings)(grads, release)
 
 
-def _traced_mean(
-    grads: Any,
-    plan: Any,
-    step: Any,
-    source: str,
-    caller: object,
-    branch: int | None,
-    max_grad_norm: float | None,
-) -> Any:
-    """Noisy mean in a traced function, which gets the noise of its step from the host.
-
-    The key of a step is a keyed hash, which must not be in the program: it would be the same at
-    every call, and end in compilation caches. The callback costs tens of microseconds.
-    """
+def _check_trace(grads: Any, step: Any, source: str) -> None:
+    """Refuse a traced function that would draw one noise for several releases."""
     if not compat.is_traced(step):
         raise TypeError(
             f"{source} got step={step} as a constant inside jit, scan or vmap: every call of the "
@@ -327,24 +278,30 @@ def _traced_mean(
             f"{source} is inside shard_map or pmap, over {axes}: each device would ask for the "
             "noise of the step. Expected it outside, on the sums of all devices."
         )
-    if max_grad_norm is None:
-        refuse_adaptive(plan)
+
+
+def _traced_mean(
+    grads: Any, plan: Any, step: Any, source: str, draw: Callable[..., Any], release_of: Any
+) -> Any:
+    """Noisy mean in a traced function, which gets the noise of its step from the host.
+
+    The key of a step is a keyed hash, which must not be in the program: it would be the same at
+    every call, and end in compilation caches. The callback costs tens of microseconds.
+    """
     like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), grads)
 
     def ask_host(step: Any) -> Release:
         number = checked_step(plan, step)
-        with run_registry.drawing(
-            plan, source, caller, number, branch, on_record_only=True
-        ) as granted:
+        with draw(number, on_record_only=True) as granted:
             if granted is None:
                 _log.error("%s It gets nan.", run_registry.not_recorded(source, number))
-                return no_release(plan, like)
-            return release_at(plan, number, branch=granted, max_grad_norm=max_grad_norm, like=like)
+                return _no_release(plan, like)
+            return release_of(number, branch=granted, like=like)
 
     @jax.custom_batching.custom_vmap
     def noisy(grads: Any, step: Any) -> Any:
         # Not pure: two calls of one step must not become one, whose noise both sums would get.
-        release = io_callback(ask_host, release_shapes(plan, like), step)
+        release = io_callback(ask_host, jax.eval_shape(lambda: _no_release(plan, like)), step)
         return noised_mean(grads, release)
 
     @noisy.def_vmap
@@ -379,10 +336,7 @@ def noised_mean(grads: Any, release: Release) -> Any:
 
 def _plus(leaves: Sequence[Any], stddev: Any, normals: Sequence[Any]) -> list[Any]:
     """Leaves plus normals of a standard deviation."""
-    return [
-        leaf + stddev.astype(leaf.dtype) * normal
-        for leaf, normal in zip(leaves, normals, strict=True)
-    ]
+    return [x + stddev.astype(x.dtype) * z for x, z in zip(leaves, normals, strict=True)]
 
 
 @jax.jit

@@ -30,6 +30,7 @@ from dualdp.plan.correlated.noise import (
     require_affordable,
 )
 from dualdp_jax.noise import generators
+from dualdp_jax.rules.arrays import beside
 
 _log = logging.getLogger("dualdp")
 _SECONDS = 10.0  # between two lines about the progress
@@ -81,9 +82,6 @@ class Rows:
             step: int, index of the release.
             path: branches of the steps that lead to it.
             like: pytree of arrays, the sums.
-
-        Raises:
-            AccountingError: more normals would be drawn again than 10^14.
         """
         layout = _layout_of(like)
         zeros, following = _programs(self._recursion, layout)
@@ -173,7 +171,11 @@ def _programs(
         if recursion.decays is None:
             moved = [s.at[order[-1]].set(n) for s, n in zip(rows, noise, strict=True)]
         else:
-            moved = [s * _column(recursion.decays, s) + n for s, n in zip(rows, noise, strict=True)]
+            decays = np.asarray(recursion.decays)
+            moved = [
+                s * beside(jnp.asarray(decays, s.dtype), s) + n
+                for s, n in zip(rows, noise, strict=True)
+            ]
         return noise, moved
 
     placed = [sharding for *_, sharding in layout]
@@ -189,11 +191,6 @@ def _less(z: Any, taps: Any, rows: Any, order: Any) -> Any:
     taps = jnp.asarray(taps, z.dtype)
     minus = lambda i, rest: rest - taps[i] * rows[order[i]]  # noqa: E731
     return jax.lax.fori_loop(0, len(taps), minus, z, unroll=min(len(taps), _UNROLLED))
-
-
-def _column(values: Sequence[float], rows: Any) -> Any:
-    """(d,) as (d, 1, ..., 1), to multiply rows by."""
-    return jnp.asarray(values, rows.dtype).reshape(-1, *[1] * (rows.ndim - 1))
 
 
 def _of_rows(sharding: Any) -> Any:

@@ -148,15 +148,7 @@ def is_in(opt_state: Any) -> bool:
 def extra_arguments(opt_state: Any, plan: Any, step: int, bound: float, dtype: Any) -> Any:
     """Return what `optimizer.update` needs beside gradient, state and parameters.
 
-    Args:
-        opt_state: pytree, state of the optimizer.
-        plan: `PrivacyPlan`.
-        step: int, index of the release.
-        bound: float, C of this step.
-        dtype: dtype of the noise's standard deviation.
-
-    Returns:
-        dict, empty unless an `adam_bc` is part of the optimizer.
+    It is the noise's standard deviation in this dtype, for an `adam_bc`; `bound` is C of the step.
     """
     if not is_in(opt_state):
         return {}

@@ -33,11 +33,7 @@ def arguments_of(data: Any, loss_fn: Callable[..., Any], needs_key: bool) -> tup
 
 
 def rows_of(data: Any, users: Any, augment: Any = None) -> UserRows | None:
-    """Return the rows of each user of the data; None for None.
-
-    Raises:
-        TypeError, ValueError: no id for each row; or `augment` came, too.
-    """
+    """Return the rows of each user of the data; None for None."""
     if users is not None and augment is not None:
         raise ValueError(
             "users and augment= came together, and a unit is the rows of a user or the views of a "
@@ -61,12 +57,7 @@ def _takes(loss_fn: Callable[..., Any], examples: tuple[Any, ...], needs_key: bo
 
 
 def check_loss(run: CompiledStep, examples: tuple[Any, ...]) -> None:
-    """Trace the loss of one example, to refuse an unsuitable one.
-
-    Raises:
-        TypeError: `loss_fn` takes a key and `needs_key` does not say so, or the other way round.
-        ValueError: more rows of users than their keys can be told apart.
-    """
+    """Trace the loss of one example, to refuse an unsuitable one, or too many rows for keys."""
     _check_key_argument(run.loss_fn, run.needs_key, examples)
     users, k = run.plan.num_examples, run.rows_of_each
     if users * k > 2**32:
@@ -92,11 +83,9 @@ def check_loss(run: CompiledStep, examples: tuple[Any, ...]) -> None:
 
 
 def check_optimizer(run: CompiledStep, state: TrainState) -> None:
-    """Trace an update of the optimizer, to refuse an unsuitable one.
+    """Trace an update of the optimizer, to refuse one that wants more than gradients and params.
 
-    Raises:
-        TypeError: the optimizer wants more than gradients, its state and the parameters.
-        ValueError: an `adam_bc` with correlated noise, or behind what changes the gradient.
+    An `adam_bc` also refuses correlated noise, and what changes the gradient before it.
     """
     trained = run.parameters.like(run.parameters.arrays(state.params)[0])
     extra: dict[str, Any] = {}

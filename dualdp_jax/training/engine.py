@@ -15,7 +15,7 @@ import optax
 from dualdp import _validate, exactness
 from dualdp._validate import AccountingError
 from dualdp.accountants import require_bound
-from dualdp.ledger.ledger import Ledger
+from dualdp.ledger.ledger import Ledger, claimed
 from dualdp.ledger.release_record import Seal
 from dualdp.plan.arguments import (
     KNOWN,
@@ -25,10 +25,12 @@ from dualdp.plan.arguments import (
     plan_of,
     refuse_beside_target,
 )
+from dualdp.plan.correlated.noise import require_affordable
 from dualdp.plan.plan import PrivacyPlan
 from dualdp.plan.units.rows import UserRows, rows_digest
 from dualdp.randomness import run_registry
 from dualdp_jax import compat
+from dualdp_jax.noise.recursion import size_of
 from dualdp_jax.parallel.mesh import data_mesh_of, local_shards, shardings
 from dualdp_jax.parallel.process_group import Group
 from dualdp_jax.parallel.sum_hash import hash_sums
@@ -43,7 +45,7 @@ from dualdp_jax.training.arguments import (
 from dualdp_jax.training.ema import average_in
 from dualdp_jax.training.loader import LogicalBatch, PlannedLoader, examples_of
 from dualdp_jax.training.rank_consistency import check_data, check_run, one_plan
-from dualdp_jax.training.run_ledger import SharedLedger, open_ledger
+from dualdp_jax.training.run_ledger import SharedLedger
 from dualdp_jax.training.step import (
     CompiledStep,
     ComputedStep,
@@ -89,10 +91,10 @@ class PrivacyEngine:
         self._secure_mode, self._names_delta = bool(secure_mode), False
         self.keep_per_sample = False
         self._ledger: Ledger | None = None
-        self._has_begun = self._is_detached = False
-        self._own_loop: PlannedLoader | None = None  # set if the step is the user's own
+        self._is_detached = False
         self._run: CompiledStep | None = None
         self._loader: PlannedLoader | None = None
+        self._is_own_loop = False  # True if the step is the user's own
         self._checks: StepChecks | None = None
         self._rate = 0.0  # share of checked steps
         self._is_checked = False  # a check passed since the start or the last failure
@@ -109,10 +111,7 @@ class PrivacyEngine:
         shared: SharedLedger | None = None,
         pass_end: int = 0,
     ) -> PrivacyEngine:
-        """Return the engine of a run from a checkpoint; `resume` continues it.
-
-        `pass_end` is the step that ends the pass in which the checkpoint was saved.
-        """
+        """Return the engine of a run from a checkpoint, saved in a pass that ends at `pass_end`."""
         engine = cls()
         engine._ledger, engine._loaded, engine._shared = ledger, state, shared
         engine._names_delta, engine._interrupted = True, pass_end
@@ -205,16 +204,6 @@ class PrivacyEngine:
                 f"loss_fn is {_validate.kind(loss_fn)}. Expected a function (params, *example) -> "
                 "loss of one example."
             )
-        if hasattr(optimizer, "tx"):
-            raise TypeError(
-                f"optimizer is a {type(optimizer).__module__}.{type(optimizer).__name__}. Expected "
-                "its optax transformation: say optimizer.tx."
-            )
-        if not hasattr(optimizer, "init") or not hasattr(optimizer, "update"):
-            raise TypeError(
-                f"optimizer is {_validate.kind(optimizer)}. Expected an optax transformation, "
-                "such as optax.sgd(0.1)."
-            )
         parameters = split(params, trainable)
         if not parameters.trained:
             kinds = sorted({_validate.kind(leaf) for leaf in jax.tree.leaves(params)})
@@ -251,18 +240,14 @@ class PrivacyEngine:
             opt_shardings=None if data_mesh is None else shardings(state.opt_state),
         )
         if self._loaded is not None:
-            run.require_noise(self.ledger.position)
+            size = size_of(parameters.trained)
+            require_affordable(plan.correlation, self.ledger.position, size)
         check_loss(run, examples)
         check_optimizer(run, state)
-        digest = rows_digest(plan, rows)
         if group is not None:
-            check_data(group, examples, digest)
             check_run(group, run, state)
-        if self._loaded is not None:
-            self.ledger.bind_users(digest)
-        self._begin(plan, ledger, group, "PrivacyEngine.make_private", run_registry.OWN_STEP)
-        self.ledger.bind_users(digest)
-        self._run, self._loader = run, loader
+        self._begin(loader, ledger, group, "PrivacyEngine.make_private", run_registry.OWN_STEP)
+        self._run = run
         self._checks, self._rate = StepChecks(run), rate
         self.ledger.note(checks=rate)
         return self._step, state, loader
@@ -331,34 +316,18 @@ class PrivacyEngine:
         """Open the ledger and return the loader of a run whose step is the user's own.
 
         Call `record()` before each release, and `noisy_mean` or `add_noise(plan)` for its noise.
-
-        Args:
-            data: tuple of arrays, see `make_private`.
-            plan: `PrivacyPlan` or None, see `make_private`.
-            data_sharding: `NamedSharding` or None, see `make_private`.
-            users: id of the user of each row, see `make_private`; `clipped_grad_sum` must get the
-                plan's rows_per_unit, and the row_weights of each chunk.
-            ledger: path or None, see `make_private`.
-            **plan_arguments: keyword arguments, see `make_private`.
-
-        Returns:
-            The loader.
+        The arguments are those of `make_private`; with `users`, `clipped_grad_sum` must get the
+        plan's rows_per_unit, and the row_weights of each chunk.
         """
         self._refuse_a_second_run()
         data_mesh = data_mesh_of(data_sharding)
         group = None if data_mesh is None else data_mesh.group
         rows = rows_of(data, users)
         plan = self._plan_of(plan, data, rows, plan_arguments, group)
-        examples = examples_of(data)
-        loader = PlannedLoader(examples, plan, self._span, data_mesh, self._interrupted, rows)
-        digest = rows_digest(plan, rows)
-        if group is not None:
-            check_data(group, examples, digest)
-        if self._loaded is not None:
-            self.ledger.bind_users(digest)
-        self._begin(plan, ledger, group, "PrivacyEngine.make_loader", "")
-        self.ledger.bind_users(digest)
-        self._own_loop = loader
+        loader = PlannedLoader(
+            examples_of(data), plan, self._span, data_mesh, self._interrupted, rows
+        )
+        self._begin(loader, ledger, group, "PrivacyEngine.make_loader", "")
         return loader
 
     def _plan_of(
@@ -388,27 +357,34 @@ class PrivacyEngine:
         return self.plan
 
     def _refuse_a_second_run(self) -> None:
-        if self._has_begun:
+        if self._loader is not None:
             raise AccountingError(SECOND_RUN)
 
     def _begin(
         self,
-        plan: PrivacyPlan,
+        loader: PlannedLoader,
         path: str | os.PathLike[str] | None,
         group: Group | None,
         recorder: str,
         source: str,
     ) -> None:
         """Claim the plan's key and open its ledger, unless the ledger was loaded."""
-        claim = {"recorder": recorder, "source": source}
-        if self._ledger is not None and source:
-            run_registry.draw_by_engine(self._ledger)
-        elif self._ledger is None and group is not None:
-            self._shared = SharedLedger(group)
-            self._ledger = self._shared.opened(plan, self._accountant, path, **claim)
-        elif self._ledger is None:
-            self._ledger = open_ledger(plan, self._accountant, path, **claim)
-        self._has_begun = True
+        digest = rows_digest(loader.plan, loader.users)
+        if group is not None:
+            check_data(group, loader.arrays, digest)
+        if self._ledger is not None:
+            self._ledger.bind_users(digest)
+            if source:
+                run_registry.draw_by_engine(self._ledger)
+        else:
+            run = (loader.plan, self._accountant, path)
+            if group is None:
+                self._ledger = claimed(Ledger(*run), recorder=recorder, source=source)
+            else:
+                self._shared = SharedLedger(group)
+                self._ledger = self._shared.opened(*run, recorder=recorder, source=source)
+            self._ledger.bind_users(digest)
+        self._loader, self._is_own_loop = loader, not source
 
     def _span(self) -> tuple[int, int | None]:
         """Next step, and the first step that the loader must not draw."""
@@ -550,8 +526,8 @@ class PrivacyEngine:
         ledger = self.ledger
         if delta is None and not self._names_delta:
             raise ValueError("delta is missing. Expected a number in (0, 1), e.g. delta=1e-5.")
-        if self._own_loop is not None:
-            self._own_loop.handed_out.require_recorded(ledger.position)
+        if self._is_own_loop and self._loader is not None:
+            self._loader.handed_out.require_recorded(ledger.position)
         return ledger.get_epsilon(delta=delta, accept_unverified=accept_unverified)
 
     def model(self, state: TrainState) -> Any:
@@ -587,8 +563,7 @@ class PrivacyEngine:
     @property
     def pass_end(self) -> int:
         """Step where the current pass over the loader ends; 0 before the first."""
-        loader = self._own_loop if self._loader is None else self._loader
-        return self._interrupted if loader is None else loader.handed_out.pass_end
+        return self._interrupted if self._loader is None else self._loader.handed_out.pass_end
 
     @property
     def plan(self) -> PrivacyPlan:

@@ -89,6 +89,8 @@ class PlannedLoader:
         users: rows of each user, for a plan with unit="user"; None for single rows.
 
     Attributes:
+        plan, users: as given.
+        arrays: list of the arrays of the data.
         physical_batch_size: int, examples of a chunk over all shards, or users.
         handed_out: `HandedOut`, record of the batches drawn.
 
@@ -111,8 +113,8 @@ class PlannedLoader:
         arrays, num_rows, self.rebuild = split_batch(data)
         require_units(plan, num_rows, users)
         _require_items(arrays, plan.rows_per_item)
-        self._users = users
-        self._arrays, self._plan, self._span, self._data_mesh = arrays, plan, span, data_mesh
+        self.users = users
+        self.arrays, self.plan, self._span, self._data_mesh = arrays, plan, span, data_mesh
         self.handed_out = HandedOut(pass_end=interrupted)
         self._interrupted, self._is_whole = interrupted, False
         shards = 1 if data_mesh is None else data_mesh.num_shards
@@ -126,7 +128,7 @@ class PlannedLoader:
 
     def __iter__(self) -> Iterator[LogicalBatch]:
         steps = self._steps()
-        if not steps and not self._is_whole and self._plan.on_budget != "stop":
+        if not steps and not self._is_whole and self.plan.on_budget != "stop":
             raise AccountingError(
                 f"All {steps.start} planned steps are taken. Plan more steps or epochs; each "
                 "release spends privacy."
@@ -141,15 +143,12 @@ class PlannedLoader:
         start, end = self._span()
         if self._is_whole:
             return range(start, require_end(end))
-        return range(start, end_of_pass(self._plan, start, end, self._interrupted))
+        return range(start, end_of_pass(self.plan, start, end, self._interrupted))
 
     def remaining(self) -> PlannedLoader:
-        """Return the same loader with passes that run to the end of the plan.
+        """Return the same loader with passes that run to the end of the plan, empty after it.
 
-        Once the plan is done its passes are empty.
-
-        Raises:
-            AccountingError: in a pass, the run is open-ended.
+        A pass of an open-ended run is refused.
         """
         other = copy.copy(self)
         other._is_whole = True
@@ -157,16 +156,16 @@ class PlannedLoader:
 
     def batch(self, step: int) -> LogicalBatch:
         """Return the logical batch of a step: a pure function of the plan's key and the step."""
-        drawn = self._plan.batch_indices(step)
-        drawn = drawn if self._users is None else self._users.having_rows(drawn)
+        drawn = self.plan.batch_indices(step)
+        drawn = drawn if self.users is None else self.users.having_rows(drawn)
         pieces = physical_batches(drawn, self.physical_batch_size)
         return self.hand_out(step, (self._chunk(step, i, mask) for i, mask in pieces))
 
     def _chunk(self, step: int, indices: Any, mask: Any) -> Chunk:
         """Chunk of the examples, or users, at these indices."""
-        if self._users is None:
+        if self.users is None:
             return Chunk(self._rows(indices), mask, indices)
-        found = draw_rows(self._plan, step, indices, self._users, self._plan.rows_per_unit)
+        found = draw_rows(self.plan, step, indices, self.users, self.plan.rows_per_unit)
         return Chunk(self._rows(found.rows.ravel()), mask, indices, found.weights.ravel())
 
     def hand_out(self, step: int, chunks: Iterable[Chunk]) -> LogicalBatch:
@@ -174,14 +173,14 @@ class PlannedLoader:
 
         For `dualdp_jax.testing`, which runs steps on chosen examples.
         """
-        batch = LogicalBatch(self._plan, step, tuple(jax.tree.map(_frozen, c) for c in chunks))
+        batch = LogicalBatch(self.plan, step, tuple(jax.tree.map(_frozen, c) for c in chunks))
         self._drawn[batch] = jax.tree.leaves(batch.chunks), _digest(batch.chunks)
         return batch
 
     def drew(self, batch: Any) -> bool:
         """True if this loader drew the batch and nothing in it was changed."""
         found = self._drawn.get(batch) if isinstance(batch, LogicalBatch) else None
-        if found is None or batch.plan is not self._plan:
+        if found is None or batch.plan is not self.plan:
             return False
         leaves = jax.tree.leaves(batch.chunks)
         is_same = len(leaves) == len(found[0]) and all(map(operator.is_, leaves, found[0]))
@@ -191,8 +190,8 @@ class PlannedLoader:
     def _rows(self, indices: Any) -> tuple[Any, ...]:
         """Rows at these indices, as arguments of the loss."""
         if self._data_mesh is None:
-            return self.rebuild([leaf[indices] for leaf in self._arrays])
-        return self.rebuild([self._data_mesh.rows(leaf, at=indices) for leaf in self._arrays])
+            return self.rebuild([leaf[indices] for leaf in self.arrays])
+        return self.rebuild([self._data_mesh.rows(leaf, at=indices) for leaf in self.arrays])
 
 
 def _frozen(leaf: Any) -> Any:
@@ -248,11 +247,7 @@ def default_rows(plan: Any) -> int:
 
 
 def examples_of(data: Any) -> tuple[Any, ...]:
-    """Return the data as arguments of the loss: a tuple as it is, anything else as one argument.
-
-    Raises:
-        TypeError: data that can't be drawn from by index.
-    """
+    """Return the data as arguments of the loss: a tuple as it is, anything else as one argument."""
     for leaf in jax.tree.leaves(data, is_leaf=lambda node: isinstance(node, Iterator)):
         if not isinstance(leaf, _ARRAYS + _HANDED_ON):
             raise TypeError(

@@ -11,21 +11,17 @@ from typing import Any
 import jax
 import numpy as np
 
+from dualdp.ledger.follower import secret_of
 from dualdp.plan.plan import PrivacyPlan
 from dualdp.randomness import RootKey
 from dualdp_jax.parallel.mesh import local_shards, placement_digest
 from dualdp_jax.parallel.process_group import Group
-from dualdp_jax.per_sample.call import split_batch
 
 _ROWS = 16  # rows of the data that are compared
 
 
 def one_plan(group: Group, plan: PrivacyPlan) -> PrivacyPlan:
-    """Return one plan for all processes, with process 0's key; plans must not differ otherwise.
-
-    Raises:
-        ValueError: they do, on every process.
-    """
+    """Return one plan for all processes, with process 0's key; plans must not differ otherwise."""
     public = json.loads(plan.to_json())
     sha256 = public.pop("key_sha256")
     group.require_same("the plan", public, "Give all of them one plan, or the same arguments.")
@@ -35,21 +31,11 @@ def one_plan(group: Group, plan: PrivacyPlan) -> PrivacyPlan:
     return PrivacyPlan.from_json(json.dumps({**public, "key_sha256": root.sha256}), key=root)
 
 
-def secret_of(plan: PrivacyPlan) -> tuple[bytes, int | None]:
-    """Return secret and seed of the plan's key, which process 0 broadcasts to the others."""
-    root = plan.root.require_secret()
-    return root.secret, root.seed
-
-
-def check_data(group: Group, data: tuple[Any, ...], users: str | None = None) -> None:
+def check_data(group: Group, arrays: Sequence[Any], users: str | None) -> None:
     """Refuse processes with different data: one example could be in two shards of a step.
 
     `users` is the keyed digest of the rows of each user, or None.
-
-    Raises:
-        ValueError: on every process.
     """
-    arrays = split_batch(data)[0]
     group.require_same("the arrays of the data", [_kind(array) for array in arrays])
     group.require_same("users", users, "Give all of them the same users=.", shown=False)
     rows = np.unique(np.linspace(0, len(arrays[0]) - 1, _ROWS).astype(np.int64))
@@ -61,12 +47,7 @@ def check_data(group: Group, data: tuple[Any, ...], users: str | None = None) ->
 
 
 def check_run(group: Group, run: Any, state: Any) -> None:
-    """Refuse processes that would train different models.
-
-    Raises:
-        ValueError: on every process; the first thing that differs is named.
-        RuntimeError: they start from other numbers.
-    """
+    """Refuse processes that would train different models, or from other numbers."""
     group.require_same("the run", {
         "parameters": {
             name: [str(leaf.dtype), list(leaf.shape), str(leaf.sharding.spec)]
@@ -88,12 +69,9 @@ def check_run(group: Group, run: Any, state: Any) -> None:
 
 
 def check_replicas(group: Group, point: str, arrays: Sequence[Any], digest: str) -> list[bytes]:
-    """Compare the replicas of some arrays between processes; return the digests by rank.
+    """Refuse other numbers in the same parts of two processes; return the digests by rank.
 
     `digest` is hexadecimal, of this process's shards; 16 bytes of it are compared.
-
-    Raises:
-        RuntimeError: two processes hold the same parts, with other numbers in them.
     """
     ours = bytes.fromhex(digest)[:16], bytes.fromhex(placement_digest(arrays))[:16]
     gathered = group.gather(point, b"".join(ours))

@@ -12,33 +12,17 @@ from typing import Any
 import numpy as np
 
 from dualdp.exactness import ExactnessError
-from dualdp.ledger.follower import FollowerLedger, seal_message
-from dualdp.ledger.ledger import Ledger
+from dualdp.ledger.follower import FollowerLedger, seal_message, secret_of
+from dualdp.ledger.ledger import Ledger, claimed
 from dualdp.ledger.release_record import Seal
 from dualdp.plan.plan import PrivacyPlan
 from dualdp.randomness import RootKey
 from dualdp_jax.parallel.mesh import checksum
 from dualdp_jax.parallel.process_group import Group
 from dualdp_jax.parallel.sum_hash import hash_sums
-from dualdp_jax.training.rank_consistency import check_replicas, secret_of
+from dualdp_jax.training.rank_consistency import check_replicas
 
 LOADED = "load_checkpoint"
-
-
-def open_ledger(
-    plan: PrivacyPlan,
-    accountant: str | None,
-    path: str | os.PathLike[str] | None,
-    **claim: Any,
-) -> Ledger:
-    """Return a new ledger after claiming the plan's key; `claim` as in `SharedLedger.opened`."""
-    opened = Ledger(plan, accountant, path)
-    try:
-        plan.claim(opened, **claim)
-    except BaseException:
-        opened.discard()
-        raise
-    return opened
 
 
 class SharedLedger:
@@ -82,7 +66,7 @@ class SharedLedger:
         written: list[Ledger] = []
 
         def begin() -> bool:
-            written.append(open_ledger(plan, accountant, path, **claim))
+            written.append(claimed(Ledger(plan, accountant, path), **claim))
             return path is not None
 
         self.is_filed = self._group.on_first("the ledger", begin)
@@ -92,11 +76,8 @@ class SharedLedger:
         plan.claim(follower, follows=True, **claim)
         return follower
 
-    def resumed(self, call: Callable[[], Ledger], plan: Callable[[Any], PrivacyPlan]) -> Ledger:
-        """Return the ledger of a resumed run.
-
-        `call` () -> ledger is called on process 0, `plan` (key) -> plan on the others.
-        """
+    def resumed(self, call: Callable[[], Ledger], plan: Mapping[str, Any]) -> Ledger:
+        """Return the ledger of a resumed run: process 0 calls for it. `plan` is the plan's JSON."""
         written: list[Ledger] = []
 
         def message() -> Any:
@@ -107,8 +88,9 @@ class SharedLedger:
         if written:
             ledger = written[0]
         else:
-            ledger = FollowerLedger.of_resumed(plan(RootKey(*secret)), text, state)
-            ledger.plan.claim(ledger, recorder=LOADED, source="", follows=True)
+            run = PrivacyPlan.from_json(json.dumps(plan), key=RootKey(*secret))
+            ledger = FollowerLedger.of_resumed(run, text, state)
+            run.claim(ledger, recorder=LOADED, source="", follows=True)
         self._num_shared, self.is_filed = ledger.num_lines, True
         return ledger
 
@@ -148,10 +130,6 @@ class SharedLedger:
 
         `params` and `sums` lie on the mesh, and are None if the engine does not know them; `facts`
         are further arguments of `Ledger.seal`.
-
-        Raises:
-            RuntimeError: a process is lost, or elsewhere.
-            AccountingError: the written line is not what this process would have written.
         """
         point = f"step {step}"
         digests: list[bytes] = []

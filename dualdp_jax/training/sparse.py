@@ -14,7 +14,7 @@ import numpy as np
 
 from dualdp import _validate, sparse
 from dualdp.plan.clipping import clip_factors
-from dualdp.plan.plan import require_plan
+from dualdp.plan.plan import checked_step, require_plan
 from dualdp_jax import compat
 from dualdp_jax.noise import noise
 from dualdp_jax.rules.arrays import beside, widen
@@ -98,7 +98,8 @@ def contribution_map(
             "ids lie on a mesh with explicit axes. Expected a mesh of automatic axes "
             "(jax.sharding.AxisType.Auto for each), or ids on one device."
         )
-    _check_range(ids, num_rows)
+    if not compat.is_traced(ids) and ids.size:
+        sparse.check_range(int(ids.min()), int(ids.max()), num_rows)
     rows = jnp.asarray(ids).reshape(units, unit * math.prod(ids.shape[1:]))  # (u, t)
     rows = jnp.sort(rows if rows.itemsize >= 4 else rows.astype(jnp.int32), 1)
     counted = jnp.ones(rows.shape, bool).at[:, 1:].set(rows[:, 1:] != rows[:, :-1])
@@ -125,12 +126,6 @@ def _fits(mask: Any, units: int) -> bool:
 def _kind(value: Any) -> str:
     """Dtype and shape of an array, or the kind of anything else."""
     return f"{value.dtype} {value.shape}" if _is_array(value) else _validate.kind(value)
-
-
-def _check_range(ids: Any, num_rows: int) -> None:
-    """Refuse ids that are no rows, if their values are known."""
-    if not compat.is_traced(ids) and ids.size:
-        sparse.check_range(int(ids.min()), int(ids.max()), num_rows)
 
 
 @compat.promoting
@@ -237,7 +232,7 @@ def _bound_and_size(
     dtype = jnp.result_type(jnp.float32, *leaves)
 
     def of(step: Any) -> list[Any]:
-        step = noise.checked_step(plan, step)
+        step = checked_step(plan, step)
         bound = plan.max_grad_norm_at(step) if max_grad_norm is None else max_grad_norm
         return [np.asarray(value, dtype) for value in (bound, plan.expected_batch_size_at(step))]
 

@@ -16,10 +16,9 @@ import numpy as np
 import optax
 
 from dualdp import _validate
-from dualdp.plan.correlated.noise import require_affordable
 from dualdp_jax import compat
 from dualdp_jax.noise.noise import Release, noised_mean, release_at
-from dualdp_jax.noise.recursion import rows_for, size_of
+from dualdp_jax.noise.recursion import rows_for
 from dualdp_jax.parallel.mesh import DataMesh, shardings, whole
 from dualdp_jax.per_sample import clip
 from dualdp_jax.per_sample.call import Answer, Call, Options, build, split_batch
@@ -70,19 +69,12 @@ class Totals(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Rows of a chunk on the devices, K of each of its examples.
+    """Rows of a chunk on the devices, K of each of its examples."""
 
-    Attributes:
-        arrays: list of the arrays of the batch, (examples K, ...).
-        mask: (examples,) bool, False for padding.
-        indices: (examples,) index of each example.
-        weights: (examples K,) weight of each row in the loss of its example; None for a mean.
-    """
-
-    arrays: list[Any]
-    mask: Any
-    indices: Any
-    weights: Any = None
+    arrays: list[Any]  # those of the batch, (examples K, ...)
+    mask: Any  # (examples,) bool, False for padding
+    indices: Any  # (examples,) index of each example
+    weights: Any = None  # (examples K,) weight of a row in the loss of its example; None for a mean
 
 
 class ComputedStep(NamedTuple):
@@ -160,12 +152,11 @@ class CompiledStep:
     def _compiled(self) -> dict[str, Callable[..., Any]]:
         """Jitted functions of a step; "grads" is compiled at its first use."""
         if self.data_mesh is None:
-            functions: dict[str, Callable[..., Any]] = {
-                "add": self._add_chunk,
-                "update": self._update,
-                "grads": self._grads,
+            return {
+                "add": jax.jit(self._add_chunk),
+                "update": jax.jit(self._update),
+                "grads": jax.jit(self._grads),
             }
-            return {name: jax.jit(function) for name, function in functions.items()}
         trained = self.parameters.trained
         of_sums, of_number = self.data_mesh.parts(trained)
         sums, number = shardings(trained), self.data_mesh.sharding()
@@ -250,10 +241,6 @@ class CompiledStep:
                 weights = put(np.asarray(c.row_weights, self.parameters.dtype))
             rows.append(Rows(split_batch(c.args)[0], put(c.mask), put(c.indices), weights))
         return [(arrays, row) for row in rows], self.plan.step_key("dropout", batch.step)
-
-    def require_noise(self, step: int) -> None:
-        """Raise if a resumed run can't go on at this step; see `require_affordable`."""
-        require_affordable(self.plan.correlation, step, size_of(self.parameters.trained))
 
     def _numbers(self, step: int, seal: Any, sums: list[Any]) -> Release:
         """Noise source and scales of a sealed release."""
@@ -355,7 +342,12 @@ def first_state(parameters: Parameters, optimizer: optax.GradientTransformation)
     Dtypes are made strong, and the optimizer is initialized with parameters as wide as the noisy
     mean, so that no later step recompiles.
     """
-    if not hasattr(optimizer, "init"):
+    if hasattr(optimizer, "tx"):
+        raise TypeError(
+            f"optimizer is a {type(optimizer).__module__}.{type(optimizer).__name__}. Expected "
+            "its optax transformation: say optimizer.tx."
+        )
+    if not hasattr(optimizer, "init") or not hasattr(optimizer, "update"):
         raise TypeError(
             f"optimizer is {_validate.kind(optimizer)}. Expected an optax transformation, such as "
             "optax.sgd(0.1)."
@@ -373,11 +365,7 @@ def first_state(parameters: Parameters, optimizer: optax.GradientTransformation)
 
 
 def continued(loaded: TrainState, fresh: TrainState) -> TrainState:
-    """Return the loaded state, if it fits the model and optimizer of the fresh one.
-
-    Raises:
-        ValueError: they have other leaves.
-    """
+    """Return the loaded state, if it fits the model and optimizer of the fresh one."""
     for name in ("params", "opt_state"):
         flat = [jax.tree_util.tree_flatten_with_path(getattr(s, name))[0] for s in (fresh, loaded)]
         ours, theirs = ({jax.tree_util.keystr(path) for path, _ in leaves} for leaves in flat)
@@ -391,11 +379,7 @@ def continued(loaded: TrainState, fresh: TrainState) -> TrainState:
 
 
 def check_step(loader: PlannedLoader, state: TrainState, batch: LogicalBatch) -> None:
-    """Refuse a step that the ledger could not account for.
-
-    Raises:
-        TypeError: the step is traced, or the batch is not one that the loader drew.
-    """
+    """Refuse a step that the ledger could not account for: traced, or of another batch."""
     if compat.is_traced(state) or compat.in_trace():
         raise TypeError(
             "step was called inside jit, scan or grad, where it would be recorded once for many "

@@ -15,9 +15,8 @@ import torch
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from dualdp import _validate
-from dualdp._validate import AccountingError
 from dualdp.plan.correlated.noise import Path, Term, branch_at, recursion_of, window_terms
-from dualdp.plan.plan import require_plan
+from dualdp.plan.plan import checked_step, require_plan
 from dualdp.randomness import grid_noise, run_registry, threefry
 from dualdp_torch.noise.generators import Normals
 from dualdp_torch.noise.recursion import noise_of
@@ -175,7 +174,7 @@ def noisy_mean(
     require_plan(plan)
     check_sum(grads)
     _refuse_repetition(grads)
-    step = _checked_step(plan, step)
+    step = checked_step(plan, step)
     with run_registry.drawing(plan, _SOURCE, _SOURCE, step, branch) as granted:
         if granted is None:
             raise run_registry.not_recorded(_SOURCE, step)
@@ -227,17 +226,6 @@ def _refuse_repetition(grads: Mapping[str, Tensor]) -> None:
         )
 
 
-def _checked_step(plan: Any, step: Any) -> int:
-    """Step as an int, after checking that the plan has it."""
-    step = _validate.integer("step", step)
-    if plan.num_steps is not None and step >= plan.num_steps:
-        raise AccountingError(
-            f"step={step} is past the plan's num_steps={plan.num_steps}. Plan more steps, or "
-            "num_steps=None for an open-ended run."
-        )
-    return step
-
-
 def noised_mean(
     grads: Mapping[str, Tensor],
     plan: Any,
@@ -255,7 +243,7 @@ def noised_mean(
     has the parameters of a tensor parallel model of which `grads` holds a piece: the noise of one
     whole parameter after the other is drawn, and its piece taken.
     """
-    step = _checked_step(plan, step)
+    step = checked_step(plan, step)
     _validate.choice("noise", plan.noise, _ADDERS)
     if layout is not None and pieces is not None:
         raise ValueError(

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from dualdp.ledger.follower import secret_of
 from dualdp.plan.plan import PrivacyPlan
 from dualdp.plan.units.rows import UserRows, rows_digest
 from dualdp.randomness import RootKey
@@ -19,7 +20,6 @@ from dualdp_torch.parallel.process_group import Group, device_kind, fingerprints
 from dualdp_torch.parallel.tensor_parallel import cut_of, is_whole, local_of
 from dualdp_torch.training.arguments import RunSettings
 from dualdp_torch.training.loader import check_loader
-from dualdp_torch.training.run_ledger import secret_of
 
 
 def agreed(

@@ -8,8 +8,8 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from dualdp.ledger.follower import FollowerLedger
-from dualdp.ledger.ledger import Ledger
+from dualdp.ledger.follower import FollowerLedger, secret_of
+from dualdp.ledger.ledger import Ledger, claimed
 from dualdp.plan.plan import PrivacyPlan
 from dualdp.randomness import RootKey, run_registry
 from dualdp_torch.parallel.process_group import Group
@@ -27,13 +27,7 @@ def open_ledger(
         follower = FollowerLedger(plan)
         plan.claim(follower, recorder=recorder, follows=True)
         return follower
-    ledger = Ledger(plan, path=path)
-    try:
-        plan.claim(ledger, recorder=recorder, source=source)
-    except BaseException:
-        ledger.discard()
-        raise
-    return ledger
+    return claimed(Ledger(plan, path=path), recorder=recorder, source=source)
 
 
 def resume_ledger(
@@ -62,17 +56,4 @@ def resume_ledger(
 def _claimed(ledger: Ledger) -> Ledger:
     """The ledger of a resumed run, after claiming its plan's key; closed if that is refused."""
     follows = isinstance(ledger, FollowerLedger)
-    try:
-        ledger.plan.claim(
-            ledger, recorder="load_checkpoint", source="", resumed=True, follows=follows
-        )
-    except BaseException:
-        ledger.close()
-        raise
-    return ledger
-
-
-def secret_of(plan: PrivacyPlan) -> tuple[bytes, int | None]:
-    """Return the secret of the plan's key and its seed, which rank 0 sends to the other ranks."""
-    root = plan.root.require_secret()
-    return root.secret, root.seed
+    return claimed(ledger, recorder="load_checkpoint", source="", resumed=True, follows=follows)
