@@ -88,7 +88,7 @@ def varying_axes(value: Any) -> frozenset[str]:
     """
     aval = jax.typeof(value) if isinstance(value, jax.Array) else value
     axes = getattr(aval, "mat", None) or getattr(aval, "manual_axis_type", None)
-    return frozenset(getattr(aval, "vma", None) or () if axes is None else axes.varying)
+    return frozenset(() if axes is None else axes.varying)
 
 
 def vary(value: Any, axes: frozenset[str]) -> Any:
@@ -136,9 +136,7 @@ def collectives(jaxpr: Any, axes: set[str]) -> set[str]:
 #: Primitives that only wrap a jaxpr, with the parameter that holds it.
 WRAPPERS = {
     "jit": "jaxpr",
-    "pjit": "jaxpr",
     "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
     "remat2": "jaxpr",
     "checkpoint": "jaxpr",
 }

@@ -168,11 +168,13 @@ def split_batch(batch: tuple[Any, ...]) -> tuple[list[Any], int, Callable[[list[
     lengths: dict[str, int] = {}
     for path, leaf in flat:
         name = f"batch{jax.tree_util.keystr(path)}"
-        if isinstance(leaf, Iterator) or _is_foreign(leaf):
-            raise TypeError(f"{name} is {_validate.kind(leaf)}. Expected a JAX or NumPy array.")
         if isinstance(leaf, jax.Array | np.ndarray):
             lengths[name] = _num_rows(name, leaf)
             arrays.append(leaf)
+        elif isinstance(leaf, Iterator) or (
+            hasattr(leaf, "__array__") and not isinstance(leaf, np.generic)
+        ):  # an array of another library, such as a torch tensor
+            raise TypeError(f"{name} is {_validate.kind(leaf)}. Expected a JAX or NumPy array.")
     if not lengths:
         raise ValueError(
             "The batch holds no array, so it has no examples. Expected arrays with the examples "
@@ -194,11 +196,6 @@ def split_batch(batch: tuple[Any, ...]) -> tuple[list[Any], int, Callable[[list[
         return jax.tree.unflatten(treedef, leaves)
 
     return arrays, num_examples, rebuild
-
-
-def _is_foreign(leaf: Any) -> bool:
-    """True for an array of another library, such as a torch tensor."""
-    return hasattr(leaf, "__array__") and not isinstance(leaf, jax.Array | np.ndarray | np.generic)
 
 
 def _refuse_lists_of_numbers(batch: Any, n: int) -> None:

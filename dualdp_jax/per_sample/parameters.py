@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,6 @@ class Parameters:
     trained: list[Any]  # arrays whose gradient is taken, in the order of `jax.tree.leaves`
     others: list[Any]  # arrays that are passed on: frozen leaves, rng state, running statistics
     paths: list[KeyPath]  # tree path of each trained leaf
-    names: list[str]  # the same paths as text, such as "Dense_0/kernel"
     #: callable (values per trained leaf) -> pytree like the model, None at other leaves.
     like: Callable[[Sequence[Any]], Any]
     #: callable (trained, others) -> the parameters as the user holds them.
@@ -39,6 +38,11 @@ class Parameters:
     keyed: Callable[[Sequence[Any], Any], list[Any]]
     #: callable, parameters as the user holds them -> `nnx.Module`; None for a pytree.
     module: Callable[[Any], Any] | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """Path of each trained leaf as text, such as "Dense_0/kernel"."""
+        return [path_name(path) for path in self.paths]
 
     @property
     def groups(self) -> list[str]:
@@ -59,14 +63,8 @@ def path_name(path: KeyPath) -> str:
 def split(what: Any, trainable: Any = None) -> Parameters:
     """Split a pytree of parameters or an `nnx.Module` into trained and other leaves.
 
-    Args:
-        what: pytree of parameters or `nnx.Module`.
-        trainable: pytree of bools like `what` (for nnx like `nnx.state(what, nnx.Param)`), or a
-            prefix of it; None trains every inexact leaf.
-
-    Raises:
-        TypeError: a leaf that would be trained is no real floating array.
-        ValueError: `trainable` has another structure.
+    `trainable` is a pytree of bools like `what` (for nnx like `nnx.state(what, nnx.Param)`), or a
+    prefix of it; None trains every inexact leaf.
     """
     if hasattr(what, "opt_state"):
         held = "params" if hasattr(what, "params") else "model"
@@ -118,38 +116,36 @@ def _is_trained(name: str, leaf: Any, flag: bool | None, numbers_are_settings: b
 
 
 class _Slots:
-    """Kind of each leaf of a flattened tree: trained, other array, or fixed."""
+    """Places of the trained leaves and other arrays of a tree, and its other leaves."""
 
     def __init__(self, tree: Any, is_trained: Callable[[int, KeyPath, Any], bool]) -> None:
         flat, self.treedef = jax.tree_util.tree_flatten_with_path(tree)
-        self.kinds = [
-            "trained" if is_trained(i, path, leaf) else "other" if _is_array(leaf) else "fixed"
-            for i, (path, leaf) in enumerate(flat)
-        ]
-        sorted_out: dict[str, list[Any]] = {"trained": [], "other": [], "fixed": []}
-        for kind, item in zip(self.kinds, flat, strict=True):
-            sorted_out[kind].append(item)
-        self.paths = [path for path, _ in sorted_out["trained"]]
-        self.trained = [jnp.asarray(leaf) for _, leaf in sorted_out["trained"]]
-        self.others = [jnp.asarray(leaf) for _, leaf in sorted_out["other"]]
-        self.fixed = [leaf for _, leaf in sorted_out["fixed"]]
+        flags = [is_trained(i, path, leaf) for i, (path, leaf) in enumerate(flat)]
+        self.trained_at = [i for i, flag in enumerate(flags) if flag]
+        self.others_at = [i for i, (_, x) in enumerate(flat) if not flags[i] and _is_array(x)]
+        self.paths = [flat[i][0] for i in self.trained_at]
+        held = {*self.trained_at, *self.others_at}
+        self.fixed = [None if i in held else leaf for i, (_, leaf) in enumerate(flat)]
+        arrays = self.arrays([leaf for _, leaf in flat])
+        self.trained, self.others = (list(map(jnp.asarray, part)) for part in arrays)
 
     def arrays(self, leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Split the leaves of such a tree into trained and other arrays."""
-        pairs = list(zip(self.kinds, leaves, strict=True))
-        trained = [leaf for kind, leaf in pairs if kind == "trained"]
-        return trained, [leaf for kind, leaf in pairs if kind == "other"]
+        leaves = [leaf for leaf, _ in zip(leaves, self.fixed, strict=True)]
+        return [leaves[i] for i in self.trained_at], [leaves[i] for i in self.others_at]
 
-    def fill(self, trained: Sequence[Any], others: Sequence[Any], fixed: Sequence[Any]) -> Any:
-        """Rebuild the tree from these leaves."""
-        sources: dict[str, Iterator[Any]] = {
-            "trained": iter(trained), "other": iter(others), "fixed": iter(fixed)
-        }  # fmt: skip
-        return jax.tree.unflatten(self.treedef, [next(sources[kind]) for kind in self.kinds])
+    def fill(self, trained: Sequence[Any], others: Sequence[Any]) -> Any:
+        """Rebuild the tree from these arrays."""
+        leaves = list(self.fixed)
+        for places, values in ((self.trained_at, trained), (self.others_at, others)):
+            for i, value in zip(places, values, strict=True):
+                leaves[i] = value
+        return jax.tree.unflatten(self.treedef, leaves)
 
     def like(self, values: Sequence[Any]) -> Any:
         """Rebuild the tree with values at the trained leaves and None elsewhere."""
-        return self.fill(values, [None] * len(self.others), [None] * len(self.fixed))
+        found = dict(zip(self.trained_at, values, strict=True))
+        return jax.tree.unflatten(self.treedef, map(found.get, range(len(self.fixed))))
 
 
 def _from_pytree(what: Any, trainable: Any) -> Parameters:
@@ -157,28 +153,22 @@ def _from_pytree(what: Any, trainable: Any) -> Parameters:
     slots = _Slots(
         what, lambda i, path, leaf: _is_trained(path_name(path), leaf, flags[i], settings)
     )
-
-    names = [path_name(path) for path in slots.paths]
-    if any(name.startswith("batch_stats/") for name in names):
+    if any(path_name(path).startswith("batch_stats/") for path in slots.paths):
         raise UnsupportedLayerError(
             "The parameters hold the collection 'batch_stats', running statistics that would be "
             "trained. Freeze it by trainable={'params': True, 'batch_stats': False}, or hand over "
             "variables['params'] and use GroupNorm or LayerNorm."
         )
 
-    def whole(trained: Sequence[Any], others: Sequence[Any]) -> Any:
-        return slots.fill(trained, others, slots.fixed)
-
     def call(loss_fn: Any, trained: Any, others: Any, position: Any, args: Any, kwargs: Any) -> Any:
-        return loss_fn(whole(trained, others), *args, **kwargs)
+        return loss_fn(slots.fill(trained, others), *args, **kwargs)
 
     return Parameters(
         trained=slots.trained,
         others=slots.others,
         paths=slots.paths,
-        names=names,
         like=slots.like,
-        whole=whole,
+        whole=slots.fill,
         arrays=lambda tree: slots.arrays(jax.tree.leaves(tree)),
         call=call,
         keyed=lambda others, key: list(others),
@@ -215,24 +205,20 @@ def _from_module(nnx: Any, module: Any, trainable: Any) -> Parameters:
 
     def call(loss_fn: Any, trained: Any, others: Any, position: Any, args: Any, kwargs: Any) -> Any:
         others = rekey(others, lambda i, keys: _fold_in(keys, position))
-        parts = slots.fill(trained, others, slots.fixed)
+        parts = slots.fill(trained, others)
         run = lambda copy: loss_fn(copy, *args, **kwargs)  # noqa: E731
         return _run_unchanged(nnx, graphdef, parts, run, rewritten)
 
-    paths = [compat.variable_path(path[1:]) for path in slots.paths]
     return Parameters(
         trained=slots.trained,
         others=slots.others,
-        paths=paths,
-        names=[path_name(path) for path in paths],
+        paths=[compat.variable_path(path[1:]) for path in slots.paths],
         like=lambda values: slots.like(values)[0],
-        whole=lambda trained, others: slots.fill(trained, others, slots.fixed)[0],
+        whole=lambda trained, others: slots.fill(trained, others)[0],
         arrays=arrays,
         call=call,
-        keyed=lambda others, key: rekey(
-            others, lambda i, keys: _keys_like(keys, jax.random.fold_in(key, i))
-        ),
-        module=lambda state: nnx.merge(graphdef, *slots.fill(*arrays(state), slots.fixed)),
+        keyed=lambda others, key: rekey(others, lambda i, keys: _keys_like(keys, key, i)),
+        module=lambda state: nnx.merge(graphdef, *slots.fill(*arrays(state))),
     )
 
 
@@ -244,8 +230,9 @@ def _fold_in(keys: Any, number: Any) -> Any:
     return fold(keys, number)
 
 
-def _keys_like(keys: Any, key: Any) -> Any:
-    """Return the key, or as many keys drawn from it as there are in an array of them."""
+def _keys_like(keys: Any, key: Any, number: int) -> Any:
+    """Return a key folded from `key`, or as many drawn from it as there are in an array of them."""
+    key = jax.random.fold_in(key, number)
     return jax.random.split(key, keys.shape) if keys.shape else key
 
 
@@ -255,11 +242,7 @@ def variable_name(path: KeyPath) -> str:
 
 
 def _run_unchanged(
-    nnx: Any,
-    graphdef: Any,
-    parts: Any,
-    function: Callable[[Any], Any],
-    rewritten: tuple[str, ...],
+    nnx: Any, graphdef: Any, parts: Any, function: Callable[[Any], Any], rewritten: tuple[str, ...]
 ) -> Any:
     """Call the function on the module of these parts; refuse a call that changes a variable.
 
