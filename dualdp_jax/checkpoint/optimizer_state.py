@@ -38,9 +38,6 @@ def like_torch(kind: str, options: Mapping[str, Any]) -> optax.GradientTransform
     Args:
         kind: str, class of torch.optim, one of `dualdp.porting.optimizer_state.SLOTS`.
         options: mapping, settings as in a group of `param_groups`.
-
-    Raises:
-        ValueError: settings that optax does not have.
     """
     optimizer_state.check(optimizer_state.TorchState(kind, {}, {"the parameters": options}))
     return _OPTIMIZERS[kind](options)

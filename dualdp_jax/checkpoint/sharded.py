@@ -87,14 +87,9 @@ def load_sharded_checkpoint(
     key: RootKey | PathLike | None = None,
     ledger: PathLike | None = None,
 ) -> tuple[TrainState, PrivacyEngine]:
-    """Read a run that `save_sharded_checkpoint` wrote, perhaps on another mesh.
+    """Read the newest run that `save_sharded_checkpoint` wrote, perhaps on another mesh.
 
-    Args:
-        folder: path of the checkpoints, of which the newest is read.
-        like: `TrainState` of the same model and optimizer, such as `TrainState.create(params,
-            optimizer)`; each leaf gets the sharding of the same leaf in `like`.
-        key: `RootKey`, path or None, see `load_checkpoint`.
-        ledger: path or None, see `load_checkpoint`.
+    The arguments are those of `load_checkpoint`; each leaf gets the sharding that it has in `like`.
 
     Returns:
         `(state, engine)`; `engine.resume(..., data_sharding=...)` continues the run.

@@ -116,10 +116,7 @@ def load_checkpoint(
 
 
 def converted(
-    arrays: Arrays,
-    document: Mapping[str, Any],
-    like: TrainState,
-    mapping: Mapping[str, Any] | None,
+    arrays: Arrays, document: Mapping[str, Any], like: TrainState, mapping: Mapping[str, Any] | None
 ) -> tuple[Arrays, dict[str, Any]]:
     """Convert a torch checkpoint to the one that this backend would have written for this state."""
     check_like(like)

@@ -23,9 +23,6 @@ def leaves(params: Any) -> list[tuple[Path, tuple[int, ...]]]:
     Args:
         params: linen or nested dict, `nnx.Module` (its `nnx.Param`s and `nnx.BatchStat`s),
             `nnx.State`, or any pytree.
-
-    Raises:
-        TypeError: a leaf is no array.
     """
     return [(path, leaf.shape) for path, leaf in _flat(params)]
 
@@ -53,9 +50,6 @@ def from_numpy(like: Any, arrays: Sequence[np.ndarray]) -> Any:
         like: tree as for `leaves`, gives structure, shapes and dtypes; for an `nnx.Module` the
             result is an `nnx.State`, for `nnx.update(module, state)`.
         arrays: sequence with one array per leaf, in the order of `leaves`.
-
-    Raises:
-        ValueError: wrong number of arrays, or wrong shape of one.
     """
     flat = _flat(like)
     if len(arrays) != len(flat):

@@ -60,18 +60,9 @@ def dpo_loss(model: Any, batch: Any, *, beta: float = 0.1) -> Any:
 
 
 def ipo_loss(model: Any, batch: Any, *, tau: float = 0.1) -> Any:
-    """Return the loss of identity preference optimization of a pair.
+    """Return the loss of identity preference optimization of a pair; see `dpo_loss`.
 
-    Args:
-        model: callable; see `sft_loss`.
-        batch: mapping of arrays; see `dpo_loss`.
-        tau: float > 0, strength of the tie to the reference model.
-
-    Returns:
-        () loss, float32 or wider.
-
-    Raises:
-        TypeError, ValueError: see `dpo_loss`.
+    `tau` > 0 is the strength of the tie to the reference model.
 
     Source: Azar et al. 2023 (arXiv 2310.12036), equation 17.
     """
@@ -82,17 +73,8 @@ def ipo_loss(model: Any, batch: Any, *, tau: float = 0.1) -> Any:
 def simpo_loss(model: Any, batch: Any, *, beta: float = 2.0, gamma: float = 1.0) -> Any:
     """Return the loss of simple preference optimization of a pair, without a reference model.
 
-    Args:
-        model: callable; see `sft_loss`.
-        batch: mapping of arrays; see `dpo_loss`, without `reference_log_probs`.
-        beta: float > 0, scale of the mean log-probabilities.
-        gamma: float >= 0, margin by which the chosen response should win.
-
-    Returns:
-        () loss, float32 or wider.
-
-    Raises:
-        TypeError, ValueError: see `dpo_loss`.
+    `beta` > 0 is the scale of the mean log-probabilities, `gamma` >= 0 the margin by which the
+    chosen response should win. See `dpo_loss` for the batch, here without `reference_log_probs`.
 
     Source: Meng et al. 2024 (arXiv 2405.14734), equation 6.
     """
@@ -104,16 +86,8 @@ def simpo_loss(model: Any, batch: Any, *, beta: float = 2.0, gamma: float = 1.0)
 def orpo_loss(model: Any, batch: Any, *, weight: float = 0.1) -> Any:
     """Return the loss of odds ratio preference optimization of a pair, without a reference.
 
-    Args:
-        model: callable; see `sft_loss`.
-        batch: mapping of arrays; see `dpo_loss`, without `reference_log_probs`.
-        weight: float >= 0, weight of the odds ratio beside the chosen response's own loss.
-
-    Returns:
-        () loss, float32 or wider.
-
-    Raises:
-        TypeError, ValueError: see `dpo_loss`.
+    `weight` >= 0 is that of the odds ratio beside the chosen response's own loss. See `dpo_loss`
+    for the batch, here without `reference_log_probs`.
 
     Source: Hong et al. 2024 (arXiv 2403.07691), equations 6 and 7.
     """

@@ -19,17 +19,11 @@ _OURS = ("input_ids", "labels", "reference_log_probs")
 
 
 class Tokens(NamedTuple):
-    """Positions of each row that predict a token.
+    """Positions of each row that predict a token."""
 
-    Attributes:
-        log_probs: (..., s) log-probability of the token, 0 where it is not of a response.
-        counts: (..., s) bool, True where the token is of a response.
-        documents: (..., s) int, document of the token, or None where a row is one document.
-    """
-
-    log_probs: Any
-    counts: Any
-    documents: Any
+    log_probs: Any  # (..., s) log-probability of the token, 0 where it is not of a response
+    counts: Any  # (..., s) bool, True where the token is of a response
+    documents: Any  # (..., s) int, document of the token, or None where a row is one document
 
     def sums(self) -> Any:
         """(...) log-probability of the response."""
@@ -53,9 +47,6 @@ def response_tokens(model: Any, batch: Any, of: str) -> Tokens:
         model: callable; see `sft_loss`.
         batch: mapping of arrays (..., t), and more; see `sft_loss`.
         of: str, name of the loss.
-
-    Raises:
-        TypeError, ValueError: a wrong batch, or outputs of another shape.
     """
     _check_batch(batch, of)
     ids, labels = jnp.asarray(batch["input_ids"]), jnp.asarray(batch["labels"])

@@ -39,12 +39,7 @@ class DataMesh:
 
     @classmethod
     def of(cls, sharding: Any) -> DataMesh:
-        """Return the data_mesh for the sharding of a batch.
-
-        Raises:
-            TypeError: it is no `NamedSharding`.
-            ValueError: it splits more than the examples.
-        """
+        """Return the data_mesh for the sharding of a batch."""
         if not isinstance(sharding, NamedSharding):
             raise TypeError(
                 f"data_sharding is {_validate.kind(sharding)}. Expected where the examples of a "
@@ -97,11 +92,7 @@ class DataMesh:
         return jax.make_array_from_callback(shape, self.sharding(self.axes), shard)
 
     def placed(self, name: str, leaf: Any) -> Any:
-        """Return a model or optimizer array on the mesh, with the user's sharding or replicated.
-
-        Raises:
-            ValueError: it lies on several devices in another way.
-        """
+        """Return a model or optimizer array on the mesh, with the user's sharding or replicated."""
         if not isinstance(leaf, jax.Array | np.ndarray | np.generic | bool | int | float):
             return leaf
         given = getattr(leaf, "sharding", None)
@@ -204,15 +195,14 @@ class DataMesh:
 
     def zeros(self, like: Sequence[Any], numbers: Any) -> tuple[list[Any], Any]:
         """Return zeros like the sums and numbers of `spread`."""
-        counts = [self._num_shards(self._split(leaf)[1]) for leaf in like]
-        shapes = [
-            ((n, *x.shape), jnp.result_type(jnp.float32, x.dtype))
-            for n, x in zip(counts, like, strict=True)
-        ]
+
+        def sum_of(leaf: Any) -> Any:
+            shape = (self._num_shards(self._split(leaf)[1]), *leaf.shape)
+            return jnp.zeros(shape, jnp.result_type(jnp.float32, leaf.dtype))
 
         def made() -> Any:
-            sums = [jnp.zeros(*shape) for shape in shapes]
-            return sums, jax.tree.map(lambda x: jnp.zeros(self.num_shards, x.dtype), numbers)
+            scalar = lambda x: jnp.zeros(self.num_shards, x.dtype)  # noqa: E731
+            return [sum_of(leaf) for leaf in like], jax.tree.map(scalar, numbers)
 
         found: tuple[list[Any], Any] = jax.jit(made, out_shardings=self.parts(like))()
         return found
@@ -234,11 +224,7 @@ class DataMesh:
 
 
 def data_mesh_of(data_sharding: Any, parameters: Any = None) -> DataMesh | None:
-    """Return the data_mesh of a run, or None for one device.
-
-    Raises:
-        ValueError: the parameters lie on several devices, and nobody said where the batch goes.
-    """
+    """Return the data_mesh of a run, or None for one device."""
     if data_sharding is not None:
         return DataMesh.of(data_sharding)
     for leaf in [] if parameters is None else parameters.trained:

@@ -49,11 +49,7 @@ class Group:
 
     @classmethod
     def of(cls, devices: Any) -> Group | None:
-        """Return the group of the processes that own these devices; None if it is one process.
-
-        Raises:
-            ValueError: the devices are of several processes, but not of all.
-        """
+        """Return the group of the processes that own these devices; None if it is one process."""
         owners = {device.process_index for device in devices}
         if len(owners) == 1:
             return None
@@ -154,11 +150,7 @@ class Group:
 
     @contextlib.contextmanager
     def collective(self, point: str) -> Iterator[None]:
-        """Context that explains the failure of a collective operation by a lost process.
-
-        Raises:
-            RuntimeError: one that failed inside.
-        """
+        """Context that explains the failure of a collective operation by a lost process."""
         try:
             yield
         except (jax.errors.JaxRuntimeError, ValueError) as error:

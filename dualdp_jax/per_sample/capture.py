@@ -92,11 +92,7 @@ class Analysis(NamedTuple):
 
 
 def analyze(call: Call) -> Analysis:
-    """Find the parameter uses of a call's loss.
-
-    Raises:
-        RuntimeError: the loss may depend on a parameter of which no use was found.
-    """
+    """Find the parameter uses of a call's loss."""
     trained, program = call.parameters.trained, call.program
     scope = Scope(trained, trained)
 

@@ -125,9 +125,6 @@ def prepared(call: Call, method: str) -> Call:
 
     Convolutions with a kernel, or a kernel gradient, per example become one with batch groups, of
     which XLA's partitioner loses most (found in jax 0.10.2; a test watches it).
-
-    Raises:
-        UnsupportedLayerError: such a convolution is needed; or the mesh has explicit axes.
     """
     arrays = (call.rows, call.parameters.trained)
     if compat.is_sharded_in_type(arrays):

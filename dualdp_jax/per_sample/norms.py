@@ -158,9 +158,6 @@ def reweighted(call: Call, rows: Row, mask: Any, clip: Clip) -> Answer:
     Rows with factor 0 are replaced by a row with a nonzero factor, so that their values, perhaps
     nan, do not enter the second pass. Each clipping group takes its own backward pass.
 
-    Raises:
-        ValueError: the second pass would not give what the norms were taken of.
-
     Source: Lee & Kifer 2021, algorithm 2; Li et al. 2022, section 4.
     """
     _check_second_pass(call, rows)

@@ -69,11 +69,7 @@ def grouped(
 
 
 def check_rows(rows_per_unit: Any, num_rows: int) -> int:
-    """Return the validated number of rows per unit.
-
-    Raises:
-        ValueError: it is no positive integer, or the rows are not a multiple of it.
-    """
+    """Return the validated number of rows per unit."""
     size = _validate.integer("rows_per_unit", rows_per_unit, minimum=1)
     if num_rows % size:
         raise ValueError(
@@ -85,12 +81,7 @@ def check_rows(rows_per_unit: Any, num_rows: int) -> int:
 
 
 def check_weights(row_weights: Any, num_rows: int, dtype: Any) -> Any:
-    """Return the weights (num_rows,) in this dtype, None for None.
-
-    Raises:
-        TypeError: no array of floating numbers.
-        ValueError: another shape, or a number that is not finite (unless traced).
-    """
+    """Return the weights (num_rows,) in this dtype, None for None."""
     if row_weights is None:
         return None
     expected = f"Expected a floating array ({num_rows},), a number for each row, 0 for padding."

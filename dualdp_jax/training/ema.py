@@ -83,11 +83,7 @@ def with_ema(
 
 
 def average_in(opt_state: Any) -> Any:
-    """Return the average in an optimizer's state, a pytree like the trained parameters.
-
-    Raises:
-        ValueError: it holds none, or several.
-    """
+    """Return the average in an optimizer's state, a pytree like the trained parameters."""
     is_ema = lambda node: isinstance(node, EmaState)  # noqa: E731
     found = [node for node in jax.tree.leaves(opt_state, is_leaf=is_ema) if is_ema(node)]
     if len(found) != 1:

@@ -16,12 +16,7 @@ from dualdp import _validate
 
 
 def check_views(views: Any, augment: Any, num_examples: int) -> int:
-    """Return the validated number of views.
-
-    Raises:
-        TypeError: `augment` is no function.
-        ValueError: views without `augment`, or more than their keys can be told apart.
-    """
+    """Return the validated number of views."""
     views = _validate.integer("views", views, minimum=1)
     if augment is None and views > 1:
         raise ValueError(
@@ -41,11 +36,7 @@ def check_views(views: Any, augment: Any, num_examples: int) -> int:
 
 
 def check_augment(augment: Callable[..., Any], example: tuple[Any, ...], key: Any) -> None:
-    """Call `augment` on one example, while it is traced, to refuse an unsuitable one.
-
-    Raises:
-        TypeError: it fails, or returns no tuple as long as the example.
-    """
+    """Call `augment` on one example, while it is traced, to refuse an unsuitable one."""
     try:
         view = augment(example, key)
     except Exception as error:
@@ -62,10 +53,7 @@ def check_augment(augment: Callable[..., Any], example: tuple[Any, ...], key: An
 
 
 def loss_of_view(
-    loss_fn: Callable[..., Any],
-    augment: Callable[..., Any],
-    needs_key: bool,
-    keep_batch_dim: bool,
+    loss_fn: Callable[..., Any], augment: Callable[..., Any], needs_key: bool, keep_batch_dim: bool
 ) -> Callable[..., Any]:
     """Return the loss of one view of an example: a function (params, *example, key) -> loss.
 
