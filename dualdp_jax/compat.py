@@ -58,8 +58,13 @@ def flax_module(value: Any) -> Any:
 def holds_equinox(value: Any) -> bool:
     """True if a pytree contains an Equinox module, whose Python numbers are settings."""
     equinox = sys.modules.get("equinox")
-    is_module = lambda node: equinox is not None and isinstance(node, equinox.Module)  # noqa: E731
-    return any(map(is_module, jax.tree.leaves(value, is_leaf=is_module)))
+    return equinox is not None and bool(nodes_of(value, equinox.Module))
+
+
+def nodes_of(tree: Any, kind: type) -> list[Any]:
+    """Return the nodes of a pytree that are of this type."""
+    is_kind = lambda node: isinstance(node, kind)  # noqa: E731
+    return list(filter(is_kind, jax.tree.leaves(tree, is_leaf=is_kind)))
 
 
 def is_flax_state(value: Any) -> bool:

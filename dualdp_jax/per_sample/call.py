@@ -200,8 +200,7 @@ def split_batch(batch: tuple[Any, ...]) -> tuple[list[Any], int, Callable[[list[
 
 def _refuse_lists_of_numbers(batch: Any, n: int) -> None:
     """Refuse a list of n Python numbers: every example would get the whole list."""
-    is_list = lambda node: isinstance(node, list)  # noqa: E731
-    for node in filter(is_list, jax.tree.leaves(batch, is_leaf=is_list)):
+    for node in compat.nodes_of(batch, list):
         if len(node) == n and all(isinstance(value, bool | int | float) for value in node):
             raise TypeError(
                 f"The batch holds a list of {n} Python numbers, one for each example, and lists "

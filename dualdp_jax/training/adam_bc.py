@@ -11,6 +11,7 @@ import numpy as np
 import optax
 
 from dualdp import adam
+from dualdp_jax.compat import nodes_of
 from dualdp_jax.rules.arrays import widen
 
 _D = adam.DEFAULTS
@@ -141,8 +142,7 @@ def _require_noisy_mean(grads: Any, noisy_mean: Any) -> None:
 
 def is_in(opt_state: Any) -> bool:
     """Return True if an optimizer's state holds that of an `adam_bc`."""
-    is_ours = lambda node: isinstance(node, AdamBCState)  # noqa: E731
-    return any(map(is_ours, jax.tree.leaves(opt_state, is_leaf=is_ours)))
+    return bool(nodes_of(opt_state, AdamBCState))
 
 
 def extra_arguments(opt_state: Any, plan: Any, step: int, bound: float, dtype: Any) -> Any:

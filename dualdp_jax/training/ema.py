@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from dualdp import _validate
+from dualdp_jax.compat import nodes_of
 from dualdp_jax.rules.arrays import widen
 
 
@@ -84,8 +85,7 @@ def with_ema(
 
 def average_in(opt_state: Any) -> Any:
     """Return the average in an optimizer's state, a pytree like the trained parameters."""
-    is_ema = lambda node: isinstance(node, EmaState)  # noqa: E731
-    found = [node for node in jax.tree.leaves(opt_state, is_leaf=is_ema) if is_ema(node)]
+    found = nodes_of(opt_state, EmaState)
     if len(found) != 1:
         raise ValueError(
             f"The state holds {len(found)} averages of the parameters. Expected one: "
