@@ -22,12 +22,7 @@ def to_named(state: Any) -> dict[str, np.ndarray]:
 
 
 def from_named(like: Any, arrays: Mapping[str, Any]) -> Any:
-    """Return a state like `like` with these values, in its dtypes.
-
-    Args:
-        like: state from optax's `init`.
-        arrays: mapping from path, joined by "/", to array, for every leaf.
-    """
+    """Return a state like that of optax's `init` with the values of `to_named`, in its dtypes."""
     new = [jnp.asarray(arrays[path], leaf.dtype) for path, leaf in leaf_paths(like, "/")]
     return jax.tree.unflatten(jax.tree.structure(like), new)
 
@@ -35,9 +30,7 @@ def from_named(like: Any, arrays: Mapping[str, Any]) -> Any:
 def like_torch(kind: str, options: Mapping[str, Any]) -> optax.GradientTransformation:
     """Return the optax transformation with the updates of a torch optimizer.
 
-    Args:
-        kind: str, class of torch.optim, one of `dualdp.porting.optimizer_state.SLOTS`.
-        options: mapping, settings as in a group of `param_groups`.
+    `kind` is its class, and `options` are its settings, as in a group of `param_groups`.
     """
     optimizer_state.check(optimizer_state.TorchState(kind, {}, {"the parameters": options}))
     return _OPTIMIZERS[kind](options)

@@ -20,9 +20,8 @@ Path = tuple[str, ...]
 def leaves(params: Any) -> list[tuple[Path, tuple[int, ...]]]:
     """Return the path and shape of every parameter, in the order of `jax.tree.leaves`.
 
-    Args:
-        params: linen or nested dict, `nnx.Module` (its `nnx.Param`s and `nnx.BatchStat`s),
-            `nnx.State`, or any pytree.
+    `params` is a linen or nested dict, `nnx.Module` (its `nnx.Param`s and `nnx.BatchStat`s),
+    `nnx.State`, or any pytree.
     """
     return [(path, leaf.shape) for path, leaf in _flat(params)]
 
@@ -44,12 +43,9 @@ def from_named(like: Any, arrays: Mapping[str, np.ndarray]) -> Any:
 
 
 def from_numpy(like: Any, arrays: Sequence[np.ndarray]) -> Any:
-    """Return a tree like `like` with the values of `arrays`.
+    """Return a tree like `like` with the values of `arrays`, which are in the order of `leaves`.
 
-    Args:
-        like: tree as for `leaves`, gives structure, shapes and dtypes; for an `nnx.Module` the
-            result is an `nnx.State`, for `nnx.update(module, state)`.
-        arrays: sequence with one array per leaf, in the order of `leaves`.
+    For an `nnx.Module` it is an `nnx.State`, for `nnx.update(module, state)`.
     """
     flat = _flat(like)
     if len(arrays) != len(flat):

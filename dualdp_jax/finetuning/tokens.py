@@ -43,10 +43,7 @@ class Tokens(NamedTuple):
 def response_tokens(model: Any, batch: Any, of: str) -> Tokens:
     """Run the model on the rows of a batch or example; return its predictions of their responses.
 
-    Args:
-        model: callable; see `sft_loss`.
-        batch: mapping of arrays (..., t), and more; see `sft_loss`.
-        of: str, name of the loss.
+    `of` is the name of the loss; see `sft_loss`.
     """
     _check_batch(batch, of)
     ids, labels = jnp.asarray(batch["input_ids"]), jnp.asarray(batch["labels"])

@@ -25,14 +25,9 @@ _ROWS = 64  # rows at a time, 128 KiB
 
 
 def draw(key: Any, leaves: Sequence[Any]) -> list[Any]:
-    """Return independent standard normals in the shapes and dtypes of the leaves.
+    """Return independent standard normals in the shapes and dtypes, float32 or float64, of leaves.
 
-    Args:
-        key: (2,) uint32.
-        leaves: sequence of arrays, float32 or float64.
-
-    Returns:
-        List whose item i is `jax.random.normal` with the key `jax.random.fold_in(key, i)`.
+    Item i is `jax.random.normal` with the key `jax.random.fold_in(key, i)`; key is (2,) uint32.
 
     Guarantees:
         The numbers of `jax.random`, bit for bit.  [test_normals_are_those_of_jax]

@@ -75,13 +75,9 @@ class Rows:
         return Rows, (self._recursion,)
 
     def noise(self, plan: Any, step: int, path: Path, like: Any) -> Any:
-        """Return the noise of a step in units of z, like the sums and placed like them.
+        """Return the noise of a step in units of z, placed like the sums `like`.
 
-        Args:
-            plan: `PrivacyPlan`, the same at each call.
-            step: int, index of the release.
-            path: branches of the steps that lead to it.
-            like: pytree of arrays, the sums.
+        The plan is the same at each call; `path` has the branches of the steps that lead to this.
         """
         layout = _layout_of(like)
         zeros, following = _programs(self._recursion, layout)

@@ -148,13 +148,9 @@ class DataMesh:
     def spread(self, function: Callable[..., Any], like: Sequence[Any]) -> Callable[..., Any]:
         """Extend a function of the rows of one shard to all rows.
 
-        Args:
-            function: callable (trained, others, rows, key, bound) -> (sums, numbers, values per
-                example), with a sum for each leaf of `like`, and a pytree of scalars.
-            like: sequence of arrays with the shardings of the sums.
-
-        Returns:
-            The same of global arrays; sums and numbers have a leading axis of unreduced shards.
+        It maps (trained, others, rows, key, bound) to (sums, numbers, values per example): a sum
+        for each leaf of `like`, with its sharding, and a pytree of scalars. Of global arrays, sums
+        and numbers have a leading axis of unreduced shards.
         """
         splits = [self._split(leaf) for leaf in like]
 
@@ -175,11 +171,10 @@ class DataMesh:
         """
 
         def all_shards(*arguments: Any) -> Any:
-            in_specs = [P(self.axes) if i == 2 else P() for i in range(len(arguments))]
             return jax.shard_map(
                 function,
                 mesh=self.mesh,
-                in_specs=tuple(in_specs),
+                in_specs=tuple(P(self.axes) if i == 2 else P() for i in range(len(arguments))),
                 out_specs=P(self.axes) if out_specs is None else out_specs,
                 axis_names=self._manual(like),
                 check_vma=False,  # with it the loss would have to mark values that vary by shard

@@ -28,11 +28,7 @@ Result = TypeVar("Result")
 
 
 class Group:
-    """Group of all processes of the program, on one of them.
-
-    Attributes:
-        rank: int, rank of this process.
-        size: int, number of processes.
+    """Group of all processes of the program, on the one of this rank.
 
     Guarantees:
         Processes at different places stop.  [test_two_processes_are_one_run]
@@ -98,16 +94,10 @@ class Group:
     def require_same(
         self, what: str, value: Any, hint: str = "Start all of them alike.", *, shown: bool = True
     ) -> None:
-        """Refuse values that are not the same on all processes.
+        """Refuse, on every process, plain JSON data that are not the same on all.
 
-        Args:
-            what: str, name of the value.
-            value: plain JSON data.
-            hint: str, advice for the error.
-            shown: bool, False for values from private data, which the error must not print.
-
-        Raises:
-            ValueError: they differ, on every process; the first field that does is named.
+        The error names the first field that differs, and prints no values from private data
+        (`shown=False`).
         """
         text = json.dumps(value, sort_keys=True)
         point = f"the comparison of {what}"

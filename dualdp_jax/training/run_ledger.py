@@ -31,12 +31,6 @@ class SharedLedger:
     A step is recorded before its noise is drawn, for which every process waits for the seal that
     process 0 writes and broadcasts. So the file never holds less than was released.
 
-    Args:
-        group: `Group` of the processes.
-
-    Attributes:
-        is_filed: bool, True if process 0 writes to a file, which needs digests of the sums.
-
     Guarantees:
         The ledgers of all processes have the same text.  [test_two_processes_are_one_run]
     """
@@ -44,7 +38,7 @@ class SharedLedger:
     def __init__(self, group: Group) -> None:
         self._group = group
         self._num_shared = 1  # ledger lines that all processes have
-        self.is_filed = False
+        self.is_filed = False  # True if process 0 writes to a file, which needs digests of sums
 
     def opened(
         self,
@@ -53,14 +47,9 @@ class SharedLedger:
         path: str | os.PathLike[str] | None,
         **claim: Any,
     ) -> Ledger:
-        """Return the ledger of a new run, after the run has claimed the plan's key.
+        """Return the ledger of a new run, in memory without a path; see `claimed`.
 
-        `claim` holds the keyword arguments of `PrivacyPlan.claim`; without a path the ledger stays
-        in memory.
-
-        Raises:
-            AccountingError: the key was used before; on every process.
-            FileExistsError: the ledger's file exists; on every process.
+        Errors, such as that of a key that was used before, are raised on every process.
         """
         self._group.require_same("the accountant", accountant)
         written: list[Ledger] = []
