@@ -293,12 +293,15 @@ def begin(model, method="auto", checks=None, plan=None, **changes):
 
 
 def run_until_caught(fault, rate, monkeypatch, programs=None):
-    """(step at which a check failed or None, last step, the programs with the fault)."""
+    """(step at which a check failed or None, last step, the programs with the fault).
+
+    Where the programs are given, the fault is there from the first step on.
+    """
     model, plan = fault.model(), plan_of(**fault.changes)
     engine, step, state, loader = begin(model, fault.method, rate, plan)
-    run = engine._run
+    run, start = engine._run, fault.start if programs is None else 0
     for batch in loader.remaining():
-        if batch.step == fault.start:
+        if batch.step == start:
             with monkeypatch.context() as patch:
                 fault.plant(patch)
                 if programs is None:
