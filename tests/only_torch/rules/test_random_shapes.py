@@ -2,6 +2,7 @@
 """Random options and shapes of the layers whose rules have the most of them."""
 
 import itertools
+from unittest import mock
 
 import hypothesis
 import pytest
@@ -203,7 +204,11 @@ def test_every_form_of_a_convolutions_gradient_is_the_same(case, n):
     for name in ("unfold", "crb") if axes < 3 else ():
         found = FORMS[name](x, g, shape=layer.weight.shape, **options)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-    frames = [part.unflatten(0, (1, n)) for part in (x, g)]
-    for name in ("folded", "crb") if axes < 3 else ("folded",):
-        found = FORMS[name](*frames, shape=layer.weight.shape, **options)
-        torch.testing.assert_close(found, expected.sum(0, True), rtol=1e-4, atol=1e-4)
+    units = (x, g), (x.flip(0), 2 * g)
+    frames = [torch.stack(parts) for parts in zip(*units, strict=True)]
+    each = [FORMS["folded"](*unit, shape=layer.weight.shape, **options) for unit in units]
+    expected = torch.stack(each).sum(1)
+    for name, wide in (("folded", 7), ("crb", 7), ("crb", 1)) if axes < 3 else (("folded", 7),):
+        with mock.patch.object(conv_forms, "WIDE", wide):
+            found = FORMS[name](*frames, shape=layer.weight.shape, **options)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
