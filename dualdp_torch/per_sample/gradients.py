@@ -246,10 +246,12 @@ class Captured:
             self.is_narrow |= is_narrow([use.grads_out])
             acts = self._prepare(use.acts, batch_axis)
             grads_out = self._prepare(use.grads_out, batch_axis)
+            has_pair = use.rule.pair is not None and {"weight", "bias"} <= use.held.keys()
+            beside: dict[str, Tensor] | None = {} if has_pair else None
             for slot, name in use.held.items():
                 own = None if slot in use.rule.light else acts
                 is_apart = batch_axis.fold == "outer" and not use.rule.rows_are_free
-                self._parts[name].append(Part(use, slot, own, grads_out, is_apart))
+                self._parts[name].append(Part(use, slot, own, grads_out, is_apart, beside))
             use.acts = use.grads_out = None  # from here on only the parts hold these tensors
             use.versions.clear()
         self._parts = {name: joined(parts) for name, parts in self._parts.items()}

@@ -44,7 +44,9 @@ class Part:
 
     Tensors are kept in the precision that the forward computed them in, and widened when read.
     `slot` is the parameter's argument in the use; `kept_acts` are its saved input(s), if needed. If
-    `is_apart`, the rule takes the rows of a unit, on axis 1, as examples of their own.
+    `is_apart`, the rule takes the rows of a unit, on axis 1, as examples of their own. `beside`
+    holds the bias's gradients, formed with those of the weight, until its part returns them; None
+    if the rule forms no pairs.
     """
 
     use: Use
@@ -52,6 +54,7 @@ class Part:
     kept_acts: Any
     kept_grads_out: Tensor
     is_apart: bool = False
+    beside: dict[str, Tensor] | None = None
 
     @property
     def acts(self) -> Any:
@@ -72,9 +75,19 @@ class Part:
 
     def grads(self, rows: Tensor | None = None) -> Tensor:
         """Return the per-use gradients, (n, *shape), or of the examples `rows` only."""
-        function, g = self.use.rule.grads[self.slot], pick(self.grads_out, rows)
-        found: Tensor = self._call(function, pick(self.acts, rows), g)
-        return found.unflatten(0, g.shape[:2]).sum(1) if self.is_apart else found
+        if rows is None and self.beside is not None and self.slot in self.beside:
+            return self.beside.pop(self.slot)
+        rule, acts, g = self.use.rule, pick(self.acts, rows), pick(self.grads_out, rows)
+        if rows is None and self.beside is not None and self.slot == "weight":
+            pair = self._call(rule.pair, acts, g)
+            if pair is not None:
+                weight, self.beside["bias"] = (self._of_units(each, g) for each in pair)
+                return weight
+        return self._of_units(self._call(rule.grads[self.slot], acts, g), g)
+
+    def _of_units(self, grads: Tensor, grads_out: Tensor) -> Tensor:
+        """Return gradients (n, *shape), of rows that are apart their sums."""
+        return grads.unflatten(0, grads_out.shape[:2]).sum(1) if self.is_apart else grads
 
     def is_widened(self) -> bool:
         """True if tensors are widened, that is copied, when they are read."""

@@ -128,6 +128,8 @@ class Rule:
             for a description of them (`rules.together`).
         sums: mapping from parameter argument to a function for the (*shape) sum over the
             examples; its `grads_out` are scaled already.
+        pair: function for the gradients of weight and bias in one pass, called like that of the
+            weight, or None; it may return None where two passes are faster.
         acts: argument or arguments saved as `acts`, or a function that names the argument, given
             the parameter arguments.
         light: parameter arguments whose functions need no `acts` (they get None).
@@ -144,6 +146,7 @@ class Rule:
     grads: Mapping[str, RuleFunction]
     sq_norms: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     sums: Mapping[str, RuleFunction] = field(default_factory=dict)
+    pair: Callable[..., tuple[Tensor, Tensor] | None] | None = None
     acts: str | tuple[str, ...] | Callable[[Mapping[str, str]], str] = "input"
     light: frozenset[str] = frozenset({"bias"})
     batch_axes: Callable[[torch.Size, Shapes], Sequence[int]] = first_axis

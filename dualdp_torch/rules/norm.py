@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -37,6 +38,34 @@ def _layer(x: Tensor, *, normalized_shape: Sequence[int], eps: float = 1e-5, **_
 def _group(x: Tensor, *, num_groups: int | None = None, eps: float = 1e-5, **_: Any) -> Tensor:
     """Input normalised over its groups; in instance norm every channel is one."""
     return F.group_norm(x, num_groups or x.shape[1], eps=eps)
+
+
+def _group_pair(
+    acts: Tensor, grads_out: Tensor, *, num_groups: int | None = None, eps: float = 1e-5, **_: Any
+) -> tuple[Tensor, Tensor] | None:
+    """(n, c, ...), (n, c, ...) -> (n, c) twice, by one backward in which examples are groups.
+
+    None on a CPU, where it takes longer for few positions.
+    """
+    n, c, positions = *acts.shape[:2], math.prod(acts.shape[2:])
+    if on_host(acts) or not n:
+        return None
+    x, g = acts.contiguous(), grads_out.contiguous()
+    groups = num_groups or c
+    _, mean, rstd = torch.native_group_norm(x, None, None, n, c, positions, groups, eps)
+    _, weight, bias = torch.ops.aten.native_group_norm_backward(
+        g.view(1, n * c, positions),
+        x.view(1, n * c, positions),
+        mean.view(1, n * groups),
+        rstd.view(1, n * groups),
+        x.new_empty(n * c),  # only its shape is read
+        1,
+        n * c,
+        positions,
+        n * groups,
+        [False, True, True],
+    )
+    return weight.view(n, c), bias.view(n, c)
 
 
 def _functions(
@@ -80,6 +109,7 @@ RMS = Rule(
 GROUP = Rule(
     arguments=("input", "num_groups", "weight", "bias", "eps"),
     grads=_functions(_group, _per_channel),
+    pair=_group_pair,
 )
 INSTANCE = Rule(
     arguments=(
@@ -87,5 +117,6 @@ INSTANCE = Rule(
         *("use_input_stats", "momentum", "eps"),
     ),
     grads=_functions(_group, _per_channel),
+    pair=_group_pair,
     refuse=_refuse_instance,
 )

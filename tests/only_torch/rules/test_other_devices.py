@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is computed in fewer calls on devices other than the host, on the host."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
+import dualdp_torch as dpt
 from dualdp_torch.rules import base, choices, rnn
+from tests import reference
 from tests.only_torch.checks import assert_exact, data, randomise
 
 FAST = ("auto", "book_keeping", "materialize")
@@ -30,9 +34,25 @@ class Table(nn.Module):
         return self.head(self.table(ids).tanh())
 
 
+class Scaled(nn.GroupNorm):
+    """A group norm without a bias."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.bias = None
+
+
+TWICE = nn.GroupNorm(2, 4)
 CASES = {
     "group_norm": (nn.Sequential(nn.Conv2d(4, 6, 3), nn.GroupNorm(3, 6)), (4, 5, 6)),
     "group_norm_of_vectors": (nn.Sequential(nn.Linear(5, 6), nn.GroupNorm(2, 6)), (5,)),
+    "group_norm_without_a_bias": (nn.Sequential(nn.Conv1d(2, 6, 3), Scaled(3, 6)), (2, 7)),
+    "group_norm_twice": (nn.Sequential(nn.Linear(5, 3), TWICE, nn.Tanh(), TWICE), (4, 5)),
+    "instance_norm": (nn.Sequential(nn.Conv1d(2, 3, 3), nn.InstanceNorm1d(3, affine=True)), (2, 7)),
+    "channels_last": (
+        nn.Sequential(nn.Conv2d(4, 6, 3), nn.GroupNorm(3, 6)).to(memory_format=torch.channels_last),
+        (4, 5, 6),
+    ),
     "layer_norm": (nn.Sequential(nn.LayerNorm((3, 4)), nn.Tanh(), nn.LayerNorm(4)), (2, 3, 4)),
     "strides": (nn.Conv2d(3, 4, (3, 2), stride=(2, 1), dilation=(1, 2), padding=(0, 2)), (3, 6, 5)),
     "groups": (nn.Conv2d(4, 6, 2, groups=2, padding="same"), (4, 5, 4)),
@@ -51,6 +71,21 @@ def test_layers(case, form):
         else:
             with choices.forced(linear=form, convolution=form):
                 assert_exact(model, data(n, *shape), methods=FAST)
+
+
+@pytest.mark.parametrize("offset", [0.0, 50.0])
+def test_norms_of_units(offset):
+    """Rows of a unit are examples of their own for a norm, whose gradients are added."""
+    model = randomise(nn.Sequential(nn.GroupNorm(2, 6), nn.Tanh(), nn.Linear(5, 3)))
+    x = data(6, 6, 5) + offset
+    truth = dpt.per_sample_grads(
+        reference.loss_fn, copy.deepcopy(model).double(), x.double(), method="loop", rows_per_unit=2
+    )
+    for method in FAST:
+        grads = dpt.per_sample_grads(reference.loss_fn, model, x, method=method, rows_per_unit=2)
+        for name, expected in truth.items():
+            apart = float((grads[name] - expected).norm() / expected.norm())
+            assert apart < 1e-6 * (1 + offset), (method, name)
 
 
 @pytest.mark.parametrize("tied", [False, True])
