@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from dualdp_torch.rules.base import (
     Tensor,
     exact_sq_norms,
     is_narrow,
+    last_lengths,
     lengths,
     on_host,
     sq_norms,
@@ -32,9 +34,9 @@ from dualdp_torch.rules.together import Described, NormTable, sq_norms_of
 
 #: Floor of a squared norm to which its error is compared.
 _LEAST = 1e-30
-#: Largest size of n gradients at which those of one shape, such as norms and biases, are copied
-#: into one tensor and share kernel calls, on a host and elsewhere: copying more takes longer than
-#: the calls saved.
+#: Largest size of n gradients, such as those of norms and biases, at which they are copied into one
+#: tensor and share kernel calls, on a host and elsewhere: copying more takes longer than the calls
+#: saved.
 SMALL, SMALL_ELSEWHERE = 1 << 14, 1 << 20
 
 
@@ -236,7 +238,9 @@ class Captured:
         self._gathered = gathered or (lambda names: nullcontext())
         self._parts: dict[str, list[Part]] = {name: [] for name in (*parameters, *derived)}
         self._kept: dict[str, Tensor] = {}
-        self._alike: list[tuple[list[str], Tensor]] = []  # small kept gradients, (n, names, *shape)
+        self._small: list[
+            tuple[list[str], Tensor]
+        ] = []  # kept gradients in one (n, numbers) tensor
         self._apart: dict[str, list[tuple[Tensor, Tensor]]] = {}  # formed: (rows, gradients)
         self._doubts: tuple[Tensor, Tensor] | None = None  # errors and tolerances, (groups, n)
         self.is_narrow = is_narrow(parameters.values())
@@ -379,7 +383,7 @@ class Captured:
     def _tables(self) -> list[tuple[list[str], Tensor, list[str], Tensor]]:
         """Return squared norms and error bounds of all parameters, see `NormTable.finish`."""
         tables: dict[torch.dtype, NormTable] = {}
-        small: dict[Any, list[str]] = {}
+        small: dict[Any, dict[str, bool]] = {}
         pulled_back = self._pulled_back()
         for name, p in self._parameters.items():
             parts = self._parts[name]
@@ -399,24 +403,40 @@ class Captured:
             if keeps:
                 self._kept[name] = formed
                 parts.clear()  # free the inputs before the next gradient is formed
-                if table.shares(name, formed):
-                    continue
+                has_length = table.shares(name, formed)
                 if formed.numel() <= (SMALL if on_host(formed) else SMALL_ELSEWHERE):
-                    small.setdefault((formed.shape, formed.dtype, formed.device), []).append(name)
+                    small.setdefault((formed.dtype, formed.device), {})[name] = has_length
+                    continue
+                if has_length:
                     continue
             table.add_lengths([name], lengths(formed)[None])
-        for (_, dtype, _), names in small.items():
-            tables[dtype].add_lengths(names, self._lengths_of_alike(names))
+        for (dtype, _), has_lengths in small.items():
+            for names, found in self._lengths_of_small(has_lengths):
+                tables[dtype].add_lengths(names, found)
         return [table.finish() for table in tables.values()]
 
-    def _lengths_of_alike(self, names: list[str]) -> Tensor:
-        """(k, n) of kept gradients of one shape, which from now on share one tensor."""
-        if len(names) == 1:
-            return lengths(self._kept[names[0]])[None]
-        together = torch.stack([self._kept[name] for name in names], 1)
-        self._kept.update(zip(names, together.unbind(1), strict=True))
-        self._alike.append((names, together))
-        return lengths(together.flatten(0, 1)).view(together.shape[:2]).T
+    def _lengths_of_small(self, has_lengths: dict[str, bool]) -> Iterator[tuple[list[str], Tensor]]:
+        """Yield names and (k, n) of kept gradients, which from now on share one tensor.
+
+        Those of one size lie side by side. `has_lengths` is True for names that need no length.
+        """
+        numbers = {name: self._kept[name].shape[1:].numel() for name in has_lengths}
+        names = sorted(has_lengths, key=lambda name: (numbers[name], has_lengths[name]))
+        each = [self._kept[name].reshape(self._n, numbers[name]) for name in names]
+        together = each[0] if len(each) == 1 else torch.cat(each, 1)
+        pieces = together.split([numbers[name] for name in names], 1)
+        for name, piece in zip(names, pieces, strict=True):
+            self._kept[name] = piece.view(self._kept[name].shape)
+        self._small.append((names, together))
+        start = 0
+        for (size, has_length), alike in itertools.groupby(
+            names, lambda name: (numbers[name], has_lengths[name])
+        ):
+            same = [*alike]
+            stop = start + size * len(same)
+            if not has_length:
+                yield same, last_lengths(together[:, start:stop].unflatten(1, (-1, size))).T
+            start = stop
 
     def _judged(
         self, found: Sequence[tuple[list[str], Tensor, list[str], Tensor]], limits: Limits
@@ -508,17 +528,19 @@ class Captured:
             distinct = {id(weights): weights for weights in factors.values()}
             scaled = {key: weights * self.scale for key, weights in distinct.items()}
             factors = {name: scaled[id(weights)] for name, weights in factors.items()}
-        ready = self._sums_of_alike(factors) if rows is None else {}
+        ready = self._sums_of_small(factors) if rows is None else {}
         for name in self._parameters:
             yield name, ready.pop(name) if name in ready else self._sum(name, factors[name], rows)
 
-    def _sums_of_alike(self, factors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Name -> (*shape) sums of the kept gradients that share one tensor and its factors."""
+    def _sums_of_small(self, factors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Name -> (*shape) sums of the kept gradients that share one tensor and their factors."""
         found: dict[str, Tensor] = {}
-        for names, together in self._alike:
+        for names, together in self._small:
             weights = factors[names[0]]
             if all(factors[name] is weights for name in names):
-                found.update(zip(names, weighted_sum(weights, together).unbind(0), strict=True))
+                shapes = [self._parameters[name].shape for name in names]
+                pieces = weighted_sum(weights, together).split([shape.numel() for shape in shapes])
+                found |= {n: p.view(s) for n, p, s in zip(names, pieces, shapes, strict=True)}
         return found
 
     def sum(self, name: str, factors: Tensor, rows: Tensor | None) -> Tensor:
@@ -559,4 +581,4 @@ class Captured:
 
     def forget(self) -> None:
         """Free inputs, output gradients, and kept gradients."""
-        self._parts, self._kept, self._below, self._alike = {}, {}, {}, []
+        self._parts, self._kept, self._below, self._small = {}, {}, {}, []

@@ -79,13 +79,18 @@ def lengths(grads: Tensor) -> Tensor:
     if is_transposed(grads):
         grads = grads.mT
     flat = grads if grads.dim() == 2 else grads.reshape(len(grads), math.prod(grads.shape[1:]))
-    while flat.shape[1] > _BLOCK:
-        size, block = flat.shape[1], _block_of(flat.shape[1])
-        rest, flat = flat[:, size // block * block :], flat[:, : size // block * block]
-        flat = torch.linalg.vector_norm(flat.view(len(flat), size // block, block), dim=2)
-        if rest.shape[1]:
-            flat = torch.cat([flat, torch.linalg.vector_norm(rest, dim=1, keepdim=True)], 1)
-    found: Tensor = torch.linalg.vector_norm(flat, dim=1)
+    return last_lengths(flat)
+
+
+def last_lengths(x: Tensor) -> Tensor:
+    """(..., d) -> (...) norms over the last axis, which is read where it lies."""
+    while x.shape[-1] > _BLOCK:
+        size, block = x.shape[-1], _block_of(x.shape[-1])
+        x, rest = x.split([size // block * block, size % block], -1)  # type: ignore[no-untyped-call]
+        x = torch.linalg.vector_norm(x.unflatten(-1, (-1, block)), dim=-1)
+        if rest.shape[-1]:
+            x = torch.cat([x, torch.linalg.vector_norm(rest, dim=-1, keepdim=True)], -1)
+    found: Tensor = torch.linalg.vector_norm(x, dim=-1)
     return found
 
 

@@ -26,6 +26,9 @@ from dualdp_torch.rules.together import Described, Gram
 BLOCK = 8
 #: Positions of a batch up to which one product of patches beats the convolution's backward.
 FEW = 256
+#: Numbers of a batch's gradients up to which they are formed off the host, in one call: products of
+#: patches take eight.
+FORMED = 1 << 20
 
 
 def weight_grads(
@@ -74,7 +77,8 @@ def _method(
         "weights": math.prod(shape),
         "n": len(acts),
     }
-    if costs.convolution_prefers_gram(**sizes):
+    is_little = not on_host(acts) and sizes["n"] * sizes["weights"] <= FORMED
+    if costs.convolution_prefers_gram(**sizes) and not is_little:
         usual = "gram"
     methods = ("gram", *(conv_forms.FORMS if acts.dim() <= 4 else ("folded",)))
     return choices.choose("convolution", usual, methods, acts.shape[1:])
