@@ -35,12 +35,34 @@ def weight_grads(
     acts: Tensor, grads_out: Tensor, *, shape: torch.Size, transposed: bool = False, **options: Any
 ) -> Tensor:
     """(n, [f,] c, ...), (n, [f,] o, ...) -> (n, *shape), in the form that suits the sizes."""
-    method = _method(acts, grads_out, shape, transposed=transposed, **options)
-    if method == "gram":
-        method = _usual_form(acts, grads_out, shape, transposed, options.get("groups", 1))
+    form = _form(acts, grads_out, shape, transposed=transposed, **options)
     if transposed:  # only "folded" takes this option
         options["transposed"] = True
-    return conv_forms.FORMS[method](acts, grads_out, shape=shape, **options)
+    return conv_forms.FORMS[form](acts, grads_out, shape=shape, **options)
+
+
+def grads_with_bias(
+    acts: Tensor, grads_out: Tensor, *, shape: torch.Size, **options: Any
+) -> tuple[Tensor, Tensor] | None:
+    """(n, [f,] c, ...), (n, [f,] o, ...) -> (n, *shape), (n, o); None where two passes are faster.
+
+    A backward in which examples are groups returns both.
+    """
+    if _form(acts, grads_out, shape, **options) != "folded":
+        return None
+    pair: tuple[Tensor, Tensor] = conv_forms.FORMS["folded"](
+        acts, grads_out, shape=shape, has_bias=True, **options
+    )
+    return pair
+
+
+def _form(acts: Tensor, grads_out: Tensor, shape: torch.Size, **options: Any) -> str:
+    """Return the form of a gradient, also of one that is not kept."""
+    method = _method(acts, grads_out, shape, **options)
+    if method != "gram":
+        return method
+    transposed, groups = options.get("transposed", False), options.get("groups", 1)
+    return _usual_form(acts, grads_out, shape, transposed, groups)
 
 
 def _usual_form(
@@ -95,7 +117,7 @@ def weight_sum(
         g = grads_out.flatten(2).transpose(1, 2).reshape(rows, shape[0])
         return product(g.T, under.T).view(shape)
     a, g = (frames(x, len(shape) - 2).flatten(0, 1) for x in (acts, grads_out))
-    return weight_backward(a, g, shape, 1, transposed, **options)
+    return weight_backward(a, g, shape, transposed, **options)[0]
 
 
 def _patch_gram(acts: Tensor, sizes: Sequence[int], kernel: Sequence[int], **o: Any) -> Tensor:
@@ -185,6 +207,7 @@ def rule(axes: int, *, transposed: bool = False) -> Rule:
         grads={"weight": of(weight_grads), "bias": partial(bias_grads, axes=axes)},
         sq_norms={"weight": of(weight_sq_norms)},
         sums={"weight": of(weight_sum), "bias": partial(bias_sum, axes=axes)},
+        pair=of(grads_with_bias),
         rows_are_free=True,
         keeps=of(keeps),
         applies=lambda call: bool(call["input"].dim() == call["weight"].dim()),  # has a batch axis

@@ -49,26 +49,36 @@ def padded(acts: Tensor, padding: Any, dilation: list[int], kernel: Sequence[int
 
 
 def weight_backward(
-    acts: Tensor, grads_out: Tensor, shape: Sequence[int], repeat: int, transposed: bool, **o: Any
-) -> Tensor:
-    """(repeat * shape[0], *shape[1:]) weight gradient summed over axis 0; groups times `repeat`."""
+    acts: Tensor,
+    grads_out: Tensor,
+    shape: Sequence[int],
+    transposed: bool,
+    *,
+    repeat: int = 1,
+    has_bias: bool = False,
+    **o: Any,
+) -> tuple[Tensor, Tensor]:
+    """(repeat * shape[0], *shape[1:]) weight gradient summed over axis 0; groups times `repeat`.
+
+    With `has_bias` also the bias's, (repeat * o,).
+    """
     axes = len(shape) - 2
     stride, dilation = (per_axis(o.get(k, 1), axes) for k in ("stride", "dilation"))
     acts, padding = padded(acts, o.get("padding", 0), dilation, shape[2:])
-    _, weight, _ = torch.ops.aten.convolution_backward(
+    _, weight, bias = torch.ops.aten.convolution_backward(
         grads_out,
         acts,
         acts.new_empty(shape[0] * repeat, *shape[1:]),  # only its shape is read
-        None,
+        [grads_out.shape[1]],
         stride,
         padding,
         dilation,
         transposed,
         per_axis(o.get("output_padding", 0), axes),
         o.get("groups", 1) * repeat,
-        [False, True, False],
+        [False, True, has_bias],
     )
-    return torch.as_tensor(weight)
+    return weight, bias
 
 
 def _at_once(acts: Tensor, each: int) -> int:
@@ -84,31 +94,42 @@ def frames(x: Tensor, axes: int) -> Tensor:
 
 
 def by_folding(
-    acts: Tensor, grads_out: Tensor, *, shape: torch.Size, transposed: bool = False, **options: Any
-) -> Tensor:
+    acts: Tensor,
+    grads_out: Tensor,
+    *,
+    shape: torch.Size,
+    transposed: bool = False,
+    has_bias: bool = False,
+    **options: Any,
+) -> Any:
     """(n, [f,] c, ...), (n, [f,] o, ...) -> (n, *shape): one backward with examples as groups.
 
-    The batch is folded into the channels, (f, n c, ...) with n g groups, as functorch does.
+    The batch is folded into the channels, (f, n c, ...) with n g groups, as functorch does. With
+    `has_bias` the result is a pair with (n, o), the bias's gradients.
     """
     n, axes = acts.shape[0], len(shape) - 2
     a, g = frames(acts, axes), frames(grads_out, axes)
     # Inputs, output gradients and weight gradients of the examples at once fit in a cache together.
     numbers = math.prod(a.shape[1:]) + math.prod(g.shape[1:]) + math.prod(shape)
     size = _at_once(a, min(max(FOLDED // (numbers * a.element_size()), 4), 64))
+    shapes = [shape, g.shape[2:3]][: 1 + has_bias]
 
-    def of(rows: slice) -> Tensor:
-        folded_a, folded_g = (x[rows].transpose(0, 1).flatten(1, 2) for x in (a, g))  # (f, n c, ..)
+    def of(rows: slice) -> list[Tensor]:
+        a_rows, g_rows = (x[rows].transpose(0, 1).flatten(1, 2) for x in (a, g))  # (f, n c, ...)
         count = len(range(n)[rows])
-        folded = weight_backward(folded_a, folded_g, shape, count, transposed, **options)
-        return folded.view(count, *shape)
+        options.update(repeat=count, has_bias=has_bias)
+        found = weight_backward(a_rows, g_rows, shape, transposed, **options)
+        return [x.view(count, *each) for x, each in zip(found, shapes, strict=False)]
 
     if 0 < n <= size:
-        return of(slice(0, n))
-    found = acts.new_empty(n, *shape)
-    for start in range(0, n, size):
-        rows = slice(start, start + size)
-        found[rows] = of(rows)
-    return found
+        found = of(slice(0, n))
+    else:
+        found = [acts.new_empty(n, *each) for each in shapes]
+        for start in range(0, n, size):
+            rows = slice(start, start + size)
+            for x, part in zip(found, of(rows), strict=True):
+                x[rows] = part
+    return tuple(found) if has_bias else found[0]
 
 
 def patches(acts: Tensor, *, shape: torch.Size, **o: Any) -> Tensor:
@@ -181,7 +202,7 @@ def by_crb(acts: Tensor, grads_out: Tensor, *, shape: torch.Size, **o: Any) -> T
 
 
 #: Name in the literature -> function of (acts, grads_out, *, shape, **options).
-FORMS: dict[str, Callable[..., Tensor]] = {
+FORMS: dict[str, Callable[..., Any]] = {
     "folded": by_folding,
     "unfold": by_unfolding,
     "crb": by_crb,

@@ -52,8 +52,8 @@ def _group_pair(
         return None
     x, g = acts.contiguous(), grads_out.contiguous()
     groups = num_groups or c
-    _, mean, rstd = torch.native_group_norm(x, None, None, n, c, positions, groups, eps)
-    _, weight, bias = torch.ops.aten.native_group_norm_backward(
+    mean, rstd = torch.native_group_norm(x, None, None, n, c, positions, groups, eps)[1:]
+    weight, bias = torch.ops.aten.native_group_norm_backward(
         g.view(1, n * c, positions),
         x.view(1, n * c, positions),
         mean.view(1, n * groups),
@@ -64,7 +64,7 @@ def _group_pair(
         positions,
         n * groups,
         [False, True, True],
-    )
+    )[1:]
     return weight.view(n, c), bias.view(n, c)
 
 
