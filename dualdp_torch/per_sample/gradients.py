@@ -538,7 +538,7 @@ class Captured:
         for names, together in self._small:
             weights = factors[names[0]]
             if all(factors[name] is weights for name in names):
-                shapes = [self._parameters[name].shape for name in names]
+                shapes = [self._kept[name].shape[1:] for name in names]
                 pieces = weighted_sum(weights, together).split([shape.numel() for shape in shapes])
                 found |= {n: p.view(s) for n, p, s in zip(names, pieces, shapes, strict=True)}
         return found

@@ -10,7 +10,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import dualdp_torch as dpt
 from dualdp import UnsupportedLayerError
 from dualdp_torch.per_sample import gradients
-from dualdp_torch.rules import base
 from tests import reference
 from tests.only_torch.checks import Ways, assert_exact, data, ids, randomise
 
@@ -330,20 +329,22 @@ class Norms(nn.Module):
         return self.other(x) * self.scale
 
 
-def test_small_gradients_of_one_shape_share_their_calls(monkeypatch):
+def test_small_gradients_share_their_calls(monkeypatch):
     shapes = []
 
-    def counted(grads):
-        shapes.append(tuple(grads.shape))
-        return base.lengths(grads)
+    def counted(name):
+        function = getattr(gradients, name)
+        return lambda *a: (shapes.append((name, tuple(a[-1].shape))), function(*a))[1]
 
-    monkeypatch.setattr(gradients, "lengths", counted)
+    for name in ("lengths", "last_lengths", "weighted_sum"):
+        monkeypatch.setattr(gradients, name, counted(name))
     model, x = randomise(Norms()), data(N, 5, 6)
     assert_exact(model, x)
     shapes.clear()
     sums = dpt.clipped_grad_sum(reference.loss_fn, model, x, max_grad_norm=1.0)
-    assert (6 * N, 6) in shapes  # three weights, three biases
-    assert (N, 6) not in shapes
+    assert ("last_lengths", (N, 6, 6)) in shapes  # three weights, three biases
+    assert [name for name, *_ in shapes].count("weighted_sum") == 1
+    assert not {("lengths", (N, 6)), ("last_lengths", (N, 1, 6))} & {*shapes}
     assert list(sums.grads) == [name for name, _ in model.named_parameters()]
     broken = x.clone()
     broken[1, 2, 3] = float("nan")
