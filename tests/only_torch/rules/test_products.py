@@ -201,6 +201,8 @@ def test_examples_are_folded_whole_or_in_chunks(monkeypatch, n):
     chunks = conv_forms.by_folding(acts, grads_out, shape=shape)
     assert whole.shape == (n, *shape)
     torch.testing.assert_close(whole, chunks)
+    both = conv_forms.by_folding(acts, grads_out, shape=shape, has_bias=True)
+    torch.testing.assert_close(both, (whole, grads_out.sum((2, 3))))
 
 
 @pytest.mark.parametrize("t", [2, 3, 40])
