@@ -432,7 +432,7 @@ class PrivacyEngine:
         assert self._checks is not None
         failed, is_checked, ledger = None, False, self._running()
         try:
-            is_checked = self._checks.check(step, due)
+            is_checked = self._checks.check(step, due, is_first=not self._is_checked)
         except exactness.ExactnessError as error:
             failed = error
         if self._shared is not None:

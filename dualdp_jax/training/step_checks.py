@@ -49,8 +49,11 @@ class StepChecks:
         self.run, self.data_mesh = run, run.data_mesh
         self._known_precision: str | None = None
 
-    def check(self, step: ComputedStep, due: exactness.SpotCheck) -> bool:
+    def check(self, step: ComputedStep, due: exactness.SpotCheck, *, is_first: bool) -> bool:
         """Compare a step with plain autodiff; return False if it has no example.
+
+        If the whole batch is due, it is either a contribution to its sum, or the sum and further
+        norms; `is_first` compares all.
 
         Raises:
             ExactnessError: it differs.
@@ -73,12 +76,16 @@ class StepChecks:
         norm_of = {at: float(norms[at.chunk][at.row]) for at in examples}
         largest = max(examples, key=lambda at: norm_of[at] if math.isfinite(norm_of[at]) else -1.0)
         two = [examples[due.draw(len(examples))], largest]
+        with_sum = is_first or (due.is_whole and due.draw(2, 1) == 1)
+        contributing = two if is_first else []
+        if due.is_whole and not with_sum:
+            contributing = [two[due.draw(2, 2)]]
         rng = np.random.default_rng(int(due.fractions[1] * 2**53))
-        several = rng.permutation(len(examples))[:_SEVERAL] if due.is_whole else ()
+        several = rng.permutation(len(examples))[:_SEVERAL] if with_sum else ()
         for at in dict.fromkeys([*two, *(examples[i] for i in several)]):
-            with_contribution = due.is_whole and at in two
+            with_contribution = at in contributing
             self._check_example(step, at, norm_of[at], with_contribution=with_contribution)
-        if due.is_whole:
+        if with_sum:
             self._check_chunk(step, due)
         return True
 
@@ -88,7 +95,8 @@ class StepChecks:
         """Compare the norm of an example, and optionally its contribution to the clipped sum."""
         (trained, others), rows = step.inputs[at.chunk]
         measure = self._measure(step)
-        plain, known = self._plain(trained, others, self._one_row(rows, at.row), step.dropout)
+        row = self._pick(rows, np.int32(at.row))
+        plain, known = self._plain(trained, others, row, step.dropout)
         known = _floats(known)
         gaps = sizes = [0.0] * len(plain)
         if with_contribution:  # the sums of the step's own program, with all others masked
@@ -115,12 +123,6 @@ class StepChecks:
         ):
             where = "what one example contributes to the clipped sum" if any(gaps) else "a norm"
             raise exactness.failure(sides, where, ADVICE)
-
-    def _one_row(self, rows: Rows, row: int) -> Rows:
-        """Rows of one example."""
-        if self.data_mesh is None:
-            return _picked(rows, [row])
-        return self._pick(rows, np.int32(row))
 
     def _check_chunk(self, step: ComputedStep, due: exactness.SpotCheck) -> None:
         """Compare the clipped sum of a chunk with plain autodiff of its weighted losses.
@@ -202,8 +204,7 @@ class StepChecks:
 
     @cached_property
     def _pick(self) -> Callable[..., Any]:
-        """Program (rows on a mesh, number of an example) -> its rows on all devices."""
-        assert self.data_mesh is not None
+        """Program (rows of a chunk, number of an example) -> its rows, on all devices of a mesh."""
 
         def take(rows: Rows, at: Any) -> Rows:
             def own(leaf: Any) -> Any:
@@ -212,6 +213,8 @@ class StepChecks:
 
             return jax.tree.map(own, rows)
 
+        if self.data_mesh is None:
+            return jax.jit(take)
         return jax.jit(take, out_shardings=self.data_mesh.sharding())
 
     @cached_property
@@ -246,7 +249,7 @@ class StepChecks:
         """Precision that the loss computes in; cached."""
         if self._known_precision is None:
             (trained, others), rows = step.inputs[0]
-            call = self.run.call(trained, others, self._one_row(rows, 0), step.dropout)
+            call = self.run.call(trained, others, self._pick(rows, np.int32(0)), step.dropout)
             self._known_precision = spot_check.precision_of(call.program.jaxpr)
         return self._known_precision
 

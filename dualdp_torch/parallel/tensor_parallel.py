@@ -25,7 +25,7 @@ from dualdp_torch.noise.noise import Cut
 from dualdp_torch.parallel.fsdp import is_sharded, is_tensor_parallel, refuse_two_dimensions
 from dualdp_torch.parallel.process_group import Group, fingerprints, unwrapped
 from dualdp_torch.parallel.sum_hash import hash_sums
-from dualdp_torch.rules.base import Tensor
+from dualdp_torch.rules.base import Tensor, lengths
 
 Result = TypeVar("Result")
 #: Methods that take what each layer saw, or run every example alone.
@@ -63,9 +63,16 @@ def like(p: Tensor, local: Tensor) -> Tensor:
     return found
 
 
+#: Norms between this and its inverse have squares in the range of float32.
+_LEAST_LENGTH = 1e-15
+
+
 def length(tensor: Tensor) -> float:
     """Return the L2 norm of a whole tensor, also of one that is cut: then on all processes."""
-    found = torch.linalg.vector_norm(local_of(tensor), dtype=torch.float64)
+    local = local_of(tensor)
+    found = lengths(local[None]).double().squeeze(0)
+    if not _LEAST_LENGTH < found < 1 / _LEAST_LENGTH:  # float32 squares under- or overflow
+        found = torch.linalg.vector_norm(local, dtype=torch.float64)
     if _axis(tensor) is None:
         return float(found)
     square = found.square_()

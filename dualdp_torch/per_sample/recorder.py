@@ -841,4 +841,5 @@ class Zeroing:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Drop what was recorded, then set the gradients to zero."""
         self._recorder.drop_gradients()
-        return self._call(*args, **kwargs)
+        with self._recorder.tape.suspended():
+            return self._call(*args, **kwargs)

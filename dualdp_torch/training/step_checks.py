@@ -111,9 +111,8 @@ class StepChecks:
                 "in one thread."
             )
         apart = self._recorder.rows_per_unit // tape.rows_per_unit  # losses of each example
-        mask = draw.mask.repeat_interleave(apart)
-        rows = np.flatnonzero(mask.numpy()).tolist()
-        if len(mask) < 2 or not rows:
+        mask = draw.mask.numpy()
+        if len(mask) * apart < 2 or not mask.any():
             return
         try:
             is_known = self._criterion.knows(tape)
@@ -125,6 +124,7 @@ class StepChecks:
         check = self.due or self._drawn(draw.step, is_first=True)
         assert check is not None
         is_whole = not is_known or check.is_whole
+        rows = np.flatnonzero(mask.repeat(apart)).tolist()
         problem = self._criterion.check(
             tape,
             self._recorder.cotangents,

@@ -45,6 +45,8 @@ _MOST_LOOPS = 256
 _MOST_VALUES = 16
 #: Largest size of a tensor of unknown origin that is compared from batch to batch.
 _SMALL = 1 << 16
+#: Number of replacements of the other rows.
+_FORMS = 4
 #: Number of integers of a loop whose meanings are tried one by one, if no common one fits.
 _UNCLEAR = 6
 #: Batch size up to which an integer equal to n may well be a constant.
@@ -256,7 +258,8 @@ class CriterionCheck:
             rows: indices of the examples to compare.
             model: module whose generators are restored.
             seed: seed for the choice of replacement rows.
-            is_whole: bool, True for every replacement of the other rows, False for every second.
+            is_whole: bool, True to replace the other rows for each of `rows`, False for one of
+                them. New code is tried with every replacement, known code with one for each row.
 
         Returns:
             A problem, or None; then the code is known from now on.
@@ -268,8 +271,13 @@ class CriterionCheck:
                 return problem
             known = self._known.get(tape.signature())
             meanings = known.meanings if known is not None and known.is_certain else None
-            for row in rows:
-                problem = trial.others(row, seed, is_whole) or trial.alone(row, meanings)
+            first = 0 if known is None else seed // _FORMS % len(rows)
+            for i, row in enumerate([*rows[first:], *rows[:first]]):
+                forms = range(_FORMS)
+                if known is not None:
+                    form = (seed + i) % _FORMS
+                    forms = range(form, form + (is_whole or not i))
+                problem = trial.others(row, seed, forms) or trial.alone(row, meanings)
                 if problem is not None:
                     return problem
             if trial.carries():
@@ -346,6 +354,8 @@ def _foreign(tape: Tape, positions: Iterable[int | Position]) -> dict[Position, 
     The model's own call, which may take tensors that all examples share, is at -1.
     """
     found: dict[Position, Any] = {}
+    if not any(slot.kind == OTHER and not slot.requires_grad for slot in tape.slots):
+        return found
     taken = {at: read_by(tape.calls[at]) for at in _calls_at(positions) if at >= 0}
     for number, forward in enumerate(tape.forwards, 1):
         taken[-number] = list(slots_of(forward.arguments))
@@ -485,11 +495,11 @@ class _BatchReplay:
             "loss; use clipped_grad_sum"
         )
 
-    def others(self, row: int, seed: int, is_whole: bool) -> Problem | None:
+    def others(self, row: int, seed: int, forms: range) -> Problem | None:
         """Replay with the other rows replaced; this row's gradient may not change."""
         tried, reason = 0, ""
-        each = list(_replacements(self.n, row, seed, self._k))
-        for rows in each if is_whole else each[seed % 2 :: 2]:
+        each = _replacements(self.n, row, seed, self._k) if forms else iter(())
+        for rows in itertools.islice(each, forms.start, forms.stop):
             try:
                 found = self.script.run(rows)
             except ReplayError as error:
@@ -499,7 +509,7 @@ class _BatchReplay:
             problem = self._differs_among_others(found, rows, row)
             if problem is not None:
                 return problem
-        if tried or not is_whole:
+        if tried or len(forms) < _FORMS:
             return None
         return Problem(
             f"The loss can't be computed with other rows in the batch: {reason}. "
@@ -759,14 +769,14 @@ def _row(tensors: Sequence[Tensor], position: int, num_rows: int, k: int) -> Ten
 
 def _row_norms(tensors: Sequence[Tensor], n: int, k: int) -> Tensor:
     """Return (n,) norms of the examples' k rows of all tensors together."""
-    squares = [
-        t.double().reshape(n, -1).square().sum(1).cpu()
-        for t in tensors
-        if t.dim() and len(t) == n * k
-    ]
-    squares = [s if s.dim() else s[None] for s in squares]
-    norms = torch.stack(squares).sum(0).sqrt() if squares else torch.zeros(n)
-    return norms.nan_to_num(0, 0, 0)
+    norms = [_norms(t, n).cpu() for t in tensors if t.dim() and len(t) == n * k]
+    whole = torch.stack(norms).square().sum(0).sqrt() if norms else torch.zeros(n)
+    return whole.nan_to_num(0, 0, 0)
+
+
+def _norms(tensor: Tensor, n: int) -> Tensor:
+    """(n k, ...) -> (n,) float64 norms."""
+    return torch.linalg.vector_norm(tensor.reshape(n, -1), dim=1, dtype=torch.float64)
 
 
 def _gap_and_size(ours: Tensor, theirs: Tensor) -> tuple[float, float]:
@@ -779,7 +789,7 @@ def _apart(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
     """Return the largest difference of two lists of tensors, relative to the largest value."""
     worst = 0.0
     for a, b in zip(ours, theirs, strict=True):
-        if b.numel():
+        if not torch.equal(a, b):
             gap, size = _gap_and_size(a, b)
             worst = max(worst, gap / size if size else (math.inf if gap else 0.0))
     return worst
@@ -820,6 +830,6 @@ def sum_of_squares(cotangents: list[Tensor | None], n: int) -> np.ndarray[Any, A
     total = np.zeros(n)
     for grad in cotangents:
         if grad is not None and grad.dim() and len(grad) == n:
-            squares = grad.detach().double().reshape(n, -1).square().sum(1)
+            squares = _norms(grad.detach(), n).square()
             total += torch.nan_to_num(squares, 0, 0, 0).cpu().numpy()
     return total

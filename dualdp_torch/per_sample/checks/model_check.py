@@ -11,11 +11,14 @@ must not matter.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
+from torch import nn
 
 from dualdp import exactness
 from dualdp.exactness import ExactnessError, SpotCheck
@@ -26,7 +29,7 @@ from dualdp_torch.per_sample.checks.spot_check import (
     CANT_REPEAT,
     BatchNumbers,
     Comparison,
-    Precisions,
+    Definition,
     ReferenceLosses,
     chosen_rows,
 )
@@ -38,7 +41,7 @@ from dualdp_torch.per_sample.outputs import float_leaves
 from dualdp_torch.per_sample.random_state import RandomState
 from dualdp_torch.per_sample.recorder import Recorder
 from dualdp_torch.per_sample.vmap_and_loop import plain_gradients
-from dualdp_torch.rules.base import Tensor
+from dualdp_torch.rules.base import Tensor, wide
 
 #: Examples compared without randomness if the forward draws; of large batches an eighth.
 _FEW = 4
@@ -84,11 +87,7 @@ class ModelCheck:
             if recorder.has_drawn:
                 self._without_draws(rows, check)
             else:
-                for row in rows:
-                    self._comparison.of_row(self._numbers, row, self._definition)
-                if not recorder.computes_loss:
-                    first = torch.tensor(rows[:1])
-                    self._same_output(self._subject, first, 0, rows[0], recorder.outputs)
+                self._alone(self._comparison, self._numbers, rows, recorder.outputs)
             if recorder.computes_loss or not (is_first or check.is_whole):
                 return True
             if recorder.has_drawn and not self._subject.draws_as(self._numbers.losses):
@@ -110,10 +109,28 @@ class ModelCheck:
             # Draws from NumPy or Python can't be switched off: an example alone would draw others.
             comparison = replace(self._comparison, subject=few, is_alone=not few.draws())
             numbers = comparison.again(few)
-            for row in range(len(rows)):
-                comparison.of_row(numbers, row, self._definition)
-            if comparison.is_alone and not self._recorder.computes_loss:
-                self._same_output(few, torch.tensor([0]), 0, 0)
+            if comparison.is_alone:
+                outputs = () if self._recorder.computes_loss else _outputs(few)
+                self._alone(comparison, numbers, range(len(rows)), outputs)
+            else:
+                for row in range(len(rows)):
+                    comparison.of_row(numbers, row, self._definition)
+
+    def _alone(
+        self,
+        comparison: Comparison,
+        numbers: BatchNumbers,
+        rows: Sequence[int],
+        outputs: Sequence[Tensor],
+    ) -> None:
+        """Compare examples with themselves alone; of the first one also the model's outputs."""
+        apart = list[Tensor]()
+        alone = self._definition or _noting(ReferenceLosses.alone, apart)
+        for row in rows:
+            comparison.of_row(numbers, row, alone)
+        if not self._recorder.computes_loss:
+            index = torch.tensor(rows[:1])
+            self._same_output(comparison, index, 0, rows[0], outputs, apart)
 
     def _among_others(self, row: int, check: SpotCheck) -> None:
         """Compare one example in its batch, and among other examples."""
@@ -136,9 +153,11 @@ class ModelCheck:
         def among_others(subject: ReferenceLosses, row: int) -> dict[str, Tensor]:
             return _with_rows(subject, index).among(row)
 
-        self._comparison.of_row(self._numbers, row, in_its_batch, " in its batch")
-        self._comparison.of_row(self._numbers, row, among_others, " among other examples")
-        self._same_output(self._subject, index, row, row)
+        comparison, beside = self._comparison, list[Tensor]()
+        comparison.of_row(self._numbers, row, in_its_batch, " in its batch")
+        among = _noting(among_others, beside)
+        comparison.of_row(self._numbers, row, among, " among other examples")
+        self._same_output(comparison, index, row, row, self._recorder.outputs, beside)
 
     def _draws_alike(self, index: Tensor) -> bool:
         """True if the forward draws as many random numbers with the rows `index` as in its batch.
@@ -160,22 +179,22 @@ class ModelCheck:
 
     def _same_output(
         self,
-        subject: ReferenceLosses,
+        comparison: Comparison,
         index: Tensor,
         position: int,
         row: int,
-        recorded: Sequence[Tensor] | None = None,
+        whole: Sequence[Tensor],
+        other: Sequence[Tensor],
     ) -> None:
         """Refuse outputs of an example that are others when the model runs on the rows `index`.
 
-        The example is at `position` of `index`; `recorded` are the outputs for the batch.
+        The example is at `position` of `index`; `whole` and `other` are the outputs for the batch
+        and for these rows.
         """
+        subject = comparison.subject
         k = subject.batch.rows_per_unit
-        with torch.no_grad(), Precisions() as precisions:
-            whole = _outputs(subject) if recorded is None else recorded
-            apart = _apart(whole, _outputs(_with_rows(subject, index)), row, position, k)
-        apart = on_all_alike(subject.model, apart, float)
-        if apart <= _CLOSER * exactness.TOLERANCE[precisions.lowest]:
+        apart = on_all_alike(subject.model, _apart(whole, other, row, position, k), float)
+        if comparison.tolerates(apart / _CLOSER):
             return
         with contextlib.suppress(*CANT_REPEAT), torch.no_grad():
             double = subject.in_double()
@@ -206,6 +225,25 @@ def unclipped(gradients: Gradients, losses: Tensor) -> BatchNumbers:
         factors=factors.of,
         doubt=gradients.doubt,
     )
+
+
+def _noting(definition: Definition, outputs: list[Tensor]) -> Definition:
+    """Return a definition that appends the model's outputs to `outputs` when first computed."""
+
+    def noted(subject: ReferenceLosses, row: int) -> dict[str, Tensor]:
+        found = list[Tensor]()
+
+        def note(model: nn.Module, args: Any, returned: Any) -> None:
+            found.extend(leaf.detach() for leaf in float_leaves(returned))
+
+        with contextlib.ExitStack() as stack:
+            if not outputs:
+                stack.callback(subject.model.register_forward_hook(note).remove)
+            gradients = definition(subject, row)
+        outputs.extend(found)
+        return gradients
+
+    return noted
 
 
 def _outputs(subject: ReferenceLosses) -> list[Tensor]:
@@ -287,8 +325,9 @@ def _apart(
         x, y = (t.unflatten(0, (-1, k))[at].double() for t, at in ((a, row), (b, position)))
         if x.shape != y.shape:
             return float("inf")
-        sizes = a.double().abs()
-        size = float(sizes[sizes.isfinite()].mean().nan_to_num())
+        size = float(torch.linalg.vector_norm(a, 1, dtype=wide(a.dtype))) / max(a.numel(), 1)
+        if not math.isfinite(size):
+            size = float(a[a.isfinite()].double().abs().mean().nan_to_num())
         gaps = (x - y).abs() / (x.abs() + size).clamp(min=1e-300)
         gaps = gaps.where(x.isfinite() & y.isfinite(), (x != y) & ~(x.isnan() & y.isnan()))
         worst = max(worst, float(gaps.max()) if gaps.numel() else 0.0)

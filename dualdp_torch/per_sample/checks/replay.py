@@ -117,7 +117,7 @@ class Replayed:
         values: mapping from the index of a slot to its last tensor.
     """
 
-    cotangents: list[Tensor]
+    cotangents: list[Any]
     inputs: list[Tensor]
     reads: dict[int, Any] = field(default_factory=dict)
     draws: dict[int, TorchState] = field(default_factory=dict)
@@ -274,6 +274,8 @@ class Script:
         tape = self.tape
         env = {index: rows.cast(rows.pick(given, 0)) for index, given in self._given.items()}
         leaves: list[Tensor] = []
+        calls = [self.tape.calls[at] for at in self.examined]
+        is_written = any(is_in_place(call.function) or "out" in call.kwargs for call in calls)
         for slot in self.sources:
             env[slot.index] = self._source(slot, rows)
         for slot in tape.outputs:
@@ -281,8 +283,8 @@ class Script:
                 env[slot.index] = self._source(slot, rows)
             leaf = env[slot.index].detach().requires_grad_()
             leaves.append(leaf)
-            env[slot.index] = leaf.clone()  # no leaf: it may be changed in place
-        found = Replayed([torch.zeros_like(leaf) for leaf in leaves], [], values=env)
+            env[slot.index] = leaf.clone() if is_written else leaf  # a leaf can't be changed
+        found = Replayed([None] * len(leaves), [], values=env)
         entered, left, backwards = list(tape.forwards), list(tape.states), list(tape.backwards)
         if finds_draws and tape.start is not None:
             tape.start.put()
@@ -302,6 +304,9 @@ class Script:
                     self._draw_again(tape.calls[position], env)
                 elif position < len(tape.calls):
                     self._call(position, env, rows, found, finds_draws)
+        for i, leaf in enumerate(leaves):
+            if found.cotangents[i] is None:
+                found.cotangents[i] = torch.zeros_like(leaf)
         if finds_draws:
             self.draws = found.draws
             self.live = self._live()  # without what leads to rows that were cut out
@@ -416,7 +421,7 @@ def read_by(call: Call) -> list[Slot]:
 
 
 def _add_gradients(
-    backward: Backward, env: dict[int, Tensor], leaves: list[Tensor], totals: list[Tensor]
+    backward: Backward, env: dict[int, Tensor], leaves: list[Tensor], totals: list[Any]
 ) -> None:
     """Add the gradients of one backward's weighted losses to those of the leaves."""
     pairs = [
@@ -428,9 +433,9 @@ def _add_gradients(
     weights = [torch.ones_like(loss) if w is None else env[w.index].to(loss) for loss, w in live]
     losses = [loss for loss, _ in live]
     found = torch.autograd.grad(losses, leaves, weights, retain_graph=True, allow_unused=True)
-    for total, grad in zip(totals, found, strict=True):
+    for i, grad in enumerate(found):
         if grad is not None:
-            total += grad.detach()
+            totals[i] = grad.detach() if totals[i] is None else totals[i] + grad.detach()
 
 
 def _training(*args: Any, training: bool = False, **_: Any) -> bool:

@@ -154,6 +154,7 @@ class _Side(NamedTuple):
 
 
 Again = Callable[[ReferenceLosses], BatchNumbers]
+Definition = Callable[[ReferenceLosses, int], dict[str, Tensor]]
 
 
 class Precisions(TorchDispatchMode):
@@ -260,7 +261,7 @@ class Comparison:
         self,
         engine: BatchNumbers,
         row: int,
-        definition: Callable[[ReferenceLosses, int], dict[str, Tensor]] | None = None,
+        definition: Definition | None = None,
         how: str = "",
     ) -> None:
         """Compare norm and contribution of one example.
@@ -308,7 +309,7 @@ class Comparison:
             return _Side(0.0, total)
 
         plain_sum = together(self.subject, engine)
-        if self._is_close(self._on_all(_sum_sides(of_engine(engine), plain_sum, engine))):
+        if self.tolerates(self._on_all(_sum_sides(of_engine(engine), plain_sum, engine)).error):
             return
         # A backward that is not linear in the output's gradient differs for the whole batch.
         plain = one_by_one if self.is_alone else together
@@ -318,11 +319,11 @@ class Comparison:
         """Sides with the largest error on any process that computes a part of the model."""
         return on_all_alike(self.subject.model, found, lambda sides: sides.error)
 
-    def _is_close(self, found: exactness.Sides) -> bool:
-        """True if the error is within the tolerance of the precisions in use."""
+    def tolerates(self, error: float) -> bool:
+        """True if an error is within the tolerance of the precisions in use."""
         dtypes = {wide(p.dtype) for p in self.subject.parameters.values()}
         strict = exactness.TOLERANCE["float32" if torch.float32 in dtypes else "float64"]
-        return found.error <= strict or found.error <= exactness.TOLERANCE[self._precision]
+        return error <= strict or error <= exactness.TOLERANCE[self._precision]
 
     @cached_property
     def _precision(self) -> str:
@@ -342,7 +343,7 @@ class Comparison:
         """Refuse a side of the engine that differs from plain autograd by more than rounding."""
         side, expected = ours(engine), plain(self.subject, engine)
         found = self._on_all(sides(side, expected, engine))
-        if self._is_close(found):
+        if self.tolerates(found.error):
             return
 
         def repeated() -> float | None:

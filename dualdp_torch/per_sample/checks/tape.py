@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import nn
+from torch._C import _get_function_stack_at, _len_torch_function_stack
 from torch.overrides import (
     TorchFunctionMode,
     _get_current_function_mode_stack,
@@ -60,7 +61,9 @@ _UNSEEN = {
     *(torch.Tensor.is_contiguous, torch.Tensor.get_device, torch.Tensor.data_ptr),
     *(torch.is_floating_point, torch.is_complex, torch.Tensor.__repr__, torch.Tensor.__format__),
     *(torch.Tensor.register_hook, torch.Tensor.retain_grad, _attribute("grad").__set__),
-    *(torch._C._set_grad_enabled, torch.ops.profiler._record_function_enter_new._op),
+    torch._C._set_grad_enabled,
+    torch.ops.profiler._record_function_enter_new,
+    torch.ops.profiler._record_function_enter_new._op,
     torch.ops.profiler._record_function_exit._RecordFunction,
 }
 GRAD = _attribute("grad").__get__
@@ -433,13 +436,17 @@ class Tape(TorchFunctionMode):
 
     def _take(self, value: Any, tokens: list[Any], numbers: list[float]) -> Any:
         """Return an argument with slots for tensors; append its tokens and numbers."""
+        kind = type(value)
+        if kind in _PLAIN:
+            tokens.append(value)
+            return value
         if isinstance(value, Tensor):
             slot = self._slot(value)
             tokens.append(slot.index)
             return slot
         if isinstance(value, np.generic):
             value = value.item()
-        kind = type(value)
+            kind = type(value)
         if kind is int or kind is float:
             numbers.append(value)
             tokens.append(kind)
@@ -619,6 +626,9 @@ def _listed(value: Any) -> list[Any]:
 
 def remove_mode(mode: TorchFunctionMode) -> int | None:
     """Remove a mode from this thread's stack; return the number of modes above it, or None."""
+    if (size := _len_torch_function_stack()) and _get_function_stack_at(size - 1) is mode:
+        _pop_mode()
+        return 0
     stack = _get_current_function_mode_stack()
     position = next((i for i, other in enumerate(stack) if other is mode), None)
     if position is None:
