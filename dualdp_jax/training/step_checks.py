@@ -52,8 +52,8 @@ class StepChecks:
     def check(self, step: ComputedStep, due: exactness.SpotCheck, *, is_first: bool) -> bool:
         """Compare a step with plain autodiff; return False if it has no example.
 
-        If the whole batch is due, it is either a contribution to its sum, or the sum and further
-        norms; `is_first` compares all.
+        If the whole batch is due, its sum, further norms, and the contribution of one of the two
+        examples are compared; of both if `is_first`.
 
         Raises:
             ExactnessError: it differs.
@@ -76,16 +76,13 @@ class StepChecks:
         norm_of = {at: float(norms[at.chunk][at.row]) for at in examples}
         largest = max(examples, key=lambda at: norm_of[at] if math.isfinite(norm_of[at]) else -1.0)
         two = [examples[due.draw(len(examples))], largest]
-        with_sum = is_first or (due.is_whole and due.draw(2, 1) == 1)
-        contributing = two if is_first else []
-        if due.is_whole and not with_sum:
-            contributing = [two[due.draw(2, 2)]]
+        contributing = two if is_first else [two[due.draw(2, 1)]] if due.is_whole else []
         rng = np.random.default_rng(int(due.fractions[1] * 2**53))
-        several = rng.permutation(len(examples))[:_SEVERAL] if with_sum else ()
+        several = rng.permutation(len(examples))[:_SEVERAL] if due.is_whole else ()
         for at in dict.fromkeys([*two, *(examples[i] for i in several)]):
             with_contribution = at in contributing
             self._check_example(step, at, norm_of[at], with_contribution=with_contribution)
-        if with_sum:
+        if due.is_whole:
             self._check_chunk(step, due)
         return True
 

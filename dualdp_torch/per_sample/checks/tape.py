@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch._C import _get_function_stack_at, _len_torch_function_stack
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.overrides import (
     TorchFunctionMode,
     _get_current_function_mode_stack,
@@ -323,10 +324,18 @@ class Tape(TorchFunctionMode):
         self.backwards = self.backwards if first else []
         self._reached = self.in_backward = False
 
-    @torch._disable_dynamo  # a loop that is compiled is recorded call by call
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if get_eval_frame_callback() is None:
+            return self._hear(func, args, kwargs)
+        return self._hear_eagerly(func, args, kwargs)
+
+    @torch._disable_dynamo  # a loop that is compiled is recorded call by call
+    def _hear_eagerly(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        return self._hear(func, args, kwargs)
+
+    def _hear(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         is_seen = func not in _UNSEEN and not (func == GRAD and isinstance(args[0], nn.Parameter))
         if not is_seen or not self._is_open or self.in_backward:
             return func(*args, **kwargs) if kwargs else func(*args)

@@ -4,6 +4,7 @@
 import functools
 import pickle
 import traceback
+from collections import Counter
 from typing import NamedTuple
 
 import jax
@@ -20,6 +21,7 @@ from dualdp.plan.plan import PrivacyPlan
 from dualdp_jax.per_sample import clip, methods, norms, request, squared_norms, tied
 from dualdp_jax.rules import RULES, arrays, gather
 from dualdp_jax.training import step
+from dualdp_jax.training.step_checks import StepChecks
 from tests.tiers import first
 
 N, ROWS, STEPS = 64, 16, 220
@@ -452,6 +454,34 @@ def test_the_ledger_says_how_many_steps_are_checked(tmp_path):
         engine.detach()
     with pytest.raises(ValueError, match="checks=1.5 is not a probability"):
         begin(mlp(), checks=1.5)
+
+
+def test_later_checks_compare_less_than_the_first(monkeypatch):
+    """One contribution in place of two if the whole batch is checked, else norms alone."""
+    seen, example, chunk = [], StepChecks._check_example, StepChecks._check_chunk
+
+    def note_example(self, step, at, norm, *, with_contribution):
+        seen[-1]["norms"] += 1
+        seen[-1]["contributions"] += with_contribution
+        example(self, step, at, norm, with_contribution=with_contribution)
+
+    def note_chunk(self, step, due):
+        seen[-1]["sums"] += 1
+        chunk(self, step, due)
+
+    monkeypatch.setattr(StepChecks, "_check_example", note_example)
+    monkeypatch.setattr(StepChecks, "_check_chunk", note_chunk)
+    _, step, state, loader = begin(mlp(), checks=1, plan=plan_of(num_steps=60))
+    for batch in loader.remaining():
+        seen.append(Counter())
+        state, _ = step(state, batch)
+    assert seen[0]["sums"]
+    assert seen[0]["contributions"]
+    assert seen[0]["norms"] >= 2
+    later = [(found["contributions"], found["sums"]) for found in seen[1:]]
+    assert set(later) == {(0, 0), (1, 1)}
+    assert later.count((0, 0)) >= 44
+    assert all(1 <= found["norms"] <= 2 for found in seen[1:] if not found["sums"])
 
 
 def test_a_check_waits_for_the_first_example():

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import dualdp_torch as dpt
 from dualdp import ExactnessError
-from dualdp_torch.per_sample.checks.criterion_check import CriterionCheck
+from dualdp_torch.per_sample.checks.criterion_check import CriterionCheck, _BatchReplay
 from dualdp_torch.per_sample.checks.replay import ReplayError, Rows, Script
 from dualdp_torch.per_sample.checks.tape import Backward, Tape
 from tests.only_torch.checks import randomise
@@ -231,6 +231,35 @@ def test_known_code_that_turns_wrong_is_found_at_the_steps_that_are_drawn():
         turning(*start(plan=plan(num_steps=130), checks=1 / 10))
     engine = turning(*start(plan=plan(num_steps=60), checks=0))  # nobody looks
     assert len(engine.ledger) == 60
+
+
+def test_known_code_is_tried_with_every_replacement_in_turn(monkeypatch):
+    """New code with all of them around each row; known code with one, if whole around each row."""
+    trial, tried = "dualdp_torch.per_sample.checks.criterion_check._BatchReplay", []
+    others = _BatchReplay.others
+
+    def noted(self, row, seed, forms):
+        tried[-1] += [(row, form) for form in forms]
+        return others(self, row, seed, forms)
+
+    check = CriterionCheck.check
+
+    def numbered(self, tape, cotangents, rows, model, *, is_whole, **options):
+        tried.append([])
+        is_new = tape.signature() not in self._known
+        found = check(self, tape, cotangents, rows, model, is_whole=is_whole, **options)
+        forms = [form for _, form in tried[-1]]
+        assert len(forms) == (16 if is_new else 4 if is_whole else 1)
+        assert len(set(tried[-1])) == len(forms)
+        assert is_new or not is_whole or sorted(forms) == [0, 1, 2, 3]
+        positions.append(None if is_whole else (rows.index(tried[-1][0][0]), forms[0]))
+        return found
+
+    positions = []
+    monkeypatch.setattr(f"{trial}.others", noted)
+    monkeypatch.setattr(CriterionCheck, "check", numbered)
+    engine_loop(lambda m, x, y, step: F.cross_entropy(m(x), y).backward(), steps=80, checks=1.0)
+    assert {p for p in positions if p} == {(i, form) for i in (0, 1) for form in range(4)}
 
 
 def test_a_failed_check_is_on_record():
