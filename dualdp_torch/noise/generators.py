@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch._utils import _unflatten_dense_tensors
 
 from dualdp.randomness import threefry
 from dualdp.randomness.parallel import Blocks
@@ -86,9 +87,10 @@ class Normals:
         self._draw(block, drawn)
         return drawn.numpy() if self._on_host else drawn
 
-    def add_at(self, start: int, total: Tensor) -> Tensor:
-        """Return (k,) numbers, the array's from `start` on, plus their normals."""
-        noise, stop = torch.empty_like(total), start + len(total)
+    def add_at(self, start: int, *totals: Tensor) -> Tensor:
+        """Return (k,) normals, the array's from `start` on, plus the k numbers of some tensors."""
+        noise = self._like.new_empty(sum(total.numel() for total in totals))
+        stop = start + len(noise)
         size = _BLOCK if self._on_host else _DEVICE_BLOCK
         # NumPy, because torch's own operations would start threads inside of ours.
         out: Any = noise.numpy() if self._on_host else noise
@@ -103,11 +105,10 @@ class Normals:
                 self._draw(block, noise[part])
             else:
                 out[part] = self._kept(block, high - low)[begin - low : end - low]
-            if self._on_host:
-                out[part] += total.numpy()[part]
 
-        count = -(-stop // size) - first if len(total) else 0
+        count = -(-stop // size) - first if len(noise) else 0
         # A few blocks take less time than a thread needs to start while torch's own threads spin.
         threads = torch.get_num_threads() if self._on_host and count > _FEW else 1
         Blocks(fill, count).finish(threads)
-        return noise if self._on_host else noise.add_(total)
+        torch._foreach_add_(_unflatten_dense_tensors(noise, totals), totals)
+        return noise

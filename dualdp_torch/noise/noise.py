@@ -74,8 +74,8 @@ class Part(NamedTuple):
     piece: Piece
 
 
-#: (part, (k,) sums of it) -> (k,) sums plus noise.
-Adder = Callable[[Part, Tensor], Tensor]
+#: (part, sums of its parameters, of k numbers) -> (k,) sums plus noise.
+Adder = Callable[[Part, Sequence[Tensor]], Tensor]
 
 
 @dataclass(frozen=True)
@@ -281,7 +281,7 @@ def noised_mean(
             totals = [
                 _padded(total, cuts.get(n)) for n, total in zip(part.names, here, strict=True)
             ]
-            noisy = add(part, _flatten_dense_tensors(totals)).div_(divisor)
+            noisy = add(part, totals).div_(divisor)
             found = _unflatten_dense_tensors(noisy, totals)
             for name, value, total in zip(part.names, found, here, strict=True):
                 mean[name] = _piece_of(value, total, cuts.get(name))
@@ -339,7 +339,8 @@ def _adder(release: NoiseSettings, path: Path, parts: list[Part]) -> Adder:
         add = draws(replace(release, terms=[Term(step, branch, 1.0)]))
         likes = (next(iter(release.groups[part.group].values())) for part in parts)
         return [
-            add(part, like.new_zeros(part.length)) for part, like in zip(parts, likes, strict=True)
+            add(part, [like.new_zeros(part.length)])
+            for part, like in zip(parts, likes, strict=True)
         ]
 
     kinds = [(name, total.device, total.dtype) for g in release.groups for name, total in g.items()]
@@ -347,7 +348,7 @@ def _adder(release: NoiseSettings, path: Path, parts: list[Part]) -> Adder:
     size = sum(part.length for part in parts)
     noise = noise_of(plan, step, path, layout, size, normals)
     found = dict(zip(parts, noise, strict=True))
-    return lambda part, total: found[part] + total
+    return lambda part, totals: found[part] + _flatten_dense_tensors(totals)
 
 
 def _fast(release: NoiseSettings) -> Adder:
@@ -356,7 +357,7 @@ def _fast(release: NoiseSettings) -> Adder:
     for index, (group, size) in enumerate(zip(release.groups, release.sizes, strict=True)):
         terms = [(threefry.fold_in(key, index), factor) for key, factor in keys]
         normals.append(Normals(terms, size, next(iter(group.values()))))
-    return lambda part, total: normals[part.group].add_at(part.start, total)
+    return lambda part, totals: normals[part.group].add_at(part.start, *totals)
 
 
 def _portable(release: NoiseSettings) -> Adder:
@@ -382,7 +383,8 @@ def _portable(release: NoiseSettings) -> Adder:
         own, stop = threefry.fold_in(key, release.names.index(name)), start + part.length
         return threefry.normal_between(own, start, stop, size=size, dtype=dtype)
 
-    def add(part: Part, total: Tensor) -> Tensor:
+    def add(part: Part, totals: Sequence[Tensor]) -> Tensor:
+        total = _flatten_dense_tensors(totals)
         dtype = np.float64 if total.dtype == torch.float64 else np.float32
         drawn = (
             torch.from_numpy(normals(key, part, dtype)).to(total.device).mul_(factor)
@@ -404,13 +406,14 @@ def _secure(release: NoiseSettings) -> Adder:
     if release.is_whole:
         whole = grid_noise.grid_noise(plan, step, threads=threads, **options)
 
-    def add(part: Part, total: Tensor) -> Tensor:
+    def add(part: Part, totals: Sequence[Tensor]) -> Tensor:
         start = sum(sizes[: part.group]) + part.start
         stop = start + part.length
         if whole is None:
             noise = grid_noise.grid_noise_between(plan, step, start, stop, **options)
         else:
             noise = whole[start:stop]
+        total = _flatten_dense_tensors(totals)
         noisy = grid_noise.noisy_sum(total.cpu().numpy(), noise, pitch, threads=threads)
         return torch.from_numpy(noisy).to(total.device)
 

@@ -148,16 +148,17 @@ class Capture(TorchFunctionMode):
         """True if the rule applies to this call."""
         if not held or not held <= rule.grads.keys() or not torch.is_grad_enabled():
             return False
-        if any(torch.is_tensor(value) and value.is_complex() for value in call.values()):
+        tensors = {slot: value for slot, value in call.items() if isinstance(value, Tensor)}
+        if any(map(torch.is_complex, tensors.values())):
             return False
-        if all(slot in held for slot, value in call.items() if torch.is_tensor(value)):
+        if held >= tensors.keys():
             return rule.alone
         return rule.applies is None or rule.applies(call)
 
     def _is_parameter(self, value: Any) -> bool:
         """True if a value is a trainable parameter, or computed from parameters alone."""
-        known = id(value) in self._names or id(value) in self._from_parameters
-        return known or self._stands_in(value)
+        key = id(value)
+        return key in self._names or key in self._from_parameters or self._stands_in(value)
 
     def _stands_in(self, value: Any) -> bool:
         """True if a leaf replaces a parameter on its module; cache its name."""
@@ -192,11 +193,11 @@ class Capture(TorchFunctionMode):
         out = func(*args, **kwargs)
         self.permutations.note(func, args, kwargs, out)
         outs = out if type(out) in (tuple, list) else (out,)
-        made = [o for o in outs if torch.is_tensor(o) and o.requires_grad]
+        made = [o for o in outs if isinstance(o, Tensor) and o.requires_grad]
         if made:
             values = _flat(args, kwargs)
-            graph = [v for v in values if torch.is_tensor(v) and v.requires_grad]
-            if graph and all(self._is_parameter(v) for v in graph):
+            graph = [v for v in values if isinstance(v, Tensor) and v.requires_grad]
+            if graph and all(map(self._is_parameter, graph)):
                 self._from_parameters |= {id(o): o for o in made if id(o) not in self._names}
         return out
 
@@ -222,12 +223,12 @@ class Capture(TorchFunctionMode):
         """Run the function on detached parameters, and record the use."""
         refuse_transforms(func)
         self.permutations.note_use(args, kwargs)
-        detached = {id(call[slot]): call[slot].detach() for slot in held}
+        parameters = {slot: value for slot, value in call.items() if slot in held}
+        detached = {id(p): p.detach() for p in parameters.values()}
         out: Tensor = func(
-            *(detached.get(id(a), a) for a in args),
+            *[detached.get(id(a), a) for a in args],
             **{name: detached.get(id(a), a) for name, a in kwargs.items()},
         )
-        parameters = {slot: value for slot, value in call.items() if slot in held}
         acts = None
         if not held <= rule.light:
             wanted = rule.acts

@@ -30,7 +30,7 @@ from dualdp_torch.rules.base import (
     weighted_sum,
 )
 from dualdp_torch.rules.base import wide as wide
-from dualdp_torch.rules.together import Described, NormTable, sq_norms_of
+from dualdp_torch.rules.together import Described, NormTable, Table, sq_norms_of, stacked
 
 #: Floor of a squared norm to which its error is compared.
 _LEAST = 1e-30
@@ -104,6 +104,12 @@ class Limits:
     floors: Mapping[str, Any] = field(default_factory=dict)
 
 
+def _summed(table: Table, limits: Limits) -> tuple[dict[str, Tensor], Tensor]:
+    """Squared norms (n,) of the clipping groups, and of the whole."""
+    totals = _totals(table.names, table.squares, limits.group_of)
+    return totals, _added([*totals.values()])
+
+
 class Gradients(Protocol):
     """Protocol of the per-sample gradients of n examples.
 
@@ -151,17 +157,16 @@ class Gradients(Protocol):
         ...
 
 
-def _merged(
-    tables: Sequence[tuple[list[str], Tensor, list[str], Tensor]],
-) -> tuple[list[str], Tensor, list[str], Tensor]:
-    """Names and rows, twice, of tables of several dtypes, in the widest of them."""
+def _merged(tables: Sequence[Table]) -> Table:
+    """Return one table of those of several dtypes, in the widest of them."""
     if len(tables) == 1:
         return tables[0]
-    if not tables:
-        return [], torch.zeros(0), [], torch.zeros(0)
-    names = [name for each, *_ in tables for name in each]
-    bounded = [name for *_, each, _ in tables for name in each]
-    return names, torch.cat([t[1] for t in tables]), bounded, torch.cat([t[3] for t in tables])
+    return Table(
+        [name for table in tables for name in table.names],
+        stacked([table.squares for table in tables]),
+        [name for table in tables for name in table.bounded],
+        lambda: stacked([table.errors() for table in tables]),
+    )
 
 
 class Formed:
@@ -242,7 +247,7 @@ class Captured:
             tuple[list[str], Tensor]
         ] = []  # kept gradients in one (n, numbers) tensor
         self._apart: dict[str, list[tuple[Tensor, Tensor]]] = {}  # formed: (rows, gradients)
-        self._doubts: tuple[Tensor, Tensor] | None = None  # errors and tolerances, (groups, n)
+        self._doubts: Callable[[], tuple[Tensor, Tensor]] | None = None  # of errors, (groups, n)
         self.is_narrow = is_narrow(parameters.values())
         for use, batch_axis in zip(uses, batch_axes, strict=True):
             if use.grads_out is None or batch_axis is None:
@@ -326,9 +331,9 @@ class Captured:
     def _keeps(self, parts: list[Part]) -> bool:
         """True if one parameter's per-sample gradients are kept until the sum."""
         compared = self._keep == "cheap" and choices.is_forced()
-        if self._keep == "all" or (not compared and all(part.is_small() for part in parts)):
+        if self._keep == "all" or (not compared and all(map(Part.is_small, parts))):
             return True
-        return self._keep == "cheap" and all(part.prefers_keeping() for part in parts)
+        return self._keep == "cheap" and all(map(Part.prefers_keeping, parts))
 
     def _norms_alone(self, parts: list[Part]) -> Described | None:
         """Squared norms without forming gradients, or their description; None if dearer."""
@@ -338,14 +343,14 @@ class Captured:
             return None
         found = parts[0].sq_norms()
         # A description would keep widened copies of all layers until they are computed.
-        return sq_norms_of(found, self._n) if parts[0].is_widened() else found
+        return sq_norms_of(found, self._n) if parts[0].is_widened else found
 
     @property
     def doubt(self) -> Tensor | None:
         """(n,) largest error bound of a norm, in units of its tolerance; None without bounds."""
         if self._doubts is None:
             return None
-        errors, tolerated = self._doubts
+        errors, tolerated = self._doubts()
         return (errors / tolerated).amax(0)
 
     @property
@@ -361,7 +366,7 @@ class Captured:
                 [test_questions_to_a_record_may_be_repeated]
         """
         self._apart, self._doubts = {}, None
-        return self._judged(self._tables(), limits)
+        return self._judged(_merged(self._tables()), limits)
 
     def static_sq_norms(self, limits: Limits) -> tuple[Squares, Tensor]:
         """Return squared norms by the same operations for any batch, and if they can be used.
@@ -369,19 +374,16 @@ class Captured:
         The second result is a () bool tensor, True if all norms are finite and as precise as
         `limits` asks; `sq_norms` would form gradients where it is False.
         """
-        names, rows, bounded, errors = _merged(self._tables())
-        by_name = dict(zip(names, rows, strict=True))
-        of = {name: by_name[name] for name in self._parameters}
-        totals = _totals(names, rows, limits.group_of)
-        whole = _added([*totals.values()])
+        table = _merged(self._tables())
+        of, (totals, whole) = self._by_name(table), _summed(table, limits)
         are_good = whole < torch.inf
-        if bounded:
-            _, error, tolerated = self._compared(bounded, errors, totals, limits)
+        if table.bounded:
+            _, error, tolerated = self._compared(table, totals, limits)
             are_good = are_good & (error <= tolerated).all(0)
         return Squares(of, totals, whole, True), are_good.all()
 
-    def _tables(self) -> list[tuple[list[str], Tensor, list[str], Tensor]]:
-        """Return squared norms and error bounds of all parameters, see `NormTable.finish`."""
+    def _tables(self) -> list[Table]:
+        """Return squared norms and error bounds of all parameters, a table for each dtype."""
         tables: dict[torch.dtype, NormTable] = {}
         small: dict[Any, dict[str, bool]] = {}
         pulled_back = self._pulled_back()
@@ -438,46 +440,46 @@ class Captured:
                 yield same, last_lengths(together[:, start:stop].unflatten(1, (-1, size))).T
             start = stop
 
-    def _judged(
-        self, found: Sequence[tuple[list[str], Tensor, list[str], Tensor]], limits: Limits
-    ) -> Squares:
+    def _by_name(self, table: Table) -> dict[str, Tensor]:
+        """Name -> (n,) squared norms."""
+        rows = dict(zip(table.names, table.squares.unbind(0), strict=True))
+        return {name: rows[name] for name in self._parameters}
+
+    def _judged(self, table: Table, limits: Limits) -> Squares:
         """Squares as precise as `limits` asks: gradients whose norms are too inexact are formed."""
-        names, rows, bounded, errors = _merged(found)
-        by_name = dict(zip(names, rows, strict=True))
-        of = {name: by_name[name] for name in self._parameters}
-        if not bounded:
+        of = self._by_name(table)
+        if not table.bounded:
             return added_up(of, limits.group_of, self._n)
-        totals = _totals(names, rows, limits.group_of)
-        whole = _added([*totals.values()])
-        doubted, error, tolerated = self._compared(bounded, errors, totals, limits)
-        is_exact = error <= tolerated  # False for nan
-        if bool((is_exact & (whole < torch.inf)).all()):  # the only look at the host
+        totals, whole = _summed(table, limits)
+        floor = min(limits.floors.get(limits.group_of(name), 0.0) for name in table.bounded)
+        # The only look at the host is this one or the next.
+        if floor and table.are_moderate(margin_of(whole.dtype) * max(floor**2, _LEAST)):
+            self._doubts = lambda: self._compared(table, totals, limits)[1:]
             return Squares(of, totals, whole, True)
-        self._doubts = error.masked_fill(~is_exact, 0), tolerated
+        doubted, error, tolerated = self._compared(table, totals, limits)
+        is_exact = error <= tolerated  # False for nan
+        if bool((is_exact & (whole < torch.inf)).all()):
+            self._doubts = lambda: (error, tolerated)
+            return Squares(of, totals, whole, True)
+        self._doubts = lambda: (error.masked_fill(~is_exact, 0), tolerated)
         doubtful = (~is_exact).unbind(0)
         rows_of = {g: d.nonzero().flatten() for g, d in zip(doubted, doubtful, strict=True)}
-        for name in bounded:
+        for name in table.bounded:
             if len(rows_of[limits.group_of(name)]):
                 self._form_apart(name, rows_of[limits.group_of(name)], of)
         # In the same order, so that the other examples' totals are the same to the last bit.
-        totals = _totals(names, rows, limits.group_of)
-        whole = _added([*totals.values()])
+        totals, whole = _summed(table, limits)
         return Squares(of, totals, whole, bool((whole < torch.inf).all()))
 
     def _compared(
-        self,
-        bounded: Sequence[str],
-        errors: Tensor,
-        totals: Mapping[str, Tensor],
-        limits: Limits,
+        self, table: Table, totals: Mapping[str, Tensor], limits: Limits
     ) -> tuple[list[str], Tensor, Tensor]:
         """Groups with error bounds, and (groups, n) errors and their tolerances."""
-        doubted = _totals(bounded, errors, limits.group_of)
+        doubted = _totals(table.bounded, table.errors(), limits.group_of)
         error = _stacked([*doubted.values()])
         least = _least([limits.floors.get(group, 0.0) for group in doubted], error)
         tolerated = _stacked([totals[group] for group in doubted]).clamp(min=least)
-        self._doubts = error, tolerated.mul_(margin_of(tolerated.dtype))
-        return [*doubted], error, tolerated
+        return [*doubted], error, tolerated.mul_(margin_of(tolerated.dtype))
 
     def _form_apart(self, name: str, rows: Tensor, found: dict[str, Tensor]) -> None:
         """Form and keep one parameter's gradients of the examples `rows`; update their norms."""

@@ -61,14 +61,14 @@ def _versions(model: nn.Module) -> list[_Version]:
     found, modules = list[_Version](), [model]
     met = {model}
     for module in modules:  # grows
-        for child in module._modules.values():
+        for child in module._modules.values() if module._modules else ():
             if child is not None and child not in met:
                 met.add(child)
                 modules.append(child)
-        for key, tensor in module._buffers.items():
+        for key, tensor in module._buffers.items() if module._buffers else ():
             if tensor is not None:
                 found.append(_Version(module, key, tensor, tensor._version))
-        for key, p in module._parameters.items():
+        for key, p in module._parameters.items() if module._parameters else ():
             if p is not None and not p.requires_grad:
                 found.append(_Version(module, key, p, p._version))
     return found

@@ -11,7 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from dualdp import _validate
-from dualdp_torch.per_sample.batch import Batch, check_losses, split_aux
+from dualdp_torch.per_sample.batch import Batch, check_losses, flattened, split_aux
 from dualdp_torch.rules.base import Tensor, wide
 
 #: Attribute of a loader's tensors: how many rows a unit has, and if they have weights.
@@ -73,7 +73,7 @@ def of_units(
         ValueError: a split unit; weights of another shape, not finite, or without rows_per_unit;
             a loader's units taken for single rows.
     """
-    _require_units(pytree.tree_leaves(batch), rows_per_unit, row_weights)
+    _require_units(flattened(batch)[0], rows_per_unit, row_weights)
     k = 1 if rows_per_unit is None else rows_per_unit
     k = _validate.integer("rows_per_unit", k, minimum=1)
     found = Batch(batch, rows_per_unit=k)

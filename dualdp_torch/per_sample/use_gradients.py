@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -42,7 +42,8 @@ def _as_rows(tensor: Any) -> Any:
 class Part:
     """Contribution of one parameter use to one parameter's gradient, batch-first.
 
-    Tensors are kept in the precision that the forward computed them in, and widened when read.
+    Tensors are kept in the precision that the forward computed them in, and widened, that is
+    copied, when read (`is_widened`).
     `slot` is the parameter's argument in the use; `kept_acts` are its saved input(s), if needed. If
     `is_apart`, the rule takes the rows of a unit, on axis 1, as examples of their own. `beside`
     holds the bias's gradients, formed with those of the weight, until its part returns them; None
@@ -55,23 +56,28 @@ class Part:
     kept_grads_out: Tensor
     is_apart: bool = False
     beside: dict[str, Tensor] | None = None
+    is_widened: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        acts = self.kept_acts if isinstance(self.kept_acts, tuple) else (self.kept_acts,)
+        self.is_widened = is_narrow([t for t in (*acts, self.kept_grads_out) if t is not None])
 
     @property
     def acts(self) -> Any:
         """Saved input(s), float32 or wider."""
-        return widened(self.kept_acts)
+        return widened(self.kept_acts) if self.is_widened else self.kept_acts
 
     @property
     def grads_out(self) -> Tensor:
         """Gradient of the output, float32 or wider."""
-        grads_out: Tensor = widened(self.kept_grads_out)
-        return grads_out
+        return widened(self.kept_grads_out) if self.is_widened else self.kept_grads_out
 
-    @in_full_precision
-    def _call(self, function: Any, acts: Any, grads_out: Tensor) -> Any:
+    def _ask(self, function: Any, acts: Any, grads_out: Tensor) -> Any:
         if self.is_apart:
             acts, grads_out = _as_rows(acts), _as_rows(grads_out)
         return function(acts, grads_out, shape=self.use.shapes[self.slot], **self.use.options)
+
+    _call = in_full_precision(_ask)
 
     def grads(self, rows: Tensor | None = None) -> Tensor:
         """Return the per-use gradients, (n, *shape), or of the examples `rows` only."""
@@ -88,11 +94,6 @@ class Part:
     def _of_units(self, grads: Tensor, grads_out: Tensor) -> Tensor:
         """Return gradients (n, *shape), of rows that are apart their sums."""
         return grads.unflatten(0, grads_out.shape[:2]).sum(1) if self.is_apart else grads
-
-    def is_widened(self) -> bool:
-        """True if tensors are widened, that is copied, when they are read."""
-        acts = self.kept_acts if isinstance(self.kept_acts, tuple) else (self.kept_acts,)
-        return is_narrow(t for t in (*acts, self.kept_grads_out) if t is not None)
 
     def norms_are_cheaper(self) -> bool:
         """True if the rule computes squared norms without forming the gradient."""
@@ -115,17 +116,19 @@ class Part:
 
     def is_small(self) -> bool:
         """True if the per-sample gradients have no more elements than the output's gradient."""
-        size = self.use.shapes[self.slot].numel() * len(self.kept_grads_out)
+        size = self.use.shapes[self.slot].numel() * self.kept_grads_out.shape[0]
         return size <= self.kept_grads_out.numel()
 
     def prefers_keeping(self) -> bool:
         """True if the rule keeps the gradient rather than forming it twice."""
         keeps = None if self.slot in self.use.rule.light else self.use.rule.keeps
-        return keeps is None or bool(self._call(keeps, self.acts, self.grads_out))
+        return keeps is None or bool(self._ask(keeps, self.acts, self.grads_out))
 
 
 def joined(parts: list[Part]) -> list[Part]:
     """Merge the uses of one parameter under one rule into one use over all their positions."""
+    if len(parts) < 2:
+        return parts
     groups: dict[Any, list[Part]] = {}
     for part in parts:
         own = part.use.rule.join is None or part.is_apart

@@ -51,9 +51,10 @@ def on_host(tensor: Tensor) -> bool:
 
 def is_narrow(tensors: Iterable[Tensor]) -> bool:
     """True if one of the tensors holds floating-point numbers narrower than float32."""
-    return any(_narrow(t.dtype) for t in tensors)
+    return any([_narrow(t.dtype) for t in tensors])
 
 
+@functools.cache
 def _narrow(dtype: torch.dtype) -> bool:
     return dtype.itemsize < 4 and dtype.is_floating_point
 
@@ -76,10 +77,11 @@ def _block_of(size: int) -> int:
 
 def lengths(grads: Tensor) -> Tensor:
     """(n, ...) -> (n,) norms, of blocks first: `square().sum()` would write a full copy."""
+    if grads.dim() == 2:
+        return last_lengths(grads)
     if is_transposed(grads):
         grads = grads.mT
-    flat = grads if grads.dim() == 2 else grads.reshape(len(grads), math.prod(grads.shape[1:]))
-    return last_lengths(flat)
+    return last_lengths(grads.reshape(len(grads), math.prod(grads.shape[1:])))
 
 
 def last_lengths(x: Tensor) -> Tensor:

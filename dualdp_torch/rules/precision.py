@@ -40,11 +40,11 @@ def in_full_precision(function: _Function) -> _Function:
 
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
-        devices = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
-        if not (devices or _HAS_CUDA):
+        on_cpu, on_cuda = torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
+        if not (_HAS_CUDA or on_cpu or on_cuda):
             return function(*args, **kwargs)
         with contextlib.ExitStack() as stack:
-            for device in devices:
+            for device in ("cpu",) * on_cpu + ("cuda",) * on_cuda:
                 stack.enter_context(torch.autocast(device, enabled=False))
             if _HAS_CUDA:
                 stack.enter_context(_without_tf32())

@@ -7,7 +7,9 @@ On a GPU a small model spends its time on starting kernels. A rule therefore des
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -46,6 +48,8 @@ class Gram(NamedTuple):
 
 
 Described = Norms | Product | Gram
+#: Function that returns (k, n) bounds on errors.
+Bounds = Callable[[], Tensor]
 
 
 def _chunks(grams: Sequence[Gram], n: int) -> Iterator[list[int]]:
@@ -90,8 +94,41 @@ def sq_norms_of(found: Described, n: int) -> Norms:
     """(n,) squared norms and error bounds, or None, of one description."""
     table = NormTable(n, 1.0)
     table.add("", found)
-    _, squares, bounded, errors = table.finish()
-    return squares[0], errors[0] if bounded else None
+    norms = table.finish()
+    return norms.squares[0], norms.errors()[0] if norms.bounded else None
+
+
+class Table(NamedTuple):
+    """Squared norms of parameters.
+
+    Attributes:
+        names: names of p parameters.
+        squares: (p, n).
+        bounded: names of the k of them that have error bounds.
+        errors: function that returns these bounds, (k, n).
+        largest: function that returns the largest squared length, (), of those that the squares
+            were made of, with errors of products only; None where others matter.
+        share: factor of the squares.
+    """
+
+    names: list[str]
+    squares: Tensor
+    bounded: list[str]
+    errors: Bounds
+    largest: Callable[[], Tensor] | None = None
+    share: float = 1.0
+
+    def are_moderate(self, tolerated: float) -> bool:
+        """True if no length is so large that errors add up to more, or that a sum overflows.
+
+        False may be too careful. The device is read once.
+        """
+        if self.largest is None or not self.squares.numel():
+            return False
+        limits = torch.finfo(self.squares.dtype)
+        room = limits.max / (len(self.names) * max(self.share, 1.0))
+        lost = LOST * limits.tiny * self.share * 2 * len(self.bounded)
+        return float(self.largest()) <= min(room, math.sqrt(room), tolerated / lost) / 2
 
 
 class NormTable:
@@ -129,37 +166,50 @@ class NormTable:
         return bool(indices)
 
     @in_full_precision
-    def finish(self) -> tuple[list[str], Tensor, list[str], Tensor]:
-        """Return names and (p, n) squared norms; names and (k, n) bounds on errors among them."""
-        rows, bounds = list[tuple[list[str], Tensor]](), list[tuple[list[str], Tensor]]()
-        pairs, k = self._products.values(), len(self._products)
-        factors = [*(p.acts for p in pairs), *(p.grads_out for p in pairs)]
-        found = [lengths(x).unsqueeze(0) for x in factors] + [x for _, x in self._lengths]
+    def finish(self) -> Table:
+        """Return the squared norms of all parameters."""
+        rows, bounds = list[tuple[list[str], Tensor]](), list[tuple[list[str], Bounds]]()
+        products, k, largest = self._products.values(), len(self._products), None
+        acts = [lengths(product.acts)[None] for product in products]
+        grads = [lengths(product.grads_out)[None] for product in products]
+        found = [
+            *acts,
+            *(grads[index] for _, index in self._shared),
+            *(x for _, x in self._lengths),
+        ]
         if found:
-            squares = torch.cat(found).square_()
-            acts, grads, formed = squares.split([k, k, len(squares) - 2 * k])  # type: ignore[no-untyped-call]
+            names = [*self._products, *(name for name, _ in self._shared)]
+            names += [name for each, _ in self._lengths for name in each]
+            squares = torch.cat([*found, *acts, *grads]).square_()
+            made_of, factors = squares[k:], squares[len(names) :]
             if k:
+                squares[:k].mul_(factors[k:])
                 lost = LOST * torch.finfo(squares.dtype).tiny * self._share
-                rows.append(([*self._products], acts * grads))
-                bounds.append(([*self._products], (acts + grads).mul_(lost)))
-                rows += [([name], grads[index : index + 1]) for name, index in self._shared]
-            rows.append(([name for names, _ in self._lengths for name in names], formed))
+                bounds.append(([*self._products], lambda: (factors[:k] + factors[k:]).mul_(lost)))
+                largest = made_of.max
+            rows.append((names, squares[: len(names)]))
         if self._grams:
             order, squares, errors = gram_norms([*self._grams.values()], self._n)
             names = [[*self._grams][index] for index in order]
             rows.append((names, squares))
-            bounds.append((names, errors.mul_(self._share)))
+            bounds.append((names, partial(errors.mul, self._share)))
         for name, (square, error) in self._others.items():
             rows.append(([name], square.unsqueeze(0)))
             if error is not None:
-                bounds.append(([name], error.unsqueeze(0) * self._share))
-        (names, table), (bounded, errors) = map(_joined, (rows, bounds))
-        return names, table * self._share, bounded, errors
+                bounds.append(([name], partial(error.unsqueeze(0).mul, self._share)))
+        bounded = [name for each, _ in bounds for name in each]
+        names = [name for each, _ in rows for name in each]
+        table = stacked([row for _, row in rows])
+        return Table(
+            names,
+            table if self._share == 1 else table * self._share,
+            bounded,
+            lambda: stacked([errors() for _, errors in bounds]),
+            largest if len(rows) == 1 else None,
+            self._share,
+        )
 
 
-def _joined(rows: list[tuple[list[str], Tensor]]) -> tuple[list[str], Tensor]:
-    """Return all names and rows."""
-    if len(rows) == 1:
-        return rows[0]
-    names = [name for each, _ in rows for name in each]
-    return names, torch.cat([found for _, found in rows]) if rows else torch.empty(0)
+def stacked(rows: list[Tensor]) -> Tensor:
+    """(k, n) each -> (all k, n); a single one is not copied."""
+    return rows[0] if len(rows) == 1 else torch.cat(rows) if rows else torch.empty(0)

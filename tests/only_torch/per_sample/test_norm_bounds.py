@@ -5,6 +5,8 @@ In batches of 8, all but one masked. Each is measured in float64 on what is summ
 without a mask.
 """
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -13,6 +15,7 @@ import dualdp_torch as dpt
 from dualdp_torch.per_sample.call import METHODS
 from dualdp_torch.per_sample.recorder import RECORDED
 from dualdp_torch.rules import choices
+from dualdp_torch.rules.together import NormTable, Product
 from tests.only_torch.checks import data
 
 N = 8
@@ -226,3 +229,27 @@ def test_doubtful_norms_beside_wider_parameters(last, clipping):
     truth = dpt.clipped_grad_sum(loss_fn, model, x, method="loop", **options)
     # Below C a norm is as precise as the clip factors need: to 1e-4 C.
     torch.testing.assert_close(found.norms, truth.norms, rtol=1e-3, atol=1e-4 * 0.1)
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 256.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_norms_of_moderate_lengths_are_finite_and_exact(dtype, scale):
+    """Tables that pass by their largest length alone, with one example of any size or nan."""
+    limits, passed = torch.finfo(dtype), []
+    sizes = [0.0, *(limits.max**share for share in (0.0, 0.1, 0.2, 0.3, 0.45)), torch.nan]
+    for acts, grads, kept in itertools.product(sizes, repeat=3):
+        product = Product(data(4, 3).to(dtype), data(4, 2).to(dtype))
+        product.acts[2] *= acts
+        product.grads_out[2] *= grads
+        table = NormTable(4, scale)
+        table.add("weight", product)
+        assert table.shares("bias", product.grads_out)
+        table.add_lengths(["kept"], torch.tensor([[1.0, kept, 1.0, 1.0]], dtype=dtype))
+        found = table.finish()
+        for tolerated in (1e-14, 1e-4, 1.0):
+            if found.are_moderate(tolerated):
+                assert (found.errors().sum(0) <= tolerated).all()
+                assert found.squares.sum(0).isfinite().all()
+                passed.append((acts, grads, kept))
+    assert (1.0, 1.0, 1.0) in passed
+    assert max(map(max, passed)) > limits.max**0.15
