@@ -13,13 +13,11 @@ from dualdp import costs
 from dualdp.plan.clipping import margin_of
 from dualdp_torch.rules import choices, memory
 from dualdp_torch.rules.base import Rule, Tensor, all_but_last, lengths, sq_norms
-from dualdp_torch.rules.matmul import product, products
+from dualdp_torch.rules.matmul import move, product, products
 from dualdp_torch.rules.together import Described, Gram, Product
 
 #: Rounding of a formed gradient is below FORMED eps times the product of both factors' norms.
 FORMED = 4.0
-#: Multiplications in `products` that cost as much as moving one number.
-MOVE = 64.0
 
 
 def flatten_positions(x: Tensor) -> Tensor:
@@ -56,16 +54,17 @@ def _sizes(acts: Tensor, grads_out: Tensor) -> dict[str, int]:
     return {"t": _positions(acts), "d_in": acts.shape[-1], "d_out": grads_out.shape[-1]}
 
 
-def _prefers_gram(sizes: Mapping[str, int]) -> bool:
+def _prefers_gram(acts: Tensor, grads_out: Tensor) -> bool:
     """True if the Gram form is cheaper than forming the gradient for its norm."""
-    return sizes["t"] == 1 or costs.prefers_gram(**sizes, move=MOVE)
+    sizes = _sizes(acts, grads_out)
+    return sizes["t"] == 1 or costs.prefers_gram(**sizes, move=move(acts))
 
 
 def _way(acts: Tensor, grads_out: Tensor) -> str:
     """(n, ..., i), (n, ..., o) -> method: "gram", "keep" or "discard"."""
     sizes = _sizes(acts, grads_out)
-    usual = "gram" if _prefers_gram(sizes) else "discard"
-    if costs.keeps_gradient(n=len(acts), **sizes, move=MOVE):
+    usual = "gram" if _prefers_gram(acts, grads_out) else "discard"
+    if costs.keeps_gradient(n=len(acts), **sizes, move=move(acts)):
         usual = "keep"
     return choices.choose("linear", usual, choices.OPERATIONS["linear"], sizes.values())
 
@@ -74,7 +73,7 @@ def _uses_gram(acts: Tensor, grads_out: Tensor) -> bool:
     """True if norms without a kept gradient take the Gram form."""
     way = _way(acts, grads_out)
     if way == "keep":  # but the caller has no memory to keep it
-        return _prefers_gram(_sizes(acts, grads_out))
+        return _prefers_gram(acts, grads_out)
     return way == "gram"
 
 

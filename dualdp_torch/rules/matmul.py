@@ -29,7 +29,12 @@ def amd_family(described: str) -> int:
 
 
 _DESCRIBED = Path("/proc/cpuinfo")
-_MKL_IS_NARROW = amd_family(_DESCRIBED.read_text() if _DESCRIBED.exists() else "") > 25
+_FAMILY = amd_family(_DESCRIBED.read_text() if _DESCRIBED.exists() else "")
+_MKL_IS_NARROW = _FAMILY > 25
+#: Multiplications in `products` that cost as much as moving one number, and those on this host
+#: (measured on family 25, two threads, 64 to 512 positions: 24 to 60, mostly 30).
+MOVE = 64.0
+MOVE_OF_HOST = 32.0 if _FAMILY == 25 else MOVE
 #: Multiplications in a product below which a call of oneDNN costs more than it saves: operands in
 #: rows, operands in columns, each product of a batch, and a product that is added.
 SMALL = 1 << 21
@@ -39,6 +44,11 @@ ADDED = SMALL if _MKL_IS_NARROW else 1 << 25
 _HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(
     torch.ops.mkldnn, "_linear_pointwise"
 )
+
+
+def move(like: Tensor) -> float:
+    """Return the `move` of the cost model on the device of a tensor."""
+    return MOVE_OF_HOST if on_host(like) else MOVE
 
 
 def by_onednn(*operands: Tensor) -> bool:

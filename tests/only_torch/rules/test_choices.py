@@ -2,6 +2,7 @@
 """Every exact way of a layer, forced, and the way that the cost model takes."""
 
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch import nn
 
 import dualdp_torch as dpt
 from dualdp import UnsupportedLayerError
-from dualdp_torch.rules import choices, conv_forms
+from dualdp_torch.rules import base, choices, conv_forms, matmul
 from tests import reference
 from tests.only_torch.checks import METHODS, assert_exact, data, randomise
 
@@ -132,6 +133,19 @@ def test_frames_have_gradients_of_their_own_only_if_these_are_small(ran, size, f
     model = randomise(nn.Sequential(layer, nn.Tanh()))
     dpt.per_sample_grads(reference.loss_fn, model, data(2, 5, 3, size, size))
     assert ran.pop() == form
+
+
+@pytest.mark.parametrize(
+    ("move", "hosts", "way"), [(32.0, {"cpu"}, "keep"), (64.0, {"cpu"}, "gram"), (32.0, (), "gram")]
+)
+def test_gradients_are_kept_where_the_processor_moves_them_fast(monkeypatch, move, hosts, way):
+    """A GPU beside it has a constant of its own."""
+    monkeypatch.setattr(matmul, "MOVE_OF_HOST", move)
+    monkeypatch.setattr(base, "HOSTS", hosts)
+    model, chosen = randomise(nn.Linear(256, 1024)), []
+    with mock.patch.object(choices, "choose", lambda _, usual, *__: chosen.append(usual) or usual):
+        dpt.clipped_grad_sum(reference.loss_fn, model, data(2, 128, 256), max_grad_norm=1.0)
+    assert {*chosen} == {way}
 
 
 @pytest.mark.parametrize(
