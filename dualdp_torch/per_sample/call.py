@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from dualdp_torch.per_sample.parameter_use import (
     USE_LOOP,
     ChangedInPlaceError,
     SecondOrderError,
+    Use,
     eagerly,
     trainable_parameters,
 )
@@ -35,6 +36,7 @@ from dualdp_torch.per_sample.tensor_parallel import refuse_vmap, same_draws, who
 from dualdp_torch.per_sample.units import of_units
 from dualdp_torch.per_sample.vmap_and_loop import by_loop, by_vmap, gradients_set_aside
 from dualdp_torch.rules.base import Tensor
+from dualdp_torch.rules.linear import join
 from dualdp_torch.rules.memory import PART, SURELY_FREE, free_memory
 
 #: Method -> the per-sample gradients it keeps, see `Captured`; None for methods without capture.
@@ -47,6 +49,17 @@ METHODS = {
     "loop": None,
 }
 LossFn = Callable[..., Any]
+
+
+def _kept(uses: Iterable[Use]) -> set[str]:
+    """Names of the weights whose per-sample gradients linear layers keep."""
+    return {
+        name
+        for use in uses
+        for slot, name in use.held.items()
+        if use.rule.join is join and slot not in use.rule.light and use.acts is not None
+        if use.rule.keeps and use.rule.keeps(use.acts, use.acts.new_empty(1).expand(use.out_shape))
+    }
 
 
 class _NoCapture(Exception):
@@ -192,7 +205,8 @@ class Call:
     def _bytes_per_example(self, keep: str) -> int:
         """Return the bytes that one example keeps: activations, output gradients, formed gradients.
 
-        With keep="cheap", weights of three or more axes (convolutions) are counted as formed.
+        With keep="cheap", weights of three or more axes (convolutions) are counted as formed, and
+        those that linear layers keep.
         """
         kept: int = 0
         own = {local_of(p).untyped_storage().data_ptr() for p in self.model.parameters()}
@@ -217,7 +231,8 @@ class Call:
             self.loss_fn(self.model, *few.arguments())
         outputs = 4 * sum(use.out_shape.numel() for use in capture.uses)
         least = {"all": 0, "cheap": 3, "small": 99}[keep]  # fewest axes of a formed weight
-        formed = [p for p in self.parameters.values() if p.dim() >= least]
+        linear = _kept(capture.uses) if keep == "cheap" else set()
+        formed = [p for name, p in self.parameters.items() if p.dim() >= least or name in linear]
         return int(kept + outputs) // 2 + sum(p.numel() * p.element_size() for p in formed)
 
     def on(self, model: nn.Module, batch: Batch, parameters: dict[str, Any]) -> Call:

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 import dualdp_torch as dpt
 import dualdp_torch.per_sample.api
 from dualdp import ExactnessError, UnsupportedLayerError
+from dualdp_torch.rules import choices
 from dualdp_torch.rules.base import Rule
 from tests import reference
 from tests.closeness import assert_grads_close
@@ -275,6 +276,23 @@ def test_max_memory_cuts_the_batch_into_pieces():
     assert sizes[-1] == 64
     for name, grad in whole.grads.items():
         torch.testing.assert_close(pieces.grads[name], grad)
+
+
+@pytest.mark.parametrize(("way", "fit"), [("keep", 4), ("gram", 8)])
+def test_gradients_that_a_linear_layer_keeps_count_as_memory(way, fit):
+    """An example's are 64 x 64 numbers, and its two positions a few hundred."""
+    sizes = []
+
+    def loss(model, x):
+        sizes.append(len(x))
+        return loss_fn(model, x)
+
+    wide = randomise(nn.Sequential(nn.Linear(64, 64), nn.Tanh()))
+    with choices.forced(linear=way):
+        dpt.clipped_grad_sum(
+            loss, wide, data(8, 2, 64), max_grad_norm=1.0, max_memory=80_000, check="off"
+        )
+    assert sizes[-1] == fit
 
 
 def test_a_rule_of_ones_own():
