@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,12 +19,7 @@ from dualdp_torch.rules.base import Tensor
 
 
 class TorchState(NamedTuple):
-    """States of torch's global generators, which are cheap to save.
-
-    Attributes:
-        host: state of the CPU generator.
-        devices: state of the generator on each CUDA device; empty if CUDA is not in use.
-    """
+    """States of torch's global generators, which are cheap to save: CPU and each CUDA device."""
 
     host: Tensor
     devices: list[Tensor]
@@ -47,75 +44,56 @@ class TorchState(NamedTuple):
 
 @dataclass(frozen=True)
 class RandomState:
-    """States of torch's, NumPy's and Python's global generators and of those that modules hold.
-
-    Attributes:
-        torch: states of torch's generators.
-        python: state of `random`.
-        numpy: state of `numpy.random`.
-        own: pairs (generator, state) of generators that are attributes of modules.
-    """
+    """States of torch's, NumPy's and Python's global generators and of those that modules hold."""
 
     torch: TorchState
-    python: Any
-    numpy: Any
-    own: list[tuple[Any, Any]]
+    shared: list[tuple[Any, Any]]  # generator and state, of Python's and NumPy's
+    own: list[tuple[Any, Any]]  # generator and state, of attributes of modules
 
     @classmethod
-    def of(cls, model: nn.Module) -> RandomState:
-        """Return the current states."""
-        return cls(
-            TorchState.now(),
-            random.getstate(),
-            np.random.get_state(),  # noqa: NPY002 - models draw from it
-            [
-                (generator, _state(generator))
-                for module in model.modules()
-                for generator in vars(module).values()
-                if isinstance(generator, _GENERATORS)
-            ],
-        )
+    def of(cls, model: nn.Module | None = None) -> RandomState:
+        """Return the current states; those of no module's generators without a model."""
+        modules = () if model is None else model.modules()
+        held = [v for m in modules for v in vars(m).values() if isinstance(v, _GENERATORS)]
+        read = [[(g, _access(g)[0]()) for g in some] for some in (_SHARED, held)]
+        return cls(TorchState.now(), *read)
 
     def is_as_before(self, model: nn.Module) -> bool:
         """True if nothing was drawn since."""
         now = RandomState.of(model)
-        same = self.torch.is_same(now.torch) and self.python == now.python
-        same &= all(np.array_equal(a, b) for a, b in zip(self.numpy, now.numpy, strict=True))
-        return same and [_as_text(s) for _, s in self.own] == [_as_text(s) for _, s in now.own]
+        ours, theirs = ([_bits(state) for _, state in s.shared + s.own] for s in (self, now))
+        return self.torch.is_same(now.torch) and ours == theirs
 
     def put(self) -> None:
         """Restore every generator to these states."""
         self.torch.put()
-        random.setstate(self.python)
-        np.random.set_state(self.numpy)  # noqa: NPY002
-        for generator, state in self.own:
-            if isinstance(generator, np.random.Generator):
-                generator.bit_generator.state = state
-            elif isinstance(generator, random.Random):
-                generator.setstate(state)
-            else:
-                generator.set_state(state)
+        for generator, state in self.shared + self.own:
+            _access(generator)[1](state)
 
 
+_SHARED = (random, np.random)
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
-def _state(generator: Any) -> Any:
+def _access(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], Any], Callable[[int], Any]]:
+    """Return the functions that read, set and seed a generator's state."""
+    if generator is random or isinstance(generator, random.Random):
+        return generator.getstate, generator.setstate, generator.seed
     if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
-    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
+        bits = generator.bit_generator
+        put = partial(setattr, bits, "state")
+        return lambda: bits.state, put, lambda seed: put(type(bits)(seed).state)
+    seed = generator.manual_seed if isinstance(generator, torch.Generator) else generator.seed
+    return generator.get_state, generator.set_state, seed
 
 
-def _as_text(state: Any) -> str:
-    """Return a state as complete text, for comparison."""
-    if torch.is_tensor(state):
-        return str(state.tolist())
-    with np.printoptions(threshold=1 << 20):
-        return str(state)
+def _bits(state: Any) -> bytes:
+    """Return a state as bytes, for comparison."""
+    return state.numpy().tobytes() if torch.is_tensor(state) else pickle.dumps(state)
 
 
 @contextlib.contextmanager
-def untouched_generators(model: nn.Module) -> Iterator[None]:
+def untouched_generators(model: nn.Module | None = None) -> Iterator[None]:
     """Context that restores all generators at its end."""
     now = RandomState.of(model)
     try:
@@ -127,12 +105,6 @@ def untouched_generators(model: nn.Module) -> Iterator[None]:
 def seed_generators(model: nn.Module, seed: int) -> None:
     """Seed every generator."""
     torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed)  # noqa: NPY002
-    for generator, _ in RandomState.of(model).own:
-        if isinstance(generator, torch.Generator):
-            generator.manual_seed(seed)
-        elif isinstance(generator, np.random.Generator):
-            generator.bit_generator.state = type(generator.bit_generator)(seed).state
-        else:
-            generator.seed(seed)
+    now = RandomState.of(model)
+    for generator, _ in now.shared + now.own:
+        _access(generator)[2](seed)

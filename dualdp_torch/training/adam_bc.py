@@ -60,13 +60,7 @@ class AdamBC(torch.optim.Optimizer):
         eps: float = adam.DEFAULTS["eps"],
         weight_decay: float = adam.DEFAULTS["weight_decay"],
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "floor": floor,
-            "eps": eps,
-            "weight_decay": weight_decay,
-        }
+        defaults = dict(lr=lr, betas=betas, floor=floor, eps=eps, weight_decay=weight_decay)
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -162,7 +156,6 @@ class AdamBC(torch.optim.Optimizer):
             raise ValueError("AdamBC got a sparse gradient. Expected a dense noisy mean.")
 
     def _update(self, p: Tensor, group: dict[str, Any], stddev: float) -> None:
-        """Update one parameter and its moments in place."""
         state = self.state[p]
         if "step" not in state:
             state["step"] = torch.tensor(0.0)
@@ -178,7 +171,6 @@ class AdamBC(torch.optim.Optimizer):
 
 
 def _require_wide(p: Tensor) -> None:
-    """Refuse a parameter below float32."""
     if is_narrow([p]) or not p.is_floating_point():
         raise ValueError(
             f"AdamBC got parameters of {p.dtype}, in which the difference of two large squares "

@@ -53,23 +53,14 @@ _OPACUS = {
 
 @dataclass
 class RunSettings:
-    """Settings of a run in addition to its plan and ledger, all of them plain data.
+    """Settings of a run in addition to its plan and ledger, all of them plain data."""
 
-    Attributes:
-        loss_reduction: "mean" or "sum".
-        grad_sample_mode: one of `GRAD_SAMPLE_MODES`.
-        has_target: bool, True if the user named the plan's delta.
-        pass_end: step that ends the pass which a checkpoint interrupted.
-        checks: share of steps at which examples are checked; 0 is off.
-        views: number of views of each example, which are so many rows of a batch.
-    """
-
-    loss_reduction: str
-    grad_sample_mode: str
-    has_target: bool = False
-    pass_end: int = 0
-    checks: float = exactness.RATE
-    views: int = 1
+    loss_reduction: str  # "mean" or "sum"
+    grad_sample_mode: str  # one of `GRAD_SAMPLE_MODES`
+    has_target: bool = False  # True if the user named the plan's delta
+    pass_end: int = 0  # step that ends the pass which a checkpoint interrupted
+    checks: float = exactness.RATE  # share of steps at which examples are checked; 0 is off
+    views: int = 1  # number of views of each example, which are so many rows of a batch
 
     @classmethod
     def from_saved(cls, saved: Mapping[str, Any]) -> RunSettings:
@@ -114,11 +105,12 @@ def check(
             "The model has no trainable parameter. Expected at least one with requires_grad."
         )
     check_holds(optimizer, trained)
-    check_sharded(module, GRAD_SAMPLE_MODES[settings.grad_sample_mode])
-    split_of(module, GRAD_SAMPLE_MODES[settings.grad_sample_mode])
+    method = GRAD_SAMPLE_MODES[settings.grad_sample_mode]
+    split_of(module, method)
+    check_sharded(module, method)
     refuse_fused(module, optimizer)
     clipping_bounds(trained, plan.clipping, plan.clipping_bounds(plan.max_grad_norm_at(0)))
-    refuse_two_pass(GRAD_SAMPLE_MODES[settings.grad_sample_mode], plan.clipping)
+    refuse_two_pass(method, plan.clipping)
 
 
 def check_holds(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -149,22 +141,18 @@ def _translated(given: Mapping[str, Any]) -> dict[str, Any]:
         name = refused[0]
         raise ValueError(f"{name}={given[name]!r} is not supported. {advice(f'{name}=')}")
     poisson = found.pop("poisson_sampling", None)
-    if poisson is not None and "sampler" in found:
+    if poisson is None:
+        return found
+    if "sampler" in found:
         raise ValueError(
             "poisson_sampling and sampler came together. Expected sampler alone; "
             "poisson_sampling=False is sampler='shuffle'."
         )
-    if poisson is not None:
-        found["sampler"] = "poisson" if poisson else "shuffle"
-    return found
+    return found | {"sampler": "poisson" if poisson else "shuffle"}
 
 
 def rows_of(loader: DataLoader[Any], users: Any, views: Views) -> UserRows | None:
-    """Return the rows of each user of a loader's data; None for None.
-
-    Raises:
-        TypeError, ValueError: no id for each row; or views came, too.
-    """
+    """Return the rows of each user of a checked loader's data; None for None."""
     check_loader(loader)
     if users is not None and views.augment is not None:
         raise ValueError(

@@ -85,7 +85,6 @@ def with_ema(optimizer: torch.optim.Optimizer, decay: float = 0.999) -> torch.op
 
 
 def _require_wide(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse parameters below float32."""
     if is_narrow(p for group in optimizer.param_groups for p in group["params"]):
         raise ValueError(
             "The optimizer holds parameters below float32, whose average would be rounded away. "
@@ -94,11 +93,7 @@ def _require_wide(optimizer: torch.optim.Optimizer) -> None:
 
 
 def averaged(model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
-    """Return a copy of a model with the averages of its trained parameters, in eval mode.
-
-    Raises:
-        ValueError: the optimizer keeps no average, or no step was taken.
-    """
+    """Return a copy of a model with the averages of its trained parameters, in eval mode."""
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if optimizer not in _averaging or any(
         AVERAGE not in optimizer.state.get(p, {}) for p in trained.values()

@@ -41,7 +41,7 @@ from dualdp_torch.training.loader import (
 )
 from dualdp_torch.training.opacus_names import missing_in
 from dualdp_torch.training.own_loop import OwnLoopLoader
-from dualdp_torch.training.rank_consistency import agreed, same_users
+from dualdp_torch.training.rank_consistency import agreed
 from dualdp_torch.training.run_ledger import open_ledger
 from dualdp_torch.training.step import PrivateStep, Stages
 from dualdp_torch.training.temporary_attributes import set_temporarily
@@ -83,10 +83,7 @@ class PrivacyEngine:
 
     def __init__(self, accountant: str | None = None, secure_mode: bool = False) -> None:
         accountant = accountant if accountant is None else require_bound(accountant)
-        self._plan_options: dict[str, Any] = {
-            "accountant": accountant,
-            "secure_mode": bool(secure_mode),
-        }
+        self._plan_options = dict[str, Any](accountant=accountant, secure_mode=bool(secure_mode))
         self.keep_per_sample = False
         self.noise_layout: Sequence[ParameterMap] | None = None
         self._settings = RunSettings("mean", "auto")
@@ -219,26 +216,8 @@ class PrivacyEngine:
     ) -> Private:
         """`make_private` with the noise that spends `target_epsilon` in the given epochs or steps.
 
-        Args:
-            module: model, as in `make_private`.
-            optimizer: optimizer, as in `make_private`.
-            data_loader: `DataLoader`, as in `make_private`.
-            target_epsilon: epsilon of the whole run.
-            target_delta: delta of `target_epsilon`.
-            max_grad_norm: C, as in `make_private`.
-            epochs: passes over the loader; a further one is refused.
-            num_steps: number of steps, in place of `epochs`.
-            loss_reduction: "mean" or "sum", as in `make_private`.
-            grad_sample_mode: "auto" or one of `GRAD_SAMPLE_MODES`.
-            ledger: path of a new file, or None, as in `make_private`.
-            checks: share of steps that are checked, as in `make_private`.
-            views: number of views of each example, as in `make_private`.
-            augment: function that makes a view, as in `make_private`.
-            users: id of the user of each row, as in `make_private`.
-            **others: further arguments of `make_private`.
-
-        Returns:
-            `(module, optimizer, loader)`.
+        The target is the epsilon of the whole run at `target_delta`. A pass beyond the given epochs
+        is refused; `num_steps` may come in their place. All else is as in `make_private`.
 
         Raises:
             TypeError: an argument that nobody knows, or that is missing.
@@ -286,22 +265,20 @@ class PrivacyEngine:
     ) -> Private:
         """Check everything, then open the ledger and attach."""
         check_kinds(module, optimizer)
-        for name, used in (("module", unwrapped(module)), ("optimizer", optimizer)):
+        inner, layout = unwrapped(module), self.noise_layout
+        for name, used in (("module", inner), ("optimizer", optimizer)):
             if used in _in_use:
                 raise AccountingError(
                     f"{name} is trained by another PrivacyEngine. Expected its detach() before "
                     "make_private, or a new model and optimizer."
                 )
         self._group = group = group_of(module)
-        layout = self.noise_layout
-        plan = agreed(group, unwrapped(module), optimizer, loader, plan, settings, layout)
-        digest = same_users(group, plan, users)
+        plan, digest = agreed(group, inner, optimizer, loader, plan, settings, layout, users)
 
         def prepared() -> PlannedLoader:
             refuse_data_parallel(module, loader)
-            check(unwrapped(module), optimizer, plan, settings)
-            share = _share_of(group, unwrapped(module))
-            return self._planned(loader, plan, settings, share, views, users)
+            check(inner, optimizer, plan, settings)
+            return self._planned(loader, plan, settings, inner, views, users)
 
         planned = on_all(group, "make_private", prepared)
         self._ledger = on_all(group, "the ledger", lambda: open_ledger(group, plan, ledger))
@@ -314,7 +291,6 @@ class PrivacyEngine:
         return module, optimizer, planned
 
     def _attach(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Put the hooks on model and optimizer."""
         model = unwrapped(module)
         self._step = PrivateStep(model, optimizer, self.ledger, self._settings, self._group, self)
         _in_use.update((model, optimizer))
@@ -359,12 +335,7 @@ class PrivacyEngine:
         augment: Augment | None = None,
         users: Any = None,
     ) -> Private:
-        """Continue a run that `load_checkpoint` loaded.
-
-        Args:
-            data_loader: `DataLoader` over the same data as before.
-            augment: function that makes a view, the same as before, as in `make_private`.
-            users: id of the user of each row, the same as before, as in `make_private`.
+        """Continue a run that `load_checkpoint` loaded, with the arguments of its `make_private`.
 
         Returns:
             `(module, optimizer, loader)`, the first two being those that were loaded into.
@@ -383,12 +354,11 @@ class PrivacyEngine:
         group, inner, layout = self._group, unwrapped(module), self.noise_layout
         views = Views(settings.views, augment)
         rows = rows_of(data_loader, users, views)
-        agreed(group, inner, optimizer, data_loader, plan, settings, layout)
-        digest = same_users(group, plan, rows)
+        _, digest = agreed(group, inner, optimizer, data_loader, plan, settings, layout, rows)
 
         def prepared() -> PlannedLoader:
-            share, until = _share_of(group, inner), settings.pass_end
-            planned = self._planned(data_loader, plan, settings, share, views, rows, until)
+            until = settings.pass_end
+            planned = self._planned(data_loader, plan, settings, inner, views, rows, until)
             self.ledger.bind_users(digest)
             return planned
 
@@ -413,19 +383,10 @@ class PrivacyEngine:
         """Return the plan's batches for a loop of your own in one process, and keep its account.
 
         Call `record()` before each release, `clipped_grad_sum` for its sum (with the mask of each
-        chunk) and `noisy_mean(sum, plan, step)` for its noise.
-
-        Args:
-            data_loader: `DataLoader`, as in `make_private`.
-            plan: `PrivacyPlan`, or None.
-            ledger: path of a new file, or None, as in `make_private`.
-            views: number of views of each example, as in `make_private`; `clipped_grad_sum` must
-                get them as rows_per_unit, or each view is clipped alone and an example moves the
-                sum by views times C.
-            augment: function that makes a view, as in `make_private`.
-            users: id of the user of each row, as in `make_private`; `clipped_grad_sum` must get
-                the plan's rows_per_unit, and the row_weights of each chunk.
-            **plan_arguments: fields of `PrivacyPlan`, as in `make_private`.
+        chunk) and `noisy_mean(sum, plan, step)` for its noise. With views, `clipped_grad_sum` must
+        get their number as rows_per_unit, or each view is clipped alone and an example moves the
+        sum by views times C; with users, it must get the plan's rows_per_unit and the row_weights
+        of each chunk. Arguments are those of `make_private`.
 
         Returns:
             loader of `LogicalBatch`es.
@@ -457,14 +418,17 @@ class PrivacyEngine:
         loader: DataLoader[Any],
         plan: PrivacyPlan,
         settings: RunSettings,
-        share: Share,
+        model: nn.Module,
         views: Views,
         users: UserRows | None,
         until: int = 0,
     ) -> PlannedLoader:
         """Loader of the plan's batches; `until` is the end of an interrupted pass, or 0."""
         span = partial(self._span, most_steps(loader, users), until)
-        passes = Passes(span, self._require_step)
+        passes, group = Passes(span, self._require_step), self._group
+        # With tensor parallelism every process works on the whole batch.
+        is_shared = group is not None and not is_tensor_parallel(model)
+        share = Share(group.rank, group.size) if group and is_shared else SINGLE_PROCESS
         return PlannedLoader(loader, plan, passes, share, settings.checks, views, users)
 
     def _span(self, most: int | None, until: int, is_whole: bool) -> tuple[int, int]:
@@ -498,20 +462,12 @@ class PrivacyEngine:
 
     @property
     def plan(self) -> PrivacyPlan:
-        """`PrivacyPlan` of the run.
-
-        Raises:
-            AccountingError: there is none.
-        """
+        """`PrivacyPlan` of the run; an `AccountingError` if there is none."""
         return self.ledger.plan
 
     @property
     def ledger(self) -> Ledger:
-        """Ledger of all releases so far.
-
-        Raises:
-            AccountingError: there is none.
-        """
+        """Ledger of all releases so far; an `AccountingError` if there is none."""
         if self._ledger is None:
             raise AccountingError(NO_RUN)
         return self._ledger
@@ -557,7 +513,6 @@ class PrivacyEngine:
         return self._settings
 
     def _require_step(self) -> PrivateStep:
-        """Attached private step; an engine that is not attached is refused."""
         if self._step is None:
             raise AccountingError(
                 "The engine is not attached. Call make_private first; after detach() the loader "
@@ -714,10 +669,3 @@ class PrivacyEngine:
                 "No step was taken since a batch was handed out. Call optimizer.step() first."
             )
         return stages
-
-
-def _share_of(group: Group | None, model: nn.Module) -> Share:
-    """Share of each logical batch that this process works on; all of it with tensor parallelism."""
-    if group is None or is_tensor_parallel(model):
-        return SINGLE_PROCESS
-    return Share(group.rank, group.size)

@@ -9,20 +9,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils.data import default_collate
 
 from dualdp import _validate
-from dualdp_torch.per_sample.random_state import RandomState
+from dualdp_torch.per_sample.random_state import untouched_generators
 
 
 class ItemCollate:
     """`collate_fn` that returns the rows of all items of a batch, an item's rows side by side.
 
-    Args:
-        collate: `collate_fn` whose tensors are (items, K, ...).
-        rows_per_item: int, K.
+    It is made of one whose tensors are (items, K, ...).
     """
 
     def __init__(self, collate: Callable[[list[Any]], Any], rows_per_item: int) -> None:
@@ -30,11 +27,7 @@ class ItemCollate:
         self._has_items_in_front = collate is default_collate
 
     def __call__(self, items: list[Any]) -> Any:
-        """Return the batch, whose tensors are (items K, ...).
-
-        Raises:
-            ValueError: a tensor has not the K rows of each item, or there is no tensor.
-        """
+        """Return the batch, whose tensors are (items K, ...)."""
         if len(items) == self._rows and not self._has_items_in_front:
             self._try_another_number(items)
         rows = self._rows_of(self._collate(items), len(items))
@@ -43,26 +36,22 @@ class ItemCollate:
 
     def _try_another_number(self, items: list[Any]) -> None:
         """Refuse a `collate_fn` whose tensors are (K, items, ...), which K items do not tell."""
-        before = RandomState.of(nn.Module())
-        try:
+        with untouched_generators():
             batch = self._collate(copy.deepcopy([*items, items[0]]))
-        finally:
-            before.put()
         self._rows_of(batch, len(items) + 1)
         self._has_items_in_front = True
 
     def _rows_of(self, batch: Any, num_items: int) -> Any:
         """Batch with the rows of each item side by side, refused where they are not there."""
-        lead = (num_items, self._rows)
-        leaves, spec = pytree.tree_flatten(batch)
-        are_rows = [isinstance(leaf, torch.Tensor | np.ndarray) for leaf in leaves]
-        if not any(are_rows):
+        lead, leaves = (num_items, self._rows), pytree.tree_leaves(batch)
+        rows = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor | np.ndarray)]
+        if not rows:
             raise ValueError(
                 f"The batch is {_validate.kind(batch)}, in which no tensor was found. Expected "
                 f"tensors, or dicts, lists and tuples of them, for rows_per_unit={self._rows}: "
                 "dict(...) of a mapping of another type."
             )
-        for leaf in (leaf for leaf, is_rows in zip(leaves, are_rows, strict=True) if is_rows):
+        for leaf in rows:
             if tuple(leaf.shape[:2]) != lead:
                 raise ValueError(
                     f"The batch of {num_items} items holds a tensor of shape {tuple(leaf.shape)}. "
@@ -70,16 +59,16 @@ class ItemCollate:
                     "item; what all rows of an item share is repeated for each of them. Rows of a "
                     "person need unit='user' and users=."
                 )
-        rows = [
-            leaf.reshape(num_items * self._rows, *leaf.shape[2:]) if is_rows else leaf
-            for leaf, is_rows in zip(leaves, are_rows, strict=True)
-        ]
-        return pytree.tree_unflatten(rows, spec)
+        return pytree.tree_map_only(
+            (torch.Tensor, np.ndarray),
+            lambda leaf: leaf.reshape(num_items * self._rows, *leaf.shape[2:]),
+            batch,
+        )
 
 
-def refuse_views_of_items(plan: Any, views: Any) -> None:
+def refuse_views_of_items(plan: Any) -> None:
     """Refuse views of items of several rows: a loss could not tell which rows it joins."""
-    if views is not None and plan.rows_per_item is not None:
+    if plan.rows_per_item is not None:
         raise ValueError(
             f"views= or augment= came with rows_per_unit={plan.rows_per_item}, whose items hold "
             "several rows already. Expected one of the two; the data set may augment its items."

@@ -31,7 +31,7 @@ from dualdp_torch.per_sample.checks.collate_check import CheckedCollate
 from dualdp_torch.rules.base import Tensor
 from dualdp_torch.training.items import ItemCollate, refuse_views_of_items
 from dualdp_torch.training.opacus_names import missing_in
-from dualdp_torch.training.views import DrawnViews, FlatCollate, Views
+from dualdp_torch.training.views import DrawnViews, Views, flat_collate
 
 _KEPT = (
     *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn"),
@@ -40,27 +40,15 @@ _KEPT = (
 
 
 class Draw(NamedTuple):
-    """Examples of the data set in one physical batch.
+    """Examples of the data set in one physical batch, which may hold several rows of each."""
 
-    Attributes:
-        step: index of the logical batch.
-        indices: list with the data set's index of each example, of which a batch may hold several
-            rows (`Views`).
-        mask: (examples,) bool, False for padding.
-        chunk: index among the physical batches of the logical batch.
-        num_chunks: number of physical batches in the logical batch.
-        rows: list with K rows of the data set for each example, which is a user; None for one row,
-            that of its index.
-        row_weights: (rows,) float64, 1 / (number of the user's rows), 0 for padding; None for 1.
-    """
-
-    step: int
-    indices: list[int]
-    mask: Tensor
-    chunk: int = 0
-    num_chunks: int = 1
-    rows: list[int] | None = None
-    row_weights: Tensor | None = None
+    step: int  # index of the logical batch
+    indices: list[int]  # the data set's index of each example
+    mask: Tensor  # (examples,) bool, False for padding
+    chunk: int = 0  # index among the physical batches of the logical batch
+    num_chunks: int = 1  # number of physical batches in the logical batch
+    rows: list[int] | None = None  # K rows of the data set for each example, which is a user
+    row_weights: Tensor | None = None  # (rows,) float64, 1 / (the user's rows), 0 for padding
 
     @property
     def is_last(self) -> bool:
@@ -77,12 +65,7 @@ class Draw(NamedTuple):
 
 
 class Share(NamedTuple):
-    """Rows of every logical batch that one process works on: rank, rank + size, and so on.
-
-    Attributes:
-        rank: rank of this process.
-        size: number of processes.
-    """
+    """Rows of every logical batch that one process works on: rank, rank + size, and so on."""
 
     rank: int = 0
     size: int = 1
@@ -115,13 +98,12 @@ def draws(
         chunks += missing * list(physical_batches(drawn[:0], size))
         for k, (indices, mask) in enumerate(chunks):
             kept = mask if mask.any() else np.arange(len(mask)) == 0  # no static shape is needed
-            rows = weights = None
+            draw = Draw(step, indices[kept].tolist(), torch.from_numpy(mask[kept]), k, len(chunks))
             if users is not None:
                 found = draw_rows(plan, step, indices[kept], users, plan.rows_per_unit)
-                rows, weights = found.rows.flatten().tolist(), torch.from_numpy(found.weights)
-                weights = weights.flatten()
-            examples = indices[kept].tolist(), torch.from_numpy(mask[kept])
-            yield Draw(step, *examples, k, len(chunks), rows, weights)
+                weights = torch.from_numpy(found.weights).flatten()
+                draw = draw._replace(rows=found.rows.flatten().tolist(), row_weights=weights)
+            yield draw
 
 
 def check_dataset(data: Any) -> None:
@@ -144,17 +126,11 @@ def check_dataset(data: Any) -> None:
 
 
 class _BatchSampler:
-    """Batch sampler of a `DataLoader` for one pass, which may prefetch ahead of the loop.
-
-    Attributes:
-        draws: function that returns the draws of the pass.
-        queue: draws whose batches the `DataLoader` has asked for and not yet returned.
-        items: function that returns the arguments of the data set for a draw.
-    """
+    """Batch sampler of a `DataLoader` for one pass, which may prefetch ahead of the loop."""
 
     def __init__(self, items: Callable[[Draw], list[Any]]) -> None:
         self.draws: Callable[[], Iterator[Draw]] = lambda: iter(())
-        self.queue, self.items = deque[Draw](), items
+        self.queue, self.items = deque[Draw](), items  # draws asked for and not yet returned
 
     def __iter__(self) -> Iterator[list[Any]]:
         queue = self.queue
@@ -166,32 +142,20 @@ class _BatchSampler:
 class Passes(NamedTuple):
     """Passes over the loader of a run.
 
-    Attributes:
-        span: function of a bool that returns the steps (start, stop) of the coming pass; with True
-            of the rest of the plan.
-        step: function that returns the attached `PrivateStep`, which numbers the passes (`begin`),
-            and gets each batch before it is yielded (`announce`) and the end of each pass
-            (`leave`).
+    The attached `PrivateStep` numbers them (`begin`), and gets each batch before it is yielded
+    (`announce`) and the end of each pass (`leave`).
     """
 
-    span: Callable[[bool], tuple[int, int]]
-    step: Callable[[], Any]
+    span: Callable[[bool], tuple[int, int]]  # steps of the coming pass; with True, of the rest
+    step: Callable[[], Any]  # returns the attached `PrivateStep`
 
 
 class PlannedLoader:
     """Copy of the user's loader that yields the plan's batches.
 
-    One pass is an epoch, or what is left of the plan; `remaining` is the rest of the plan.
-
-    Args:
-        loader: `DataLoader` over a map-style data set; its workers, collate function and pinned
-            memory are kept.
-        plan: `PrivacyPlan`.
-        passes: `Passes` of the run; None if only `of_steps` is called.
-        share: `Share` of this process.
-        checks: share of the batches whose `collate_fn` is checked.
-        views: `Views` of each example; None for the examples themselves.
-        users: rows of each user, which is an example; None for single rows.
+    One pass is an epoch, or what is left of the plan; `remaining` is the rest of the plan. Workers,
+    collate function and pinned memory are kept; in a share `checks` of the batches the collate
+    function is checked. Without `passes` only `of_steps` can be called.
 
     Guarantees:
         `len` is the number of batches of the pass that runs, else of the coming one; of the last
@@ -223,15 +187,14 @@ class PlannedLoader:
         period = round(1 / checks) if checks else 0
         collate = CheckedCollate(loader.collate_fn, period)
         self._drawn: Any = self.dataset
-        self._views = views if views is not None and views.augment is not None else None
-        refuse_views_of_items(plan, self._views)
-        if self._views is not None and self._views.augment is not None:
-            self._drawn = DrawnViews(self.dataset, self._views.augment)
-            self._options["collate_fn"] = FlatCollate(collate)
-        elif plan.rows_per_item is not None:
+        self._options["collate_fn"] = collate
+        self._views: Views | None = None
+        if plan.rows_per_item is not None:
             self._options["collate_fn"] = ItemCollate(collate, plan.rows_per_item)
-        else:
-            self._options["collate_fn"] = collate
+        if views is not None and views.augment is not None:
+            refuse_views_of_items(plan)
+            self._views, self._drawn = views, DrawnViews(self.dataset, views.augment)
+            self._options["collate_fn"] = partial(flat_collate, collate)
         self._plan, self._share, self._users = plan, share, users
         self._passes: Any = passes
         self._is_whole = False  # True if a pass is the rest of the plan
@@ -245,7 +208,7 @@ class PlannedLoader:
         self._last: tuple[int, int] | None = None
 
     def _items(self, draw: Draw) -> list[Any]:
-        """Return what the data set takes for each example, or each row of it, of a draw."""
+        """Arguments of the data set for each example, or each row of it, of a draw."""
         if self._views is None:
             return draw.indices if draw.rows is None else draw.rows
         return self._views.keys(self._plan, draw.step, draw.indices)
@@ -291,10 +254,9 @@ class PlannedLoader:
     def with_draws(self) -> Generator[tuple[Draw, Any]]:
         """Yield each physical batch of a pass with its draw."""
         passes, span = self._passes, self._passes.span(self._is_whole)
-        if span[0] >= span[1] and self._is_whole:
-            return
-        batches = self.of_steps(*span)
-        if span[0] >= span[1]:
+        is_done = span[0] >= span[1]
+        batches = iter(()) if is_done and self._is_whole else self.of_steps(*span)
+        if is_done:
             return
         step = passes.step()
         number = step.begin(span[1])
@@ -414,15 +376,9 @@ def check_loader(loader: Any) -> None:
 
 
 def _check_share(loader: DataLoader[Any], share: Share) -> None:
-    """Refuse a `DistributedSampler` made for another rank or number of processes.
-
-    Raises:
-        ValueError: its number of replicas or its rank are others.
-    """
+    """Refuse a `DistributedSampler` made for another rank or number of processes."""
     sampler = loader.sampler
-    if not isinstance(sampler, DistributedSampler):
-        return
-    if (sampler.rank, sampler.num_replicas) != share:
+    if isinstance(sampler, DistributedSampler) and (sampler.rank, sampler.num_replicas) != share:
         raise ValueError(
             f"data_loader has a DistributedSampler of rank {sampler.rank} of "
             f"{sampler.num_replicas} in process {share.rank} of {share.size}. Expected that of the "

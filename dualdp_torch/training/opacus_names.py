@@ -110,12 +110,7 @@ def advice(name: str) -> str:
 
 
 def missing_in(owner: str, theirs: str) -> Callable[[Any, str], NoReturn]:
-    """Return the `__getattr__` of our class that stands for one of Opacus.
-
-    Args:
-        owner: name of our class.
-        theirs: name of Opacus' class.
-    """
+    """Return the `__getattr__` of our class `owner`, which stands for `theirs` of Opacus."""
 
     def __getattr__(self: Any, name: str) -> NoReturn:
         key = f"{theirs}.{name}"
@@ -154,11 +149,7 @@ def optimizer_values(optimizer: torch.optim.Optimizer, plan: PrivacyPlan) -> dic
 
 
 def refuse_changed(optimizer: torch.optim.Optimizer, values: Mapping[str, Any]) -> None:
-    """Refuse a setting that the user changed on the optimizer: the run would not follow it.
-
-    Raises:
-        ValueError: one was changed.
-    """
+    """Refuse a setting that the user changed on the optimizer: the run would not follow it."""
     for name, value in values.items():
         came = vars(optimizer).get(name)
         if came is not value:

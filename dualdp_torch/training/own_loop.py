@@ -58,13 +58,6 @@ class OwnLoopLoader:
 
     One pass is an epoch, or what is left of the plan; `remaining` is the rest of the plan.
 
-    Args:
-        loader: the user's `DataLoader`.
-        plan: `PrivacyPlan`.
-        span: function of a bool, see `Passes`.
-        views: `Views` of each example.
-        users: rows of each user, or None.
-
     Attributes:
         handed_out: record of the batches that were yielded.
     """

@@ -15,11 +15,10 @@ from dualdp.ledger.follower import secret_of
 from dualdp.plan.plan import PrivacyPlan
 from dualdp.plan.units.rows import UserRows, rows_digest
 from dualdp.randomness import RootKey
-from dualdp_torch.parallel.dataset_digest import described
 from dualdp_torch.parallel.process_group import Group, device_kind, fingerprints
 from dualdp_torch.parallel.tensor_parallel import cut_of, is_whole, local_of
 from dualdp_torch.training.arguments import RunSettings
-from dualdp_torch.training.loader import check_loader
+from dualdp_torch.training.dataset_digest import described
 
 
 def agreed(
@@ -30,21 +29,18 @@ def agreed(
     plan: PrivacyPlan,
     settings: RunSettings,
     noise_layout: Any,
-) -> PrivacyPlan:
-    """Return the plan that all processes use, after comparing them; its key is that of rank 0.
+    users: UserRows | None,
+) -> tuple[PrivacyPlan, str | None]:
+    """Return the plan that all processes use, and the keyed digest of the rows of each user.
 
-    Without a seed, the plan of each process has a key of its own. A single process uses its plan.
-
-    Raises:
-        ValueError: something differs; it is named.
+    Without a seed, the plan of each process has a key of its own; all use that of rank 0.
 
     Guarantees:
         What differs between processes is found before the first step.
             [test_what_differs_between_ranks_is_named]
     """
     if group is None:
-        return plan
-    check_loader(loader)
+        return plan, rows_digest(plan, users)
     public = json.loads(plan.to_json())
     del public["key_sha256"]
     group.require_same("plan", public)
@@ -71,20 +67,11 @@ def agreed(
     group.require_same("data", data, hint, shown=False)
     secret = secret_of(plan) if group.is_first else None
     root = RootKey(*group.broadcast("the key", secret))
-    return plan if plan.root == root else replace(plan, key=root)
-
-
-def same_users(group: Group | None, plan: PrivacyPlan, users: UserRows | None) -> str | None:
-    """Return the keyed digest of the rows of each user, which is that of all processes.
-
-    Raises:
-        ValueError: a process has others.
-    """
+    plan = plan if plan.root == root else replace(plan, key=root)
     digest = rows_digest(plan, users)
-    if group is not None:
-        hint = "Give all of them the same users=, one id for each row of the whole data."
-        group.require_same("users", digest, hint, shown=False)
-    return digest
+    hint = "Give all of them the same users=, one id for each row of the whole data."
+    group.require_same("users", digest, hint, shown=False)
+    return plan, digest
 
 
 def _described(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[str, Any]:

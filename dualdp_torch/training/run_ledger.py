@@ -12,7 +12,7 @@ from dualdp.ledger.follower import FollowerLedger, secret_of
 from dualdp.ledger.ledger import Ledger, claimed
 from dualdp.plan.plan import PrivacyPlan
 from dualdp.randomness import RootKey, run_registry
-from dualdp_torch.parallel.process_group import Group
+from dualdp_torch.parallel.process_group import Group, on_all
 
 
 def open_ledger(
@@ -39,16 +39,13 @@ def resume_ledger(
     """
     if group is None:
         return _claimed(resume())
-    kept: list[Ledger] = []
-    group.gather_results(
-        "the ledger", lambda: kept.append(_claimed(resume())) if group.is_first else None
-    )
+    ledger = on_all(group, "the ledger", lambda: _claimed(resume()) if group.is_first else None)
     message = None
-    if group.is_first:
-        message = kept[0].to_json(), kept[0].state(), secret_of(kept[0].plan)
+    if ledger is not None:
+        message = ledger.to_json(), ledger.state(), secret_of(ledger.plan)
     text, state, secret = group.broadcast("the state of the ledger", message)
-    if group.is_first:
-        return kept[0]
+    if ledger is not None:
+        return ledger
     run = PrivacyPlan.from_json(json.dumps(plan), key=RootKey(*secret))
     return _claimed(FollowerLedger.of_resumed(run, text, state))
 

@@ -178,7 +178,8 @@ def sparse_noisy_mean(
     check_sum(grads)
     rows = sparse.table_rows(table, {name: tuple(grad.shape) for name, grad in grads.items()})
     first, num_rows = grads[next(iter(rows))], max(place.stop for place in rows.values())
-    if not _is_map(contributions, num_rows):
+    is_real = torch.is_tensor(contributions) and contributions.is_floating_point()
+    if not is_real or contributions.shape != (num_rows,):
         raise sparse.not_a_map(_kind(contributions), num_rows)
     least = _validate.real("threshold", threshold)
     bound = plan.max_grad_norm_at(step) if max_grad_norm is None else max_grad_norm
@@ -194,7 +195,3 @@ def sparse_noisy_mean(
         kept = kept.view(-1, *[1] * (found[name].ndim - 1))
         found[name] = torch.where(kept, found[name], 0)
     return SparseNoisyMean(found, survives, noisy_map)
-
-
-def _is_map(value: Any, num_rows: int) -> bool:
-    return torch.is_tensor(value) and value.is_floating_point() and value.shape == (num_rows,)

@@ -28,10 +28,6 @@ class Views:
         views: int K >= 1, number of views of each example.
         augment: callable, `augment(example, generator)` -> one view of it; None only for K = 1, the
             example itself.
-
-    Raises:
-        TypeError: no integer, or no function.
-        ValueError: K < 1, or several views without `augment`.
     """
 
     def __init__(self, views: Any, augment: Any) -> None:
@@ -73,16 +69,18 @@ class DrawnViews:
         index, keys = drawn
         example, found = self._dataset[index], []
         leaves = pytree.tree_leaves(example)
-        tensors = [leaf for leaf in leaves if torch.is_tensor(leaf)]
-        arrays = [leaf for leaf in leaves if isinstance(leaf, np.ndarray)]
-        before = [tensor._version for tensor in tensors], [array.tobytes() for array in arrays]
+
+        def state() -> list[Any]:
+            versions = [leaf._version for leaf in leaves if torch.is_tensor(leaf)]
+            return versions + [leaf.tobytes() for leaf in leaves if isinstance(leaf, np.ndarray)]
+
+        before = state()
         for key in keys:
             generator = keyed_generator(key, _CPU)
             with torch.random.fork_rng(devices=[]):
                 torch.set_rng_state(generator.get_state())
                 found.append(self._augment(example, generator))
-        after = [tensor._version for tensor in tensors], [array.tobytes() for array in arrays]
-        if after != before:
+        if state() != before:
             raise ValueError(
                 "augment changed the example in place, so that its next view would begin from this "
                 "one. Expected a new tensor: x + noise, not x.add_(noise)."
@@ -90,12 +88,6 @@ class DrawnViews:
         return found
 
 
-class FlatCollate:
-    """`collate_fn` of the views of all examples of a batch, an example's views side by side."""
-
-    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
-        self._collate = collate
-
-    def __call__(self, examples: list[list[Any]]) -> Any:
-        """Return the batch of all views."""
-        return self._collate([view for views in examples for view in views])
+def flat_collate(collate: Callable[[list[Any]], Any], examples: list[list[Any]]) -> Any:
+    """Return the batch of the views of all examples, an example's views side by side."""
+    return collate([view for views in examples for view in views])

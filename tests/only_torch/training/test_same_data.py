@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
-from dualdp_torch.parallel.dataset_digest import described
+from dualdp_torch.training.dataset_digest import described
 
 ORDER = torch.arange(40)
 #: The first and last rows as they are, the middle in another order.

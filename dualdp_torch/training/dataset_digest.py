@@ -7,10 +7,7 @@ in one step, and it counts twice.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import random
-from collections.abc import Iterator
 from pathlib import PurePath
 from typing import Any
 
@@ -20,6 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 from dualdp_torch.parallel.process_group import as_integers
+from dualdp_torch.per_sample.random_state import untouched_generators
 
 _ROWS = 16  # rows of a data set that are fetched
 _MOST = 1 << 28  # bytes of the largest table that is read
@@ -32,9 +30,6 @@ def described(dataset: Any) -> dict[str, Any]:
     Tensors, indices and tables are read whole. Of other data sets a few rows are fetched twice and
     used if both fetches give the same bits. Rows that are augmented at random never do; there only
     the tables that the data set holds (names of files, say) count.
-
-    Args:
-        dataset: map-style data set.
     """
     about = {"class": type(dataset).__qualname__, "examples": len(dataset)}
     if isinstance(dataset, TensorDataset | torch.Tensor):
@@ -69,7 +64,7 @@ def _of_rows(tensor: torch.Tensor) -> torch.Tensor:
 def _fetched(dataset: Any) -> list[str | None]:
     """Digests of some rows; None for a row that differs between two fetches or fails here."""
     rows = sorted({*np.linspace(0, len(dataset) - 1, _ROWS).astype(int)}) if len(dataset) else []
-    with _leaving_generators():
+    with untouched_generators():
         return [_twice(dataset, int(row)) for row in rows]
 
 
@@ -81,18 +76,6 @@ def _twice(dataset: Any, row: int) -> str | None:
     return first if first == second else None
 
 
-@contextlib.contextmanager
-def _leaving_generators() -> Iterator[None]:
-    """Restore the states of the Python, NumPy and torch CPU generators on exit."""
-    python, legacy = random.getstate(), np.random.get_state()  # noqa: NPY002
-    with torch.random.fork_rng(devices=[]):
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(legacy)  # noqa: NPY002
-
-
 def _digest(value: Any) -> str:
     """SHA-256 of plain data, arrays and tensors in nested containers."""
     leaves, spec = pytree.tree_flatten(value)
@@ -100,9 +83,7 @@ def _digest(value: Any) -> str:
     for leaf in leaves:
         if torch.is_tensor(leaf):
             state.update(repr((leaf.shape, leaf.dtype)).encode())
-            leaf = leaf.detach().cpu().contiguous()
-            leaf = torch.view_as_real(leaf) if leaf.is_complex() else leaf
-            leaf = leaf.reshape(-1).view(torch.uint8).numpy()
+            leaf = as_integers(leaf.detach().cpu().reshape(-1)).numpy()
         if isinstance(leaf, str | PurePath):  # a file's folder may differ between machines
             state.update(repr(PurePath(leaf).parts[-2:]).encode())
         elif isinstance(leaf, _PLAIN):
