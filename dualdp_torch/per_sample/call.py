@@ -19,7 +19,7 @@ from dualdp_torch.per_sample.analysis_cache import AnalysisCache, cached_analyse
 from dualdp_torch.per_sample.batch import Batch, check_losses, split_aux
 from dualdp_torch.per_sample.capture import Capture
 from dualdp_torch.per_sample.gradients import Captured, Gradients
-from dualdp_torch.per_sample.independence import Analysis, analyze
+from dualdp_torch.per_sample.independence import PERMUTED, Analysis, analyze, permuted_use
 from dualdp_torch.per_sample.model_checks import refuse_mixing_modules, require_module
 from dualdp_torch.per_sample.model_state import Start, State, refuse_written, restored
 from dualdp_torch.per_sample.parameter_use import (
@@ -30,7 +30,6 @@ from dualdp_torch.per_sample.parameter_use import (
     eagerly,
     trainable_parameters,
 )
-from dualdp_torch.per_sample.permutation_check import PERMUTED, permuted_use
 from dualdp_torch.per_sample.random_state import untouched_generators
 from dualdp_torch.per_sample.tensor_parallel import refuse_vmap, same_draws, whole_norms
 from dualdp_torch.per_sample.units import of_units

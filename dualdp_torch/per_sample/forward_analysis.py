@@ -17,10 +17,9 @@ from dualdp_torch.per_sample.analysis_cache import AnalysisCache, cached_analyse
 from dualdp_torch.per_sample.batch import Batch
 from dualdp_torch.per_sample.batch_axis import BatchAxis, of_single
 from dualdp_torch.per_sample.capture import Capture
-from dualdp_torch.per_sample.independence import analyze
+from dualdp_torch.per_sample.independence import PERMUTED, analyze, permuted_use
 from dualdp_torch.per_sample.outputs import combined, float_leaves, projected
 from dualdp_torch.per_sample.parameter_use import USE_LOOP
-from dualdp_torch.per_sample.permutation_check import PERMUTED, permuted_use
 from dualdp_torch.per_sample.vmap_and_loop import gradients_set_aside
 
 _SAMPLE = 8  # examples that one process shares for the analysis by all

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -44,6 +43,8 @@ EXAMPLES, DRAWS = 4, 5
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 #: Largest number of uses without examples, such as tables of positions.
 _MOST_SKIPPED = 32
+#: Problem of a use, whose name is filled in.
+PERMUTED = "The examples lie in other rows of {} than in the batches before, as the data say."
 _ON_CUDA = 10.0  # factor of the tolerance: kernels and TF32 vary with the batch size
 
 
@@ -138,12 +139,16 @@ def analyze(
         drawn = RandomState.of(model)
         whole = _without_graph(losses_of, batch)
         has_drawn, written = not drawn.is_as_before(model), before.written()
-        in_one_state = losses_of
         if written:
             refuse_written(model, losses_of, batch, written)
-            in_one_state = partial(_in_one_state, model, losses_of, written)
         if writes is not None:
             writes.update(written)
+
+        def in_one_state(batch: Batch) -> Tensor:
+            """Losses by a forward that leaves the buffers as they are."""
+            with unchanged_by_forward(model, written) if written else contextlib.nullcontext():
+                return losses_of(batch)
+
         good = whole.isfinite() if mask is None else whole.isfinite() & mask.to(whole.device)
         chosen = good.nonzero().flatten()
         if len(chosen) > EXAMPLES:  # evenly spread, with the first and the last
@@ -239,12 +244,11 @@ def _differs_alone(
     losses_of: Callable[[Batch], Tensor], few: Batch, together: Tensor, tolerance: float
 ) -> str | None:
     """Return a message if the loss of the first or last example differs alone, or None."""
-    for position in (0, few.n - 1):
-        alone = _without_graph(losses_of, few.rows(slice(position, position + 1)))
-        problem = _apart(alone, together[position : position + 1], tolerance, "alone")
-        if problem:
-            return problem
-    return None
+    problem = None
+    for one in (slice(0, 1), slice(few.n - 1, few.n)):
+        alone = _without_graph(losses_of, few.rows(one))
+        problem = problem or _apart(alone, together[one], tolerance, "alone")
+    return problem
 
 
 def _mixes(
@@ -255,14 +259,6 @@ def _mixes(
     together = _without_graph(losses_of, few)
     problem = _apart(together, whole[chosen], tolerance, "in a smaller batch")
     return problem or _differs_alone(losses_of, few, together, tolerance)
-
-
-def _in_one_state(
-    model: nn.Module, losses_of: Callable[[Batch], Tensor], written: list[str], batch: Batch
-) -> Tensor:
-    """Return the losses of a batch by a forward that leaves the buffers `written` as they are."""
-    with unchanged_by_forward(model, written):
-        return losses_of(batch)
 
 
 def _counted(model: nn.Module, losses_of: Callable[[Batch], Tensor], few: Batch) -> str | None:
@@ -310,8 +306,7 @@ def _draws_join(
             for others in replaced:
                 drawn.put()
                 again = _without_graph(losses_of, others)[:1]
-                problem = _apart(again, first, tolerance, "beside others, on the same draws")
-                if problem:
+                if problem := _apart(again, first, tolerance, "beside others, on the same draws"):
                     return problem
     return None
 
@@ -388,3 +383,48 @@ def _locate(
         skip=skip,
         unreached=frozenset(range(len(uses))) - reached,
     )
+
+
+def permuted_use(
+    capture: Capture,
+    losses: Tensor,
+    batch_axes: Sequence[BatchAxis | None],
+    parameters: Mapping[str, Tensor],
+    *,
+    rounds: int | None = None,
+) -> Use | None:
+    """Return a use in which an example's gradient is in another example's rows, or None.
+
+    The batch axes were found on another batch, whose data may have ordered the rows otherwise.
+
+    For each binary digit of the row number, the losses of the half with digit 0 and of that with
+    digit 1 are differentiated: any two examples are in different halves once. The graph is kept.
+
+    `rounds` is the number of digits, equal on processes that share a model; None for those of n.
+    """
+    n, found = len(losses), list[Use]()
+    rows = torch.arange(n, device=losses.device)
+    try:
+        for digit in range((n - 1).bit_length() if rounds is None else rounds):
+            for value in (0, 1):
+                half = (rows >> digit & 1) == value
+                capture.backward(losses[half].sum(), parameters, retain=True)
+                found += [
+                    use
+                    for use, batch_axis in zip(capture.uses, batch_axes, strict=True)
+                    if batch_axis is not None and _reaches_others(use, batch_axis, half)
+                ]
+    finally:
+        for use in capture.uses:
+            use.grads_out = None
+    return found[0] if found else None
+
+
+def _reaches_others(use: Use, batch_axis: BatchAxis, examples: Tensor) -> bool:
+    """True if a use's gradient is nonzero outside the rows of `examples`, (n,) bool."""
+    if use.grads_out is None:
+        return False
+    if not batch_axis.fits(use.out_shape, len(examples)):
+        return True
+    rows = batch_axis.batch_first(use.grads_out, len(examples))
+    return bool(rows[~examples.to(rows.device)].any())

@@ -43,8 +43,6 @@ class State:
 
 
 class _Version(NamedTuple):
-    """A tensor of a module at one version."""
-
     module: nn.Module
     key: str
     tensor: Tensor
@@ -52,7 +50,6 @@ class _Version(NamedTuple):
 
 
 def _is_same(a: _Version | None, b: _Version | None) -> bool:
-    """True if both are the same tensor at the same version."""
     return a is not None and b is not None and a.tensor is b.tensor and a.version == b.version
 
 
@@ -150,12 +147,7 @@ def _refill(container: Any, content: Any) -> None:
 
 @dataclass(frozen=True)
 class Start:
-    """State before a forward: the generators, and the buffers that the forward writes.
-
-    Attributes:
-        random: states of the generators.
-        buffers: mapping from name to value.
-    """
+    """State before a forward: the generators, and the values of buffers that it writes by name."""
 
     random: RandomState
     buffers: dict[str, Tensor]
@@ -189,13 +181,11 @@ class Start:
 def refuse_written(
     model: nn.Module, run: Callable[[Batch], object], batch: Batch, names: list[str]
 ) -> None:
-    """Refuse tensors that a forward `run` has written, unless they are the same on every batch.
-
-    Raises:
-        UnsupportedLayerError: a value depends on the batch, or a tensor was replaced.
-    """
+    """Refuse tensors that a forward `run` has written, unless they are the same on every batch."""
     state, found = RandomState.of(model), []
-    others = [o for o in _others(batch) if _differs(o, batch)]  # without any, no value is accepted
+    pairs = [(o, list(zip(o.tensors(), batch.tensors(), strict=True))) for o in _others(batch)]
+    # Of other values or shapes; without any, no value is accepted.
+    others = [o for o, both in pairs if not all(torch.equal(a, b) for a, b in both)]
     for rows in (batch, *others):
         with torch.no_grad(), restored(model, names), untouched_generators(model):
             state.put()
@@ -224,20 +214,9 @@ def _others(batch: Batch) -> Iterator[Batch]:
     The positions of each example, or the examples of a vector, are reversed and floats halved; of
     several examples, the first is left out, or the last is replaced by the one before.
     """
-    yield batch.on([_altered(t) for t in batch.tensors()])
+    other = [t.flip(list(range(1, t.dim())) or [0]) for t in batch.tensors()]
+    yield batch.on([t * 0.5 if t.is_floating_point() else t for t in other])
     if batch.n > 1:
         rows = torch.arange(batch.n)
         yield batch.rows(rows[1:])
         yield batch.rows(rows.clamp(max=batch.n - 2))
-
-
-def _differs(other: Batch, batch: Batch) -> bool:
-    """True if another batch holds other values or shapes."""
-    pairs = zip(other.tensors(), batch.tensors(), strict=True)
-    return any(a.shape != b.shape or not torch.equal(a, b) for a, b in pairs)
-
-
-def _altered(tensor: Tensor) -> Tensor:
-    """Return a tensor of the same shape, with the positions of each row reversed, floats halved."""
-    other = tensor.flip(list(range(1, tensor.dim())) or [0])
-    return other * 0.5 if tensor.is_floating_point() else other
