@@ -53,12 +53,15 @@ def has_sharded(module: nn.Module) -> bool:
     return "torch.distributed.tensor" in sys.modules and any(map(is_sharded, module.parameters()))
 
 
+def sharded_parameters(module: nn.Module) -> dict[str, Any]:
+    """Return the parameters that are `DTensor`s by name, frozen ones included."""
+    return {name: p for name, p in module.named_parameters() if is_sharded(p)}
+
+
 def fsdp_layers(module: nn.Module) -> list[Any]:
     """Return the modules that `fully_shard` was called on."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None:
-        return []
-    return [layer for layer in module.modules() if isinstance(layer, fsdp.FSDPModule)]
+    return [m for m in module.modules() if fsdp is not None and isinstance(m, fsdp.FSDPModule)]
 
 
 def is_tensor_parallel(module: nn.Module) -> bool:
@@ -67,49 +70,26 @@ def is_tensor_parallel(module: nn.Module) -> bool:
 
 
 def refuse_tensor_parallel(module: nn.Module, call: str, instead: str) -> None:
-    """Refuse a model that computes with pieces of its parameters in a call that can't.
-
-    Raises:
-        TypeError: a parameter is a `DTensor` without `fully_shard`.
-    """
+    """Refuse a model that computes with pieces of its parameters in a call that can't."""
     if is_tensor_parallel(module):
-        held = sorted(name for name, p in module.named_parameters() if is_sharded(p))
         raise TypeError(
-            f"The parameters {held} are DTensors, but no layer was given to fully_shard. Expected "
-            "fully_shard(model), which gathers them in forward, or the whole model on every "
-            f"process: tensor parallelism (parallelize_module) is not covered by {call}; {instead}."
+            f"The parameters {sorted(sharded_parameters(module))} are DTensors, but no layer was "
+            "given to fully_shard. Expected fully_shard(model), which gathers them in forward, or "
+            "the whole model on every process: tensor parallelism (parallelize_module) is not "
+            f"covered by {call}; {instead}."
         )
-
-
-def refuse_two_dimensions(module: nn.Module) -> None:
-    """Refuse a model whose parameters, frozen ones included, are cut along two mesh dimensions.
-
-    Raises:
-        TypeError: such a parameter.
-    """
-    if not has_sharded(module):
-        return
-    held: dict[str, Any] = {name: p for name, p in module.named_parameters() if is_sharded(p)}
-    for name, p in held.items():
-        if sum(not placement.is_replicate() for placement in p.placements) > 1:
-            raise TypeError(
-                f"Parameter {name!r} has the placements {tuple(p.placements)} on {p.device_mesh}. "
-                "Expected fully_shard(model) or tensor parallelism (parallelize_module), each "
-                "alone: the two together are not covered."
-            )
 
 
 def check_sharded(module: nn.Module, method: str) -> None:
     """Refuse a sharded model that cannot be trained privately; accept every other model.
 
-    A tensor parallel model is left to `tensor_parallel.split_of`.
+    `tensor_parallel.split_of` comes before, and refuses tensor parallel ones.
 
     Raises:
         TypeError: a trainable parameter is sharded otherwise than by `fully_shard` over all
-            processes, or not at all while others are; or `refuse_two_dimensions`.
+            processes, or not at all while others are.
         ValueError: the method needs whole gradients of many layers at once.
     """
-    refuse_two_dimensions(module)
     if is_tensor_parallel(module):
         return
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
@@ -139,11 +119,7 @@ def check_sharded(module: nn.Module, method: str) -> None:
 
 
 def refuse_pieces(module: nn.Module, call: str) -> None:
-    """Refuse a tensor parallel model in a call that saves or loads a run.
-
-    Raises:
-        TypeError: a parameter is a `DTensor` without `fully_shard`.
-    """
+    """Refuse a tensor parallel model in a call that saves or loads a run."""
     if is_tensor_parallel(module):
         raise TypeError(
             f"{call} came with a tensor parallel model (parallelize_module), whose runs are not "
@@ -166,8 +142,7 @@ def refuse_sharded(module: nn.Module, call: str) -> None:
 class Shards:
     """Trained parameters of a model under `fully_shard`, outside and inside its forward.
 
-    Args:
-        module: the model; its layers are gathered once, one after the other.
+    The layers are gathered once, one after the other.
 
     Attributes:
         parameters: mapping from name to the `DTensor` that the optimizer holds.
@@ -208,7 +183,6 @@ class Shards:
         return {name: found[name] for name in self.parameters}
 
     def _piece(self, p: Any) -> Piece:
-        """Range of a parameter's numbers that this process holds."""
         rows, width = _rows_of_each(p, self.group.size), math.prod(p.shape[1:])
         return Piece(min(self.group.rank * rows, p.shape[0]) * width, p.numel())
 
@@ -222,7 +196,6 @@ class Shards:
         piece = total.new_empty(rows, *total.shape[1:])
         with group.collective(f"the sum of {name!r}"):
             _reduce_scatter(piece, total.contiguous(), group=group.process_group)
-        group.sent["reduce_scatter"] += total.numel() * total.element_size()
         return piece[: len(p.to_local())]
 
     def require_same_order(self, names: Iterable[str]) -> None:
@@ -234,18 +207,9 @@ class Shards:
 
     def gradient(self, name: str, piece: Tensor) -> Tensor:
         """Return the value of `p.grad` for the optimizer: a `DTensor` of the parameter's dtype."""
-        from torch.distributed.tensor import DTensor
-
         p = self.parameters[name]
         local = p.to_local()
-        return DTensor.from_local(
-            piece.to(local).view_as(local),
-            p.device_mesh,
-            p.placements,
-            run_check=False,
-            shape=p.shape,
-            stride=p.stride(),
-        )
+        return like(p, piece.to(local).view_as(local))
 
     def hashes(self, secret: bytes, sums: Mapping[str, Tensor]) -> list[Hashed]:
         """Return the hashes of all processes' sums, by rank, the same on each process."""
@@ -260,10 +224,8 @@ class Shards:
 
     def largest(self, number: int) -> int:
         """Return the maximum of a number over the processes."""
-        found = torch.tensor(int(number), device=next(iter(self.plain.values())).device)
-        with self.group.collective("a decision"):
-            dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group.process_group)
-        return int(found)
+        device = next(iter(self.plain.values())).device
+        return int(self.group.largest(torch.tensor(int(number), device=device)))
 
     def require_same_layers(self, uses: Iterable[Iterable[str]]) -> None:
         """Refuse a forward that used other layers than on other processes.
@@ -317,7 +279,8 @@ class Shards:
         def arrived(name: str, p: Any) -> None:
             grad, p.grad = p.grad, None
             empty = nothing or grad is None
-            found[name] = self.reduce(name, zeros(p) if empty else grad.to(wide(p.dtype)))
+            whole = torch.zeros_like(p) if empty else grad
+            found[name] = self.reduce(name, whole.to(wide(p.dtype)))
 
         handles = [
             p.register_post_accumulate_grad_hook(lambda p, name=name: arrived(name, p))
@@ -332,14 +295,21 @@ class Shards:
                 handle.remove()
         for name, p in self.plain.items():
             if name not in found:
-                found[name] = self.reduce(name, zeros(p))
+                arrived(name, p)
         self.require_same_order(found)
         return {name: found[name] for name in self.plain}
 
 
-def zeros(p: Tensor) -> Tensor:
-    """Return a zero gradient of a parameter, in the dtype of clipped sums."""
-    return torch.zeros(p.shape, dtype=wide(p.dtype), device=p.device)
+def like(p: Tensor, local: Tensor) -> Tensor:
+    """Return a tensor that is cut as the parameter `p`, from its piece here."""
+    if not is_sharded(p):
+        return local
+    from torch.distributed.tensor import DTensor
+
+    cut: Any = p
+    return DTensor.from_local(
+        local, cut.device_mesh, cut.placements, run_check=False, shape=p.shape, stride=p.stride()
+    )
 
 
 def _rows_of_each(p: Tensor, size: int) -> int:

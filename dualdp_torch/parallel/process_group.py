@@ -10,8 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import pickle
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -32,14 +31,10 @@ Result = TypeVar("Result")
 class Group:
     """`torch.distributed` group as seen from one of its processes.
 
-    Args:
-        process_group: process group of torch; None for the default one.
-
     Attributes:
-        rank: rank of this process in the group.
+        process_group: process group of torch; None for the default one.
+        rank: rank of this process in it.
         size: number of processes, at least 2 for `Group.current`.
-        sent: Counter of bytes that this process has sent, per kind of collective.
-        process_group: argument of the constructor.
 
     Guarantees:
         A process that is lost makes the others stop in the time limit of the process group.
@@ -50,7 +45,6 @@ class Group:
     def __init__(self, process_group: Any = None) -> None:
         self.process_group = process_group
         self.rank, self.size = dist.get_rank(process_group), dist.get_world_size(process_group)
-        self.sent: Counter[str] = Counter()
 
     @classmethod
     def current(cls, process_group: Any = None) -> Group | None:
@@ -68,15 +62,9 @@ class Group:
     def gather(self, point: str, value: Any = None) -> list[Any]:
         """Return the value of every process, by rank; each must have reached the same `point`.
 
-        Args:
-            point: name of the step or call that this process has reached, such as "step 3".
-            value: small object that can be pickled.
-
-        Raises:
-            RuntimeError: a process is elsewhere, or is lost.
+        A point is the name of a step or call, such as "step 3". Values are pickled, so small.
         """
         found: list[Any] = [None] * self.size
-        self.sent["gather"] += len(pickle.dumps((point, value)))
         with self.collective(point):
             dist.all_gather_object(found, (point, value), group=self.process_group)
         points = [theirs for theirs, _ in found]
@@ -92,27 +80,21 @@ class Group:
     def gather_results(self, point: str, call: Callable[[], Any]) -> list[Any]:
         """Run a call on each process, and return all results, by rank.
 
-        Raises:
-            RuntimeError: the call failed on another process; the error of this one is raised as is.
+        If it fails on another process, all stop; an error of this one is raised as it is.
         """
-        error: Exception | None = None
-        ours: tuple[Any, str | None]
+        error, result = None, None
         try:
-            ours = call(), None
+            result = call()
         except Exception as failed:  # noqa: BLE001
-            error, ours = failed, (None, f"{type(failed).__name__}: {failed}")
-        found = self.gather(point, ours)
+            error = failed
+        failure = None if error is None else f"{type(error).__name__}: {error}"
+        found = self.gather(point, (result, failure))
         if error is not None:
             raise error
         for rank, (_, failure) in enumerate(found):
             if failure is not None:
                 raise RuntimeError(f"Rank {rank} stopped at {point}, so all do. {failure}")
         return [result for result, _ in found]
-
-    def on_first(self, point: str, call: Callable[[], Result]) -> Result:
-        """Run a call on rank 0 and broadcast its result; if the call fails, all processes stop."""
-        result: Result = self.gather_results(point, call if self.is_first else lambda: None)[0]
-        return result
 
     def broadcast(self, point: str, value: Result | None = None) -> Result:
         """Return the value of rank 0."""
@@ -122,16 +104,10 @@ class Group:
     def require_same(
         self, what: str, value: Any, hint: str = "Start all of them alike.", *, shown: bool = True
     ) -> None:
-        """Refuse values that are not the same on all processes.
+        """Refuse plain data that is not the same on all processes, by the first field that differs.
 
-        Args:
-            what: name of the value.
-            value: plain data: mappings, lists, numbers, strings.
-            hint: advice at the end of the error.
-            shown: bool, False to keep values computed from private data out of the error.
-
-        Raises:
-            ValueError: they differ, on every process; the first field that does is named.
+        `what` is its name, and `hint` the advice of the error. With shown=False values that were
+        computed from private data are kept out of the error.
         """
         point = f"the comparison of {what}"
         text = json.dumps(value, sort_keys=True, default=repr)
@@ -146,9 +122,12 @@ class Group:
                     f"{rank}. Expected the same on all {self.size}. {hint}"
                 )
 
-    def count(self, point: str, *numbers: int) -> tuple[int, ...]:
-        """Return the sums of integers over the processes."""
-        return tuple(map(sum, zip(*self.gather(point, numbers), strict=True)))
+    def largest(self, numbers: Tensor) -> Tensor:
+        """Return the elementwise maximum over the processes, for a decision of all."""
+        found = numbers.clone()
+        with self.collective("a decision"):
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=self.process_group)
+        return found
 
     @contextlib.contextmanager
     def collective(self, point: str) -> Iterator[None]:
@@ -188,7 +167,6 @@ class Reduction:
             names = self._waiting.popleft()
             # `cat` copies even one tensor: two sums may share it, and it would be reduced twice.
             flat = torch.cat([self._formed.pop(n).reshape(-1) for n in names])
-            self._group.sent["all_reduce"] += flat.numel() * flat.element_size()
             with self._group.collective(self._point):
                 work = dist.all_reduce(flat, group=self._group.process_group, async_op=True)
             self._sent.append((work, flat, names))
@@ -222,7 +200,10 @@ def on_all(group: Group | None, point: str, call: Callable[[], Result]) -> Resul
 
 def on_first(group: Group | None, point: str, call: Callable[[], Result]) -> Result:
     """Run a call on rank 0, or here without a group, and return its result on all processes."""
-    return call() if group is None else group.on_first(point, call)
+    if group is None:
+        return call()
+    result: Result = group.gather_results(point, call if group.is_first else lambda: None)[0]
+    return result
 
 
 def device_kind(device: torch.device) -> str:
@@ -256,16 +237,13 @@ def _buckets(sums: Mapping[str, Tensor]) -> Iterator[list[str]]:
     for name, tensor in sums.items():
         groups.setdefault((tensor.device, tensor.dtype), []).append(name)
     for names in groups.values():
-        bucket: list[str] = []
-        size = 0
+        bucket, size = list[str](), 0
         for name in names:
             bucket.append(name)
             size += sums[name].numel() * max(4, sums[name].element_size())
-            if size >= _BUCKET:
+            if size >= _BUCKET or name == names[-1]:
                 yield bucket
                 bucket, size = [], 0
-        if bucket:
-            yield bucket
 
 
 #: Attributes that keep DDP from reducing gradients, broadcasting buffers and wrapping outputs: the
@@ -287,8 +265,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
 def group_of(module: nn.Module) -> Group | None:
     """Return the group that trains a module: that of its DDP wrapper, else the default one.
 
-    Raises:
-        ValueError: the wrapper does something to gradients or parameters that we would undo.
+    A wrapper is refused that does something to gradients or parameters that we would undo.
     """
     if not isinstance(module, DistributedDataParallel):
         return Group.current()

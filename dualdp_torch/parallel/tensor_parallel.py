@@ -22,7 +22,13 @@ from dualdp import exactness
 from dualdp._validate import UnsupportedLayerError
 from dualdp.randomness.universal_hash import Hashed
 from dualdp_torch.noise.noise import Cut
-from dualdp_torch.parallel.fsdp import is_sharded, is_tensor_parallel, refuse_two_dimensions
+from dualdp_torch.parallel.fsdp import (
+    has_sharded,
+    is_sharded,
+    is_tensor_parallel,
+    like,
+    sharded_parameters,
+)
 from dualdp_torch.parallel.process_group import Group, fingerprints, unwrapped
 from dualdp_torch.parallel.sum_hash import hash_sums
 from dualdp_torch.rules.base import Tensor, lengths
@@ -50,19 +56,6 @@ def cut_of(tensor: Tensor) -> str:
     return str(tensor.placements) if is_sharded(tensor) else ""  # type: ignore[attr-defined]
 
 
-def like(p: Tensor, local: Tensor) -> Tensor:
-    """Return a tensor that is cut as the parameter `p`, from its piece here."""
-    if not is_sharded(p):
-        return local
-    from torch.distributed.tensor import DTensor
-
-    cut: Any = p
-    found: Tensor = DTensor.from_local(
-        local, cut.device_mesh, cut.placements, run_check=False, shape=p.shape, stride=p.stride()
-    )
-    return found
-
-
 #: Norms between this and its inverse have squares in the range of float32.
 _LEAST_LENGTH = 1e-15
 
@@ -80,22 +73,12 @@ def length(tensor: Tensor) -> float:
     return math.sqrt(float(square))
 
 
-def check_pieces(module: nn.Module) -> None:
-    """Refuse parameters that are cut otherwise than into equal pieces of one axis.
-
-    Raises:
-        TypeError: such a parameter; its name, placements and mesh are in the message.
-    """
-    refuse_two_dimensions(module)
-    if not is_tensor_parallel(module):
-        return
+def _check_pieces(module: nn.Module) -> None:
+    """Refuse parameters that are cut otherwise than into equal pieces of one axis."""
     from torch.distributed.tensor import Replicate, Shard
 
-    for name, p in module.named_parameters():
-        if not is_sharded(p):
-            continue
-        cut: Any = p
-        mesh, placements = cut.device_mesh, tuple(cut.placements)
+    for name, p in sharded_parameters(module).items():
+        mesh, placements = p.device_mesh, tuple(p.placements)
         is_covered = len(placements) == 1 and type(placements[0]) in (Shard, Replicate)
         if not is_covered or mesh.size() != dist.get_world_size():
             raise TypeError(
@@ -113,12 +96,7 @@ def check_pieces(module: nn.Module) -> None:
 
 
 def refuse_data_parallel(module: nn.Module, loader: DataLoader[Any]) -> None:
-    """Refuse a tensor parallel model together with what divides the examples among processes.
-
-    Raises:
-        TypeError: the model is inside `DistributedDataParallel`.
-        ValueError: the loader has a `DistributedSampler`.
-    """
+    """Refuse a tensor parallel model together with what divides the examples among processes."""
     if not is_tensor_parallel(unwrapped(module)):
         return
     if module is not unwrapped(module):
@@ -136,11 +114,7 @@ def refuse_data_parallel(module: nn.Module, loader: DataLoader[Any]) -> None:
 
 
 def refuse_fused(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that updates `DTensor`s and whole tensors in one call, which torch can't.
-
-    Raises:
-        ValueError: it has foreach=True or fused=True.
-    """
+    """Refuse foreach=True and fused=True for `DTensor`s and whole tensors, which torch can't."""
     if not is_tensor_parallel(module):
         return
     for group in optimizer.param_groups:
@@ -157,18 +131,29 @@ def split_of(module: nn.Module, method: str) -> TensorParallel | None:
     """Return the pieces of a tensor parallel model for a call, or None for any other model.
 
     Raises:
-        TypeError: a parameter is cut otherwise than into equal pieces over all processes.
+        TypeError: a parameter is cut along two mesh dimensions, or otherwise than into equal
+            pieces over all processes.
         ValueError: the method runs the layers under vmap, or again with other factors.
     """
-    check_pieces(module)
-    found = TensorParallel.of(module)
-    if found is not None and method not in METHODS:
+    if not has_sharded(module):
+        return None
+    for name, p in sharded_parameters(module).items():
+        if sum(not placement.is_replicate() for placement in p.placements) > 1:
+            raise TypeError(
+                f"Parameter {name!r} has the placements {tuple(p.placements)} on {p.device_mesh}. "
+                "Expected fully_shard(model) or tensor parallelism (parallelize_module), each "
+                "alone: the two together are not covered."
+            )
+    if not is_tensor_parallel(module):
+        return None
+    _check_pieces(module)
+    if method not in METHODS:
         raise ValueError(
             f"method={method!r} came with a tensor parallel model (parallelize_module), whose "
             "layers it would run under vmap or again with other factors. Expected one of "
             f"{METHODS}."
         )
-    return found
+    return TensorParallel(module)
 
 
 def on_all_alike(model: nn.Module, found: Result, error: Callable[[Result], float]) -> Result:
@@ -195,22 +180,20 @@ class Along(NamedTuple):
 
 
 class TensorParallel:
-    """Trained parameters of a model under `parallelize_module`, and the processes that share it.
-
-    Attributes:
-        parameters: mapping from name to the parameter, a `DTensor` or a tensor.
-        whole: mapping from name to the tensor of each parameter that every process holds whole.
-        cuts: mapping from name to the `Cut` of each other parameter that lies here.
-        group: `Group` of the processes.
-    """
+    """Trained parameters of a model under `parallelize_module`, and the processes that share it."""
 
     def __init__(self, module: nn.Module) -> None:
         trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        cut: Any = next(p for p in module.parameters() if is_sharded(p))
+        mesh = next(iter(sharded_parameters(module).values())).device_mesh
         self.parameters: dict[str, Tensor] = {**trained}
-        self.group = Group(cut.device_mesh.get_group())
+        self.group = Group(mesh.get_group())
+        # Tensors that every process holds whole, and pieces of the other ones.
         self.whole = {name: local_of(p) for name, p in trained.items() if _axis(p) is None}
-        self.cuts = {name: _cut(p) for name, p in trained.items() if _axis(p) is not None}
+        self.cuts = {
+            name: Cut(p.shape, axis, mesh.get_local_rank() * (p.shape[axis] // mesh.size()))
+            for name, p in trained.items()
+            if (axis := _axis(p)) is not None
+        }
 
     @classmethod
     def of(cls, module: nn.Module) -> TensorParallel | None:
@@ -227,32 +210,19 @@ class TensorParallel:
             table[[row for row, name in enumerate(of) if name in self.whole]] = 0
         with self.group.collective("the norms"):
             dist.all_reduce(table, group=self.group.process_group)
-        self.group.sent["all_reduce"] += table.numel() * table.element_size()
         return dict(zip(of, table.unbind(0), strict=True))
-
-    def largest(self, numbers: Tensor) -> Tensor:
-        """Return the elementwise maximum over the processes."""
-        found = numbers.clone()
-        with self.group.collective("a decision"):
-            dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group.process_group)
-        return found
 
     def require_same_norms(self, of: Mapping[str, Tensor], whole: Tensor, precision: str) -> None:
         """Refuse a parameter that all hold whole if each process has its own gradient of it.
 
-        Args:
-            of: mapping from name to (n,) squares on this process.
-            whole: (n,) squared norms of whole gradients.
-            precision: key of `exactness.TOLERANCE`.
-
-        Raises:
-            UnsupportedLayerError: such a parameter, on all processes alike.
+        `of` has the (n,) squares on this process by name, `whole` (n,) squared norms of whole
+        gradients. All processes refuse alike.
         """
         here = [name for name in of if name in self.whole]
         if not here:
             return
         table = torch.stack([of[name].to(whole) for name in here]).nan_to_num(0, 0, 0)
-        largest, negated = self.largest(torch.stack([table, -table]))
+        largest, negated = self.group.largest(torch.stack([table, -table]))
         tolerance = exactness.TOLERANCE[precision]
         is_other = largest + negated > tolerance * (largest + tolerance * whole)
         names = [here[row] for row in is_other.any(1).nonzero().flatten().tolist()]
@@ -272,10 +242,7 @@ class TensorParallel:
         return like(p, piece.to(local).view_as(local))
 
     def hashes(self, secret: bytes, sums: Mapping[str, Tensor]) -> list[Hashed]:
-        """Return the hashes of the pieces of the sums by rank, the same on each process.
-
-        Sums that every process holds whole are in those of the first.
-        """
+        """`Shards.hashes`; sums that every process holds whole are in those of the first."""
         own = [t for name, t in sums.items() if self.group.is_first or name not in self.whole]
         found = self.group.gather("the hash of the sums", hash_sums(secret, own))
         return [part for parts in found for part in parts]
@@ -300,16 +267,9 @@ class TensorParallel:
     def require_same_loss(
         self, point: str, summary: list[Along] | None, failure: Exception | None
     ) -> None:
-        """Refuse a loss that is another one on another process, or was refused there.
+        """Refuse a loss whose gradients differ by more than rounding on another process.
 
-        Args:
-            point: name of the step.
-            summary: `summary` of the gradients of the model's outputs.
-            failure: error of a check on this process, or None.
-
-        Raises:
-            Exception: `failure`, here or of another process.
-            ValueError: the gradients of the outputs differ by more than rounding.
+        A check's `failure`, here or there, is raised on all processes.
         """
         each, failures = zip(*self.group.gather(point, (summary, failure)), strict=True)
         for error in (failure, *failures):
@@ -346,14 +306,6 @@ def _along(grad: Tensor) -> Along:
     length = torch.linalg.vector_norm(rows, dim=1).double().nan_to_num(0, 0, 0).norm()
     precision = str(grad.dtype).removeprefix("torch.")
     return Along(float(each @ turns), float(length), precision)
-
-
-def _cut(p: Any) -> Cut:
-    """Piece of a parameter that lies here."""
-    axis = _axis(p)
-    assert axis is not None
-    start = p.device_mesh.get_local_rank() * (p.shape[axis] // p.device_mesh.size())
-    return Cut(p.shape, axis, start)
 
 
 def _axis(tensor: Any) -> int | None:

@@ -117,8 +117,8 @@ class Recorder:
         self, model: nn.Module, *, method: str, tape: Tape, rows_per_unit: int = 1
     ) -> None:
         refuse_mixing_modules(model)
-        check_sharded(model, method)
         self.split = split_of(model, method)
+        check_sharded(model, method)
         self.model, self.method, self.tape = model, method, tape
         self.rows_per_unit = rows_per_unit
         self.is_active, self.shards = True, Shards.of(model)

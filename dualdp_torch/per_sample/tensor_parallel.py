@@ -61,12 +61,8 @@ class Layout(NamedTuple):
 def layout_of(function: Callable[..., Any], parameters: Mapping[str, Any]) -> Layout | None:
     """Return the layout of a call with trained parameters, None if no argument is a `DTensor`.
 
-    Args:
-        function: function with a rule.
-        parameters: mapping from argument to trained parameter.
-
-    Raises:
-        UnsupportedLayerError: a parameter is cut otherwise than `_CUT` says.
+    `parameters` maps arguments of a function with a rule to trained parameters, which may be cut as
+    `_CUT` says.
     """
     if not any(map(is_sharded, parameters.values())):
         return None
@@ -111,7 +107,7 @@ class SplitGradients:
     def doubt(self) -> Tensor | None:
         """(n,) largest error bound of a norm on any process, or None."""
         found = self._here.doubt
-        return None if found is None else self._split.largest(found)
+        return None if found is None else self._split.group.largest(found)
 
     def grads(self) -> dict[str, Tensor]:
         """Refuse to hand out per-sample gradients, of which each process has pieces."""
@@ -122,13 +118,10 @@ class SplitGradients:
         """Return squared norms, each as precise as its own size asks, so that their sum is, too."""
         found = self._here.sq_norms(Limits(limits.group_of))
         total = added_up(self._split.added(found.of), limits.group_of, self._n)
-        self._split.require_same_norms(found.of, total.whole, self._precision())
-        return total
-
-    def _precision(self) -> str:
-        """Precision of the backward, a key of `exactness.TOLERANCE`."""
         is_double = all(p.dtype == torch.float64 for p in self._split.parameters.values())
-        return "bfloat16" if self.is_narrow else "float64" if is_double else "float32"
+        precision = "bfloat16" if self.is_narrow else "float64" if is_double else "float32"
+        self._split.require_same_norms(found.of, total.whole, precision)
+        return total
 
     def exact_sq_norms(self, rows: Tensor) -> dict[str, Tensor]:
         """Return name -> (rows,) float64 squared norms of the selected examples."""
@@ -153,11 +146,7 @@ def whole_norms(gradients: Gradients, split: TensorParallel | None, n: int) -> G
 
 @contextlib.contextmanager
 def same_draws(split: TensorParallel | None, model: nn.Module) -> Iterator[None]:
-    """Context of a forward that may draw random numbers only if all processes draw the same.
-
-    Raises:
-        ValueError: they drew others.
-    """
+    """Context of a forward that may draw random numbers only if all processes draw the same."""
     before = None if split is None else RandomState.of(model)
     yield
     require_same_draws(split, model, before)
@@ -166,11 +155,7 @@ def same_draws(split: TensorParallel | None, model: nn.Module) -> Iterator[None]
 def require_same_draws(
     split: TensorParallel | None, model: nn.Module, before: RandomState | None
 ) -> None:
-    """Refuse random numbers that a forward drew since `before`, unless all processes drew the same.
-
-    Raises:
-        ValueError: they drew others.
-    """
+    """Refuse random numbers that a forward drew since `before`, unless all drew the same."""
     if split is not None and before is not None and not before.is_as_before(model):
         state = hashlib.sha256(before.torch.host.numpy().tobytes())
         for device in before.torch.devices:
