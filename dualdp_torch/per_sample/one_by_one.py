@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,12 +12,11 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from dualdp._validate import UnsupportedLayerError
-from dualdp_torch.parallel.tensor_parallel import local_of
 from dualdp_torch.per_sample.batch import Batch
 from dualdp_torch.per_sample.gradients import Formed
 from dualdp_torch.per_sample.model_state import unchanged_by_forward
 from dualdp_torch.per_sample.outputs import combined, float_leaves, require_rows
-from dualdp_torch.per_sample.vmap_and_loop import plain_gradients
+from dualdp_torch.per_sample.vmap_and_loop import each_by_autograd
 from dualdp_torch.rules.base import Tensor
 
 
@@ -87,11 +85,10 @@ def gradients_alone(
     rows_per_unit: int,
 ) -> Formed:
     """Return each example's gradient, by plain autograd of its own outputs and their cotangents."""
-    formed: dict[str, list[Tensor]] = {name: [] for name in parameters}
-    for start, out in enumerate(outputs):
-        rows = slice(start * rows_per_unit, (start + 1) * rows_per_unit)
+
+    def loss_of(unit: int) -> Tensor:
+        rows = slice(unit * rows_per_unit, (unit + 1) * rows_per_unit)
         own = [grads[rows] for grads in cotangents]
-        loss = partial(lambda out, own: combined(float_leaves(out), own).sum(), out, own)
-        for name, grad in plain_gradients(loss, parameters).items():
-            formed[name].append(local_of(grad))
-    return Formed({name: torch.stack(grads) for name, grads in formed.items()})
+        return combined(float_leaves(outputs[unit]), own).sum()
+
+    return each_by_autograd(loss_of, len(outputs), parameters)

@@ -39,6 +39,14 @@ def plain_gradients(
         return {name: _widened(p, p.grad) for name, p in parameters.items()}
 
 
+def each_by_autograd(
+    loss_of: Callable[[int], Tensor], n: int, parameters: Mapping[str, Tensor]
+) -> Formed:
+    """Return the gradients of `loss_of(0)` to `loss_of(n - 1)`, each by plain autograd."""
+    found = [plain_gradients(partial(loss_of, row), parameters) for row in range(n)]
+    return Formed({name: torch.stack([local_of(g[name]) for g in found]) for name in parameters})
+
+
 def _backward(total: Tensor, inputs: Sequence[Tensor] = ()) -> tuple[Tensor | None, ...]:
     """Run a backward; return the gradients of `inputs`, or add those of all leaves to `grad`.
 
@@ -205,7 +213,6 @@ def by_loop(
     has_aux: bool,
 ) -> tuple[Formed, Tensor, Any]:
     """Return gradients, losses and aux, computed one example at a time by plain autograd."""
-    formed: dict[str, list[Tensor]] = {name: [] for name in parameters}
     losses: list[Tensor] = []
     auxes: list[tuple[Any, int]] = []
 
@@ -216,8 +223,5 @@ def by_loop(
         auxes.append((aux, 1))
         return loss.sum()
 
-    for row in range(batch.n):
-        for name, g in plain_gradients(partial(loss_of, row), parameters).items():
-            formed[name].append(local_of(g))
-    stacked = {name: torch.stack(grads) for name, grads in formed.items()}
-    return Formed(stacked), torch.cat(losses), join_aux(auxes, batch.rows_per_unit)
+    formed = each_by_autograd(loss_of, batch.n, parameters)
+    return formed, torch.cat(losses), join_aux(auxes, batch.rows_per_unit)
