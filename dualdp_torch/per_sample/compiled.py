@@ -80,42 +80,13 @@ class _Request:
         return [mask.to(device), bounds.to(device), *inputs, *others]
 
 
-@dataclass(frozen=True)
-class _Outputs:
-    """Order of the joint graph's outputs: sums, norms, losses, validity, factors, perhaps doubt.
-
-    `factors_of` maps the name of each sum to the index of its factors.
-    """
-
-    factors_of: dict[str, int]
-    has_doubt: bool
-
-    def numbers(self, found: Sequence[Tensor], request: _Request) -> BatchNumbers:
-        """Return the numbers of one batch, with no example's contribution."""
-        size = len(self.factors_of)
-        norms, losses, _, *factors = found[size:]
-        doubt = factors.pop() if self.has_doubt else None
-        return BatchNumbers(
-            norms,
-            losses,
-            lambda row: {},
-            sums=dict(zip(self.factors_of, found[:size], strict=True)),
-            factors={name: factors[index] for name, index in self.factors_of.items()},
-            bounds=request.bounds,
-            clipping=request.clipping,
-            doubt=doubt,
-        )
-
-    def are_valid(self, found: Sequence[Tensor]) -> bool:
-        """True if every norm is finite and precise: the only look at the host."""
-        return bool(found[len(self.factors_of) + 2])
-
-
 class Program:
     """Joint graph of one graph of losses, traced and compiled at its first call.
 
+    Its arguments are those of `_Request.arguments`; its outputs are the sums, norms, losses, if all
+    norms are finite and precise, the factors, and perhaps the doubt.
+
     Attributes:
-        joint: graph module, see `_Request.arguments` and `_Outputs`; None before the first call.
         was_checked: bool, True once its numbers were compared with plain autograd.
     """
 
@@ -124,7 +95,9 @@ class Program:
         self._keeps_outputs = isinstance(backend, str)  # on a CPU
         self._num_inputs = sum(node.op == "placeholder" for node in losses.graph.nodes)
         self._reason: str | None = None
-        self.joint: GraphModule | None = None
+        self._factors_of: dict[str, int] = {}  # name of each sum -> index of its factors
+        self._has_doubt = False
+        self._compiled: Callable[..., Any] | None = None
         self.was_checked = False
 
     def __call__(self, request: _Request, inputs: Sequence[Any]) -> list[Tensor]:
@@ -139,8 +112,8 @@ class Program:
     @in_full_precision
     def _run(self, request: _Request, inputs: Sequence[Any]) -> list[Tensor]:
         arguments, parameters = request.arguments(inputs), request.call.parameters
-        if self.joint is None:
-            self._build(request, arguments)
+        if self._compiled is None:
+            self._compiled = self._built(request, arguments)
         if self._names != [*parameters] or any(
             arguments[i] is not p for i, p in zip(self._at, parameters.values(), strict=True)
         ):
@@ -153,19 +126,29 @@ class Program:
 
     def numbers(self, request: _Request, found: Sequence[Tensor], inputs: Any) -> BatchNumbers:
         """Return the outputs as numbers of the batch; a contribution runs the graph again."""
+        norms, losses, _, *factors = found[len(self._factors_of) :]
+        doubt = factors.pop() if self._has_doubt else None
 
         def contribution(row: int) -> dict[str, Tensor]:
-            only = request.only(row)
-            return dict(self._outputs.numbers(self(only, inputs), only).sums or {})
+            return dict(zip(self._factors_of, self(request.only(row), inputs), strict=False))
 
-        return replace(self._outputs.numbers(found, request), contribution=contribution)
+        return BatchNumbers(
+            norms,
+            losses,
+            contribution,
+            sums=dict(zip(self._factors_of, found, strict=False)),
+            factors={name: factors[index] for name, index in self._factors_of.items()},
+            bounds=request.bounds,
+            clipping=request.clipping,
+            doubt=doubt,
+        )
 
     def are_valid(self, found: Sequence[Tensor]) -> bool:
-        """True if every norm is finite and precise, so that the sums can be used."""
-        return self._outputs.are_valid(found)
+        """True if every norm is finite and precise: the only look at the host."""
+        return bool(found[len(self._factors_of) + 2])
 
-    def _build(self, request: _Request, arguments: Sequence[Tensor]) -> None:
-        """Trace and compile the joint graph."""
+    def _built(self, request: _Request, arguments: Sequence[Tensor]) -> Any:
+        """Joint graph, traced and compiled."""
         call, given = request.call, arguments[2:]
         if not all(map(torch.is_tensor, given)):
             raise NotCompiledError("the graph takes a number that Python computes")
@@ -174,30 +157,26 @@ class Program:
         trained = {name: where[id(p)] for name, p in call.parameters.items()}
         if any(t.requires_grad and i not in trained.values() for i, t in enumerate(given)):
             raise NotCompiledError("the graph takes a tensor with a gradient that is no parameter")
-        outputs: list[_Outputs] = []
 
         def step(mask: Tensor, bounds: Tensor, *given: Tensor) -> list[Tensor]:
             leaves = [tensor.detach() for tensor in given]
             versions = [tensor._version for tensor in leaves]
             parameters = {name: leaves[i].requires_grad_() for name, i in trained.items()}
             inputs = [leaves[i] for i in sources[: self._num_inputs]]
-            order, found = self._joint(request, mask, bounds, parameters, inputs)
+            found = self._joint(request, mask, bounds, parameters, inputs)
             if versions != [tensor._version for tensor in leaves]:
                 raise NotCompiledError("the forward writes to a buffer or to the batch")
-            outputs.append(order)
             return found
 
         with torch.enable_grad(), choices.static():
             joint = make_fx(step, tracing_mode="fake")(*arguments)
         refuse_draws(joint)
-        self._outputs, self._names = outputs[-1], [*trained]
-        self._at = [2 + i for i in trained.values()]
+        self._names, self._at = [*trained], [2 + i for i in trained.values()]
         compiler = self._backend
         if isinstance(compiler, str):
             compiler = torch._dynamo.lookup_backend(compiler)
         with torch.no_grad():
-            self._compiled = compiler(joint, [*arguments])
-        self.joint = joint
+            return compiler(joint, [*arguments])
 
     def _joint(
         self,
@@ -206,8 +185,8 @@ class Program:
         bounds: Tensor,
         parameters: dict[str, Tensor],
         inputs: Sequence[Tensor],
-    ) -> tuple[_Outputs, list[Tensor]]:
-        """Outputs of the joint graph and their order: an eager call on the graph of losses."""
+    ) -> list[Tensor]:
+        """Outputs of the joint graph, by an eager call on the graph of losses."""
 
         def losses(model: nn.Module, *batch: Any) -> Tensor:
             outputs = self._losses(*inputs)
@@ -228,10 +207,10 @@ class Program:
         sums = clipped_sums(gradients, factors)
         distinct = {id(factor): factor for factor in factors.of.values()}
         index = {key: k for k, key in enumerate(distinct)}
+        self._factors_of = {name: index[id(factors.of[name])] for name in sums}
         doubt = gradients.doubt
-        order = _Outputs({name: index[id(factors.of[name])] for name in sums}, doubt is not None)
-        last = [] if doubt is None else [doubt]
-        return order, [*sums.values(), factors.norms, each, are_valid, *distinct.values(), *last]
+        self._has_doubt, last = doubt is not None, [] if doubt is None else [doubt]
+        return [*sums.values(), factors.norms, each, are_valid, *distinct.values(), *last]
 
 
 def refuse_draws(graph: GraphModule) -> None:
@@ -294,20 +273,9 @@ class CompiledGradSum:
         max_grad_norm: float | Tensor | Mapping[str, float],
         mask: Tensor | None = None,
     ) -> ClippedGradSum:
-        """Return the sum over examples of gradients scaled to norm at most C.
+        """Return `(grads, norms, losses, None)` as `clipped_grad_sum`.
 
-        Args:
-            *batch: tensors and other objects, see `clipped_grad_sum`.
-            max_grad_norm: C > 0, see `clipped_grad_sum`; another number needs no other graph.
-            mask: (n,) bool, False for padding; another mask needs no other graph.
-
-        Returns:
-            `(grads, norms, losses, None)`, see `clipped_grad_sum`.
-
-        Raises:
-            ExactnessError: a spot check failed.
-            UnsupportedLayerError: the losses depend on other examples.
-            TypeError, ValueError: a wrong argument or loss.
+        Another batch, bound or mask of the same shapes needs no other graph.
         """
         return self.of_batch(batch, max_grad_norm, mask, self._check)[0]
 
@@ -471,7 +439,6 @@ class CompiledGradSum:
         return compute
 
     def _note(self, reason: str) -> None:
-        """Keep and log a new reason why calls run eagerly."""
         if reason not in self.reasons:
             self.reasons.append(reason)
             _log.warning(
