@@ -33,12 +33,7 @@ def _kind(optimizer: torch.optim.Optimizer) -> str:
 def named_state(
     optimizer: torch.optim.Optimizer, model: nn.Module
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return tensors named "<slot>/<parameter>", and everything else as plain data.
-
-    Raises:
-        TypeError: a value that is neither.
-        ValueError: a parameter that is not the model's.
-    """
+    """Return tensors named "<slot>/<parameter>", and everything else as plain data."""
     tensors: dict[str, Tensor] = {}
     plain: dict[str, dict[str, Any]] = {}
     groups = []
@@ -89,9 +84,6 @@ def restorer(
     """Check that a saved state fits this optimizer; return a function that loads it.
 
     Parameters are found by name, so their order in the optimizer does not matter.
-
-    Raises:
-        ValueError: another class, or other parameters in a group.
     """
     if saved["class"] != _kind(optimizer):
         raise ValueError(

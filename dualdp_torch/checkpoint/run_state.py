@@ -20,6 +20,7 @@ from dualdp.ledger.ledger import Ledger
 from dualdp.porting import parameter_map
 from dualdp_torch.checkpoint import weights
 from dualdp_torch.checkpoint.optimizer_state import named_state, restorer
+from dualdp_torch.parallel.fsdp import fsdp_layers
 from dualdp_torch.parallel.process_group import Group, on_all
 from dualdp_torch.rules.base import Tensor
 from dualdp_torch.training.arguments import RunSettings, check_kinds
@@ -47,9 +48,11 @@ def run_tensors(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return parameters, buffers and optimizer slots by name, and the optimizer's plain data."""
+    for layer in fsdp_layers(model):  # as outside of its forward
+        layer.reshard()
     slots, described = named_state(optimizer, model)
     tensors = model_tensors(model) | {f"optimizer/{name}": value for name, value in slots.items()}
-    return tensors, described
+    return {name: tensor.detach() for name, tensor in tensors.items()}, described
 
 
 def run_document(
@@ -91,7 +94,8 @@ def load_run(
 
     def checked() -> tuple[Callable[[], None], Callable[[], None]]:
         put_model = _model_restorer(inner, tensors, document["trained"])
-        slots = _below("optimizer/", tensors)
+        prefix = "optimizer/"
+        slots = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
         return put_model, restorer(optimizer, inner, slots, document["optimizer"])
 
     put_model, put_optimizer = on_all(group, "the parts of the checkpoint", checked)
@@ -105,11 +109,6 @@ def load_run(
     put_optimizer()
     engine.noise_layout = parameter_map.from_json(document["noise_layout"]) or None
     return engine
-
-
-def _below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors whose names have a prefix, under names without it."""
-    return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
 
 
 def _model_restorer(

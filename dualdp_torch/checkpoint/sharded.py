@@ -30,7 +30,7 @@ from dualdp_torch.checkpoint.run_state import (
     run_tensors,
     to_numpy,
 )
-from dualdp_torch.parallel.fsdp import fsdp_layers, is_sharded, refuse_pieces
+from dualdp_torch.parallel.fsdp import is_sharded, refuse_pieces
 from dualdp_torch.parallel.process_group import Group, group_of, on_all, on_first
 from dualdp_torch.rules.base import Tensor
 from dualdp_torch.training.engine import PrivacyEngine
@@ -44,19 +44,8 @@ def save_sharded_checkpoint(
     """Write a run between two steps; each process writes its own shards.
 
     The folder holds numbered checkpoints; older ones are removed once the new one is complete. Key
-    and ledger are stored next to it as `<folder>.key` and `<folder>.ledger`, as by
-    `save_checkpoint`. All processes call this, on a folder that all of them can access.
-
-    Args:
-        folder: path of the checkpoints' folder, created if needed.
-        model: model that the engine trains.
-        optimizer: optimizer that the engine uses.
-        engine: attached `PrivacyEngine`.
-
-    Raises:
-        RuntimeError: a logical batch is half done, see `engine.is_between_steps`.
-        TypeError: the optimizer keeps something else than tensors and plain values.
-        ValueError: another model or optimizer.
+    and ledger are stored next to it as `<folder>.key` and `<folder>.ledger`. All processes call
+    this, on a folder that all of them can access. All else is as with `save_checkpoint`.
 
     Guarantees:
         A save that is interrupted leaves the older checkpoint.
@@ -68,7 +57,7 @@ def save_sharded_checkpoint(
     refuse_pieces(model, "save_sharded_checkpoint")
     settings, group = engine.settings_to_save(model, optimizer), engine.group
     rank = 0 if group is None else group.rank
-    tensors, described = _run_tensors(model, optimizer)
+    tensors, described = run_tensors(model, optimizer)
     tensors |= generator_states(next(iter(engine.parameters.values())).device, rank)
     number = on_first(
         group, "the sharded checkpoint", lambda: 1 + max(checkpoint.numbers(folder), default=0)
@@ -82,8 +71,8 @@ def save_sharded_checkpoint(
         return run_document(engine, settings, model, described, folder)
 
     document = on_first(group, f"the document of {engine.ledger.position} steps", describe)
-    with _quiet():
-        _dcp().save(tensors, checkpoint_id=part, no_dist=group is None)
+    with _dcp() as dcp:
+        dcp.save(tensors, checkpoint_id=part, no_dist=group is None)
 
     def digests() -> dict[str, str]:
         return {file.name: _sha256(file) for file in part.glob(f"__{rank}_*")}
@@ -116,19 +105,9 @@ def load_sharded_checkpoint(
 ) -> PrivacyEngine:
     """Load a run into a model and an optimizer; `engine.resume(data_loader=)` continues it.
 
-    Steps that were released after the checkpoint are run again, as with `load_checkpoint`. The
-    number of processes may have changed, and the model may be sharded or not. The index of
-    torch's format is a pickle: load only folders that you trust.
-
-    Args:
-        folder: folder of `save_sharded_checkpoint`, whose newest checkpoint is read.
-        model: model of the same architecture; its parameters and buffers are overwritten.
-        optimizer: optimizer of the model, of the same class and groups; its state is overwritten.
-        key: `RootKey` or path of its file; None for `<folder>.key`, or the plan's seed.
-        ledger: path of the run's ledger, if it was moved.
-
-    Returns:
-        engine that knows what was spent; call its `resume`.
+    The newest checkpoint of `save_sharded_checkpoint` is read. The number of processes may have
+    changed, and the model may be sharded or not. The index of torch's format is a pickle: load only
+    folders that you trust. All else is as with `load_checkpoint`.
 
     Raises:
         FileNotFoundError: the folder holds no whole checkpoint, or key or ledger is missing.
@@ -141,7 +120,7 @@ def load_sharded_checkpoint(
     on_all(
         group, "the files", lambda: _check_files(folder, number, document, slice(rank, None, size))
     )
-    like = _run_tensors(model, optimizer)[0]
+    like = run_tensors(model, optimizer)[0]
     return load_run(
         _loaded(checkpoint.numbered(folder, number), like, group),
         document,
@@ -180,37 +159,21 @@ def consolidate_checkpoint(folder: Path, path: Path) -> None:
     checkpoint.write(path, {n: to_numpy(tensor) for n, tensor in tensors.items()}, document)
 
 
-def _run_tensors(
-    model: nn.Module, optimizer: torch.optim.Optimizer
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """`run_tensors` of a model that may be sharded, outside of its forward."""
-    for layer in fsdp_layers(model):
-        layer.reshard()
-    tensors, described = run_tensors(model, optimizer)
-    return {name: tensor.detach() for name, tensor in tensors.items()}, described
-
-
-def _dcp() -> Any:
-    """`torch.distributed.checkpoint`, imported late because the import is slow."""
-    import torch.distributed.checkpoint as dcp
-
-    return dcp
-
-
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence torch's warning about saving without a process group."""
+def _dcp() -> Iterator[Any]:
+    """Context of `torch.distributed.checkpoint`, which does not warn of a single process."""
+    import torch.distributed.checkpoint as dcp  # slow
+
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        yield
+        yield dcp
 
 
 def _loaded(folder: Folder, ours: Mapping[str, Tensor], group: Group | None) -> dict[str, Tensor]:
     """Tensors of a checkpoint by name, sharded like those of model and optimizer."""
-    dcp = _dcp()
-    saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-    tensors = {name: _room(name, entry, ours) for name, entry in saved.items()}
-    with _quiet():
+    with _dcp() as dcp:
+        saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+        tensors = {name: _room(name, entry, ours) for name, entry in saved.items()}
         dcp.load(tensors, checkpoint_id=folder, no_dist=group is None)
     return tensors
 

@@ -91,12 +91,7 @@ def _kind(model: nn.Module, path: str) -> str:
 def state_dict(model: nn.Module, arrays: Mapping[str, NDArray[Any]]) -> dict[str, torch.Tensor]:
     """Return the module's `state_dict` with the given parameters, in new tensors.
 
-    Args:
-        model: module, which is not changed.
-        arrays: mapping from every name of `to_numpy(model)` to an array.
-
-    Returns:
-        dict for `load_state_dict`, with tied names and buffers.
+    It has tied names and buffers, too. `arrays` maps every name of `to_numpy(model)` to an array.
 
     Raises:
         ValueError: a name or shape that the module does not have, or a name missing.
