@@ -22,11 +22,7 @@ from dualdp_torch.training.engine import PrivacyEngine
 class WithCanaries(nn.Module):
     """Model with a vector of canaries, whose outputs are the losses of the examples.
 
-    Args:
-        model: the user's model.
-        loss_fn: function of (model, *batch) that returns (n,) losses.
-        num_canaries: length of the vector.
-        scale: slope of an example's loss along its canary, gradient units.
+    `scale` is the slope of an example's loss along its canary, in gradient units.
     """
 
     def __init__(

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fixtures and settings of the whole suite. Imports neither torch nor jax by itself."""
 
-import contextlib
 import gc
 import importlib
 import os
 import sys
-import tempfile
 from importlib import metadata
 from pathlib import Path
 
@@ -23,41 +21,6 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 COMPILE_QUICKLY = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 if any(found.version.startswith("0.10.") for found in metadata.distributions(name="jaxlib")):
     os.environ.setdefault("XLA_FLAGS", COMPILE_QUICKLY)
-
-
-_MOST_PROGRAMS = 2 * 2**30
-
-
-def share_programs():
-    """What one process has compiled all others load: workers, their children, the next run.
-
-    JAX finds a program by its text, its options and the versions. The code in the folder is run,
-    so it is used only where nobody else can write.
-    """
-    if not hasattr(os, "getuid"):
-        return
-    folder = Path(tempfile.gettempdir(), f"dualdp-tests-{os.getuid()}")
-    folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.stat()
-    if (found.st_uid, found.st_mode & 0o777) != (os.getuid(), 0o700):
-        return
-    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", os.fspath(folder))
-    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-    if "PYTEST_XDIST_WORKER" not in os.environ:
-        sweep(folder)
-
-
-def sweep(folder):
-    """Remove what a process that was killed left empty; everything, once it is too much."""
-    with contextlib.suppress(FileNotFoundError):  # of another run, which sweeps too
-        sizes = {path: path.stat().st_size for path in folder.iterdir()}
-        everything = sum(sizes.values()) > _MOST_PROGRAMS
-        for path, size in sizes.items():
-            if not size or everything:
-                path.unlink()
-
-
-share_programs()
 
 hypothesis.settings.register_profile(
     "dualdp", deadline=None, derandomize=True, print_blob=True, max_examples=100

@@ -5,7 +5,7 @@ from collections import defaultdict
 
 import pytest
 
-MOST = 2  # cases of one test in the fast tier
+MOST = 3  # cases of one test in the fast tier
 
 
 def thin_out(items):

@@ -39,7 +39,11 @@ def sft_loss(model: Any, batch: Any) -> Tensor:
         A row of k documents is a unit of k rows.  [test_a_packed_row_is_the_unit_of_its_documents]
     """
     check_batch(batch, "sft_loss")
-    _refuse_pairs(batch["input_ids"])
+    if batch["input_ids"].dim() != 2:
+        raise ValueError(
+            f"input_ids have the shape {tuple(batch['input_ids'].shape)}. Expected (n, t), a row "
+            "for each example. Pairs are for a preference loss."
+        )
     return -response_tokens(model, batch, may_be_packed=True).means()
 
 
@@ -79,16 +83,8 @@ def dpo_loss(model: Any, batch: Any, *, beta: float = 0.1) -> Tensor:
 def ipo_loss(model: Any, batch: Any, *, tau: float = 0.1) -> Tensor:
     """Return the loss of identity preference optimization of each pair.
 
-    Args:
-        model: module; see `sft_loss`.
-        batch: mapping of tensors; see `dpo_loss`.
-        tau: float > 0, strength of the tie to the reference model.
-
-    Returns:
-        (u,) losses, float32 or wider.
-
-    Raises:
-        TypeError, ValueError: see `dpo_loss`.
+    Model, batch and errors are those of `dpo_loss`; `tau` > 0 is the strength of the tie to the
+    reference model.
 
     Source: Azar et al. 2023 (arXiv 2310.12036), equation 17.
     """
@@ -100,17 +96,9 @@ def ipo_loss(model: Any, batch: Any, *, tau: float = 0.1) -> Tensor:
 def simpo_loss(model: Any, batch: Any, *, beta: float = 2.0, gamma: float = 1.0) -> Tensor:
     """Return the loss of simple preference optimization of each pair, without a reference model.
 
-    Args:
-        model: module; see `sft_loss`.
-        batch: mapping of tensors; see `dpo_loss`, without `reference_log_probs`.
-        beta: float > 0, scale of the mean log-probabilities.
-        gamma: float >= 0, margin by which the chosen response should win.
-
-    Returns:
-        (u,) losses, float32 or wider.
-
-    Raises:
-        TypeError, ValueError: see `dpo_loss`.
+    Model, batch and errors are those of `dpo_loss`, without `reference_log_probs`. `beta` > 0 is
+    the scale of the mean log-probabilities, `gamma` >= 0 the margin by which the chosen response
+    should win.
 
     Source: Meng et al. 2024 (arXiv 2405.14734), equation 6.
     """
@@ -122,16 +110,8 @@ def simpo_loss(model: Any, batch: Any, *, beta: float = 2.0, gamma: float = 1.0)
 def orpo_loss(model: Any, batch: Any, *, weight: float = 0.1) -> Tensor:
     """Return the loss of odds ratio preference optimization of each pair, without a reference.
 
-    Args:
-        model: module; see `sft_loss`.
-        batch: mapping of tensors; see `dpo_loss`, without `reference_log_probs`.
-        weight: float >= 0, weight of the odds ratio beside the chosen response's own loss.
-
-    Returns:
-        (u,) losses, float32 or wider.
-
-    Raises:
-        TypeError, ValueError: see `dpo_loss`.
+    Model, batch and errors are those of `dpo_loss`, without `reference_log_probs`. `weight` >= 0 is
+    that of the odds ratio beside the chosen response's own loss.
 
     Source: Hong et al. 2024 (arXiv 2403.07691), equations 6 and 7.
     """
@@ -185,8 +165,7 @@ def reference_log_probs(model: nn.Module, batch: Any, *, physical_batch_size: in
 
 def _log_prob_ratios(model: Any, batch: Any, of: str) -> tuple[Tensor, Tensor]:
     """Return log pi(y|x) - log pi_ref(y|x) of chosen and rejected responses, (u,) each."""
-    check_batch(batch, of)
-    _refuse_split_pairs(batch["input_ids"], of)
+    _check_pairs(batch, of)
     reference = batch.get("reference_log_probs")
     if not torch.is_tensor(reference):
         raise ValueError(
@@ -205,14 +184,15 @@ def _log_prob_ratios(model: Any, batch: Any, of: str) -> tuple[Tensor, Tensor]:
 
 def _mean_log_probs(model: Any, batch: Any, of: str) -> tuple[Tensor, Tensor]:
     """Return log pi(y|x) / |y| of chosen and rejected responses, (u,) each."""
-    check_batch(batch, of)
-    _refuse_split_pairs(batch["input_ids"], of)
+    _check_pairs(batch, of)
     means = response_tokens(model, batch, may_be_packed=False).means()
     return means[::2], means[1::2]
 
 
-def _refuse_split_pairs(ids: Tensor, of: str) -> None:
+def _check_pairs(batch: Any, of: str) -> None:
     """Refuse rows that are no pairs, and pairs that are not yet rows."""
+    check_batch(batch, of)
+    ids = batch["input_ids"]
     if ids.dim() != 2 or len(ids) % 2:
         raise ValueError(
             f"input_ids of {of} have the shape {tuple(ids.shape)}. Expected (2 u, t), the chosen "
@@ -227,11 +207,3 @@ def _as_rows(batch: Any) -> dict[str, Any]:
     if batch["input_ids"].dim() == 2:
         return dict(batch)
     return {name: v.flatten(0, 1) if torch.is_tensor(v) else v for name, v in batch.items()}
-
-
-def _refuse_pairs(ids: Tensor) -> None:
-    if ids.dim() != 2:
-        raise ValueError(
-            f"input_ids have the shape {tuple(ids.shape)}. Expected (n, t), a row for each "
-            "example. Pairs are for a preference loss."
-        )

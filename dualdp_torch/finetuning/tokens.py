@@ -21,17 +21,11 @@ _FLATTENED = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "seq_idx", "seq_le
 
 
 class Tokens(NamedTuple):
-    """Positions of each row that predict a token.
+    """Positions of each row that predict a token."""
 
-    Attributes:
-        log_probs: (rows, s) log-probability of the token, 0 where it is not of a response.
-        counts: (rows, s) bool, True where the token is of a response.
-        documents: (rows, s) int, document of the token, or None where a row is one document.
-    """
-
-    log_probs: Tensor
-    counts: Tensor
-    documents: Tensor | None
+    log_probs: Tensor  # (rows, s) log-probability of the token, 0 where it is not of a response
+    counts: Tensor  # (rows, s) bool, True where the token is of a response
+    documents: Tensor | None  # (rows, s) int, that of the token; None where a row is one document
 
     def sums(self) -> Tensor:
         """(rows,) log-probability of the response."""
@@ -51,13 +45,7 @@ class Tokens(NamedTuple):
 def response_tokens(model: Any, batch: Any, *, may_be_packed: bool) -> Tokens:
     """Run the model on the rows of a batch, and return its predictions of their responses.
 
-    Args:
-        model: module; see `sft_loss`.
-        batch: mapping of tensors (rows, ...); see `sft_loss`.
-        may_be_packed: bool, False where a row must be one document.
-
-    Raises:
-        TypeError, ValueError: a wrong batch, or outputs of another shape.
+    A row that is not one document is refused unless it `may_be_packed`.
     """
     ids, labels = batch["input_ids"], batch["labels"].long()  # -100 is no number of 8 bits
     inputs = {name: value for name, value in batch.items() if name not in _OURS}
@@ -139,7 +127,8 @@ def _check_values(
     mask, none = batch.get("attention_mask"), counts.new_zeros(len(counts))
     is_packed = is_left = none
     if documents is not None:
-        is_packed = _num_documents(counts, documents) > 1
+        first = documents.masked_fill(~counts, int(1e9)).amin(1)  # of those with a response
+        is_packed = documents.masked_fill(~counts, -1).amax(1) > first
     elif mask is not None and mask.dim() == 2 and "decoder_input_ids" not in batch:
         is_left = (mask[:, 1:] > mask[:, :-1]).any(1)
     is_wrong = ((batch["labels"] < 0) & (batch["labels"] != IGNORED)).any(1)
@@ -164,13 +153,6 @@ def _check_values(
             "so the positions of its tokens would depend on the longest row of the batch, which "
             "is another example. Pad on the right, or give position_ids."
         )
-
-
-def _num_documents(counts: Tensor, documents: Tensor) -> Tensor:
-    """(rows,) number of documents with a response in each row."""
-    lowest = documents.masked_fill(~counts, int(1e9)).amin(1)
-    highest = documents.masked_fill(~counts, -1).amax(1)
-    return (highest > lowest) + 1
 
 
 def _check_packed(row: int, mask: Tensor | None, model: Any, may_be_packed: bool) -> None:

@@ -33,13 +33,9 @@ _KEPT = ("num_workers", "collate_fn", "timeout", "worker_init_fn", "prefetch_fac
 class HostedRun:
     """Run that a callback starts, saves and resumes inside a host's loop.
 
-    Args:
-        folder: path of the folder for the run's key and ledger; None for the host's own.
-        key: key of a resumed run, or the path of its file; None for the one in `folder`.
-        accountant: accountant of `PrivacyEngine`.
-        secure_mode: bool of `PrivacyEngine`.
-        **arguments: arguments of `make_private`, or of `make_private_with_epsilon` if
-            `target_epsilon` comes without a noise multiplier.
+    Its key and ledger lie in `folder`, None for the host's own; `key` is that of a resumed run. The
+    `arguments` are those of `make_private`, or of `make_private_with_epsilon` if `target_epsilon`
+    comes without a noise multiplier.
 
     Attributes:
         engine: `PrivacyEngine` of the run.
@@ -82,13 +78,8 @@ class HostedRun:
     ) -> HostedLoader:
         """Return a loader in place of the host's, with the plan's batches once the run has begun.
 
-        Its length is that of an epoch: of `plan=` if the run has one, else of the host's batches.
-
-        Args:
-            loader: the host's `DataLoader`, whose data and workers are kept.
-            size: number of examples in a batch of one process.
-            times: number of batches that the host would accumulate for a step.
-            processes: number of processes.
+        Its length is that of an epoch: of `plan=` if the run has one, else of the host's batches,
+        of `size` examples in one process, of which it would accumulate `times` for a step.
         """
         options = {name: getattr(loader, name) for name in _KEPT}
         plan, logical = self.arguments.get("plan"), size * times * processes
@@ -115,15 +106,8 @@ class HostedRun:
     ) -> None:
         """Attach an engine for a new run, or for the saved one, to the loader that was taken.
 
-        Args:
-            module: module to be recorded.
-            optimizer: the host's optimizer.
-            wrapper: model that the host calls, such as `DistributedDataParallel`, or `module`.
-            folder: the host's folder, used unless the run has one of its own.
-            num_steps: number of steps that the host will take; None if there is no limit.
-
-        Raises:
-            TypeError, ValueError: as `make_private`; the saved run is not one.
+        The host calls `wrapper`, such as `DistributedDataParallel`, or `module` itself, and will
+        take `num_steps` steps, None for no limit. Its folder is used unless the run has its own.
         """
         assert self.loader is not None
         refuse_tensor_parallel(
@@ -154,14 +138,14 @@ class HostedRun:
         self.engine = self._new_engine()
         if self._physical is not None and "plan" not in given:
             given.setdefault("max_physical_batch_size", self._physical)
-        if "target_epsilon" in given and "noise_multiplier" not in given and "plan" not in given:
-            if num_steps is None:
-                raise ValueError(
-                    "target_epsilon came with a loop that has no end. Expected a number of epochs "
-                    "or steps there, or noise_multiplier too."
-                )
-            return self.engine.make_private_with_epsilon(num_steps=num_steps, **given)[2]
-        return self.engine.make_private(**given)[2]
+        if "target_epsilon" not in given or given.keys() & {"noise_multiplier", "plan"}:
+            return self.engine.make_private(**given)[2]
+        if num_steps is None:
+            raise ValueError(
+                "target_epsilon came with a loop that has no end. Expected a number of epochs or "
+                "steps there, or noise_multiplier too."
+            )
+        return self.engine.make_private_with_epsilon(num_steps=num_steps, **given)[2]
 
     def _resume(
         self,
@@ -172,7 +156,6 @@ class HostedRun:
         folder: Path,
         group: Group | None,
     ) -> PlannedLoader:
-        """Resume the saved run at the step where it was saved."""
         try:
             self._name, settings = saved["name"], RunSettings.from_saved(saved["settings"])
             plan, _ = saved["plan"], saved["pass_start"]
@@ -200,10 +183,7 @@ class HostedRun:
     def state(self) -> dict[str, Any]:
         """Return the run's part of the host's checkpoint: plain data, without the key.
 
-        Of several processes, all call this.
-
-        Raises:
-            RuntimeError: a logical batch is half done.
+        Of several processes, all call this, between two steps.
         """
         assert self.loader is not None
         return {
@@ -227,8 +207,7 @@ class HostedRun:
     def finish(self, logged: Iterable[str] = ()) -> None:
         """Restore the host and detach the engine; plan, ledger and epsilon stay readable.
 
-        Args:
-            logged: names of values that the host logged without protection, for the ledger.
+        The ledger notes the names of values that the host `logged` without protection.
         """
         self.undo.close()
         if self.is_running:

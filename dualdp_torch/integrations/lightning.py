@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -145,7 +145,7 @@ class PrivacyCallback(Callback):
                 "several parameter groups if need be, since one release gives one gradient; or "
                 "PrivacyCallback(module=...), the name of the module that sees the examples."
             )
-        trained = [m for m in pl_module.children() if _is_trained(m)]
+        trained = _trained(pl_module.children())
         inside = {id(p) for m in trained[:1] for p in m.parameters()}
         if all(id(p) in inside for p in pl_module.parameters() if p.requires_grad):
             return trained[0], optimizers[0], None
@@ -283,8 +283,9 @@ class PrivacyCallback(Callback):
             )
 
 
-def _is_trained(module: nn.Module) -> bool:
-    return any(p.requires_grad for p in module.parameters())
+def _trained(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return the modules that hold a trained parameter."""
+    return [m for m in modules if any(p.requires_grad for p in m.parameters())]
 
 
 def _named(pl_module: nn.Module, name: str, optimizers: list[Any]) -> tuple[nn.Module, Any]:
@@ -399,7 +400,7 @@ class _WholeStep(WholeStep):
             if not inside:
                 outputs.extend(float_leaves(out))
 
-        trained = [m for m in self.inner.modules() if _is_trained(m)]
+        trained = _trained(self.inner.modules())
         handles = [m.register_forward_pre_hook(enter) for m in trained]
         handles += [m.register_forward_hook(leave) for m in trained]
         try:

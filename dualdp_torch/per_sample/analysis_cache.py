@@ -25,23 +25,15 @@ _PROBLEM = "problem"  # key of the analysis that found one
 
 
 class AnalysisCache(dict[Any, "Analysis"]):
-    """Analyses by signatures of the parameter uses, for one model, loss and batch shape.
-
-    Attributes:
-        bytes_each: per-sample gradients that are kept -> bytes per example.
-        checked: calls whose numbers were compared with plain autograd (`spot_check`).
-        writes: names of buffers that a forward writes, the same on every batch.
-        passes_differ: True if a second forward is another function than the first.
-        returns_number: True if the model returns a number beside its outputs, such as its loss;
-            None if not known.
-    """
+    """Analyses by signatures of the parameter uses, for one model, loss and batch shape."""
 
     def __init__(self, referents: list[Callable[[], Any]]) -> None:
         super().__init__()
-        self.bytes_each: dict[str, int] = {}
-        self.checked: set[Any] = set()
-        self.writes: set[str] = set()
-        self.passes_differ = False
+        self.bytes_each: dict[str, int] = {}  # gradients that are kept -> bytes per example
+        self.checked: set[Any] = set()  # calls that were compared with plain autograd
+        self.writes: set[str] = set()  # buffers that a forward writes, the same on every batch
+        self.passes_differ = False  # True if a second forward is another function than the first
+        # True if the model returns a number beside its outputs, such as its loss.
         self.returns_number: bool | None = None
         self._referents = referents
 
@@ -73,6 +65,7 @@ def cached_analyses(model: nn.Module, loss_fn: Callable[..., Any], batch: Batch)
     """Return the cached analyses for this model, loss and shapes; empty on a first call."""
     referents: list[Callable[[], Any]] = []
     modules = list(model.modules())
+    parameters = [p for module in modules for p in module._parameters.values()]
     kinds = (bool, str)  # attributes that choose a forward's path
     key = (
         _loss_token(loss_fn, referents),
@@ -80,15 +73,7 @@ def cached_analyses(model: nn.Module, loss_fn: Callable[..., Any], batch: Batch)
         tuple([module.training for module in modules]),
         tuple([v for m in modules for v in vars(m).values() if type(v) in kinds]),
         torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"),
-        tuple(
-            [
-                (id(p), p.requires_grad)
-                for module in modules
-                if module._parameters
-                for p in module._parameters.values()
-                if p is not None
-            ]
-        ),
+        tuple([(id(p), p.requires_grad) for p in parameters if p is not None]),
     )
     of_model = _models.setdefault(model, OrderedDict())
     found = of_model.pop(key, None)

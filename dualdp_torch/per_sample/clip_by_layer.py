@@ -71,7 +71,6 @@ class Layered:
             self._clip(layer)
 
     def _clip(self, layer: Layer) -> None:
-        """Clip, sum and reduce one layer."""
         for use, batch_axis in layer.uses.items():
             complete(use, batch_axis)
         parameters = {name: self._parameters[name] for name in layer.names}
@@ -95,11 +94,7 @@ class Layered:
         self._layers.remove(layer)
 
     def finish(self) -> tuple[dict[str, Tensor], Tensor]:
-        """Return name -> clipped sum, and the whole norms (n,) before clipping, 0 for padding.
-
-        Raises:
-            ValueError: the layers came in another order than on the other processes.
-        """
+        """Return name -> clipped sum, and the whole norms (n,) before clipping, 0 for padding."""
         for layer in list(self._layers):
             self._clip(layer)
         self._shards.require_same_order(self._sums)
@@ -128,7 +123,6 @@ def _layers(
 
 
 def _joined(layers: dict[str, Layer], groups: Iterable[str]) -> Layer:
-    """Merge the layers of all these groups into one, and return it."""
     first, *others = dict.fromkeys(layers[group] for group in groups)
     for other in others:
         first.names += other.names

@@ -28,14 +28,8 @@ def explain(
 ) -> dict[str, Any]:
     """Return the method and norms that `clipped_grad_sum` uses for a model, and its check, as data.
 
-    Args:
-        loss_fn: callable, see `clipped_grad_sum`.
-        model: module, see `clipped_grad_sum`; it is run, and left as it was.
-        *batch: tensors and other objects, see `clipped_grad_sum`; at least two examples.
-        method: str, see `clipped_grad_sum`.
-        clipping: str, see `clipped_grad_sum`.
-        has_aux: bool, see `clipped_grad_sum`.
-        check: str, "first" compares the call with plain autograd, as a first call does, or "off".
+    Arguments are those of `clipped_grad_sum`, with at least two examples. The model is run, and
+    left as it was. check="first" compares the call with plain autograd, as a first call does.
 
     Returns:
         Dict with keys "method", "way", "reason", "uses", "instantiated" and "check". "way" is

@@ -23,11 +23,8 @@ def again_from_outputs(
 ) -> Tensor | None:
     """Return the loss computed again from the outputs, or None if they do not determine it.
 
-    Args:
-        tape: closed tape of the forward.
-        outputs: outputs of the forward with the examples on axis 0.
-        handed_out: tensors with their values, in the same order.
-        loss: (), number that the forward computed.
+    The closed `tape` is that of the forward, `handed_out` has the values of its outputs in their
+    order, and `loss` () is the number that it computed.
     """
     made = {id(slot.ref()): slot.index for slot in tape.slots}
     now = {

@@ -88,7 +88,6 @@ def _is_followed_by_children(module: Any) -> bool:
 
 
 def _group_norm(module: Any, num_groups: int) -> nn.GroupNorm:
-    """Return the group norm that replaces a batch norm."""
     channels = module.num_features
     # Vectors and maps of one pixel have one value per channel: small groups would cancel it.
     least = _CHANNELS_OF_VECTORS if isinstance(module, nn.BatchNorm1d) else _CHANNELS_OF_MAPS

@@ -21,41 +21,26 @@ from dualdp_torch.rules.base import Tensor, wide
 class Forward:
     """One recorded forward: its arguments, parameter uses, outputs, and the gradients of both.
 
-    Attributes:
-        batch: arguments of the forward.
-        cache: analyses of the model on batches like this one.
-        start: state before the forward, or None if it is not run again.
-        has_drawn: True if the forward drew random numbers; known only with `start`.
-        by_vmap: True if it was computed without a graph, and its gradients need `vmap`.
-        alone: outputs of each example's own forward, with their graphs; None but for "loop".
-        capture: capture of its uses, which activation checkpoints need when they run again.
-        is_open: False once its gradients were used or dropped.
-        uses: parameter uses, with the batch axis of each.
-        derived: tensors computed from parameters, by their names in the uses.
-        stand_ins: tensors by which a sharding wrapper replaced parameters.
-        outputs: floating-point tensors that it returned.
-        differentiable: positions of those with a gradient.
-        cotangents: gradient of outputs by position, where one arrived.
-        reached: uses whose gradient arrived.
-        written: names of the buffers that it wrote.
-        row_factors: (rows,) factors of the gradients of each row's outputs; None for 1.
+    Gradients of the outputs of each row are multiplied by `row_factors`, (rows,); None for 1.
     """
 
     def __init__(self, batch: Batch, row_factors: Tensor | None = None) -> None:
-        self.batch, self.cache, self.row_factors = batch, AnalysisCache([]), row_factors
-        self.start: Start | None = None
-        self.has_drawn = self.by_vmap = False
-        self.alone: list[Any] | None = None
-        self.capture: Capture | None = None
-        self.is_open = True
-        self.uses: dict[Use, BatchAxis | None] = {}
-        self.derived: dict[str, Derived] = {}
-        self.stand_ins: dict[str, Tensor] = {}
-        self.outputs: list[Tensor] = []
-        self.differentiable: list[int] = []
-        self.cotangents: dict[int, Tensor] = {}
-        self.reached: set[Use] = set()
-        self.written: list[str] = []
+        self.batch, self.row_factors = batch, row_factors
+        self.cache = AnalysisCache([])  # analyses of the model on batches like this one
+        self.start: Start | None = None  # state before the forward, if it may be run again
+        self.has_drawn = False  # True if it drew random numbers; known only with `start`
+        self.by_vmap = False  # True if it has no graph, and its gradients need `vmap`
+        self.alone: list[Any] | None = None  # outputs of each example's own forward, for "loop"
+        self.capture: Capture | None = None  # for activation checkpoints, which run again
+        self.is_open = True  # False once its gradients were used or dropped
+        self.uses: dict[Use, BatchAxis | None] = {}  # parameter uses with their batch axes
+        self.derived: dict[str, Derived] = {}  # tensors computed from parameters, by name in uses
+        self.stand_ins: dict[str, Tensor] = {}  # by which a sharding wrapper replaced parameters
+        self.outputs: list[Tensor] = []  # floating-point tensors that it returned
+        self.differentiable: list[int] = []  # positions of those with a gradient
+        self.cotangents: dict[int, Tensor] = {}  # gradients that arrived, by position
+        self.reached: set[Use] = set()  # uses whose gradient arrived
+        self.written: list[str] = []  # names of the buffers that it wrote
 
     def hear(self, capture: Capture, axes: Sequence[BatchAxis | None], number: int) -> None:
         """Take the uses of an ended capture; names of derived tensors become unique by `number`."""
@@ -96,11 +81,7 @@ class Forward:
         del self.batch
 
     def weighted(self, grad: Tensor) -> Tensor:
-        """Return the gradient of an output, each row times its factor.
-
-        Raises:
-            UnsupportedLayerError: the output has not the rows on axis 0.
-        """
+        """Return the gradient of an output, each row times its factor."""
         if self.row_factors is None:
             return grad
         require_rows(grad, len(self.row_factors))

@@ -91,11 +91,7 @@ def require_rows(leaf: Tensor, n: int) -> None:
 
 
 def float_leaves(outputs: Any) -> list[Tensor]:
-    """Return the floating-point tensors of the outputs, without numbers beside such tensors.
-
-    Raises:
-        UnsupportedLayerError: one is a `DTensor`, of which a process may hold a piece.
-    """
+    """Return the floating-point tensors of the outputs, without numbers beside such tensors."""
     found = [
         leaf
         for leaf in pytree.tree_leaves(outputs)
@@ -159,18 +155,7 @@ class Silent:
 
     _paused, _mode = True, None
 
-    def _records(self) -> bool:
-        """Return False: nothing is recorded."""
-        return False
+    def ignore(self, *_: Any) -> None:
+        """Record nothing of a call of the copy, of an exception in it, or of its `zero_grad`."""
 
-    def _enter(self, *_: Any) -> None:
-        """Ignore the start of the copy's forward."""
-
-    def _leave(self, *_: Any) -> None:
-        """Ignore the end of the copy's forward."""
-
-    def abandon(self) -> None:
-        """Ignore an exception in the copy's forward."""
-
-    def drop_gradients(self) -> None:
-        """Ignore the copy's `zero_grad`."""
+    _records = _enter = _leave = abandon = drop_gradients = ignore

@@ -20,18 +20,11 @@ _OF_UNITS = "_dualdp_of_units"
 
 @dataclass(frozen=True)
 class UnitLoss:
-    """Loss function of units, made of one of rows.
-
-    Attributes:
-        loss_fn: callable, `loss_fn(model, *batch)` -> (U K,) losses of rows, or (U,) of units.
-        rows_per_unit: int, K.
-        has_weights: bool, True if the first batch argument is the rows' weights, (U K,).
-        has_aux: bool, True if `loss_fn` returns `(losses, aux)`.
-    """
+    """Loss function of units, made of one that returns (U K,) losses of rows, or (U,) of units."""
 
     loss_fn: Callable[..., Any]
     rows_per_unit: int
-    has_weights: bool
+    has_weights: bool  # True if the first batch argument is the rows' weights, (U K,)
     has_aux: bool
 
     def __call__(self, model: Any, *batch: Any) -> Any:
@@ -66,13 +59,7 @@ def of_units(
     row_weights: Any,
     has_aux: bool,
 ) -> tuple[Callable[..., Any], Batch]:
-    """Return loss function and batch whose examples are units of rows; weights become its first.
-
-    Raises:
-        TypeError: weights of another type.
-        ValueError: a split unit; weights of another shape, not finite, or without rows_per_unit;
-            a loader's units taken for single rows.
-    """
+    """Return loss function and batch whose examples are units of rows; weights become its first."""
     _require_units(flattened(batch)[0], rows_per_unit, row_weights)
     k = 1 if rows_per_unit is None else rows_per_unit
     k = _validate.integer("rows_per_unit", k, minimum=1)

@@ -61,29 +61,25 @@ class Trials:
     def run(self, kills: int) -> Report:
         """Kill so many times, at random instants."""
         while self.report.kills < kills:
-            folder, twin, seconds = self._new_trial()
+            folder, seconds = self._new_trial()
             while self.report.kills < kills:
                 if self._killed(folder, after=float(self._rng.uniform(0, seconds))):
                     self.report.kills += 1
                 else:
                     break
-            self._finish(folder, twin)
-            shutil.rmtree(twin)
+            self._finish(folder)
         return self.report
 
     def run_places(self, places: list[tuple[str, int]]) -> Report:
-        """Kill at chosen places, each in a run of its own; all have one plan and one twin."""
-        twin, run = self._folder / "twin", notes.new_plan(self._num_steps)
-        self._undisturbed(twin, run)
-        for number, place in enumerate(places):
-            folder = self._folder / f"run{number}"
-            notes.prepare(folder, run)
+        """Kill at chosen places, each in a run of its own."""
+        for place in places:
+            folder, _ = self._new_trial()
             process = self._start(folder, place)
             process.join(120)
             if process.exitcode != -9:
                 self.report.failures.append(f"{place}: the run ended with {process.exitcode}.")
             self.report.kills += 1
-            self._finish(folder, twin)
+            self._finish(folder)
         return self.report
 
     def _start(self, folder: Path, die: tuple[str, int] | None = None) -> Any:
@@ -93,23 +89,19 @@ class Trials:
         process.start()
         return process
 
-    def _new_trial(self) -> tuple[Path, Path, float]:
-        """A folder for the run, that of its twin, and how long the twin took."""
+    def _new_trial(self) -> tuple[Path, float]:
+        """A folder for the run, and how long its twin took, which ran to its end undisturbed."""
         self._count += 1
         run: PrivacyPlan = notes.new_plan(self._num_steps)
         folder, twin = (self._folder / f"{name}{self._count}" for name in ("run", "twin"))
         notes.prepare(folder, run)
-        return folder, twin, self._undisturbed(twin, run)
-
-    def _undisturbed(self, twin: Path, run: PrivacyPlan) -> float:
-        """Run a twin to its end; returns how long it took from the first sign of life."""
         notes.prepare(twin, run)
         process = self._start(twin)
         begun = _wait(process, twin, 1)
         process.join(120)
         if process.exitcode != 0:
             raise RuntimeError(f"The undisturbed run ended with {process.exitcode}.")
-        return time.monotonic() - begun
+        return folder, time.monotonic() - begun
 
     def _killed(self, folder: Path, after: float) -> bool:
         """Start or go on; kill some time after the first sign of life. False if it was done."""
@@ -121,10 +113,11 @@ class Trials:
         process.join()
         return bool(process.exitcode == -9)
 
-    def _finish(self, folder: Path, twin: Path) -> None:
+    def _finish(self, folder: Path) -> None:
         """Go on to the end, and judge."""
         process = self._start(folder)
         process.join(120)
+        twin = folder.with_name(folder.name.replace("run", "twin"))
         report, name = self.report, folder.name
         if process.exitcode != 0:
             report.failures.append(f"{name}: going on ended with {process.exitcode}.")
@@ -134,6 +127,7 @@ class Trials:
             report.failures.append(f"{name}: it learned something else than its twin.")
         self._judge(name, notes.read(folder), notes.plan(str(folder)))
         shutil.rmtree(folder)
+        shutil.rmtree(twin)
 
     def _judge(self, name: str, lines: list[dict[str, Any]], run: PrivacyPlan) -> None:
         """Compare every epsilon that was said with what had been released by then."""

@@ -295,15 +295,12 @@ def begin(model, method="auto", checks=None, plan=None, **changes):
 
 
 def run_until_caught(fault, rate, monkeypatch, programs=None):
-    """(step at which a check failed or None, last step, the programs with the fault).
-
-    Where the programs are given, the fault is there from the first step on.
-    """
+    """(step at which a check failed or None, last step, the programs with the fault)."""
     model, plan = fault.model(), plan_of(**fault.changes)
     engine, step, state, loader = begin(model, fault.method, rate, plan)
-    run, start = engine._run, fault.start if programs is None else 0
+    run = engine._run
     for batch in loader.remaining():
-        if batch.step == start:
+        if batch.step == fault.start:
             with monkeypatch.context() as patch:
                 fault.plant(patch)
                 if programs is None:

@@ -108,7 +108,6 @@ def main():
         os.environ["XLA_FLAGS"] += f" --xla_dump_to={folder} --xla_dump_hlo_as_text"
         import jax
 
-        jax.config.update("jax_enable_compilation_cache", False)  # what is loaded is not dumped
         if int(processes) > 1:
             jax.config.update("jax_cpu_collectives_implementation", "gloo")
             jax.distributed.initialize(address, int(processes), int(rank))

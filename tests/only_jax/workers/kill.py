@@ -56,7 +56,7 @@ def main(folder, rank, kind):
 if __name__ == "__main__":
     rank, processes, address, folder, kind, victim, place, count = sys.argv[1:9]
     jax.config.update("jax_disable_most_optimizations", True)
-    jax.config.update("jax_compilation_cache_dir", str(Path(folder).parent / "compiled"))
+    jax.config.update("jax_compilation_cache_dir", str(Path(folder).parent / f"compiled{rank}"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.distributed.initialize(
         address,
