@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
 from typing import Any
 
@@ -158,4 +159,8 @@ class Silent:
     def ignore(self, *_: Any) -> None:
         """Record nothing of a call of the copy, of an exception in it, or of its `zero_grad`."""
 
-    _records = _enter = _leave = abandon = drop_gradients = ignore
+    def zeroing(self) -> AbstractContextManager[None]:
+        """Return an empty context."""
+        return nullcontext()
+
+    _records = _enter = _leave = abandon = ignore

@@ -13,6 +13,7 @@ import itertools
 import sys
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from functools import partial, reduce
 from typing import Any
 
@@ -469,13 +470,13 @@ class Recorder:
         self.clear()
         self.tape.rewind()
 
-    def drop_gradients(self) -> None:
-        """Forget the forwards whose gradients arrived, as the loop sets gradients to zero."""
-        if self._paused or not (self.has_gradients or self._in_backward):
-            return
-        self._keep_forwards(lambda forward: not forward.has_gradient())
-        self.tape.backwards = []
-        self.has_gradients = self._in_backward = False
+    def zeroing(self) -> AbstractContextManager[None]:
+        """Return the context of a `zero_grad`; forget the forwards whose gradients arrived."""
+        if not self._paused and (self.has_gradients or self._in_backward):
+            self._keep_forwards(lambda forward: not forward.has_gradient())
+            self.tape.backwards = []
+            self.has_gradients = self._in_backward = False
+        return self.tape.suspended()
 
     def drop_unused(self) -> None:
         """Forget the forwards that no backward reached: they add nothing to any gradient."""
@@ -840,6 +841,5 @@ class Zeroing:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Drop what was recorded, then set the gradients to zero."""
-        self._recorder.drop_gradients()
-        with self._recorder.tape.suspended():
+        with self._recorder.zeroing():
             return self._call(*args, **kwargs)
