@@ -392,6 +392,8 @@ class CompiledGradSum:
             raise NotCompiledError(call.cache.problem)
         if call.chunk is not None and call.chunk < call.batch.n:
             raise NotCompiledError(f"the memory suffices for {call.chunk} examples at once")
+        if torch.is_autocast_enabled(call.batch.tensors()[0].device.type):
+            raise NotCompiledError("autocast is on around the call")
         if below_static(request.bounds):
             raise NotCompiledError("squares of float32 underflow at so small a max_grad_norm")
         self._request, self._found = request, None

@@ -407,12 +407,13 @@ class Captured:
                 parts.clear()  # free the inputs before the next gradient is formed
                 has_length = table.shares(name, formed)
                 if formed.numel() <= (SMALL if on_host(formed) else SMALL_ELSEWHERE):
-                    small.setdefault((formed.dtype, formed.device), {})[name] = has_length
+                    key = wide(p.dtype), formed.dtype, formed.device
+                    small.setdefault(key, {})[name] = has_length
                     continue
                 if has_length:
                     continue
             table.add_lengths([name], lengths(formed)[None])
-        for (dtype, _), has_lengths in small.items():
+        for (dtype, *_), has_lengths in small.items():
             for names, found in self._lengths_of_small(has_lengths):
                 tables[dtype].add_lengths(names, found)
         return [table.finish() for table in tables.values()]

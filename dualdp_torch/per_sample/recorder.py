@@ -209,17 +209,21 @@ class Recorder:
     def hidden(self) -> Iterator[None]:
         """Context in which nothing is recorded, and the model has none of the recorder's hooks."""
         tables: list[Any] = [self.model._forward_pre_hooks, self.model._forward_hooks]
-        kept, guard = [dict(table) for table in tables], vars(self.model).pop(_CALL)
-        for table, handle in zip(tables, self._handles, strict=False):
-            table.pop(handle.id)
+        own = [handle.id for handle in self._handles[:2]]
+        kept, guard = [dict(table) for table in tables], vars(self.model)[_CALL]
         try:
+            del vars(self.model)[_CALL]
+            for table, key in zip(tables, own, strict=True):
+                table.pop(key)
             with self.pause(), self.tape.suspended():
                 yield
         finally:
             vars(self.model)[_CALL] = guard
-            for table, hooks in zip(tables, kept, strict=True):
+            for table, key, before in zip(tables, own, kept, strict=True):
+                now = dict(table)  # without hooks that removed themselves, with those added
+                order = {k: hook for k, hook in before.items() if k in now or k == key}
                 table.clear()
-                table.update(hooks)
+                table.update(order | now)
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -38,37 +38,54 @@ class CompiledStep:
 
         Raises:
             ExactnessError: a spot check failed; nothing was released for this batch.
-            RuntimeError: no batch of the loader, or one that has its sum or its forward already.
+            RuntimeError: no batch of the loader, or one that has its sum or its forward already, or
+                from which the loop computed something before; parameters changed since set-up.
             UnsupportedLayerError: the losses depend on other examples.
-            ValueError: tensors that the loader did not yield, or that were changed since.
+            ValueError: what the loader did not yield, or was changed since; `keep_per_sample`.
         """
         return self._compute(self.sums, batch)
 
 
+def _leaves(batch: Any) -> Iterator[Any]:
+    """Yield the leaves of a batch, also of mappings that are no dict."""
+    for leaf in pytree.tree_leaves(batch):
+        yield from _leaves(dict(leaf)) if isinstance(leaf, Mapping) else (leaf,)
+
+
 class YieldedBatch:
-    """Tensors of a batch as the loader yielded them."""
+    """Leaves of a batch as the loader yielded them."""
 
     def __init__(self, batch: Any) -> None:
-        leaves = [leaf for leaf in pytree.tree_leaves(batch) if torch.is_tensor(leaf)]
-        self._tensors = [(weakref.ref(leaf), leaf._version) for leaf in leaves]
+        leaves = list(_leaves(batch))
+        self._tensors = [(weakref.ref(t), t._version) for t in leaves if torch.is_tensor(t)]
+        self._others = {id(leaf): leaf for leaf in leaves if not torch.is_tensor(leaf)}
 
     def moved(self, batch: tuple[Any, ...], device: torch.device) -> tuple[Any, ...]:
-        """Return a batch of these tensors on a device; refuse others, and changed ones.
+        """Return a batch of these leaves, tensors on a device; refuse others, and changed ones.
 
         What the loop computes from them, nobody would check for a dependence on other examples.
         """
 
-        def checked(tensor: Tensor) -> Tensor:
+        def checked(leaf: Any) -> Any:
+            if isinstance(leaf, Mapping):
+                return {key: checked(value) for key, value in leaf.items()}
+            if not torch.is_tensor(leaf):
+                if leaf is not None and id(leaf) not in self._others:
+                    raise ValueError(
+                        f"{leaf!r} is not what the loader yielded. Expected its leaves as they "
+                        "came; a constant belongs into the loss function."
+                    )
+                return leaf
             for yielded, version in self._tensors:
-                if yielded() is tensor and tensor._version == version:
-                    return tensor.to(device, non_blocking=True)
+                if yielded() is leaf and leaf._version == version:
+                    return leaf.to(device, non_blocking=True)
             raise ValueError(
-                f"A tensor of shape {tuple(tensor.shape)} is not what the loader yielded, or was "
+                f"A tensor of shape {tuple(leaf.shape)} is not what the loader yielded, or was "
                 "changed since. Expected its tensors as they came: they are moved to the model's "
                 "device, and what changes them belongs into the loss function, where it is checked."
             )
 
-        return tuple(pytree.tree_map_only(torch.Tensor, checked, batch))
+        return tuple(pytree.tree_map(checked, batch))
 
 
 def compiled_sums(

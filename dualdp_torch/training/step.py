@@ -33,6 +33,7 @@ from dualdp_torch.per_sample.clip import (
     passes_again,
 )
 from dualdp_torch.per_sample.compiled import CompiledGradSum
+from dualdp_torch.per_sample.parameter_use import trainable_parameters
 from dualdp_torch.per_sample.recorder import Recorder, Zeroing
 from dualdp_torch.rules.base import Tensor
 from dualdp_torch.training.adam_bc import AdamBC
@@ -121,7 +122,9 @@ class PrivateStep:
         )
         self._pass = 0
         self._lost: int | None = None
-        self.is_compiled, self._yielded = False, YieldedBatch(())
+        self.is_compiled = False
+        self._yielded: YieldedBatch | None = None
+        self._draw: Draw | None = None
         self.stages: Stages | None = None
         self._expect(None)
         self._forget()
@@ -137,6 +140,7 @@ class PrivateStep:
     def detach(self) -> None:
         """Remove all hooks, and restore the attributes of optimizer and model."""
         self._undo.close()
+        self._draw = None
 
     def pause(self) -> AbstractContextManager[None]:
         """Return a context in which the model is not recorded."""
@@ -214,8 +218,7 @@ class PrivateStep:
         self._expect(draw)
         self.stages = None  # frees the memory of two models
         self._checks.begin(draw, batch)
-        if self.is_compiled:
-            self._yielded = YieldedBatch(batch)
+        self._yielded = YieldedBatch(batch) if self.is_compiled else None
 
     def compute(self, sums: CompiledGradSum, batch: tuple[Any, ...]) -> Tensor:
         """Compute the current batch's clipped sum by compiled graphs; return its (n,) losses."""
@@ -227,29 +230,58 @@ class PrivateStep:
                 "returned. Train on its batches only, one call and one optimizer.step() for each."
             )
         self._refuse_second_way(self._computed is not None)
-        self.recorder.require_unchanged()
-        device = next(iter(self.recorder.parameters.values())).device
-        batch = self._yielded.moved(batch, device)
+        self._refuse_uncompilable()
+        assert self._yielded is not None
+        yielded, check = self._yielded, self._checks.of_compiled()
         bounds = ledger.plan.clipping_bounds(ledger.max_grad_norm)
-        mask = None if bool(draw.mask.all()) else draw.mask
-        check, drawn = self._checks.of_compiled()
+        device = next(iter(self.recorder.parameters.values())).device
         try:
             with self.recorder.hidden():
-                found, was_compared = sums.of_batch(batch, bounds, mask, check, drawn)
+                batch = yielded.moved(batch, device)
+                mask = None if bool(draw.mask.all()) else draw.mask
+                found, was_compared = sums.of_batch(batch, bounds, mask, *check)
+                if len(found.norms) != len(draw.mask):
+                    raise _other_number(len(found.norms), draw)
         except ExactnessError as error:
             ledger.check_failed(draw.step, error)
             raise
-        if len(found.norms) != len(draw.mask):
-            raise _other_number(len(found.norms), draw)
-        renamed = sorted(found.grads.keys() ^ self.recorder.parameters.keys())
-        if renamed:
-            raise RuntimeError(
-                f"The parameters {renamed} were renamed after set-up, as by a layer that was put "
-                "between others. Set up again, so that what is clipped is what is trained."
-            )
         self._checks.has_passed |= was_compared
         self._computed = found
         return found.losses
+
+    def _refuse_uncompilable(self) -> None:
+        """Refuse a batch whose sum compiled graphs can't give as the plain loop would."""
+        recorder = self.recorder
+        with recorder.tape.suspended():
+            recorder.require_unchanged()
+            current = trainable_parameters(recorder.model)
+        renamed = sorted(k for k, p in recorder.parameters.items() if current.get(k) is not p)
+        if renamed:
+            raise RuntimeError(
+                f"The parameters {renamed} were renamed after set-up, as by layers that swap "
+                "places or one put between others. Set up again, so that what is clipped is what "
+                "is trained."
+            )
+        if self._options.keep_per_sample:
+            raise ValueError(
+                "keep_per_sample is set, but a compiled graph keeps no per-sample gradients. "
+                "Expected the loop without engine.compile, or keep_per_sample=False."
+            )
+        if self._yielded is None:
+            raise RuntimeError(
+                "engine.compile came after the loader had yielded this batch. Expected it before "
+                "the loop."
+            )
+        calls = recorder.tape.calls
+        if calls:
+            first = calls[0].function
+            name = getattr(first, "__name__", "a function")
+            name = first.__self__.__name__ if name == "__get__" else name
+            raise RuntimeError(
+                f"The loop computed something ({name}) before the compiled step, which could carry "
+                "other examples into its loss. Expected step(*batch) first after the loader's "
+                "yield; what prepares inputs belongs into the loss function, measurements after it."
+            )
 
     def _refuse_second_way(self, is_computed: bool) -> None:
         """Refuse a batch whose gradients would be counted twice."""

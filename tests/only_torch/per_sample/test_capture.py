@@ -356,3 +356,25 @@ def test_small_gradients_share_their_calls(monkeypatch):
             for rows in (broken, x[[0, 2, 3]])
         )
         torch.testing.assert_close(found, expected)
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 5))
+
+    def forward(self, x):
+        return x * self.scale
+
+
+def test_float32_parameters_of_float64_inputs():
+    model, x = Scaled(), data(6, 5).double()
+    found = [
+        dpt.clipped_grad_sum(
+            lambda m, x: m(x).sin().sum(1), model, x, max_grad_norm=100.0, method=method
+        )
+        for method in ("auto", "loop")
+    ]
+    torch.testing.assert_close(
+        found[0].grads, found[1].grads, rtol=1e-5, atol=1e-6, check_dtype=False
+    )

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`engine.compile`: compiled graphs in the place of the recorded forward and backward."""
 
+import collections
+
 import pytest
 import torch
 from torch import nn
@@ -110,9 +112,9 @@ def test_losses_are_those_of_the_examples_and_evaluation_is_left_alone():
     before = dict(vars(model)), list(model._forward_pre_hooks), list(model._forward_hooks)
     for x, y, _ in loader:
         optimizer.zero_grad()
+        losses = step(x, y)
         with torch.no_grad():
-            expected = loss(model, x, y)
-        torch.testing.assert_close(step(x, y)[: len(x)], expected)
+            torch.testing.assert_close(losses, loss(model, x, y))
         assert before == (dict(vars(model)), [*model._forward_pre_hooks], [*model._forward_hooks])
         with torch.no_grad():
             model(x)
@@ -184,8 +186,8 @@ def test_a_loss_that_mixes_examples_is_refused():
 # Mistakes.
 
 
-def test_tensors_that_the_loop_computed_are_refused():
-    engine, _, optimizer, loader = run()
+def test_tensors_that_the_loop_computed_are_refused_without_checks_too():
+    engine, _, optimizer, loader = run(checks=0)
     step = compiled(engine)
     for x, y, _ in loader:
         with pytest.raises(ValueError, match="not what the loader yielded"):
@@ -229,7 +231,7 @@ def test_runs_without_a_compiled_step_are_refused_by_name():
         compiled(engine)(torch.zeros(2, 6), torch.zeros(2, dtype=torch.long))
     engine, _, _, loader = run()
     x, y, _ = next(iter(loader))
-    with pytest.raises(ValueError, match="not what the loader yielded"):  # compiled after it
+    with pytest.raises(RuntimeError, match="came after the loader had yielded this batch"):
         compiled(engine)(x, y)
 
 
@@ -243,11 +245,116 @@ def test_parameters_that_change_after_set_up_are_refused():
         break
 
 
-def test_parameters_that_are_renamed_after_set_up_are_refused():
-    engine, model, _, loader = run()
-    model.insert(2, nn.Identity())
+@pytest.mark.parametrize("change", ["insert", "swap"])
+def test_parameters_that_are_renamed_after_set_up_are_refused(change):
+    layers = [nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 3)]
+    model = randomise(nn.Sequential(*layers))
+    parts = model, torch.optim.SGD(model.parameters(), lr=0.1), build()[2]
+    engine, model, _, loader = run(parts)
+    if change == "swap":
+        model[0], model[2] = model[2], model[0]
+    if change == "insert":
+        model.insert(2, nn.Identity())
     step = compiled(engine)
     for x, y, _ in loader:
         with pytest.raises(RuntimeError, match="renamed after set-up"):
+            step(x, y)
+        break
+
+
+SEEN = {}
+COMPUTED = {  # the loss and what the loop does before, from which another example's row is known
+    "number": (lambda m, x, y, s: loss(m, x / s, y), lambda x, y: (x, y, float(x.abs().max()))),
+    "list": (lambda m, x, y, s: loss(m, x, y), lambda x, y: (x, y, x.mean(0).tolist())),
+    "closure": (
+        lambda m, x, y: loss(m, x / SEEN["s"], y),
+        lambda x, y: SEEN.update(s=float(x.abs().max())) or (x, y),
+    ),
+    "data": (loss, lambda x, y: x.data.sub_(x.mean(0)) is None or (x, y)),
+}
+
+
+@pytest.mark.parametrize("kind", COMPUTED)
+def test_what_the_loop_computes_from_a_batch_is_refused(kind):
+    loss_fn, before = COMPUTED[kind]
+    engine, _, _, loader = run(checks=1e-6)
+    step = compiled(engine, loss_fn)
+    for x, y, _ in loader:
+        with pytest.raises(RuntimeError, match="The loop computed something"):
+            step(*before(x, y))
+        break
+
+
+def test_constants_are_no_arguments():
+    engine, _, _, loader = run()
+    step = compiled(engine, lambda m, x, y, s: loss(m, x * s, y))
+    for x, y, _ in loader:
+        with pytest.raises(ValueError, match="0.25 is not what the loader yielded"):
+            step(x, y, 0.25)
+        break
+
+
+def test_autocast_around_the_step_runs_eagerly_by_name():
+    ends, reasons = [], []
+    for is_compiled in (True, False):
+        engine, model, optimizer, loader = run()
+        step = compiled(engine)
+        for x, y, _ in loader:
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                if is_compiled:
+                    step(x, y)
+                else:
+                    loss(model, x, y).mean().backward()
+            optimizer.step()
+        ends.append(values(model))
+        reasons += step.sums.reasons
+    assert reasons == ["autocast is on around the call"]
+    torch.testing.assert_close(*ends, rtol=0, atol=1e-3)
+
+
+def test_hooks_that_change_inside_a_step_stay_changed():
+    engine, model, optimizer, loader = run()
+    step, calls = compiled(engine), []
+
+    def once(module, args, outputs):
+        calls.append(1)
+        handle.remove()
+
+    handle = model.register_forward_hook(once)
+    for x, y, _ in loader:
+        step(x, y)
+        optimizer.step()
+    assert handle.id not in model._forward_hooks
+    assert len(calls) == 1
+
+
+def test_no_part_of_the_per_sample_gradients_is_kept():
+    engine, _, _, loader = run()
+    engine.keep_per_sample, step = True, compiled(engine)
+    for x, y, _ in loader:
+        with pytest.raises(ValueError, match="keep_per_sample is set"):
+            step(x, y)
+        break
+
+
+def test_mappings_that_are_no_dict_and_a_detached_engine():
+    model, optimizer, _ = build()
+
+    def collate(items):
+        x, y, _ = zip(*items, strict=True)
+        return collections.UserDict(x=torch.stack(x), y=torch.stack(y))
+
+    parts = model, optimizer, torch.utils.data.DataLoader(dataset(), 12, collate_fn=collate)
+    engine, _, optimizer, loader = run(parts)
+    step = compiled(engine)
+    for batch in loader:
+        step(batch["x"], batch["y"])
+        optimizer.step()
+    engine, _, _, loader = run()
+    step = compiled(engine)
+    for x, y, _ in loader:
+        engine.detach()
+        with pytest.raises(RuntimeError, match="without a batch of the loader"):
             step(x, y)
         break
