@@ -157,6 +157,17 @@ class Gradients(Protocol):
         ...
 
 
+def _compared(
+    table: Table, totals: Mapping[str, Tensor], limits: Limits
+) -> tuple[list[str], Tensor, Tensor]:
+    """Groups with error bounds, and (groups, n) errors and their tolerances."""
+    doubted = _totals(table.bounded, table.errors(), limits.group_of)
+    error = _stacked([*doubted.values()])
+    least = _least([limits.floors.get(group, 0.0) for group in doubted], error)
+    tolerated = _stacked([totals[group] for group in doubted]).clamp(min=least)
+    return [*doubted], error, tolerated.mul_(margin_of(tolerated.dtype))
+
+
 def _merged(tables: Sequence[Table]) -> Table:
     """Return one table of those of several dtypes, in the widest of them."""
     if len(tables) == 1:
@@ -378,7 +389,7 @@ class Captured:
         of, (totals, whole) = self._by_name(table), _summed(table, limits)
         are_good = whole < torch.inf
         if table.bounded:
-            _, error, tolerated = self._compared(table, totals, limits)
+            _, error, tolerated = _compared(table, totals, limits)
             are_good = are_good & (error <= tolerated).all(0)
         return Squares(of, totals, whole, True), are_good.all()
 
@@ -455,9 +466,10 @@ class Captured:
         floor = min(limits.floors.get(limits.group_of(name), 0.0) for name in table.bounded)
         # The only look at the host is this one or the next.
         if floor and table.are_moderate(margin_of(whole.dtype) * max(floor**2, _LEAST)):
-            self._doubts = lambda: self._compared(table, totals, limits)[1:]
+            # Without a reference to self: in a cycle, activations would stay for many steps.
+            self._doubts = lambda: _compared(table, totals, limits)[1:]
             return Squares(of, totals, whole, True)
-        doubted, error, tolerated = self._compared(table, totals, limits)
+        doubted, error, tolerated = _compared(table, totals, limits)
         is_exact = error <= tolerated  # False for nan
         if bool((is_exact & (whole < torch.inf)).all()):
             self._doubts = lambda: (error, tolerated)
@@ -471,16 +483,6 @@ class Captured:
         # In the same order, so that the other examples' totals are the same to the last bit.
         totals, whole = _summed(table, limits)
         return Squares(of, totals, whole, bool((whole < torch.inf).all()))
-
-    def _compared(
-        self, table: Table, totals: Mapping[str, Tensor], limits: Limits
-    ) -> tuple[list[str], Tensor, Tensor]:
-        """Groups with error bounds, and (groups, n) errors and their tolerances."""
-        doubted = _totals(table.bounded, table.errors(), limits.group_of)
-        error = _stacked([*doubted.values()])
-        least = _least([limits.floors.get(group, 0.0) for group in doubted], error)
-        tolerated = _stacked([totals[group] for group in doubted]).clamp(min=least)
-        return [*doubted], error, tolerated.mul_(margin_of(tolerated.dtype))
 
     def _form_apart(self, name: str, rows: Tensor, found: dict[str, Tensor]) -> None:
         """Form and keep one parameter's gradients of the examples `rows`; update their norms."""

@@ -77,7 +77,7 @@ class Count:
 def in_torch(monkeypatch):
     """Counts examples and sums that were compared."""
     count, asked = Count(), Count()
-    of_row, of_sum, is_close = Comparison.of_row, Comparison.of_sum, Comparison._is_close
+    of_row, of_sum, tolerates = Comparison.of_row, Comparison.of_sum, Comparison.tolerates
 
     def row(self, *arguments):
         of_row(self, *arguments)
@@ -88,13 +88,13 @@ def in_torch(monkeypatch):
         of_sum(self, *arguments)
         count.number += asked.number > before  # not where there is no sum to compare
 
-    def close(self, found):
+    def close(self, error):
         asked.number += 1
-        return is_close(self, found)
+        return tolerates(self, error)
 
     monkeypatch.setattr(Comparison, "of_row", row)
     monkeypatch.setattr(Comparison, "of_sum", whole)
-    monkeypatch.setattr(Comparison, "_is_close", close)
+    monkeypatch.setattr(Comparison, "tolerates", close)
     return count
 
 

@@ -327,9 +327,9 @@ class Tape(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if get_eval_frame_callback() is None:
-            return self._hear(func, args, kwargs)
-        return self._hear_eagerly(func, args, kwargs)
+        if torch.compiler.is_dynamo_compiling() or get_eval_frame_callback() is not None:
+            return self._hear_eagerly(func, args, kwargs)
+        return self._hear(func, args, kwargs)
 
     @torch._disable_dynamo  # a loop that is compiled is recorded call by call
     def _hear_eagerly(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:

@@ -191,9 +191,9 @@ def test_length_is_true():
     ],
     ids=["plain", "bfloat16", "adaptive", "schedules"],
 )
-@pytest.mark.parametrize(("checks", "programs"), [(0, 2), (1, 6)])
+@pytest.mark.parametrize(("checks", "programs"), [(0, 2), (1, 7)])
 def test_two_compilations_serve_every_draw(changes, dtype, checks, programs):
-    """And four more all checks: one example's gradient, a chunk's, and the two comparisons."""
+    """And five more all checks: an example's rows and gradient, a chunk's, two comparisons."""
     plan = make_plan(
         **{"expected_batch_size": 3, "physical_batch_size": 2, "num_steps": 12} | changes
     )
