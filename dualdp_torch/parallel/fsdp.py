@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 
 from dualdp.randomness.universal_hash import Hashed
 from dualdp_torch.noise.noise import Piece
-from dualdp_torch.parallel.process_group import Group
+from dualdp_torch.parallel.process_group import Group, modules_of
 from dualdp_torch.parallel.sum_hash import hash_sums
 from dualdp_torch.rules.base import Tensor, wide
 
@@ -39,7 +39,7 @@ _ALIKE = (  # hint for the error about processes that diverge
 )
 
 
-def is_sharded(parameter: Tensor) -> bool:
+def is_sharded(parameter: Tensor | None) -> bool:
     """True if a tensor is a `DTensor`; does not import the class."""
     tensors = sys.modules.get("torch.distributed.tensor")
     return tensors is not None and isinstance(parameter, tensors.DTensor)
@@ -50,7 +50,9 @@ def has_sharded(module: nn.Module) -> bool:
 
     Without that class, as in most programs, no parameter is looked at.
     """
-    return "torch.distributed.tensor" in sys.modules and any(map(is_sharded, module.parameters()))
+    if "torch.distributed.tensor" not in sys.modules:
+        return False
+    return any(is_sharded(p) for m in modules_of(module) for p in m._parameters.values())
 
 
 def sharded_parameters(module: nn.Module) -> dict[str, Any]:

@@ -262,6 +262,17 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return inner
 
 
+def modules_of(model: nn.Module) -> list[nn.Module]:
+    """Return what `model.modules()` yields, in another order: every call walks the model."""
+    found, met = [model], {model}
+    for module in found:  # grows
+        for child in module._modules.values() if module._modules else ():
+            if child is not None and child not in met:
+                met.add(child)
+                found.append(child)
+    return found
+
+
 def group_of(module: nn.Module) -> Group | None:
     """Return the group that trains a module: that of its DDP wrapper, else the default one.
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from dualdp_torch.parallel.process_group import modules_of
 from dualdp_torch.per_sample.batch import Batch
 from dualdp_torch.per_sample.units import UnitLoss
 
@@ -64,9 +65,9 @@ _models: weakref.WeakKeyDictionary[nn.Module, OrderedDict[Any, AnalysisCache]] =
 def cached_analyses(model: nn.Module, loss_fn: Callable[..., Any], batch: Batch) -> AnalysisCache:
     """Return the cached analyses for this model, loss and shapes; empty on a first call."""
     referents: list[Callable[[], Any]] = []
-    modules = list(model.modules())
+    modules = modules_of(model)
     parameters = [p for module in modules for p in module._parameters.values()]
-    kinds = (bool, str)  # attributes that choose a forward's path
+    kinds = {bool, str}  # attributes that choose a forward's path
     key = (
         _loss_token(loss_fn, referents),
         batch.signature(),

@@ -28,6 +28,17 @@ def flattened(arguments: tuple[Any, ...]) -> tuple[list[Any], Any]:
     return pytree.tree_flatten(arguments)
 
 
+def _refuse_array(leaf: Any) -> None:
+    """Refuse what may hold examples and is no tensor."""
+    is_array = hasattr(leaf, "__array__") and not isinstance(leaf, np.generic)
+    if is_array or isinstance(leaf, Iterator):
+        shape = f" of shape {leaf.shape}" if hasattr(leaf, "shape") else ""
+        raise TypeError(
+            f"The batch holds {_validate.kind(leaf)}{shape}. Expected torch tensors; use "
+            "torch.as_tensor."
+        )
+
+
 class Batch:
     """Flattened arguments of a loss function after the model: nested dicts, lists and tuples.
 
@@ -45,26 +56,20 @@ class Batch:
         self.leaves, self.spec = flattened(arguments)
         sizes: set[int] = set()
         for leaf in self.leaves:
-            is_tensor = torch.is_tensor(leaf)
-            is_array = hasattr(leaf, "__array__") and not isinstance(leaf, np.generic)
-            if isinstance(leaf, Iterator) or (is_array and not is_tensor):
-                shape = f" of shape {leaf.shape}" if hasattr(leaf, "shape") else ""
-                raise TypeError(
-                    f"The batch holds {_validate.kind(leaf)}{shape}. Expected torch tensors; use "
-                    "torch.as_tensor."
+            if not torch.is_tensor(leaf):
+                _refuse_array(leaf)
+                continue
+            if leaf.is_meta:
+                raise ValueError(
+                    "The batch holds a tensor on the meta device, which has no numbers. Expected "
+                    "the examples themselves."
                 )
-            if is_tensor:
-                if leaf.is_meta:
-                    raise ValueError(
-                        "The batch holds a tensor on the meta device, which has no numbers. "
-                        "Expected the examples themselves."
-                    )
-                if leaf.dim() == 0:
-                    raise ValueError(
-                        "The batch holds a tensor without axes. Expected the examples on axis 0 of "
-                        "every tensor; pass numbers as Python floats."
-                    )
-                sizes.add(len(leaf))
+            if leaf.dim() == 0:
+                raise ValueError(
+                    "The batch holds a tensor without axes. Expected the examples on axis 0 of "
+                    "every tensor; pass numbers as Python floats."
+                )
+            sizes.add(leaf.shape[0])
         if shares and len(sizes) == 2:
             sizes.discard(1)
         if len(sizes) != 1:
@@ -86,7 +91,7 @@ class Batch:
             )
 
     def _has_rows(self, leaf: Any) -> bool:
-        return torch.is_tensor(leaf) and len(leaf) == self.num_rows
+        return torch.is_tensor(leaf) and leaf.shape[0] == self.num_rows
 
     def _map(self, change: Any) -> Any:
         leaves = [change(leaf) if self._has_rows(leaf) else leaf for leaf in self.leaves]

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from dualdp._validate import UnsupportedLayerError
+from dualdp_torch.parallel.process_group import modules_of
 from dualdp_torch.per_sample.batch import Batch
 from dualdp_torch.per_sample.random_state import RandomState, untouched_generators
 from dualdp_torch.rules.base import Tensor
@@ -55,13 +56,8 @@ def _is_same(a: _Version | None, b: _Version | None) -> bool:
 
 def _versions(model: nn.Module) -> list[_Version]:
     """Return buffers and frozen parameters, without building names: this runs at every forward."""
-    found, modules = list[_Version](), [model]
-    met = {model}
-    for module in modules:  # grows
-        for child in module._modules.values() if module._modules else ():
-            if child is not None and child not in met:
-                met.add(child)
-                modules.append(child)
+    found = list[_Version]()
+    for module in modules_of(model):
         for key, tensor in module._buffers.items() if module._buffers else ():
             if tensor is not None:
                 found.append(_Version(module, key, tensor, tensor._version))

@@ -62,9 +62,10 @@ def _prefers_gram(acts: Tensor, grads_out: Tensor) -> bool:
 
 def _way(acts: Tensor, grads_out: Tensor) -> str:
     """(n, ..., i), (n, ..., o) -> method: "gram", "keep" or "discard"."""
-    sizes = _sizes(acts, grads_out)
-    usual = "gram" if _prefers_gram(acts, grads_out) else "discard"
-    if costs.keeps_gradient(n=len(acts), **sizes, move=move(acts)):
+    sizes, usual = _sizes(acts, grads_out), "discard"
+    if _prefers_gram(acts, grads_out):
+        usual = "gram"
+    if sizes["t"] > 1 and costs.keeps_gradient(n=len(acts), **sizes, move=move(acts)):
         usual = "keep"
     return choices.choose("linear", usual, choices.OPERATIONS["linear"], sizes.values())
 
