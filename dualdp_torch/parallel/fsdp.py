@@ -33,6 +33,7 @@ from dualdp_torch.rules.base import Tensor, wide
 METHODS = ("auto", "book_keeping", "two_pass")
 #: Named `reduce_scatter_single` since torch 2.13.
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_PLAIN = {torch.Tensor, nn.Parameter, type(None)}
 _ALIKE = (  # hint for the error about processes that diverge
     "Drop layers, choose experts and losses alike on all (from a generator with the same seed), or "
     'use clipping="flat" with grad_sample_mode="auto".'
@@ -41,6 +42,8 @@ _ALIKE = (  # hint for the error about processes that diverge
 
 def is_sharded(parameter: Tensor | None) -> bool:
     """True if a tensor is a `DTensor`; does not import the class."""
+    if type(parameter) in _PLAIN:  # also a parameter of `DTensor`s is one
+        return False
     tensors = sys.modules.get("torch.distributed.tensor")
     return tensors is not None and isinstance(parameter, tensors.DTensor)
 

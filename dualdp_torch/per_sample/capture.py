@@ -158,13 +158,14 @@ class Capture(TorchFunctionMode):
     def _is_parameter(self, value: Any) -> bool:
         """True if a value is a trainable parameter, or computed from parameters alone."""
         key = id(value)
-        return key in self._names or key in self._from_parameters or self._stands_in(value)
+        if key in self._names or key in self._from_parameters:
+            return True
+        is_leaf = isinstance(value, Tensor) and value.requires_grad and value.is_leaf
+        return is_leaf and self._stands_in(value)
 
-    def _stands_in(self, value: Any) -> bool:
+    def _stands_in(self, value: Tensor) -> bool:
         """True if a leaf replaces a parameter on its module; cache its name."""
-        if self._model is None or not torch.is_tensor(value) or id(value) in self._not_parameters:
-            return False
-        if not (value.requires_grad and value.is_leaf):
+        if self._model is None or id(value) in self._not_parameters:
             return False
         expected = set(self._names.values())
         for path, module in self._model.named_modules():
@@ -194,12 +195,19 @@ class Capture(TorchFunctionMode):
         self.permutations.note(func, args, kwargs, out)
         outs = out if type(out) in (tuple, list) else (out,)
         made = [o for o in outs if isinstance(o, Tensor) and o.requires_grad]
-        if made:
-            values = _flat(args, kwargs)
-            graph = [v for v in values if isinstance(v, Tensor) and v.requires_grad]
-            if graph and all(map(self._is_parameter, graph)):
-                self._from_parameters |= {id(o): o for o in made if id(o) not in self._names}
+        if made and self._takes_parameters_alone(args, kwargs):
+            self._from_parameters |= {id(o): o for o in made if id(o) not in self._names}
         return out
+
+    def _takes_parameters_alone(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """True if a call takes parameters, or what was computed from them, and no other graph."""
+        takes = False
+        for value in _flat(args, kwargs):
+            if isinstance(value, Tensor) and value.requires_grad:
+                if not self._is_parameter(value):
+                    return False
+                takes = True
+        return takes
 
     def _refuse_second_order(
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -279,7 +287,8 @@ class Capture(TorchFunctionMode):
         saved = acts if isinstance(acts, tuple) else () if acts is None else (acts,)
         # A function with an input in the graph saves tensors for its backward, so it runs again.
         is_left = frame is not None and any(tensor.requires_grad for tensor in saved)
-        layout = layout_of(func, parameters)
+        is_cut = any(map(is_sharded, parameters.values()))
+        layout = layout_of(func, parameters) if is_cut else None
         if layout is not None:
             saved = tuple(map(layout.acts, saved))
         detached = () if is_left else tuple(tensor.detach() for tensor in saved)
@@ -287,7 +296,7 @@ class Capture(TorchFunctionMode):
             function=func,
             rule=rule,
             held={slot: self._name(p) for slot, p in parameters.items()},
-            shapes={slot: local_of(p).shape for slot, p in parameters.items()},
+            shapes={s: (local_of(p) if is_cut else p).shape for s, p in parameters.items()},
             acts=detached
             if isinstance(acts, tuple) and not is_left
             else next(iter(detached), None),

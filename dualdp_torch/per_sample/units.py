@@ -29,7 +29,8 @@ class UnitLoss:
 
     def __call__(self, model: Any, *batch: Any) -> Any:
         """Return the (U,) losses of the units: weighted sums of their rows' losses, or means."""
-        rows = next(len(leaf) for leaf in pytree.tree_leaves(batch) if torch.is_tensor(leaf))
+        leaves, _ = flattened(batch)
+        rows = next(leaf.shape[0] for leaf in leaves if torch.is_tensor(leaf))
         weights, batch = (batch[0], batch[1:]) if self.has_weights else (None, batch)
         losses, aux = split_aux(self.loss_fn(model, *batch), self.has_aux)
         losses = self._of_units(losses, rows, weights)

@@ -81,7 +81,7 @@ def lengths(grads: Tensor) -> Tensor:
         return last_lengths(grads)
     if is_transposed(grads):
         grads = grads.mT
-    return last_lengths(grads.reshape(len(grads), math.prod(grads.shape[1:])))
+    return last_lengths(grads.reshape(grads.shape[0], math.prod(grads.shape[1:])))
 
 
 def last_lengths(x: Tensor) -> Tensor:
@@ -103,7 +103,7 @@ def sq_norms(grads: Tensor) -> Tensor:
 
 def exact_sq_norms(grads: Tensor) -> Tensor:
     """(n, ...) -> (n,) float64 squared norms; squares of float32 neither overflow nor underflow."""
-    flat = grads.reshape(len(grads), math.prod(grads.shape[1:]))
+    flat = grads.reshape(grads.shape[0], math.prod(grads.shape[1:]))
     return torch.linalg.vector_norm(flat, dim=1, dtype=torch.float64).square_()
 
 

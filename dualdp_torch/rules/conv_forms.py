@@ -65,7 +65,7 @@ def weight_backward(
     axes = len(shape) - 2
     stride, dilation = (per_axis(o.get(k, 1), axes) for k in ("stride", "dilation"))
     acts, padding = padded(acts, o.get("padding", 0), dilation, shape[2:])
-    _, weight, bias = torch.ops.aten.convolution_backward(
+    _, weight, bias = torch.ops.aten.convolution_backward.default(
         grads_out,
         acts,
         acts.new_empty(shape[0] * repeat, *shape[1:]),  # only its shape is read
@@ -121,6 +121,7 @@ def by_folding(
         found = weight_backward(a_rows, g_rows, shape, transposed, **options)
         return [x.view(count, *each) for x, each in zip(found, shapes, strict=False)]
 
+    size = math.ceil(n / max(math.ceil(n / size), 1))  # alike, so that all threads have work
     if 0 < n <= size:
         found = of(slice(0, n))
     else:
@@ -188,15 +189,17 @@ def by_crb(acts: Tensor, grads_out: Tensor, *, shape: torch.Size, **o: Any) -> T
     acts, padding = padded(acts, o.get("padding", 0), dilation, shape[2:])
     a, g = frames(acts, axes), frames(grads_out, axes)
     n, f = a.shape[:2]
-    convolve: Callable[..., Tensor] = (F.conv2d, F.conv3d)[axes - 1]
+    # The new axis and its stride or dilation, and padding; one channel needs no such axis.
+    depth, one, zero = (shape[1:2], (1,), (0,)) if shape[1] > 1 else ((), (), ())
+    convolve: Callable[..., Tensor] = (F.conv1d, F.conv2d, F.conv3d)[axes + len(depth) - 1]
     found = convolve(
-        a.unflatten(2, (groups, -1)).transpose(1, 2).reshape(1, -1, shape[1], *a.shape[3:]),
-        g.transpose(1, 2).reshape(n * shape[0], f, 1, *g.shape[3:]),
-        stride=(1, *dilation),
-        dilation=(1, *stride),
-        padding=(0, *padding),
+        a.unflatten(2, (groups, -1)).transpose(1, 2).reshape(1, -1, *depth, *a.shape[3:]),
+        g.transpose(1, 2).reshape(n * shape[0], f, *one, *g.shape[3:]),
+        stride=(*one, *dilation),
+        dilation=(*one, *stride),
+        padding=(*zero, *padding),
         groups=n * groups,
-    )  # (1, n o, c / g, at least k ...)
+    )  # (1, n o, [c / g,] at least k ...)
     kept: tuple[Any, ...] = (..., *(slice(k) for k in shape[2:]))
     return found[kept].reshape(n, *shape)
 

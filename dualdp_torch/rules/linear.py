@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -49,32 +50,32 @@ def _without_gradient(acts: Tensor, grads_out: Tensor) -> Product | Gram:
     return Gram((1, t), acts, fill)
 
 
-def _sizes(acts: Tensor, grads_out: Tensor) -> dict[str, int]:
-    """(n, ..., i), (n, ..., o) -> sizes of one example for the cost model."""
-    return {"t": _positions(acts), "d_in": acts.shape[-1], "d_out": grads_out.shape[-1]}
+def _sizes(acts: Tensor, grads_out: Tensor) -> tuple[int, int, int]:
+    """(n, ..., i), (n, ..., o) -> (t, i, o), the sizes of one example for the cost model."""
+    return _positions(acts), acts.shape[-1], grads_out.shape[-1]
 
 
-def _prefers_gram(acts: Tensor, grads_out: Tensor) -> bool:
-    """True if the Gram form is cheaper than forming the gradient for its norm."""
-    sizes = _sizes(acts, grads_out)
-    return sizes["t"] == 1 or costs.prefers_gram(**sizes, move=move(acts))
+@functools.lru_cache(1024)
+def _cheapest(t: int, d_in: int, d_out: int, move: float, *, keeps: bool) -> str:
+    """Return the cheapest method: "gram", "discard", or with `keeps` also "keep"."""
+    sizes: Any = {"t": t, "d_in": d_in, "d_out": d_out, "move": move}
+    if keeps and costs.keeps_gradient(n=1, **sizes):
+        return "keep"
+    return "gram" if t == 1 or costs.prefers_gram(**sizes) else "discard"
 
 
 def _way(acts: Tensor, grads_out: Tensor) -> str:
     """(n, ..., i), (n, ..., o) -> method: "gram", "keep" or "discard"."""
-    sizes, usual = _sizes(acts, grads_out), "discard"
-    if _prefers_gram(acts, grads_out):
-        usual = "gram"
-    if sizes["t"] > 1 and costs.keeps_gradient(n=len(acts), **sizes, move=move(acts)):
-        usual = "keep"
-    return choices.choose("linear", usual, choices.OPERATIONS["linear"], sizes.values())
+    sizes = _sizes(acts, grads_out)
+    usual = _cheapest(*sizes, move(acts), keeps=True)
+    return choices.choose("linear", usual, choices.OPERATIONS["linear"], sizes)
 
 
 def _uses_gram(acts: Tensor, grads_out: Tensor) -> bool:
     """True if norms without a kept gradient take the Gram form."""
     way = _way(acts, grads_out)
     if way == "keep":  # but the caller has no memory to keep it
-        return _prefers_gram(acts, grads_out)
+        way = _cheapest(*_sizes(acts, grads_out), move(acts), keeps=False)
     return way == "gram"
 
 
@@ -134,7 +135,7 @@ def join(uses: Sequence[tuple[Tensor | None, Tensor]]) -> tuple[Tensor | None, T
 
 def keeps(acts: Tensor, grads_out: Tensor, **_: Any) -> bool:
     """True if keeping the per-sample gradients is cheapest and they fit in memory."""
-    numbers = len(acts) * acts.shape[-1] * grads_out.shape[-1]
+    numbers = acts.shape[0] * acts.shape[-1] * grads_out.shape[-1]
     return _way(acts, grads_out) == "keep" and memory.may_keep(numbers, acts)
 
 

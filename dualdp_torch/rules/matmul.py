@@ -78,7 +78,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     oneDNN copies its first operand into rows: if that is stored by columns, the smaller is first.
     """
     least = SMALL if x.is_contiguous() else COLUMNS
-    if x.numel() * len(weight) < least or not by_onednn(x, weight):
+    if x.numel() * weight.shape[0] < least or not by_onednn(x, weight):
         return F.linear(x, weight, bias)
     if bias is None and len(weight) < len(x) and not x.is_contiguous():
         return _multiply(weight, _dense(x)).T.contiguous()
