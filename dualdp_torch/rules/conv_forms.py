@@ -112,6 +112,7 @@ def by_folding(
     # Inputs, output gradients and weight gradients of the examples at once fit in a cache together.
     numbers = math.prod(a.shape[1:]) + math.prod(g.shape[1:]) + math.prod(shape)
     size = _at_once(a, min(max(FOLDED // (numbers * a.element_size()), 4), 64))
+    size = math.ceil(max(n, 1) / math.ceil(max(n, 1) / size))  # alike, for all threads
     shapes = [shape, g.shape[2:3]][: 1 + has_bias]
 
     def of(rows: slice) -> list[Tensor]:
@@ -121,7 +122,6 @@ def by_folding(
         found = weight_backward(a_rows, g_rows, shape, transposed, **options)
         return [x.view(count, *each) for x, each in zip(found, shapes, strict=False)]
 
-    size = math.ceil(n / max(math.ceil(n / size), 1))  # alike, so that all threads have work
     if 0 < n <= size:
         found = of(slice(0, n))
     else:
