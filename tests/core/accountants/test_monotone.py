@@ -150,18 +150,18 @@ def test_the_largest_losses_are_cut_off_where_rounding_decides():
 
 @pytest.mark.slow
 def test_monotone_in_many_settings():
-    check_many(200, 10, extreme=False)
+    check_many(100, 10, extreme=False)
 
 
 @pytest.mark.slow
 def test_monotone_in_many_corners():
-    check_many(40, 20, extreme=True)
+    check_many(20, 20, extreme=True)
 
 
 @pytest.mark.slow
 def test_bounds_in_many_settings():
     for extreme in (False, True):
-        for run in cases.settings(30, seed=30, extreme=extreme):
+        for run in cases.settings(15, seed=30, extreme=extreme):
             check_bounds(run)
 
 
@@ -178,8 +178,8 @@ def test_an_added_step_never_lowers_epsilon():
 
 @pytest.mark.slow
 def test_added_steps_never_lower_epsilon_in_many_settings():
-    check_all_added(120, 42, extreme=False)
-    check_all_added(75, 44, extreme=True)
+    check_all_added(60, 42, extreme=False)
+    check_all_added(38, 44, extreme=True)
 
 
 def test_one_more_step_never_costs_less():

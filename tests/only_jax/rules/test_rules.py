@@ -458,7 +458,7 @@ def test_random_jaxprs_match_the_loop(model, seed):
 
 @pytest.mark.slow
 @hypothesis.given(models(), st.integers(0, 50))
-@hypothesis.settings(max_examples=40)
+@hypothesis.settings(max_examples=20)
 def test_many_random_jaxprs_match_the_loop(model, seed):
     _compare_with_the_loop(model, seed)
 
