@@ -9,7 +9,7 @@ from dualdp.plan.schedules import AdaptiveNorm
 from . import parallel
 from . import sharded_models as models
 
-STEPS = 16
+STEPS = 10
 CORRELATED = {"sampler": "fixed_order", "num_steps": 8}
 WINDOW, BAND = strategies.window([1.0, -0.6, 0.3]), strategies.band([1.0, 0.7, 0.2])
 BLT = strategies.blt(decays=[0.8, 0.3], scales=[0.5, 0.2])

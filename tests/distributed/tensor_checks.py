@@ -199,9 +199,11 @@ def _agree(found, expected):
 
 
 def every_call_agrees_with_one_device():
+    """On four processes the methods take turns."""
     mask = torch.tensor([True, False, True, True, True])
-    for kind in ("megatron", "tables"):
-        for method in tensor_parallel.METHODS:
+    apart = dist.get_world_size() // 2
+    for turn, kind in enumerate(("megatron", "tables")):
+        for method in tensor_parallel.METHODS[turn % apart :: apart]:
             agrees(kind, method=method)
         agrees(kind, clipping="per_layer")
         agrees(kind, clipping="automatic", mask=mask)
