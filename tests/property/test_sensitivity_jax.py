@@ -246,16 +246,19 @@ def test_a_replaced_example_moves_the_sum_by_its_own_part(case, method):
 
 
 def covering():
-    """Each program and dtype by book-keeping, and every two of a program, dtype, size and method.
+    """Each program and dtype by book-keeping, which does arithmetic with the indices.
 
-    Book-keeping does arithmetic with the indices.
+    And each program by each other method, with the dtypes and sizes in turn.
     """
     others = [way for way in WAYS if way != "book_keeping"]
     sizes = pairwise(PROGRAMS, DTYPES, SIZES)
-    by_others = pairwise(PROGRAMS, others, DTYPES, SIZES)
+    by_others = zip(itertools.product(PROGRAMS, others), itertools.cycle(DTYPES), strict=False)
     return [
         *((Case(*case), "book_keeping") for case in sizes),
-        *((Case(program, dtype, size), way) for program, way, dtype, size in by_others),
+        *(
+            (Case(program, dtype, SIZES[turn // len(others) % 2]), way)
+            for turn, ((program, way), dtype) in enumerate(by_others)
+        ),
     ]
 
 
@@ -278,7 +281,7 @@ def check_larger(dtype):
     for number, program in enumerate(programs):
         case = Case(program, dtype, "larger")
         check(case, "book_keeping")
-        if number % 2 == NARROW.index(dtype) // 2:  # each with dtypes with and without a sign
+        if number % len(NARROW) == NARROW.index(dtype):  # each program with one of the dtypes
             check(case, "auto")
 
 
