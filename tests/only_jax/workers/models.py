@@ -114,7 +114,7 @@ def plan(**changes):
     defaults = {
         "num_examples": N,
         "expected_batch_size": 24,
-        "num_steps": 20,
+        "num_steps": 50,
         "noise_multiplier": 0.8,
         "max_grad_norm": 0.5,
         "delta": 1e-4,

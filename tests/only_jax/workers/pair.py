@@ -25,7 +25,7 @@ from dualdp_jax.checkpoint.sharded import load_sharded_checkpoint, save_sharded_
 from dualdp_jax.parallel.mesh import DataMesh, whole
 from dualdp_jax.parallel.process_group import Group
 from dualdp_jax.training.step import CompiledStep
-from tests.only_jax.workers import launch
+from tests.only_jax.workers import launch, models
 from tests.only_jax.workers.models import (
     BOUND,
     MODELS,
@@ -34,11 +34,15 @@ from tests.only_jax.workers.models import (
     distance,
     mesh_of,
     mlp,
-    plan,
     train,
 )  # fmt: skip
 
 RANK, FOLDER = int(sys.argv[1]), Path(sys.argv[5])
+
+
+def plan(**changes):
+    """Twenty steps: the runs of one process in mesh.py take fifty."""
+    return models.plan(**{"num_steps": 20, **changes})
 
 
 def everywhere():
