@@ -55,7 +55,7 @@ def test_a_step_of_the_engine_is_that_of_the_loop(entry):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("entry", "method"), one_each(JAX[1::2], METHODS))
+@pytest.mark.parametrize(("entry", "method"), one_each(JAX, METHODS)[1::2])
 def test_methods_in_turn_are_that_of_the_loop(entry, method):
     check(entry, partial(jax_check.call, method=method), entry.refusal)
 
