@@ -42,7 +42,7 @@ _ALIKE = (  # hint for the error about processes that diverge
 
 def is_sharded(parameter: Tensor | None) -> bool:
     """True if a tensor is a `DTensor`; does not import the class."""
-    if type(parameter) in _PLAIN:  # also a parameter of `DTensor`s is one
+    if type(parameter) in _PLAIN:  # nn.Parameter of a DTensor has the type DTensor
         return False
     tensors = sys.modules.get("torch.distributed.tensor")
     return tensors is not None and isinstance(parameter, tensors.DTensor)

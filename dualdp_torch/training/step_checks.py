@@ -55,15 +55,11 @@ class StepChecks:
         self._criterion = CriterionCheck(reduction)
         self._draw: Draw | None = None
         self.due: SpotCheck | None = None
-        self._last: tuple[int, bool, SpotCheck | None] | None = None
         self.has_passed = False
 
     def _drawn(self, step: int, is_first: bool = False) -> SpotCheck | None:
         """Check drawn for a step, or None; always one if `is_first`."""
-        if self._last is None or self._last[:2] != (step, is_first):  # asked again at the release
-            found = exactness.check_at(self._ledger.plan, step, self._rate, is_first=is_first)
-            self._last = step, is_first, found
-        return self._last[2]
+        return exactness.check_at(self._ledger.plan, step, self._rate, is_first=is_first)
 
     def is_step_checked(self, step: int) -> bool:
         """True if a step is checked; the same on all processes."""
