@@ -173,7 +173,8 @@ class Call:
         )
         for rows, batch in self.batch.chunks(self.chunk):
             mask = None if self.mask is None else self.mask[rows]
-            chunk = replace(self, batch=batch, mask=mask, chunk=None)
+            whole = batch is self.batch
+            chunk = self if whole else replace(self, batch=batch, mask=mask, chunk=None)
             chunk.is_checked = is_due and batch.n > 1 and (mask is None or bool(mask.any()))
             yield chunk
             is_due = is_due and not chunk.was_compared
@@ -326,8 +327,9 @@ class Call:
         skip = self.cache.skip or (fresh.skip if fresh else frozenset())
         self._begin_forward()
         names = {id(p): name for name, p in self.parameters.items()}
+        arguments = self.batch.arguments()  # outside of the capture, which would hear it
         with Capture(names, skip=skip, model=self.model) as capture:
-            out = self.loss_fn(self.model, *self.batch.arguments())
+            out = self.loss_fn(self.model, *arguments)
             losses, aux = split_aux(out, self.has_aux)
         if capture.stand_ins:  # freed by now, so that plain autograd would miss them
             self.is_checked = False

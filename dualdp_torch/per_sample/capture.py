@@ -37,6 +37,7 @@ from dualdp_torch.per_sample.parameter_use import (
     no_view,
     refuse_reentrant_checkpoints,
     refuse_transforms,
+    run_backward,
 )
 from dualdp_torch.per_sample.row_permutation import RowPermutations, indexes_unseen
 from dualdp_torch.per_sample.tensor_parallel import layout_of
@@ -122,36 +123,37 @@ class Capture(TorchFunctionMode):
                 self._refuse_second_order(func, args, kwargs)
             return self._plain(func, args, kwargs)
         call = dict(zip(rule.arguments, args, strict=False)) | kwargs
-        held = {slot for slot, value in call.items() if self._is_parameter(value)}
+        held = {slot: value for slot, value in call.items() if self._is_parameter(value)}
         reason = rule.refuse(call) if rule.refuse else None
         if reason:
-            names = ", ".join(repr(self._name(call[slot])) for slot in held)
+            names = ", ".join(repr(self._name(p)) for p in held.values())
             raise UnsupportedLayerError(
                 f"{name_of(func)}{f' (parameter {names})' if names else ''}: {reason}."
             )
-        if not self._covers(rule, call, held) or self._is_skipped(func, call, held):
+        if not self._covers(rule, call, held) or self._is_skipped(func, held):
             return self._plain(func, args, kwargs)
         return self._use(func, rule, args, kwargs, call, held)
 
-    def _is_skipped(self, func: Any, call: Mapping[str, Any], held: set[str]) -> bool:
+    def _is_skipped(self, func: Any, held: Mapping[str, Tensor]) -> bool:
         """True if this call holds no examples; recomputed calls are matched by their parameters."""
-        key = (func, *(id(call[slot]) for slot in held))
         if self._recomputing:
-            return key in self._skipped
+            return (func, *map(id, held.values())) in self._skipped
         self._seen += 1
         if self._seen - 1 not in self._skip:
             return False
-        self._skipped.add(key)
+        self._skipped.add((func, *map(id, held.values())))
         return True
 
-    def _covers(self, rule: Rule, call: Mapping[str, Any], held: set[str]) -> bool:
+    def _covers(self, rule: Rule, call: Mapping[str, Any], held: Mapping[str, Tensor]) -> bool:
         """True if the rule applies to this call."""
-        if not held or not held <= rule.grads.keys() or not torch.is_grad_enabled():
+        if not held or not torch.is_grad_enabled():
+            return False
+        if not all([slot in rule.grads for slot in held]):
             return False
         tensors = {slot: value for slot, value in call.items() if isinstance(value, Tensor)}
-        if any(map(torch.is_complex, tensors.values())):
+        if any([value.is_complex() for value in tensors.values()]):
             return False
-        if held >= tensors.keys():
+        if len(held) == len(tensors):
             return rule.alone
         return rule.applies is None or rule.applies(call)
 
@@ -226,22 +228,21 @@ class Capture(TorchFunctionMode):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         call: dict[str, Any],
-        held: set[str],
+        held: dict[str, Tensor],
     ) -> Tensor:
         """Run the function on detached parameters, and record the use."""
         refuse_transforms(func)
         self.permutations.note_use(args, kwargs)
-        parameters = {slot: value for slot, value in call.items() if slot in held}
-        detached = {id(p): p.detach() for p in parameters.values()}
+        detached = {id(p): p.detach() for p in held.values()}
         out: Tensor = func(
             *[detached.get(id(a), a) for a in args],
             **{name: detached.get(id(a), a) for name, a in kwargs.items()},
         )
         acts = None
-        if not held <= rule.light:
+        if not held.keys() <= rule.light:
             wanted = rule.acts
             if callable(wanted):
-                wanted = wanted({slot: self._name(p) for slot, p in parameters.items()})
+                wanted = wanted({slot: self._name(p) for slot, p in held.items()})
             acts = call[wanted] if isinstance(wanted, str) else tuple(call[w] for w in wanted)
         if not out.requires_grad:
             if out._is_view():
@@ -249,8 +250,8 @@ class Capture(TorchFunctionMode):
             out = attach(out, _LEAF)
         elif out._is_view():  # as of a linear layer with position axes
             out = no_view(out)
-        options = {k: v for k, v in call.items() if k not in held and not torch.is_tensor(v)}
-        self._append(func, rule, parameters, acts, options, out)
+        options = {k: v for k, v in call.items() if not isinstance(v, Tensor)}
+        self._append(func, rule, held, acts, options, out)
         return out
 
     def record(
@@ -340,7 +341,7 @@ class Capture(TorchFunctionMode):
             if capture is None:
                 return function(*args)
             with contextlib.ExitStack() as stack:
-                for mode in modes:  # a backward switches them off
+                for mode in modes:  # a backward of the user's switches them off
                     if mode not in _get_current_function_mode_stack():
                         stack.enter_context(mode)
                 again = stack.enter_context(capture._of_second_run())
@@ -375,7 +376,7 @@ class Capture(TorchFunctionMode):
         leaves = [*parameters.items(), *self.stand_ins.items()]
         targets: list[Any] = [*(use.edge for use in self.uses), *(leaf for _, leaf in leaves)]
         try:
-            found = torch.autograd.grad(total, targets, retain_graph=retain, allow_unused=True)
+            found = run_backward(total, targets, retain=retain)
         except RuntimeError as error:
             if "use_reentrant=True" not in str(error):
                 raise

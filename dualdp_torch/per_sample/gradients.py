@@ -75,11 +75,12 @@ def _totals(
     names: Sequence[str], rows: Tensor | Sequence[Tensor], group_of: Callable[[str], str]
 ) -> dict[str, Tensor]:
     """Return group -> (n,) sum of its parameters' rows."""
+    groups = [*map(group_of, names)]
+    if torch.is_tensor(rows) and len({*groups}) == 1:
+        return {groups[0]: rows.sum(0)}
     members: dict[str, list[int]] = {}
-    for index, name in enumerate(names):
-        members.setdefault(group_of(name), []).append(index)
-    if len(members) == 1 and torch.is_tensor(rows):
-        return {group: rows.sum(0) for group in members}
+    for index, group in enumerate(groups):
+        members.setdefault(group, []).append(index)
     return {group: _added([rows[i] for i in indices]) for group, indices in members.items()}
 
 
@@ -263,15 +264,19 @@ class Captured:
         for use, batch_axis in zip(uses, batch_axes, strict=True):
             if use.grads_out is None or batch_axis is None:
                 continue  # no gradient arrived: the use contributes nothing
-            self.is_narrow |= is_narrow([use.grads_out])
             acts = self._prepare(use.acts, batch_axis)
             grads_out = self._prepare(use.grads_out, batch_axis)
+            is_out_narrow = is_narrow([grads_out])
+            self.is_narrow |= is_out_narrow
+            inputs = acts if isinstance(acts, tuple) else () if acts is None else (acts,)
+            narrow = is_out_narrow or is_narrow(inputs)
+            is_apart = batch_axis.fold == "outer" and not use.rule.rows_are_free
             has_pair = use.rule.pair is not None and {"weight", "bias"} <= use.held.keys()
             beside: dict[str, Tensor] | None = {} if has_pair else None
             for slot, name in use.held.items():
                 own = None if slot in use.rule.light else acts
-                is_apart = batch_axis.fold == "outer" and not use.rule.rows_are_free
-                self._parts[name].append(Part(use, slot, own, grads_out, is_apart, beside))
+                part = Part(use, slot, own, grads_out, is_apart, beside, narrow)
+                self._parts[name].append(part)
             use.acts = use.grads_out = None  # from here on only the parts hold these tensors
             use.versions.clear()
         self._parts = {name: joined(parts) for name, parts in self._parts.items()}
@@ -341,10 +346,11 @@ class Captured:
 
     def _keeps(self, parts: list[Part]) -> bool:
         """True if one parameter's per-sample gradients are kept until the sum."""
-        compared = self._keep == "cheap" and choices.is_forced()
-        if self._keep == "all" or (not compared and all(map(Part.is_small, parts))):
+        is_cheap = self._keep == "cheap"
+        is_compared = is_cheap and choices.is_forced()
+        if self._keep == "all" or (not is_compared and all([part.is_small() for part in parts])):
             return True
-        return self._keep == "cheap" and all(map(Part.prefers_keeping, parts))
+        return is_cheap and all([part.prefers_keeping() for part in parts])
 
     def _norms_alone(self, parts: list[Part]) -> Described | None:
         """Squared norms without forming gradients, or their description; None if dearer."""
@@ -354,7 +360,7 @@ class Captured:
             return None
         found = parts[0].sq_norms()
         # A description would keep widened copies of all layers until they are computed.
-        return sq_norms_of(found, self._n) if parts[0].is_widened else found
+        return sq_norms_of(found, self._n) if parts[0].is_narrow else found
 
     @property
     def doubt(self) -> Tensor | None:
@@ -400,12 +406,15 @@ class Captured:
         pulled_back = self._pulled_back()
         for name, p in self._parameters.items():
             parts = self._parts[name]
-            table = tables.setdefault(wide(p.dtype), NormTable(self._n, self.scale))
+            dtype = wide(p.dtype)
+            if dtype not in tables:
+                tables[dtype] = NormTable(self._n, self.scale)
+            table = tables[dtype]
             if name in self._kept:  # by an earlier call
-                table.add_lengths([name], lengths(self._kept[name])[None])
+                table.add_length(name, lengths(self._kept[name]))
                 continue
             if not parts and name not in pulled_back:
-                table.add(name, (p.new_zeros(self._n, dtype=wide(p.dtype)), None))
+                table.add(name, (p.new_zeros(self._n, dtype=dtype), None))
                 continue
             keeps = self._keeps(parts)
             alone = None if keeps or name in pulled_back else self._norms_alone(parts)
@@ -416,28 +425,30 @@ class Captured:
             if keeps:
                 self._kept[name] = formed
                 parts.clear()  # free the inputs before the next gradient is formed
-                has_length = table.shares(name, formed)
-                if formed.numel() <= (SMALL if on_host(formed) else SMALL_ELSEWHERE):
-                    key = wide(p.dtype), formed.dtype, formed.device
+                has_length, is_here = table.shares(name, formed), on_host(formed)
+                if has_length and is_here:  # there is only its sum to come, one call
+                    continue
+                if formed.numel() <= (SMALL if is_here else SMALL_ELSEWHERE):
+                    key = dtype, formed.dtype, formed.device
                     small.setdefault(key, {})[name] = has_length
                     continue
                 if has_length:
                     continue
-            table.add_lengths([name], lengths(formed)[None])
+            table.add_length(name, lengths(formed))
         for (dtype, *_), has_lengths in small.items():
-            for names, found in self._lengths_of_small(has_lengths):
-                tables[dtype].add_lengths(names, found)
+            for name, found in self._lengths_of_small(has_lengths):
+                tables[dtype].add_length(name, found)
         return [table.finish() for table in tables.values()]
 
-    def _lengths_of_small(self, has_lengths: dict[str, bool]) -> Iterator[tuple[list[str], Tensor]]:
-        """Yield names and (k, n) of kept gradients, which from now on share one tensor.
+    def _lengths_of_small(self, has_lengths: dict[str, bool]) -> Iterator[tuple[str, Tensor]]:
+        """Yield names and lengths (n,) of kept gradients, which from now on share one tensor.
 
         Those of one size lie side by side. `has_lengths` is True for names that need no length.
         """
         numbers = {name: self._kept[name].shape[1:].numel() for name in has_lengths}
         names = sorted(has_lengths, key=lambda name: (numbers[name], has_lengths[name]))
-        each = [self._kept[name].reshape(self._n, numbers[name]) for name in names]
-        together = each[0] if len(each) == 1 else torch.cat(each, 1)
+        flat = [self._kept[name].reshape(self._n, numbers[name]) for name in names]
+        together = flat[0] if len(flat) == 1 else torch.cat(flat, 1)
         pieces = together.split([numbers[name] for name in names], 1)
         for name, piece in zip(names, pieces, strict=True):
             self._kept[name] = piece.view(self._kept[name].shape)
@@ -449,7 +460,8 @@ class Captured:
             same = [*alike]
             stop = start + size * len(same)
             if not has_length:
-                yield same, last_lengths(together[:, start:stop].unflatten(1, (-1, size))).T
+                each = last_lengths(together[:, start:stop].unflatten(1, (-1, size)))
+                yield from zip(same, each.unbind(1), strict=True)
             start = stop
 
     def _by_name(self, table: Table) -> dict[str, Tensor]:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from dualdp_torch.rules import embedding, linear
 from dualdp_torch.rules.base import (
     Norms,
     Tensor,
-    is_narrow,
     weighted_sum,
     widened,
 )
@@ -42,12 +41,12 @@ def _as_rows(tensor: Any) -> Any:
 class Part:
     """Contribution of one parameter use to one parameter's gradient, batch-first.
 
-    Tensors are kept in the precision that the forward computed them in, and widened, that is
-    copied, when read (`is_widened`).
-    `slot` is the parameter's argument in the use; `kept_acts` are its saved input(s), if needed. If
-    `is_apart`, the rule takes the rows of a unit, on axis 1, as examples of their own. `beside`
-    holds the bias's gradients, formed with those of the weight, until its part returns them; None
-    if the rule forms no pairs.
+    Tensors are kept in the precision that the forward computed them in; where that is narrower than
+    float32 (`is_narrow`), they are widened, that is copied, when read. `slot` is the parameter's
+    argument in the use; `kept_acts` are its saved input(s), if needed. If `is_apart`, the rule
+    takes the rows of a unit, on axis 1, as examples of their own. `beside` holds the bias's
+    gradients, formed with those of the weight, until its part returns them; None if the rule forms
+    no pairs.
     """
 
     use: Use
@@ -56,21 +55,17 @@ class Part:
     kept_grads_out: Tensor
     is_apart: bool = False
     beside: dict[str, Tensor] | None = None
-    is_widened: bool = field(init=False)
-
-    def __post_init__(self) -> None:
-        acts = self.kept_acts if isinstance(self.kept_acts, tuple) else (self.kept_acts,)
-        self.is_widened = is_narrow([t for t in (*acts, self.kept_grads_out) if t is not None])
+    is_narrow: bool = False
 
     @property
     def acts(self) -> Any:
         """Saved input(s), float32 or wider."""
-        return widened(self.kept_acts) if self.is_widened else self.kept_acts
+        return widened(self.kept_acts) if self.is_narrow else self.kept_acts
 
     @property
     def grads_out(self) -> Tensor:
         """Gradient of the output, float32 or wider."""
-        return widened(self.kept_grads_out) if self.is_widened else self.kept_grads_out
+        return widened(self.kept_grads_out) if self.is_narrow else self.kept_grads_out
 
     def _ask(self, function: Any, acts: Any, grads_out: Tensor) -> Any:
         if self.is_apart:
@@ -116,8 +111,8 @@ class Part:
 
     def is_small(self) -> bool:
         """True if the per-sample gradients have no more elements than the output's gradient."""
-        size = self.use.shapes[self.slot].numel() * self.kept_grads_out.shape[0]
-        return size <= self.kept_grads_out.numel()
+        g = self.kept_grads_out
+        return self.use.shapes[self.slot].numel() * g.shape[0] <= g.numel()
 
     def prefers_keeping(self) -> bool:
         """True if the rule keeps the gradient rather than forming it twice."""

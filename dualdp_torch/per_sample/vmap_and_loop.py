@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import _engine_run_backward
 from torch.func import functional_call, grad, vmap
 from torch.utils import _pytree as pytree
 
@@ -20,7 +19,7 @@ from dualdp_torch.parallel.fsdp import is_sharded
 from dualdp_torch.parallel.tensor_parallel import local_of
 from dualdp_torch.per_sample.batch import Batch, check_losses, join_aux
 from dualdp_torch.per_sample.gradients import Formed
-from dualdp_torch.per_sample.parameter_use import USE_LOOP
+from dualdp_torch.per_sample.parameter_use import USE_LOOP, run_backward
 from dualdp_torch.rules.base import Tensor, wide
 
 
@@ -35,7 +34,7 @@ def plain_gradients(
     with gradients_set_aside(parameters), torch.enable_grad():
         total = loss()
         if total.requires_grad:
-            _backward(total)
+            run_backward(total)
         return {name: _widened(p, p.grad) for name, p in parameters.items()}
 
 
@@ -45,17 +44,6 @@ def each_by_autograd(
     """Return the gradients of `loss_of(0)` to `loss_of(n - 1)`, each by plain autograd."""
     found = [plain_gradients(partial(loss_of, row), parameters) for row in range(n)]
     return Formed({name: torch.stack([local_of(g[name]) for g in found]) for name in parameters})
-
-
-def _backward(total: Tensor, inputs: Sequence[Tensor] = ()) -> tuple[Tensor | None, ...]:
-    """Run a backward; return the gradients of `inputs`, or add those of all leaves to `grad`.
-
-    `torch.autograd.grad` and `backward` would switch off the function modes that are active, such
-    as one without randomness, in activation checkpoints that run again.
-    """
-    arguments = (total,), (torch.ones_like(total),), False, False, tuple(inputs), True
-    found: Any = _engine_run_backward(*arguments, accumulate_grad=not inputs)
-    return found if inputs else ()
 
 
 def _widened(p: Tensor, grad: Tensor | None) -> Tensor:
@@ -112,7 +100,7 @@ def reweighted(
         total = (each * factors.to(each.dtype)).sum()
     found: tuple[Tensor | None, ...] = (None,) * len(parameters)
     if total.requires_grad:
-        found = _backward(total, [*parameters.values()])
+        found = run_backward(total, [*parameters.values()])
     pairs = zip(parameters.items(), found, strict=True)
     return {name: _widened(p, g) for (name, p), g in pairs}
 

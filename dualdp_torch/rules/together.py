@@ -143,8 +143,8 @@ class NormTable:
         self._products: dict[str, Product] = {}
         self._grams: dict[str, Gram] = {}
         self._others: dict[str, Norms] = {}
-        self._lengths: list[tuple[list[str], Tensor]] = []
-        self._shared: list[tuple[str, int]] = []
+        self._lengths: dict[str, Tensor] = {}
+        self._shared: dict[str, int] = {}
 
     def add(self, name: str, found: Described) -> None:
         """Add a norm that needs no gradient."""
@@ -155,32 +155,30 @@ class NormTable:
         else:
             self._others[name] = found
 
-    def add_lengths(self, names: list[str], found: Tensor) -> None:
-        """Add (k, n) lengths of the gradients of k parameters."""
-        self._lengths.append((names, found))
+    def add_length(self, name: str, found: Tensor) -> None:
+        """Add the (n,) lengths of one parameter's gradients."""
+        self._lengths[name] = found
 
     def shares(self, name: str, grads: Tensor) -> bool:
         """Add a gradient whose length is a factor of a product in the table; False if it is not."""
-        indices = [k for k, p in enumerate(self._products.values()) if p.grads_out is grads]
-        self._shared += [(name, k) for k in indices[:1]]
-        return bool(indices)
+        for index, product in enumerate(self._products.values()):
+            if product.grads_out is grads:
+                self._shared[name] = index
+                return True
+        return False
 
     @in_full_precision
     def finish(self) -> Table:
         """Return the squared norms of all parameters."""
         rows, bounds = list[tuple[list[str], Tensor]](), list[tuple[list[str], Bounds]]()
         products, k, largest = self._products.values(), len(self._products), None
-        acts = [lengths(product.acts)[None] for product in products]
-        grads = [lengths(product.grads_out)[None] for product in products]
-        found = [
-            *acts,
-            *(grads[index] for _, index in self._shared),
-            *(x for _, x in self._lengths),
-        ]
+        acts = [lengths(product.acts) for product in products]
+        grads = [lengths(product.grads_out) for product in products]
+        shared = {name: grads[index] for name, index in self._shared.items()}
+        found = dict(zip(self._products, acts, strict=True)) | shared | self._lengths
         if found:
-            names = [*self._products, *(name for name, _ in self._shared)]
-            names += [name for each, _ in self._lengths for name in each]
-            squares = torch.cat([*found, *acts, *grads]).square_()
+            names = [*found]
+            squares = torch.stack([*found.values(), *acts, *grads]).square_()
             made_of, factors = squares[k:], squares[len(names) :]
             if k:
                 squares[:k].mul_(factors[k:])

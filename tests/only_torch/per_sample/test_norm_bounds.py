@@ -244,7 +244,7 @@ def test_norms_of_moderate_lengths_are_finite_and_exact(dtype, scale):
         table = NormTable(4, scale)
         table.add("weight", product)
         assert table.shares("bias", product.grads_out)
-        table.add_lengths(["kept"], torch.tensor([[1.0, kept, 1.0, 1.0]], dtype=dtype))
+        table.add_length("kept", torch.tensor([1.0, kept, 1.0, 1.0], dtype=dtype))
         found = table.finish()
         for tolerated in (1e-14, 1e-4, 1.0):
             if found.are_moderate(tolerated):
