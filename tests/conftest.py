@@ -5,6 +5,7 @@ import gc
 import importlib
 import os
 import sys
+import tempfile
 from importlib import metadata
 from pathlib import Path
 
@@ -35,6 +36,18 @@ _MOST_MEMORY = 3 * 2**30
 def marks_of_keys(tmp_path_factory):
     """The marks of used keys that are kept for this machine go to a folder of the tests."""
     os.environ["XDG_STATE_HOME"] = os.fspath(tmp_path_factory.mktemp("state"))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def compiled_once():
+    """XLA compiles a program once for a worker and for the processes that its tests start."""
+    with tempfile.TemporaryDirectory() as folder:
+        settings = {"compilation_cache_dir": folder, "persistent_cache_min_compile_time_secs": 0.01}
+        for name, value in settings.items():
+            os.environ[f"JAX_{name.upper()}"] = str(value)  # of a process that imports jax later
+            if "jax" in sys.modules:
+                sys.modules["jax"].config.update(f"jax_{name}", value)
+        yield
 
 
 @pytest.fixture(autouse=True, scope="module")
