@@ -37,7 +37,6 @@ from dualdp_torch.per_sample.parameter_use import (
     no_view,
     refuse_reentrant_checkpoints,
     refuse_transforms,
-    run_backward,
 )
 from dualdp_torch.per_sample.row_permutation import RowPermutations, indexes_unseen
 from dualdp_torch.per_sample.tensor_parallel import layout_of
@@ -341,7 +340,7 @@ class Capture(TorchFunctionMode):
             if capture is None:
                 return function(*args)
             with contextlib.ExitStack() as stack:
-                for mode in modes:  # a backward of the user's switches them off
+                for mode in modes:  # a backward switches them off
                     if mode not in _get_current_function_mode_stack():
                         stack.enter_context(mode)
                 again = stack.enter_context(capture._of_second_run())
@@ -375,8 +374,10 @@ class Capture(TorchFunctionMode):
             return []
         leaves = [*parameters.items(), *self.stand_ins.items()]
         targets: list[Any] = [*(use.edge for use in self.uses), *(leaf for _, leaf in leaves)]
+        if not targets:  # nothing is trained
+            return []
         try:
-            found = run_backward(total, targets, retain=retain)
+            found = torch.autograd.grad(total, targets, retain_graph=retain, allow_unused=True)
         except RuntimeError as error:
             if "use_reentrant=True" not in str(error):
                 raise

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
-from torch.autograd.graph import GradientEdge, _engine_run_backward
+from torch.autograd.graph import GradientEdge
 from torch.nn.parameter import is_lazy
 
 from dualdp._validate import UnsupportedLayerError
@@ -231,19 +231,6 @@ def graph_nodes(roots: Iterable[Any]) -> Iterator[Any]:
             seen.add(node)
             yield node
             stack += [child for child, _ in node.next_functions]
-
-
-def run_backward(
-    total: Tensor, inputs: Sequence[Tensor | GradientEdge] = (), *, retain: bool = False
-) -> tuple[Tensor | None, ...]:
-    """Run a backward; return the gradients of `inputs`, or add those of all leaves to `grad`.
-
-    `torch.autograd.grad` and `backward` would switch off the function modes that are active, such
-    as one without randomness, in activation checkpoints that run again.
-    """
-    arguments = (total,), (torch.ones_like(total),), retain, False, tuple(inputs), True
-    found: Any = _engine_run_backward(*arguments, accumulate_grad=not inputs)
-    return found if inputs else ()
 
 
 def refuse_reentrant_checkpoints(total: Tensor) -> None:

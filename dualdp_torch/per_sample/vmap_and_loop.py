@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import _engine_run_backward
 from torch.func import functional_call, grad, vmap
 from torch.utils import _pytree as pytree
 
@@ -19,7 +20,7 @@ from dualdp_torch.parallel.fsdp import is_sharded
 from dualdp_torch.parallel.tensor_parallel import local_of
 from dualdp_torch.per_sample.batch import Batch, check_losses, join_aux
 from dualdp_torch.per_sample.gradients import Formed
-from dualdp_torch.per_sample.parameter_use import USE_LOOP, run_backward
+from dualdp_torch.per_sample.parameter_use import USE_LOOP, graph_nodes
 from dualdp_torch.rules.base import Tensor, wide
 
 
@@ -29,13 +30,22 @@ def plain_gradients(
     """Return the gradient of one scalar by plain `backward()`; every `p.grad` is restored.
 
     `torch.autograd.grad` would miss a part: functions that differentiate by themselves, such as
-    reversible blocks, add to `p.grad`.
+    reversible blocks, add to `p.grad`. A tensor outside of `parameters` is left as it was.
     """
     with gradients_set_aside(parameters), torch.enable_grad():
         total = loss()
         if total.requires_grad:
-            run_backward(total)
+            with gradients_set_aside(_other_leaves(total, parameters)):
+                _backward(total)
         return {name: _widened(p, p.grad) for name, p in parameters.items()}
+
+
+def _other_leaves(total: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the leaves of a graph that are no parameters, such as a loss's own, by numbers."""
+    own = {id(p) for p in parameters.values()}
+    leaves = [getattr(node, "variable", None) for node in graph_nodes([total.grad_fn])]
+    others = [leaf for leaf in leaves if leaf is not None and id(leaf) not in own]
+    return {str(number): leaf for number, leaf in enumerate(others)}
 
 
 def each_by_autograd(
@@ -44,6 +54,17 @@ def each_by_autograd(
     """Return the gradients of `loss_of(0)` to `loss_of(n - 1)`, each by plain autograd."""
     found = [plain_gradients(partial(loss_of, row), parameters) for row in range(n)]
     return Formed({name: torch.stack([local_of(g[name]) for g in found]) for name in parameters})
+
+
+def _backward(total: Tensor, inputs: Sequence[Tensor] = ()) -> tuple[Tensor | None, ...]:
+    """Run a backward; return the gradients of `inputs`, or add those of all leaves to `grad`.
+
+    `torch.autograd.grad` and `backward` would switch off the function modes that are active, such
+    as one without randomness, in activation checkpoints that run again.
+    """
+    arguments = (total,), (torch.ones_like(total),), False, False, tuple(inputs), True
+    found: Any = _engine_run_backward(*arguments, accumulate_grad=not inputs)
+    return found if inputs else ()
 
 
 def _widened(p: Tensor, grad: Tensor | None) -> Tensor:
@@ -100,7 +121,7 @@ def reweighted(
         total = (each * factors.to(each.dtype)).sum()
     found: tuple[Tensor | None, ...] = (None,) * len(parameters)
     if total.requires_grad:
-        found = run_backward(total, [*parameters.values()])
+        found = _backward(total, [*parameters.values()])
     pairs = zip(parameters.items(), found, strict=True)
     return {name: _widened(p, g) for (name, p), g in pairs}
 
@@ -170,8 +191,9 @@ def by_vmap(
         raise UnsupportedLayerError(
             f"torch.func.vmap can't run this model ({first}). {USE_LOOP}"
         ) from error
-    grads = Formed({name: formed[f"model.{name}"] for name in parameters})
-    return grads, losses, call.aux(tensors_of_aux)
+    # Detached from what else the loss is computed from, such as a parameter of its own.
+    grads = Formed({name: formed[f"model.{name}"].detach() for name in parameters})
+    return grads, losses.detach(), call.aux(tensors_of_aux)
 
 
 def again_by_vmap(

@@ -482,3 +482,25 @@ def test_hooks_on_accumulated_gradients_are_refused():
     layer.weight.register_post_accumulate_grad_hook(lambda p: None)
     with pytest.raises(UnsupportedLayerError, match="'weight' has a gradient hook"):
         dpt.per_sample_norms(loss_fn, layer, data(N, 6))
+
+
+@pytest.mark.parametrize("trains", [True, False], ids=["trained", "frozen"])
+@pytest.mark.parametrize("method", dpt.METHODS)
+def test_a_parameter_of_the_loss_is_a_constant_and_gets_no_gradient(method, trains):
+    """Plain autograd of an example would leave its gradient there, neither clipped nor noised."""
+    scale = nn.Parameter(torch.tensor(0.5))
+    scale.grad = torch.tensor(7.0)
+    layer = randomise(nn.Linear(6, 2)).requires_grad_(trains)
+
+    def loss(by):
+        return lambda m, x: m(x).square().sum(1) * torch.exp(-by) + by
+
+    batch, options = data(N, 6), {"method": method, "check": "always"}
+    grads, norms, clipped = (call() for call in call_all(loss(scale), layer, batch, **options))
+    expected = [call() for call in call_all(loss(scale.detach()), layer, batch, **options)]
+    assert float(scale.grad) == 7.0
+    assert len(grads) == len(clipped.grads) == (2 if trains else 0)
+    found = [grads, norms, (clipped.grads, clipped.norms, clipped.losses)]
+    torch.testing.assert_close(found, [*expected[:2], tuple(expected[2][:3])])
+    for tensor in (norms, clipped.losses, *grads.values(), *clipped.grads.values()):
+        assert not tensor.requires_grad
