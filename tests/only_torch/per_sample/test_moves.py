@@ -279,7 +279,8 @@ def test_a_call_leaves_no_tensor_to_the_garbage_collector(way, shape, by):
     """Activations in a cycle would stay for many steps."""
     model, batch = randomise(Two(way)), (data(*shape), by)
     dpt.clipped_grad_sum(squares, model, *batch, max_grad_norm=1.0)
-    gc.collect()
+    for _ in range(3):  # what the compiled models of other tests leave goes piece by piece
+        gc.collect()
     gc.disable()
     try:
         dpt.clipped_grad_sum(squares, model, *batch, max_grad_norm=1.0)
