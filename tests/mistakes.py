@@ -12,7 +12,10 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+import dualdp
+
+#: Folder of the packages: the repository, or where a wheel is installed.
+HOME = Path(dualdp.__file__).parent.parent
 #: Words of Python and of the frameworks, which say nothing of the user's call.
 RAW = ("[Errno", "NoneType", "object has no attribute", "not subscriptable", "Tracer", " a int")
 LONGEST = 700  # characters
@@ -23,7 +26,7 @@ def is_a_sentence_of_ours(error):
     frame, line = list(traceback.walk_tb(error.__traceback__))[-1]
     file = Path(frame.f_code.co_filename)
     source = linecache.getline(str(file), line).strip()
-    is_ours = file.is_relative_to(ROOT) and file.relative_to(ROOT).parts[0].startswith("dualdp")
+    is_ours = file.is_relative_to(HOME) and file.relative_to(HOME).parts[0].startswith("dualdp")
     return is_ours and source.startswith("raise")
 
 
