@@ -29,6 +29,8 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("dualdp")
 
 BACKENDS = ("torch", "jax")
+# Of the PyTorch models and batches of tests that can run on a GPU; JAX has JAX_PLATFORMS.
+DEVICE = os.environ.get("DUALDP_TEST_DEVICE", "cpu")
 _MOST_MEMORY = 3 * 2**30
 
 

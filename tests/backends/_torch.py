@@ -12,19 +12,20 @@ from torch import nn
 import dualdp_torch as backend
 from tests import reference
 from tests.cases.layers import Case
+from tests.conftest import DEVICE
 
 NAME = "torch"
 METHODS = tuple(method for method in backend.METHODS if method != "auto")
 
 
 def build(case: Case) -> tuple[nn.Module, torch.Tensor]:
-    """The case's model and inputs, in the case's dtype."""
+    """The case's model and inputs, in the case's dtype, on the device of the tests."""
     dtype = getattr(torch, case.dtype)
-    return reference.model_of(case, dtype), reference.batch_of(case, dtype)
+    return reference.model_of(case, dtype).to(DEVICE), reference.batch_of(case, dtype).to(DEVICE)
 
 
 def _numpy(found: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
-    return {name: value.detach().numpy() for name, value in found.items()}
+    return {name: value.detach().cpu().numpy() for name, value in found.items()}
 
 
 def per_sample_grads(case: Case, **options: Any) -> dict[str, np.ndarray]:
@@ -39,15 +40,15 @@ def per_sample_norms(case: Case, *, per_parameter: bool = False, **options: Any)
     found = backend.per_sample_norms(
         reference.loss_fn, model, x, per_parameter=per_parameter, **options
     )
-    return _numpy(found) if per_parameter else found.numpy()
+    return _numpy(found) if per_parameter else found.cpu().numpy()
 
 
 def clipped_grad_sum(case: Case, **options: Any) -> tuple[dict[str, np.ndarray], Any, Any]:
     """({trained name: sum}, norms (n,), losses (n,))."""
     model, x = build(case)
     if options.get("mask") is not None:
-        options["mask"] = torch.from_numpy(options["mask"])
+        options["mask"] = torch.from_numpy(options["mask"]).to(DEVICE)
     if options.get("clipping") == "per_layer" and options.get("method") == "two_pass":
         options["method"] = "book_keeping"  # two_pass refuses per_layer; only_torch tests that
     found = backend.clipped_grad_sum(reference.loss_fn, model, x, **options)
-    return _numpy(found.grads), found.norms.numpy(), found.losses.numpy()
+    return _numpy(found.grads), found.norms.cpu().numpy(), found.losses.cpu().numpy()

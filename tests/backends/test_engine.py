@@ -12,7 +12,7 @@ import dualdp.torch as dpt
 from dualdp import AccountingError, PrivacyPlan
 from dualdp.plan.schedules import AdaptiveNorm
 from tests.closeness import factors_of
-from tests.conftest import BACKENDS
+from tests.conftest import BACKENDS, DEVICE
 
 stacks = pytest.mark.parametrize("stack", BACKENDS)
 RNG = np.random.default_rng(0)
@@ -56,7 +56,7 @@ def rest_of(engine, loader):
 def make_private(stack, *, secure_mode=False, **arguments):
     """(engine, train): train(steps) does so many steps and returns the weights after each."""
     if stack == "torch":
-        model = LinearModel()
+        model = LinearModel().to(DEVICE)
         optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
         data = torch.utils.data.TensorDataset(torch.tensor(X), torch.tensor(Y))
         engine = dpt.PrivacyEngine(accountant="rdp", secure_mode=secure_mode)
@@ -72,11 +72,12 @@ def make_private(stack, *, secure_mode=False, **arguments):
             for x, y in rest_of(engine, loader):  # physical batches; a release ends a logical one
                 released = len(engine.accountant)
                 optimizer.zero_grad()
+                x, y = x.to(DEVICE), y.to(DEVICE)
                 (0.5 * (model(x) - y) ** 2).sum().backward()
                 optimizer.step()
                 if len(engine.accountant) == released:
                     continue
-                yield model.w.detach().numpy().copy()
+                yield model.w.detach().cpu().numpy().copy()
 
         return engine, train
     engine = dpj.PrivacyEngine(accountant="rdp", secure_mode=secure_mode)

@@ -16,7 +16,7 @@ from dualdp.porting import matching
 from dualdp.randomness import RootKey, grid_noise, normal, threefry
 from dualdp_jax.noise import noise as jax_noise
 from dualdp_torch.noise import noise as torch_noise
-from tests.conftest import BACKENDS
+from tests.conftest import BACKENDS, DEVICE
 
 SHAPES = {"a.weight": (60, 50), "a.bias": (60,), "b.weight": (3, 4, 5, 5)}
 KINDS = {"a.weight": "linear", "a.bias": "linear", "b.weight": "conv"}
@@ -42,10 +42,10 @@ def plan(**changes):
 def noisy_mean(stack, sums, plan, step, *, x64=True, **more):
     """NumPy in, NumPy out; of a secret key without asking whether the step is on record."""
     if stack == "torch":
-        tensors = {name: torch.as_tensor(total) for name, total in sums.items()}
+        tensors = {name: torch.as_tensor(total, device=DEVICE) for name, total in sums.items()}
         mean = dpt.noisy_mean if plan.seed is not None else torch_noise.noised_mean
         means = mean(tensors, plan, step, **more)
-        return {name: mean.numpy() for name, mean in means.items()}
+        return {name: mean.cpu().numpy() for name, mean in means.items()}
     with jax.enable_x64(x64):
         arrays = {name: jnp.asarray(total) for name, total in sums.items()}
         if plan.seed is not None:
@@ -102,7 +102,9 @@ def test_portable_noise_is_the_same_on_both_stacks(dtype):
     pairs = matching.match(SHAPES, KINDS, leaves)
     run = plan()
     for step in (0, 17):
-        tensors = {name: torch.as_tensor(total) for name, total in zeros(dtype).items()}
+        tensors = {
+            name: torch.as_tensor(total, device=DEVICE) for name, total in zeros(dtype).items()
+        }
         ours = dpt.noisy_mean(tensors, run, step, layout=pairs)
         with jax.enable_x64(True):
             tree = {"a": {}, "b": {}}
@@ -110,7 +112,7 @@ def test_portable_noise_is_the_same_on_both_stacks(dtype):
                 tree[module][kind] = jnp.zeros(shape, dtype)
             theirs = jax.tree.leaves(dpj.noisy_mean(tree, run, step))
             for pair in pairs:
-                a = ours[pair.torch_name].numpy()
+                a = ours[pair.torch_name].cpu().numpy()
                 b = pair.to_torch(np.asarray(theirs[pair.jax_index]))
                 assert a.dtype == b.dtype == np.dtype(dtype)
                 np.testing.assert_allclose(a, b, rtol=1e-6 if dtype == "float32" else 1e-11)

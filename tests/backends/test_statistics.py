@@ -17,7 +17,7 @@ from scipy import stats
 import dualdp.jax as dpj
 import dualdp.torch as dpt
 from dualdp import PrivacyPlan
-from tests.conftest import BACKENDS
+from tests.conftest import BACKENDS, DEVICE
 
 LEVEL = 1e-4
 N, STEPS = 40, 30
@@ -52,6 +52,7 @@ def torch_run(plan):
     )
     for layer, weight in ((model[0], WEIGHT), (model[2], HEAD)):
         layer.weight.data = torch.tensor(weight)
+    model.to(DEVICE)
     data = torch.utils.data.TensorDataset(torch.tensor(X), torch.arange(N))
     engine = dpt.PrivacyEngine()
     model, optimizer, loader = engine.make_private(
@@ -65,13 +66,14 @@ def torch_run(plan):
     for x, index in loader.remaining():
         before = engine.ledger.position
         optimizer.zero_grad()
-        (model(x) ** 2).sum().backward()
+        (model(x.to(DEVICE)) ** 2).sum().backward()
         optimizer.step()
         drawn += index.tolist()  # no draw is empty at these sizes; padding repeats example 0
         if engine.ledger.position > before:
             stages = engine.stages()
-            got = {name: p.grad for name, p in model.named_parameters()}
-            yield drawn[: len(stages.unprotected_norms)], stages.unprotected_sum, got
+            got = {name: p.grad.cpu() for name, p in model.named_parameters()}
+            sums = {name: total.cpu() for name, total in stages.unprotected_sum.items()}
+            yield drawn[: len(stages.unprotected_norms)], sums, got
             drawn = []
 
 

@@ -11,6 +11,7 @@ import torch
 from dualdp.randomness.universal_hash import BLOCK, hash_arrays
 from dualdp_jax.parallel.sum_hash import hash_sums as jax_hash
 from dualdp_torch.parallel.sum_hash import hash_sums as torch_hash
+from tests.conftest import DEVICE
 
 SECRET = bytes(range(64))
 RNG = np.random.default_rng(0)
@@ -27,9 +28,9 @@ SHAPES = {
 def torch_arrays(arrays):
     """Tensors with the bits of some arrays."""
     return [
-        torch.from_numpy(a.view(np.int16)).view(torch.bfloat16)
+        torch.from_numpy(a.view(np.int16)).to(DEVICE).view(torch.bfloat16)
         if a.dtype == ml_dtypes.bfloat16
-        else torch.from_numpy(a)
+        else torch.from_numpy(a).to(DEVICE)
         for a in arrays
     ]
 
