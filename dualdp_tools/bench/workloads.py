@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -177,6 +177,12 @@ def vit_tiny(
     return Workload("vit_tiny", model, (3, image, image))
 
 
+def vit_base(
+    layers: int = 12, width: int = 768, heads: int = 12, image: int = 224, patch: int = 16
+) -> Workload:
+    return replace(vit_tiny(layers, width, heads, image, patch), name="vit_base", options={})
+
+
 def _classifier(channels: int, size: int, hidden: int) -> tuple[Layer, ...]:
     first = Linear(channels * size**2, hidden, image=(channels, size, size))
     head = (first, RELU, Linear(hidden, hidden), RELU, Linear(hidden, 10))
@@ -207,29 +213,70 @@ def vgg16(image: int = 224, hidden: int = 4_096) -> Workload:
     return Workload("vgg16", chain(*layers, *_classifier(512, 7, hidden)), (3, image, image))
 
 
+def _convolution(inputs: int, outputs: int, kernel: int, stride: int = 1) -> Layer:
+    return Conv(inputs, outputs, kernel, stride, padding=kernel // 2, bias=False)
+
+
+def _resnet(
+    repeats: tuple[int, ...], image: int, groups: int, *, bottleneck: bool
+) -> tuple[Layer, tuple[int, ...]]:
+    """Model and input shape of a residual network with GroupNorm instead of BatchNorm."""
+
+    def normed(*sizes: int) -> tuple[Layer, Layer]:
+        return _convolution(*sizes), Norm("groupnorm", sizes[1], groups)
+
+    layers = [*normed(3, 64, 7, 2), RELU, Pool("max", 3, 2, 1)]
+    inputs = 64
+    for width, repeat in zip((64, 128, 256, 512), repeats, strict=True):
+        outputs = 4 * width if bottleneck else width
+        for index in range(repeat):
+            stride = 2 if index == 0 and width > 64 else 1
+            body = [*normed(inputs, width, 3, stride), RELU, *normed(width, width, 3)]
+            if bottleneck:
+                body = [*normed(inputs, width, 1), RELU, *normed(width, width, 3, stride), RELU]
+                body += normed(width, outputs, 1)
+            project = chain(*normed(inputs, outputs, 1, stride)) if outputs != inputs else None
+            layers += [Residual(chain(*body), project), RELU]
+            inputs = outputs
+    return chain(*layers, Op("pixel_mean"), Linear(inputs, 10)), (3, image, image)
+
+
 def resnet18_gn(image: int = 64, groups: int = 32) -> Workload:
     """Return ResNet-18 with GroupNorm instead of BatchNorm."""
+    return Workload("resnet18_gn", *_resnet((2, 2, 2, 2), image, groups, bottleneck=False))
 
-    def convolution(inputs: int, outputs: int, kernel: int, stride: int) -> tuple[Layer, Layer]:
-        layer = Conv(inputs, outputs, kernel, stride, padding=kernel // 2, bias=False)
-        return layer, Norm("groupnorm", outputs, groups)
 
-    layers = [*convolution(3, 64, 7, 2), RELU, Pool("max", 3, 2, 1)]
-    inputs = 64
-    for outputs in (64, 64, 128, 128, 256, 256, 512, 512):
-        stride = 1 if outputs == inputs else 2
-        first, second = convolution(inputs, outputs, 3, stride), convolution(outputs, outputs, 3, 1)
-        project = chain(*convolution(inputs, outputs, 1, stride)) if stride > 1 else None
-        layers += [Residual(chain(*first, RELU, *second), project), RELU]
+def resnet50_gn(image: int = 224, groups: int = 32) -> Workload:
+    """Return ResNet-50 with GroupNorm instead of BatchNorm."""
+    return Workload("resnet50_gn", *_resnet((3, 4, 6, 3), image, groups, bottleneck=True))
+
+
+def wrn16_4(image: int = 32, groups: int = 16) -> Workload:
+    """Return the WRN-16-4 with GroupNorm of De et al. 2022, without weight standardisation."""
+
+    def activated(width: int) -> tuple[Layer, Layer]:
+        return Norm("groupnorm", width, groups), RELU
+
+    layers: list[Layer] = [_convolution(3, 16, 3)]
+    inputs = 16
+    for outputs in (64, 128, 256):
+        stride = 1 if outputs == 64 else 2
+        first = (_convolution(inputs, outputs, 3, stride), *activated(outputs))
+        second = _convolution(outputs, outputs, 3)
+        project = chain(_convolution(inputs, outputs, 1, stride))
+        again = (*activated(outputs), second, *activated(outputs), second)
+        layers += [*activated(inputs), Residual(chain(*first, second), project)]
+        layers += [Residual(chain(*again))]
         inputs = outputs
-    model = chain(*layers, Op("pixel_mean"), Linear(512, 10))
-    return Workload("resnet18_gn", model, (3, image, image))
+    model = chain(*layers, *activated(inputs), Op("pixel_mean"), Linear(inputs, 10))
+    return Workload("wrn16_4", model, (3, image, image))
 
 
 WORKLOADS: dict[str, Callable[..., Workload]] = {
     builder.__name__: builder
     for builder in (
-        logreg, ffnn, mlp, mnist, cifar10, embed, lstm, gpt, alexnet, vgg16, resnet18_gn, vit_tiny
+        *(logreg, ffnn, mlp, mnist, cifar10, embed, lstm, gpt, alexnet, vgg16),
+        *(resnet18_gn, resnet50_gn, wrn16_4, vit_tiny, vit_base),
     )
 }  # fmt: skip
 
