@@ -41,18 +41,19 @@ REFERENCES = (NON_PRIVATE, AUTO)
 def styles(rows: Iterable[Row]) -> dict[str, dict[str, Any]]:
     """Return system -> label, colour, line, marker and hatch, in at most six colours.
 
-    Systems of one library share a colour, but for dualdp's methods, of which `families` puts four
-    into a figure.
+    Systems of one library share a colour, and a seventh library that of another; dualdp's methods
+    have their own, of which `families` puts four into a figure.
     """
     counts: Counter[str] = Counter()
     free, made = itertools.cycle(_OTHERS), {}
     for name in dict.fromkeys(row.system for row in rows):
         key = name if name.startswith(OURS) else name.partition(":")[0]
-        line, marker, hatch = _VARIANTS[counts[key] % len(_VARIANTS)]
-        counts[key] += 1
+        color = COLORS.get(key) or next(free)
+        line, marker, hatch = _VARIANTS[counts[color] % len(_VARIANTS)]
+        counts[color] += 1
         made[name] = {
             "label": name,
-            "color": COLORS.get(key) or next(free),
+            "color": color,
             "linestyle": line,
             "marker": marker,
             "hatch": hatch,

@@ -2,7 +2,8 @@
 """Other PyTorch libraries, used as in their documentation.
 
 Opacus has four modes (hooks, functorch, ew, ghost); recurrent layers are replaced by its own, as it
-requires. BackPACK gives per-sample gradients, which are clipped as in its tutorial.
+requires. BackPACK gives per-sample gradients, which are clipped as in its tutorial; opake gives the
+clipped sum of a loss of one example.
 """
 
 from __future__ import annotations
@@ -149,4 +150,4 @@ def opake(setting: Setting, kind: Kind = Problem) -> Prepared:
 
 SYSTEMS: dict[str, Callable[[Setting], Prepared]] = {
     f"opacus:{mode}": partial(opacus, mode=mode) for mode in ("hooks", "functorch", "ew", "ghost")
-} | {"backpack": backpack}
+} | {"backpack": backpack, "opake": opake}
