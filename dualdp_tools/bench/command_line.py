@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import shlex
 import sys
@@ -76,6 +77,14 @@ def keep_freed_memory() -> None:
         _call_libc("mallopt", option, 2**31 - 1)
 
 
+def release_memory() -> None:
+    """Give freed memory back to the kernel, and to the other stack on a GPU."""
+    gc.collect()  # a system that failed may be in a cycle
+    _call_libc("malloc_trim", 0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].cuda.empty_cache()
+
+
 def _call_libc(name: str, *arguments: int) -> None:
     """Call a function of the C library, where there is one."""
     function = getattr(ctypes.CDLL(None), name, None) if os.name == "posix" else None
@@ -118,7 +127,7 @@ def keep(run: results.RunFile, steps: Iterable[list[Row]]) -> Path:
         for rows in steps:
             if rows:
                 run.add(rows)
-            _call_libc("malloc_trim", 0)  # freed memory goes back to the kernel between points
+            release_memory()
     except BaseException:
         if run.partial is not None:
             typer.secho(
@@ -150,7 +159,10 @@ def measure(
     resume: Path | None = None,
 ) -> None:
     """Run suites, write their results file, and show it."""
-    now = results.collect([], device=device, threads=threads, command=command_text())
+    device_type = sessions[0].device if sessions else "cpu"
+    now = results.collect(
+        [], device=device, threads=threads, command=command_text(), device_type=device_type
+    )
     if resume is not None:
         stopped = results.read(resume)
         results.check_same(stopped, now, resume)
@@ -186,7 +198,7 @@ def suite_command(names: list[str], suffix: str) -> Callable[..., None]:
             names,
             "-".join([suffix, *(backend or ())]),
             [Session(stack, system, workload, batch, protocol, device, quick) for stack in stacks],
-            device=stacks[0].device(device),
+            device=[stack.device(device) for stack in stacks][0],
             threads=threads,
             quick=quick,
             out=out,
@@ -260,19 +272,19 @@ def profile_workloads(
     limit_threads(threads)
     warnings.filterwarnings("ignore")
     stack = systems.stack(backend)
-    for name in workload or marked(backend):
-        typed = f"python -m benchmarks profile --backend {backend} --workload {name}"
+    for name in workload or marked(backend, device):
         with console.status(f"Tracing {name} ..."):
-            page = profiles.profile(stack, name, system, batch=batch, device=device, command=typed)
+            page = profiles.profile(stack, name, system, batch=batch, device=device)
         typer.echo(page)
-        typer.echo(profiles.write(page, name, backend, out))
+        typer.echo(profiles.write(page, name, backend, out, device))
 
 
-def marked(stack: str) -> list[str]:
-    """Return the workloads that are marked in the newest committed run of a stack."""
-    path = readmes.newest(results.FOLDER).get(stack)
+def marked(stack: str, device_type: str = "cpu") -> list[str]:
+    """Return the workloads that are marked in a stack's newest committed run on a device."""
+    path = readmes.newest(results.FOLDER).get(results.table_name(stack, device_type))
     rows = results.read(path).rows if path else []
-    return sorted({row.workload for row in rows if marks.reasons(row, rows) and row.stack == stack})
+    rows = [row for row in rows if row.stack == stack]
+    return sorted({row.workload for row in rows if marks.reasons(row, rows, device_type)})
 
 
 @app.command("workloads")

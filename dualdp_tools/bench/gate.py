@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from dataclasses import dataclass, replace
 from typing import Any
@@ -97,9 +98,13 @@ def admit(
             first = time.perf_counter() - start
             if prepared.read is not None:
                 check(name, prepared.read(outcome), truth, slack)
+            prepared.clear()
             admitted[name] = Candidate(prepared, first)
         except NothingToForce:
             continue
         except Exception as error:  # any exception is the reason in the system's row
             refused[name] = error_text(error)
+        if name in refused:
+            prepared = outcome = None
+            gc.collect()  # what it allocated may be in cycles, such as those of hooks
     return admitted, refused

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from dualdp_tools.bench import profile, results
-from dualdp_tools.bench.results import Row
+from dualdp_tools.bench.results import Row, table_name
 from dualdp_tools.bench.systems import AUTO, NON_PRIVATE
 
 OURS = "dualdp:"
-#: Stack -> workload -> target time, as a multiple of the non-private step's.
+#: Stack -> workload -> target time on a CPU, as a multiple of the non-private step's.
 AIMS: dict[str, dict[str, float]] = {
     "torch": {
         "mlp": 1.15,
@@ -37,7 +37,7 @@ AIMS: dict[str, dict[str, float]] = {
 }
 
 
-def reasons(row: Row, rows: Iterable[Row]) -> list[str]:
+def reasons(row: Row, rows: Iterable[Row], device_type: str = "cpu") -> list[str]:
     """Return the reasons to mark a row of dualdp, given all rows of its file."""
     if row.system != AUTO or not row.seconds or row.quantity not in ("gradient", "update", "epoch"):
         return []
@@ -46,7 +46,7 @@ def reasons(row: Row, rows: Iterable[Row]) -> list[str]:
     if others:
         best = min(others, key=lambda one: one.seconds)
         found.append(f"{best.system} takes {best.seconds / row.seconds:.2f} of its time")
-    aim = AIMS.get(row.stack, {}).get(row.workload)
+    aim = AIMS.get(table_name(row.stack, device_type), {}).get(row.workload)
     measured = row.suite == "run" and row.quantity == "gradient"
     if measured and aim and row.ratio and row.ratio > aim:
         found.append(f"the aim is {aim:g}")
@@ -64,13 +64,13 @@ def _is_beside(other: Row, row: Row) -> bool:
     )
 
 
-def remark(row: Row, rows: Iterable[Row], folder: str) -> str | None:
+def remark(row: Row, rows: Iterable[Row], folder: str, device_type: str = "cpu") -> str | None:
     """Return the remark under a table that explains a row, with a link, or None."""
-    found = reasons(row, rows)
+    found = reasons(row, rows, device_type)
     if not found:
         return None
-    page = profile.path_of(row.workload, row.stack)
-    command = f"profile --backend {row.stack} --workload {row.workload}"
+    page = profile.path_of(row.workload, row.stack, device_type)
+    command = profile.command(row.workload, row.stack, device_type)
     explained = (results.FOLDER / page).exists()
     why = f"[where the time goes]({folder}/{page})" if explained else f"see `{command}`"
     name = row.workload if row.axis is None else f"{row.workload}, {row.axis} {row.at:g}"

@@ -75,15 +75,27 @@ class Timing:
 
 
 def interleave(
-    steps: Mapping[str, Callable[[], Any]], protocol: Protocol | None = None
+    steps: Mapping[str, Callable[[], Any]],
+    protocol: Protocol | None = None,
+    clear: Mapping[str, Callable[[], Any]] | None = None,
 ) -> dict[str, Timing]:
-    """Time each step once per round, in a random order; too slow a system gets no rounds."""
-    protocol = protocol or Protocol()
-    first = {name: _seconds(step) for name, step in steps.items()}
+    """Time each step once per round, in a random order; too slow a system gets no rounds.
+
+    `clear` is called after a step, and not counted.
+    """
+    protocol, clear = protocol or Protocol(), clear or {}
+
+    def turn(name: str) -> float:
+        seconds = _seconds(steps[name])
+        if name in clear:
+            clear[name]()
+        return seconds
+
+    first = {name: turn(name) for name in steps}
     warm = dict(first)
-    for name, step in steps.items():
+    for name in steps:
         for _ in range(protocol.warmup - 1):
-            warm[name] = _seconds(step)
+            warm[name] = turn(name)
     behind = protocol.far * warm.get(NON_PRIVATE, math.inf)
     far = {name for name in steps if warm[name] > behind}
     names = [name for name in steps if name not in far or warm[name] <= protocol.longest]
@@ -96,7 +108,7 @@ def interleave(
                 continue
             if warm[name] < protocol.short:
                 steps[name]()
-            seconds[name].append(_seconds(steps[name]))
+            seconds[name].append(turn(name))
     return {name: Timing(tuple(seconds[name]), first[name], warm[name]) for name in steps}
 
 
@@ -159,13 +171,17 @@ def point(
                 start = time.perf_counter()
                 prepared = stack.systems[name](setting)
                 candidates[name] = Candidate(prepared, time.perf_counter() - start)
-        elif quantity == "update":  # the gate has called the gradient only
+        elif quantity == "update":
             candidates = {name: replace(one, first=0.0) for name, one in candidates.items()}
         calls = {
             name: call
             for name, one in candidates.items()
             if (call := _call(quantity, stack, one.prepared, setting, arrays, batch, together))
         }
+        if quantity != "gradient":  # the gate has called the gradient only
+            candidates, failed = _called(calls, candidates)
+            rows += [replace(base, system=name, error=why) for name, why in failed.items()]
+            calls = {name: call for name, call in calls.items() if name not in failed}
         timed = _timed(base, calls, candidates, protocol)
         rows += timed
         rows += [replace(base, system=name, error=why) for name, why in refused.items()]
@@ -201,6 +217,21 @@ def _call(
     return epoch
 
 
+def _called(
+    calls: Mapping[str, Callable[[], Any]], candidates: Mapping[str, Candidate]
+) -> tuple[dict[str, Candidate], dict[str, str]]:
+    """Call each once; return the candidates with those seconds, and reasons of those that fail."""
+    called, failed = dict(candidates), {}
+    for name, call in calls.items():
+        one = candidates[name]
+        try:
+            called[name] = replace(one, first=one.first + _seconds(call))
+        except Exception as error:  # a step with noise needs more memory than its gradient
+            failed[name] = error_text(error)
+        one.prepared.clear()
+    return called, failed
+
+
 def _timed(
     base: Row,
     calls: Mapping[str, Callable[[], Any]],
@@ -208,8 +239,8 @@ def _timed(
     protocol: Protocol,
 ) -> list[Row]:
     """Row of each call, with its time over that of the non-private step."""
-    called = base.quantity == "gradient"  # by the gate; others are called in the warm-up
-    timings = interleave(calls, replace(protocol, warmup=protocol.warmup - called))
+    clear = {name: one.prepared.clear for name, one in candidates.items()}
+    timings = interleave(calls, replace(protocol, warmup=protocol.warmup - 1), clear)
     plain = timings.get(NON_PRIVATE)
     rows = []
     for name, timing in timings.items():
@@ -218,8 +249,7 @@ def _timed(
             row = timing.fill(row, error=None)
             if plain and plain.seconds and plain.median:
                 row = replace(row, ratio=timing.median / plain.median)
-        first = candidates[name].first + (0.0 if called else timing.first)
-        rows.append(replace(row, first=first))
+        rows.append(replace(row, first=candidates[name].first))
     return rows
 
 

@@ -37,11 +37,11 @@ def profile(
     *,
     batch: int | None = None,
     device: str = "cpu",
-    command: str = "",
 ) -> str:
     """Return the page of one workload; raise a ValueError on an unknown workload or system."""
     stack.choose([system])
-    points = {name: (options, n) for name, options, n in suites.SPEED[stack.name]}
+    machine = stack.device(device)
+    points = {name: (options, n) for name, options, n in suites.speed_table(stack.name, device)}
     options, n = points.get(workload, ({}, 32))
     n = batch or n
     if workload in points:
@@ -66,8 +66,9 @@ def profile(
         [
             f"# {workload}, {n} examples, {stack.name}: {ratio:.2f} times the non-private step",
             "",
-            f"`{command}` on {stack.device(device)} ({platform.system()}). Steps are medians of "
-            f"{rounds} interleaved rounds without tracing.",
+            f"`python -m benchmarks {command(workload, stack.name, device)}` on {machine} "
+            f"({platform.system()}). Steps are medians of {rounds} interleaved rounds without "
+            "tracing.",
             "",
             "| system | step, ms |",
             "|---|---:|",
@@ -93,13 +94,15 @@ def torch_kernels(step: Callable[[], Any], gradient: Any) -> Kernels:
     with torch.profiler.profile(activities=activities) as trace:
         for _ in range(CALLS):
             step()
-    return {
-        event.key: (
-            (event.self_cpu_time_total + event.self_device_time_total) / 1e6 / CALLS,
-            event.count / CALLS,
-        )
-        for event in trace.key_averages()
-    }
+    events = trace.key_averages()
+    if any(event.self_device_time_total for event in events):  # of the operators on a GPU
+        cpu = torch.autograd.DeviceType.CPU
+        times = {
+            event: event.self_device_time_total for event in events if event.device_type == cpu
+        }
+    else:
+        times = {event: event.self_cpu_time_total for event in events}
+    return {event.key: (time / 1e6 / CALLS, event.count / CALLS) for event, time in times.items()}
 
 
 def jax_kernels(step: Callable[[], Any], gradient: Any) -> Kernels:
@@ -120,7 +123,9 @@ def jax_kernels(step: Callable[[], Any], gradient: Any) -> Kernels:
             names[name] = f"{primitive.rsplit('/', 1)[-1]} {shape.split('{')[0]}"
     seconds: dict[str, float] = defaultdict(float)
     calls: dict[str, float] = defaultdict(float)
-    lines = (line for plane in data.planes for line in plane.lines)
+    planes = list(data.planes)
+    planes = [plane for plane in planes if plane.name.startswith("/device:GPU")] or planes
+    lines = (line for plane in planes for line in plane.lines)
     for event in (event for line in lines for event in line.events):
         if "hlo_op" in dict(event.stats) and not event.name.startswith(_AROUND):
             name = names.get(event.name, re.sub(r"\.\d+$", "", event.name))
@@ -152,14 +157,23 @@ def _table(base: Kernels, found: Kernels, system: str) -> list[str]:
     return rows
 
 
-def path_of(workload: str, stack: str) -> Path:
+def path_of(workload: str, stack: str, device_type: str = "cpu") -> Path:
     """Return the path of a workload's page, relative to the folder of results."""
-    return Path("profiles") / f"{workload}-{stack}.md"
+    return Path("profiles") / f"{workload}-{results.table_name(stack, device_type)}.md"
 
 
-def write(page: str, workload: str, backend: str, folder: Path | None = None) -> Path:
+def command(workload: str, stack: str, device_type: str = "cpu") -> str:
+    """Return the arguments that write a workload's page."""
+    device = "" if device_type == "cpu" else f" --device {device_type}"
+    return f"profile --backend {stack} --workload {workload}{device}"
+
+
+def write(
+    page: str, workload: str, stack: str, folder: Path | None = None, device_type: str = "cpu"
+) -> Path:
     """Write a page and return its path."""
-    path = (folder or results.FOLDER / "profiles") / path_of(workload, backend).name
+    path = path_of(workload, stack, device_type)
+    path = (folder or results.FOLDER / path.parent) / path.name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page)
     return path

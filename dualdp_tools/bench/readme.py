@@ -3,7 +3,8 @@
 
 A marker is a pair of comments on lines of their own: `<!-- benchmarks:torch -->` and
 `<!-- /benchmarks:torch -->` hold every system of the stack, with remarks, and `speed` in the place
-of `benchmarks` holds the three fastest. The text between the comments is replaced.
+of `benchmarks` holds the three fastest. `torch-cuda` is the table of runs on a GPU. The text
+between the comments is replaced.
 """
 
 from __future__ import annotations
@@ -15,14 +16,20 @@ from functools import partial
 from pathlib import Path
 
 from dualdp_tools.bench import marks, profile, report, results
-from dualdp_tools.bench.results import PARTIAL, Results, Row
+from dualdp_tools.bench.results import DEVICE_TYPES, PARTIAL, Results, Row, table_name
 from dualdp_tools.bench.systems import AUTO, NON_PRIVATE, STACKS
 
 # Packages named above a table, for each stack: the framework, then the peers.
 NAMES = {
-    "torch": {"torch": "PyTorch", "opacus": "Opacus", "backpack-for-pytorch": "BackPACK"},
+    "torch": {
+        "torch": "PyTorch",
+        "opacus": "Opacus",
+        "backpack-for-pytorch": "BackPACK",
+        "opake-dpsgd": "opake",
+    },
     "jax": {"jax": "JAX", "jax-privacy": "jax_privacy"},
 }
+TABLES = [table_name(stack, kind) for kind in DEVICE_TYPES for stack in STACKS]
 QUANTITY = (
     "Time ± its quartile range / peak memory of one clipped gradient sum, as multiples of the "
     "non-private step's"
@@ -30,15 +37,16 @@ QUANTITY = (
 
 
 def newest(folder: Path) -> dict[str, Path]:
-    """Return stack -> newest complete file with a speed table of the stack."""
+    """Return name of a table (of `TABLES`) -> newest complete file that has it."""
     found: dict[str, tuple[str, Path]] = {}
     for path in sorted(folder.glob("*.json")):
         if PARTIAL in path.name:
             continue
         file = results.read(path)
         for stack in {row.stack for row in file.rows if row.suite == "run"}:
-            found[stack] = max(found.get(stack, ("", path)), (file.date, path))
-    return {stack: found[stack][1] for stack in STACKS if stack in found}
+            table = table_name(stack, file.device_type)
+            found[table] = max(found.get(table, ("", path)), (file.date, path))
+    return {table: found[table][1] for table in TABLES if table in found}
 
 
 def section(stack: str, path: Path, page: Path) -> str:
@@ -46,7 +54,9 @@ def section(stack: str, path: Path, page: Path) -> str:
     found, rows = _read(stack, path)
     beside = path.with_suffix("")
     to = partial(os.path.relpath, start=page.parent)
-    explain = partial(marks.remark, rows=found.rows, folder=to(path.parent))
+    explain = partial(
+        marks.remark, rows=found.rows, folder=to(path.parent), device_type=found.device_type
+    )
     table = report.pivot("", rows, _cell, explain)
     for column, point in enumerate(table.header[1:], start=1):
         if others := _fastest(rows, point):
@@ -83,9 +93,9 @@ def summary(stack: str, path: Path, page: Path) -> str:
         others = [row for row in fastest if row.system != AUTO][:2]
         for row in [*(row for row in fastest if row.system == AUTO), *others]:
             cell = _cell(row)
-            if marks.reasons(row, found.rows):
-                link = to(path.parent / profile.path_of(row.workload, stack))
-                cell = re.sub(r"^[\d.]+", rf"[\g<0>]({link})", cell)
+            explained = path.parent / profile.path_of(row.workload, stack, found.device_type)
+            if marks.reasons(row, found.rows, found.device_type) and explained.exists():
+                cell = re.sub(r"^[\d.]+", rf"[\g<0>]({to(explained)})", cell)
             if row is fastest[0]:
                 cell = re.sub(r"^\S+", r"**\g<0>**", cell)
             cells.append(cell if row.system == AUTO else f"{row.system} {cell}")
@@ -149,14 +159,16 @@ WRITERS: dict[str, Callable[[str, Path, Path], str]] = {"benchmarks": section, "
 
 
 def update(page: Path, files: Iterable[Path]) -> None:
-    """Rewrite the tables of a page."""
+    """Rewrite the tables of a page; those of a GPU are left out of a page without their markers."""
     text = page.read_text()
     for path in files:
-        rows = results.read(path).rows
+        found = results.read(path)
         for stack in STACKS:
-            if ("run", stack, "gradient") in {(r.suite, r.stack, r.quantity) for r in rows}:
-                kind = "speed" if f"<!-- speed:{stack} -->" in text else "benchmarks"
-                text = put(text, f"{kind}:{stack}", WRITERS[kind](stack, path, page))
+            if ("run", stack, "gradient") in {(r.suite, r.stack, r.quantity) for r in found.rows}:
+                table = table_name(stack, found.device_type)
+                kind = "speed" if f"<!-- speed:{table} -->" in text else "benchmarks"
+                if found.device_type == "cpu" or f"<!-- {kind}:{table} -->" in text:
+                    text = put(text, f"{kind}:{table}", WRITERS[kind](stack, path, page))
     page.write_text(text)
 
 

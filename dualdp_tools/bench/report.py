@@ -213,7 +213,9 @@ def pivot(title: str, rows: list[Row], cell: Cell, explain: Explain) -> Table:
 def tables(results: Results, folder: str = "..") -> list[Table]:
     """Return every table of a file; `folder` is the path from the page to the results."""
     made = []
-    explain = partial(marks.remark, rows=results.rows, folder=folder)
+    explain = partial(
+        marks.remark, rows=results.rows, folder=folder, device_type=results.device_type
+    )
     for suite, shown in _SHOWN.items():
         for title, quantity, cell in shown:
             groups: dict[tuple[str, str], list[Row]] = {}  # by stack and swept workload

@@ -35,10 +35,11 @@ SUITES = (
     "finetuning", "tensor-parallel", "accounting", "end-to-end", "scale", "noise",
 )  # fmt: skip
 STACKS = ("torch", "jax", "core")
+DEVICE_TYPES = ("cpu", "cuda")
 PACKAGES = (
     "numpy", "scipy", "torch", "jax", "jaxlib", "flax", "optax", "opacus",
     "backpack-for-pytorch", "jax-privacy", "dp-accounting", "prv-accountant",
-    "opake", "transformers", "peft",
+    "opake-dpsgd", "transformers", "peft",
 )  # fmt: skip
 
 
@@ -83,6 +84,7 @@ class Results:
     rows: list[Row]
     took: float = 0.0  # seconds, including those of a resumed run
     schema: int = SCHEMA
+    device_type: str = "cpu"  # one of `DEVICE_TYPES`; a file without it is of a CPU
 
 
 def _is(value: Any, kind: Any) -> bool:
@@ -118,6 +120,8 @@ def validate(data: Any) -> None:
             "run the benchmark again."
         )
     _check_fields("The results file", data, Results)
+    if data["device_type"] not in DEVICE_TYPES:
+        raise ValueError(f"device_type={data['device_type']!r}. Expected one of {DEVICE_TYPES}.")
     for index, row in enumerate(data["rows"]):
         where = f"Row {index}"
         _check_fields(where, row, Row)
@@ -162,7 +166,9 @@ def processor() -> str:
     return f"{name} ({kind})" if kind else name
 
 
-def collect(rows: Iterable[Row], *, device: str, threads: int, command: str) -> Results:
+def collect(
+    rows: Iterable[Row], *, device: str, threads: int, command: str, device_type: str = "cpu"
+) -> Results:
     """Return the rows with the commit, versions and other circumstances of this process."""
     versions = {"python": platform.python_version(), "dualdp": dualdp.__version__}
     for package in PACKAGES:
@@ -173,11 +179,17 @@ def collect(rows: Iterable[Row], *, device: str, threads: int, command: str) -> 
         dirty=bool(_git("status", "--porcelain", "--untracked-files=no")),
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         device=device,
+        device_type=device_type,
         threads=threads,
         versions=versions,
         command=command,
         rows=list(rows),
     )
+
+
+def table_name(stack: str, device_type: str) -> str:
+    """Return the name of a stack's tables and pages: "torch" on a CPU, "torch-cuda" on a GPU."""
+    return stack if device_type == "cpu" else f"{stack}-{device_type}"
 
 
 def slug(text: str) -> str:
@@ -242,5 +254,7 @@ def read(path: Path) -> Results:
         raise ValueError(
             f"{path} is not JSON: {error}. Expected a file this package wrote."
         ) from None
+    if isinstance(data, dict):
+        data = {"device_type": "cpu"} | data
     validate(data)
     return Results(**{**data, "rows": [Row(**row) for row in data["rows"]]})

@@ -9,7 +9,7 @@ from typing import Any
 
 from dualdp_tools.bench import layers, measure
 from dualdp_tools.bench.measure import Protocol
-from dualdp_tools.bench.results import Row
+from dualdp_tools.bench.results import DEVICE_TYPES, Row
 from dualdp_tools.bench.systems import AUTO, Stack
 from dualdp_tools.bench.workloads import Workload
 
@@ -34,7 +34,7 @@ class Session:
     def __post_init__(self) -> None:
         for name in self.workloads or ():
             layers.check(name)
-        if self.device not in ("cpu", "cuda"):
+        if self.device not in DEVICE_TYPES:
             raise ValueError(f"device={self.device!r} is not known. Expected 'cpu' or 'cuda'.")
         self.stack.choose(self.systems)
 

@@ -54,6 +54,17 @@ SPEED: dict[str, list[Point]] = {
         ("resnet18_gn", _IMAGE32, 16),
     ],
 }
+# On a GPU, in both stacks: sizes that fill one of a data centre.
+GPT2_SMALL = {"layers": 12, "width": 768, "heads": 12, "length": 1_024, "vocabulary": 50_257}
+GPU_SPEED: list[Point] = [
+    ("mlp", {}, 2_048),
+    ("embed", {}, 1_024),
+    ("lstm", {}, 512),
+    ("wrn16_4", {}, 256),
+    ("gpt", GPT2_SMALL, 8),
+    ("vit_base", {}, 64),
+    ("resnet50_gn", {}, 64),
+]
 QUICK_SPEED: list[Point] = [
     ("mlp", {"width": 128}, 64),
     ("gpt", {"layers": 1, "width": 64, "length": 32, "vocabulary": 200}, 8),
@@ -61,7 +72,6 @@ QUICK_SPEED: list[Point] = [
 # Views of an example, and (workload, options, examples).
 VIEWS = 8
 VIEWED: list[Point] = [("mlp", {}, 32), ("mnist", {}, 32), ("cifar10", {}, 16), ("gpt", {}, 4)]
-GPU_BATCHES = (64, 256, 1024, 2048)
 # The papers' strategies and dualdp; a stack measures those in its table.
 SWEPT = (NON_PRIVATE, AUTO, MULTI, LOOP)
 # Rate of spot checks by engine: off; on, without a check in the timed steps; at every step.
@@ -70,12 +80,11 @@ RATES = {"checks=0": 0.0, "between checks": 1e-9, "every step checked": 1.0}
 CORRELATED: dict[str, Strategy | None] = {"independent": None, **noise.CORRELATED}
 COMPILED = ", compiled"
 CHECKED = ("mlp", "mnist", "embed", "lstm", "gpt")
-# Shape of GPT-2 small with few positions and words: options by size, and examples.
-_FEW_WORDS = {"length": 128, "vocabulary": 1_000}
+# Shape of GPT-2 small, on a CPU with few positions and words: options by size, and examples.
 CHECKPOINTED: dict[str, tuple[dict[str, Any], int]] = {
     "quick": (QUICK_SPEED[1][1], 8),
-    "cpu": ({"layers": 12, "width": 768, "heads": 12, **_FEW_WORDS}, 4),
-    "cuda": ({"layers": 12, "width": 768, "heads": 12, "length": 1_024, "vocabulary": 50_257}, 8),
+    "cpu": (GPT2_SMALL | {"length": 128, "vocabulary": 1_000}, 4),
+    "cuda": (GPT2_SMALL, 8),
 }
 # Slopes of dualdp, of the non-private step and of materialized per-sample gradients.
 SCALED = (NON_PRIVATE, AUTO, MULTI)
@@ -110,18 +119,18 @@ MEMORY_LIMIT = {"quick": 2**23, "cpu": 2**25, "cuda": 2**34}
 LARGEST = 2**12  # examples, where the search for the largest batch ends
 
 
+def speed_table(stack: str, device: str) -> list[Point]:
+    """Return the points of the full speed table of a stack on "cpu" or "cuda"."""
+    return GPU_SPEED if device == "cuda" else SPEED[stack]
+
+
 def speed_points(session: Session) -> list[Point]:
     """Return the points of the speed table; other requested workloads in their own size."""
-    table = QUICK_SPEED if session.quick else SPEED[session.stack.name]
+    table = QUICK_SPEED if session.quick else speed_table(session.stack.name, session.device)
     missing = [(name, {}, 32) for name in session.workloads or ()]
     points = [point for point in table if session.wanted(point[0])]
     points += [point for point in missing if point[0] not in {name for name, *_ in points}]
-    gpu = session.device == "cuda" and not session.quick
-    return [
-        (name, options, size)
-        for name, options, n in points
-        for size in session.batches(GPU_BATCHES if gpu else (n,))
-    ]
+    return [(name, options, session.batch or n) for name, options, n in points]
 
 
 def run(session: Session) -> Rows:

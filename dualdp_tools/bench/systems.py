@@ -81,6 +81,7 @@ class Prepared:
     update: Callable[[Any], Any] | None = None  # with noise and optimizer step, if supported
     memory: Callable[[Any], int | None] = lambda batch: None  # -> peak bytes of `gradient`
     chosen: Callable[[Any], str] = lambda batch: ""  # -> text about the methods it chose
+    clear: Callable[[], Any] = lambda: None  # after a call: forgets the gradients left on a GPU
     problem: Any = None  # its model, loss and optimizer
 
 
@@ -92,7 +93,7 @@ class Stack:
     systems: dict[str, Callable[[Setting], Prepared]]
     load: Callable[[Setting, np.ndarray, np.ndarray], Any]  # NumPy batch -> batch on the device
     wait: Callable[[Any], Any]  # blocks until an outcome is complete, and returns it
-    device: Callable[[str], str]  # "cpu" or "cuda" -> name of the device
+    device: Callable[[str], str]  # "cpu" or "cuda" -> name of the device, from now on in float32
     engine: Callable[..., Callable[[], Any]]  # (setting, checks, correlation=) -> a run's step
     forced: tuple[str, ...] = ()  # systems with one method forced, for the suite `layers` only
 

@@ -240,9 +240,18 @@ def engine(setting: Setting, checks: float, correlation: Any = None) -> Callable
 
 
 def device_name(device: str) -> str:
-    """Return the name of the processor or accelerator that JAX uses."""
+    """Return the name of the processor or GPU, whose products are from now on float32."""
+    platform = {"cpu": "cpu", "cuda": "gpu"}[device]
     found = jax.devices()[0]
-    return results.processor() if found.platform == "cpu" else found.device_kind
+    if found.platform != platform:
+        raise ValueError(
+            f"device={device!r}, but JAX computes on {found.platform!r}. Install JAX for that "
+            "device, or choose it by JAX_PLATFORMS."
+        )
+    if device == "cpu":
+        return results.processor()
+    jax.config.update("jax_default_matmul_precision", "float32")  # not TF32
+    return found.device_kind
 
 
 def load(setting: Setting, x: np.ndarray, y: np.ndarray) -> Any:

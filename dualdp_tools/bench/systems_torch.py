@@ -108,7 +108,11 @@ class Problem:
         """Return a system; `clear` forgets the gradients that its steps leave."""
         clear = clear or self.optimizer.zero_grad
         memory = partial(peak_memory, gradient, clear, self.setting.device)
-        return Prepared(gradient, read, update, memory, problem=self)
+        found = Prepared(gradient, read, update, memory, problem=self)
+        if self.setting.device == "cpu":
+            return found
+        # The systems of a point share the GPU; some keep every example's gradients until then.
+        return replace(found, clear=partial(clear, set_to_none=True))
 
 
 #: Setting -> the problem of a system.
@@ -315,8 +319,11 @@ def weights_size(setting: Setting, change: Change | None = None) -> int:
 
 
 def device_name(device: str) -> str:
-    """Return the name of the processor or GPU."""
-    return torch.cuda.get_device_name() if device == "cuda" else results.processor()
+    """Return the name of the processor or GPU, whose products are from now on float32."""
+    if device == "cpu":
+        return results.processor()
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    return torch.cuda.get_device_name()
 
 
 def wait(outcome: Any) -> Any:

@@ -216,6 +216,8 @@ def test_a_page_gets_the_three_fastest(tmp_path, monkeypatch):
     others = [replace(PEER, system=f"slow {k}", seconds=k, ratio=20.0 * k) for k in (1, 2)]
     missing = replace(PEER, system="other", seconds=None, ratio=None, error="TypeError: no")
     path = results.write(_results(PLAIN, missing, OURS, *others[::-1], PEER), tmp_path)
+    (tmp_path / "profiles").mkdir()
+    (tmp_path / "profiles" / "mlp-torch.md").touch()
     readme.update(page, [path])
     cells = "50 ms / 100 B | [2.00](profiles/mlp-torch.md) ± 0.20 / 1.50 | peer **1.60** ± 0.20"
     line = f"| mlp, B 4 | {cells} / 1.50 | slow 1 20.00 ± 0.20 / 1.50 |"
@@ -238,15 +240,70 @@ def test_the_newest_complete_run_is_shown(tmp_path):
     assert readme.newest(tmp_path)["torch"].name.startswith("2026-01-02")
 
 
-@pytest.mark.parametrize("stack", systems.STACKS)
+@pytest.mark.parametrize("table", readme.TABLES)
 @pytest.mark.parametrize(
     ("page", "kind"), [("README.md", "speed"), ("benchmarks/README.md", "benchmarks")]
 )
-def test_the_pages_show_the_newest_committed_run(page, kind, stack):
+def test_the_pages_show_the_newest_committed_run(page, kind, table):
     """Otherwise: python -m benchmarks report --readme README.md --readme benchmarks/README.md."""
-    text = (ROOT / page).read_text()
-    body = readme.WRITERS[kind](stack, readme.newest(RESULTS)[stack], ROOT / page)
-    assert readme.put(text, f"{kind}:{stack}", body) == text
+    newest, text = readme.newest(RESULTS), (ROOT / page).read_text()
+    if table in systems.STACKS or (table in newest and kind == "benchmarks"):
+        stack = table.removesuffix("-cuda")
+        body = readme.WRITERS[kind](stack, newest[table], ROOT / page)
+        assert readme.put(text, f"{kind}:{table}", body) == text
+    else:
+        assert f"<!-- {kind}:{table} -->" not in text
+
+
+# Runs on a GPU
+
+
+def _on_a_gpu(*rows):
+    return replace(_results(*rows), device="A GPU", device_type="cuda", date="2999-01-01")
+
+
+def test_a_run_on_a_gpu_is_not_the_newest_on_a_cpu(tmp_path):
+    paths = [results.write(found(OURS), tmp_path) for found in (_results, _on_a_gpu)]
+    assert readme.newest(tmp_path) == dict(zip(("torch", "torch-cuda"), paths, strict=True))
+
+
+def test_a_run_on_a_gpu_has_tables_of_its_own(tmp_path, monkeypatch):
+    """Only on pages with their markers."""
+    monkeypatch.setattr(results, "FOLDER", tmp_path)
+    path = results.write(_on_a_gpu(PLAIN, OURS, PEER), tmp_path)
+    page = tmp_path / "README.md"
+    for kind in ("benchmarks", "speed"):
+        before = f"<!-- {kind}:torch -->\n<!-- /{kind}:torch -->\n"
+        page.write_text(before)
+        readme.update(page, [path])
+        assert page.read_text() == before
+        page.write_text(f"{before}<!-- {kind}:torch-cuda -->\n<!-- /{kind}:torch-cuda -->\n")
+        readme.update(page, [path])
+        assert page.read_text().startswith(f"{before}<!-- {kind}:torch-cuda -->\n\nPyTorch ")
+        assert "A GPU, 1 threads" in page.read_text()
+        assert "2.00 ± 0.20 / 1.50" in page.read_text()
+
+
+def test_a_row_of_a_gpu_has_no_aim_and_a_page_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(results, "FOLDER", tmp_path)
+    assert marks.reasons(OURS, []) == ["the aim is 1.15"]
+    assert marks.reasons(OURS, [], "cuda") == []
+    (time, _) = report.tables(_on_a_gpu(PLAIN, OURS, PEER))
+    slow = "(1) dualdp:auto on mlp: peer takes 0.80 of its time; "
+    assert time.remarks == [f"{slow}see `profile --backend torch --workload mlp --device cuda`"]
+    (tmp_path / "profiles").mkdir()
+    (tmp_path / "profiles" / "mlp-torch.md").touch()
+    assert report.tables(_on_a_gpu(PLAIN, OURS, PEER))[0].remarks == time.remarks
+    profile.write("", "mlp", "torch", device_type="cuda")
+    (time, _) = report.tables(_on_a_gpu(PLAIN, OURS, PEER))
+    assert time.remarks == [f"{slow}[where the time goes](../profiles/mlp-torch-cuda.md)"]
+
+
+def test_profiles_of_what_is_marked_on_a_gpu(tmp_path, monkeypatch):
+    monkeypatch.setattr(results, "FOLDER", tmp_path)
+    results.write(_on_a_gpu(PLAIN, OURS, PEER), tmp_path)
+    assert command_line.marked("torch", "cuda") == ["mlp"]
+    assert command_line.marked("torch") == []
 
 
 # The commands

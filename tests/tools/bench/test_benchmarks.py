@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+import weakref
 from dataclasses import asdict, replace
 from functools import partial
 
@@ -51,10 +52,12 @@ SMALL = {
     "vit_tiny": {"layers": 2, "width": 24, "image": 32, "patch": 8},
     "alexnet": {"image": 80, "hidden": 16},
     "vgg16": {"image": 32, "hidden": 16},
+    "vit_base": {"layers": 2, "width": 24, "image": 32, "patch": 8},
     "resnet18_gn": {"image": 32},
+    "resnet50_gn": {"image": 32},
+    "wrn16_4": {"image": 8},
 }
-SLOW = {"alexnet", "vgg16", "resnet18_gn", "vit_tiny", "cifar10"}
-# Torchvision's networks with its 1000 classes; ours have 10, in a head of 512 or 4096 inputs.
+SLOW = {"alexnet", "vgg16", "resnet18_gn", "resnet50_gn", "wrn16_4", "vit_tiny", "cifar10"}
 # Numbers of trained parameters in the papers (logreg, ffnn: in the study's code).
 PUBLISHED = {
     "logreg": 105,
@@ -63,11 +66,15 @@ PUBLISHED = {
     "cifar10": 605_226,
     "embed": 160_098,
     "lstm": 1_081_002,
+    "wrn16_4": 2_748_890,
 }
+# Torchvision's networks with its 1000 classes; ours have 10.
 TORCHVISION = {
     "alexnet": 61_100_840 - 990 * 4_097,
     "vgg16": 138_357_544 - 990 * 4_097,
     "resnet18_gn": 11_689_512 - 990 * 513,
+    "resnet50_gn": 25_557_032 - 990 * 2_049,
+    "vit_base": 86_567_656 - 990 * 769,
 }
 FAST = Protocol(rounds=3, far=math.inf)
 
@@ -315,6 +322,64 @@ def test_without_the_loops_answer_nothing_is_timed():
     ]
 
 
+def test_a_system_that_fails_with_noise_has_a_reason_there_and_stays_cleared():
+    """On a GPU a step may need more memory than its gradient; the others are timed."""
+    stack, cleared = systems.stack("torch"), []
+
+    def prepared(setting):
+        def update(batch):
+            raise MemoryError("too large")
+
+        real = stack.systems[MULTI](setting)
+        return replace(real, update=update, clear=lambda: cleared.append(1))
+
+    made = replace(stack, systems=stack.systems | {MULTI: prepared})
+    rows = measure.point(
+        made,
+        workloads.create("logreg"),
+        2,
+        systems=[MULTI],
+        quantities=("gradient", "update"),
+        protocol=FAST,
+    )
+    found = {(row.system, row.quantity): row.error for row in rows}
+    assert found.pop((MULTI, "update")) == "MemoryError: too large"
+    assert found == {(NON_PRIVATE, "gradient"): None, (MULTI, "gradient"): None,
+                     (NON_PRIVATE, "update"): None}  # fmt: skip
+    turns = 1 + (FAST.warmup - 1) + FAST.rounds
+    assert len(cleared) == turns + 1  # the gate's, the clock's, and that of the failed update
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_a_refused_system_held_is_let_go(backend):
+    """Even in a cycle, so that the next system has the memory."""
+    held, seen = [], []
+
+    class Model:
+        pass
+
+    def refused(setting):
+        model = Model()
+        model.itself = model
+        held.append(weakref.ref(model))
+
+        def gradient(batch):
+            raise MemoryError(f"of {model}")
+
+        return systems.Prepared(gradient)
+
+    def after(setting):
+        seen.append(held[0]())
+        raise MemoryError("looked")
+
+    stack = systems.stack(backend)
+    stack = replace(stack, systems=stack.systems | {"refused": refused, "after": after})
+    workload = workloads.create("logreg")
+    rows = measure.point(stack, workload, 2, systems=["refused", "after"], protocol=FAST)
+    assert [row.error is None for row in rows] == [True, False, False]
+    assert seen == [None]
+
+
 def test_an_epoch_starts_from_nothing_and_holds_its_updates():
     """A system made anew: its first epoch pays for what is found out once."""
     stack, calls = systems.stack("torch"), []
@@ -392,6 +457,30 @@ def test_a_wrong_file_is_refused(tmp_path):
         results.read(tmp_path / "broken.json")
     (tmp_path / "fine.json").write_text(json.dumps(data))
     assert results.read(tmp_path / "fine.json").rows == [ROW]
+
+
+def test_a_file_of_before_there_were_gpus_is_of_a_cpu(tmp_path):
+    data = asdict(_results())
+    with pytest.raises(ValueError, match=r"device_type='tpu'. Expected one of \('cpu', 'cuda'\)"):
+        results.validate(data | {"device_type": "tpu"})
+    del data["device_type"]
+    (tmp_path / "old.json").write_text(json.dumps(data))
+    assert results.read(tmp_path / "old.json").device_type == "cpu"
+
+
+def test_the_points_of_a_gpu_are_those_of_both_stacks():
+    for backend in BACKENDS:
+        stack = systems.stack(backend)
+        gpu = session.Session(stack, device="cuda")
+        assert suites.speed_points(gpu) == suites.GPU_SPEED
+        assert suites.speed_points(replace(gpu, quick=True)) == suites.QUICK_SPEED
+        one = replace(gpu, workloads=["gpt", "ffnn"], batch=3)
+        assert suites.speed_points(one) == [("gpt", suites.GPT2_SMALL, 3), ("ffnn", {}, 3)]
+
+
+def test_jax_on_another_device_is_refused():
+    with pytest.raises(ValueError, match="device='cuda', but JAX computes on 'cpu'"):
+        systems.stack("jax").device("cuda")
 
 
 def test_nothing_half_written_is_left(tmp_path):
