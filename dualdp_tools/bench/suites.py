@@ -78,7 +78,13 @@ SWEPT = (NON_PRIVATE, AUTO, MULTI, LOOP)
 RATES = {"checks=0": 0.0, "between checks": 1e-9, "every step checked": 1.0}
 # Noise of the engine's step.
 CORRELATED: dict[str, Strategy | None] = {"independent": None, **noise.CORRELATED}
-COMPILED = ", compiled"
+COMPILED, GRAPH = ", compiled", ", CUDA graph"
+# End of a compiled system's name -> backend of `torch.compile`, by size.
+BACKENDS = {
+    "quick": {COMPILED: "aot_eager"},
+    "cpu": {COMPILED: "inductor"},
+    "cuda": {COMPILED: "inductor", GRAPH: "cudagraphs"},
+}
 CHECKED = ("mlp", "mnist", "embed", "lstm", "gpt")
 # Shape of GPT-2 small, on a CPU with few positions and words: options by size, and examples.
 CHECKPOINTED: dict[str, tuple[dict[str, Any], int]] = {
@@ -300,26 +306,34 @@ def _steps_and_peaks(
 
 @per_point(lambda session: speed_points(session) if session.stack.name == "torch" else [])
 def compiled(session: Session, setting: Setting) -> list[Row]:
-    """Measure the clipped sum and the non-private step, eager and compiled (PyTorch)."""
+    """Measure the clipped sum and the non-private step, eager and compiled (PyTorch).
+
+    On a GPU also as CUDA graphs of the eager kernels.
+    """
     from dualdp_tools.bench import systems_torch
 
-    backend = "aot_eager" if session.quick else "inductor"
     batch = session.stack.load(setting, *setting.workload.batch(setting.n))
-    private = systems_torch.compiled(setting, backend)
     systems = {
         NON_PRIVATE: systems_torch.non_private(setting),
-        NON_PRIVATE + COMPILED: systems_torch.non_private(setting, backend=backend),
         AUTO: systems_torch.dualdp(setting, "auto"),
-        AUTO + COMPILED: private,
     }
+    systems_torch.forget_compiled()
+    backends = BACKENDS[session.size_key]
+    for suffix, backend in backends.items():
+        systems[NON_PRIVATE + suffix] = systems_torch.non_private(setting, backend=backend)
+        systems[AUTO + suffix] = systems_torch.compiled(setting, backend)
     calls = {key: partial(system.gradient, batch) for key, system in systems.items()}
     usual = Protocol(rounds=15, warmup=2, patience=60.0)
     rows = _interleaved(session, setting, "compiled", "gradient", calls, usual)
     seconds = {row.system: row.seconds for row in rows}
-    ratio = seconds[AUTO + COMPILED] / seconds[NON_PRIVATE + COMPILED]
-    fields = {"quantity": "over compiled", "value": ratio, "note": private.chosen(batch)}
-    last = empty_row(session.stack, "compiled", setting.workload, setting.n, **fields)
-    return [*rows, replace(last, system=AUTO + COMPILED)]
+    last = empty_row(
+        session.stack, "compiled", setting.workload, setting.n, quantity="over compiled"
+    )
+    for name in (AUTO + suffix for suffix in backends):
+        ratio = seconds[name] / seconds[name.replace(AUTO, NON_PRIVATE)]
+        note = systems[name].chosen(batch)
+        rows.append(replace(last, system=name, value=ratio, note=note))
+    return rows
 
 
 def views(session: Session) -> Rows:

@@ -231,11 +231,15 @@ def dualdp(
     return problem.private(clip, lambda sums: dpt.noisy_mean(sums, plan, next(steps)))
 
 
+def forget_compiled() -> None:
+    """Forget all graphs: a function has a limited number of them, and this is another point."""
+    torch._dynamo.reset()
+
+
 def compiled(setting: Setting, backend: str) -> Prepared:
     """Return the clipped sum as one compiled graph; `chosen` tells why it runs eagerly."""
     import dualdp.torch as dpt
 
-    torch._dynamo.reset()  # a function has a limited number of graphs, and this is another point
     problem = Problem(setting)
     step = dpt.compile_clipped_grad_sum(problem.losses, problem.model, backend=backend)
 

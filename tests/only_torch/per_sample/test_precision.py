@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import dualdp_torch as dpt
+from dualdp.plan.clipping import MARGIN
 from tests.conftest import DEVICE
 
 METHODS = ("auto", "book_keeping", "two_pass", "materialize", "vmap", "loop")
@@ -75,6 +76,7 @@ def length(grads):
     return float(np.sqrt(sum(float(g.double().square().sum()) for g in grads.values())))
 
 
+@pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous chunk")
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("precision", [tf32, bfloat16, in_bfloat16])
 def test_no_example_adds_more_than_the_bound(method, precision):
@@ -94,7 +96,7 @@ def test_norms_are_those_of_float64_to_the_precision_of_the_model(method, precis
     truth = dpt.per_sample_norms(loss, model.double(), *batch, method="loop")
     model.float()
     full = dpt.per_sample_norms(loss, model, *batch, method=method)
-    torch.testing.assert_close(full.double(), truth, rtol=1e-5, atol=0)
+    torch.testing.assert_close(full.double(), truth, rtol=MARGIN["float32"], atol=0)
     with precision(model):
         found = dpt.per_sample_norms(loss, model, *batch, method=method)
     torch.testing.assert_close(found.double(), truth, rtol=2e-2, atol=0)
