@@ -26,8 +26,8 @@ from dualdp_torch.rules.together import Described, Gram
 BLOCK = 8
 #: Positions of a batch up to which one product of patches beats the convolution's backward.
 FEW = 256
-#: Numbers of a batch's gradients up to which they are formed off the host, in one call: products of
-#: patches take eight.
+#: Numbers of a batch's gradients up to which they are formed off the host by folding, in one call;
+#: products of patches take eight. cuDNN has no fast kernels for many groups of many channels.
 FORMED = 1 << 20
 
 
@@ -65,6 +65,11 @@ def _form(acts: Tensor, grads_out: Tensor, shape: torch.Size, **options: Any) ->
     return _usual_form(acts, grads_out, shape, transposed, groups)
 
 
+def _is_large(acts: Tensor, shape: Sequence[int]) -> bool:
+    """True off the host if one call for all gradients, with examples as groups, is no gain."""
+    return not on_host(acts) and len(acts) * math.prod(shape) > FORMED
+
+
 def _usual_form(
     acts: Tensor, grads_out: Tensor, shape: Sequence[int], transposed: bool, groups: int
 ) -> str:
@@ -74,6 +79,8 @@ def _usual_form(
     """
     if transposed or len(shape) > 4:
         return "folded"
+    if acts.dim() == len(shape) and _is_large(acts, shape):
+        return "unfold"
     block = BLOCK if on_host(acts) else 1
     usual = costs.convolution_form(channels=shape[1], d_out=shape[0] // groups, block=block)
     if acts.dim() == len(shape):
@@ -90,20 +97,28 @@ def _method(
     if transposed or acts.dim() != len(shape):  # several frames per example
         methods = ("folded",) if transposed or len(shape) > 4 else ("folded", "crb")
         return choices.choose("convolution", usual, methods, acts.shape[1:])
-    sizes = {
-        "t": math.prod(grads_out.shape[2:]),
-        "pixels": math.prod(p + k - 1 for p, k in zip(acts.shape[2:], shape[2:], strict=True)),
-        "kernel": math.prod(shape[2:]),
-        "channels": acts.shape[1],
-        "d_out": grads_out.shape[1],
-        "weights": math.prod(shape),
-        "n": len(acts),
-    }
-    is_little = not on_host(acts) and sizes["n"] * sizes["weights"] <= FORMED
-    if costs.convolution_prefers_gram(**sizes) and not is_little:
+    if _prefers_gram(acts, grads_out, shape, o.get("groups", 1)):
         usual = "gram"
     methods = ("gram", *(conv_forms.FORMS if acts.dim() <= 4 else ("folded",)))
     return choices.choose("convolution", usual, methods, acts.shape[1:])
+
+
+def _prefers_gram(acts: Tensor, grads_out: Tensor, shape: torch.Size, groups: int) -> bool:
+    """True if products of patches are the cheaper way to the norms."""
+    t, kernel = math.prod(grads_out.shape[2:]), math.prod(shape[2:])
+    if on_host(acts):
+        return costs.convolution_prefers_gram(
+            t=t,
+            pixels=math.prod(p + k - 1 for p, k in zip(acts.shape[2:], shape[2:], strict=True)),
+            kernel=kernel,
+            channels=acts.shape[1],
+            d_out=grads_out.shape[1],
+            weights=math.prod(shape),
+            n=len(acts),
+        )
+    # Either way patches are formed, and then it is a linear layer of patches.
+    sizes = {"t": t, "d_in": shape[1] * kernel, "d_out": shape[0] // groups}
+    return _is_large(acts, shape) and costs.gram_cost(**sizes) < costs.keep_cost(**sizes)
 
 
 def weight_sum(

@@ -22,6 +22,8 @@ Sizes = int | Sequence[int]
 FOLDED = 3 << 19
 #: Bytes of patches that a thread forms at once on a CPU; more are no faster.
 UNFOLDED = 1 << 22
+#: The same on any other device: more of them only take memory.
+UNFOLDED_ELSEWHERE = 1 << 30
 #: Points of a kernel's last axis from which frames are the channels of `by_crb` (measured with 8
 #: and 16 frames: 0.4 to 0.9 of the time for 7 and 8 points, up to 5 times for 3).
 WIDE = 7
@@ -164,7 +166,8 @@ def by_unfolding(acts: Tensor, grads_out: Tensor, *, shape: torch.Size, **o: Any
     n, groups, t = len(acts), o.get("groups", 1), math.prod(grads_out.shape[2:])
     found = acts.new_empty(n * groups, shape[0] // groups, math.prod(shape[1:]))
     patch_bytes = groups * math.prod(shape[1:]) * t * acts.element_size()  # of one example
-    size = _at_once(acts, max(UNFOLDED // patch_bytes, 1))
+    size = max((UNFOLDED if on_host(acts) else UNFOLDED_ELSEWHERE) // patch_bytes, 1)
+    size = size * torch.get_num_threads() if on_host(acts) else size
     g = grads_out.reshape(n * groups, -1, t)
     for start in range(0, n, size):
         rows = slice(start * groups, (start + size) * groups)
