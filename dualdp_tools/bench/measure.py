@@ -16,13 +16,14 @@ import random
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from dualdp_tools.bench.gate import Candidate, admit, calibrate
 from dualdp_tools.bench.results import Row
-from dualdp_tools.bench.systems import NON_PRIVATE, Prepared, Setting, Stack, error_text
+from dualdp_tools.bench.systems import NON_PRIVATE, Prepared, Setting, Stack, attempt, error_text
 from dualdp_tools.bench.workloads import Workload
 
 TAKES = "takes "  # begins the note of a system that chooses between methods
@@ -169,8 +170,10 @@ def point(
         if quantity == "epoch":  # new systems, as at the start of a run
             for name in candidates:
                 start = time.perf_counter()
-                prepared = stack.systems[name](setting)
+                prepared, why = attempt(partial(stack.systems[name], setting))
                 candidates[name] = Candidate(prepared, time.perf_counter() - start)
+                refused |= {name: why} if why else {}
+            candidates = {name: one for name, one in candidates.items() if name not in refused}
         elif quantity == "update":
             candidates = {name: replace(one, first=0.0) for name, one in candidates.items()}
         calls = {
@@ -224,10 +227,11 @@ def _called(
     called, failed = dict(candidates), {}
     for name, call in calls.items():
         one = candidates[name]
-        try:
-            called[name] = replace(one, first=one.first + _seconds(call))
-        except Exception as error:  # a step with noise needs more memory than its gradient
-            failed[name] = error_text(error)
+        seconds, why = attempt(partial(_seconds, call))
+        if why:  # a step with noise needs more memory than its gradient
+            failed[name] = why
+        else:
+            called[name] = replace(one, first=one.first + seconds)
         one.prepared.clear()
     return called, failed
 
@@ -238,14 +242,23 @@ def _timed(
     candidates: Mapping[str, Candidate],
     protocol: Protocol,
 ) -> list[Row]:
-    """Row of each call, with its time over that of the non-private step."""
+    """Row of each call, with its time over that of the non-private step; of one that fails, why."""
+    failed: dict[str, str] = {}
+
+    def step(name: str) -> None:
+        if name not in failed and (why := attempt(calls[name])[1]):
+            failed[name] = why
+
     clear = {name: one.prepared.clear for name, one in candidates.items()}
-    timings = interleave(calls, replace(protocol, warmup=protocol.warmup - 1), clear)
-    plain = timings.get(NON_PRIVATE)
+    steps = {name: partial(step, name) for name in calls}
+    timings = interleave(steps, replace(protocol, warmup=protocol.warmup - 1), clear)
+    plain = None if NON_PRIVATE in failed else timings.get(NON_PRIVATE)
     rows = []
     for name, timing in timings.items():
         row = replace(base, system=name, error=f"too slow here: {timing.warm:.1f} s a step")
-        if timing.seconds:
+        if name in failed:
+            row = replace(row, error=failed[name])
+        elif timing.seconds:
             row = timing.fill(row, error=None)
             if plain and plain.seconds and plain.median:
                 row = replace(row, ratio=timing.median / plain.median)
@@ -256,14 +269,30 @@ def _timed(
 def _with_memory_and_choice(
     rows: list[Row], admitted: Mapping[str, Candidate], batch: Any, *, memory: bool
 ) -> list[Row]:
-    """Rows with the choice of the system of a gradient, and the peak memory of timed systems."""
-    timed = {row.system for row in rows if row.seconds} if memory else set()
-    peaks = {name: one.prepared.memory(batch) for name, one in admitted.items() if name in timed}
+    """Rows with the choice of the system of a gradient, and the peak memory of timed systems.
+
+    A timed system that fails here keeps its time, and the note says why.
+    """
+    timed = {(row.system, row.quantity) for row in rows if row.seconds}
+    measured = {name for name, _ in timed} if memory else set()
+    peaks: dict[str, int | None] = {}
+    choices: dict[str, str] = {}  # notes by system
+    faults: dict[str, str] = {}
+    for name, one in admitted.items():
+        if (name, "gradient") in timed:
+            chosen, why = attempt(partial(one.prepared.chosen, batch))
+            said = f"{TAKES}{chosen}" if chosen else ""
+            choices[name] = f"choice not known: {why}" if why else said
+            one.prepared.clear()
+        if name in measured:
+            peaks[name], why = attempt(partial(one.prepared.memory, batch))
+            faults[name] = f"peak memory not known: {why}" if why else ""
+            one.prepared.clear()  # the next system needs what a peer left, such as gradients
     base, described = peaks.get(NON_PRIVATE), []
     for row in rows:
-        if row.quantity == "gradient" and row.system in admitted:
-            chosen = admitted[row.system].prepared.chosen(batch)
-            row = replace(row, note=f"{TAKES}{chosen}") if chosen else row
+        choice = choices.get(row.system) if row.quantity == "gradient" else ""
+        note = "; ".join(filter(None, (choice, faults.get(row.system))))
+        row = replace(row, note=note or row.note)
         peak = peaks.get(row.system)
         ratio = peak / base if peak is not None and base else None
         described.append(replace(row, memory=peak, memory_ratio=ratio))

@@ -32,7 +32,8 @@ def _with_dp_cells(module: nn.Module) -> None:
             _with_dp_cells(child)
             continue
         sizes = (child.input_size, child.hidden_size)
-        ours = theirs[type(child)](*sizes, batch_first=child.batch_first)
+        with next(child.parameters()).device:
+            ours = theirs[type(child)](*sizes, batch_first=child.batch_first)
         ours.load_state_dict(child.state_dict())
         frozen = {key for key, p in child.named_parameters() if not p.requires_grad}
         for key, parameter in ours.named_parameters():

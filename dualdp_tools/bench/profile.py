@@ -22,7 +22,7 @@ from dualdp_tools.bench.measure import Protocol
 from dualdp_tools.bench.systems import NON_PRIVATE, Prepared, Setting, Stack
 
 MOST = 18  # number of kernels shown
-CALLS = 5  # traced steps
+CALLS = 3  # traced steps; reading a trace takes longer than they do
 #: Kernel -> (seconds per step, calls per step).
 Kernels = Mapping[str, tuple[float, float]]
 # An operation of a compiled program: its name, shape, and the path of its primitive.

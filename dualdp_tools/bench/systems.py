@@ -9,6 +9,7 @@ run the workload raises, and its row shows the reason. The tables are in `system
 
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.util
 from collections.abc import Callable
@@ -135,6 +136,16 @@ def stack(name: str) -> Stack:
         ours.engine,
         tuple(ours.FORCED),
     )
+
+
+def attempt(call: Callable[[], Any]) -> tuple[Any, str | None]:
+    """Return the result of a call and None; or None and its error, after letting go its memory."""
+    try:
+        return call(), None
+    except Exception as error:  # any exception is the reason in the system's row
+        why = error_text(error)
+    gc.collect()  # what it allocated may be in cycles, such as those of hooks
+    return None, why
 
 
 def error_text(error: Exception) -> str:

@@ -9,6 +9,7 @@ NumPy and a seed, in PyTorch's layout, so that every stack and system uses the s
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -60,13 +61,8 @@ class Workload:
         return count(self.model)
 
     def weights(self, seed: int = 0) -> dict[str, np.ndarray]:
-        """Return float32 weights by dotted name: He scaling, none of them constant."""
-        rng = np.random.default_rng(seed)
-        return {
-            f"{path}.{name}" if path else name: _draw(rng, layer, name, shape)
-            for path, layer in walk(self.model)
-            for name, shape in shapes(layer).items()
-        }
+        """Return float32 weights by dotted name, read-only: He scaling, none of them constant."""
+        return dict(_weights(self.model, seed))
 
     def batch(self, n: int, seed: int = 1) -> tuple[np.ndarray, np.ndarray]:
         """Return inputs (n, *shape) and targets (n,), or (n, t) for `token`."""
@@ -79,6 +75,20 @@ class Workload:
             return x, rng.integers(0, 2, n).astype(np.float32)
         targets = (n, *self.shape) if self.loss == "token" else (n,)
         return x, rng.integers(0, self.classes, targets)
+
+
+@functools.lru_cache(maxsize=1)  # every system of a point asks for the same
+def _weights(model: Layer, seed: int) -> dict[str, np.ndarray]:
+    """Weights of a model by dotted name, which nobody can change."""
+    rng = np.random.default_rng(seed)
+    drawn = {
+        f"{path}.{name}" if path else name: _draw(rng, layer, name, shape)
+        for path, layer in walk(model)
+        for name, shape in shapes(layer).items()
+    }
+    for array in drawn.values():
+        array.setflags(write=False)
+    return drawn
 
 
 def _draw(rng: np.random.Generator, layer: Layer, name: str, shape: tuple[int, ...]) -> np.ndarray:

@@ -163,12 +163,12 @@ def _to_jax(layer: specs.Layer, array: np.ndarray) -> np.ndarray:
 
 
 def params(workload: Workload, seed: int = 0) -> dict[str, Any]:
-    """Return `workload.weights(seed)` as a nested dict."""
+    """Return a copy of `workload.weights(seed)` as a nested dict."""
     weights = workload.weights(seed)
 
     def convert(layer: specs.Layer, path: str) -> dict[str, Any]:
         names = specs.shapes(layer)
-        own = {name: jnp.asarray(_to_jax(layer, weights[path + name])) for name in names}
+        own = {name: jnp.array(_to_jax(layer, weights[path + name])) for name in names}
         children = specs.children(layer).items()
         inner = {name: convert(child, f"{path}{name}.") for name, child in children}
         return own | {name: found for name, found in inner.items() if found}

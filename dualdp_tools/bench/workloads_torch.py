@@ -191,7 +191,7 @@ def checkpoint_blocks(model: nn.Module) -> None:
 
 
 def model(workload: Workload, seed: int = 0) -> nn.Module:
-    """Return the whole model with the weights `workload.weights(seed)`."""
+    """Return the whole model with a copy of the weights `workload.weights(seed)`."""
     built = module(workload.model)
     weights = workload.weights(seed)
     state = built.state_dict()
@@ -199,7 +199,7 @@ def model(workload: Workload, seed: int = 0) -> nn.Module:
         for name in specs.shapes(layer):
             prefix = f"{path}." if path else ""
             ours = prefix + _NAMES.get(type(layer), {}).get(name, name)
-            state[ours] = torch.from_numpy(weights[prefix + name])
+            state[ours] = torch.tensor(weights[prefix + name])
     built.load_state_dict(state)
     return built
 

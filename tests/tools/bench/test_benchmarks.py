@@ -159,6 +159,27 @@ def test_unknown_names_are_refused():
         workloads_jax.forward(object(), {}, None)
 
 
+def _addresses(leaves):
+    return {leaf.unsafe_buffer_pointer() for leaf in leaves}
+
+
+def test_weights_are_drawn_once_and_no_system_can_change_those_of_another():
+    workload = workloads.create("lstm", length=4)
+    weights = workload.weights()
+    again = workloads.create("lstm", length=4).weights()
+    assert all(again[name] is array for name, array in weights.items())
+    with pytest.raises(ValueError, match="read-only"):
+        weights["lstm1.bias"] += 1
+    first, second = (workloads_torch.model(workload).state_dict() for _ in range(2))
+    assert not {t.data_ptr() for t in first.values()} & {t.data_ptr() for t in second.values()}
+    first["lstm1.cell.bias_ih_l0"].add_(1)
+    assert torch.equal(second["lstm1.cell.bias_ih_l0"], torch.tensor(weights["lstm1.bias"]))
+    first, second = (jax.tree.leaves(workloads_jax.params(workload)) for _ in range(2))
+    drawn = {array.ctypes.data for array in weights.values()}
+    assert len(_addresses(first) | _addresses(second) | drawn) == 3 * len(weights)
+    assert not np.array_equal(workload.weights(1)["lstm1.bias"], weights["lstm1.bias"])
+
+
 # The gate and the clock
 
 
@@ -347,7 +368,88 @@ def test_a_system_that_fails_with_noise_has_a_reason_there_and_stays_cleared():
     assert found == {(NON_PRIVATE, "gradient"): None, (MULTI, "gradient"): None,
                      (NON_PRIVATE, "update"): None}  # fmt: skip
     turns = 1 + (FAST.warmup - 1) + FAST.rounds
-    assert len(cleared) == turns + 1  # the gate's, the clock's, and that of the failed update
+    assert len(cleared) == turns + 2  # the gate's, the clock's, the failed update's, the choice's
+
+
+@pytest.mark.parametrize(
+    ("fails_at", "timed"), [(2, False), (4, False), ("memory", True), ("chosen", True)]
+)
+def test_a_system_that_fails_later_has_a_reason_and_the_others_go_on(fails_at, timed):
+    """In a later call than the gate's, or when its memory or its choice is asked for."""
+    stack, calls, cleared = systems.stack("torch"), [], []
+
+    def fail(batch=None):
+        raise MemoryError("too large")
+
+    def prepared(setting):
+        real = stack.systems[MULTI](setting)
+
+        def gradient(batch):
+            calls.append(1)
+            return fail() if len(calls) == fails_at else real.gradient(batch)
+
+        later = {fails_at: fail} if timed else {}
+        return replace(real, gradient=gradient, clear=lambda: cleared.append(1), **later)
+
+    made = replace(stack, systems=stack.systems | {MULTI: prepared})
+    rows = measure.point(
+        made,
+        workloads.create("logreg"),
+        2,
+        systems=[MULTI, "loop"],
+        quantities=("gradient", "update"),
+        protocol=FAST,
+        memory=True,
+    )
+    found = {(row.system, row.quantity): row for row in rows}
+    assert all(found[name, "gradient"].memory > 0 for name in (NON_PRIVATE, "loop"))
+    assert all(found[name, "update"].ratio > 0 for name in (NON_PRIVATE, "loop"))
+    for quantity in ("gradient", "update"):
+        row = found[MULTI, quantity]
+        assert (row.seconds is not None, row.error is None) == (timed, timed)
+        assert (row.memory is None) == (fails_at != "chosen")
+        if not timed:
+            assert row.error == "MemoryError: too large"
+            assert len(calls) == fails_at  # it is not called again
+    note = {"memory": "peak memory", "chosen": "choice"}.get(fails_at)
+    expected = note and f"{note} not known: MemoryError: too large"
+    assert found[MULTI, "gradient"].note == expected
+    assert not timed or len(cleared) >= 2
+
+
+def test_what_a_peer_leaves_when_its_memory_is_measured_is_cleared():
+    """On a GPU the gradients of every example, for which the next system needs the place."""
+    stack, events = systems.stack("torch"), []
+
+    def prepared(name, setting):
+        real = stack.systems[name](setting)
+        told = {kind: partial(events.append, (kind, name)) for kind in ("memory", "clear")}
+        return replace(real, memory=lambda batch: told["memory"](), clear=told["clear"])
+
+    names = (NON_PRIVATE, MULTI)
+    made = replace(stack, systems=stack.systems | {name: partial(prepared, name) for name in names})
+    measure.point(made, workloads.create("logreg"), 2, systems=[MULTI], protocol=FAST, memory=True)
+    first = events.index(("memory", NON_PRIVATE))
+    assert events[first + 1] == ("clear", NON_PRIVATE)
+    assert events[-2:] == [("memory", MULTI), ("clear", MULTI)]
+
+
+def test_a_system_that_cannot_be_made_again_has_no_epoch():
+    stack, made = systems.stack("torch"), []
+
+    def prepared(setting):
+        made.append(1)
+        if len(made) == 2:
+            raise MemoryError("too large")
+        return stack.systems[MULTI](setting)
+
+    changed = replace(stack, systems=stack.systems | {MULTI: prepared})
+    workload, protocol = workloads.create("logreg"), Protocol(rounds=3, warmup=2, short=0.0)
+    rows = measure.point(
+        changed, workload, 2, systems=[MULTI], quantities=("epoch",), protocol=protocol
+    )
+    errors = [(row.system, row.error) for row in rows]
+    assert errors == [(NON_PRIVATE, None), (MULTI, "MemoryError: too large")]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
