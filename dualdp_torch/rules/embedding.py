@@ -11,7 +11,15 @@ from typing import Any
 import torch
 
 from dualdp_torch.rules import choices, linear
-from dualdp_torch.rules.base import Rule, Tensor, all_but_last, on_host, sq_norms
+from dualdp_torch.rules.base import (
+    Norms,
+    Rule,
+    Tensor,
+    all_but_last,
+    last_lengths,
+    on_host,
+    sq_norms,
+)
 from dualdp_torch.rules.together import Described, Gram
 
 #: Entries of the lookup table that finds equal ids (4 bytes each, mostly untouched).
@@ -63,6 +71,24 @@ def _slots(ids: Tensor, rows: int) -> Tensor:
     return slots
 
 
+def _summed_sq_norms(ids: Tensor, grads_out: Tensor) -> Norms:
+    """(n, t), (n, t, d) -> (n,) squared norms, in few calls that never wait for the device.
+
+    Gradients are added at the place of their id among the sorted ids of the example. Rounding
+    matters where rows cancel: those of ids that occur more than once.
+    """
+    n, t = ids.shape
+    ids = ids.contiguous()
+    ordered = ids.sort(1).values
+    places = torch.searchsorted(ordered, ids)  # of an id's first occurrence
+    is_alone = torch.searchsorted(ordered, ids, right=True) - places == 1
+    places += torch.arange(0, n * t, t, device=ids.device).unsqueeze(1)
+    g = grads_out.reshape(n * t, grads_out.shape[2])
+    sums = torch.zeros_like(g).index_add_(0, places.view(-1), g)
+    lengths = last_lengths(grads_out).masked_fill_(is_alone, 0).sum(1)
+    return sq_norms(sums.view(grads_out.shape)), linear.rounding_error(lengths.square_())
+
+
 def _equal_ids(ids: Tensor, grads_out: Tensor, by_acts: Tensor, by_grads: Tensor) -> None:
     """Fill (n, 1, t, t) with 1 where two ids are equal, else 0, and with products of gradients."""
     torch.eq(ids.unsqueeze(2), ids.unsqueeze(1), out=by_acts.squeeze(1))
@@ -74,15 +100,16 @@ def weight_sq_norms(
 ) -> Described:
     """(n, ...), (n, ..., d) -> (n,) squared norms; gradients of equal ids are added first.
 
-    Where calls cost more than products, ids are taken for rows of the unit matrix, and their
-    products for those of a linear layer's inputs.
+    Where calls cost more than products and positions are few, ids are taken for rows of the unit
+    matrix, and their products for those of a linear layer's inputs.
     """
     ids, g = _flat(acts, grads_out, shape, padding_idx)
     n, t = ids.shape
     if t == 1:
         return sq_norms(g), None
-    if not on_host(g) and t <= MOST * shape[1]:
-        return Gram((1, t), g, partial(_equal_ids, ids, g))
+    if not on_host(g):
+        few = t <= MOST * shape[1]
+        return Gram((1, t), g, partial(_equal_ids, ids, g)) if few else _summed_sq_norms(ids, g)
     g = g.reshape(n * t, shape[1])
     slots = _slots(ids, shape[0])
     is_repeated = slots != torch.arange(n * t, device=g.device)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import dualdp_torch as dpt
-from dualdp_torch.rules import base, choices, rnn
+from dualdp_torch.rules import base, choices, embedding, rnn
 from tests import reference
 from tests.only_torch.checks import assert_exact, data, randomise
 
@@ -94,6 +94,23 @@ def test_equal_ids(tied):
     for positions in (1, 5, 40):  # of which the last are too many for products of all pairs
         ids = torch.randint(7, (3, positions))
         assert_exact(randomise(Table(tied=tied)), ids, methods=FAST)
+        by_columns = ids.T.contiguous().T
+        assert_exact(randomise(Table(tied=tied)), by_columns, methods=FAST)
+
+
+@pytest.mark.parametrize(("dtype", "near"), [(torch.float32, 1e-6), (torch.float64, 1e-10)])
+def test_norms_of_many_positions(dtype, near):
+    """The same as the host's, with an error bound that grows where gradients cancel."""
+    ids, g = torch.randint(30, (5, 100)), torch.randn(5, 100, 3, dtype=dtype)
+    ids[0], ids[1] = torch.arange(100), 7  # each once; one only
+    g[1, 50:] = -g[1, :50]
+    for padding in (None, -1):
+        options = {"shape": torch.Size([100, 3]), "padding_idx": padding}
+        squares, errors = embedding.weight_sq_norms(ids, g, **options)
+        expected = embedding.weight_grads(ids, g, **options).square().sum((1, 2))
+        assert (squares - expected).abs().le(near * expected + near**2).all()
+        assert errors[0] == 0
+        assert errors[1:].min() > 0
 
 
 class Last(nn.Module):

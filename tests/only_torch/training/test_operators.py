@@ -45,6 +45,7 @@ ROWS = [
     ("mlp", 4, {}, 32, 55),
     ("mnist", 4, {}, 41, 69),
     ("gpt", 2, SMALL, 198, 336),
+    ("embed", 4, {}, 22, 70),
     ("lstm", 2, {"length": 8}, 32, 104),
     pytest.param("cifar10", 2, {}, 65, 111, marks=pytest.mark.slow),
     pytest.param("resnet18_gn", 2, {"image": 16}, 211, 367, marks=pytest.mark.slow),
