@@ -111,8 +111,9 @@ def by_folding(
     """
     n, axes = acts.shape[0], len(shape) - 2
     a, g = frames(acts, axes), frames(grads_out, axes)
-    # Inputs, output gradients and weight gradients of the examples at once fit in a cache together.
-    numbers = math.prod(a.shape[1:]) + math.prod(g.shape[1:]) + math.prod(shape)
+    # A frame's inputs and output gradients, and the weight gradients, of the examples at once fit
+    # in a cache together.
+    numbers = math.prod(a.shape[2:]) + math.prod(g.shape[2:]) + math.prod(shape)
     size = _at_once(a, min(max(FOLDED // (numbers * a.element_size()), 4), 64))
     size = math.ceil(max(n, 1) / math.ceil(max(n, 1) / size))  # alike, for all threads
     shapes = [shape, g.shape[2:3]][: 1 + has_bias]

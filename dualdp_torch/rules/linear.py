@@ -13,12 +13,15 @@ import torch
 from dualdp import costs
 from dualdp.plan.clipping import margin_of
 from dualdp_torch.rules import choices, memory
-from dualdp_torch.rules.base import Rule, Tensor, all_but_last, lengths, sq_norms
+from dualdp_torch.rules.base import Rule, Tensor, all_but_last, lengths, on_host, sq_norms
 from dualdp_torch.rules.matmul import move, product, products
 from dualdp_torch.rules.together import Described, Gram, Product
 
 #: Rounding of a formed gradient is below FORMED eps times the product of both factors' norms.
 FORMED = 4.0
+#: Numbers of a batch's gradients up to which they are kept on a CPU: they stay in its caches, and
+#: norms without them take a dozen calls more.
+LITTLE = 1 << 19
 
 
 def flatten_positions(x: Tensor) -> Tensor:
@@ -67,7 +70,9 @@ def _cheapest(t: int, d_in: int, d_out: int, move: float, *, keeps: bool) -> str
 def _way(acts: Tensor, grads_out: Tensor) -> str:
     """(n, ..., i), (n, ..., o) -> method: "gram", "keep" or "discard"."""
     sizes = _sizes(acts, grads_out)
-    usual = _cheapest(*sizes, move(acts), keeps=True)
+    t, d_in, d_out = sizes
+    is_little = t > 1 and len(acts) * d_in * d_out <= LITTLE and on_host(acts)
+    usual = "keep" if is_little else _cheapest(*sizes, move(acts), keeps=True)
     return choices.choose("linear", usual, choices.OPERATIONS["linear"], sizes)
 
 
