@@ -34,8 +34,8 @@ class Protocol:
     """Numbers of rounds and time limits of a measurement."""
 
     rounds: int = 9  # turns of each system
-    warmup: int = 2  # calls before the first counted round; the gate makes one of a gradient
-    patience: float = 1.5  # seconds of turns after which a system stops that had `fewest`
+    warmup: int = 4  # calls before the first counted round; the gate makes one of a gradient
+    patience: float = 4.0  # seconds of turns after which a system stops that had `fewest`
     fewest: int = 3  # turns for a median
     short: float = 0.02  # seconds of a call below which every turn begins with an uncounted one
     # Beyond `far` non-private calls a system gets only `fewest` turns, and none with noise and
@@ -94,9 +94,8 @@ def interleave(
 
     first = {name: turn(name) for name in steps}
     warm = dict(first)
-    for name in steps:
-        for _ in range(protocol.warmup - 1):
-            warm[name] = turn(name)
+    for _ in range(protocol.warmup - 1):  # in turn: memory that others left is new to a system
+        warm = {name: turn(name) for name in steps}
     behind = protocol.far * warm.get(NON_PRIVATE, math.inf)
     far = {name for name in steps if warm[name] > behind}
     names = [name for name in steps if name not in far or warm[name] <= protocol.longest]
