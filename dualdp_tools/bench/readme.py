@@ -161,8 +161,8 @@ WRITERS: dict[str, Callable[[str, Path, Path], str]] = {"benchmarks": section, "
 def update(page: Path, files: Iterable[Path]) -> None:
     """Rewrite the tables of a page; those of a GPU are left out of a page without their markers."""
     text = page.read_text()
-    for path in files:
-        found = results.read(path)
+    by_path = {path: results.read(path) for path in files}
+    for path, found in sorted(by_path.items(), key=lambda pair: pair[1].date):  # the newest is last
         for stack in STACKS:
             if ("run", stack, "gradient") in {(r.suite, r.stack, r.quantity) for r in found.rows}:
                 table = table_name(stack, found.device_type)

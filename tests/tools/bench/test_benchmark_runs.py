@@ -291,6 +291,22 @@ def test_a_run_on_a_gpu_has_tables_of_its_own(tmp_path, monkeypatch):
         assert "2.00 ± 0.20 / 1.50" in page.read_text()
 
 
+def test_the_newest_of_several_runs_is_shown(tmp_path, monkeypatch):
+    """Whatever their order: a file of both stacks may be the newest of one of them only."""
+    monkeypatch.setattr(results, "FOLDER", tmp_path)
+    on_jax = [replace(row, stack="jax") for row in (PLAIN, OURS)]
+    old = replace(_results(PLAIN, OURS, *on_jax), date="2026-01-01", device="Old")
+    new = replace(_results(PLAIN, OURS), date="2026-01-02", device="New")
+    paths = [results.write(found, tmp_path) for found in (new, old)]
+    page, stacks = tmp_path / "README.md", ("torch", "jax")
+    for order in (paths, paths[::-1]):
+        page.write_text("".join(f"<!-- speed:{s} -->\n<!-- /speed:{s} -->\n" for s in stacks))
+        readme.update(page, order)
+        of_torch, of_jax = page.read_text().split("<!-- /speed:torch -->")
+        assert "New, 1 threads" in of_torch
+        assert "Old, 1 threads" in of_jax
+
+
 def test_a_row_of_a_gpu_has_no_aim_and_a_page_of_its_own(tmp_path, monkeypatch):
     monkeypatch.setattr(results, "FOLDER", tmp_path)
     assert marks.reasons(OURS, []) == ["the aim is 1.15"]
