@@ -13,16 +13,12 @@ import torch
 from dualdp import costs
 from dualdp.plan.clipping import margin_of
 from dualdp_torch.rules import choices, memory
-from dualdp_torch.rules.base import Rule, Tensor, all_but_last, lengths, on_host, sq_norms
+from dualdp_torch.rules.base import Rule, Tensor, all_but_last, lengths, sq_norms
 from dualdp_torch.rules.matmul import move, product, products
 from dualdp_torch.rules.together import Described, Gram, Product
 
 #: Rounding of a formed gradient is below FORMED eps times the product of both factors' norms.
 FORMED = 4.0
-#: Numbers of a batch's gradients up to which they are kept on a CPU, as norms without them take a
-#: dozen calls more: any gradients, and those of at most SHARE numbers for one that their inputs and
-#: output gradients hold. Larger ones take more time than the calls (measured: 32 to 512 features).
-TINY, LITTLE, SHARE = 1 << 14, 1 << 19, 1.5
 
 
 def flatten_positions(x: Tensor) -> Tensor:
@@ -68,17 +64,10 @@ def _cheapest(t: int, d_in: int, d_out: int, move: float, *, keeps: bool) -> str
     return "gram" if t == 1 or costs.prefers_gram(**sizes) else "discard"
 
 
-def _are_little(n: int, t: int, d_in: int, d_out: int) -> bool:
-    """True if calls on a CPU cost more than keeping the gradients of n examples."""
-    each = d_in * d_out
-    return t > 1 and n * each <= (LITTLE if each <= SHARE * t * (d_in + d_out) else TINY)
-
-
 def _way(acts: Tensor, grads_out: Tensor) -> str:
     """(n, ..., i), (n, ..., o) -> method: "gram", "keep" or "discard"."""
     sizes = _sizes(acts, grads_out)
-    is_little = on_host(acts) and _are_little(len(acts), *sizes)
-    usual = "keep" if is_little else _cheapest(*sizes, move(acts), keeps=True)
+    usual = _cheapest(*sizes, move(acts), keeps=True)
     return choices.choose("linear", usual, choices.OPERATIONS["linear"], sizes)
 
 

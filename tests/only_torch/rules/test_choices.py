@@ -10,7 +10,7 @@ from torch import nn
 
 import dualdp_torch as dpt
 from dualdp import UnsupportedLayerError
-from dualdp_torch.rules import base, choices, conv_forms, linear, matmul
+from dualdp_torch.rules import base, choices, conv_forms, matmul
 from tests import reference
 from tests.only_torch.checks import METHODS, assert_exact, data, randomise
 
@@ -146,26 +146,6 @@ def test_gradients_are_kept_where_the_processor_moves_them_fast(monkeypatch, mov
     with mock.patch.object(choices, "choose", lambda _, usual, *__: chosen.append(usual) or usual):
         dpt.clipped_grad_sum(reference.loss_fn, model, data(2, 128, 256), max_grad_norm=1.0)
     assert {*chosen} == {way}
-
-
-@pytest.mark.parametrize(
-    ("n", "t", "d", "keeps"),
-    [
-        (8, 4, 256, False),  # 2 MB of gradients of 64 KB of inputs: slower, and more memory
-        (32, 2, 128, False),
-        (2, 16, 512, False),
-        (64, 32, 64, True),  # no more numbers than inputs and output gradients
-        (512, 32, 64, False),  # too many for the caches
-        (8, 2, 32, True),  # calls cost more
-        (8, 1, 32, False),
-    ],
-)
-@pytest.mark.parametrize("hosts", [{"cpu"}, set()])
-def test_only_little_gradients_are_kept_to_save_calls(monkeypatch, n, t, d, keeps, hosts):
-    monkeypatch.setattr(base, "HOSTS", hosts)
-    monkeypatch.setattr(linear, "move", lambda _: 64.0)
-    x = torch.zeros(n, t, d)
-    assert linear.keeps(x, x) == (keeps and bool(hosts))
 
 
 @pytest.mark.parametrize(
