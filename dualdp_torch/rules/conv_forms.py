@@ -22,8 +22,8 @@ Sizes = int | Sequence[int]
 FOLDED = 3 << 19
 #: Bytes of patches that a thread forms at once on a CPU; more are no faster.
 UNFOLDED = 1 << 22
-#: The same on any other device: more of them only take memory.
-UNFOLDED_ELSEWHERE = 1 << 30
+#: The same on any other device: more of them would only take memory.
+UNFOLDED_ELSEWHERE = 1 << 28
 #: Points of a kernel's last axis from which frames are the channels of `by_crb` (measured with 8
 #: and 16 frames: 0.4 to 0.9 of the time for 7 and 8 points, up to 5 times for 3).
 WIDE = 7

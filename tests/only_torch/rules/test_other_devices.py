@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import dualdp_torch as dpt
-from dualdp_torch.rules import base, choices, embedding, rnn
+from dualdp_torch.rules import base, choices, conv, conv_forms, embedding, rnn
 from tests import reference
 from tests.only_torch.checks import assert_exact, data, randomise
 
@@ -71,6 +71,32 @@ def test_layers(case, form):
         else:
             with choices.forced(linear=form, convolution=form):
                 assert_exact(model, data(n, *shape), methods=FAST)
+
+
+MANY = {
+    "more_positions": (nn.Conv2d(3, 4, 3, padding=1), (3, 9, 8), "unfold"),
+    "more_channels": (nn.Conv2d(40, 50, 3), (40, 4, 3), "gram"),
+    "groups": (nn.Conv2d(4, 6, (2, 3), groups=2, padding="same", dilation=2), (4, 8, 9), "unfold"),
+    "one_channel_a_group": (nn.Conv1d(4, 4, 3, groups=4, stride=2), (4, 17), "unfold"),
+    "one_axis": (nn.Conv1d(3, 5, 3, padding=1, padding_mode="circular"), (3, 30), "unfold"),
+    "three_axes": (nn.Conv3d(2, 3, 2), (2, 3, 4, 3), "folded"),
+    "transposed": (nn.ConvTranspose2d(3, 4, 3, stride=2), (3, 4, 5), "folded"),
+}
+
+
+@pytest.mark.parametrize("case", MANY)
+@pytest.mark.parametrize("at_once", [1, 1 << 28])
+def test_convolutions_with_many_numbers(monkeypatch, case, at_once):
+    """Patches of one example at a time, or of all."""
+    monkeypatch.setattr(conv, "FORMED", 0)
+    monkeypatch.setattr(conv_forms, "UNFOLDED_ELSEWHERE", at_once)
+    layer, shape, expected = MANY[case]
+    taken, choose = set(), choices.choose
+    monkeypatch.setattr(choices, "choose", lambda *a: (taken.add(a[:2]), choose(*a))[1])
+    model = randomise(nn.Sequential(layer, nn.Tanh()))
+    for n in (1, 3):
+        assert_exact(model, data(n, *shape), methods=FAST)
+    assert taken == {("convolution", expected)}
 
 
 @pytest.mark.parametrize("offset", [0.0, 50.0])
