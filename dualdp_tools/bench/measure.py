@@ -94,8 +94,9 @@ def interleave(
 
     first = {name: turn(name) for name in steps}
     warm = dict(first)
-    for _ in range(protocol.warmup - 1):  # in turn: memory that others left is new to a system
-        warm = {name: turn(name) for name in steps}
+    for calls in range(1, protocol.warmup):  # in turn: memory that others left is new to a system
+        again = [name for name in steps if calls < 2 or warm[name] <= protocol.longest]
+        warm |= {name: turn(name) for name in again}
     behind = protocol.far * warm.get(NON_PRIVATE, math.inf)
     far = {name for name in steps if warm[name] > behind}
     names = [name for name in steps if name not in far or warm[name] <= protocol.longest]
