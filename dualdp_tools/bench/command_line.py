@@ -194,11 +194,12 @@ def suite_command(names: list[str], suffix: str) -> Callable[..., None]:
         warnings.filterwarnings("ignore")  # peers warn at every call
         protocol = Protocol(rounds=rounds) if rounds is not None else None
         stacks = [systems.stack(name) for name in backend or systems.installed()]
+        devices = [stack.use_device(device) for stack in stacks]
         measure(
             names,
             "-".join([suffix, *(backend or ())]),
             [Session(stack, system, workload, batch, protocol, device, quick) for stack in stacks],
-            device=[stack.device(device) for stack in stacks][0],
+            device=devices[0],
             threads=threads,
             quick=quick,
             out=out,

@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from dualdp_tools.bench.systems import (
     Prepared,
     Setting,
     Stack,
-    error_text,
+    attempt,
 )
 
 # Largest difference from the loop: relative to each parameter's sum; and to the whole sum. Float32
@@ -91,20 +91,26 @@ def admit(
         if name == LOOP:
             admitted[name] = of_loop
             continue
-        try:
-            start = time.perf_counter()
-            prepared = stack.systems[name](setting)
-            outcome = stack.wait(prepared.gradient(batch))
-            first = time.perf_counter() - start
-            if prepared.read is not None:
-                check(name, prepared.read(outcome), truth, slack)
-            prepared.clear()
-            admitted[name] = Candidate(prepared, first)
-        except NothingToForce:
-            continue
-        except Exception as error:  # any exception is the reason in the system's row
-            refused[name] = error_text(error)
-        if name in refused:
-            prepared = outcome = None
-            gc.collect()  # what it allocated may be in cycles, such as those of hooks
+        candidate, why = attempt(partial(_checked, stack, setting, name, batch, truth, slack))
+        if why:
+            refused[name] = why
+        elif candidate is not None:
+            admitted[name] = candidate
     return admitted, refused
+
+
+def _checked(
+    stack: Stack, setting: Setting, name: str, batch: Any, truth: Clipped, slack: float
+) -> Candidate | None:
+    """Prepare and call a system, whose result is the loop's; None if it has nothing to force."""
+    start = time.perf_counter()
+    try:
+        prepared = stack.systems[name](setting)
+    except NothingToForce:
+        return None
+    outcome = stack.wait(prepared.gradient(batch))
+    first = time.perf_counter() - start
+    if prepared.read is not None:
+        check(name, prepared.read(outcome), truth, slack)
+    prepared.clear()
+    return Candidate(prepared, first)

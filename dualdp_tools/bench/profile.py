@@ -40,7 +40,7 @@ def profile(
 ) -> str:
     """Return the page of one workload; raise a ValueError on an unknown workload or system."""
     stack.choose([system])
-    machine = stack.device(device)
+    machine = stack.use_device(device)
     points = {name: (options, n) for name, options, n in suites.speed_table(stack.name, device)}
     options, n = points.get(workload, ({}, 32))
     n = batch or n

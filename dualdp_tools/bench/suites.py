@@ -329,10 +329,10 @@ def compiled(session: Session, setting: Setting) -> list[Row]:
     last = empty_row(
         session.stack, "compiled", setting.workload, setting.n, quantity="over compiled"
     )
-    for name in (AUTO + suffix for suffix in backends):
-        ratio = seconds[name] / seconds[name.replace(AUTO, NON_PRIVATE)]
-        note = systems[name].chosen(batch)
-        rows.append(replace(last, system=name, value=ratio, note=note))
+    for suffix in backends:
+        ratio = seconds[AUTO + suffix] / seconds[NON_PRIVATE + suffix]
+        note = systems[AUTO + suffix].chosen(batch)
+        rows.append(replace(last, system=AUTO + suffix, value=ratio, note=note))
     return rows
 
 

@@ -94,7 +94,7 @@ class Stack:
     systems: dict[str, Callable[[Setting], Prepared]]
     load: Callable[[Setting, np.ndarray, np.ndarray], Any]  # NumPy batch -> batch on the device
     wait: Callable[[Any], Any]  # blocks until an outcome is complete, and returns it
-    device: Callable[[str], str]  # "cpu" or "cuda" -> name of the device, from now on in float32
+    use_device: Callable[[str], str]  # "cpu" or "cuda" -> its name; products are float32 from now
     engine: Callable[..., Callable[[], Any]]  # (setting, checks, correlation=) -> a run's step
     forced: tuple[str, ...] = ()  # systems with one method forced, for the suite `layers` only
 
@@ -132,7 +132,7 @@ def stack(name: str) -> Stack:
         ours.SYSTEMS | peers.SYSTEMS,
         ours.load,
         ours.wait,
-        ours.device_name,
+        ours.use_device,
         ours.engine,
         tuple(ours.FORCED),
     )

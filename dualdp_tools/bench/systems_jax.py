@@ -239,8 +239,8 @@ def engine(setting: Setting, checks: float, correlation: Any = None) -> Callable
     return partial(next, states())
 
 
-def device_name(device: str) -> str:
-    """Return the name of the processor or GPU, whose products are from now on float32."""
+def use_device(device: str) -> str:
+    """Compute float32 products in float32, on a GPU too; return the name of the device."""
     platform = {"cpu": "cpu", "cuda": "gpu"}[device]
     found = jax.devices()[0]
     if found.platform != platform:

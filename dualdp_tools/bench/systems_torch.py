@@ -322,8 +322,8 @@ def weights_size(setting: Setting, change: Change | None = None) -> int:
     return sum(p.numel() * p.element_size() for p in model.parameters())
 
 
-def device_name(device: str) -> str:
-    """Return the name of the processor or GPU, whose products are from now on float32."""
+def use_device(device: str) -> str:
+    """Compute float32 products in float32, on a GPU too; return the name of the device."""
     if device == "cpu":
         return results.processor()
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False

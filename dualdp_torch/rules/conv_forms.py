@@ -167,8 +167,10 @@ def by_unfolding(acts: Tensor, grads_out: Tensor, *, shape: torch.Size, **o: Any
     n, groups, t = len(acts), o.get("groups", 1), math.prod(grads_out.shape[2:])
     found = acts.new_empty(n * groups, shape[0] // groups, math.prod(shape[1:]))
     patch_bytes = groups * math.prod(shape[1:]) * t * acts.element_size()  # of one example
-    size = max((UNFOLDED if on_host(acts) else UNFOLDED_ELSEWHERE) // patch_bytes, 1)
-    size = size * torch.get_num_threads() if on_host(acts) else size
+    share, shares = UNFOLDED_ELSEWHERE, 1
+    if on_host(acts):
+        share, shares = UNFOLDED, torch.get_num_threads()
+    size = max(share // patch_bytes, 1) * shares
     g = grads_out.reshape(n * groups, -1, t)
     for start in range(0, n, size):
         rows = slice(start * groups, (start + size) * groups)

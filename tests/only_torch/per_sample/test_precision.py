@@ -16,7 +16,6 @@ import dualdp_torch as dpt
 from dualdp.plan.clipping import MARGIN
 from tests.conftest import DEVICE
 
-METHODS = ("auto", "book_keeping", "two_pass", "materialize", "vmap", "loop")
 N, BOUND = 6, 0.3
 
 
@@ -77,7 +76,7 @@ def length(grads):
 
 
 @pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous chunk")
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", dpt.METHODS)
 @pytest.mark.parametrize("precision", [tf32, bfloat16, in_bfloat16])
 def test_no_example_adds_more_than_the_bound(method, precision):
     model, batch = problem()
@@ -89,7 +88,9 @@ def test_no_example_adds_more_than_the_bound(method, precision):
             assert 0.99 * BOUND < length(found.grads) <= BOUND * (1 + 1e-4)
 
 
-@pytest.mark.parametrize("method", [one for one in METHODS if one != "vmap"])  # no autocast LSTM
+@pytest.mark.parametrize(
+    "method", [one for one in dpt.METHODS if one != "vmap"]
+)  # no autocast LSTM
 @pytest.mark.parametrize("precision", [tf32, bfloat16])
 def test_norms_are_those_of_float64_to_the_precision_of_the_model(method, precision):
     model, batch = problem()
