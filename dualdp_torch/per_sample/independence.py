@@ -3,8 +3,10 @@
 
 On a few examples, with dropout off: (a) the gradient of ONE example's loss must vanish at every
 parameter use outside that example's rows, which also finds the batch axis; (b) the example alone
-must have the same loss as in the batch; (c) buffers may not depend on the batch. A model that fails
-(a) uses `vmap`; a model that fails (b) or (c) has no per-sample gradient and is refused.
+must have the same loss as in the batch; (c) buffers may not depend on the batch; (d) the gradient
+of the sum of the losses must have in an example's rows what that example's loss alone gives, which
+hooks and backwards of the user's own may change. A model that fails (a) or (d) uses `vmap`; a model
+that fails (b) or (c) has no per-sample gradient and is refused.
 """
 
 from __future__ import annotations
@@ -180,7 +182,9 @@ def analyze(
             return Analysis((), (), nested)
         skip: frozenset[int] = frozenset()
         while True:
-            found = _locate(capture, losses, parameters, skip, batch.rows_per_unit, split)
+            found = _locate(
+                capture, losses, parameters, skip, batch.rows_per_unit, split, tolerance
+            )
             if isinstance(found, Analysis):
                 return found
             if len(skip) == _MOST_SKIPPED or not found.can_skip:
@@ -338,6 +342,7 @@ def _locate(
     skip: frozenset[int],
     k: int,
     split: TensorParallel | None,
+    tolerance: float,
 ) -> Analysis | Use:
     """Find each use's batch axis from gradients of single losses, or return a use without one.
 
@@ -348,13 +353,16 @@ def _locate(
         candidates(use.out_shape, n, use.possible_axes, use.rule.rows_are_free, k) for use in uses
     ]
     shown, reached = [False] * len(uses), set[int]()
-    for example in dict.fromkeys((0, n - 1, *range(n))):
-        if all(shown) and example not in (0, n - 1):
+    ends, alone = (0, n - 1), dict[int, list[Tensor | None]]()
+    for example in dict.fromkeys((*ends, *range(n))):
+        if all(shown) and example not in ends:
             break
         leftover = capture.backward(losses[example], parameters, retain=True)
         if leftover:
             problem = f"parameter {leftover[0]!r} is used by a function without a rule"
             return Analysis((), (), problem)
+        if example in ends:
+            alone[example] = [use.grads_out for use in uses]
         for i, use in enumerate(uses):
             if use.grads_out is not None:
                 reached.add(i)
@@ -374,15 +382,40 @@ def _locate(
         for use, axes, seen in zip(uses, left, shown, strict=True):
             if seen and not axes:
                 return use
+    batch_axes = tuple(
+        axes[0] if seen and len(axes) == 1 else None for axes, seen in zip(left, shown, strict=True)
+    )
+    capture.backward(losses.sum(), parameters, retain=True)
+    are_joined = any(
+        not _adds_up(use.grads_out, grads[i], axis, n, example, tolerance)
+        for example, grads in alone.items()
+        for i, (use, axis) in enumerate(zip(uses, batch_axes, strict=True))
+        if axis is not None
+    )
+    if are_joined if split is None else any(split.group.gather("the backward", are_joined)):
+        return Analysis((), (), "the gradient of a sum of losses is not the sum of their gradients")
     return Analysis(
         tuple(use.signature for use in uses),
-        tuple(
-            axes[0] if seen and len(axes) == 1 else None
-            for axes, seen in zip(left, shown, strict=True)
-        ),
+        batch_axes,
         skip=skip,
         unreached=frozenset(range(len(uses))) - reached,
     )
+
+
+def _adds_up(
+    together: Tensor | None,
+    alone: Tensor | None,
+    axis: BatchAxis,
+    n: int,
+    example: int,
+    tolerance: float,
+) -> bool:
+    """True if the gradients of all losses and of one agree in that example's rows; None is zero."""
+    given = [axis.batch_first(g, n)[example].double() for g in (together, alone) if g is not None]
+    if together is None or alone is None:
+        return not any([bool(rows.any()) for rows in given])
+    found, expected = given
+    return not bool((found - expected).norm() > tolerance * expected.norm())  # nor nan
 
 
 def permuted_use(

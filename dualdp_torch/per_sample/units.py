@@ -33,7 +33,8 @@ class UnitLoss:
         rows = next(leaf.shape[0] for leaf in leaves if torch.is_tensor(leaf))
         weights, batch = (batch[0], batch[1:]) if self.has_weights else (None, batch)
         losses, aux = split_aux(self.loss_fn(model, *batch), self.has_aux)
-        losses = self._of_units(losses, rows, weights)
+        with torch._C.DisableTorchFunction():  # a capture has nothing to hear here
+            losses = self._of_units(losses, rows, weights)
         return (losses, aux) if self.has_aux else losses
 
     def _of_units(self, losses: Any, rows: int, weights: Tensor | None) -> Tensor:

@@ -40,8 +40,8 @@ named = {"ids": lambda entry: entry.name}
 
 WANTED = 10_000
 METHODS = ("auto", "book_keeping", "two_pass", "materialize")
-ROUNDS, EACH = 4, 2  # batches of a functional call in PyTorch, and methods of each
-TORCH_STEPS, JAX_STEPS = 8, 150
+ROUNDS, EACH = 2, 2  # batches of a functional call in PyTorch, and methods of each
+TORCH_STEPS, JAX_STEPS = 4, 200
 #: Fewest comparisons of a model: a call or step that is checked looks at one example or two, a call
 #: at the sum, too. On JAX, one step in five is looked at as a whole.
 OF_TORCH_CALLS = 2 * EACH * ROUNDS
@@ -117,7 +117,7 @@ def torch_batch(batch, generator):
 @slow
 @pytest.mark.parametrize("entry", IN_TORCH_CALLS, **named)
 def test_calls_in_torch_raise_nothing(entry, in_torch):
-    """Other weights, rows and bounds in each round; the methods take turns, each comes twice."""
+    """Other weights, rows and bounds in each round; the methods take turns."""
     problem = entry.build()
     start = [p.detach().clone() for p in problem.model.parameters()]
     loss_fn, model = problem.loss_fn, problem.model

@@ -150,7 +150,7 @@ def test_the_largest_losses_are_cut_off_where_rounding_decides():
 
 @pytest.mark.slow
 def test_monotone_in_many_settings():
-    check_many(100, 10, extreme=False)
+    check_many(60, 10, extreme=False)
 
 
 @pytest.mark.slow
@@ -162,13 +162,6 @@ def test_monotone_in_many_corners():
 def test_bounds_in_many_settings():
     for extreme in (False, True):
         for run in cases.settings(15, seed=30, extreme=extreme):
-            check_bounds(run)
-
-
-@pytest.mark.slow
-def test_bounds_and_halves():
-    for extreme in (False, True):
-        for run in cases.settings(12, seed=31, extreme=extreme):
             check_bounds(run)
 
 
@@ -199,8 +192,8 @@ def test_every_relation_is_monotone(relation):
 
 @pytest.mark.slow
 def test_the_renyi_bound_is_monotone():
-    check_many(60, 51, extreme=False, accountant="rdp")
-    check_many(60, 52, extreme=True, accountant="rdp")
+    check_many(30, 51, extreme=False, accountant="rdp")
+    check_many(30, 52, extreme=True, accountant="rdp")
 
 
 def test_delta_is_monotone():

@@ -443,8 +443,8 @@ def test_upper_is_above_every_lower_bound():
     """Brackets of two different steps hold the exact delta, by quadrature in 40 digits."""
     checked = 0
     for run, other in zip(
-        cases.settings(12, seed=7, extreme=False),
-        cases.settings(12, seed=8, extreme=False),
+        cases.settings(6, seed=7, extreme=False),
+        cases.settings(6, seed=8, extreme=False),
         strict=True,
     ):
         first = (max(0.5, run["noise_multiplier"]), min(run["sample_rate"], 0.25))
@@ -458,11 +458,11 @@ def test_upper_is_above_every_lower_bound():
         if lower > 0:
             assert float(deltas[0]) >= run["delta"] * (1 - 1e-9)
         checked += 2
-    for run in cases.settings(40, seed=9, extreme=True):
+    for run in cases.settings(30, seed=9, extreme=True):
         run["num_steps"] = 1
         epsilon = get_epsilon(**run)
         sizes = (run["noise_multiplier"], run["sample_rate"])
         truth = max(exact.one_step(*sizes, epsilon, way) for way in ("remove", "add"))
         assert float(truth) <= run["delta"] * (1 + 1e-9)
         checked += 1
-    assert checked >= 50
+    assert checked >= 40

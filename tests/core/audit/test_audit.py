@@ -97,7 +97,7 @@ def test_clopper_pearson_is_sound_and_not_idle():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("sigma", "seeds"), [(1.0, range(3)), pytest.param(4.0, range(30), marks=pytest.mark.slow)]
+    ("sigma", "seeds"), [(1.0, range(3)), pytest.param(4.0, range(10), marks=pytest.mark.slow)]
 )
 def test_the_right_mechanism_is_never_accused(sigma, seeds):
     for seed in seeds:
@@ -108,13 +108,13 @@ def test_the_right_mechanism_is_never_accused(sigma, seeds):
 
 @pytest.mark.slow
 def test_bounds_stay_below_the_truth():
-    """At 95 % each, of 30 bounds at most a few may fail; in fact none does."""
+    """At 95 % each, of 20 bounds at most a few may fail; in fact none does."""
     above, largest = 0, 0.0
-    for seed in range(15):
+    for seed in range(10):
         found = audit(NumpyStep(noise_multiplier=2.0), seed=seed, num_steps=40, runs=0)
         above += sum(bound.epsilon > found.claimed_epsilon for bound in found.bounds)
         largest = max(largest, *(bound.epsilon for bound in found.bounds))
-    assert stats.binom.sf(above - 1, 30, 0.05) > 1e-3
+    assert stats.binom.sf(above - 1, 20, 0.05) > 1e-3
     assert largest > 0.3, "and they are not idle"
 
 

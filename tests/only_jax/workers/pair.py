@@ -111,10 +111,6 @@ def cnn_split():
     together("cnn", "data")
 
 
-def gpt_split():
-    together("gpt", "data")
-
-
 def gpt_in_float64():
     together("gpt", "data", "float64")
 
@@ -302,7 +298,7 @@ def own_noise_of_each_process_is_seen():
 
 CHECKS = {
     "runs": [
-        mlp_and_its_ledger, mlp_split, cnn_split, gpt_split, gpt_in_float64,
+        mlp_and_its_ledger, mlp_split, cnn_split, gpt_in_float64,
         sparse_batches_and_an_adaptive_bound, one_fresh_key_and_secure_noise,
     ],
     "words": [

@@ -17,7 +17,7 @@ from dualdp_torch.per_sample import gradients
 from dualdp_torch.per_sample.call import METHODS
 from dualdp_torch.per_sample.checks import spot_check
 from dualdp_torch.rules import RULES
-from tests.only_torch.checks import data, ids
+from tests.only_torch.checks import Ways, data, ids
 
 CALLS = {
     "grads": dpt.per_sample_grads,
@@ -296,24 +296,39 @@ def test_low_precision_is_compared_as_such(call, method):
         CALLS[call](loss, model, tokens, method=method, check="always")
 
 
+class Hooked(nn.Module):
+    """Two layers, with a hook on the gradient between them."""
+
+    def __init__(self, hook):
+        super().__init__()
+        self.first, self.second, self.hook = nn.Linear(6, 5), nn.Linear(5, 3), hook
+
+    def forward(self, x):
+        h = self.first(x)
+        if h.requires_grad:
+            h.register_hook(self.hook)
+        return self.second(h.tanh())
+
+
+def of_each_alone(model, x):
+    """Name -> (n, *shape): plain autograd, one example at a time."""
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    each = [torch.autograd.grad(squares(model, row).sum(), parameters) for row in x.split(1)]
+    return {name: torch.stack(grads) for name, *grads in zip(names, *each, strict=True)}
+
+
 @pytest.mark.parametrize("method", METHODS)
-def test_a_backward_that_is_not_linear_is_right_where_examples_run_alone(method):
-    """`g / |g|` of a batch is not that of its examples: captured gradients are others."""
+@pytest.mark.parametrize("hook", [lambda g: g / g.norm(), lambda g: g / (1 + g.abs().max())])
+def test_a_backward_that_joins_the_examples_is_that_of_each_alone(hook, method):
+    """`g / |g|` of a batch is not that of its examples: seen before any check is made."""
+    model, x = Hooked(hook), data(8, 6)
+    found = dpt.per_sample_grads(squares, model, x, method=method, check="off")
+    torch.testing.assert_close(found, of_each_alone(model, x), rtol=1e-4, atol=1e-5)
 
-    class Hooked(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second = nn.Linear(6, 5), nn.Linear(5, 3)
 
-        def forward(self, x):
-            h = self.first(x)
-            if h.requires_grad:
-                h.register_hook(lambda g: g / g.norm())
-            return self.second(h.tanh())
-
-    model, x = Hooked(), data(8, 6)
-    if method in ("loop", "vmap"):
-        dpt.clipped_grad_sum(squares, model, x, max_grad_norm=0.1, method=method)
-        return
-    with pytest.raises(ExactnessError, match=r"'first\.(weight|bias)'"):
-        dpt.clipped_grad_sum(squares, model, x, max_grad_norm=0.1, method=method)
+def test_a_hook_of_single_rows_costs_no_captured_gradient(monkeypatch):
+    model, x = Hooked(lambda g: -g / 2), data(8, 6)
+    ways = Ways(monkeypatch)
+    found = dpt.per_sample_grads(squares, model, x, check="off")
+    assert ways.taken == ["Captured"]
+    torch.testing.assert_close(found, of_each_alone(model, x), rtol=1e-4, atol=1e-5)
