@@ -446,6 +446,11 @@ class _BatchReplay:
     def _not_recorded(self) -> str | None:
         """Return the reason why a replay would differ from the loop, or None."""
         script = self.script
+        if self.tape.was_written():
+            return (
+                "a tensor was written to where that could not be seen, by its array (numpy(), "
+                "DLPack) or while the loader had ended (next(iter(loader))). Write to a copy"
+            )
         stale = [slot for slot in script.sources if slot.is_stale()]
         if stale:
             return (

@@ -119,6 +119,33 @@ class Slot:
             self.value, self.version = self.value.detach().clone(), None
 
 
+class Watched(NamedTuple):
+    """Tensor whose memory the loop holds in another form, with values and version when seen."""
+
+    tensor: Tensor
+    values: Tensor
+    version: int | None
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Watched:
+        """Return the tensor with its present values."""
+        version = None if tensor.is_inference() else tensor._version
+        return cls(tensor, tensor.detach().clone(), version)
+
+    def is_written(self) -> bool:
+        """True if the values are others now."""
+        now, before = (
+            x.detach().contiguous().reshape(-1).view(torch.uint8)  # nan is the same nan
+            for x in (self.tensor, self.values)
+        )
+        return not torch.equal(now, before)
+
+    def again(self) -> Watched:
+        """Return it with the values that a torch function wrote, or as it is."""
+        is_same = self.version is None or self.tensor._version == self.version
+        return self if is_same else Watched.of(self.tensor)
+
+
 class Call(NamedTuple):
     """Recorded call; arguments and result hold a `Slot` in the place of each tensor.
 
@@ -217,6 +244,8 @@ class Tape(TorchFunctionMode):
         self._reached = self.in_backward = False
         self._losses: list[Tensor] = []
         self._ignored: list[Tensor] = []
+        self._watched: list[Watched] = []
+        self._was_written = False
 
     def begin(self, batch: Any = None, n: int | None = None) -> None:
         """Clear the tape and record from now on; batch and n rows are the loader's, if known."""
@@ -237,8 +266,14 @@ class Tape(TorchFunctionMode):
             remove_mode(self)
 
     def leave_loader(self) -> None:
-        """Stop recording at the loader's end; only `enter_model` begins again."""
+        """Stop recording at the loader's end; only `enter_model` begins again.
+
+        What a loop like `x = next(iter(loader))` does to the batch is not seen until then, so it
+        may not write to it.
+        """
         self._is_last = True
+        if self._is_open:
+            self._watched += [Watched.of(tensor) for tensor in self._rows.values()]
         self.end()
 
     def clear(self) -> None:
@@ -356,12 +391,18 @@ class Tape(TorchFunctionMode):
         generators = [
             (g, g.get_state()) for g in (*args, *kwargs.values()) if type(g) is torch.Generator
         ]
+        if is_in_place(func):
+            self._look()
         out = func(*args, **kwargs)
+        if is_in_place(func):
+            self._watched = [watched.again() for watched in self._watched]
         if func in _IGNORING:
             self._note_ignored(dict(zip(_IGNORING[func], args, strict=False)) | kwargs)
         made = self._made(out)
         if made is None and isinstance(out, list | np.ndarray):
             self._was_read = True
+        if _is_memory(out):
+            self._watched.append(Watched.of(args[0]))
         if len(self.slots) > met or any(type(token) is int for token in tokens):
             call = Call(
                 func, taken, named, made, grad, autocast, numbers, tuple(tokens), generators
@@ -516,6 +557,15 @@ class Tape(TorchFunctionMode):
             for slot in slots:
                 slot.keep()
 
+    def _look(self) -> None:
+        """Note if a tensor whose memory the loop holds was written to since it was last seen."""
+        self._was_written |= any([watched.is_written() for watched in self._watched])
+
+    def was_written(self) -> bool:
+        """True if the loop wrote to a tensor's memory, as through the array of `x.numpy()`."""
+        self._look()
+        return self._was_written
+
     def signature(self) -> tuple[Any, ...]:
         """Return a key that is equal if the same code ran on another batch.
 
@@ -580,6 +630,12 @@ def _tensors_in(value: Any, depth: int) -> tuple[list[Tensor], bool]:
         return [], True
     found = [_tensors_in(part, depth - 1) for part in inner]
     return [tensor for tensors, _ in found for tensor in tensors], any(data for _, data in found)
+
+
+def _is_memory(out: Any) -> bool:
+    """True for what shares a tensor's memory, and can be written to without a torch function."""
+    kinds = (np.ndarray, torch.UntypedStorage, torch.TypedStorage)
+    return isinstance(out, kinds) or type(out).__name__ == "PyCapsule"  # of DLPack
 
 
 def storage_of(tensor: Tensor | None) -> int | None:

@@ -169,3 +169,91 @@ def test_norms_under_autocast_are_float32():
     with torch.autocast("cpu", torch.bfloat16):
         norms = dpt.per_sample_norms(reference.loss_fn, build()[0], data(5, 6))
     assert norms.dtype == torch.float32
+
+
+# ---------------------------------------------------------------------- memory that is shared
+
+
+def by_its_array(x):
+    array = x.numpy()
+    array -= array.mean(0)
+    return x
+
+
+def by_another_tensor(x):
+    other = torch.from_dlpack(x)
+    other -= other.mean(0)
+    return x
+
+
+def by_its_storage(x):
+    other = torch.empty(0).set_(x.untyped_storage(), 0, x.shape)
+    other -= other.mean(0)
+    return x
+
+
+def before_torch_does(x):
+    return by_its_array(x).mul_(2)
+
+
+def after_torch_did(x):
+    array = x.numpy()
+    x.mul_(2)
+    array -= array.mean(0)
+    return x
+
+
+WRITTEN = {
+    "its array": by_its_array,
+    "the array of a copy": lambda x: by_its_array(x.clone()),
+    "the array of a view": lambda x: (by_its_array(x.detach()), x)[1],
+    "DLPack": by_another_tensor,
+    "its storage": by_its_storage,
+    "before torch": before_torch_does,
+    "after torch": after_torch_did,
+}
+
+
+@pytest.mark.parametrize("write", [pytest.param(f, id=name) for name, f in WRITTEN.items()])
+def test_a_batch_that_is_written_to_without_torch_is_refused(write):
+    """The rows are centred by the mean of the batch where no torch function is called."""
+    engine, model, optimizer, loader = start(plan=plan(num_steps=2))
+    with pytest.raises(ValueError, match="a tensor was written to where that could not be seen"):
+        for x, y, _ in loader:
+            F.cross_entropy(model(write(x)), y).backward()
+            optimizer.step()
+    assert len(engine.ledger) == 0
+
+
+@pytest.mark.parametrize("write", [lambda x: x.sub_(x.mean(0)), by_its_array])
+def test_a_batch_that_is_written_to_after_its_loader_is_refused(write):
+    """`next(iter(loader))` ends the loader at once."""
+    engine, model, optimizer, loader = start(plan=plan(num_steps=2), checks=1.0)
+    x, y, _ = next(iter(loader))
+    F.cross_entropy(model(write(x)), y).backward()
+    with pytest.raises(ValueError, match=r"while the loader had ended \(next\(iter\(loader\)\)\)"):
+        optimizer.step()
+    assert len(engine.ledger) == 0
+
+
+def test_a_batch_that_is_read_after_its_loader_passes():
+    engine, model, optimizer, loader = start(plan=plan(num_steps=2), checks=1.0)
+    for _ in range(2):
+        x, y, _ = next(iter(loader.remaining()))
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    assert len(engine.ledger) == 2
+
+
+def test_arrays_that_are_read_and_changes_by_torch_pass():
+    engine, model, optimizer, loader = start(plan=plan(num_steps=4), checks=1.0)
+    for x, y, _ in loader:
+        seen = [x.numpy().max()]
+        x.mul_(0.37)
+        out = model(x)
+        seen.append(out.detach().numpy().max())
+        optimizer.zero_grad()
+        F.cross_entropy(out, y).backward()
+        optimizer.step()
+        assert np.isfinite(seen).all()
+    assert len(engine.ledger) == 4
