@@ -339,7 +339,7 @@ class Call:
         analysis = self.cache.get(signatures) or fresh or self.analyze()
         if analysis is None:  # fewer than two examples with a finite loss: nothing can be found
             return None
-        if analysis.problem or analysis.signatures != signatures:
+        if analysis.problem or analysis.signatures != signatures or capture.hooked:
             raise _NoCapture("the uses of parameters differ from those that were examined")
         if capture.permutations.may_permute(self.batch.n, self.batch.num_rows):
             permuted = permuted_use(capture, losses, analysis.batch_axes, self.parameters)

@@ -89,6 +89,7 @@ class Capture(TorchFunctionMode):
         self._skipped: set[tuple[Any, ...]] = set()
         self._frames: weakref.WeakKeyDictionary[Any, list[Use]] = weakref.WeakKeyDictionary()
         self._recomputing = False
+        self.hooked: Use | None = None  # a hook changes the gradient that is captured before it
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -120,6 +121,8 @@ class Capture(TorchFunctionMode):
                     )
             if func in _DIFFERENTIATE:
                 self._refuse_second_order(func, args, kwargs)
+            if func is Tensor.register_hook and self.hooked is None:
+                self.hooked = self._made_by(args[0])
             return self._plain(func, args, kwargs)
         call = dict(zip(rule.arguments, args, strict=False)) | kwargs
         held = {slot: value for slot, value in call.items() if self._is_parameter(value)}
@@ -209,6 +212,11 @@ class Capture(TorchFunctionMode):
                     return False
                 takes = True
         return takes
+
+    def _made_by(self, tensor: Tensor) -> Use | None:
+        """Return the use whose output a tensor is, or None."""
+        edge = tensor.grad_fn, tensor.output_nr
+        return next((use for use in self.uses if use.edge[:2] == edge), None)
 
     def _refuse_second_order(
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]

@@ -72,6 +72,11 @@ class ForwardAnalysis:
         cache, signatures = self.cache, tuple(use.signature for use in capture.uses)
         self._complete(lambda: signatures not in cache or not cache[signatures].complete)
         n, k = self._batch.n, self._batch.rows_per_unit
+        if capture.hooked:
+            raise UnsupportedLayerError(
+                f"The forward registers a gradient hook on the output of {capture.hooked}, whose "
+                f"gradient is captured before the hook. {USE_LOOP}"
+            )
         if n == 1:
             found = tuple(
                 of_single(use.out_shape, use.possible_axes, use.rule.rows_are_free, k)

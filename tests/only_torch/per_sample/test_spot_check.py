@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
 
 import dualdp_torch as dpt
 import dualdp_torch.per_sample.api
@@ -18,6 +19,7 @@ from dualdp_torch.per_sample.call import METHODS
 from dualdp_torch.per_sample.checks import spot_check
 from dualdp_torch.rules import RULES
 from tests.only_torch.checks import Ways, data, ids
+from tests.only_torch.loop import plan, start
 
 CALLS = {
     "grads": dpt.per_sample_grads,
@@ -297,17 +299,19 @@ def test_low_precision_is_compared_as_such(call, method):
 
 
 class Hooked(nn.Module):
-    """Two layers, with a hook on the gradient between them."""
+    """Three layers, with a hook on a gradient in between: of an activation, or of a layer."""
 
-    def __init__(self, hook):
+    def __init__(self, hook, on_layer=False):
         super().__init__()
-        self.first, self.second, self.hook = nn.Linear(6, 5), nn.Linear(5, 3), hook
+        self.layers = nn.ModuleList([nn.Linear(6, 5), nn.Linear(5, 4), nn.Linear(4, 3)])
+        self.hook, self.on_layer = hook, on_layer
 
     def forward(self, x):
-        h = self.first(x)
+        h = self.layers[1](self.layers[0](x).tanh())
+        h = h if self.on_layer else h.tanh()
         if h.requires_grad:
             h.register_hook(self.hook)
-        return self.second(h.tanh())
+        return self.layers[2](h.sin())
 
 
 def of_each_alone(model, x):
@@ -317,13 +321,49 @@ def of_each_alone(model, x):
     return {name: torch.stack(grads) for name, *grads in zip(names, *each, strict=True)}
 
 
+HOOKS = {
+    "norm": lambda g: g / g.norm(),
+    "largest": lambda g: g / (1 + g.abs().max()),
+    "of a row": lambda g: g / g.norm(dim=1, keepdim=True),
+    "reversed": lambda g: -g,
+}
+
+
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("hook", [lambda g: g / g.norm(), lambda g: g / (1 + g.abs().max())])
-def test_a_backward_that_joins_the_examples_is_that_of_each_alone(hook, method):
+@pytest.mark.parametrize("on_layer", [True, False])
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_backward_that_a_hook_changes_is_that_of_each_alone(hook, on_layer, method):
     """`g / |g|` of a batch is not that of its examples: seen before any check is made."""
-    model, x = Hooked(hook), data(8, 6)
+    model, x = Hooked(HOOKS[hook], on_layer), data(8, 6)
     found = dpt.per_sample_grads(squares, model, x, method=method, check="off")
     torch.testing.assert_close(found, of_each_alone(model, x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["auto", "ghost", "ew", "functorch"])
+@pytest.mark.parametrize("on_layer", [True, False])
+@pytest.mark.parametrize("hook", HOOKS)
+def test_hooks_are_right_in_an_engine_without_checks(hook, on_layer, mode):
+    model, x = Hooked(HOOKS[hook], on_layer), data(8, 6)
+    expected = of_each_alone(model, x)
+    norms = torch.stack([g.flatten(1).norm(dim=1) for g in expected.values()]).norm(dim=0)
+    bound = float(norms.median())
+    factors = (bound / norms).clamp(max=1)
+    engine, model, optimizer, loader = start(
+        (model, torch.optim.SGD(model.parameters(), lr=1.0), DataLoader(TensorDataset(x), 8)),
+        plan=plan(
+            **{"num_examples": 8, "expected_batch_size": 8, "sampler": "shuffle", "num_steps": 1},
+            **{"max_grad_norm": bound, "noise_multiplier": 1e-6},
+        ),
+        grad_sample_mode=mode,
+        checks=0,
+    )
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for (rows,) in loader:
+        squares(model, rows).mean().backward()
+        optimizer.step()
+    for name, p in model.named_parameters():
+        step = torch.einsum("n,n...->...", factors, expected[name]) / 8
+        torch.testing.assert_close(before[name] - p.detach(), step, rtol=1e-3, atol=1e-4 * bound)
 
 
 def test_a_hook_of_single_rows_costs_no_captured_gradient(monkeypatch):
