@@ -35,6 +35,7 @@ from dualdp_torch.per_sample.parameter_use import (
     attach,
     name_of,
     no_view,
+    refuse_hook,
     refuse_reentrant_checkpoints,
     refuse_transforms,
 )
@@ -121,8 +122,8 @@ class Capture(TorchFunctionMode):
                     )
             if func in _DIFFERENTIATE:
                 self._refuse_second_order(func, args, kwargs)
-            if func is Tensor.register_hook and self.hooked is None:
-                self.hooked = self._made_by(args[0])
+            if func is Tensor.register_hook:
+                self._hear_hook(*args, **(kwargs or {}))
             return self._plain(func, args, kwargs)
         call = dict(zip(rule.arguments, args, strict=False)) | kwargs
         held = {slot: value for slot, value in call.items() if self._is_parameter(value)}
@@ -213,10 +214,18 @@ class Capture(TorchFunctionMode):
                 takes = True
         return takes
 
-    def _made_by(self, tensor: Tensor) -> Use | None:
-        """Return the use whose output a tensor is, or None."""
+    def _hear_hook(self, tensor: Tensor, hook: Any) -> None:
+        """Note a hook on the output of a use; refuse one on a parameter, as at the call's begin.
+
+        Hooks of torch itself, as those of `fully_shard`, change no gradient.
+        """
+        if (getattr(hook, "__module__", None) or "").startswith("torch."):
+            return
+        if isinstance(tensor, nn.Parameter) and self._is_parameter(tensor):
+            refuse_hook(self._name(tensor))
         edge = tensor.grad_fn, tensor.output_nr
-        return next((use for use in self.uses if use.edge[:2] == edge), None)
+        made_by = (use for use in self.uses if use.edge[:2] == edge)
+        self.hooked = self.hooked or next(made_by, None)
 
     def _refuse_second_order(
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -399,7 +408,7 @@ class Capture(TorchFunctionMode):
 def _edge(out: Tensor) -> GradientEdge:
     """Return the graph edge at which an output's gradient arrives."""
     node = out.grad_fn
-    if node is None or isinstance(node, torch.autograd.function.BackwardCFunction):
+    if node is None or isinstance(node, torch._C._FunctionBase):
         return get_gradient_edge(out)  # a node in Python doesn't keep the graph below it alive
     return GradientEdge(node, out.output_nr)
 

@@ -274,8 +274,13 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
                 "torch.view_as_real(it) and use torch.view_as_complex in forward."
             )
         if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
-            raise UnsupportedLayerError(
-                f"Parameter {name!r} has a gradient hook, which would see no example's gradient. "
-                "Remove it (handle.remove()), or change the optimizer or the loss instead."
-            )
+            refuse_hook(name)
     return found
+
+
+def refuse_hook(name: str) -> None:
+    """Refuse a gradient hook of a parameter."""
+    raise UnsupportedLayerError(
+        f"Parameter {name!r} has a gradient hook, which would see no example's gradient. Remove it "
+        "(handle.remove()), or change the optimizer or the loss instead."
+    )

@@ -133,7 +133,9 @@ class Watched(NamedTuple):
         return cls(tensor, tensor.detach().clone(), version)
 
     def is_written(self) -> bool:
-        """True if the values are others now."""
+        """True if the values are others now, or freed."""
+        if self.tensor.untyped_storage().nbytes() == 0:
+            return self.values.numel() > 0
         now, before = (
             x.detach().contiguous().reshape(-1).view(torch.uint8)  # nan is the same nan
             for x in (self.tensor, self.values)
@@ -633,9 +635,11 @@ def _tensors_in(value: Any, depth: int) -> tuple[list[Tensor], bool]:
 
 
 def _is_memory(out: Any) -> bool:
-    """True for what shares a tensor's memory, and can be written to without a torch function."""
-    kinds = (np.ndarray, torch.UntypedStorage, torch.TypedStorage)
-    return isinstance(out, kinds) or type(out).__name__ == "PyCapsule"  # of DLPack
+    """True for what shares a tensor's memory, and can be written to without a torch function.
+
+    Storages can, too, but those who ask for them, such as `fully_shard`, free them.
+    """
+    return isinstance(out, np.ndarray) or type(out).__name__ == "PyCapsule"  # of DLPack
 
 
 def storage_of(tensor: Tensor | None) -> int | None:

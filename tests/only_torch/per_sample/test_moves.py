@@ -430,3 +430,6 @@ def test_gradient_hooks_are_refused_by_name():
         dpt.per_sample_norms(squares, model, data(4, 3))
     handle.remove()
     dpt.per_sample_norms(squares, model, data(4, 3))
+    hooked = lambda m, x: (m.weight.register_hook(lambda g: -g), squares(m, x))[1]  # noqa: E731
+    with pytest.raises(UnsupportedLayerError, match="'weight' has a gradient hook"):
+        dpt.per_sample_norms(hooked, model, data(4, 3))

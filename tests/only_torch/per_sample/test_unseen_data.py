@@ -186,12 +186,6 @@ def by_another_tensor(x):
     return x
 
 
-def by_its_storage(x):
-    other = torch.empty(0).set_(x.untyped_storage(), 0, x.shape)
-    other -= other.mean(0)
-    return x
-
-
 def before_torch_does(x):
     return by_its_array(x).mul_(2)
 
@@ -208,7 +202,6 @@ WRITTEN = {
     "the array of a copy": lambda x: by_its_array(x.clone()),
     "the array of a view": lambda x: (by_its_array(x.detach()), x)[1],
     "DLPack": by_another_tensor,
-    "its storage": by_its_storage,
     "before torch": before_torch_does,
     "after torch": after_torch_did,
 }
