@@ -217,9 +217,9 @@ class Capture(TorchFunctionMode):
     def _hear_hook(self, tensor: Tensor, hook: Any) -> None:
         """Note a hook on the output of a use; refuse one on a parameter, as at the call's begin.
 
-        Hooks of torch itself, as those of `fully_shard`, change no gradient.
+        Hooks of torch itself, as those of `fully_shard`, and the recorder's change no gradient.
         """
-        if (getattr(hook, "__module__", None) or "").startswith("torch."):
+        if (getattr(hook, "__module__", None) or "").startswith(("torch.", "dualdp_torch.")):
             return
         if isinstance(tensor, nn.Parameter) and self._is_parameter(tensor):
             refuse_hook(self._name(tensor))
