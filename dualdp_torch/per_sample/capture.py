@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
@@ -318,7 +318,7 @@ class Capture(TorchFunctionMode):
             if isinstance(acts, tuple) and not is_left
             else next(iter(detached), None),
             options=options,
-            edge=_edge(out),
+            edge=get_gradient_edge(out),
             out_shape=out.shape if layout is None else layout.shape(out),
             position=self._seen - 1,
             can_skip=can_skip,
@@ -403,14 +403,6 @@ class Capture(TorchFunctionMode):
             use.receive(grad)
         leftover = found[len(self.uses) :]
         return [name for (name, _), g in zip(leaves, leftover, strict=True) if g is not None]
-
-
-def _edge(out: Tensor) -> GradientEdge:
-    """Return the graph edge at which an output's gradient arrives."""
-    node = out.grad_fn
-    if node is None or isinstance(node, torch._C._FunctionBase):
-        return get_gradient_edge(out)  # a node in Python doesn't keep the graph below it alive
-    return GradientEdge(node, out.output_nr)
 
 
 def _checkpoint_frame() -> Any:

@@ -409,7 +409,10 @@ def _adds_up(
     example: int,
     tolerance: float,
 ) -> bool:
-    """True if half the gradient of all losses is half that of one in its rows; None is zero."""
+    """True if in an example's rows half the sum of the losses has half its own loss's gradient.
+
+    `together` is the gradient of half the sum, `alone` that of the example's loss; None is zero.
+    """
     given = [axis.batch_first(g, n)[example] for g in (together, alone) if g is not None]
     if together is None or alone is None:
         return not any([bool(rows.any()) for rows in given])

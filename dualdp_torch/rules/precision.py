@@ -16,7 +16,6 @@ import torch
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _HAS_CUDA = torch.backends.cuda.is_built()
-_is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 _backends: Any = torch.backends
 #: (object, attribute, value without TF32) of each setting; torch before 2.9 has the last two.
 _SETTINGS: tuple[tuple[Any, str, Any], ...] = (
@@ -41,12 +40,12 @@ def in_full_precision(function: _Function) -> _Function:
 
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
-        if not (_HAS_CUDA or _is_any_autocast_enabled()):
+        on_cpu, on_cuda = torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
+        if not (_HAS_CUDA or on_cpu or on_cuda):
             return function(*args, **kwargs)
         with contextlib.ExitStack() as stack:
-            for device in ("cpu", "cuda"):
-                if torch.is_autocast_enabled(device):
-                    stack.enter_context(torch.autocast(device, enabled=False))
+            for device in ("cpu",) * on_cpu + ("cuda",) * on_cuda:
+                stack.enter_context(torch.autocast(device, enabled=False))
             if _HAS_CUDA:
                 stack.enter_context(_without_tf32())
             return function(*args, **kwargs)

@@ -388,15 +388,15 @@ class Tape(TorchFunctionMode):
         met = len(self.slots)
         taken = self._take(args, tokens, numbers)
         named = self._take(kwargs, tokens, numbers) if kwargs else {}
-        if is_in_place(func) or "out" in kwargs:
+        writes = is_in_place(func) or "out" in kwargs
+        if writes:
+            self._look()
             self._keep((args[:1], kwargs.get("out")))
         generators = [
             (g, g.get_state()) for g in (*args, *kwargs.values()) if type(g) is torch.Generator
         ]
-        if is_in_place(func):
-            self._look()
         out = func(*args, **kwargs)
-        if is_in_place(func):
+        if writes:
             self._watched = [watched.again() for watched in self._watched]
         if func in _IGNORING:
             self._note_ignored(dict(zip(_IGNORING[func], args, strict=False)) | kwargs)
