@@ -130,7 +130,7 @@ def begin(name, is_cut, **options):
         cut(model, MODELS[kind][1])
     views, changes = changes.get("views", 1), {k: v for k, v in changes.items() if k != "views"}
     if changes.get("key") == "fixed":
-        changes = changes | {"key": RootKey(bytes(range(16)))}
+        changes = changes | {"key": RootKey(b"key of cut runs!")}
     plan = models.plan(**{"num_steps": STEPS} | changes)
     if plan.unit == "user":
         options["users"] = parallel.OWNERS

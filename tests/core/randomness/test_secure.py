@@ -212,9 +212,10 @@ def test_grid_noise_is_a_rounded_gaussian():
     edges = np.arange(-8, 10) - 0.5
     expected = np.diff(np.concatenate([[0], stats.norm.cdf(edges / cells), [1]]))
     found = np.bincount(np.digitize(noise, edges), minlength=expected.size)
-    assert stats.chisquare(found, expected * noise.size).pvalue > 1e-3
+    chance = 1e-9  # of failing; the key differs in every run
+    assert stats.chisquare(found, expected * noise.size).pvalue > chance
     wrong = np.diff(np.concatenate([[0], stats.norm.cdf(edges / (1.01 * cells)), [1]]))
-    assert stats.chisquare(found, wrong * noise.size).pvalue < 1e-3
+    assert stats.chisquare(found, wrong * noise.size).pvalue < chance
 
 
 def test_noise_beyond_the_whole_numbers_is_refused():

@@ -89,9 +89,10 @@ def test_every_subset_is_as_likely(noise):
         subsets[tuple(drawn[1])] += 1
         both[tuple(drawn[1]), tuple(drawn[3])] += 1
     assert set(subsets) == set(itertools.combinations([1, 2, 5, 6, 8], 2))
-    assert stats.chisquare(list(subsets.values())).pvalue > 1e-4
+    # 1e-9, not 1e-4: a secure key differs in every run.
+    assert stats.chisquare(list(subsets.values())).pvalue > 1e-9
     assert len(both) == 30  # of two users: independent
-    assert stats.chisquare(list(both.values())).pvalue > 1e-4
+    assert stats.chisquare(list(both.values())).pvalue > 1e-9
 
 
 def test_rows_of_a_user_do_not_depend_on_the_split():
