@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 #: Number of losses and shapes cached for one model.
 MAX_CACHED = 64
 _PROBLEM = "problem"  # key of the analysis that found one
+_FUNCTIONS = {types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial}
+#: Tables of a module's hooks, by the unique numbers of their handles.
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 class AnalysisCache(dict[Any, "Analysis"]):
@@ -63,16 +66,23 @@ _models: weakref.WeakKeyDictionary[nn.Module, OrderedDict[Any, AnalysisCache]] =
 
 
 def cached_analyses(model: nn.Module, loss_fn: Callable[..., Any], batch: Batch) -> AnalysisCache:
-    """Return the cached analyses for this model, loss and shapes; empty on a first call."""
+    """Return the cached analyses for this model, loss and shapes; empty on a first call.
+
+    A model with modules, functions or hooks that it did not have before is a new one.
+    """
     referents: list[Callable[[], Any]] = []
     modules = modules_of(model)
     parameters = [p for module in modules for p in module._parameters.values()]
-    kinds = {bool, str}  # attributes that choose a forward's path
+    attributes = [v for m in modules for v in vars(m).values()]
     key = (
         _loss_token(loss_fn, referents),
         batch.signature(),
-        tuple([module.training for module in modules]),
-        tuple([v for m in modules for v in vars(m).values() if type(v) in kinds]),
+        tuple([(type(module), module.training) for module in modules]),
+        tuple([key for m in modules for table in _HOOKS for key in vars(m).get(table, ())]),
+        # What chooses a forward's path: switches by value, functions by identity, others by type.
+        tuple([type(v) for v in attributes]),
+        tuple([v for v in attributes if type(v) in (bool, str)]),
+        tuple([id(v) for v in attributes if type(v) in _FUNCTIONS]),
         torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"),
         tuple([(id(p), p.requires_grad) for p in parameters if p is not None]),
     )

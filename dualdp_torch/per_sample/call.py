@@ -19,7 +19,13 @@ from dualdp_torch.per_sample.analysis_cache import AnalysisCache, cached_analyse
 from dualdp_torch.per_sample.batch import Batch, check_losses, split_aux
 from dualdp_torch.per_sample.capture import Capture
 from dualdp_torch.per_sample.gradients import Captured, Gradients
-from dualdp_torch.per_sample.independence import PERMUTED, Analysis, analyze, permuted_use
+from dualdp_torch.per_sample.independence import (
+    PERMUTED,
+    Analysis,
+    analyze,
+    completed,
+    permuted_use,
+)
 from dualdp_torch.per_sample.model_checks import refuse_mixing_modules, require_module
 from dualdp_torch.per_sample.model_state import Start, State, refuse_written, restored
 from dualdp_torch.per_sample.parameter_use import (
@@ -347,6 +353,9 @@ class Call:
                 problem = PERMUTED.format(permuted)
                 self.cache.add(Analysis((), (), problem))
                 raise _NoCapture(problem)
+        if not analysis.complete and self.split is None:
+            analysis = completed(analysis, capture, total, self.parameters, self.model, self.batch)
+            self.cache.add(analysis)
         leftover = capture.backward(total.sum(), self.parameters)
         if leftover:
             raise _NoCapture(f"parameter {leftover[0]!r} is used by a function without a rule")

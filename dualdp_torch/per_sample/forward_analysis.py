@@ -13,11 +13,18 @@ from torch import nn
 
 from dualdp._validate import UnsupportedLayerError
 from dualdp_torch.parallel.fsdp import Shards
+from dualdp_torch.parallel.tensor_parallel import TensorParallel
 from dualdp_torch.per_sample.analysis_cache import AnalysisCache, cached_analyses
 from dualdp_torch.per_sample.batch import Batch
 from dualdp_torch.per_sample.batch_axis import BatchAxis, of_single
 from dualdp_torch.per_sample.capture import Capture
-from dualdp_torch.per_sample.independence import PERMUTED, analyze, permuted_use
+from dualdp_torch.per_sample.independence import (
+    PERMUTED,
+    Analysis,
+    analyze,
+    completed,
+    permuted_use,
+)
 from dualdp_torch.per_sample.outputs import combined, float_leaves, projected
 from dualdp_torch.per_sample.parameter_use import USE_LOOP
 from dualdp_torch.per_sample.vmap_and_loop import gradients_set_aside
@@ -89,7 +96,7 @@ class ForwardAnalysis:
                 f"{USE_LOOP}"
             )
         else:
-            found = cache[signatures].batch_axes
+            found = self._completed(cache[signatures], capture, outputs).batch_axes
         is_due, rounds = n > 1 and capture.permutations.may_permute(n, n * k), (n - 1).bit_length()
         if self._shards is not None:  # as many backwards on all processes as one of them needs
             is_due = bool(self._shards.largest(is_due))
@@ -104,6 +111,16 @@ class ForwardAnalysis:
                     f"{PERMUTED.format(use)} Keep the examples in place, or use clipped_grad_sum "
                     'or grad_sample_mode="functorch".'
                 )
+        return found
+
+    def _completed(self, analysis: Analysis, capture: Capture, outputs: Any) -> Analysis:
+        """Return the analysis with the axes that this batch shows, if one process has the model."""
+        if analysis.complete or self._shards is not None or TensorParallel.of(self._model):
+            return analysis
+        with self._pause():
+            total = combined(float_leaves(outputs), rows_per_unit=self._batch.rows_per_unit)
+            found = completed(analysis, capture, total, self._inside, self._model, self._batch)
+        self.cache.add(found)
         return found
 
     def _complete(self, is_missing: Callable[[], bool]) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -345,18 +345,21 @@ def _locate(
     k: int,
     split: TensorParallel | None,
     tolerance: float,
+    examples: Sequence[int] | None = None,
 ) -> Analysis | Use:
     """Find each use's batch axis from gradients of single losses, or return a use without one.
 
-    All processes of a tensor parallel model find the same: what one of them has seen.
+    These are the losses of `examples`, or all. All processes of a tensor parallel model find the
+    same: what one of them has seen.
     """
     n, uses = len(losses), capture.uses
+    examples = range(n) if examples is None else examples
     left = [
         candidates(use.out_shape, n, use.possible_axes, use.rule.rows_are_free, k) for use in uses
     ]
     shown, reached = [False] * len(uses), set[int]()
     alone = list[list[Tensor | None]]()
-    for example in range(n):
+    for example in examples:
         leftover = capture.backward(losses[example], parameters, retain=True)
         if leftover:
             problem = f"parameter {leftover[0]!r} is used by a function without a rule"
@@ -387,7 +390,7 @@ def _locate(
     capture.backward(losses.sum() / 2, parameters, retain=True)
     is_linear = all(
         _adds_up(use.grads_out, grads[i], axis, n, example, tolerance)
-        for example, grads in enumerate(alone)
+        for example, grads in zip(examples, alone, strict=True)
         for i, (use, axis) in enumerate(zip(uses, batch_axes, strict=True))
         if axis is not None
     )
@@ -420,6 +423,42 @@ def _adds_up(
     lost = torch.finfo(given[0].dtype).tiny * given[0].numel() ** 0.5  # where halves underflow
     apart = (found - expected / 2).norm()
     return not bool(apart > tolerance * expected.norm() + lost)  # nor nan
+
+
+def completed(
+    analysis: Analysis,
+    capture: Capture,
+    losses: Tensor,
+    parameters: Mapping[str, Tensor],
+    model: nn.Module,
+    batch: Batch,
+) -> Analysis:
+    """Return the analysis with the batch axes of uses that only other examples reach.
+
+    The examples that were examined gave them no gradient, as where a gate or chance
+    (classifier-free guidance) decides. So single losses of this batch, which do, are
+    differentiated; the graph is kept.
+    """
+    n, k, tolerance = len(losses), batch.rows_per_unit, _tolerance(model, parameters, batch)
+    found, examples = None, set[int]()
+    try:
+        capture.backward(losses.sum(), parameters, retain=True)
+        for use, known in zip(capture.uses, analysis.batch_axes, strict=True):
+            if known is not None or use.grads_out is None:
+                continue
+            for axis in candidates(use.out_shape, n, use.possible_axes, use.rule.rows_are_free, k):
+                reached = axis.batch_first(use.grads_out, n).reshape(n, -1).any(1).nonzero()
+                examples.update(reached.flatten()[: EXAMPLES // 2].tolist())
+        if examples:
+            skip, rows = analysis.skip, sorted(examples)
+            found = _locate(capture, losses, parameters, skip, k, None, tolerance, rows)
+    finally:
+        for use in capture.uses:
+            use.grads_out = None
+    if not isinstance(found, Analysis) or found.problem:
+        return analysis
+    pairs = zip(analysis.batch_axes, found.batch_axes, strict=True)
+    return replace(analysis, batch_axes=tuple(known or new for known, new in pairs))
 
 
 def permuted_use(

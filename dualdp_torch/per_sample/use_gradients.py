@@ -11,7 +11,7 @@ import torch
 
 from dualdp._validate import UnsupportedLayerError
 from dualdp_torch.per_sample.batch_axis import BatchAxis
-from dualdp_torch.per_sample.parameter_use import Derived, Use, graph_nodes
+from dualdp_torch.per_sample.parameter_use import USE_LOOP, Derived, Use, graph_nodes
 from dualdp_torch.rules import embedding, linear
 from dualdp_torch.rules.base import (
     Norms,
@@ -168,7 +168,7 @@ def complete(use: Use, batch_axis: BatchAxis | None) -> None:
     if batch_axis is None and bool(use.grads_out.any()):
         raise UnsupportedLayerError(
             f"Where the examples lie in {use} could not be seen when the model was examined, since "
-            'gradients vanished there. Use method="vmap".'
+            f"gradients vanished there. {USE_LOOP}"
         )
 
 

@@ -93,6 +93,8 @@ REWRITES: dict[Callable[..., Any], Rewrite] = {
     torch.rnn_relu_cell: Rewrite(bilinear_prelu_cells.rnn_cell(torch.relu)),
     Tensor.expand: Rewrite(broadcast.expand_later, broadcast.expands_later),
     Tensor.repeat: Rewrite(broadcast.repeat, broadcast.repeats_ones),
+    torch.where: Rewrite(broadcast.where, broadcast.chooses_smaller),
+    Tensor.__setitem__: Rewrite(broadcast.fill_rows, broadcast.fills_rows),
     **{
         function: Rewrite(broadcast.spread_first(function), broadcast.spreads_later)
         for name in ("add", "sub", "mul")

@@ -127,6 +127,43 @@ def repeat(capture: Any, p: Tensor, *counts: Any) -> Tensor:
     ).clone()
 
 
+def chooses_smaller(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """True if a tensor that a `where` chooses from is smaller than what it returns."""
+    chosen = [value for value in args[1:] if torch.is_tensor(value)]
+    return len(args) == 3 and not kwargs and any(t.shape != _whole(args) for t in chosen)
+
+
+def where(capture: Any, condition: Tensor, *chosen: Any) -> Tensor:
+    """`torch.where` of tensors that are expanded before, parameters by their rule."""
+    shape = _whole((condition, *chosen))
+    x, y = (value.expand(shape) if torch.is_tensor(value) else value for value in chosen)
+    found: Tensor = torch.where(condition, x, y)
+    return found
+
+
+def _whole(values: Sequence[Any]) -> torch.Size:
+    """Shape to which the tensors among the values broadcast."""
+    shape = torch.broadcast_shapes(*(value.shape for value in values if torch.is_tensor(value)))
+    return torch.Size(shape)
+
+
+def fills_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """True for `x[mask] = value` with one value for all rows that the mask chooses."""
+    x, mask, value = args
+    if not torch.is_tensor(mask) or mask.dtype != torch.bool or not torch.is_tensor(value):
+        return False
+    more = value.dim() - (x.dim() - mask.dim())  # axes for the chosen rows
+    is_one = more <= 0 or (more == 1 and value.shape[0] == 1)
+    return is_one and mask.shape == x.shape[: mask.dim()]
+
+
+def fill_rows(capture: Any, x: Tensor, mask: Tensor, value: Tensor) -> None:
+    """`x[mask] = value`, as a choice between the value and x."""
+    spread = mask.reshape(*mask.shape, *[1] * (x.dim() - mask.dim()))
+    one = value.squeeze(0) if value.dim() > x.dim() - mask.dim() else value
+    x.copy_(torch.where(spread, one.to(x.dtype), x))
+
+
 def spreads_later(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """True if an operand varies along axis 0 and is broadcast along a later axis."""
     return len(args) == 2 and (_later(*args) or _later(*args[::-1])) is not None

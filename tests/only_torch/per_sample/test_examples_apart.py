@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The batch axis is proved, never guessed; a model that mixes examples is refused."""
 
+import contextlib
 import random
 import re
 
@@ -205,6 +206,10 @@ def test_a_path_that_only_some_batches_take_is_examined_too():
     assert_exact(model, -x, methods=methods)
 
 
+def _same_rows(h, x):
+    return h
+
+
 def assert_recorded_norms(model, x):
     """Norms of a recorded forward are the loop's."""
     with dpt.record_per_sample(model, loss_reduction="sum") as record:
@@ -237,6 +242,68 @@ def test_gradients_that_vanish_at_first_prove_nothing():
         model.gate.fill_(1.5)
     assert_exact(model, x)
     assert_recorded_norms(model, x)
+
+
+class Few(nn.Module):
+    """A layer of which few examples take the output, between two functions of the rows."""
+
+    def __init__(self, before=_same_rows, after=_same_rows, through=lambda h: h):
+        super().__init__()
+        self.rare, self.usual = nn.Linear(6, 3), nn.Linear(6, 3)
+        self.before, self.after, self.through = before, after, through
+
+    def forward(self, x):
+        rows = self.before(x, x)
+        chosen = torch.where(rows[:, :1] > 2, self.through(self.rare(rows)), self.usual(rows))
+        return self.after(chosen, x)
+
+
+class Normalised(torch.autograd.Function):
+    """A backward that is no linear function of the gradient."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad / (grad.norm() + 1e-3)
+
+
+FEW = {
+    "in place": ({}, "Captured"),
+    "sorted": (
+        {
+            "before": lambda h, x: h[x[:, 1].argsort()],
+            "after": lambda h, x: h[x[:, 1].argsort().argsort()],
+        },
+        "by_vmap",
+    ),
+    "not linear": ({"through": Normalised.apply}, "by_vmap"),
+}
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("name", FEW)
+def test_a_layer_that_few_examples_reach_is_examined_on_those(name, count, monkeypatch):
+    """Four examples of a batch are examined; a gate may leave a layer to the others."""
+    options, way = FEW[name]
+    x = data(12, 6).clamp(max=1)
+    x[5 : 5 + count, 0] = 3
+    model = randomise(Few(**options))
+    methods = METHODS if way == "Captured" else tuple(m for m in METHODS if m != "two_pass")
+    assert_exact(model, x, methods=methods)
+    ways = Ways(monkeypatch)
+    dpt.per_sample_norms(reference.loss_fn, randomise(Few(**options)), x)
+    assert ways.taken == [way]
+    with contextlib.suppress(*([] if way == "Captured" else [UnsupportedLayerError])):
+        assert_recorded_norms(model, x)
 
 
 def test_heads_without_a_way_to_the_loss_are_examined_once():
@@ -354,6 +421,66 @@ def test_mixing_that_is_switched_on_later_is_refused(method):
     dpt.per_sample_norms(loss_of(False), plain, x, method=method)
     with pytest.raises(UnsupportedLayerError, match="The loss of an example is another one"):
         dpt.per_sample_norms(loss_of(True), plain, x, method=method)
+
+
+def centred(h):
+    return h - h.mean(0)
+
+
+class Centred(nn.Module):
+    def forward(self, h):
+        return centred(h)
+
+
+class CentredObject:
+    def __call__(self, h):
+        return centred(h)
+
+
+class Changeable(nn.Module):
+    """Two layers with a module, a function and an optional object between them."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.between = nn.Linear(6, 6), nn.Linear(6, 3), nn.Tanh()
+        self.function, self.more = torch.tanh, None
+
+    def forward(self, x):
+        h = self.function(self.between(self.first(x)))
+        return self.second(h if self.more is None else self.more(h))
+
+
+LATER = {
+    "forward hook": lambda m: m.first.register_forward_hook(lambda *a: centred(a[-1])),
+    "forward pre-hook": lambda m: m.second.register_forward_pre_hook(lambda m, a: centred(a[0])),
+    "module": lambda m: setattr(m, "between", Centred()),
+    "forward": lambda m: setattr(m.between, "forward", centred),
+    "function": lambda m: setattr(m, "function", centred),
+    "object": lambda m: setattr(m, "more", CentredObject()),
+}
+
+
+@pytest.mark.parametrize("what", LATER)
+def test_what_a_model_is_given_later_is_examined(what):
+    """Hooks, modules and functions of a model that was examined without them."""
+    model, x = randomise(Changeable()), data(8, 6)
+    dpt.per_sample_norms(reference.loss_fn, model, x)
+    assert_recorded_norms(model, x)
+    LATER[what](model)
+    with pytest.raises(UnsupportedLayerError, match="The loss of an example is another one"):
+        dpt.per_sample_norms(reference.loss_fn, model, x)
+    with pytest.raises(UnsupportedLayerError, match="The loss of an example is another one"):
+        assert_recorded_norms(model, x)
+
+
+@pytest.mark.parametrize("kind", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+def test_backward_hooks_of_later_are_examined(kind):
+    """A hook that joins the examples' gradients, on a model that was examined without it."""
+    model, x = randomise(Changeable()), data(8, 6)
+    assert_recorded_norms(model, x)
+    getattr(model.between, kind)(lambda module, grads, *_: (grads[0] / grads[0].norm(),))
+    with pytest.raises(UnsupportedLayerError):
+        assert_recorded_norms(model, x)
 
 
 def test_a_refusal_shows_no_number_of_the_data():

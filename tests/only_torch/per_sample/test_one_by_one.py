@@ -147,7 +147,7 @@ def test_models_without_another_method_are_plain_autograd(kind, reduction):
     assert engine.ledger.last_check == 1
 
 
-@pytest.mark.parametrize("kind", ["assigned mask", "branches", "second order"])
+@pytest.mark.parametrize("kind", ["branches", "second order"])
 def test_the_other_methods_name_the_loop(kind):
     items = TensorDataset(inputs(kind), ids(3, N))
     with pytest.raises(UnsupportedLayerError, match='grad_sample_mode="loop"'):

@@ -137,6 +137,19 @@ def gamma(self, x):
     return self.second(torch.distributions.Gamma(F.softplus(self.first(x)) + 0.3, 1.0).rsample())
 
 
+def guided(self, x):
+    """A learned condition in place of the example's own, as classifier-free guidance drops it."""
+    hidden = torch.where(torch.rand(len(x), 1) < 0.3, self.null, self.first(x))
+    return self.second(torch.tanh(hidden))
+
+
+def masked(self, x):
+    """A learned token that is written over features, as wav2vec 2.0 hides them."""
+    hidden = self.first(x)
+    hidden[torch.rand(len(x)) < 0.3] = self.null
+    return self.second(torch.tanh(hidden))
+
+
 def layers(**more):
     return {"first": linear(6), "second": linear(6), **more}
 
@@ -147,6 +160,8 @@ CHANCE = {
     "rrelu": lambda: Model(leaky, **layers()),
     "categorical": lambda: Model(sampled, **layers()),
     "gamma": lambda: Model(gamma, **layers()),
+    "guidance": lambda: Model(guided, **layers(null=nn.Parameter(torch.ones(6)))),
+    "masks": lambda: Model(masked, **layers(null=nn.Parameter(torch.ones(6)))),
 }
 
 

@@ -273,6 +273,36 @@ def class_token_repeated():
 
 
 @case(data(N, 5, 6))
+def mask_token_where():
+    def forward(m, x):
+        return m.head(torch.where(x[..., :1] > 0, m.token, x))
+
+    return Apply(forward, token=nn.Parameter(torch.zeros(6)), head=nn.Linear(6, 3))
+
+
+@case(data(N, 5, 6))
+def choice_of_two_parameters_and_a_number():
+    def forward(m, x):
+        return x * torch.where(x > 0, m.above, m.below) + torch.where(x > 1, m.below, 0.5)
+
+    above, below = (nn.Parameter(torch.zeros(shape)) for shape in ((6,), (5, 1)))
+    return Apply(forward, above=above, below=below)
+
+
+for shape in ((6,), (1, 6), ()):
+
+    @case(data(N, 5, 6), name=f"mask_token_written{shape}", methods=WITHOUT_VMAP)
+    def mask_token_written(shape=shape):
+        def forward(m, x):
+            hidden = m.first(x)
+            hidden[x[..., 0] > 0] = m.token
+            return m.head(hidden.tanh())
+
+        token = nn.Parameter(torch.zeros(shape))
+        return Apply(forward, first=nn.Linear(6, 6), token=token, head=nn.Linear(6, 3))
+
+
+@case(data(N, 5, 6))
 def scaled_and_shifted():
     return Apply(
         lambda m, x: (x * m.scale - m.shift) * (2 * m.gate) + m.gate,
