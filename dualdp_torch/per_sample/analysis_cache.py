@@ -7,7 +7,7 @@ import functools
 import types
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -68,7 +68,7 @@ _models: weakref.WeakKeyDictionary[nn.Module, OrderedDict[Any, AnalysisCache]] =
 def cached_analyses(model: nn.Module, loss_fn: Callable[..., Any], batch: Batch) -> AnalysisCache:
     """Return the cached analyses for this model, loss and shapes; empty on a first call.
 
-    A model with modules, functions or hooks that it did not have before is a new one.
+    A model with modules, functions, switches or hooks that it did not have before is a new one.
     """
     referents: list[Callable[[], Any]] = []
     modules = modules_of(model)
@@ -78,10 +78,12 @@ def cached_analyses(model: nn.Module, loss_fn: Callable[..., Any], batch: Batch)
         _loss_token(loss_fn, referents),
         batch.signature(),
         tuple([(type(module), module.training) for module in modules]),
-        tuple([key for m in modules for table in _HOOKS for key in vars(m).get(table, ())]),
-        # What chooses a forward's path: switches by value, functions by identity, others by type.
+        tuple([key for m in modules for table in _HOOKS for key in _others(vars(m).get(table))]),
+        # What chooses a forward's path: switches by value, numbers by whether they are zero,
+        # functions by identity, others by type.
         tuple([type(v) for v in attributes]),
         tuple([v for v in attributes if type(v) in (bool, str)]),
+        tuple([bool(v) for v in attributes if type(v) in (int, float)]),
         tuple([id(v) for v in attributes if type(v) in _FUNCTIONS]),
         torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"),
         tuple([(id(p), p.requires_grad) for p in parameters if p is not None]),
@@ -94,6 +96,15 @@ def cached_analyses(model: nn.Module, loss_fn: Callable[..., Any], batch: Batch)
     if len(of_model) > MAX_CACHED:
         of_model.popitem(last=False)
     return found
+
+
+def _others(hooks: Mapping[int, Any] | None) -> list[int]:
+    """Numbers of the hooks that are not our own, which each recorder adds anew."""
+    return [
+        key
+        for key, hook in (hooks or {}).items()
+        if not (getattr(hook, "__module__", None) or "").startswith("dualdp_torch.")
+    ]
 
 
 def _loss_token(loss_fn: Any, referents: list[Callable[[], Any]]) -> Any:

@@ -443,10 +443,11 @@ class Changeable(nn.Module):
     def __init__(self):
         super().__init__()
         self.first, self.second, self.between = nn.Linear(6, 6), nn.Linear(6, 3), nn.Tanh()
-        self.function, self.more = torch.tanh, None
+        self.function, self.more, self.share = torch.tanh, None, 0.0
 
     def forward(self, x):
         h = self.function(self.between(self.first(x)))
+        h = h - self.share * h.mean(0)
         return self.second(h if self.more is None else self.more(h))
 
 
@@ -457,6 +458,7 @@ LATER = {
     "forward": lambda m: setattr(m.between, "forward", centred),
     "function": lambda m: setattr(m, "function", centred),
     "object": lambda m: setattr(m, "more", CentredObject()),
+    "number": lambda m: setattr(m, "share", 0.5),
 }
 
 

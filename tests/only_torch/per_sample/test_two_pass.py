@@ -88,7 +88,7 @@ SECRET = random.Random(1)
 
 
 class Hidden(Random):
-    """Draws from a generator that no module holds, from the moment that `draws` is set."""
+    """Draws from a generator that no module holds, from the moment that the class has `draws`."""
 
     draws = 0
 
@@ -97,21 +97,21 @@ class Hidden(Random):
         return torch.tensor([[draw() < 0.5 for _ in range(32)] for _ in range(shape[0])])
 
 
-def begin_to_draw(model, x):
-    """After a first call, which would refuse it."""
+def begin_to_draw(model, x, monkeypatch):
+    """After a first call, which would refuse it; a module that is set to draw is examined again."""
     dpt.clipped_grad_sum(squares, model, x, max_grad_norm=1.0, method="two_pass")
-    model.draws = 1
+    monkeypatch.setattr(Hidden, "draws", 1)
     return model
 
 
-def test_draws_that_can_not_be_repeated_are_told_by_the_losses():
+def test_draws_that_can_not_be_repeated_are_told_by_the_losses(monkeypatch):
     torch.manual_seed(0)
     x = 100 * data(N, 6)
     begun = Hidden("hidden")
     begun.draws = 1
     with pytest.raises(UnsupportedLayerError, match="The loss of an example is another one"):
         dpt.per_sample_norms(squares, begun, x)
-    assert largest_contribution(begin_to_draw(Hidden("hidden"), x), x) <= 1
+    assert largest_contribution(begin_to_draw(Hidden("hidden"), x, monkeypatch), x) <= 1
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5])
@@ -128,14 +128,14 @@ def test_transformer_layers_with_dropout(p):
     assert largest_contribution(layer, x, lambda m, x: (m(x) @ weights).sum(1)) <= 1
 
 
-def test_masks_that_the_losses_hide_are_told_by_the_smallest_parameters():
+def test_masks_that_the_losses_hide_are_told_by_the_smallest_parameters(monkeypatch):
     class Normalised(Hidden):
         def forward(self, x):
             return F.layer_norm(super().forward(x), (3,))
 
     torch.manual_seed(0)
     x = 100 * data(N, 6)
-    assert largest_contribution(begin_to_draw(Normalised("hidden"), x), x) <= 1
+    assert largest_contribution(begin_to_draw(Normalised("hidden"), x, monkeypatch), x) <= 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
