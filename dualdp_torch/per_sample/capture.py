@@ -102,6 +102,7 @@ class Capture(TorchFunctionMode):
             and torch.is_grad_enabled()
             and any(map(self._is_parameter, _flat(args, kwargs)))
             and not any(map(is_sharded, _flat(args, kwargs)))
+            and not (rewrite.writes and self._is_parameter(args[0]))
             and rewrite.covers(args, kwargs)
         ):
             refuse_transforms(func)

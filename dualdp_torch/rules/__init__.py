@@ -71,11 +71,13 @@ class Rewrite(NamedTuple):
         function: callable that takes the capture, then the arguments of the original.
         covers: predicate of (args, kwargs), True if this call can be rewritten.
         follows: True if it keeps track of the order in which a packed sequence holds the examples.
+        writes: True if it changes its first argument; calls that change a parameter are left.
     """
 
     function: Callable[..., Any]
     covers: Callable[[tuple[Any, ...], dict[str, Any]], bool] = lambda args, kwargs: True
     follows: bool = False
+    writes: bool = False
 
 
 REWRITES: dict[Callable[..., Any], Rewrite] = {
@@ -94,7 +96,7 @@ REWRITES: dict[Callable[..., Any], Rewrite] = {
     Tensor.expand: Rewrite(broadcast.expand_later, broadcast.expands_later),
     Tensor.repeat: Rewrite(broadcast.repeat, broadcast.repeats_ones),
     torch.where: Rewrite(broadcast.where, broadcast.chooses_smaller),
-    Tensor.__setitem__: Rewrite(broadcast.fill_rows, broadcast.fills_rows),
+    Tensor.__setitem__: Rewrite(broadcast.fill_rows, broadcast.fills_rows, writes=True),
     **{
         function: Rewrite(broadcast.spread_first(function), broadcast.spreads_later)
         for name in ("add", "sub", "mul")

@@ -136,7 +136,10 @@ def chooses_smaller(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 def where(capture: Any, condition: Tensor, *chosen: Any) -> Tensor:
     """`torch.where` of tensors that are expanded before, parameters by their rule."""
     shape = _whole((condition, *chosen))
-    x, y = (value.expand(shape) if torch.is_tensor(value) else value for value in chosen)
+    x, y = (
+        value.expand(shape) if torch.is_tensor(value) and value.shape != shape else value
+        for value in chosen
+    )
     found: Tensor = torch.where(condition, x, y)
     return found
 

@@ -289,6 +289,17 @@ def choice_of_two_parameters_and_a_number():
     return Apply(forward, above=above, below=below)
 
 
+@case(data(N, 6))
+def weights_written_by_parameters():
+    def forward(m, x):
+        weight = m.weight * 1
+        weight[torch.tensor([True, False, True])] = m.row
+        return F.linear(x, weight)
+
+    weight, row = (nn.Parameter(torch.zeros(shape)) for shape in ((3, 6), (6,)))
+    return Apply(forward, weight=weight, row=row)
+
+
 for shape in ((6,), (1, 6), ()):
 
     @case(data(N, 5, 6), name=f"mask_token_written{shape}", methods=WITHOUT_VMAP)
