@@ -4,12 +4,14 @@
 import gc
 import importlib
 import os
+import random
 import sys
 import tempfile
 from importlib import metadata
 from pathlib import Path
 
 import hypothesis
+import numpy as np
 import pytest
 
 from tests import tiers
@@ -67,6 +69,15 @@ def resident():
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
         return 0
+
+
+@pytest.fixture(autouse=True)
+def same_numbers():
+    """A test draws the same numbers whichever tests ran before it in its process."""
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002 - the generator that users' code draws from
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
 
 
 @pytest.fixture

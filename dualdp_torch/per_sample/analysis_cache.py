@@ -7,7 +7,7 @@ import functools
 import types
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import nn
 
 from dualdp_torch.parallel.process_group import modules_of
 from dualdp_torch.per_sample.batch import Batch
+from dualdp_torch.per_sample.parameter_use import comes_from
 from dualdp_torch.per_sample.units import UnitLoss
 
 if TYPE_CHECKING:
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
 MAX_CACHED = 64
 _PROBLEM = "problem"  # key of the analysis that found one
 _FUNCTIONS = {types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial}
-#: Tables of a module's hooks, by the unique numbers of their handles.
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+#: Attributes of these types are no switches; most are the tables that every module has.
+_TABLES = {type(None), dict, OrderedDict, set}
 
 
 class AnalysisCache(dict[Any, "Analysis"]):
@@ -73,18 +74,13 @@ def cached_analyses(model: nn.Module, loss_fn: Callable[..., Any], batch: Batch)
     referents: list[Callable[[], Any]] = []
     modules = modules_of(model)
     parameters = [p for module in modules for p in module._parameters.values()]
-    attributes = [v for m in modules for v in vars(m).values()]
+    switches = [v for m in modules for v in vars(m).values() if type(v) not in _TABLES]
     key = (
         _loss_token(loss_fn, referents),
         batch.signature(),
-        tuple([(type(module), module.training) for module in modules]),
-        tuple([key for m in modules for table in _HOOKS for key in _others(vars(m).get(table))]),
-        # What chooses a forward's path: switches by value, numbers by whether they are zero,
-        # functions by identity, others by type.
-        tuple([type(v) for v in attributes]),
-        tuple([v for v in attributes if type(v) in (bool, str)]),
-        tuple([bool(v) for v in attributes if type(v) in (int, float)]),
-        tuple([id(v) for v in attributes if type(v) in _FUNCTIONS]),
+        tuple(map(type, modules)),
+        tuple([_switch(value, referents) for value in switches]),
+        _hooks(modules),
         torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"),
         tuple([(id(p), p.requires_grad) for p in parameters if p is not None]),
     )
@@ -98,13 +94,35 @@ def cached_analyses(model: nn.Module, loss_fn: Callable[..., Any], batch: Batch)
     return found
 
 
-def _others(hooks: Mapping[int, Any] | None) -> list[int]:
-    """Numbers of the hooks that are not our own, which each recorder adds anew."""
-    return [
-        key
-        for key, hook in (hooks or {}).items()
-        if not (getattr(hook, "__module__", None) or "").startswith("dualdp_torch.")
+def _switch(value: Any, referents: list[Callable[[], Any]]) -> Any:
+    """Return what of a module's attribute may choose the forward's path.
+
+    That is the value of a switch (`training` among them), whether a number is zero, which function
+    it is, and the type of anything else.
+    """
+    kind = type(value)
+    if kind is bool or kind is str:
+        return value
+    if kind is int or kind is float:
+        return kind, value != 0
+    return (kind, _id(value, referents)) if kind in _FUNCTIONS else kind
+
+
+def _hooks(modules: Iterable[nn.Module]) -> tuple[int, ...]:
+    """Return the numbers of the modules' hooks, without our own, which every recorder adds anew."""
+    tables = [
+        table
+        for m in modules
+        for table in (
+            m._forward_pre_hooks,
+            m._forward_hooks,
+            m._backward_pre_hooks,
+            m._backward_hooks,
+        )
+        if table
     ]
+    own = "dualdp_torch."
+    return tuple([key for t in tables for key, hook in t.items() if not comes_from(hook, own)])
 
 
 def _loss_token(loss_fn: Any, referents: list[Callable[[], Any]]) -> Any:

@@ -353,7 +353,7 @@ class Call:
                 problem = PERMUTED.format(permuted)
                 self.cache.add(Analysis((), (), problem))
                 raise _NoCapture(problem)
-        if not analysis.complete and self.split is None:
+        if not analysis.complete:
             analysis = completed(analysis, capture, total, self.parameters, self.model, self.batch)
             self.cache.add(analysis)
         leftover = capture.backward(total.sum(), self.parameters)

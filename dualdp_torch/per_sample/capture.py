@@ -33,6 +33,7 @@ from dualdp_torch.per_sample.parameter_use import (
     SecondOrderError,
     Use,
     attach,
+    comes_from,
     name_of,
     no_view,
     refuse_hook,
@@ -220,7 +221,7 @@ class Capture(TorchFunctionMode):
 
         Hooks of torch itself, as those of `fully_shard`, and the recorder's change no gradient.
         """
-        if (getattr(hook, "__module__", None) or "").startswith(("torch.", "dualdp_torch.")):
+        if comes_from(hook, "torch.", "dualdp_torch."):
             return
         if isinstance(tensor, nn.Parameter) and self._is_parameter(tensor):
             refuse_hook(self._name(tensor))
@@ -376,6 +377,11 @@ class Capture(TorchFunctionMode):
         again._skipped, again._recomputing = self._skipped, True
         return again
 
+    def clear(self) -> None:
+        """Forget the output gradients of every use."""
+        for use in self.uses:
+            use.grads_out = None
+
     def backward(
         self, total: Tensor, parameters: Mapping[str, Tensor], *, retain: bool = False
     ) -> list[str]:
@@ -383,8 +389,7 @@ class Capture(TorchFunctionMode):
 
         Returns the names of the parameters that also reach `total` outside of captured uses.
         """
-        for use in self.uses:
-            use.grads_out = None
+        self.clear()
         held = {name for use in self.uses for name in use.held.values()}
         if retain or not held >= parameters.keys():
             refuse_reentrant_checkpoints(total)

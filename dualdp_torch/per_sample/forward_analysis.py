@@ -13,7 +13,6 @@ from torch import nn
 
 from dualdp._validate import UnsupportedLayerError
 from dualdp_torch.parallel.fsdp import Shards
-from dualdp_torch.parallel.tensor_parallel import TensorParallel
 from dualdp_torch.per_sample.analysis_cache import AnalysisCache, cached_analyses
 from dualdp_torch.per_sample.batch import Batch
 from dualdp_torch.per_sample.batch_axis import BatchAxis, of_single
@@ -114,8 +113,8 @@ class ForwardAnalysis:
         return found
 
     def _completed(self, analysis: Analysis, capture: Capture, outputs: Any) -> Analysis:
-        """Return the analysis with the axes that this batch shows, if one process has the model."""
-        if analysis.complete or self._shards is not None or TensorParallel.of(self._model):
+        """Return the analysis with the axes that this batch shows, unless the model is sharded."""
+        if analysis.complete or self._shards is not None:
             return analysis
         with self._pause():
             total = combined(float_leaves(outputs), rows_per_unit=self._batch.rows_per_unit)

@@ -436,9 +436,12 @@ def completed(
     """Return the analysis with the batch axes of uses that only other examples reach.
 
     The examples that were examined gave them no gradient, as where a gate or chance
-    (classifier-free guidance) decides. So single losses of this batch, which do, are
-    differentiated; the graph is kept.
+    (classifier-free guidance) decides. So the losses of examples that reach them are
+    differentiated, one by one; the graph is kept. A tensor parallel model keeps its analysis: its
+    processes would choose other examples.
     """
+    if TensorParallel.of(model):
+        return analysis
     n, k, tolerance = len(losses), batch.rows_per_unit, _tolerance(model, parameters, batch)
     found, examples = None, set[int]()
     try:
@@ -453,8 +456,7 @@ def completed(
             skip, rows = analysis.skip, sorted(examples)
             found = _locate(capture, losses, parameters, skip, k, None, tolerance, rows)
     finally:
-        for use in capture.uses:
-            use.grads_out = None
+        capture.clear()
     if not isinstance(found, Analysis) or found.problem:
         return analysis
     pairs = zip(analysis.batch_axes, found.batch_axes, strict=True)
@@ -491,8 +493,7 @@ def permuted_use(
                     if batch_axis is not None and _reaches_others(use, batch_axis, half)
                 ]
     finally:
-        for use in capture.uses:
-            use.grads_out = None
+        capture.clear()
     return found[0] if found else None
 
 

@@ -39,6 +39,11 @@ def never_compiled(function: _Function) -> _Function:
     return cast("_Function", called)
 
 
+def comes_from(function: Any, *packages: str) -> bool:
+    """True if a function's module lies in one of the packages, such as "torch."."""
+    return (getattr(function, "__module__", None) or "").startswith(packages)
+
+
 class _Attach(torch.autograd.Function):
     """Gives a graph node to an output that would need no gradient, such as the first layer's.
 

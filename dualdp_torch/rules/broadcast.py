@@ -129,8 +129,10 @@ def repeat(capture: Any, p: Tensor, *counts: Any) -> Tensor:
 
 def chooses_smaller(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """True if a tensor that a `where` chooses from is smaller than what it returns."""
-    chosen = [value for value in args[1:] if torch.is_tensor(value)]
-    return len(args) == 3 and not kwargs and any(t.shape != _whole(args) for t in chosen)
+    if len(args) != 3 or kwargs:
+        return False
+    shape = _whole(args)
+    return any(torch.is_tensor(value) and value.shape != shape for value in args[1:])
 
 
 def where(capture: Any, condition: Tensor, *chosen: Any) -> Tensor:
@@ -146,8 +148,8 @@ def where(capture: Any, condition: Tensor, *chosen: Any) -> Tensor:
 
 def _whole(values: Sequence[Any]) -> torch.Size:
     """Shape to which the tensors among the values broadcast."""
-    shape = torch.broadcast_shapes(*(value.shape for value in values if torch.is_tensor(value)))
-    return torch.Size(shape)
+    shapes = [value.shape for value in values if torch.is_tensor(value)]
+    return torch.Size(torch.broadcast_shapes(*shapes))
 
 
 def fills_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -27,6 +27,7 @@ from dualdp_torch.per_sample.checks.tape import (
     slots_of,
     storage_of,
 )
+from dualdp_torch.per_sample.parameter_use import comes_from
 from dualdp_torch.per_sample.random_state import TorchState
 from dualdp_torch.rules.base import Tensor
 
@@ -521,7 +522,7 @@ def _pairs(made: Any, out: Any) -> Iterator[tuple[Slot, Tensor]]:
 
 def is_collective(function: Any) -> bool:
     """True if a function sends tensors between processes, judged by its module."""
-    return str(getattr(function, "__module__", "")).startswith("torch.distributed")
+    return comes_from(function, "torch.distributed")
 
 
 def name_of(function: Any) -> str:

@@ -475,6 +475,18 @@ def test_what_a_model_is_given_later_is_examined(what):
         assert_recorded_norms(model, x)
 
 
+def test_a_function_at_the_address_of_one_that_is_gone_is_examined():
+    model, x = randomise(Changeable()), data(8, 6)
+    model.function = lambda h: torch.tanh(h)
+    dpt.per_sample_norms(reference.loss_fn, model, x)
+    gone, model.function = id(model.function), None
+    others = [lambda h: centred(h) for _ in range(99)]
+    model.function = next((f for f in others if id(f) == gone), others[0])
+    assert id(model.function) == gone, "this test needs a function at the old address"
+    with pytest.raises(UnsupportedLayerError, match="The loss of an example is another one"):
+        dpt.per_sample_norms(reference.loss_fn, model, x)
+
+
 @pytest.mark.parametrize("kind", ["register_full_backward_hook", "register_full_backward_pre_hook"])
 def test_backward_hooks_of_later_are_examined(kind):
     """A hook that joins the examples' gradients, on a model that was examined without it."""
