@@ -54,6 +54,7 @@ from dualdp_jax.training.step import (
     check_step,
     continued,
     first_state,
+    warn_of_older,
 )
 from dualdp_jax.training.step_checks import StepChecks
 from dualdp_jax.training.views import check_views
@@ -102,6 +103,7 @@ class PrivacyEngine:
         self._loaded: TrainState | None = None  # state from a checkpoint
         self._interrupted = 0  # end of the pass in which that was saved
         self._last: tuple[Any, LogicalBatch, Any] | None = None  # params, batch, seal
+        self._returned: int | None = None  # step of the state that was returned last
 
     @classmethod
     def loaded(
@@ -209,7 +211,8 @@ class PrivacyEngine:
             kinds = sorted({_validate.kind(leaf) for leaf in jax.tree.leaves(params)})
             raise ValueError(
                 f"No leaf of params is trained; it holds {', '.join(kinds) or 'nothing'}. Expected "
-                "at least one floating JAX or NumPy array; see trainable=."
+                "at least one floating JAX or NumPy array, such as what init of a model returns; "
+                "see trainable=."
             )
         data_mesh = data_mesh_of(data_sharding, parameters)
         group = None if data_mesh is None else data_mesh.group
@@ -404,6 +407,7 @@ class PrivacyEngine:
         assert self._loader is not None
         check_step(self._loader, state, batch)
         ledger.expect(batch.step)
+        warn_of_older(state, self._returned)
         with nullcontext() if self._shared is None else self._shared.at(batch.step):
             bound = ledger.max_grad_norm
             computed = run.computed(state.params, batch, bound)
@@ -425,6 +429,7 @@ class PrivacyEngine:
             metrics["unprotected_aux"] = [answer.aux for answer in answers]
         if ledger.plan.noise == "secure":
             metrics = {}
+        self._returned = state.step
         return state, {"step": batch.step, **metrics}
 
     def _check(self, step: ComputedStep, due: exactness.SpotCheck) -> None:

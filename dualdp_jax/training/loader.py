@@ -59,6 +59,13 @@ class LogicalBatch:
     step: int
     chunks: tuple[Chunk, ...]
 
+    def __iter__(self) -> Iterator[Any]:
+        raise TypeError(
+            "A batch of the loader can't be unpacked: it has as many chunks as its draw needs. "
+            "Expected step(state, batch) with the batch as it is; a loop of your own takes the "
+            "examples and the mask of each of batch.chunks."
+        )
+
 
 def _refuse_as_argument(*_: Any) -> Any:
     """Refuse a batch as an argument of a function of jax, which would need it as a pytree."""
@@ -246,6 +253,13 @@ def default_rows(plan: Any) -> int:
     return max(1, min(most, math.ceil(rows)))
 
 
+def _is_example(item: Any) -> bool:
+    """True for a tuple of which a part is a number, such as (x, label)."""
+    return isinstance(item, tuple) and any(
+        isinstance(v, bool | int | float | np.generic) for v in item
+    )
+
+
 def examples_of(data: Any) -> tuple[Any, ...]:
     """Return the data as arguments of the loss: a tuple as it is, anything else as one argument."""
     for leaf in jax.tree.leaves(data, is_leaf=lambda node: isinstance(node, Iterator)):
@@ -255,4 +269,9 @@ def examples_of(data: Any) -> tuple[Any, ...]:
                 "from by index as the sampler does. Expected NumPy or JAX arrays with the examples "
                 "on axis 0, such as data=(np.asarray(x), np.asarray(y))."
             )
+    if isinstance(data, list) and data and all(_is_example(item) for item in data):
+        raise TypeError(
+            f"data is a list of {len(data)} tuples with numbers, one for each example. Expected an "
+            "array for each argument of loss_fn, such as data=(np.stack(x), np.asarray(y))."
+        )
     return data if isinstance(data, tuple) and not hasattr(data, "_fields") else (data,)

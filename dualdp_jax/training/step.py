@@ -6,6 +6,7 @@ On a mesh a third jitted function between them sums over the shards.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -396,4 +397,16 @@ def check_step(loader: PlannedLoader, state: TrainState, batch: LogicalBatch) ->
             f"batch is {_validate.kind(batch)} that this engine's loader did not draw, or that "
             "was changed since. Expected one of its batches as it is: only they are what the "
             "accountant assumes. Augment examples in loss_fn (needs_key=True gives each a key)."
+        )
+
+
+def warn_of_older(state: TrainState, last: int | None) -> None:
+    """Warn of a state that is older than the one returned last, of step `last`."""
+    if last is not None and state.step < last:
+        warnings.warn(
+            f"step got a state of {state.step} steps after it had returned one of {last}: what was "
+            "learned since is lost, and its epsilon is spent. Keep the state, as in state, metrics "
+            "= step(state, batch); to go on from an older one give it the newer number, "
+            "older._replace(step=state.step).",
+            stacklevel=4,
         )

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
 import weakref
@@ -25,8 +26,14 @@ if TYPE_CHECKING:
 MAX_CACHED = 64
 _PROBLEM = "problem"  # key of the analysis that found one
 _FUNCTIONS = {types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial}
-#: Attributes of these types are no switches; most are the tables that every module has.
-_TABLES = {type(None), dict, OrderedDict, set}
+_HOOKS_OF_ALL_MODULES = (
+    nn.modules.module._global_forward_pre_hooks,
+    nn.modules.module._global_forward_hooks,
+    nn.modules.module._global_backward_pre_hooks,
+    nn.modules.module._global_backward_hooks,
+)
+#: What these hold is not looked at; most attributes of these types are tables of the module itself.
+_CONTAINERS = {dict, OrderedDict, set, list, tuple}
 
 
 class AnalysisCache(dict[Any, "Analysis"]):
@@ -69,18 +76,18 @@ _models: weakref.WeakKeyDictionary[nn.Module, OrderedDict[Any, AnalysisCache]] =
 def cached_analyses(model: nn.Module, loss_fn: Callable[..., Any], batch: Batch) -> AnalysisCache:
     """Return the cached analyses for this model, loss and shapes; empty on a first call.
 
-    A model with modules, functions, switches or hooks that it did not have before is a new one.
+    A model with other modules, hooks, functions or switches than before is a new one.
     """
     referents: list[Callable[[], Any]] = []
     modules = modules_of(model)
     parameters = [p for module in modules for p in module._parameters.values()]
-    switches = [v for m in modules for v in vars(m).values() if type(v) not in _TABLES]
+    switches = [v for m in modules for v in vars(m).values() if type(v) not in _CONTAINERS]
     key = (
-        _loss_token(loss_fn, referents),
+        _function(loss_fn, referents),
         batch.signature(),
         tuple(map(type, modules)),
-        tuple([_switch(value, referents) for value in switches]),
-        _hooks(modules),
+        tuple([v if v is True or v is None else _switch(v, referents) for v in switches]),
+        _hooks(modules, referents),
         torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"),
         tuple([(id(p), p.requires_grad) for p in parameters if p is not None]),
     )
@@ -101,50 +108,63 @@ def _switch(value: Any, referents: list[Callable[[], Any]]) -> Any:
     it is, and the type of anything else.
     """
     kind = type(value)
-    if kind is bool or kind is str:
+    if value is None or kind is bool or kind is str:
         return value
     if kind is int or kind is float:
         return kind, value != 0
-    return (kind, _id(value, referents)) if kind in _FUNCTIONS else kind
+    return _function(value, referents) if kind in _FUNCTIONS else kind
 
 
-def _hooks(modules: Iterable[nn.Module]) -> tuple[int, ...]:
-    """Return the numbers of the modules' hooks, without our own, which every recorder adds anew."""
-    tables = [
-        table
-        for m in modules
-        for table in (
-            m._forward_pre_hooks,
-            m._forward_hooks,
-            m._backward_pre_hooks,
-            m._backward_hooks,
-        )
-        if table
+def _hooks(modules: Iterable[nn.Module], referents: list[Callable[[], Any]]) -> tuple[Any, ...]:
+    """Return the hooks by their modules, without our own, which every recorder adds anew."""
+    of_each = [
+        (place, m._forward_pre_hooks, m._forward_hooks, m._backward_pre_hooks, m._backward_hooks)
+        for place, m in enumerate(modules)
+        if m._forward_pre_hooks or m._forward_hooks or m._backward_pre_hooks or m._backward_hooks
     ]
-    own = "dualdp_torch."
-    return tuple([key for t in tables for key, hook in t.items() if not comes_from(hook, own)])
+    return tuple(
+        [
+            (place, kind, _function(hook, referents))
+            for place, *tables in [(None, *_HOOKS_OF_ALL_MODULES), *of_each]
+            for kind, table in enumerate(tables)
+            for hook in table.values()
+            if not comes_from(hook, "dualdp_torch.")
+        ]
+    )
 
 
-def _loss_token(loss_fn: Any, referents: list[Callable[[], Any]]) -> Any:
+def _function(function: Any, referents: list[Callable[[], Any]]) -> Any:
     """Return a key that is equal for functions created anew at every step over the same objects."""
-    if isinstance(loss_fn, UnitLoss):
-        return loss_fn.has_weights, loss_fn.has_aux, _loss_token(loss_fn.loss_fn, referents)
-    if isinstance(loss_fn, types.MethodType):
-        return _id(loss_fn.__self__, referents), _loss_token(loss_fn.__func__, referents)
-    if isinstance(loss_fn, functools.partial):
-        given = (*loss_fn.args, *loss_fn.keywords.values())
-        names, inner = tuple(loss_fn.keywords), _loss_token(loss_fn.func, referents)
-        return inner, names, _tokens(given, referents)
-    if not isinstance(loss_fn, types.FunctionType):
-        return _id(loss_fn, referents)
-    cells = [cell.cell_contents for cell in loss_fn.__closure__ or ()]
-    defaults = (*(loss_fn.__defaults__ or ()), *(loss_fn.__kwdefaults__ or {}).values())
-    return loss_fn.__code__, _tokens(cells, referents), _tokens(defaults, referents)
+    if isinstance(function, UnitLoss):
+        return function.has_weights, function.has_aux, _function(function.loss_fn, referents)
+    if isinstance(function, types.MethodType):
+        return _id(function.__self__, referents), _function(function.__func__, referents)
+    if isinstance(function, functools.partial):
+        given = (*function.args, *function.keywords.values())
+        names, inner = tuple(function.keywords), _function(function.func, referents)
+        return inner, names, _objects(given, referents)
+    if not isinstance(function, types.FunctionType):
+        return _id(function, referents)
+    held = list[Any]()
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # an empty cell
+            held.append(cell.cell_contents)
+    held += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    return function.__code__, _objects(held, referents)
 
 
-def _tokens(values: Iterable[Any], referents: list[Callable[[], Any]]) -> tuple[Any, ...]:
-    """Return shape and dtype of each tensor, as tensors are data, and the id of everything else."""
-    return tuple((v.shape, v.dtype) if torch.is_tensor(v) else _id(v, referents) for v in values)
+def _objects(values: Iterable[Any], referents: list[Callable[[], Any]]) -> tuple[Any, ...]:
+    """Return a key of what a function holds: data and containers by kind, everything else by id."""
+    return tuple([_object(value, referents) for value in values])
+
+
+def _object(value: Any, referents: list[Callable[[], Any]]) -> Any:
+    kind = type(value)
+    if torch.is_tensor(value):
+        return value.shape, value.dtype
+    if kind is float:
+        return kind, value != 0
+    return kind if kind in _CONTAINERS else _id(value, referents)
 
 
 def _id(value: Any, referents: list[Callable[[], Any]]) -> int:

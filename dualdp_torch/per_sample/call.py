@@ -23,8 +23,8 @@ from dualdp_torch.per_sample.independence import (
     PERMUTED,
     Analysis,
     analyze,
-    completed,
     permuted_use,
+    with_reached_uses,
 )
 from dualdp_torch.per_sample.model_checks import refuse_mixing_modules, require_module
 from dualdp_torch.per_sample.model_state import Start, State, refuse_written, restored
@@ -347,15 +347,19 @@ class Call:
             return None
         if analysis.problem or analysis.signatures != signatures or capture.hooked:
             raise _NoCapture("the uses of parameters differ from those that were examined")
+        if not analysis.complete:
+            analysis = with_reached_uses(
+                analysis, capture, total, self.parameters, self.model, self.batch
+            )
+            self.cache.add(analysis)
+            if analysis.problem:
+                raise _NoCapture(analysis.problem)
         if capture.permutations.may_permute(self.batch.n, self.batch.num_rows):
             permuted = permuted_use(capture, losses, analysis.batch_axes, self.parameters)
             if permuted is not None:
                 problem = PERMUTED.format(permuted)
                 self.cache.add(Analysis((), (), problem))
                 raise _NoCapture(problem)
-        if not analysis.complete:
-            analysis = completed(analysis, capture, total, self.parameters, self.model, self.batch)
-            self.cache.add(analysis)
         leftover = capture.backward(total.sum(), self.parameters)
         if leftover:
             raise _NoCapture(f"parameter {leftover[0]!r} is used by a function without a rule")

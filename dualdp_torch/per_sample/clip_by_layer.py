@@ -18,7 +18,7 @@ from dualdp_torch.per_sample.batch_axis import BatchAxis
 from dualdp_torch.per_sample.clip import Terms, clip_factors, clipped_sums, group_of
 from dualdp_torch.per_sample.gradients import Captured
 from dualdp_torch.per_sample.parameter_use import Derived, Use
-from dualdp_torch.per_sample.use_gradients import complete, leads_to
+from dualdp_torch.per_sample.use_gradients import check_use, leads_to
 from dualdp_torch.rules.base import Tensor
 
 
@@ -72,7 +72,7 @@ class Layered:
 
     def _clip(self, layer: Layer) -> None:
         for use, batch_axis in layer.uses.items():
-            complete(use, batch_axis)
+            check_use(use, batch_axis)
         parameters = {name: self._parameters[name] for name in layer.names}
         derived = self._derived if layer.is_last else {}
         bounds = {group_of(name): self._terms.bounds[group_of(name)] for name in layer.names}

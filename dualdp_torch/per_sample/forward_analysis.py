@@ -21,8 +21,8 @@ from dualdp_torch.per_sample.independence import (
     PERMUTED,
     Analysis,
     analyze,
-    completed,
     permuted_use,
+    with_reached_uses,
 )
 from dualdp_torch.per_sample.outputs import combined, float_leaves, projected
 from dualdp_torch.per_sample.parameter_use import USE_LOOP
@@ -60,7 +60,7 @@ class ForwardAnalysis:
     def begin(self, batch: Batch) -> str | None:
         """Analyse a new model; return the reason why captured uses can't be trusted, or None."""
         self._batch, self.cache = batch, cached_analyses(self._model, self._loss, batch)
-        self._complete(lambda: not self.cache)
+        self._analyze_if(lambda: not self.cache)
         problem = self.cache.problem
         if problem and self._shards is not None:
             raise UnsupportedLayerError(
@@ -76,7 +76,7 @@ class ForwardAnalysis:
     def batch_axes(self, capture: Capture, outputs: Any) -> tuple[BatchAxis | None, ...]:
         """Return the batch axis of each use of the forward that has ended, None if not known."""
         cache, signatures = self.cache, tuple(use.signature for use in capture.uses)
-        self._complete(lambda: signatures not in cache or not cache[signatures].complete)
+        self._analyze_if(lambda: signatures not in cache or not cache[signatures].complete)
         n, k = self._batch.n, self._batch.rows_per_unit
         if capture.hooked:
             raise UnsupportedLayerError(
@@ -95,7 +95,7 @@ class ForwardAnalysis:
                 f"{USE_LOOP}"
             )
         else:
-            found = self._completed(cache[signatures], capture, outputs).batch_axes
+            found = self._with_reached_uses(cache[signatures], capture, outputs).batch_axes
         is_due, rounds = n > 1 and capture.permutations.may_permute(n, n * k), (n - 1).bit_length()
         if self._shards is not None:  # as many backwards on all processes as one of them needs
             is_due = bool(self._shards.largest(is_due))
@@ -112,17 +112,23 @@ class ForwardAnalysis:
                 )
         return found
 
-    def _completed(self, analysis: Analysis, capture: Capture, outputs: Any) -> Analysis:
+    def _with_reached_uses(self, analysis: Analysis, capture: Capture, outputs: Any) -> Analysis:
         """Return the analysis with the axes that this batch shows, unless the model is sharded."""
         if analysis.complete or self._shards is not None:
             return analysis
         with self._pause():
             total = combined(float_leaves(outputs), rows_per_unit=self._batch.rows_per_unit)
-            found = completed(analysis, capture, total, self._inside, self._model, self._batch)
+            found = with_reached_uses(
+                analysis, capture, total, self._inside, self._model, self._batch
+            )
         self.cache.add(found)
+        if found.problem:
+            raise UnsupportedLayerError(
+                f"A layer that few examples reach can't be captured: {found.problem}. {USE_LOOP}"
+            )
         return found
 
-    def _complete(self, is_missing: Callable[[], bool]) -> None:
+    def _analyze_if(self, is_missing: Callable[[], bool]) -> None:
         """Analyse the model if `is_missing`, on the examples of each such process in turn."""
         missing = self._batch.n > 1 and is_missing()
         if self._shards is None:

@@ -47,6 +47,7 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torc
 _MOST_SKIPPED = 32
 #: Problem of a use, whose name is filled in.
 PERMUTED = "The examples lie in other rows of {} than in the batches before, as the data say."
+_NOT_APART = "{} does not keep the examples apart on one axis"
 _ON_CUDA = 10.0  # factor of the tolerance: kernels and TF32 vary with the batch size
 
 
@@ -173,7 +174,7 @@ def analyze(
         elif not has_drawn:  # a batch of another size would draw other numbers
             problem = _apart(losses.detach(), whole[chosen], tolerance, "in a smaller batch")
             problem = problem or _differs_alone(losses_of, few, losses.detach(), tolerance)
-        if problem and not _agrees_in_double(model, loss_fn, batch, chosen, has_aux):
+        if problem and not _agrees_in_double(model, loss_fn, batch, chosen, has_aux, losses):
             raise UnsupportedLayerError(_counted(model, losses_of, few) or problem)
         problem = _draws_join(model, losses_of, few, tolerance)
         if problem:
@@ -190,7 +191,7 @@ def analyze(
             if isinstance(found, Analysis):
                 return found
             if len(skip) == _MOST_SKIPPED or not found.can_skip:
-                return Analysis((), (), f"{found} does not keep the examples apart on one axis")
+                return Analysis((), (), _NOT_APART.format(found))
             skip |= {found.position}
             with Capture(names, skip=skip, model=model) as capture:
                 losses = in_one_state(few)
@@ -318,11 +319,18 @@ def _draws_join(
 
 
 def _agrees_in_double(
-    model: nn.Module, loss_fn: Callable[..., Any], batch: Batch, chosen: Tensor, has_aux: bool
+    model: nn.Module,
+    loss_fn: Callable[..., Any],
+    batch: Batch,
+    chosen: Tensor,
+    has_aux: bool,
+    losses: Tensor,
 ) -> bool:
     """True if apparent mixing was rounding: losses with cancellation agree in float64.
 
     The whole comparison is repeated: the batch, the few chosen examples, and each of them alone.
+    The copy in float64 must be the same function, as far as rounding shows: `losses` are those of
+    the chosen examples.
     """
     if any(hasattr(p, "device_mesh") for p in model.parameters()):  # no copy of a sharded model
         return False
@@ -330,7 +338,8 @@ def _agrees_in_double(
     every, tolerance = batch.on(tensors), TOLERANCE[torch.float64]
     try:
         losses_of = _losses_of(copy.deepcopy(model).double(), loss_fn, has_aux)
-        if _without_graph(losses_of, every.rows(chosen)).dtype != torch.float64:
+        of_copy = _without_graph(losses_of, every.rows(chosen))
+        if of_copy.dtype != torch.float64 or _apart(losses.detach(), of_copy, 0.1, "in float64"):
             return False
         return not _mixes(losses_of, every, chosen, tolerance)
     except (RuntimeError, TypeError, ValueError):  # no copy, or it can't be run in float64
@@ -425,7 +434,7 @@ def _adds_up(
     return not bool(apart > tolerance * expected.norm() + lost)  # nor nan
 
 
-def completed(
+def with_reached_uses(
     analysis: Analysis,
     capture: Capture,
     losses: Tensor,
@@ -433,7 +442,7 @@ def completed(
     model: nn.Module,
     batch: Batch,
 ) -> Analysis:
-    """Return the analysis with the batch axes of uses that only other examples reach.
+    """Return the analysis with the batch axes of uses that only other examples reach, or a problem.
 
     The examples that were examined gave them no gradient, as where a gate or chance
     (classifier-free guidance) decides. So the losses of examples that reach them are
@@ -444,21 +453,27 @@ def completed(
         return analysis
     n, k, tolerance = len(losses), batch.rows_per_unit, _tolerance(model, parameters, batch)
     found, examples = None, set[int]()
-    try:
-        capture.backward(losses.sum(), parameters, retain=True)
+    weights = torch.linspace(1, 2, n, dtype=losses.dtype, device=losses.device)
+    try:  # weights, as the gradients of losses that mix may cancel in their sum
+        capture.backward(losses @ weights, parameters, retain=True)
         for use, known in zip(capture.uses, analysis.batch_axes, strict=True):
             if known is not None or use.grads_out is None:
                 continue
             for axis in candidates(use.out_shape, n, use.possible_axes, use.rule.rows_are_free, k):
-                reached = axis.batch_first(use.grads_out, n).reshape(n, -1).any(1).nonzero()
-                examples.update(reached.flatten()[: EXAMPLES // 2].tolist())
+                rows = axis.batch_first(use.grads_out, n).reshape(n, -1)
+                reached = rows.any(1) & rows.isfinite().all(1) & losses.isfinite()
+                examples.update(reached.nonzero().flatten()[: EXAMPLES // 2].tolist())
         if examples:
-            skip, rows = analysis.skip, sorted(examples)
-            found = _locate(capture, losses, parameters, skip, k, None, tolerance, rows)
+            skip, few = analysis.skip, sorted(examples)
+            found = _locate(capture, losses, parameters, skip, k, None, tolerance, few)
     finally:
         capture.clear()
-    if not isinstance(found, Analysis) or found.problem:
+    if found is None:
         return analysis
+    if isinstance(found, Use):
+        return Analysis((), (), _NOT_APART.format(found))
+    if found.problem:
+        return found
     pairs = zip(analysis.batch_axes, found.batch_axes, strict=True)
     return replace(analysis, batch_axes=tuple(known or new for known, new in pairs))
 

@@ -68,7 +68,7 @@ from dualdp_torch.per_sample.tensor_parallel import (
     require_same_draws,
     whole_norms,
 )
-from dualdp_torch.per_sample.use_gradients import complete
+from dualdp_torch.per_sample.use_gradients import check_use
 from dualdp_torch.per_sample.vmap_and_loop import (
     again_by_vmap,
     are_set_aside,
@@ -629,7 +629,7 @@ class Recorder:
         captured = [forward for forward in self.forwards if not forward.is_formed]
         uses = {use: axis for forward in captured for use, axis in forward.uses.items()}
         for use, batch_axis in uses.items():
-            complete(use, batch_axis)
+            check_use(use, batch_axis)
         formed = [
             self._formed(forward, scale).grads()
             for forward in self.forwards

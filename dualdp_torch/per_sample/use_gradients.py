@@ -160,7 +160,7 @@ def tied(parts: list[Part]) -> Norms | None:
     return (squares + 2 * inner).clamp(min=0), error
 
 
-def complete(use: Use, batch_axis: BatchAxis | None) -> None:
+def check_use(use: Use, batch_axis: BatchAxis | None) -> None:
     """Check that a use has a batch axis and unchanged inputs."""
     if use.grads_out is None:
         return

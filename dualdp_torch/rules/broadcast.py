@@ -148,14 +148,15 @@ def where(capture: Any, condition: Tensor, *chosen: Any) -> Tensor:
 
 def _whole(values: Sequence[Any]) -> torch.Size:
     """Shape to which the tensors among the values broadcast."""
-    shapes = [value.shape for value in values if torch.is_tensor(value)]
-    return torch.Size(torch.broadcast_shapes(*shapes))
+    return torch.broadcast_shapes(*[value.shape for value in values if torch.is_tensor(value)])
 
 
 def fills_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """True for `x[mask] = value` with one value for all rows that the mask chooses."""
     x, mask, value = args
     if not torch.is_tensor(mask) or mask.dtype != torch.bool or not torch.is_tensor(value):
+        return False
+    if mask.device != x.device:  # `where` takes no mask of another device
         return False
     more = value.dim() - (x.dim() - mask.dim())  # axes for the chosen rows
     is_one = more <= 0 or (more == 1 and value.shape[0] == 1)

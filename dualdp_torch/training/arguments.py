@@ -183,7 +183,8 @@ def plan_of(
     found = _translated(given)
     size: int = len(loader.dataset) if users is None else users.num_users  # type: ignore[arg-type]
     if plan is None:
-        found.setdefault("expected_batch_size", min(expected_batch_size(loader), size))
+        expected = expected_batch_size(loader)
+        found.setdefault("expected_batch_size", min(expected, size) if users is None else expected)
     if found.get("epochs") is not None and found.get("num_steps") is None and loader.drop_last:
         epochs = _validate.integer("epochs", found.pop("epochs"), minimum=1)
         found["num_steps"] = epochs * (most_steps(loader, users) or 0)

@@ -213,7 +213,8 @@ class PrivateStep:
         if self._draw is not None:
             raise RuntimeError(
                 f"The batch of step {self._draw.step} got no optimizer.step(). Expected one for "
-                "every batch of the loader: which batches count must not depend on the data."
+                "every batch of the loader: which batches count must not depend on the data. "
+                "Evaluate on batches of another DataLoader."
             )
         self._expect(draw)
         self.stages = None  # frees the memory of two models

@@ -37,11 +37,8 @@ class Views:
                 f"views={views} came without augment, and equal views would cost {views} times as "
                 "much for nothing. Expected augment=, a function (example, generator) -> view."
             )
-        if augment is not None and not callable(augment):
-            raise TypeError(
-                f"augment is {_validate.kind(augment)}. Expected a function (example, generator) "
-                "-> view."
-            )
+        if augment is not None:
+            _validate.takes("augment", augment, "(example, generator)", None, None)
         self.augment: Augment | None = augment
 
     def keys(self, plan: Any, step: int, examples: list[int]) -> list[Any]:

@@ -774,6 +774,11 @@ ON_JAX = {
         TypeError,
         "generator, which can't be drawn from by index.*np.asarray",
     ),
+    "list of examples as data": (
+        lambda k: k.begin(data=[(row, 1.0) for row in X]),
+        TypeError,
+        "data is a list of .* tuples with numbers.*an array for each argument of loss_fn",
+    ),
     "torch data": (
         lambda k: k.begin(data=(torch.zeros(4, 3), torch.zeros(4))),
         TypeError,

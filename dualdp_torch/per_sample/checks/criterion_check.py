@@ -58,7 +58,8 @@ _WAY_OUT = (
 _WEIGHTED = (
     "Weighted means (class weights, ignored targets, masks) need each example's own mean first: "
     'cross_entropy(..., weight=w, reduction="none").{declared}() for class weights; or '
-    'reduction="sum", with loss_reduction="sum" declared to dualdp.'
+    'reduction="sum", with loss_reduction="sum" declared to dualdp. Outputs (n, 1) and targets '
+    "(n,) are compared each with each: give both one shape."
 )
 _CARRIED = (
     "Data were read into Python numbers (item(), float(), tolist(), numpy(), len()) before the "

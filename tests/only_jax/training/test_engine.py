@@ -274,6 +274,22 @@ def test_a_batch_is_released_once():
     assert len(engine.ledger) == 1
 
 
+def test_an_older_state_is_told():
+    """A loop that keeps no state spends epsilon and learns nothing."""
+    _, step, first, loader = private(plan=make_plan())
+    batches = iter(loader.remaining())
+    state, _ = step(first, next(batches))
+    with pytest.warns(UserWarning, match="a state of 0 steps after it had returned one of 1.*Keep"):
+        step(first, next(batches))
+    step(state, next(batches))  # as new as what that call returned
+
+
+def test_a_batch_is_not_unpacked():
+    *_, loader = private(plan=make_plan())
+    with pytest.raises(TypeError, match=r"can't be unpacked.*Expected step\(state, batch\)"):
+        x, y = next(iter(loader))
+
+
 def test_step_refuses_to_be_traced():
     engine, step, state, loader = private(plan=make_plan())
     batch = next(iter(loader))

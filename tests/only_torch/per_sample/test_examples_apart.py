@@ -4,6 +4,7 @@
 import contextlib
 import random
 import re
+import weakref
 
 import numpy as np
 import pytest
@@ -13,6 +14,9 @@ from torch.nn import functional as F
 
 import dualdp_torch as dpt
 from dualdp import UnsupportedLayerError
+from dualdp_torch.per_sample import analysis_cache, call
+from dualdp_torch.per_sample.analysis_cache import cached_analyses
+from dualdp_torch.per_sample.batch import Batch
 from tests import reference
 from tests.closeness import assert_grads_close
 from tests.only_torch.checks import METHODS, Ways, assert_exact, data, ids, randomise, truth_of
@@ -96,9 +100,9 @@ def test_mixed_examples_are_refused(name, method, where):
     mix, keep = MIXED[name], lambda x: x
     before, after = (mix, keep) if where == "before" else (keep, mix)
     model = randomise(Apply(before, lambda y, x: after(y)))
-    for call in (dpt.per_sample_grads, dpt.per_sample_norms):
+    for function in (dpt.per_sample_grads, dpt.per_sample_norms):
         with pytest.raises(UnsupportedLayerError, match="depend on other examples"):
-            call(reference.loss_fn, model, data(N, 5, 6), method=method)
+            function(reference.loss_fn, model, data(N, 5, 6), method=method)
 
 
 class Statistics(nn.Module):
@@ -247,14 +251,14 @@ def test_gradients_that_vanish_at_first_prove_nothing():
 class Few(nn.Module):
     """A layer of which few examples take the output, between two functions of the rows."""
 
-    def __init__(self, before=_same_rows, after=_same_rows, through=lambda h: h):
+    def __init__(self, before=_same_rows, after=_same_rows, call=lambda layer, x: layer(x)):
         super().__init__()
         self.rare, self.usual = nn.Linear(6, 3), nn.Linear(6, 3)
-        self.before, self.after, self.through = before, after, through
+        self.before, self.after, self.call = before, after, call
 
     def forward(self, x):
         rows = self.before(x, x)
-        chosen = torch.where(rows[:, :1] > 2, self.through(self.rare(rows)), self.usual(rows))
+        chosen = torch.where(rows[:, :1] > 2, self.call(self.rare, rows), self.usual(rows))
         return self.after(chosen, x)
 
 
@@ -285,8 +289,14 @@ FEW = {
         },
         "by_vmap",
     ),
-    "not linear": ({"through": Normalised.apply}, "by_vmap"),
+    "not linear": ({"call": lambda layer, x: Normalised.apply(layer(x))}, "by_vmap"),
+    "sorted inside": ({"call": lambda layer, x: sorted_inside(layer, x)}, "by_vmap"),
 }
+
+
+def sorted_inside(layer, x):
+    order = x[:, 1].argsort()
+    return layer(x[order])[order.argsort()]
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -304,6 +314,43 @@ def test_a_layer_that_few_examples_reach_is_examined_on_those(name, count, monke
     assert ways.taken == [way]
     with contextlib.suppress(*([] if way == "Captured" else [UnsupportedLayerError])):
         assert_recorded_norms(model, x)
+
+
+def test_rows_that_change_places_after_those_that_were_examined_are_seen():
+    """The first examples that reach the layer have their own rows, two later ones each other's."""
+    x = data(12, 6).clamp(max=1)
+    x[:, 1] = torch.arange(12) / 12
+    x[[8, 9], 1] = x[[9, 8], 1]
+    x[[4, 5, 8, 9], 0] = 3
+    methods = tuple(m for m in METHODS if m != "two_pass")
+    assert_exact(randomise(Few(call=sorted_inside)), x, methods=methods)
+    with pytest.raises(UnsupportedLayerError, match="other rows"):
+        assert_recorded_norms(randomise(Few(call=sorted_inside)), x)
+
+
+def test_mixing_of_the_few_examples_that_reach_a_layer_is_named():
+    def less_mean(layer, x):
+        h, gate = layer(x), (x[:, :1] > 2).float()
+        return h - (h * gate).sum(0) / gate.sum().clamp(min=1)
+
+    x = data(12, 6).clamp(max=1)
+    x[[4, 5, 8], 0] = 3
+    with pytest.raises(UnsupportedLayerError, match="few examples reach.*keep the examples apart"):
+        assert_recorded_norms(randomise(Few(call=less_mean)), x)
+
+
+@pytest.mark.parametrize("row", [0, 5, 11])
+def test_a_rare_layer_reached_by_an_example_without_a_finite_loss(row):
+    x = data(12, 6).clamp(max=1)
+    x[[row, 6, 7], 0] = 3
+    x[row, 2] = float("nan")
+    model = randomise(Few())
+    norms = dpt.per_sample_norms(reference.loss_fn, model, x)
+    expected = dpt.per_sample_norms(reference.loss_fn, model, x, method="loop")
+    torch.testing.assert_close(norms, expected, equal_nan=True)
+    with dpt.record_per_sample(model, loss_reduction="sum") as record:
+        reference.loss_fn(model, x).sum().backward()
+    torch.testing.assert_close(record.norms(), expected, equal_nan=True)
 
 
 def test_heads_without_a_way_to_the_loss_are_examined_once():
@@ -459,7 +506,17 @@ LATER = {
     "function": lambda m: setattr(m, "function", centred),
     "object": lambda m: setattr(m, "more", CentredObject()),
     "number": lambda m: setattr(m, "share", 0.5),
+    "hook of all modules": lambda m: centre_all(m),
 }
+
+
+def centre_all(model):
+    """Add a hook of every module that centres what one layer returns, until the model is gone."""
+    layer = weakref.ref(model.first)
+    handle = nn.modules.module.register_module_forward_hook(
+        lambda module, _, out: centred(out) if module is layer() else None
+    )
+    weakref.finalize(model, handle.remove)
 
 
 @pytest.mark.parametrize("what", LATER)
@@ -475,16 +532,41 @@ def test_what_a_model_is_given_later_is_examined(what):
         assert_recorded_norms(model, x)
 
 
-def test_a_function_at_the_address_of_one_that_is_gone_is_examined():
+def test_an_object_at_the_address_of_one_that_is_gone_is_another(monkeypatch):
+    """The numbers of objects stand for them in a key only as long as these objects live."""
+    monkeypatch.setattr(analysis_cache, "id", lambda value: 7, raising=False)
+    model, x, batch = nn.Linear(6, 3), data(8, 6), lambda x: Batch((x,))
+    loss = CentredObject()
+    first = cached_analyses(model, loss, batch(x))
+    assert cached_analyses(model, loss, batch(x)) is first
+    del loss
+    assert cached_analyses(model, CentredObject(), batch(x)) is not first
+
+
+@pytest.mark.parametrize("what", ["hook", "function", "loss"])
+def test_functions_made_anew_at_every_step_are_examined_once(what, monkeypatch):
+    """They close over other numbers, lists and tensors each time."""
+    seen, analyze = [], call.analyze
+    monkeypatch.setattr(call, "analyze", lambda *a: seen.append(what) or analyze(*a))
     model, x = randomise(Changeable()), data(8, 6)
-    model.function = lambda h: torch.tanh(h)
-    dpt.per_sample_norms(reference.loss_fn, model, x)
-    gone, model.function = id(model.function), None
-    others = [lambda h: centred(h) for _ in range(99)]
-    model.function = next((f for f in others if id(f) == gone), others[0])
-    assert id(model.function) == gone, "this test needs a function at the old address"
-    with pytest.raises(UnsupportedLayerError, match="The loss of an example is another one"):
-        dpt.per_sample_norms(reference.loss_fn, model, x)
+    for step in range(4):
+        assert model_step(what, model, x, [], 1.0 + step, torch.tensor(float(step)))
+    assert seen == [what]
+
+
+def model_step(what, model, x, features, scale, shift):
+    """Return what a hook, a function of the model or the loss saw in one call."""
+    loss = reference.loss_fn
+    if what == "hook":
+        handle = model.first.register_forward_hook(lambda *a: features.append(a[-1] + shift))
+    elif what == "function":
+        model.function = lambda h: features.append(h + shift) or scale * torch.tanh(h)
+    else:
+        loss = lambda m, x: features.append(x + shift) or scale * reference.loss_fn(m, x)  # noqa: E731
+    dpt.per_sample_norms(loss, model, x)
+    if what == "hook":
+        handle.remove()
+    return features
 
 
 @pytest.mark.parametrize("kind", ["register_full_backward_hook", "register_full_backward_pre_hook"])

@@ -495,7 +495,7 @@ def fails_once(monkeypatch, owner, name, when, error=None):
 PLACES = {
     "norms": (private_step, "clip_factors"),
     "sums": (private_step, "clipped_sums"),
-    "before them": (recorder, "complete"),
+    "before them": (recorder, "check_use"),
     "noise": (private_step, "noised_mean"),
 }
 

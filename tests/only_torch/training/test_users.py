@@ -420,6 +420,18 @@ WRONG = {
 }
 
 
+def test_a_batch_of_more_users_than_there_are_is_refused():
+    """The loader's batch size counts users, and one that counted rows may be larger than all."""
+    model, optimizer, _ = parts()
+    loader = DataLoader(TensorDataset(data(60, 6)), batch_size=50)
+    options = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, "epochs": 1, "target_delta": 1e-5}
+    with pytest.raises(ValueError, match="batch_size=50 is larger than num_examples=25"):
+        dpt.PrivacyEngine().make_private(
+            module=model, optimizer=optimizer, data_loader=loader, users=OWNERS, unit="user",
+            rows_per_unit=K, **options,
+        )  # fmt: skip
+
+
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_users_are_refused_before_anything_changes(name):
     options, error, match = WRONG[name]

@@ -282,6 +282,7 @@ def test_other_uses_of_views_are_refused(name, mode):
         ({"views": 0}, ValueError, "views=0 is out of range"),
         ({"views": 2.5}, TypeError, "views=2.5 is a float"),
         ({"augment": "flip"}, TypeError, "augment is a str. Expected a function"),
+        ({"augment": lambda x: x}, TypeError, r"augment takes \(x\).*\(example, generator\)"),
     ],
 )
 def test_wrong_views_are_refused_before_anything_changes(options, error, match):
