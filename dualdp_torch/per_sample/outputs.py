@@ -22,9 +22,17 @@ def projected(
     model: nn.Module, args: Any, kwargs: Any, cotangents: Any = None, *, rows_per_unit: int = 1
 ) -> Tensor:
     """Return (n,) products of each example's model outputs with `cotangents`."""
+    return projected_outputs(model, args, kwargs, cotangents, rows_per_unit=rows_per_unit)[0]
+
+
+def projected_outputs(
+    model: nn.Module, args: Any, kwargs: Any, cotangents: Any = None, *, rows_per_unit: int = 1
+) -> tuple[Tensor, list[Tensor]]:
+    """Return what `projected` does, and the outputs."""
     given = [t for t in pytree.tree_leaves((args, kwargs)) if torch.is_tensor(t)]
     rows = max(map(len, given))  # 1 in a tensor that all examples share
-    return combined(float_leaves(model(*args, **kwargs)), cotangents, rows, rows_per_unit)
+    outputs = float_leaves(model(*args, **kwargs))
+    return combined(outputs, cotangents, rows, rows_per_unit), outputs
 
 
 def all_projected(model: nn.Module, *calls: Any, rows_per_unit: int = 1) -> Tensor:

@@ -272,6 +272,12 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
                 f"Parameter {name!r} has no numbers: it is {where}. Expected a model with its "
                 "weights: run a batch through it first, or use to_empty(device=) and load them."
             )
+        if not p.is_leaf:
+            raise ValueError(
+                f"Parameter {name!r} is no leaf, so that no gradient is kept for it, as in a deep "
+                "copy of a TorchScript module. Expected the module that was copied, or one that "
+                "torch.jit.load returned."
+            )
         if p.is_complex():
             raise UnsupportedLayerError(
                 f"Parameter {name!r} is {p.dtype}. Expected real numbers: store "

@@ -53,10 +53,12 @@ from dualdp_torch.per_sample.outputs import (
     float_leaves,
     hand_out,
     projected,
+    projected_outputs,
     projected_together,
 )
 from dualdp_torch.per_sample.parameter_use import (
     USE_LOOP,
+    ChangedInPlaceError,
     Use,
     eagerly,
     graph_nodes,
@@ -70,6 +72,7 @@ from dualdp_torch.per_sample.tensor_parallel import (
 )
 from dualdp_torch.per_sample.use_gradients import check_use
 from dualdp_torch.per_sample.vmap_and_loop import (
+    CHANGED,
     again_by_vmap,
     are_set_aside,
     gradients_set_aside,
@@ -107,6 +110,7 @@ class Recorder:
             are weighted against their mean; None for 1.
         is_due: predicate of the cached analysis, True if the forward that begins may be run again;
             with True as second argument, as one of several of a batch.
+        require_inputs: function that refuses tensors which a forward may not get.
         forwards: recorded forwards, in order.
         computes_loss: True if the model's forward computes the loss, too, so that only parameter
             uses are captured.
@@ -126,6 +130,7 @@ class Recorder:
         self.terms: Terms | None = None
         self.row_factors: Tensor | None = None
         self.is_due: Callable[..., bool] = lambda cache, several=False: False
+        self.require_inputs: Callable[[list[Tensor]], None] = lambda tensors: None
         self.computes_loss = isinstance(model, WholeStep)
         self.parameters = trainable_parameters(model)
         self._inside = self.shards.plain if self.shards else self.parameters
@@ -269,6 +274,7 @@ class Recorder:
             forward = Forward(self._batch((args, kwargs)), self.row_factors)
             self._refuse_other_rows(forward)
             self._refuse_other_examples(forward)
+            self.require_inputs(forward.inputs())
             if self.split is not None:
                 self.split.require_same_batch(forward.batch.tensors())
                 self._before = RandomState.of(self.model)
@@ -403,6 +409,8 @@ class Recorder:
         forward.has_drawn = forward.start is not None and forward.start.has_drawn(self.model)
         self._leave_forward()
         require_same_draws(self.split, self.model, self._before)
+        if forward.by_vmap:
+            forward.end_by_vmap(self.model, self.parameters.values())
         if not forward.is_formed:
             if self.shards is not None and mode.has_checkpoints:
                 raise UnsupportedLayerError(
@@ -554,11 +562,11 @@ class Recorder:
 
     def _handed_out(self, forward: Forward, leaf: Tensor) -> Tensor:
         """Return one output with a hook for the gradient that the loop sends."""
-        if forward.by_vmap:  # computed without a graph
-            leaf = leaf.detach().requires_grad_()
         # The values are needed only to run the model again; otherwise an empty tensor will do.
         position = len(forward.outputs)
         forward.outputs.append(leaf.detach() if forward.needs_values else leaf.new_empty(0))
+        if forward.by_vmap:  # computed without a graph; the loop may write to what it gets
+            leaf = leaf.detach().clone().requires_grad_()
         if not leaf.requires_grad:
             return leaf
         forward.differentiable.append(position)
@@ -659,10 +667,12 @@ class Recorder:
                 return gradients_alone(
                     forward.alone, cotangents, self.parameters, self.rows_per_unit
                 )
+            if forward.was_changed():
+                raise ChangedInPlaceError(CHANGED)
             batch = self._batch((*forward.batch.arguments(), cotangents))
-            loss = partial(projected, rows_per_unit=self.rows_per_unit)
+            loss = partial(projected_outputs, rows_per_unit=self.rows_per_unit)
             with gradients_set_aside(self.parameters):
-                return again_by_vmap(self.model, loss, batch, self.parameters)
+                return again_by_vmap(self.model, loss, batch, self.parameters, forward.outputs)
 
     @property
     def start(self) -> Start | None:

@@ -20,7 +20,7 @@ from dualdp_torch.parallel.fsdp import is_sharded
 from dualdp_torch.parallel.tensor_parallel import local_of
 from dualdp_torch.per_sample.batch import Batch, check_losses, join_aux
 from dualdp_torch.per_sample.gradients import Formed
-from dualdp_torch.per_sample.parameter_use import USE_LOOP, graph_nodes
+from dualdp_torch.per_sample.parameter_use import USE_LOOP, ChangedInPlaceError, graph_nodes
 from dualdp_torch.rules.base import Tensor, wide
 
 
@@ -101,6 +101,13 @@ _set_aside: list[Any] = []  # global: hooks may run in another thread than the b
 
 #: Largest relative difference by rounding between the losses of two equal forwards.
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-5}
+_ROUNDING_OF_VMAP = {torch.float64: 1e-8, torch.float32: 1e-3}
+#: Error of a model that is computed again by vmap after it was changed.
+CHANGED = (
+    "What the model computes changed between its forward and the reading of its gradients (by "
+    "optimizer.step()): weights, buffers, inputs, attributes or hooks. This model goes through "
+    "vmap, which computes it again then. Change them after optimizer.step()."
+)
 
 
 def reweighted(
@@ -126,13 +133,13 @@ def reweighted(
     return {name: _widened(p, g) for (name, p), g in pairs}
 
 
-def is_same_forward(ours: Tensor, theirs: Tensor) -> bool:
-    """True if the losses of two forwards are equal up to rounding."""
+def is_same_forward(ours: Tensor, theirs: Tensor, share: float | None = None) -> bool:
+    """True if the losses of two forwards are equal up to rounding, or up to a share of them."""
     # Outputs may be the largest tensors of a step: compare an eighth at a time.
     pairs = list(zip(*(torch.atleast_1d(x).chunk(8) for x in (ours, theirs)), strict=True))
     total = sum(t.abs().nansum(dtype=wide(theirs.dtype)) for _, t in pairs)
     mean = total / sum(t.isnan().logical_not_().sum() for _, t in pairs)
-    share = _ROUNDING.get(theirs.dtype, 2e-2)
+    share = _ROUNDING.get(theirs.dtype, 2e-2) if share is None else share
 
     def apart(a: Tensor, b: Tensor) -> bool:
         far = (a - b).abs_() > (b.abs() + mean).mul_(share)
@@ -201,10 +208,14 @@ def again_by_vmap(
     loss_fn: Callable[..., Any],
     batch: Batch,
     parameters: Mapping[str, Tensor],
+    outputs: Sequence[Tensor],
 ) -> Formed:
-    """Return gradients of a repeated forward, which may not draw random numbers."""
+    """Return gradients of a repeated forward, which may not draw random numbers.
+
+    `loss_fn` also returns the outputs, which are compared with those of the first forward.
+    """
     try:
-        found, _, _ = by_vmap(model, loss_fn, batch, parameters, False, randomness="error")
+        found, _, again = by_vmap(model, loss_fn, batch, parameters, True, randomness="error")
     except UnsupportedLayerError as error:
         if "random" not in str(error):
             raise
@@ -212,6 +223,10 @@ def again_by_vmap(
             "The model draws its randomness (dropout) itself and goes through vmap, which can't "
             f"draw those of the recorded forward again. {USE_LOOP}"
         ) from error
+    for ours, theirs in zip(again, outputs, strict=True):
+        share = _ROUNDING_OF_VMAP.get(theirs.dtype, 1e-1) * (10 if theirs.is_cuda else 1)
+        if not is_same_forward(ours.reshape(theirs.shape), theirs, share):
+            raise ChangedInPlaceError(CHANGED)
     return found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -86,6 +86,23 @@ class YieldedBatch:
             )
 
         return tuple(pytree.tree_map(checked, batch))
+
+    def require_in(self, tensors: Iterable[Tensor]) -> None:
+        """Refuse tensors that are not those of this batch, moved to a device or a dtype at most."""
+        kept = [(t, version) for ref, version in self._tensors if (t := ref()) is not None]
+        for tensor in tensors:
+            if not any(
+                (t is tensor or (t.shape == tensor.shape and torch.equal(t.to(tensor), tensor)))
+                and t._version == version
+                for t, version in kept
+            ):
+                raise ValueError(
+                    f"training_step got a tensor of shape {tuple(tensor.shape)} that is not one of "
+                    "the loader's batch, or was changed since, as by on_after_batch_transfer or "
+                    "on_train_batch_start: nobody would check it for a dependence on other "
+                    "examples. Expected the loader's tensors; compute in training_step or in the "
+                    "data set, or call one module."
+                )
 
 
 def compiled_sums(

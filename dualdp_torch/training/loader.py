@@ -17,6 +17,7 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    Subset,
 )
 from torch.utils.data.distributed import DistributedSampler
 
@@ -150,6 +151,32 @@ class Passes(NamedTuple):
     step: Callable[[], Any]  # returns the attached `PrivateStep`
 
 
+class OneByOne:
+    """Data set whose items are fetched one at a time: a fetch of all of a batch may mix them."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._dataset[index]
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getattr__(self, name: str) -> Any:  # for a worker's `get_worker_info().dataset`
+        if name in ("_dataset", "__getitems__") or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._dataset, name)
+
+
+def one_by_one(dataset: Any) -> Any:
+    """Return a data set without `__getitems__`, which torch prefers to `__getitem__`."""
+    inner = dataset
+    while type(inner) is Subset:
+        inner = inner.dataset
+    return OneByOne(dataset) if hasattr(inner, "__getitems__") else dataset
+
+
 class PlannedLoader:
     """Copy of the user's loader that yields the plan's batches.
 
@@ -186,7 +213,7 @@ class PlannedLoader:
             self._options.pop("pin_memory_device", None)
         period = round(1 / checks) if checks else 0
         collate = CheckedCollate(loader.collate_fn, period)
-        self._drawn: Any = self.dataset
+        self._drawn: Any = one_by_one(self.dataset)
         self._options["collate_fn"] = collate
         self._views: Views | None = None
         if plan.rows_per_item is not None:
@@ -341,11 +368,12 @@ class BatchMemoryManager:
 
 
 def check_loader(loader: Any) -> None:
-    """Refuse a loader with a sampler of its own, which the plan's would silently replace.
+    """Refuse a loader with a sampler or an `__iter__` of its own, which would not be used.
 
     Raises:
         TypeError: no `DataLoader`, or one over an iterable data set.
-        ValueError: a sampler that is neither in order nor a plain shuffle of everything.
+        ValueError: a sampler that is neither in order nor a plain shuffle of everything, or a class
+            with an `__iter__` of its own.
     """
     if isinstance(loader, PlannedLoader):
         raise TypeError(
@@ -356,6 +384,12 @@ def check_loader(loader: Any) -> None:
         raise TypeError(
             f"data_loader is {_validate.kind(loader)}. Expected a torch DataLoader over a "
             "map-style data set."
+        )
+    if type(loader).__iter__ is not DataLoader.__iter__:
+        raise ValueError(
+            f"data_loader is a {type(loader).__name__} with an __iter__ of its own, by which the "
+            "plan's batches would not go. Expected a plain DataLoader: prepare examples in the data "
+            "set or in collate_fn, or batches in the loop."
         )
     check_dataset(loader.dataset)
     batches = loader.batch_sampler

@@ -82,6 +82,7 @@ def counts_of(words=WORDS):
     return contribution_map("torch", words, max_rows=MOST)
 
 
+@pytest.mark.slow
 @stacks
 def test_the_map_is_that_of_a_loop(stack):
     """Words that come twice count once; padding and masked examples count nothing."""
@@ -145,6 +146,7 @@ def test_gradient_and_map_are_one_gaussian_of_the_plan(noise):
     assert sum(s**-2 for s in expected) == pytest.approx(0.8**-2)
 
 
+@pytest.mark.slow
 def test_without_a_threshold_it_is_the_dense_run():
     """On JAX: the numbers of `noisy_mean` of a plan with the gradient's own noise multiplier."""
     grads, dense = sums(), plan(0.8 / math.sqrt(1 - SHARE))

@@ -253,6 +253,7 @@ def test_little_noise_is_amplified_and_agrees_with_monte_carlo(sigma, bins, epoc
     assert values.mean() - 3 * error < 1e-5 < 1.06 * values.mean() + 3 * error
 
 
+@pytest.mark.slow
 def test_what_underflows_is_lost():
     run = {"sample_rate": 0.01, "num_steps": 200, "delta": 1e-5}
     for sigma in (0.02, 0.032):

@@ -51,6 +51,7 @@ def test_known_calibrations():
     assert sigma >= row["noise_multiplier"] * (1 - 1e-11)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS[:4])
 def test_steps_and_rate_for_a_budget(target):
     sigma = dualdp.get_noise_multiplier(**target)
@@ -153,6 +154,7 @@ def command(*words):
     return CliRunner().invoke(app, list(words))
 
 
+@pytest.mark.slow
 def test_the_command_epsilon(tmp_path):
     picture = tmp_path / "epsilon.png"
     result = command("epsilon", "--noise-multiplier", "1.1", *RUN, "--json", "--plot", str(picture))
@@ -198,6 +200,7 @@ def test_a_plot_needs_matplotlib(tmp_path, monkeypatch):
     assert "--plot needs matplotlib" in result.output
 
 
+@pytest.mark.slow
 def test_a_plot_shows_both_bounds(tmp_path, monkeypatch):
     from matplotlib.axes import Axes
 

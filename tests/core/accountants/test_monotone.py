@@ -107,6 +107,7 @@ def test_monotone_in_ordinary_settings():
     check_many(80, 1, extreme=False)
 
 
+@pytest.mark.slow
 def test_monotone_in_corners():
     check_many(20, 2, extreme=True)
 
@@ -175,6 +176,7 @@ def test_added_steps_never_lower_epsilon_in_many_settings():
     check_all_added(38, 44, extreme=True)
 
 
+@pytest.mark.slow
 def test_one_more_step_never_costs_less():
     made = accountants.create("pld")
     last = 0.0
@@ -196,6 +198,7 @@ def test_the_renyi_bound_is_monotone():
     check_many(30, 52, extreme=True, accountant="rdp")
 
 
+@pytest.mark.slow
 def test_delta_is_monotone():
     rng = np.random.default_rng(3)
     for run in cases.settings(30, 60, extreme=False):
@@ -210,6 +213,7 @@ def test_delta_is_monotone():
         assert get_delta(**run, epsilon=epsilon * factor) <= most
 
 
+@pytest.mark.slow
 def test_calibrated_noise_is_monotone():
     target = {"target_epsilon": 1.0, "target_delta": 1e-5, "sample_rate": 0.01, "num_steps": 1000}
     base = get_noise_multiplier(**target)
@@ -223,6 +227,7 @@ def test_calibrated_noise_is_monotone():
             assert get_noise_multiplier(**(target | harder)) >= base * (1 - 1e-9)
 
 
+@pytest.mark.slow
 def test_calibrated_steps_and_rates_are_monotone():
     steps = {"target_epsilon": 1.0, "target_delta": 1e-5, "noise_multiplier": 1.4}
     rates = steps | {"num_steps": 1000}
@@ -255,6 +260,7 @@ def test_a_lattice_that_follows_the_steps_is_caught(monkeypatch):
         )
 
 
+@pytest.mark.slow
 def test_asking_after_every_step_gives_the_same():
     grown = accountants.create("pld")
     steps = [(2.0 * 0.995**i, 0.02, 1) for i in range(72)]
@@ -304,6 +310,7 @@ def usually_read(steps, asked, read):
     return float(np.median(read))
 
 
+@pytest.mark.slow
 def test_epsilon_after_every_step_reads_the_new_step_only(mechanisms_read):
     assert usually_read(3_000, 40, mechanisms_read) <= 1
 
@@ -318,6 +325,7 @@ def test_epsilon_after_every_step_of_a_long_run_takes_little_memory(mechanisms_r
         tracemalloc.stop()
 
 
+@pytest.mark.slow
 def test_without_its_memory_a_question_reads_every_step(monkeypatch, mechanisms_read):
     monkeypatch.setattr(prefix_cache, "_beyond", lambda term, counts: None)
     assert usually_read(3_000, 3, mechanisms_read) >= 2_998

@@ -113,6 +113,7 @@ def check_curve(sigma, rate, orders):
         assert truth * (1 - 1e-9) <= twice <= truth * (1 + 1e-9)
 
 
+@pytest.mark.slow
 def test_curves_are_exact():
     check_curve(1.5, 0.04, [1.5, 6.3])
 

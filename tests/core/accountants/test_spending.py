@@ -97,6 +97,7 @@ CALIBRATED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CALIBRATED)
 @pytest.mark.parametrize("noise", ["fast", "secure"])
 @pytest.mark.parametrize("target", [0.3, 1.7])

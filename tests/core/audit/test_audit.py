@@ -118,6 +118,7 @@ def test_bounds_stay_below_the_truth():
     assert largest > 0.3, "and they are not idle"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["clipping off", "noise divided twice"])
 def test_gross_faults_are_refuted(fault):
     found = audit(NumpyStep(fault, noise_multiplier=4.0), seed=0, num_steps=60)

@@ -57,6 +57,7 @@ def test_a_large_epsilon_favours_correlated_noise(advice):
     assert advice.options[0].name in str(advice)
 
 
+@pytest.mark.slow
 def test_few_examples_and_a_small_epsilon_favour_dp_sgd():
     advice = correlated.advise(dualdp.PrivacyPlan.calibrate(target_epsilon=0.5, **SHORT))
     assert advice.options[0].name == "independent"

@@ -186,6 +186,7 @@ except dualdp.AccountingError as error:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
+@pytest.mark.slow
 def test_a_copied_key_file_does_not_escape_the_mark(tmp_path, state):
     """known_failures 81: a copy had none beside it."""
     plan = make()

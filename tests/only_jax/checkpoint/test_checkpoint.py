@@ -184,6 +184,7 @@ class Net(nnx.Module):
         return self.layer(self.dropout(x))[0] * self.scale.get_value()
 
 
+@pytest.mark.slow
 def test_an_nnx_module_in_bfloat16_goes_on_bitwise(tmp_path):
     path, model, optimizer = tmp_path / "run.ckpt", Net(nnx.Rngs(0)), optax.adam(0.1)
     run = {"loss_fn": lambda m, x, y: (m(x) - y) ** 2, "optimizer": optimizer, "data": (X, Y)}

@@ -139,6 +139,7 @@ def test_axes_in_front_are_kept():
     assert dpj.sft_loss(model, SFT).shape == (3,)
 
 
+@pytest.mark.slow
 def test_a_packed_row_is_the_mean_of_its_documents():
     what, run = linen_model()
     model = jax.jit(partial(run, what))
@@ -164,6 +165,7 @@ def test_a_label_that_is_no_token_has_the_loss_nan(label):
     assert np.isnan(losses).tolist() == [False, True, False]
 
 
+@pytest.mark.slow
 def test_reference_log_probs_are_those_of_the_rows():
     what, run = linen_model()
     model, rows = jax.jit(partial(run, what)), pairs()

@@ -117,6 +117,7 @@ def test_idioms_of_nnx_are_exact(build, loss_fn, method):
     assert all(one is other for one, other in zip(before, after, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_what_an_earlier_call_sowed_is_no_part_of_the_loss():
     model = Sowing(nnx.Rngs(0))

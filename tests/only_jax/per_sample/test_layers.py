@@ -166,6 +166,7 @@ def test_layers_of_flax_match_the_loop_by_every_method(name):
     compare(name, [*alone, "auto", "two_pass", "materialize", "vmap"])
 
 
+@pytest.mark.slow
 def test_nothing_is_left_behind_between_calls():
     """known_failures 6: the same call twice, with another in between, gives the same."""
     loss, params, x, _ = made("some_examples")

@@ -375,6 +375,7 @@ def test_a_failed_check_releases_and_records_nothing(monkeypatch, tmp_path):
     assert not verify(path, allow_seed=True).passed
 
 
+@pytest.mark.slow
 def test_a_failed_check_tells_nothing_of_the_data(monkeypatch, tmp_path):
     path = tmp_path / "run.ledger"
     engine, _, _, _, error, _ = failing(monkeypatch, ledger=path)

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ambient form: one forward and one backward of a loop that the user owns."""
 
+import copy
+import warnings
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +14,7 @@ import dualdp_torch as dpt
 from dualdp import UnsupportedLayerError
 from dualdp.plan.clipping import clip_factors
 from dualdp_torch.per_sample.recorder import RECORDED
+from tests import reference
 from tests.only_torch.checks import data, ids, randomise
 
 N = 5
@@ -208,6 +212,75 @@ def test_functions_without_a_rule_go_through_vmap():
         F.cross_entropy(model(x)[0], y).backward()
     for name, grad in record.grads().items():
         torch.testing.assert_close(grad, expected[name])
+
+
+class Standardised(nn.Module):
+    """Weight standardisation by hand, which no rule covers: it goes through vmap."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.head, self.scale = nn.Linear(6, 5), nn.Linear(5, 3), 1.0
+        self.register_buffer("shift", torch.zeros(5))
+
+    def forward(self, x):
+        w = self.first.weight
+        w = (w - w.mean(1, keepdim=True)) / (w.std(1, keepdim=True) + 1e-5)
+        return self.head(torch.tanh(self.scale * nn.functional.linear(x, w) + self.shift))
+
+
+def without_grad(change):
+    with torch.no_grad():
+        change()
+
+
+# What plain PyTorch allows between backward() and optimizer.step().
+CHANGES = {
+    "inputs": lambda model, x, handle: x.zero_(),
+    "inputs unseen": lambda model, x, handle: x.data.zero_(),
+    "weights": lambda model, x, handle: without_grad(lambda: model.head.weight.mul_(0.9999)),
+    "weights unseen": lambda model, x, handle: model.head.weight.data.mul_(0.9),
+    "buffer": lambda model, x, handle: model.shift.fill_(1.0),
+    "buffer replaced": lambda model, x, handle: setattr(model, "shift", torch.ones(5)),
+    "attribute": lambda model, x, handle: setattr(model, "scale", 2.0),
+    "hook": lambda model, x, handle: handle.remove(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_model_that_vmap_computes_again_may_not_change_before(change):
+    """Gradients are those of the weights, inputs and hooks at the forward, or none."""
+    model, x, y = randomise(Standardised()), data(N, 6), ids(3, N)
+    handle = model.head.register_forward_pre_hook(lambda module, args: (3 * args[0],))
+    with dpt.record_per_sample(model, loss_reduction="mean", check="off") as record:
+        F.cross_entropy(model(x), y).backward()
+    CHANGES[change](model, x, handle)
+    with pytest.raises(dpt.ChangedInPlaceError, match=r"changed between its forward and"):
+        record.grads()
+
+
+def test_outputs_of_vmap_may_be_written_to():
+    model, x, y = randomise(Standardised()), data(N, 6), ids(3, N)
+
+    def losses(model, x, y):
+        out = model(x)
+        out /= 2.0
+        return F.cross_entropy(out, y, reduction="none")
+
+    expected = dpt.per_sample_grads(losses, model, x, y, method="loop")
+    with dpt.record_per_sample(model, loss_reduction="mean") as record:
+        losses(model, x, y).mean().backward()
+    for name, grad in record.grads().items():
+        torch.testing.assert_close(grad, expected[name])
+
+
+def test_a_copy_of_a_scripted_module_is_refused():
+    """Its parameters are no leaves, so that their gradients were taken for zero."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        model = copy.deepcopy(torch.jit.script(nn.Sequential(nn.Linear(6, 3))))
+    for method in ("auto", "loop", "vmap"):
+        with pytest.raises(ValueError, match="Parameter '0.weight' is no leaf"):
+            dpt.per_sample_norms(reference.loss_fn, model, data(N, 6), method=method)
 
 
 def test_dropout_cannot_be_replayed_by_vmap():

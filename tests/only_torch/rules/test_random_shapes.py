@@ -47,6 +47,7 @@ def convolutions(draw):
     return layer, (channels, *size)
 
 
+@pytest.mark.slow
 @few
 @hypothesis.given(convolutions(), st.integers(2, 5), st.booleans())
 def test_convolutions(case, n, is_first):
@@ -82,6 +83,7 @@ def test_embeddings(n, positions, rows, width, padding_idx):
     assert_exact(model, ids(rows, n, *positions), methods=FAST)
 
 
+@pytest.mark.slow
 @few
 @hypothesis.given(
     st.sampled_from([nn.LSTM, nn.GRU, nn.RNN]),

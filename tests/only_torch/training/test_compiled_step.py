@@ -223,7 +223,7 @@ def test_runs_without_a_compiled_step_are_refused_by_name():
     engine, *_ = run(grad_sample_mode="vmap")
     with pytest.raises(ValueError, match="grad_sample_mode='vmap' has no compiled graph"):
         compiled(engine)
-    engine, *_ = run(views=2, augment=lambda x, y, row, generator: (x, y, row))
+    engine, *_ = run(views=2, augment=lambda example, generator: example)
     with pytest.raises(ValueError, match="several rows"):
         compiled(engine)
     engine, _, _, loader = run()

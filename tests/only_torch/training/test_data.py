@@ -16,6 +16,7 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    Subset,
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
@@ -43,6 +44,42 @@ def drawn(run, start, stop):
 
 
 # ---------------------------------------------------------------------- items
+
+
+class Mixing(Dataset):
+    """A fetch of a whole batch, which torch prefers to single items, and which mixes them."""
+
+    def __init__(self):
+        self.x, self.name = data(NUM, 6), "mixing"
+
+    def __len__(self):
+        return NUM
+
+    def __getitem__(self, index):
+        return self.x[index]
+
+    def __getitems__(self, indices):
+        rows = self.x[list(indices)]
+        return list(rows - rows.mean(0))
+
+
+@pytest.mark.parametrize("make", [Mixing, lambda: Subset(Mixing(), range(NUM))])
+def test_items_are_fetched_one_at_a_time(make):
+    run = plan()
+    loader = PlannedLoader(DataLoader(make(), batch_size=12), run, None)
+    assert isinstance(loader.dataset, Mixing | Subset)
+    for step, (_, batch) in enumerate(loader.of_steps(0, 3)):
+        assert torch.equal(batch, data(NUM, 6)[run.batch_indices(step)])
+
+
+def named(worker):
+    assert torch.utils.data.get_worker_info().dataset.name == "mixing"
+
+
+@forks
+def test_a_worker_sees_the_attributes_of_its_data_set():
+    loader = DataLoader(Mixing(), batch_size=12, num_workers=1, worker_init_fn=named)
+    assert len(list(PlannedLoader(loader, plan(), None).of_steps(0, 2))) == 2
 
 
 class Pair(NamedTuple):
@@ -233,10 +270,18 @@ class Stream(IterableDataset):
         return iter(dataset())
 
 
+class Scaled(DataLoader):
+    """A loader that prepares batches, which those of the plan would not pass."""
+
+    def __iter__(self):
+        return ((x / 2, *others) for x, *others in super().__iter__())
+
+
 @pytest.mark.parametrize(
     ("loader", "error", "match"),
     [
         (lambda: DataLoader(Stream(), batch_size=4), TypeError, "Stream, which can't be drawn"),
+        (lambda: Scaled(dataset(), batch_size=4), ValueError, "Scaled with an __iter__ of its own"),
         (
             lambda: DataLoader(dataset(), sampler=SubsetRandomSampler(range(5)), batch_size=4),
             ValueError,

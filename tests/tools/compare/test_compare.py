@@ -84,18 +84,13 @@ def test_it_writes_both_files_and_three_tables(tmp_path):
     assert len(list((tmp_path / "new" / "folder").iterdir())) == 2
 
 
-@pytest.mark.parametrize(
-    ("stack", "name"),
-    [
-        pytest.param(dpt, "per_sample_grads", id="torch"),
-        pytest.param(dpj, "per_sample_grads", id="jax", marks=pytest.mark.slow),
-    ],
-)
-def test_a_perturbed_gradient_is_found_and_named(tmp_path, monkeypatch, stack, name):
+@pytest.mark.slow
+@pytest.mark.parametrize("stack", [dpt, dpj], ids=["torch", "jax"])
+def test_a_perturbed_gradient_is_found_and_named(tmp_path, monkeypatch, stack):
     import jax
     from jax.tree_util import keystr
 
-    honest = getattr(stack, name)
+    honest = stack.per_sample_grads
 
     def perturbed(*arguments, **options):
         grads = honest(*arguments, **options)
@@ -105,7 +100,7 @@ def test_a_perturbed_gradient_is_found_and_named(tmp_path, monkeypatch, stack, n
             lambda path, grad: grad * (1.001 if "['head']['bias']" in keystr(path) else 1), grads
         )
 
-    monkeypatch.setattr(stack, name, perturbed)
+    monkeypatch.setattr(stack, "per_sample_grads", perturbed)
     done = compare(tmp_path, *QUICK)
     assert done.exit_code == 1
     assert "The stacks disagree: the per-sample gradients of head.bias" in " ".join(
