@@ -387,9 +387,9 @@ def check_loader(loader: Any) -> None:
         )
     if type(loader).__iter__ is not DataLoader.__iter__:
         raise ValueError(
-            f"data_loader is a {type(loader).__name__} with an __iter__ of its own, by which the "
-            "plan's batches would not go. Expected a plain DataLoader: prepare examples in the data "
-            "set or in collate_fn, or batches in the loop."
+            f"data_loader is a {type(loader).__name__} with an __iter__ of its own, which the "
+            "plan's batches would not pass. Expected a plain DataLoader: prepare examples in the "
+            "data set or in collate_fn, or batches in the loop."
         )
     check_dataset(loader.dataset)
     batches = loader.batch_sampler
