@@ -38,10 +38,15 @@ class BatchAxis:
     def fits(self, shape: torch.Size, n: int) -> bool:
         """True if a tensor of this shape can hold n examples on this batch axis."""
         size = shape[self.axis] if len(shape) > self.axis else 0
-        if self.fold:
-            least = n * (self.rows_per_unit if self.fold == "inner" else 1)
-            return size > least and size % least == 0
-        return size == n
+        return size > 0 and size % self._least(n) == 0 if self.fold else size == n
+
+    def is_candidate(self, shape: torch.Size, n: int) -> bool:
+        """True if it `fits`, and no other batch axis says the same."""
+        return self.fits(shape, n) and not (self.fold and shape[self.axis] <= self._least(n))
+
+    def _least(self, n: int) -> int:
+        """Rows of a folded axis that hold one position of each row of n examples."""
+        return n * (self.rows_per_unit if self.fold == "inner" else 1)
 
 
 def of_single(
@@ -64,7 +69,7 @@ def candidates(
     if rows_per_unit > 1:  # axes that hold the rows of all units
         rows = [axis for axis in axes if shape[axis] == n * rows_per_unit]
         found += [BatchAxis(axis, "outer") for axis in rows if axis or not rows_are_free]
-    return [batch_axis for batch_axis in found if batch_axis.fits(shape, n)]
+    return [batch_axis for batch_axis in found if batch_axis.is_candidate(shape, n)]
 
 
 def belongs_to(grad: Tensor, batch_axis: BatchAxis, n: int, example: int) -> bool:

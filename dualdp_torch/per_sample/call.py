@@ -20,6 +20,7 @@ from dualdp_torch.per_sample.batch import Batch, check_losses, split_aux
 from dualdp_torch.per_sample.capture import Capture
 from dualdp_torch.per_sample.gradients import Captured, Gradients
 from dualdp_torch.per_sample.independence import (
+    ELSEWHERE,
     PERMUTED,
     Analysis,
     analyze,
@@ -347,6 +348,10 @@ class Call:
             return None
         if analysis.problem or analysis.signatures != signatures or capture.hooked:
             raise _NoCapture("the uses of parameters differ from those that were examined")
+        misfit = analysis.misfit(capture.uses, self.batch.n)
+        if misfit is not None:
+            self.cache.add(Analysis((), (), ELSEWHERE.format(misfit)))
+            raise _NoCapture(ELSEWHERE.format(misfit))
         if not analysis.complete:
             analysis = with_reached_uses(
                 analysis, capture, total, self.parameters, self.model, self.batch

@@ -18,6 +18,7 @@ from dualdp_torch.per_sample.batch import Batch
 from dualdp_torch.per_sample.batch_axis import BatchAxis, of_single
 from dualdp_torch.per_sample.capture import Capture
 from dualdp_torch.per_sample.independence import (
+    ELSEWHERE,
     PERMUTED,
     Analysis,
     analyze,
@@ -95,6 +96,10 @@ class ForwardAnalysis:
                 f"{USE_LOOP}"
             )
         else:
+            misfit = cache[signatures].misfit(capture.uses, n)
+            if misfit is not None:
+                cache.add(Analysis((), (), ELSEWHERE.format(misfit)))
+                raise UnsupportedLayerError(f"{ELSEWHERE.format(misfit)} {USE_LOOP}")
             found = self._with_reached_uses(cache[signatures], capture, outputs).batch_axes
         is_due, rounds = n > 1 and capture.permutations.may_permute(n, n * k), (n - 1).bit_length()
         if self._shards is not None:  # as many backwards on all processes as one of them needs
@@ -107,8 +112,8 @@ class ForwardAnalysis:
                 use = permuted_use(capture, total, checked, self._inside, rounds=rounds)
             if use is not None:
                 raise UnsupportedLayerError(
-                    f"{PERMUTED.format(use)} Keep the examples in place, or use clipped_grad_sum "
-                    'or grad_sample_mode="functorch".'
+                    f"{PERMUTED.format(use)} Keep the examples in place, or use grad_sample_mode="
+                    '"functorch", or "loop" if the model picks rows by the data (experts, masks).'
                 )
         return found
 

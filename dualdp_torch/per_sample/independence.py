@@ -45,7 +45,8 @@ EXAMPLES, DRAWS = 4, 5
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 #: Largest number of uses without examples, such as tables of positions.
 _MOST_SKIPPED = 32
-#: Problem of a use, whose name is filled in.
+#: Problems of a use, whose name is filled in.
+ELSEWHERE = "The examples of {} lay on an axis of another size in the batches before."
 PERMUTED = "The examples lie in other rows of {} than in the batches before, as the data say."
 _NOT_APART = "{} does not keep the examples apart on one axis"
 _ON_CUDA = 10.0  # factor of the tolerance: kernels and TF32 vary with the batch size
@@ -65,6 +66,16 @@ class Analysis:
     problem: str | None = None
     skip: frozenset[int] = frozenset()
     unreached: frozenset[int] = frozenset()
+
+    def misfit(self, uses: Sequence[Use], n: int) -> Use | None:
+        """Return a use whose batch axis can't hold n examples, or None.
+
+        A batch as large as another axis may show that one, which is right for its size alone.
+        """
+        for use, axis in zip(uses, self.batch_axes, strict=True):
+            if axis is not None and not axis.fits(use.out_shape, n):
+                return use
+        return None
 
     @property
     def complete(self) -> bool:

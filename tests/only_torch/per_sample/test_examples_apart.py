@@ -328,6 +328,31 @@ def test_rows_that_change_places_after_those_that_were_examined_are_seen():
         assert_recorded_norms(randomise(Few(call=sorted_inside)), x)
 
 
+class Scattered(nn.Module):
+    """A layer whose input has the examples on axis 1 where there are as many as features."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(1, 2)
+
+    def forward(self, x):
+        n, d = x.shape
+        return self.layer(x.t().reshape(n, d, 1)).reshape(d, n, 2).transpose(0, 1)
+
+
+@pytest.mark.parametrize("d", [3, 4])  # also as many features as examples are examined
+def test_an_axis_of_the_batchs_size_is_right_for_that_size_alone(d):
+    model = randomise(Scattered())
+    methods = tuple(m for m in METHODS if m != "two_pass")
+    for n in (d, 12, d, 7):
+        assert_exact(model, data(n, d), methods=methods)
+    recorded = randomise(Scattered())
+    assert_recorded_norms(recorded, data(d, d))
+    with pytest.raises(UnsupportedLayerError, match="an axis of another size"):
+        assert_recorded_norms(recorded, data(12, d))
+    assert_recorded_norms(recorded, data(12, d))  # by vmap
+
+
 def test_mixing_of_the_few_examples_that_reach_a_layer_is_named():
     def less_mean(layer, x):
         h, gate = layer(x), (x[:, :1] > 2).float()
