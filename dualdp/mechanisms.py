@@ -172,6 +172,7 @@ class ApproximateDP(Mechanism):
 class MassTable(Mechanism):
     """User-defined mechanism: probability of each outcome with (p) and without (q) an example.
 
+    With `neighboring_relation="replace"` they are those of two data sets that differ in an example.
     Both directions are accounted. An outcome with q = 0 < p has infinite privacy loss.
     """
 

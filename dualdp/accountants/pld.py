@@ -7,7 +7,7 @@ import math
 from typing import Any, ClassVar
 
 import numpy as np
-from scipy.special import bdtrc
+from scipy.special import betainc
 
 from dualdp import _validate, mechanisms
 from dualdp._validate import AccountingError
@@ -272,6 +272,8 @@ class PLDAccountant(Accountant):
         views = [("add_or_remove", False), ("add_or_remove", True)]
         if self._relation == "replace":
             views = [*([] if below else views), ("substitution", False)]
+            if any(isinstance(event, mechanisms.MassTable) for event, _ in events):
+                views.append(("substitution", True))  # a table need not be its own reverse
         return [
             Direction(self._terms(events, view, flipped, tail), extra) for view, flipped in views
         ]
@@ -427,6 +429,8 @@ def _truncation(events: Events, group: int) -> Extra:
         if isinstance(event, mechanisms.TruncatedPoissonSubsampledGaussian):
             most = event.num_examples + group
             if event.max_batch_size < most:
-                tau = float(bdtrc(event.max_batch_size, most, event.sample_rate))
+                # betainc counts in floats, and bdtrc in 32 bits
+                least = event.max_batch_size + 1
+                tau = float(betainc(least, most - event.max_batch_size, event.sample_rate))
                 total += number * tau * (1 + 1e-6)
     return Extra(total, total)

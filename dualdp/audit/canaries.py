@@ -21,7 +21,7 @@ from dualdp.audit.protocol import PrivateStep
 from dualdp.audit.statistics import log_likelihood_ratio
 
 _SHARES = tuple(2.0**-k for k in range(8))  # candidate shares of canaries with a guess
-_OTHERS = 32  # examples beside the canary in a repeated run
+_FEWEST = 33  # examples of a repeated run
 
 
 @dataclass(frozen=True)
@@ -121,14 +121,15 @@ def audit(
     seed = seed if seed is None else _validate.integer("seed", seed)
     rng = np.random.default_rng(seed)
     included = rng.random(num_canaries) < 0.5
-    scores = _scores(step, included, num_steps, sample_rate, seed)
+    size = max(1, round(sample_rate * int(included.sum())))
+    scores = _scores(step, included, num_steps, size, seed)
     account = accountants.create("pld", neighboring_relation=step.claims.neighboring_relation)
     for event in step.events():
         account.step(**event._asdict(), sampler=step.claims.sampler)
     claimed = float(account.get_epsilon(delta=delta))
     bounds = _one_run_bounds(scores, included, account, claimed, delta, alpha)
     if runs:
-        inside, outside = _repeated(step, runs, num_steps, sample_rate, seed)
+        inside, outside = _repeated(step, runs, num_steps, (size, int(included.sum())), seed)
         limit = false_alarm / (len(bounds) + 1)
         beyond = lower_bounds.clopper_pearson(inside, outside, delta, limit) > claimed
         value = lower_bounds.clopper_pearson(inside, outside, delta, alpha)
@@ -137,12 +138,12 @@ def audit(
     return Audit(claimed, delta, tuple(bounds), confidence, false_alarm, num_steps, settings)
 
 
-def _scores(
-    step: PrivateStep, included: Any, num_steps: int, sample_rate: float, seed: int | None
-) -> Array:
-    """(num_canaries,) log-likelihood ratio of each canary's coordinate over a run."""
+def _scores(step: PrivateStep, included: Any, num_steps: int, size: int, seed: int | None) -> Array:
+    """(num_canaries,) log-likelihood ratio of each canary's coordinate over a run.
+
+    `size` is the expected batch size.
+    """
     rows = np.flatnonzero(included)
-    size = max(1, round(sample_rate * len(rows)))
     released = step.releases(
         num_steps, rows=rows, num_canaries=len(included), expected_batch_size=size, seed=seed
     )
@@ -178,14 +179,21 @@ def _one_run_bounds(
 
 
 def _repeated(
-    step: PrivateStep, runs: int, num_steps: int, sample_rate: float, seed: int | None
+    step: PrivateStep, runs: int, num_steps: int, rate: tuple[int, int], seed: int | None
 ) -> tuple[Array, Array]:
-    """Scores of one canary in runs with it, and in runs without it."""
+    """Scores of one canary in runs with it, and in runs with another one in its place.
+
+    `rate` is the sampling rate of the claim as a fraction. That of these runs, the same in all of
+    them, is at most it, so the claim holds for them.
+    """
+    size, of = rate
+    number = max(_FEWEST, -(-of // size))
+    size = size * number // of
     rng = np.random.default_rng(seed)
     scores: tuple[list[float], list[float]] = ([], [])
     for run in range(runs):
         present = bool(rng.random() < 0.5)
-        included = np.arange(_OTHERS + 1) >= (0 if present else 1)
+        included = np.arange(number + 1) != (number if present else 0)
         own = None if seed is None else seed + 1 + run
-        scores[present].append(float(_scores(step, included, num_steps, sample_rate, own)[0]))
+        scores[present].append(float(_scores(step, included, num_steps, size, own)[0]))
     return np.array(scores[True]), np.array(scores[False])

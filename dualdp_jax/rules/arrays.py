@@ -51,4 +51,9 @@ def outer(acts: Any, grads_out: Any) -> Any:
 def weighted_outer(acts: Any, grads_out: Any, factors: Any) -> Any:
     """Return the sum over the examples of factor times gradient, (b, i, o), by one product."""
     (acts,) = drop(factors, acts)
-    return jnp.einsum("nbti,nbto->bio", acts, scaled(factors, grads_out), precision=HIGHEST)
+    # One axis of all rows (b, n t, .): XLA copies what two axes are contracted over.
+    left, right = (
+        jnp.moveaxis(array, 1, 0).reshape(array.shape[1], -1, array.shape[3])
+        for array in (acts, scaled(factors, grads_out))
+    )
+    return jnp.einsum("bri,bro->bio", left, right, precision=HIGHEST)

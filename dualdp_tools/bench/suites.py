@@ -69,9 +69,12 @@ QUICK_SPEED: list[Point] = [
     ("mlp", {"width": 128}, 64),
     ("gpt", {"layers": 1, "width": 64, "length": 32, "vocabulary": 200}, 8),
 ]
-# Views of an example, and (workload, options, examples).
+# Views of an example, and (workload, options, examples): those of the speed table, and as many rows.
 VIEWS = 8
-VIEWED: list[Point] = [("mlp", {}, 32), ("mnist", {}, 32), ("cifar10", {}, 16), ("gpt", {}, 4)]
+VIEWED: list[Point] = [
+    *(("mlp", {}, 256), ("mnist", {}, 256), ("cifar10", {}, 128), ("gpt", {}, 16)),
+    *(("mlp", {}, 32), ("mnist", {}, 32), ("cifar10", {}, 16), ("gpt", {}, 4)),
+]
 # The papers' strategies and dualdp; a stack measures those in its table.
 SWEPT = (NON_PRIVATE, AUTO, MULTI, LOOP)
 # Rate of spot checks by engine: off; on, without a check in the timed steps; at every step.

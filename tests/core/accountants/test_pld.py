@@ -6,7 +6,9 @@ import math
 import time
 import tracemalloc
 
+import numpy as np
 import pytest
+from scipy.special import ndtr
 
 from dualdp import AccountingError, accountants, mechanisms
 from dualdp.accountants.solve import get_delta, get_epsilon
@@ -148,6 +150,27 @@ def test_truncation_costs_a_delta_and_nothing_where_it_cannot_happen():
         get_epsilon(**run, sampler="truncated_poisson")
 
 
+def test_truncation_costs_as_much_among_billions_of_examples():
+    """The binomial tail of SciPy that takes 32-bit integers gave 0 for them."""
+    run = {"noise_multiplier": 1.0, "num_steps": 100, "sampler": "truncated_poisson"}
+    for most in (1100, 1200):
+        fewer, more = (
+            get_delta(**run, epsilon=1.0, num_examples=n, sample_rate=1000 / n, max_batch_size=most)
+            for n in (2 * 10**9, 10**10)
+        )
+        assert fewer == pytest.approx(more, rel=1e-3)
+        assert more >= 0.999 * min(1, 100 * (1 + math.e) * poisson_tail(1000, most))
+
+
+def poisson_tail(mean, most):
+    """P(Poisson(mean) > most), which a binomial of a small rate has within its rate."""
+    term, total, k = math.exp((most + 1) * math.log(mean) - mean - math.lgamma(most + 2)), 0.0, most
+    while term > 1e-20 * total:
+        k += 1
+        total, term = total + term, term * mean / (k + 1)
+    return total
+
+
 def test_sampling_without_replacement_needs_its_relation():
     run = {"noise_multiplier": 4.0, "sample_rate": 0.01, "num_steps": 100, "delta": 1e-5}
     with pytest.raises(AccountingError, match="Use neighboring_relation='replace'"):
@@ -268,6 +291,24 @@ def test_degenerate_mechanisms(event, truth):
     assert lower <= truth[0] <= upper * (1 + 1e-12)
     assert upper == pytest.approx(truth[0], rel=1e-9, abs=1e-8)
     assert truth[1] <= made.get_delta(epsilon=1.0) <= truth[1] * 1.001 + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("p", "q"), [((0.9999, 0.0001), (0.9, 0.1)), ((0.6, 0.3999, 0.0001), (0.3, 0.6, 0.1))]
+)
+@pytest.mark.parametrize("delta", [1e-3, 1e-7])
+def test_a_table_may_be_either_way_round_beside_a_replaced_example(p, q, delta):
+    """Of two examples that replace each other, either may be the one with the table p."""
+    made = accountants.create("pld", neighboring_relation="replace")
+    made.step(noise_multiplier=1.0, sample_rate=0.01)
+    made.compose(mechanisms.MassTable(p, q))
+    edges = np.linspace(-14, 14, 28_001)
+    masses = lambda mean: np.diff(ndtr(edges - mean))  # noqa: E731
+    one, other = (0.99 * masses(0) + 0.01 * masses(mean) for mean in (1, -1))
+    epsilon = made.get_epsilon(delta=delta)
+    for left, right in ((p, q), (q, p)):
+        excess = np.outer(one, left) - math.exp(epsilon) * np.outer(other, right)
+        assert np.maximum(excess, 0).sum() <= delta
 
 
 def test_limits():

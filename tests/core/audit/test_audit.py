@@ -142,6 +142,25 @@ def test_repeated_runs_refute_too():
     assert not right.is_refuted
 
 
+@pytest.mark.parametrize("rate", [0.004, 0.08, 0.5, 0.9])
+def test_repeated_runs_sample_no_more_often_than_the_claim(rate):
+    """Runs with 32 others drew one in 33 at least, whatever was asked, and accused the right."""
+    rates = []
+
+    class Noted(NumpyStep):
+        def releases(self, num_steps, *, rows, expected_batch_size, **others):
+            rates.append((expected_batch_size / len(rows), 0 in rows))
+            size = {"expected_batch_size": expected_batch_size}
+            return super().releases(num_steps, rows=rows, **size, **others)
+
+    audit(Noted(noise_multiplier=1.0), seed=0, num_steps=2, runs=8, sample_rate=rate)
+    (claimed, _), *repeated = rates
+    assert claimed == pytest.approx(rate, rel=0.1)
+    assert len({rate for rate, _ in repeated}) == 1
+    assert 0.6 * claimed < repeated[0][0] <= claimed
+    assert {has_canary for _, has_canary in repeated} == {True, False}
+
+
 def test_a_refuted_claim_needs_all_its_methods():
     """Bonferroni over the methods: one p-value just below the rate does not accuse."""
     bounds = (Bound("a", 1.0, 6e-7), Bound("b", 0.0, 1.0))
