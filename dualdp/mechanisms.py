@@ -259,6 +259,16 @@ def event(
     name = _validate.choice("sampler", sampler, SAMPLERS)
     noise = _validate.non_negative("noise_multiplier", noise_multiplier)
     rate = _validate.sample_rate(sample_rate)
+    if max_batch_size is not None and name != "truncated_poisson":
+        raise AccountingError(
+            f"max_batch_size={max_batch_size!r} with sampler={name!r}, whose epsilon does not hold "
+            "for batches that are cut. Use sampler='truncated_poisson', or no max_batch_size."
+        )
+    if epochs_per_assignment != 1 and name != "balls_in_bins":
+        raise AccountingError(
+            f"epochs_per_assignment={epochs_per_assignment!r} with sampler={name!r}, which draws "
+            "anew in each pass. Use sampler='balls_in_bins', or no epochs_per_assignment."
+        )
     if name == "poisson":
         return PoissonSubsampledGaussian(noise, rate)
     if name == "fixed_size":

@@ -155,7 +155,7 @@ class PLDAccountant(Accountant):
             best = min(best, max(certified.upper_delta(d, target) for d in directions))
             if not any(isinstance(e, mechanisms.BallsInBinsGaussian) for e, _ in events):
                 break
-        renyi = self._renyi() if best == 1 else None
+        renyi = self._renyi()  # smaller far below 1e-100
         return best if renyi is None else min(best, renyi.get_delta(epsilon=target))
 
     def _units(self) -> Events:
@@ -248,6 +248,8 @@ class PLDAccountant(Accountant):
 
     def _renyi(self) -> RDPAccountant | None:
         """Renyi accountant of the same history, nearly tight for a very large epsilon."""
+        if any(getattr(event, "sample_rate", 1.0) < _MIN_RATE for event in self._counts):
+            return None
         other = RDPAccountant(neighboring_relation=self._relation, group_size=self._group_size)
         try:
             other.merge(self)

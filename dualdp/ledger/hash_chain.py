@@ -56,6 +56,14 @@ def read_text(source: str | os.PathLike[str]) -> tuple[str, str]:
         return file.read(), name
 
 
+def _of_pairs(pairs: list[tuple[str, Any]]) -> Record:
+    """Return a JSON object; refuse two entries of one name, of which a reader may see the other."""
+    record = dict(pairs)
+    if len(record) < len(pairs):
+        raise ValueError("two entries of one name")
+    return record
+
+
 def parse(text: str, name: str = "The text") -> list[Record]:
     """Return the records of a chain, after verifying that each follows the one before it.
 
@@ -68,7 +76,7 @@ def parse(text: str, name: str = "The text") -> list[Record]:
         try:
             if len(line) > LONGEST:
                 raise ValueError("too long")
-            record = json.loads(line)
+            record = json.loads(line, object_pairs_hook=_of_pairs)
             found = record.pop("hash")
             expected = link(previous, record)  # raises for NaN and infinities, which are not JSON
         except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
@@ -103,6 +111,7 @@ class Chain:
         self.path: str | None = None
         self._file: int | None = None
         self._pid = os.getpid()
+        self._tried = b""  # line that is being written
         for record in records:
             self.append(record)
 
@@ -124,7 +133,7 @@ class Chain:
         except BaseException:
             os.close(file)
             raise
-        chain.path, chain._file = os.fspath(path), file
+        chain.path, chain._file = os.path.abspath(path), file
         return chain
 
     def write_to(self, path: str | os.PathLike[str]) -> None:
@@ -139,7 +148,7 @@ class Chain:
             self.close()
             if self.links:
                 self.links[-1] = self.links[-1]._replace(end=len(text))
-            self.path, self._file = os.fspath(path), file
+            self.path, self._file = os.path.abspath(path), file
         except BaseException:
             self.path = self._file = None
             os.close(file)
@@ -164,7 +173,7 @@ class Chain:
             )
         try:
             if self._file is not None:
-                data = f"{line}\n".encode()
+                self._tried = data = f"{line}\n".encode()
                 with _validate.file_errors("written", str(self.path), _ROOM):
                     _write(self._file, data)
                 end = self._end + len(data)
@@ -179,12 +188,38 @@ class Chain:
         return self.links[-1].end if self.links else 0
 
     def _mend(self) -> None:
-        """Cut off what a failed `append` left in the file."""
+        """Cut off what a failed `append` left in the file; refuse a file that others changed."""
         if self._file is None or self._pid != os.getpid():  # a fork does not know the last lines
             return
-        if os.fstat(self._file).st_size != self._end:
+        own, rest = os.fstat(self._file), os.pread(self._file, len(self._tried) + 1, self._end)
+        try:
+            is_there = os.path.samestat(own, os.stat(str(self.path)))
+        except OSError:
+            is_there = False
+        if not is_there or own.st_size < self._end or not self._tried.startswith(rest):
+            raise ValueError(
+                f"{self.path} was {'changed' if is_there else 'replaced or removed'} by another "
+                "program while a run writes it, so a release would not be on record there. Nothing "
+                f"was recorded. Expected its {len(self)} lines, which ledger.to_json() returns: "
+                "write them there, and go on from a checkpoint."
+            )
+        if rest:
             os.ftruncate(self._file, self._end)
             os.lseek(self._file, self._end, os.SEEK_SET)
+
+    def continues_at(self, path: str) -> bool:
+        """Return True if the chain at another path has lines that this one lacks, or a run now."""
+        try:
+            with open(path, "rb") as other:
+                if self._file is not None and os.path.sameopenfile(other.fileno(), self._file):
+                    return False
+                text = other.read()
+                fcntl.flock(other, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:  # it was moved, or is on another machine
+            return False
+        return not self.text().encode().startswith(text[: text.rfind(b"\n") + 1])
 
     def __len__(self) -> int:
         """Return the number of records."""

@@ -17,6 +17,7 @@ from dualdp._validate import AccountingError
 from dualdp.accountants.search import check_target, smallest_scale
 from dualdp.accountants.solve import get_schedule_scale
 from dualdp.plan import participation
+from dualdp.plan.samplers import num_batches
 from dualdp.plan.schedules import AdaptiveNorm, settles_at
 from dualdp.randomness.grid_noise import accounted_noise_multiplier
 
@@ -92,7 +93,7 @@ def count_noise(plan: PrivacyPlan, expected_batch_size: float) -> float:
 def release(
     plan: PrivacyPlan, noise_multiplier: float, expected_batch_size: float, times: int = 1
 ) -> dict[str, Any]:
-    """Return the arguments of `accountant.step` for one release; see `accounted_noise`."""
+    """Return the record of one release; see `accounted_noise`."""
     return {
         "noise_multiplier": accounted_noise(plan, noise_multiplier, expected_batch_size, times),
         "sample_rate": expected_batch_size / plan.num_examples,
@@ -101,13 +102,26 @@ def release(
     }
 
 
+def _charged(
+    plan: PrivacyPlan, noise_multiplier: float, expected_batch_size: float, times: int = 1
+) -> dict[str, Any]:
+    """Return the arguments of `accountant.step` for one release.
+
+    A shuffled pass has whole batches only: B / n would count one less where B does not divide n.
+    """
+    charged = release(plan, noise_multiplier, expected_batch_size, times)
+    if plan.sampler == "shuffle":
+        charged["sample_rate"] = 1 / num_batches(plan.num_examples, expected_batch_size)
+    return charged
+
+
 def account(plan: PrivacyPlan, stretches: Iterable[Stretch], accountant: str | None = None) -> Any:
     """Return an accountant with the given (noise_multiplier, expected_batch_size, count)."""
     made = accountants.create(
         accountant or plan.accountant, neighboring_relation=plan.neighboring_relation
     )
     for noise, size, count in stretches:
-        made.step(num_steps=count, **release(plan, noise, size))
+        made.step(num_steps=count, **_charged(plan, noise, size))
     return made
 
 
@@ -234,7 +248,7 @@ def last_affordable(
             return False
         trial = spent.copy()
         for noise, size, count in ahead:
-            trial.step(num_steps=count, **release(plan, noise, size))
+            trial.step(num_steps=count, **_charged(plan, noise, size))
         return bool(trial.get_epsilon(delta=plan.delta) <= target)
 
     if plan.num_steps is not None:
@@ -329,5 +343,5 @@ def spent_by(
             extra = accounted_noise(plan, noise, size)
             made.step(noise_multiplier=extra, sample_rate=1.0, num_steps=count - 1)
         else:
-            made.step(**release(plan, noise, size, count))
+            made.step(**_charged(plan, noise, size, count))
     return made

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,9 @@ from numpy.typing import NDArray
 
 from dualdp import _validate
 from dualdp._validate import AccountingError
+
+_AHEAD = 4  # batches that a loop may draw ahead, when it asks for epsilon
+_MANY = 1000  # steps of batches, of which those on record are then forgotten
 
 
 def num_physical_batches(num_drawn: int, size: int | None) -> int:
@@ -73,21 +76,45 @@ def require_end(end: int | None) -> int:
 
 @dataclass
 class HandedOut:
-    """Batches handed out to a loop of the user: the first step, and the number of steps so far."""
+    """Batches handed out to a loop of the user, which records its releases itself.
 
-    first: int | None = None
-    count: int = 0
+    Each release needs a batch of its own, drawn for its step, and each batch that is used a release
+    on record. A loop may draw some batches ahead, and record a release before its batch is drawn.
+    """
+
     pass_end: int = 0  # step that ends the pass under way, or interrupted by a checkpoint
+    _steps: set[int] = field(
+        default_factory=set
+    )  # of the batches; those long on record are left out
+    _first: int | None = None  # step of the first batch
+    _owed: int | None = None  # step on record whose batch is still to be drawn
 
-    def note(self, step: int) -> None:
-        """Note the batch of a step."""
-        self.first = step if self.first is None else self.first
-        self.count = max(self.count, step + 1 - self.first)
+    def note(self, step: int, position: int) -> None:
+        """Note the batch of a step; `position` is the next step of the ledger."""
+        self._first = step if self._first is None else self._first
+        self._steps.add(step)
+        if len(self._steps) > _MANY:
+            self._steps = {step for step in self._steps if step >= position - 1}
+
+    def record(self, position: int) -> None:
+        """Note the release of one step; raise if the batch of the one before was never drawn."""
+        if self._owed is not None and self._owed not in self._steps:
+            raise AccountingError(
+                f"The release of step {self._owed} is on record and its batch was never drawn, so "
+                "an earlier batch was used again: epsilon holds for batches that are drawn anew "
+                "for each release. Take a batch of the loader, or loader.remaining(), for each."
+            )
+        drawn_ahead = self._first is None or position in self._steps
+        self._owed = None if drawn_ahead else position
 
     def require_recorded(self, position: int) -> None:
-        """Raise if the loop took steps and recorded none; `position` is that of the ledger."""
-        if position == self.first and self.count > 1:
+        """Raise if batches were handed out whose releases are not on record."""
+        ahead = sum(step >= position for step in self._steps)
+        if ahead > _AHEAD or (ahead > 1 and position == self._first):
             raise AccountingError(
-                f"The loader handed out {self.count} batches, but no release is on record since, "
-                "so epsilon would not count them. Call engine.record() before each release."
+                f"The loader handed out {ahead} batches for which no release is on record, so "
+                "epsilon would not count them. Call engine.record() once for each batch, before "
+                "its release, also where a batch is empty or its sum is added to that of others. "
+                "A loop that draws batches ahead asks after its last step; for the releases on "
+                "record alone, engine.ledger.get_epsilon(delta=...)."
             )

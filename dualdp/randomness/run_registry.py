@@ -122,7 +122,10 @@ def _refuse_used(
     marks = used_keys.marks(root.sha256)
     if resumed:  # a copy of the run's ledger may lack the line of the run's last opening
         for path, mark in marks:
-            if ledger is not None and mark.opened and not ledger.chain.holds(mark.opened):
+            if ledger is None or not mark.opened:
+                continue
+            # A copy of a run that was never resumed has all its lines that are in the mark.
+            if not ledger.chain.holds(mark.opened) or ledger.chain.continues_at(mark.ledger):
                 raise AccountingError(
                     f"{ledger.chain.path or 'The ledger'} does not hold what the run of this key "
                     f"has recorded since: {path} says that it went on in "

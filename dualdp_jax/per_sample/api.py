@@ -17,6 +17,7 @@ from dualdp_jax.per_sample import clip
 from dualdp_jax.per_sample.call import Answer, Call, Options, build, traced
 from dualdp_jax.per_sample.checks import spot_check, trials
 from dualdp_jax.per_sample.methods import check_method, prepared
+from dualdp_jax.per_sample.open_loops import require_needs
 from dualdp_jax.per_sample.request import GRADS, NORMS, SUM, Request, answer, chunk_size
 from dualdp_jax.rules.estimate import stable_norm
 
@@ -183,6 +184,8 @@ def clipped_grad_sum(
     """
     options = Options(has_aux, key, trainable, keep_batch_dim, rows_per_unit, row_weights)
     call = build(loss_fn, what, batch, options)
+    num_rows = call.num_examples * (rows_per_unit or 1)
+    require_needs(num_rows, mask, rows_per_unit, row_weights, max_grad_norm)
     request = Request(SUM, method, clip.clipper(call.parameters, clipping, max_grad_norm))
     sizes = (physical_batch_size, max_memory)
     found = _answered(loss_fn, call, request, sizes, check, "clipped_grad_sum", mask)

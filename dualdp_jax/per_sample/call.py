@@ -187,7 +187,7 @@ def split_batch(batch: tuple[Any, ...]) -> tuple[list[Any], int, Callable[[list[
             "same number on axis 0 of each."
         )
     num_examples = next(iter(lengths.values()))
-    _refuse_lists_of_numbers(batch, num_examples)
+    _refuse_unsplit_numbers(batch, num_examples)
     others = [None if isinstance(x, jax.Array | np.ndarray) else (x,) for _, x in flat]
 
     def rebuild(example: list[Any]) -> Any:
@@ -198,15 +198,34 @@ def split_batch(batch: tuple[Any, ...]) -> tuple[list[Any], int, Callable[[list[
     return arrays, num_examples, rebuild
 
 
-def _refuse_lists_of_numbers(batch: Any, n: int) -> None:
-    """Refuse a list of n Python numbers: every example would get the whole list."""
-    for node in compat.nodes_of(batch, list):
-        if len(node) == n and all(isinstance(value, bool | int | float) for value in node):
+def _refuse_unsplit_numbers(batch: Any, n: int) -> None:
+    """Refuse a sequence of n numbers that is no array: every example would get all of them."""
+    for node in _sequences(batch):
+        if len(node) == n > 1 and all(map(_holds_numbers, node)):
             raise TypeError(
-                f"The batch holds a list of {n} Python numbers, one for each example, and lists "
-                "are handed on whole: every example would see the numbers of all others. Expected "
-                "an array, such as np.asarray(y)."
+                f"The batch holds a {type(node).__name__} of {n} Python numbers, one for each "
+                "example, and only arrays are split: every example would see the numbers of all "
+                "others. Expected an array, such as np.asarray(y)."
             )
+
+
+def _sequences(tree: Any) -> Iterator[Any]:
+    """Lists, tuples and other sequences of the items below a pytree, except text."""
+
+    def is_sequence(node: Any) -> bool:
+        return isinstance(node, Sequence) and not isinstance(node, str) and node is not tree
+
+    for node in filter(is_sequence, jax.tree.leaves(tree, is_leaf=is_sequence)):
+        yield node
+        if isinstance(node, list | tuple):
+            yield from _sequences(node)
+
+
+def _holds_numbers(value: Any) -> bool:
+    """True for a number, and for a list or tuple of numbers, of lists of numbers and so on."""
+    if isinstance(value, list | tuple):
+        return len(value) > 0 and all(map(_holds_numbers, value))
+    return isinstance(value, bool | int | float | complex | np.generic)
 
 
 def _num_rows(name: str, leaf: Any) -> int:

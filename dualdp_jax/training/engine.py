@@ -34,6 +34,7 @@ from dualdp_jax.noise.recursion import size_of
 from dualdp_jax.parallel.mesh import data_mesh_of, local_shards, shardings
 from dualdp_jax.parallel.process_group import Group
 from dualdp_jax.parallel.sum_hash import hash_sums
+from dualdp_jax.per_sample.open_loops import open_loop
 from dualdp_jax.per_sample.parameters import split
 from dualdp_jax.training.arguments import (
     arguments_of,
@@ -331,6 +332,7 @@ class PrivacyEngine:
             examples_of(data), plan, self._span, data_mesh, self._interrupted, rows
         )
         self._begin(loader, ledger, group, "PrivacyEngine.make_loader", "")
+        open_loop(loader, loader.needs())
         return loader
 
     def _plan_of(
@@ -511,6 +513,8 @@ class PrivacyEngine:
         """
         ledger = self._running()
         steps = ledger.steps_ahead(_validate.integer("num_steps", num_steps))
+        if len(steps) == 1 and self._loader is not None:
+            self._loader.handed_out.record(steps[0])
         for step in steps:
             ledger.record(step)
             self._seal(step, None, None)

@@ -18,9 +18,11 @@ import numpy as np
 from dualdp._validate import AccountingError
 from dualdp.plan.batches import HandedOut, end_of_pass, physical_batches, require_end
 from dualdp.plan.plan import require_units
+from dualdp.plan.samplers import num_batches
 from dualdp.plan.units.rows import UserRows, draw_rows
 from dualdp_jax.parallel.mesh import DataMesh
 from dualdp_jax.per_sample.call import split_batch
+from dualdp_jax.per_sample.open_loops import ChunkNeeds
 
 Span = tuple[int, int | None]
 _ARRAYS = (jax.Array, np.ndarray, np.generic)
@@ -142,7 +144,6 @@ class PlannedLoader:
             )
         self.handed_out.pass_end = steps.stop
         for step in steps:
-            self.handed_out.note(step)
             yield self.batch(step)
 
     def _steps(self) -> range:
@@ -166,6 +167,7 @@ class PlannedLoader:
         drawn = self.plan.batch_indices(step)
         drawn = drawn if self.users is None else self.users.having_rows(drawn)
         pieces = physical_batches(drawn, self.physical_batch_size)
+        self.handed_out.note(step, self._span()[0])
         return self.hand_out(step, (self._chunk(step, i, mask) for i, mask in pieces))
 
     def _chunk(self, step: int, indices: Any, mask: Any) -> Chunk:
@@ -174,6 +176,18 @@ class PlannedLoader:
             return Chunk(self._rows(indices), mask, indices)
         found = draw_rows(self.plan, step, indices, self.users, self.plan.rows_per_unit)
         return Chunk(self._rows(found.rows.ravel()), mask, indices, found.weights.ravel())
+
+    def needs(self) -> ChunkNeeds:
+        """Return what a clipped sum of the chunks needs."""
+        plan, size = self.plan, self.physical_batch_size
+        of_user = None if self.users is None else plan.rows_per_unit
+        sizes = _constant_sizes(plan)
+        return ChunkNeeds(
+            num_rows=size * (of_user or 1),
+            has_padding=of_user is not None or not sizes or any(n % size for n in sizes),
+            rows_per_unit=of_user,
+            max_grad_norm=plan.max_grad_norm_at(0) if plan.is_constant("max_grad_norm") else None,
+        )
 
     def hand_out(self, step: int, chunks: Iterable[Chunk]) -> LogicalBatch:
         """Register these chunks as a drawn batch, which the engine accepts.
@@ -251,6 +265,17 @@ def default_rows(plan: Any) -> int:
         rows = expected / 4
     most = min(plan.num_examples, plan.max_batch_size or plan.num_examples)
     return max(1, min(most, math.ceil(rows)))
+
+
+def _constant_sizes(plan: Any) -> set[int]:
+    """Sizes of the batches of a plan that draws no others; empty if they are random."""
+    size = plan.expected_batch_size_at(0)
+    if plan.sampler == "fixed_size":
+        return {round(size)}
+    if plan.sampler in ("shuffle", "fixed_order"):
+        batches = num_batches(plan.num_examples, size)
+        return {plan.num_examples // batches, -(-plan.num_examples // batches)}
+    return set()
 
 
 def _is_example(item: Any) -> bool:

@@ -69,7 +69,7 @@ QUICK_SPEED: list[Point] = [
     ("mlp", {"width": 128}, 64),
     ("gpt", {"layers": 1, "width": 64, "length": 32, "vocabulary": 200}, 8),
 ]
-# Views of an example, and (workload, options, examples): those of the speed table, and as many rows.
+# Views of an example, and (workload, options, examples): as many as the speed table has, or rows.
 VIEWS = 8
 VIEWED: list[Point] = [
     *(("mlp", {}, 256), ("mnist", {}, 256), ("cifar10", {}, 128), ("gpt", {}, 16)),

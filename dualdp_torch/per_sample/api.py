@@ -28,6 +28,7 @@ from dualdp_torch.per_sample.clip import (
 from dualdp_torch.per_sample.gradients import Captured, Formed, Limits, added_up
 from dualdp_torch.per_sample.parameter_use import never_compiled
 from dualdp_torch.per_sample.tensor_parallel import refuse_handing_out
+from dualdp_torch.per_sample.units import mark_of, require_bound
 from dualdp_torch.per_sample.vmap_and_loop import reweighted
 from dualdp_torch.rules.base import Tensor, is_narrow, wide
 
@@ -214,7 +215,7 @@ def clipped_grad_sum(
             from module path to bound.
         clipping: str: "flat"; "per_layer", each module's parameters to C / sqrt(modules);
             "automatic", factors C / (norm + 0.01).
-        mask: (n,) bool, False for padding.
+        mask: (n,) bool, False for padding; that of the chunk for a chunk of `make_loader`.
         method: str, see `per_sample_grads`.
         physical_batch_size: int, see `per_sample_grads`.
         max_memory: int, see `per_sample_grads`.
@@ -239,6 +240,10 @@ def clipped_grad_sum(
 
     Source: Abadi et al. 2016, Algorithm 1; Bu et al. 2023 (book-keeping).
     """
+    found = mark_of(batch)
+    if found is not None:
+        require_bound(found, max_grad_norm)
+        mask = found.mask if mask is None else mask
     call = Call.checked(
         loss_fn,
         model,

@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
@@ -14,8 +14,17 @@ from dualdp import _validate
 from dualdp_torch.per_sample.batch import Batch, check_losses, flattened, split_aux
 from dualdp_torch.rules.base import Tensor, wide
 
-#: Attribute of a loader's tensors: how many rows a unit has, and if they have weights.
-_OF_UNITS = "_dualdp_of_units"
+#: Attribute of a loader's tensors with the `Mark` of their chunk.
+_MARK = "_dualdp_chunk"
+
+
+class Mark(NamedTuple):
+    """What a call needs on the chunk of a loop of the user's own."""
+
+    rows_per_unit: int
+    has_weights: bool
+    mask: Tensor | None = None  # (units,) bool, False for padding; None without padding
+    max_grad_norm: float | None = None  # bound of the plan's noise; None if it changes
 
 
 @dataclass(frozen=True)
@@ -62,7 +71,7 @@ def of_units(
     has_aux: bool,
 ) -> tuple[Callable[..., Any], Batch]:
     """Return loss function and batch whose examples are units of rows; weights become its first."""
-    _require_units(flattened(batch)[0], rows_per_unit, row_weights)
+    _require_units(mark_of(batch), rows_per_unit, row_weights)
     k = 1 if rows_per_unit is None else rows_per_unit
     k = _validate.integer("rows_per_unit", k, minimum=1)
     found = Batch(batch, rows_per_unit=k)
@@ -94,38 +103,48 @@ def of_units(
     return UnitLoss(loss_fn, k, True, has_aux), weighted
 
 
-def mark(batch: Any, rows_per_unit: int, has_weights: bool) -> None:
-    """Mark the tensors of a loader's batch, whose consecutive rows are one unit."""
+def mark(batch: Any, found: Mark) -> None:
+    """Mark the tensors of a loader's chunk."""
     for leaf in pytree.tree_leaves(batch):
         if torch.is_tensor(leaf):
-            setattr(leaf, _OF_UNITS, (rows_per_unit, has_weights))
+            setattr(leaf, _MARK, found)
 
 
-def marked_size(tensor: Tensor) -> int | None:
-    """Return how many consecutive rows of a loader's tensor are one unit; None if it has none."""
-    size, _ = getattr(tensor, _OF_UNITS, (None, False))
-    return size
+def mark_of(batch: Any) -> Mark | None:
+    """Return the mark of a loader's tensors; None if they have none, as after `.to(device)`."""
+    leaves = pytree.tree_leaves(batch)
+    return next((getattr(leaf, _MARK) for leaf in leaves if hasattr(leaf, _MARK)), None)
 
 
-def _require_units(leaves: list[Any], rows_per_unit: Any, row_weights: Any) -> None:
+def _require_units(found: Mark | None, rows_per_unit: Any, row_weights: Any) -> None:
     """Refuse a call that would clip each row of a unit alone, or count rows of padding."""
     if row_weights is not None and rows_per_unit is None:
         raise ValueError(
             "row_weights came without rows_per_unit, so that each row would be clipped alone. "
             "Expected rows_per_unit=K, the number of rows of a unit."
         )
-    size, has_weights = next(
-        (getattr(leaf, _OF_UNITS) for leaf in leaves if hasattr(leaf, _OF_UNITS)),
-        (rows_per_unit, False),
-    )
-    if size != rows_per_unit or (has_weights and row_weights is None):
-        weights = ", row_weights=chunk.row_weights" if has_weights else ""
+    if found is None:
+        return
+    k = 1 if rows_per_unit is None else rows_per_unit
+    if found.rows_per_unit != k or (found.has_weights and row_weights is None):
+        weights = ", row_weights=chunk.row_weights" if found.has_weights else ""
         raise ValueError(
-            f"The loader gave {size} rows for each unit, but the call has rows_per_unit="
-            f"{rows_per_unit} and {'no ' if row_weights is None else ''}row_weights, so that a "
-            "unit would move the sum by more than C, or padding would count. Expected "
-            f"clipped_grad_sum(..., rows_per_unit={size}{weights})."
+            f"The loader gave {found.rows_per_unit} rows for each unit, but the call has "
+            f"rows_per_unit={rows_per_unit} and {'no ' if row_weights is None else ''}row_weights, "
+            "so that a unit would move the sum by more than C, or padding would count. Expected "
+            f"clipped_grad_sum(..., rows_per_unit={found.rows_per_unit}{weights})."
         )
+
+
+def require_bound(found: Mark | None, max_grad_norm: Any) -> None:
+    """Refuse a larger bound than that of the noise of the loader's plan."""
+    bound = None if found is None else found.max_grad_norm
+    if bound is not None and not isinstance(max_grad_norm, Mapping):
+        if float(max_grad_norm) > bound * (1 + 1e-6):
+            raise ValueError(
+                f"max_grad_norm={float(max_grad_norm)} came for a chunk of engine.make_loader, and "
+                f"the noise of its plan is for {bound}. Expected plan.max_grad_norm_at(step)."
+            )
 
 
 def _without_nan(tensor: Tensor, padding: Tensor) -> Tensor:

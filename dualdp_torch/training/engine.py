@@ -537,6 +537,8 @@ class PrivacyEngine:
                 "Expected the loader and optimizer of make_private, which account them together."
             )
         steps = ledger.steps_ahead(_validate.integer("num_steps", num_steps))
+        if len(steps) == 1 and self._own_loop is not None:
+            self._own_loop.handed_out.record(steps[0])
         for step in steps:
             ledger.record(step)
             ledger.seal(step, None)

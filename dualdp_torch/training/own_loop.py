@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from dualdp.plan.batches import HandedOut
 from dualdp.plan.units.rows import UserRows
-from dualdp_torch.per_sample.units import mark
+from dualdp_torch.per_sample.units import Mark, mark
 from dualdp_torch.rules.base import Tensor
 from dualdp_torch.training.loader import PlannedLoader
 from dualdp_torch.training.views import Views
@@ -73,6 +73,8 @@ class OwnLoopLoader:
         self._plan, self._span, self._is_whole = plan, span, False
         self._planned = PlannedLoader(loader, plan, None, views=views, users=users)
         self._rows_per_unit = views.count * (plan.rows_per_unit or 1)
+        is_constant = plan.is_constant("max_grad_norm")
+        self._bound = plan.max_grad_norm_at(0) if is_constant else None
         self.handed_out = HandedOut()
 
     def __len__(self) -> int:
@@ -92,10 +94,11 @@ class OwnLoopLoader:
             return
         for draw, batch in self._planned.of_steps(*span):
             args = tuple(batch) if isinstance(batch, list | tuple) else (batch,)
-            if self._rows_per_unit > 1:
-                mark(args, self._rows_per_unit, draw.row_weights is not None)
+            mask = None if bool(draw.mask.all()) else draw.mask
+            has_weights = draw.row_weights is not None
+            mark(args, Mark(self._rows_per_unit, has_weights, mask, self._bound))
             chunks.append(Chunk(args, draw.mask, draw.indices, draw.row_weights))
             if draw.is_last:
-                self.handed_out.note(draw.step)
+                self.handed_out.note(draw.step, self._span(self._is_whole)[0])
                 yield LogicalBatch(self._plan, draw.step, tuple(chunks))
                 chunks = []

@@ -14,7 +14,7 @@ from dualdp import _validate, sparse
 from dualdp.plan.clipping import clip_factors
 from dualdp.plan.plan import require_plan
 from dualdp_torch.noise.noise import check_sum, noisy_mean
-from dualdp_torch.per_sample.units import marked_size
+from dualdp_torch.per_sample.units import mark_of
 from dualdp_torch.rules.base import Tensor, wide
 
 _MAP = "contribution map"  # name of the map among the sums; no parameter's, which has no blank
@@ -90,12 +90,12 @@ def contribution_map(
     paddings = sparse.padding_rows(padding_idx, num_rows)
     if not torch.is_tensor(ids) or ids.is_floating_point() or ids.dtype == torch.bool:
         raise TypeError(f"ids is {_kind(ids)}. Expected a tensor of integers, (n, ...).")
-    marked = marked_size(ids)
-    if marked not in (None, unit):
+    found = mark_of(ids)
+    if found is not None and found.rows_per_unit != unit:
         raise ValueError(
-            f"The loader gave {marked} rows for each unit, but rows_per_unit={unit}, so that a "
-            "unit would count several times. Expected contribution_map(..., "
-            f"rows_per_unit={marked})."
+            f"The loader gave {found.rows_per_unit} rows for each unit, but rows_per_unit={unit}, "
+            "so that a unit would count several times. Expected contribution_map(..., "
+            f"rows_per_unit={found.rows_per_unit})."
         )
     units = sparse.units_of(tuple(ids.shape), unit, partial(_fits, mask), _kind(mask))
     rows = ids.reshape(units, unit * math.prod(ids.shape[1:])).long().sort(1).values  # (u, t)

@@ -3,6 +3,7 @@
 
 import json
 import pickle
+from collections import deque
 
 import jax.numpy as jnp
 import numpy as np
@@ -363,10 +364,51 @@ def test_a_loop_that_forgets_to_record_reads_no_epsilon(stack):
     next(batches)
     assert engine.get_epsilon() == 0  # nothing was released
     next(batches)
-    with pytest.raises(dualdp.AccountingError, match="loader handed out 2 batches, but no release"):
+    with pytest.raises(dualdp.AccountingError, match="handed out 2 batches for which no release"):
         engine.get_epsilon()
     engine.record(2)
     assert engine.get_epsilon() > 0
+
+
+@pytest.mark.parametrize("stack", FACES)
+def test_a_batch_serves_one_release(stack):
+    """Thirty releases on ten drawn batches had the epsilon of thirty draws."""
+    run = plan(num_steps=40)
+    engine, loader = own_loop(stack, plan=run)
+    cached = list(loader)
+    for _ in cached:  # drawn ahead
+        engine.record()
+    assert engine.get_epsilon() == run.epsilon(step=len(cached))
+    engine.record()  # before its batch is drawn
+    with pytest.raises(dualdp.AccountingError, match=f"step {len(cached)} is on record and its ba"):
+        engine.record()
+    engine.record(3)  # a run of several steps in one program draws as it likes
+
+    engine, loader = own_loop(stack, plan=plan(num_steps=40))
+    batches = iter(loader.remaining())
+    for _ in range(10):
+        engine.record()
+        next(batches)
+    assert engine.get_epsilon() > 0
+
+
+@pytest.mark.parametrize("stack", FACES)
+def test_every_batch_that_is_used_is_a_release(stack):
+    """Sums added over four batches, and empty batches left out, were fewer releases."""
+    engine, loader = own_loop(stack, plan=plan(num_steps=40))
+    for step, _ in enumerate(loader.remaining()):
+        if step % 4 == 3:
+            engine.record()
+    with pytest.raises(dualdp.AccountingError, match="handed out 30 batches for which no release"):
+        engine.get_epsilon()
+
+    engine, loader = own_loop(stack, plan=plan(num_steps=40))
+    batches, ahead = iter(loader.remaining()), deque()
+    for _ in range(40):  # as a loop that moves three batches ahead to a device
+        while len(ahead) < 3 and (batch := next(batches, None)):
+            ahead.append(batch)
+        assert engine.record() == range(ahead[0].step, ahead.popleft().step + 1)
+        assert engine.get_epsilon() > 0
 
 
 @pytest.mark.parametrize("stack", FACES)

@@ -162,6 +162,24 @@ def test_truncation_costs_as_much_among_billions_of_examples():
         assert more >= 0.999 * min(1, 100 * (1 + math.e) * poisson_tail(1000, most))
 
 
+@pytest.mark.parametrize(("sigma", "rate", "steps"), [(3.0, 0.1, 100), (4.0, 0.01, 2000)])
+def test_a_tiny_delta_is_not_told_as_a_large_one(sigma, rate, steps):
+    """Below 1e-100 a lattice says little; it said 0.17 where 1e-66 is proved."""
+    run, renyi = account((sigma, rate, steps)), account((sigma, rate, steps), name="rdp")
+    for epsilon in (2.0, 4.5, 7.8, 11.8, 23.0):
+        delta = run.get_delta(epsilon=epsilon)
+        assert delta <= renyi.get_delta(epsilon=epsilon) * (1 + 1e-9)
+
+
+def test_sizes_of_another_sampler_are_refused():
+    """Poisson's epsilon was printed for batches that are cut."""
+    run = {"noise_multiplier": 1.0, "sample_rate": 0.03, "num_steps": 30, "delta": 1e-5}
+    with pytest.raises(AccountingError, match="max_batch_size=20 with sampler='poisson', whose"):
+        get_epsilon(**run, num_examples=1000, max_batch_size=20)
+    with pytest.raises(AccountingError, match="epochs_per_assignment=5 with sampler='poisson'"):
+        account((1.0, 0.1, 50), epochs_per_assignment=5)
+
+
 def poisson_tail(mean, most):
     """P(Poisson(mean) > most), which a binomial of a small rate has within its rate."""
     term, total, k = math.exp((most + 1) * math.log(mean) - mean - math.lgamma(most + 2)), 0.0, most

@@ -2,6 +2,7 @@
 """The file of a ledger: chained, locked, whole after a kill, and never silently wrong."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -42,6 +43,52 @@ def test_edits_are_named(tmp_path, line):
         moved = [*lines[:line], lines[line + 1], lines[line], *lines[line + 2 :]]
         with pytest.raises(ValueError, match=f"line {line + 1}: its hash does not follow"):
             parse("".join(moved))
+
+
+def unlink(path, old):
+    path.unlink()
+
+
+def truncate(path, old):
+    path.write_bytes(b"")
+
+
+def lengthen(path, old):
+    with open(path, "a") as file:
+        file.write("{}\n")
+
+
+def replace(path, old):
+    os.replace(old, path)
+
+
+@pytest.mark.parametrize("change", [unlink, truncate, lengthen, replace])
+def test_a_file_that_another_program_changes_ends_the_run(tmp_path, change):
+    """Releases went into a file without a name, and the one that was put there told of fewer."""
+    path, made = tmp_path / "chain", Chain()
+    made.write_to(path)
+    made.append(RECORDS[0])
+    shutil.copy(path, tmp_path / "old")
+    made.append(RECORDS[1])
+    change(path, tmp_path / "old")
+    left = path.read_text() if path.exists() else None
+    for write in (lambda: made.append(RECORDS[2]), made.sync):
+        with pytest.raises(ValueError, match="by another program while a run writes it, so a rele"):
+            write()
+    assert made.records == RECORDS[:2]
+    assert (path.read_text() if path.exists() else None) == left
+    assert parse(made.text()) == RECORDS[:2]
+
+
+def test_a_run_may_change_its_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    made = Chain()
+    made.write_to("chain")
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    made.append(RECORDS[0])
+    assert made.path == str(tmp_path / "chain")
+    assert parse((tmp_path / "chain").read_text()) == RECORDS[:1]
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,16 @@ def test_every_edit_of_a_ledger_fails():
                 assert f"line {k + 1}" in found.findings[0].detail
 
 
+def test_two_entries_of_one_name_fail():
+    """A reader sees the first of them, and the hash was that of the last."""
+    lines = run(plan_of(), steps=4).to_json().splitlines(keepends=True)
+    k = next(k for k, line in enumerate(lines) if '"kind": "release"' in line)
+    doubled = lines[k].replace("{", '{"noise_multiplier": 50.0, ', 1)
+    found = verify("".join([*lines[:k], doubled, *lines[k + 1 :]]))
+    assert found.failures == ("chain is unbroken",)
+    assert f"line {k + 1}" in found.findings[0].detail
+
+
 def forge(ledger, change):
     """The ledger written anew, with true hashes over other records."""
     records = [json.loads(line) for line in ledger.to_json().splitlines()]

@@ -3,6 +3,7 @@
 
 import dataclasses
 import json
+import math
 import subprocess
 import sys
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 import dualdp
+from dualdp import get_epsilon
 from dualdp.plan import schedules
 from dualdp.randomness import RootKey
 
@@ -160,6 +162,22 @@ def test_epsilon_of_a_schedule_lies_between_its_extremes():
         for value in (2.0, lambda step: 2.0 if step % 2 else 1.0, 1.0)
     )
     assert noisy < mixed < quiet
+
+
+@pytest.mark.parametrize(("examples", "size"), [(60_000, 256), (1_000, 300), (7, 7)])
+def test_a_shuffled_pass_is_one_pass_also_with_a_smaller_last_batch(examples, size):
+    """Its batches were counted by rounding n / B down, so that a pass was charged as two."""
+    sizes = {"num_examples": examples, "expected_batch_size": size}
+    of_pass = math.ceil(examples / size)
+    for passes in (1, 3):
+        plan = make(**sizes, sampler="shuffle", num_steps=passes * of_pass, accountant="pld")
+        used = np.zeros(examples, int)
+        for step in range(passes * of_pass):
+            used[plan.batch_indices(step)] += 1
+        assert set(used) == {passes}
+        whole = {"noise_multiplier": plan.noise_multiplier_at(0), "sample_rate": 1.0}
+        assert plan.epsilon() == get_epsilon(**whole, num_steps=passes, delta=plan.delta)
+        assert plan.epsilon(step=of_pass * (passes - 1) + 1) == plan.epsilon()
 
 
 def test_calibrate_meets_the_target_and_never_exceeds_it():

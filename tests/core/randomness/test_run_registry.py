@@ -286,6 +286,15 @@ def test_the_mark_of_a_key_that_was_deleted_is_not_that_of_the_next(tmp_path, st
     assert "was used by a run" in begin(plan.to_json(), tmp_path / "key")
 
 
+def resume(folder):
+    """Go on with the run of a folder for a step."""
+    path = folder / "run"
+    again = checkpoint.unpack_run(checkpoint.read(path)[1], path)
+    again.plan.claim(again, resumed=True)
+    release(again, again.position, [np.ones(1)])
+    again.close()
+
+
 def test_a_copied_ledger_can_not_go_on_beside_the_other(tmp_path, state):
     """Key, ledger and checkpoint copied together: two runs would use the same noise."""
     first, second = tmp_path / "first", tmp_path / "second"
@@ -296,13 +305,6 @@ def test_a_copied_ledger_can_not_go_on_beside_the_other(tmp_path, state):
     ledger.close()
     shutil.copytree(first, second)
 
-    def resume(folder):
-        path = folder / "run"
-        again = checkpoint.unpack_run(checkpoint.read(path)[1], path)
-        again.plan.claim(again, resumed=True)
-        release(again, 1, [np.ones(1)])
-        again.close()
-
     resume(second)
     with pytest.raises(dualdp.AccountingError, match="does not hold what the run of this key has"):
         resume(first)
@@ -310,6 +312,28 @@ def test_a_copied_ledger_can_not_go_on_beside_the_other(tmp_path, state):
     shutil.rmtree(first)
     shutil.move(second, first)  # moved, it is the same ledger
     resume(first)
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_copy_of_a_run_that_goes_on_can_not_go_on_too(tmp_path, state, ends):
+    """The copy has all the lines that the marks know of, if the run was never resumed."""
+    first, second, later = tmp_path / "first", tmp_path / "second", tmp_path / "later"
+    first.mkdir()
+    ledger = dualdp.Ledger(make(), path=first / "ledger")
+    release(ledger, 0)
+    checkpoint.write(first / "run", {}, checkpoint.pack_run(ledger, first / "run"))
+    shutil.copytree(first, second)
+    if ends:
+        release(ledger, 1)
+        checkpoint.write(first / "run", {}, checkpoint.pack_run(ledger, first / "run"))
+        shutil.copytree(first, later)
+        ledger.close()
+    with pytest.raises(dualdp.AccountingError, match="does not hold what the run of this key has"):
+        resume(second)
+    if ends:
+        resume(later)  # which has all that was recorded
+        with pytest.raises(dualdp.AccountingError, match="does not hold what the run of this key"):
+            resume(first)
 
 
 def test_old_marks_are_respected(tmp_path, state):

@@ -372,11 +372,35 @@ def test_a_backward_that_is_not_linear_raises_nothing(method):
     np.testing.assert_allclose(found.grads["w"], expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_list_of_labels_is_refused():
-    """Lists are handed on whole: each example's loss would read the labels of all."""
-    loss = lambda p, x, y: ((x @ p - jnp.asarray(y)) ** 2).mean()  # noqa: E731
-    with pytest.raises(TypeError, match="list of 6 Python numbers, one for each example"):
-        dpj.clipped_grad_sum(loss, jnp.ones(3), np.ones((6, 3), "f"), [1.0] * 6, max_grad_norm=1.0)
+LABELS = np.arange(6, dtype="f")
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [
+        LABELS.tolist(),
+        tuple(LABELS.tolist()),
+        list(LABELS),
+        LABELS[:, None].tolist(),
+        {"labels": (None, list(LABELS.astype(int)))},
+        range(6),
+        bytes(6),
+    ],
+    ids=lambda labels: type(labels).__name__,
+)
+def test_labels_that_are_no_array_are_refused(labels):
+    """They are handed on whole: each example's loss would read the labels of all."""
+
+    def loss(p, x, y):
+        y = jax.tree.leaves(y) if isinstance(y, dict) else list(y)
+        return ((x @ p - jnp.asarray(y, "f").ravel()) ** 2).mean()
+
+    x = np.ones((6, 3), "f")
+    with pytest.raises(TypeError, match="of 6 Python numbers, one for each example"):
+        dpj.clipped_grad_sum(loss, jnp.ones(3), x, labels, max_grad_norm=1.0)
+    for constant in ([0.5, 2.0], ("a",) * 6, 6.0, None):  # which are the same for every example
+        scaled = lambda p, x, c: ((x @ p) ** 2).sum()  # noqa: E731
+        dpj.clipped_grad_sum(scaled, jnp.ones(3), x, constant, max_grad_norm=1.0)
 
 
 def test_an_optimizer_that_wants_more_is_refused_before_the_run():
