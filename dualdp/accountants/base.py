@@ -71,6 +71,9 @@ class Accountant:
     ) -> None:
         """Add `num_steps` releases of one sampler; an error leaves the history unchanged.
 
+        They go on with the run before: a pass that it left unfinished is filled first. Another run
+        has an accountant of its own, for `merge`.
+
         Args:
             noise_multiplier: noise standard deviation / max_grad_norm, >= 0 (0 gives inf).
             sample_rate: expected batch size / number of examples.
@@ -94,7 +97,7 @@ class Accountant:
         """Add `count` releases of a mechanism of `dualdp.mechanisms`.
 
         For an event that spans an epoch (`BallsInBinsGaussian`, `ShuffledGaussian`), one release is
-        one step of the epoch.
+        one step of the epoch, and a second call goes on with the epoch of the first; see `merge`.
         """
         number = _validate.integer("count", count)
         events = list(flatten(mechanisms.require(event), number))

@@ -253,6 +253,13 @@ def _check_key(key: Any) -> None:
             f"key={key!r} is not one random key. Expected jax.random.key(...); one key per example "
             "is folded out of it."
         )
+    made = jax.random.key_impl(key) if is_typed else compat.setting("jax_default_prng_impl")
+    if "rbg" in str(made):
+        raise ValueError(
+            f"key is of the implementation {str(made)!r}, whose numbers inside jax.vmap are not "
+            "those of each key alone, so examples would share them. Expected "
+            "jax.random.key(seed, impl='threefry2x32')."
+        )
 
 
 def _failure_of_one(error: Exception, arguments: Any, keep_batch_dim: bool) -> Exception:

@@ -31,6 +31,11 @@ def open_loop(loader: Any, needs: ChunkNeeds) -> None:
     _open[loader] = needs
 
 
+def close_loop(loader: Any) -> None:
+    """Forget a loader whose run has ended."""
+    _open.pop(loader, None)
+
+
 def require_needs(
     num_rows: int, mask: Any, rows_per_unit: int | None, row_weights: Any, max_grad_norm: Any
 ) -> None:

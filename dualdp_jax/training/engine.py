@@ -34,7 +34,7 @@ from dualdp_jax.noise.recursion import size_of
 from dualdp_jax.parallel.mesh import data_mesh_of, local_shards, shardings
 from dualdp_jax.parallel.process_group import Group
 from dualdp_jax.parallel.sum_hash import hash_sums
-from dualdp_jax.per_sample.open_loops import open_loop
+from dualdp_jax.per_sample.open_loops import close_loop, open_loop
 from dualdp_jax.per_sample.parameters import split
 from dualdp_jax.training.arguments import (
     arguments_of,
@@ -480,6 +480,7 @@ class PrivacyEngine:
     def detach(self) -> None:
         """End the run: step and loader refuse, the ledger's file is closed, the record stays."""
         self._running().close()
+        close_loop(self._loader)
         self._is_detached, self._run, self._last = True, None, None
 
     @compat.promoting

@@ -390,6 +390,7 @@ def test_wrong_options_are_refused(problem):
         ({"physical_batch_size": 0}, ValueError, "physical_batch_size=0 is out of range"),
         ({"key": 3}, TypeError, "key=3 is not one random key"),
         ({"key": jax.random.split(jax.random.key(0), 2)}, TypeError, "is not one random key"),
+        ({"key": jax.random.key(0, impl="rbg")}, ValueError, "key is of the implementation 'rbg'"),
         ({"trainable": {"a": True}}, ValueError, "trainable does not have the structure"),
         ({"trainable": "all"}, TypeError, "trainable holds 'all', a str"),
     ]
