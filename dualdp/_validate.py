@@ -117,7 +117,8 @@ def takes(name: str, function: Any, form: str, *args: Any, **kwargs: Any) -> Non
 
 def real(name: str, value: Any) -> float:
     """Return a real number, finite or infinite; raise on nan, bool and str."""
-    if isinstance(value, bool | str | bytes) or value is None:
+    is_bool = isinstance(value, bool) or str(getattr(value, "dtype", "")) == "bool"  # NumPy's too
+    if is_bool or isinstance(value, str | bytes) or value is None:
         raise TypeError(f"{_with_kind(name, value)}. Expected a number.")
     try:
         number = float(value)

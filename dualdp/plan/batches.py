@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -82,16 +83,19 @@ class HandedOut:
     on record. A loop may draw some batches ahead, and record a release before its batch is drawn.
     """
 
+    begun: int = 0  # position of the ledger when the loader was made
     pass_end: int = 0  # step that ends the pass under way, or interrupted by a checkpoint
     _steps: set[int] = field(
         default_factory=set
     )  # of the batches; those long on record are left out
     _first: int | None = None  # step of the first batch
+    _count: int = 0  # batches handed out, one for a step
     _owed: int | None = None  # step on record whose batch is still to be drawn
 
     def note(self, step: int, position: int) -> None:
         """Note the batch of a step; `position` is the next step of the ledger."""
         self._first = step if self._first is None else self._first
+        self._count += step not in self._steps
         self._steps.add(step)
         if len(self._steps) > _MANY:
             self._steps = {step for step in self._steps if step >= position - 1}
@@ -117,4 +121,17 @@ class HandedOut:
                 "its release, also where a batch is empty or its sum is added to that of others. "
                 "A loop that draws batches ahead asks after its last step; for the releases on "
                 "record alone, engine.ledger.get_epsilon(delta=...)."
+            )
+
+    def warn_of_undrawn(self, plan: Any, position: int) -> None:
+        """Warn of releases on record whose batches were not drawn for them."""
+        released, drawn = position - self.begun, self._count
+        by_itself = self._first is None and plan.has_drawn  # from plan.batch_indices
+        if released > drawn + 1 and not by_itself:
+            warnings.warn(
+                f"{released} releases are on record and {drawn} batches were drawn for them: this "
+                f"epsilon is that of sampler={plan.sampler!r}, and holds for no batches that are "
+                "drawn otherwise or used again. Expected the loader's batches, or the rows of "
+                "plan.batch_indices(step), for every step that is run.",
+                stacklevel=3,
             )

@@ -124,6 +124,7 @@ class PrivacyPlan:
     unit: str = "example"
     rows_per_unit: int | None = None
     root: RootKey | LockedKey = field(init=False)
+    has_drawn = False  # True once a batch was drawn
 
     def __post_init__(self, key: RootKey | LockedKey | str | os.PathLike[str] | None) -> None:
         put = partial(object.__setattr__, self)
@@ -329,6 +330,7 @@ class PrivacyPlan:
 
     def batch_indices(self, step: int) -> NDArray[np.int64]:
         """Return the examples of the logical batch of a step: (k,) increasing int64."""
+        object.__setattr__(self, "has_drawn", True)
         draw = Draw(
             words_at=self._sampling_words,
             step=step,

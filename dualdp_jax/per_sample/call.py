@@ -94,6 +94,8 @@ def build(loss_fn: Callable[..., Any], what: Any, batch: tuple[Any, ...], option
     has_aux, key, trainable, keep_batch_dim, rows_per_unit, row_weights, positions = options
     parameters = what if isinstance(what, Parameters) else split(what, trainable)
     arrays, num_rows, rebuild = split_batch(batch)
+    if positions is None:  # else the engine's, which looked at all of the data
+        refuse_unsplit_numbers(batch, num_rows)
     if row_weights is not None and rows_per_unit is None:
         raise ValueError(
             "row_weights came without rows_per_unit, so that each row would be clipped alone. "
@@ -187,7 +189,6 @@ def split_batch(batch: tuple[Any, ...]) -> tuple[list[Any], int, Callable[[list[
             "same number on axis 0 of each."
         )
     num_examples = next(iter(lengths.values()))
-    _refuse_unsplit_numbers(batch, num_examples)
     others = [None if isinstance(x, jax.Array | np.ndarray) else (x,) for _, x in flat]
 
     def rebuild(example: list[Any]) -> Any:
@@ -198,7 +199,7 @@ def split_batch(batch: tuple[Any, ...]) -> tuple[list[Any], int, Callable[[list[
     return arrays, num_examples, rebuild
 
 
-def _refuse_unsplit_numbers(batch: Any, n: int) -> None:
+def refuse_unsplit_numbers(batch: Any, n: int) -> None:
     """Refuse a sequence of n numbers that is no array: every example would get all of them."""
     for node in _sequences(batch):
         if len(node) == n > 1 and all(map(_holds_numbers, node)):

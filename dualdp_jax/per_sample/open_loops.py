@@ -2,8 +2,8 @@
 """What a clipped sum needs on the chunks of a loop of the user's own.
 
 A chunk is padded with copies of one example, and inside `jit` nothing tells its arrays from others.
-So a call on as many rows as the chunks of an open loop have, or a whole part of them, must give
-what those need.
+So a call on as many rows as the chunks of an open loop have, or a whole part or several of them,
+must give what those need.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ def require_needs(
 ) -> None:
     """Raise unless a clipped sum of so many rows gives what the chunks of every open loop need."""
     for needs in _open.values():
-        if num_rows < 2 or needs.num_rows % num_rows:
+        small, large = sorted((num_rows, needs.num_rows))
+        if num_rows < 2 or large % small:
             continue
-        where = f"{num_rows} rows came, as of a chunk of engine.make_loader, "
+        where = f"{num_rows} rows came, as of chunks of engine.make_loader, "
         if needs.has_padding and mask is None:
             raise ValueError(
                 f"{where}and no mask: its padding, copies of one example, would count. Expected "

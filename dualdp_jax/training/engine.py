@@ -332,6 +332,7 @@ class PrivacyEngine:
             examples_of(data), plan, self._span, data_mesh, self._interrupted, rows
         )
         self._begin(loader, ledger, group, "PrivacyEngine.make_loader", "")
+        loader.handed_out.begun = self.ledger.position
         open_loop(loader, loader.needs())
         return loader
 
@@ -480,7 +481,8 @@ class PrivacyEngine:
     def detach(self) -> None:
         """End the run: step and loader refuse, the ledger's file is closed, the record stays."""
         self._running().close()
-        close_loop(self._loader)
+        if self._loader is not None:
+            close_loop(self._loader)
         self._is_detached, self._run, self._last = True, None, None
 
     @compat.promoting
@@ -538,6 +540,7 @@ class PrivacyEngine:
             raise ValueError("delta is missing. Expected a number in (0, 1), e.g. delta=1e-5.")
         if self._is_own_loop and self._loader is not None:
             self._loader.handed_out.require_recorded(ledger.position)
+            self._loader.handed_out.warn_of_undrawn(ledger.plan, ledger.position)
         return ledger.get_epsilon(delta=delta, accept_unverified=accept_unverified)
 
     def model(self, state: TrainState) -> Any:

@@ -21,7 +21,7 @@ from dualdp.plan.plan import require_units
 from dualdp.plan.samplers import num_batches
 from dualdp.plan.units.rows import UserRows, draw_rows
 from dualdp_jax.parallel.mesh import DataMesh
-from dualdp_jax.per_sample.call import split_batch
+from dualdp_jax.per_sample.call import refuse_unsplit_numbers, split_batch
 from dualdp_jax.per_sample.open_loops import ChunkNeeds
 
 Span = tuple[int, int | None]
@@ -120,6 +120,7 @@ class PlannedLoader:
         users: UserRows | None = None,
     ) -> None:
         arrays, num_rows, self.rebuild = split_batch(data)
+        refuse_unsplit_numbers(data, num_rows)
         require_units(plan, num_rows, users)
         _require_items(arrays, plan.rows_per_item)
         self.users = users

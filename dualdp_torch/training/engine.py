@@ -410,6 +410,7 @@ class PrivacyEngine:
         loader = OwnLoopLoader(data_loader, plan, span, seen, rows)
         self._ledger = open_ledger(None, plan, ledger, "PrivacyEngine.make_loader", "")
         self._ledger.bind_users(rows_digest(plan, rows))
+        loader.handed_out.begun = self._ledger.position
         self._own_loop = loader
         return loader
 
@@ -630,6 +631,7 @@ class PrivacyEngine:
             raise ValueError("delta is missing. Expected a number in (0, 1), e.g. delta=1e-5.")
         if self._own_loop is not None:
             self._own_loop.handed_out.require_recorded(ledger.position)
+            self._own_loop.handed_out.warn_of_undrawn(ledger.plan, ledger.position)
         return ledger.get_epsilon(delta, accept_unverified=accept_unverified)
 
     def ema(self) -> nn.Module:

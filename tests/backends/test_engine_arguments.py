@@ -383,12 +383,32 @@ def test_a_batch_serves_one_release(stack):
     with pytest.raises(dualdp.AccountingError, match=f"step {len(cached)} is on record and its ba"):
         engine.record()
     engine.record(3)  # a run of several steps in one program draws as it likes
+    with pytest.warns(match=f"releases are on record and {len(cached)} batches were drawn for"):
+        engine.get_epsilon()
 
     engine, loader = own_loop(stack, plan=plan(num_steps=40))
     batches = iter(loader.remaining())
     for _ in range(10):
         engine.record()
         next(batches)
+    assert engine.get_epsilon() > 0
+
+
+@pytest.mark.parametrize("stack", FACES)
+def test_batches_of_ones_own_are_not_those_of_the_plan(stack):
+    """Permuted batches of the user's had the epsilon of Poisson's."""
+    engine, loader = own_loop(stack, plan=plan(num_steps=10))
+    for _ in range(5):
+        engine.record()
+    with pytest.warns(match="5 releases are on record and 0 batches were drawn for them: this eps"):
+        engine.get_epsilon()
+    del loader
+
+    run = plan(num_steps=10)
+    engine, _ = own_loop(stack, plan=run)
+    for step in range(5):
+        run.batch_indices(step)  # by a loop that fetches its rows itself
+        engine.record()
     assert engine.get_epsilon() > 0
 
 
@@ -432,7 +452,8 @@ def test_noise_of_a_loop_of_ones_own_is_for_recorded_steps(stack):
             dualdp.AccountingError, match="The noise of step=1 was handed out befor"
         ):
             noisy_mean(zeros, run, 1)
-        assert engine.get_epsilon() > 0
+        with pytest.warns(match="2 releases are on record and 0 batches were drawn"):
+            assert engine.get_epsilon() > 0
 
 
 @pytest.mark.parametrize("stack", FACES)

@@ -3,6 +3,7 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from dualdp import AccountingError, mechanisms
@@ -33,8 +34,8 @@ def test_events_travel_as_json(one):
 
 def test_every_sampler_is_its_own_event():
     run = {"noise_multiplier": 1.5, "sample_rate": 0.02}
-    sizes = {"num_examples": 1000, "max_batch_size": 40}
-    made = {sampler: event(sampler=sampler, **run, **sizes) for sampler in mechanisms.SAMPLERS}
+    own = {"truncated_poisson": {"num_examples": 1000, "max_batch_size": 40}}
+    made = {name: event(sampler=name, **run, **own.get(name, {})) for name in mechanisms.SAMPLERS}
     assert len({type(one) for one in made.values()}) == len(made) == 5
     assert made["balls_in_bins"] == mechanisms.BallsInBinsGaussian(1.5, 50)
     assert made["shuffle"].releases == 50
@@ -54,6 +55,7 @@ def test_every_sampler_is_its_own_event():
         ({"sample_rate": -0.1}, ValueError, "sample_rate=-0.1 is not a probability"),
         ({"noise_multiplier": float("inf")}, ValueError, "noise_multiplier=inf is out of range"),
         ({"noise_multiplier": True}, TypeError, "noise_multiplier=True is a bool"),
+        ({"noise_multiplier": np.True_}, TypeError, "noise_multiplier=.*True.* is a .*bool"),
     ],
 )
 def test_events_refuse(arguments, error, text):

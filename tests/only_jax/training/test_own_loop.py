@@ -46,7 +46,10 @@ def test_a_chunk_without_its_mask_is_refused():
     """Its padding repeats an example, which moved the sum by as many C."""
     engine, chunk = run(physical_batch_size=8)
     assert not chunk.mask.all()
-    refused("of a chunk of engine.make_loader, and no mask", *chunk.args, max_grad_norm=0.5)
+    refused("of chunks of engine.make_loader, and no mask", *chunk.args, max_grad_norm=0.5)
+    joined = np.concatenate([chunk.args[0]] * 2)
+    with pytest.raises(ValueError, match="16 rows came, as of chunks"):
+        dpj.clipped_grad_sum(loss_fn, W, joined, max_grad_norm=0.5)
     parts = chunk.args[0].reshape(len(chunk.mask) // 2, 2, 4)
     with pytest.raises(ValueError, match="2 rows came"):
         jax.lax.map(lambda x: dpj.clipped_grad_sum(loss_fn, W, x, max_grad_norm=0.5).grads, parts)
