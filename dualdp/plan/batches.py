@@ -83,25 +83,25 @@ class HandedOut:
     on record. A loop may draw some batches ahead, and record a release before its batch is drawn.
     """
 
-    begun: int = 0  # position of the ledger when the loader was made
+    begun: int | None = None  # position when the loop began; None if the engine takes the steps
     pass_end: int = 0  # step that ends the pass under way, or interrupted by a checkpoint
-    _steps: set[int] = field(
-        default_factory=set
-    )  # of the batches; those long on record are left out
+    _steps: set[int] = field(default_factory=set)  # of the batches, without those long on record
     _first: int | None = None  # step of the first batch
     _count: int = 0  # batches handed out, one for a step
     _owed: int | None = None  # step on record whose batch is still to be drawn
 
-    def note(self, step: int, position: int) -> None:
-        """Note the batch of a step; `position` is the next step of the ledger."""
+    def note(self, step: int) -> None:
+        """Note the batch of a step."""
+        if self.begun is None:
+            return
         self._first = step if self._first is None else self._first
         self._count += step not in self._steps
         self._steps.add(step)
-        if len(self._steps) > _MANY:
-            self._steps = {step for step in self._steps if step >= position - 1}
 
     def record(self, position: int) -> None:
         """Note the release of one step; raise if the batch of the one before was never drawn."""
+        if len(self._steps) > _MANY:
+            self._steps = {step for step in self._steps if step >= position - 1}
         if self._owed is not None and self._owed not in self._steps:
             raise AccountingError(
                 f"The release of step {self._owed} is on record and its batch was never drawn, so "
@@ -125,7 +125,7 @@ class HandedOut:
 
     def warn_of_undrawn(self, plan: Any, position: int) -> None:
         """Warn of releases on record whose batches were not drawn for them."""
-        released, drawn = position - self.begun, self._count
+        released, drawn = position - (self.begun or 0), self._count
         by_itself = self._first is None and plan.has_drawn  # from plan.batch_indices
         if released > drawn + 1 and not by_itself:
             warnings.warn(

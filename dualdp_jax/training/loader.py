@@ -168,7 +168,7 @@ class PlannedLoader:
         drawn = self.plan.batch_indices(step)
         drawn = drawn if self.users is None else self.users.having_rows(drawn)
         pieces = physical_batches(drawn, self.physical_batch_size)
-        self.handed_out.note(step, self._span()[0])
+        self.handed_out.note(step)
         return self.hand_out(step, (self._chunk(step, i, mask) for i, mask in pieces))
 
     def _chunk(self, step: int, indices: Any, mask: Any) -> Chunk:
@@ -259,7 +259,7 @@ def default_rows(plan: Any) -> int:
     steps = np.arange(max(plan.num_steps or 1, 1))
     expected = float(np.max(plan.expected_batch_size.at(steps)))
     spread = 3 * math.sqrt(expected * (1 - expected / plan.num_examples))
-    if plan.sampler in ("fixed_size", "shuffle", "fixed_order"):
+    if _constant_sizes(plan):
         spread = 0.0
     rows = expected + spread
     if jax.default_backend() == "cpu" and spread > expected / 8:

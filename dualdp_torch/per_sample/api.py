@@ -241,9 +241,8 @@ def clipped_grad_sum(
     Source: Abadi et al. 2016, Algorithm 1; Bu et al. 2023 (book-keeping).
     """
     found = mark_of(batch)
-    if found is not None:
-        require_bound(found, max_grad_norm)
-        mask = found.mask if mask is None else mask
+    if found is not None and mask is None:
+        mask = found.mask
     call = Call.checked(
         loss_fn,
         model,
@@ -259,6 +258,7 @@ def clipped_grad_sum(
         row_weights=row_weights,
     )
     bounds = clipping_bounds(call.parameters, clipping, max_grad_norm)
+    require_bound(found, max_grad_norm)
     refuse_two_pass(method, clipping)
     if call.split is not None:
         call.split.group.require_same("max_grad_norm", bounds)

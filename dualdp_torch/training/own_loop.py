@@ -99,6 +99,6 @@ class OwnLoopLoader:
             mark(args, Mark(self._rows_per_unit, has_weights, mask, self._bound))
             chunks.append(Chunk(args, draw.mask, draw.indices, draw.row_weights))
             if draw.is_last:
-                self.handed_out.note(draw.step, self._span(self._is_whole)[0])
+                self.handed_out.note(draw.step)
                 yield LogicalBatch(self._plan, draw.step, tuple(chunks))
                 chunks = []
