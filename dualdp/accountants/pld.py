@@ -136,7 +136,7 @@ class PLDAccountant(Accountant):
         events = self._units()
         if not events:
             return 0.0
-        if any(_is_noiseless(event) or _underflows(event) for event, _ in events):
+        if any(_is_noiseless(event) or _overflows(event) for event, _ in events):
             return 1.0
         mu = self._mu(events)
         if mu is not None:
@@ -201,7 +201,7 @@ class PLDAccountant(Accountant):
         if any(_is_noiseless(event) for event, _ in events):
             is_certain = delta < _revealing_probability(events)
             return (math.inf if is_certain else 0.0), math.inf, math.inf
-        if any(_underflows(event) for event, _ in events):
+        if any(_overflows(event) for event, _ in events):
             return 0.0, math.inf, math.inf
         if delta == 0:
             pure = _pure_epsilon(events, self._sensitivity())
@@ -381,9 +381,9 @@ def _is_noiseless(event: Mechanism) -> bool:
     return getattr(event, "noise_multiplier", 1.0) == 0
 
 
-def _underflows(event: Mechanism) -> bool:
-    """True if the squared noise multiplier would underflow; epsilon is then reported as inf."""
-    return getattr(event, "noise_multiplier", 1.0) < 1e-100
+def _overflows(event: Mechanism) -> bool:
+    """True if losses, above 1e16, would overflow the grid; epsilon is then reported as inf."""
+    return getattr(event, "noise_multiplier", 1.0) < 1e-8
 
 
 def _revealing_probability(events: Events) -> float:

@@ -70,7 +70,7 @@ def accounted_noise(
     """
     if plan.noise == "secure":
         noise_multiplier = accounted_noise_multiplier(noise_multiplier)
-    precision = math.inf if noise_multiplier == 0 else noise_multiplier**-2.0
+    precision = math.inf if noise_multiplier < 1e-150 else noise_multiplier**-2.0
     if isinstance(plan.max_grad_norm, AdaptiveNorm):
         precision += count_noise(plan, expected_batch_size) ** -2.0
     elif times == 1:

@@ -375,6 +375,8 @@ class PrivacyEngine:
         source: str,
     ) -> None:
         """Claim the plan's key and open its ledger, unless the ledger was loaded."""
+        if loader.plan.noise != "secure":
+            compat.check_counter_layout()
         digest = rows_digest(loader.plan, loader.users)
         if group is not None:
             check_data(group, loader.arrays, digest)

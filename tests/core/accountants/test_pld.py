@@ -12,6 +12,8 @@ from scipy.special import ndtr
 
 from dualdp import AccountingError, accountants, mechanisms
 from dualdp.accountants.solve import get_delta, get_epsilon
+from dualdp.plan.plan import PrivacyPlan
+from dualdp.plan.schedules import AdaptiveNorm
 from tests import exact
 from tests.cases import accounting as cases
 
@@ -342,6 +344,21 @@ def test_limits():
     assert account((1e-4, 0.5, 10)).get_epsilon(delta=1e-5) > 1e6
     with pytest.raises(AccountingError, match="is below 1e-150"):
         account((1.0, 0.1, 2)).get_epsilon(delta=1e-200)
+
+
+@pytest.mark.parametrize("sampler", ["poisson", "balls_in_bins", "shuffle"])
+@pytest.mark.parametrize("noise_multiplier", [1e-320, 1e-100, 1e-12, 1e-9])
+def test_noise_that_hides_nothing_has_a_huge_epsilon_and_no_overflow(noise_multiplier, sampler):
+    sizes = {"num_examples": 1000, "expected_batch_size": 10, "num_steps": 5}
+    for bound in (1.0, AdaptiveNorm(1.0)):
+        plan = PrivacyPlan(
+            **sizes,
+            noise_multiplier=noise_multiplier,
+            max_grad_norm=bound,
+            delta=1e-5,
+            sampler=sampler,
+        )
+        assert plan.epsilon() > 1e16
 
 
 @pytest.mark.parametrize(

@@ -358,3 +358,21 @@ def test_the_old_counter_layout_is_refused():
     with jax.threefry_partitionable(False):
         with pytest.raises(ValueError, match="jax_threefry_partitionable=False"):
             dpj.noisy_mean({"a": jnp.zeros(3)}, make_plan(), 0)
+
+
+def test_the_old_counter_layout_is_refused_before_a_ledger_begins(tmp_path):
+    plan, path = make_plan(seed=None), tmp_path / "ledger.jsonl"
+    data = (np.ones((plan.num_examples, 2), np.float32),)
+    run = {
+        "loss_fn": lambda w, x: (w * x).sum(),
+        "params": jnp.ones(2),
+        "optimizer": optax.sgd(0.1),
+        "data": data,
+    }
+    with jax.threefry_partitionable(False):
+        with pytest.raises(ValueError, match="jax_threefry_partitionable=False"):
+            dpj.PrivacyEngine().make_private(**run, plan=plan, ledger=path)
+        with pytest.raises(ValueError, match="jax_threefry_partitionable=False"):
+            dpj.PrivacyEngine().make_loader(data=data, plan=plan, ledger=path)
+    assert not path.exists()
+    dpj.PrivacyEngine().make_private(**run, plan=plan, ledger=path)  # the key was not used

@@ -670,6 +670,15 @@ def state_of(model):
     )
 
 
+@pytest.fixture
+def ctrl_c_interrupts():
+    """A shell that starts pytest in the background has it ignore Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c_interrupts")
 @pytest.mark.parametrize("mode", ["auto", "ghost", "functorch"])
 @pytest.mark.parametrize("place", ["forward", "backward", "criterion", "check", "step"])
 def test_an_interrupt_leaves_everything_as_it_was(place, mode, monkeypatch):
