@@ -81,6 +81,24 @@ def same_numbers():
 
 
 @pytest.fixture
+def slow_unchecked(request, monkeypatch):
+    """Slow cases call JAX with check="off": they compare with a reference, as the check does.
+
+    The check takes half of their time, for compiling. Fast cases keep it.
+    """
+    if request.node.get_closest_marker("slow"):
+        api = importlib.import_module("dualdp_jax.per_sample.api")
+        answered = api._answered
+
+        def unchecked(loss_fn, call, asked, sizes, check, *rest):
+            return answered(
+                loss_fn, call, asked, sizes, "off" if check == "first" else check, *rest
+            )
+
+        monkeypatch.setattr(api, "_answered", unchecked)
+
+
+@pytest.fixture
 def backend(request):
     """The test adapter of a stack; parametrize it with `BACKENDS` and `indirect=True`."""
     return importlib.import_module(f"tests.backends._{request.param}")

@@ -45,7 +45,12 @@ def to_jax(
     converted = optimizer_state.to_jax(state, maps, slots, steps)
     found = {f"params/{path.replace('/', '.')}": array for path, array in ported.items()}
     found |= {f"optimizer/{path.replace('/', '.')}": a for path, a in converted.items()}
-    return _pack(found, wanted, document, {"stack": "jax", "step": steps})
+    trained = [m for m in maps if m.torch_name in document["trained"]]
+    described = {
+        "views": 1,
+        "trained": sorted({piece.path for m in trained for piece in m.slices}),
+    }
+    return _pack(found, wanted, document, {"stack": "jax", "step": steps, **described})
 
 
 def to_torch(
@@ -62,6 +67,11 @@ def to_torch(
     "buffers/<name>", to be filled; `like` is the document of a checkpoint of the torch model, of
     which "layout", "trained" and "optimizer" are read; `mapping` see `port.match`.
     """
+    if document.get("views", 1) > 1:
+        raise ValueError(
+            f"The run averages views={document['views']} of each example, drawn by JAX. Expected "
+            "to go on with it there; torch would draw others."
+        )
     values = _wide(arrays, document, wanted)
     leaves = {name: (values[f"params/{name}"].shape, "") for name in document["leaves"]}
     shapes = {name: shape for name, (shape, _) in wanted.items()}
@@ -71,6 +81,13 @@ def to_torch(
     state = optimizer_state.TorchState.of({}, like["optimizer"], like["trained"])
     theirs, step = _below(values, "optimizer/", "/"), int(document["step"])
     slots = optimizer_state.to_torch(theirs, maps, state, step)
+    of_torch = {p.path for m in maps if m.torch_name in like["trained"] for p in m.slices}
+    apart = of_torch ^ {*document.get("trained", of_torch)}
+    if apart:
+        raise ValueError(
+            f"The leaves {sorted(apart)} are trained either by the checkpoint's run or by this "
+            "model. Expected requires_grad as trainable= of its make_private."
+        )
     found |= {f"optimizer/{path}": array for path, array in slots.items()}
     dtypes = {
         # torch keeps a slot in its parameter's dtype, and counts in float32

@@ -31,6 +31,7 @@ def run_document(state: TrainState, engine: PrivacyEngine, path: PathLike) -> di
         "step": int(state.step),
         "pass_end": engine.pass_end,
         "leaves": [name for name, _ in leaf_paths(state.params)],
+        **engine.step_saved,
         **checkpoint.pack_run(engine.ledger, path),
     }
 
@@ -56,11 +57,11 @@ def resume_engine(
 
     group, pass_end = Group.current(), document.get("pass_end", 0)  # 0.1.0 had no passes
     if group is None:
-        return PrivacyEngine.loaded(open_ledger(), state, pass_end=pass_end)
+        return PrivacyEngine.loaded(open_ledger(), state, pass_end=pass_end, saved=document)
     group.require_same("the checkpoint", document, "Give all of them the same file.")
     shared = SharedLedger(group)
     ours = shared.resumed(open_ledger, document["plan"])
-    return PrivacyEngine.loaded(ours, state, shared, pass_end)
+    return PrivacyEngine.loaded(ours, state, shared, pass_end, document)
 
 
 def named_leaves(state: TrainState) -> dict[str, Any]:

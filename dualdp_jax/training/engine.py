@@ -103,6 +103,7 @@ class PrivacyEngine:
         self._shared: SharedLedger | None = None  # with several processes
         self._loaded: TrainState | None = None  # state from a checkpoint
         self._interrupted = 0  # end of the pass in which that was saved
+        self._saved: Mapping[str, Any] = {}  # what a checkpoint says of the step, see `step_saved`
         self._last: tuple[Any, LogicalBatch, Any] | None = None  # params, batch, seal
         self._returned: int | None = None  # step of the state that was returned last
 
@@ -113,12 +114,24 @@ class PrivacyEngine:
         state: TrainState,
         shared: SharedLedger | None = None,
         pass_end: int = 0,
+        saved: Mapping[str, Any] | None = None,
     ) -> PrivacyEngine:
-        """Return the engine of a run from a checkpoint, saved in a pass that ends at `pass_end`."""
+        """Return the engine of a run from a checkpoint, saved in a pass that ends at `pass_end`.
+
+        `saved` may hold what `step_saved` was.
+        """
         engine = cls()
+        engine._saved = saved or {}
         engine._ledger, engine._loaded, engine._shared = ledger, state, shared
         engine._names_delta, engine._interrupted = True, pass_end
         return engine
+
+    @property
+    def step_saved(self) -> dict[str, Any]:
+        """What a checkpoint says of the step: its "views" and the names of its "trained" leaves."""
+        if self._run is None:
+            return {key: self._saved[key] for key in ("views", "trained") if key in self._saved}
+        return {"views": self._run.views, "trained": sorted(self._run.parameters.names)}
 
     @compat.promoting
     def make_private(
@@ -225,6 +238,7 @@ class PrivacyEngine:
         loader = PlannedLoader(examples, plan, self._span, data_mesh, self._interrupted, rows)
         state = first_state(parameters, optimizer)
         if self._loaded is not None:
+            self._refuse_another_step(views, parameters.names)
             state = continued(self._loaded, state)
         if data_mesh is not None:
             state = data_mesh.state(state)
@@ -365,6 +379,20 @@ class PrivacyEngine:
     def _refuse_a_second_run(self) -> None:
         if self._loader is not None:
             raise AccountingError(SECOND_RUN)
+
+    def _refuse_another_step(self, views: int, names: list[str]) -> None:
+        """Refuse to resume with other views or trained leaves than those of the checkpoint."""
+        if views != self._saved.get("views", views):
+            raise ValueError(
+                f"views={views}, but the checkpoint's run has views={self._saved['views']}. "
+                "Expected the views and the augment of its make_private."
+            )
+        trained = self._saved.get("trained", sorted(names))
+        if trained != sorted(names):
+            raise ValueError(
+                f"The leaves {sorted(set(trained) ^ set(names))} are trained either here or in the "
+                "checkpoint's run. Expected trainable= as in its make_private."
+            )
 
     def _begin(
         self,

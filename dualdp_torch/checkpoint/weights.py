@@ -114,7 +114,7 @@ def state_dict(model: nn.Module, arrays: Mapping[str, NDArray[Any]]) -> dict[str
             raise ValueError(
                 f"The array of {name!r} has shape {np.shape(array)}. Expected {tuple(value.shape)}."
             )
-        tensor = torch.from_numpy(np.array(array))
+        tensor = _dense(array)
         found[name] = tensor.to(dtype=value.dtype, device=value.device)
     return found
 
@@ -133,8 +133,13 @@ def load_optimizer(
 ) -> None:
     """Load a state ("slot/parameter" -> array) into an optimizer, whose options are kept."""
     _, described = named_state(optimizer, model)
-    tensors = {name: torch.from_numpy(np.array(array)) for name, array in arrays.items()}
+    tensors = {name: _dense(array) for name, array in arrays.items()}
     restorer(optimizer, model, tensors, {**described, "plain": {}})()
+
+
+def _dense(array: Any) -> torch.Tensor:
+    """Return a copy in rows: fused optimizers read memory, and ignore the order of its axes."""
+    return torch.from_numpy(np.array(array, order="C"))
 
 
 def as_numpy(tensor: torch.Tensor) -> NDArray[Any]:

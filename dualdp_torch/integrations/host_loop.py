@@ -29,6 +29,13 @@ from dualdp_torch.training.temporary_attributes import set_temporarily
 
 _KEPT = ("num_workers", "collate_fn", "timeout", "worker_init_fn", "prefetch_factor", "drop_last")
 
+#: Arguments of a callback that a resumed run's plan must have, and their names there.
+_COMPARED = {
+    **{name: name for name in ("max_grad_norm", "noise_multiplier", "clipping", "sampler")},
+    **{name: name for name in ("expected_batch_size", "target_epsilon", "on_budget")},
+    "target_delta": "delta",
+}
+
 
 class HostedRun:
     """Run that a callback starts, saves and resumes inside a host's loop.
@@ -169,10 +176,29 @@ class HostedRun:
         engine = PrivacyEngine.loaded(ledger, settings, module, optimizer, lambda: None, group)
         self.engine = engine
         try:
+            self._refuse_other_arguments(engine.plan)
             return engine.resume(data_loader=source)[2]
         except BaseException:
             ledger.close()
             raise
+
+    def _refuse_other_arguments(self, saved: PrivacyPlan) -> None:
+        """Refuse arguments that are not those of the saved run, which goes on by its own plan."""
+        given, plan = self.arguments, self.arguments.get("plan")
+        if isinstance(plan, PrivacyPlan):
+            given = {name: getattr(plan, field) for name, field in _COMPARED.items()}
+        other = [
+            f"{name}={given[name]!r} (saved: {getattr(saved, field)!r})"
+            for name, field in _COMPARED.items()
+            if isinstance(given.get(name), int | float | str)
+            and isinstance(getattr(saved, field), int | float | str | None)
+            and given[name] != getattr(saved, field)
+        ]
+        if other:
+            raise ValueError(
+                f"The callback came with {', '.join(other)} to a run from a checkpoint, which goes "
+                "on by its own plan. Expected the arguments of its beginning, or none of them."
+            )
 
     def _pack(self) -> dict[str, Any]:
         """Save key and ledger on rank 0, and return their part of a checkpoint on all ranks."""

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from dualdp._validate import UnsupportedLayerError
 from dualdp_torch.parallel.process_group import modules_of
@@ -41,6 +42,12 @@ class State:
         )
         names = before.keys() | after.keys()
         return sorted(n for n in names if not _is_same(after.get(n), before.get(n)))
+
+
+def numbers_on(model: nn.Module) -> list[float]:
+    """Return the floats that the modules hold as attributes, also in lists and dicts."""
+    values = [list(vars(module).values()) for module in modules_of(model)]
+    return [leaf for leaf in pytree.tree_leaves(values) if type(leaf) is float]
 
 
 class _Version(NamedTuple):

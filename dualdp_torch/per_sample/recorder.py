@@ -29,7 +29,13 @@ from dualdp_torch.per_sample.analysis_cache import AnalysisCache
 from dualdp_torch.per_sample.batch import Batch
 from dualdp_torch.per_sample.capture import Capture
 from dualdp_torch.per_sample.checks.spot_check import ReferenceLosses
-from dualdp_torch.per_sample.checks.tape import Tape, remove_mode
+from dualdp_torch.per_sample.checks.tape import (
+    RefuseReads,
+    Tape,
+    autocast_dtypes,
+    insert_mode,
+    remove_mode,
+)
 from dualdp_torch.per_sample.clip import SecondPass, Terms
 from dualdp_torch.per_sample.clip_by_layer import Layered
 from dualdp_torch.per_sample.forward_analysis import ForwardAnalysis
@@ -40,6 +46,7 @@ from dualdp_torch.per_sample.model_state import (
     Start,
     State,
     attributes_kept,
+    numbers_on,
     refuse_written,
     restored,
 )
@@ -146,6 +153,8 @@ class Recorder:
         )
         self._paused, self.is_inside, self._eager = False, False, contextlib.ExitStack()
         self._repeats = False  # True once a batch had several forwards
+        self._autocast: tuple[tuple[str, torch.dtype], ...] = ()  # at the last forward's begin
+        self._read_numbers: str | None = None  # of the model, where the loop reads some of a batch
         self._before: RandomState | None = None  # before the forward, of a tensor parallel model
         self._leaf = torch.zeros((), requires_grad=True)
         self._numbers = itertools.count()
@@ -261,7 +270,38 @@ class Recorder:
         skip, keep = self._analysis.skip, partial(self._keep_grads_out, forward)
         self._mode = Capture(self._names, keep, skip, self.model)
         self._eager.enter_context(eagerly())
+        self._eager.enter_context(self._refusing_reads((args, kwargs)))
         self._mode.__enter__()
+
+    @contextlib.contextmanager
+    def _refusing_reads(self, given: Any) -> Iterator[None]:
+        """Context of a forward, in which what else the loop made of the batch can't be read."""
+        apart = self.tape.computed_apart(given)
+        if apart.was_read and self.tape.forwards:
+            self._refuse_read_numbers()
+        if self.computes_loss:
+            self.tape.end()  # there is no loss to find after it
+        mode = RefuseReads(apart) if apart.tensors else None
+        if mode is not None:
+            insert_mode(mode, 0)
+        try:
+            yield
+        finally:
+            if mode is not None:
+                remove_mode(mode)
+
+    def _refuse_read_numbers(self) -> None:
+        """Refuse numbers of the model that change where the loop reads numbers from the batch."""
+        given = [number for number in self.tape.forwards[-1].numbers if type(number) is float]
+        numbers = repr((given, numbers_on(self.model)))
+        before, self._read_numbers = self._read_numbers, numbers
+        if before is not None and before != numbers:
+            raise UnsupportedLayerError(
+                "The loop reads numbers from the batch, as by item(), and the model's arguments or "
+                "attributes hold numbers that differ from the batch before: if they are made of "
+                "those, one example changes the others' gradients. Expected fixed numbers, or "
+                "a tensor with a row for each example."
+            )
 
     def _records(self) -> bool:
         """True if a call of the model that begins now is to be recorded."""
@@ -281,6 +321,7 @@ class Recorder:
             self.forwards.append(forward)
             self.is_inside = True
             self.tape.enter_model(args, kwargs, forward.batch.num_rows)
+            self._autocast = autocast_dtypes()
         problem = self._analysis.begin(forward.batch)
         forward.cache = self._analysis.cache
         return forward, problem
@@ -296,7 +337,7 @@ class Recorder:
         forward, _ = self._begin(args, kwargs)
         self._refuse_gradients_of_inputs(forward)
         state = State(self.model)
-        with self.pause(), eagerly():
+        with self.pause(), eagerly(), self._refusing_reads((args, kwargs)):
             forward.alone = each_alone(self.model, call, forward.batch, forward.cache.writes)
             require_same_draws(self.split, self.model, self._before)
             outputs = joined(forward.alone, self.rows_per_unit)
@@ -824,7 +865,10 @@ class Recorder:
             untouched_generators(self.model),
             restored(self.model, self.analyses.writes),
             attributes_kept(self.model),
+            contextlib.ExitStack() as stack,
         ):
+            for device, dtype in self._autocast if self.computes_loss else ():
+                stack.enter_context(torch.autocast(device, dtype))  # the host's, around the step
             yield
 
 

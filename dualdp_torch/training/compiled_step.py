@@ -87,15 +87,17 @@ class YieldedBatch:
 
         return tuple(pytree.tree_map(checked, batch))
 
+
+class YieldedValues:
+    """Copies of a batch's tensors: not every change of one, as by NumPy, changes its version."""
+
+    def __init__(self, batch: Any) -> None:
+        self._copies = [t.detach().clone() for t in _leaves(batch) if torch.is_tensor(t)]
+
     def require_in(self, tensors: Iterable[Tensor]) -> None:
         """Refuse tensors that are not those of this batch, moved to a device or a dtype at most."""
-        kept = [(t, version) for ref, version in self._tensors if (t := ref()) is not None]
         for tensor in tensors:
-            if not any(
-                (t is tensor or (t.shape == tensor.shape and torch.equal(t.to(tensor), tensor)))
-                and t._version == version
-                for t, version in kept
-            ):
+            if not any(_holds(copy, tensor) for copy in self._copies):
                 raise ValueError(
                     f"training_step got a tensor of shape {tuple(tensor.shape)} that is not one of "
                     "the loader's batch, or was changed since, as by on_after_batch_transfer or "
@@ -103,6 +105,14 @@ class YieldedBatch:
                     "examples. Expected the loader's tensors; compute in training_step or in the "
                     "data set, or call one module."
                 )
+
+
+def _holds(copy: Tensor, tensor: Tensor) -> bool:
+    """True if a tensor has the values of the copy, after a move; nan is the same nan."""
+    if copy.shape != tensor.shape:
+        return False
+    moved = copy.to(tensor)
+    return bool(((moved == tensor) | ((moved != moved) & (tensor != tensor))).all())
 
 
 def compiled_sums(

@@ -22,7 +22,7 @@ from dualdp_torch.per_sample.checks.model_check import IMPOSSIBLE, ModelCheck
 from dualdp_torch.per_sample.checks.spot_check import BatchNumbers
 from dualdp_torch.per_sample.clip import Terms
 from dualdp_torch.per_sample.recorder import Recorder
-from dualdp_torch.training.compiled_step import YieldedBatch
+from dualdp_torch.training.compiled_step import YieldedValues
 from dualdp_torch.training.loader import Draw
 
 _SHARDED = (
@@ -55,7 +55,6 @@ class StepChecks:
         self._purpose = ("loop", *purpose)
         self._criterion = CriterionCheck(reduction)
         self._draw: Draw | None = None
-        self._yielded: Any = None
         self.due: SpotCheck | None = None
         self.has_passed = False
 
@@ -77,15 +76,13 @@ class StepChecks:
         due = self._drawn(draw.step)
         if due is not None and draw.chunk == due.draw(draw.num_chunks, 3):
             self.due = due
-        if self._recorder.computes_loss:  # its loop is not recorded, and may do nothing else
-            self._yielded = batch  # as the tensors must live
-            self._recorder.require_inputs = YieldedBatch(batch).require_in
-        else:
-            self._recorder.tape.begin(batch, len(draw.mask) * self._recorder.rows_per_unit)
+        if self._recorder.computes_loss:  # its loop may do nothing else
+            self._recorder.require_inputs = YieldedValues(batch).require_in
+        self._recorder.tape.begin(batch, len(draw.mask) * self._recorder.rows_per_unit)
 
     def end(self) -> None:
         """Clear the current batch, which was stepped on or abandoned."""
-        self.due = self._draw = self._yielded = None
+        self.due = self._draw = None
         self._recorder.tape.clear()
 
     def leave_loader(self) -> None:

@@ -327,3 +327,47 @@ def test_bad_arguments_of_the_command(tmp_path, monkeypatch):
         done = command(tmp_path, monkeypatch, path, *arguments)
         assert done.exit_code != 0
         assert message in f"{done.output}{done.exception}"
+
+
+def frozen_body(model):
+    model.body.weight.requires_grad_(False)
+    return model
+
+
+def test_other_trained_parameters_are_refused_without_a_state_of_the_optimizer(tmp_path):
+    model = frozen_body(torch_parts()[0])
+    sgd = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    path, *_ = saved_by_torch(tmp_path, (model, sgd))
+    like = jax_state(optax.sgd(0.1))
+    run = {**RUN, "optimizer": optax.sgd(0.1), "params": like.params}
+    _, engine = dpj.load_checkpoint(path, like=like)
+    with pytest.raises(ValueError, match=r"The leaves \['params/body/kernel'\] are trained"):
+        engine.resume(**run)
+    engine.ledger.close()
+    trainable = jax.tree.map(lambda leaf: True, like.params)
+    trainable["params"]["body"]["kernel"] = False
+    like = jax_state(optax.sgd(0.1), trainable=trainable)
+    _, engine = dpj.load_checkpoint(path, like=like)
+    engine.resume(**run, trainable=trainable)
+    engine.detach()
+
+
+def test_views_and_frozen_leaves_of_jax_are_not_dropped(tmp_path):
+    for name, options, text in (
+        ("views", {"views": 2, "augment": lambda example, key: example}, "averages views=2"),
+        ("frozen", {}, r"The leaves \['params/body/kernel'\] are trained"),
+    ):
+        params = jax_state().params
+        trainable = jax.tree.map(lambda leaf: True, params)
+        trainable["params"]["body"]["kernel"] = name != "frozen"
+        engine, path = dpj.PrivacyEngine(), tmp_path / f"{name}.ckpt"
+        run = {**RUN, "optimizer": optax.sgd(0.1), "trainable": trainable, **options}
+        step, state, loader = engine.make_private(params=params, plan=plan(), **run)
+        for batch in loader.remaining():
+            state, _ = step(state, batch)
+            break
+        dpj.save_checkpoint(path, state=state, engine=engine)
+        engine.detach()
+        model, optimizer = torch_parts(torch.optim.SGD)
+        with pytest.raises(ValueError, match=text):
+            dpt.load_checkpoint(path, model=model, optimizer=optimizer)

@@ -325,3 +325,18 @@ def test_a_count_that_optax_does_not_keep_is_asked_for():
         port.optimizer_to_torch(
             there.state, there.params, optimizer=here.optimizer, model=here.model
         )
+
+
+def test_a_state_from_jax_lies_in_rows():
+    """Fused kernels read memory in its order: moments of a transposed kernel were wrong there."""
+    twin = Torch("adamw", "float32")
+    jaxs = Jax(twin)
+    grads = [np.ones((4, 3), np.float32), np.ones(4, np.float32)]
+    jaxs.step(grads)
+    port.optimizer_to_torch(jaxs.state, jaxs.params, optimizer=twin.optimizer, model=twin.model)
+    for state in twin.optimizer.state.values():
+        assert state["exp_avg"].is_contiguous()
+        assert state["exp_avg_sq"].is_contiguous()
+    assert all(
+        value.is_contiguous() for value in port.to_torch(jaxs.params, like=twin.model).values()
+    )

@@ -24,6 +24,8 @@ from tests.cases import layers
 from tests.cases.layers import Case
 from tests.pairwise import pairwise
 
+pytestmark = pytest.mark.usefixtures("slow_unchecked")
+
 N = 8
 #: What is lost by the margin that clip factors are divided by, and rounding.
 BELOW = 1 - 3e-4

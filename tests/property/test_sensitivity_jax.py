@@ -25,6 +25,8 @@ from dualdp_jax.per_sample.methods import METHODS
 from dualdp_jax.rules import RULES
 from tests.pairwise import pairwise
 
+pytestmark = pytest.mark.usefixtures("slow_unchecked")
+
 jax.config.update("jax_disable_most_optimizations", True)  # they cost more than they save here
 ROOT = Path(__file__).parents[2]
 N, T, WIDTH = 8, 3, 4

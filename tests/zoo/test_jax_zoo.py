@@ -13,6 +13,8 @@ from tests.zoo import jax_check
 from tests.zoo.entry import one_each
 from tests.zoo.jax_models import JAX
 
+pytestmark = pytest.mark.usefixtures("slow_unchecked")
+
 REFUSALS = (UnsupportedLayerError, ExactnessError)
 jax.config.update("jax_disable_most_optimizations", True)  # they cost more than they save here
 #: Those of the fast tier: a model of every kind.

@@ -183,6 +183,7 @@ class CheckedLoop:
         foreign: digest of each tensor that no call made and that holds no rows.
         decided: calls up to the first read, and the live calls after it.
         read: position of the first call that returned data as Python values, or None.
+        code: key of its calls, see `Tape.code`.
         others: further integer values of a number that were checked.
     """
 
@@ -193,6 +194,7 @@ class CheckedLoop:
     foreign: dict[Position, Any]
     decided: tuple[Any, Any]
     read: int | None
+    code: Any
     others: dict[Position, set[float]] = field(default_factory=dict)
 
 
@@ -271,7 +273,7 @@ class CriterionCheck:
             if problem is not None or trial.is_empty:
                 return problem
             known = self._known.get(tape.signature())
-            meanings = known.meanings if known is not None and known.is_certain else None
+            meanings = self._learned(tape, known)
             first = 0 if known is None else seed // _FORMS % len(rows)
             for i, row in enumerate([*rows[first:], *rows[:first]]):
                 forms = range(_FORMS)
@@ -287,6 +289,18 @@ class CriterionCheck:
                 return Problem(_DECIDED)
         self._remember(tape, trial, known)
         return None
+
+    def _learned(self, tape: Tape, known: CheckedLoop | None) -> Meanings | None:
+        """Return the certain meanings of the code's numbers; None if there are none.
+
+        Of other code those of the same calls: an axis as long as the batch by chance, such as that
+        of a one-hot encoding, makes its signature another one.
+        """
+        if known is not None and known.is_certain:
+            return known.meanings
+        code = tape.code()
+        alike = (k for k in self._known.values() if k.is_certain and k.code == code)
+        return next((k.meanings for k in alike), None)
 
     def _decides(self, trial: _BatchReplay) -> bool:
         """True if an earlier batch ran other code after the same reads of data."""
@@ -306,6 +320,7 @@ class CriterionCheck:
                 _foreign(tape, trial.script.examined),
                 trial.decided(),
                 trial.read,
+                tape.code(),
             )
         elif known.is_certain:
             for at, value in numbers.items():

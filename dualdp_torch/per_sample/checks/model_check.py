@@ -108,13 +108,16 @@ class ModelCheck:
         with NoRandomness():
             # Draws from NumPy or Python can't be switched off: an example alone would draw others.
             comparison = replace(self._comparison, subject=few, is_alone=not few.draws())
+            if self._recorder.computes_loss and not comparison.is_alone:
+                self.is_impossible = True
+                return
             numbers = comparison.again(few)
             if comparison.is_alone:
                 outputs = () if self._recorder.computes_loss else _outputs(few)
                 self._alone(comparison, numbers, range(len(rows)), outputs)
             else:
                 for row in range(len(rows)):
-                    comparison.of_row(numbers, row, self._definition)
+                    comparison.of_row(numbers, row)
 
     def _alone(
         self,

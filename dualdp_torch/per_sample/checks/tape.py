@@ -28,6 +28,7 @@ from torch.overrides import (
 )
 from torch.utils import _pytree as pytree
 
+from dualdp._validate import UnsupportedLayerError
 from dualdp_torch.per_sample.random_state import TorchState
 from dualdp_torch.rules.base import Tensor
 
@@ -62,12 +63,18 @@ _UNSEEN = {
     *(torch.Tensor.is_contiguous, torch.Tensor.get_device, torch.Tensor.data_ptr),
     *(torch.is_floating_point, torch.is_complex, torch.Tensor.__repr__, torch.Tensor.__format__),
     *(torch.Tensor.register_hook, torch.Tensor.retain_grad, _attribute("grad").__set__),
+    _attribute("_backward_hooks").__set__,
     torch._C._set_grad_enabled,
     torch.ops.profiler._record_function_enter_new,
     torch.ops.profiler._record_function_enter_new._op,
     torch.ops.profiler._record_function_exit._RecordFunction,
 }
 GRAD = _attribute("grad").__get__
+#: Functions that return a tensor's values as Python numbers or an array.
+_READS = {
+    *(torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__),
+    torch.Tensor.__float__,
+}
 #: Functions that ignore targets of one value, with their arguments.
 _IGNORING = {
     function: ("input", "target", "weight", "size_average", "ignore_index")
@@ -314,6 +321,26 @@ class Tape(TorchFunctionMode):
             is_rows = slot.shape[:1] == (n,) and self.may_be_rows(slot)
             slot.kind = ROW if is_rows else slot.kind
         self.forwards.append(ModelCall(taken, numbers, tuple(tokens), len(self.calls), []))
+
+    def computed_apart(self, given: Any) -> Apart:
+        """Return what the loop computed from the batch's rows beside a forward's arguments `given`.
+
+        Of tensors only those that the loop still holds.
+        """
+        found, was_read = set[int](), False
+        for call in self.calls:
+            if not any(s.index in found or s.kind in (ROW, OUTPUT) for s in call.taken):
+                continue
+            was_read |= call.out is None and call.function in _READS
+            found.update(slot.index for slot in call.made)
+            written = next(slots_of(call.args), None) if is_in_place(call.function) else None
+            if written is not None and written.storage is not None:
+                found.update(s.index for s in self.slots if s.storage == written.storage)
+        held = [tensor for index in found if (tensor := self.slots[index].ref()) is not None]
+        if not held:
+            return Apart([], [], was_read)
+        arguments = _tensors_in(given, _DEPTH)[0]
+        return Apart(held, arguments, was_read)
 
     def leave_model(self, outputs: Iterable[Any]) -> None:
         """End the recorded forward, whose outputs the loop receives."""
@@ -568,6 +595,14 @@ class Tape(TorchFunctionMode):
         self._look()
         return self._was_written
 
+    def code(self) -> tuple[Any, ...]:
+        """Return a key that is equal if the same calls ran, on tensors of any axes."""
+        return (
+            tuple([call.tokens for call in self.calls]),
+            tuple([(forward.tokens, forward.position) for forward in self.forwards]),
+            tuple([(b.position, *[s and s.index for s in (*b[0], *b[1])]) for b in self.backwards]),
+        )
+
     def signature(self) -> tuple[Any, ...]:
         """Return a key that is equal if the same code ran on another batch.
 
@@ -575,9 +610,7 @@ class Tape(TorchFunctionMode):
         """
         n = self.n or 0
         return (
-            tuple([call.tokens for call in self.calls]),
-            tuple([(forward.tokens, forward.position) for forward in self.forwards]),
-            tuple([(b.position, *[s and s.index for s in (*b[0], *b[1])]) for b in self.backwards]),
+            *self.code(),
             tuple([slot.signature(n) for slot in self.slots]),
             tuple([bool(some) for some in self._ignored]),
         )
@@ -596,6 +629,49 @@ class Tape(TorchFunctionMode):
         if slot.kind == ROW:
             return next((axis for axis, size in enumerate(slot.shape) if size == self.n), None)
         return 0 if self.may_be_rows(slot) and slot.shape[:1] == (self.n,) else None
+
+
+class Apart(NamedTuple):
+    """What a loop computed from a batch's rows before a forward.
+
+    Attributes:
+        tensors: those that the loop still holds, the forward's arguments among them.
+        arguments: tensors that the forward receives.
+        was_read: True if numbers were read from rows, as by `item`.
+    """
+
+    tensors: list[Tensor]
+    arguments: list[Tensor]
+    was_read: bool
+
+
+class RefuseReads(TorchFunctionMode):
+    """Refuses functions that take what a loop computed, by any tensor, and are no arguments.
+
+    It holds the tensors, so that none of another origin gets the memory of one.
+    """
+
+    def __init__(self, apart: Apart) -> None:
+        super().__init__()
+        self._held, given = apart.tensors, {id(tensor) for tensor in apart.arguments}
+        self._ids = {id(tensor) for tensor in apart.tensors} - given
+        self._memory = set(map(storage_of, apart.tensors))
+        self._memory -= {None, *map(storage_of, apart.arguments)}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        for value in pytree.tree_leaves((args, kwargs)):
+            if isinstance(value, Tensor) and (
+                id(value) in self._ids or storage_of(value) in self._memory
+            ):
+                raise UnsupportedLayerError(
+                    f"The model read a tensor of shape {tuple(value.shape)} that the loop computed "
+                    "from the batch and that is none of the forward's arguments, such as a mean of "
+                    "the batch set as an attribute: one example would change the others' "
+                    "gradients. Pass the model a row for each example, or use fixed numbers."
+                )
+        return func(*args, **(kwargs or {}))
 
 
 class Numbers(NamedTuple):

@@ -327,3 +327,39 @@ def test_wrong_arguments_are_refused(tmp_path):
         dpj.save_checkpoint(path, state=state._replace(params=twice), engine=engine)
     with pytest.raises(AccountingError, match="There is no loaded run to go on with"):
         engine.resume(**arguments())
+
+
+def of_view(params, x, y):
+    return loss_fn(params, x, y, jax.random.key(0))
+
+
+def noisy(example, key):
+    x, y = example
+    return x + jax.random.normal(key, x.shape) / 10, y
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "text"),
+    [
+        ({"views": 2, "augment": noisy}, {}, r"views=1, but .* views=2"),
+        ({}, {"views": 2, "augment": noisy}, r"views=2, but .* views=1"),
+        ({"trainable": {"w": False, "v": True, "b": True}}, {}, r"The leaves \['w'\] are trained"),
+        ({}, {"trainable": {"w": True, "v": True, "b": False}}, r"The leaves \['b'\] are trained"),
+    ],
+)
+def test_a_run_goes_on_with_its_views_and_trained_leaves(tmp_path, before, after, text):
+    """An optimizer without a state does not show which leaves it trains."""
+    path = tmp_path / "run.ckpt"
+    usual = {"optimizer": optax.sgd(0.1), "loss_fn": of_view, "needs_key": False}
+    engine, step, state, loader = start(**usual, **before)
+    state = train(step, state, loader, 2)
+    dpj.save_checkpoint(path, state=state, engine=engine)
+    engine.detach()
+    with pytest.raises(ValueError, match=text):
+        load(path, **usual, **after)
+    like = dpj.TrainState.create(params(), optax.sgd(0.1))
+    state, engine = dpj.load_checkpoint(path, like=like)
+    dpj.save_checkpoint(path, state=state, engine=engine)  # before it goes on
+    engine.ledger.close()
+    engine, step, state, loader = load(path, **usual, **before)
+    assert train(step, state, loader).step == STEPS

@@ -15,6 +15,8 @@ import pytest
 
 import dualdp_jax as dpj
 
+pytestmark = pytest.mark.usefixtures("slow_unchecked")
+
 N = T = 4
 WIDTH = 6
 

@@ -20,6 +20,8 @@ from dualdp_jax.rules import Rule, arrays, dot_general, small
 from dualdp_jax.rules.estimate import Estimate
 from tests.tiers import first
 
+pytestmark = pytest.mark.usefixtures("slow_unchecked")
+
 CAPTURED = ("book_keeping", "two_pass", "materialize", "auto")
 
 

@@ -14,6 +14,7 @@ import dualdp
 L = pytest.importorskip("lightning")
 
 import dualdp.torch as dpt  # noqa: E402
+from dualdp import UnsupportedLayerError  # noqa: E402
 from dualdp.randomness import RootKey  # noqa: E402
 from dualdp_torch.integrations.lightning import PrivacyCallback, refuse  # noqa: E402
 
@@ -314,6 +315,27 @@ def test_a_changed_resume_is_accounted(tmp_path):
     assert callback.engine.get_epsilon() > plan().epsilon()
 
 
+@pytest.mark.parametrize(
+    "other",
+    [{"max_grad_norm": 0.5}, {"target_epsilon": 1.0}, {"plan": plan(clipping="per_layer")}],
+)
+def test_a_resumed_callback_may_not_ask_for_another_run(tmp_path, other):
+    given = {"max_grad_norm": 1.0, "target_epsilon": 8.0, "target_delta": 1e-4}
+    save = L.pytorch.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=4, save_top_k=-1)
+    trainer(tmp_path, PrivacyCallback(**given), save, enable_checkpointing=True).fit(
+        LitClassifier(), data()
+    )
+    (saved,) = tmp_path.glob("*step=4.ckpt")
+    changed = other if "plan" in other else given | other
+    with pytest.raises(ValueError, match="run from a checkpoint, which goes on by its own plan"):
+        trainer(tmp_path, PrivacyCallback(**changed)).fit(
+            LitClassifier(), data(), ckpt_path=str(saved)
+        )
+    again = PrivacyCallback(**given)
+    trainer(tmp_path, again, max_epochs=2).fit(LitClassifier(), data(), ckpt_path=str(saved))
+    assert again.engine.plan.target_epsilon == 8.0
+
+
 def test_a_spent_budget_ends_the_training(tmp_path):
     given = {"max_grad_norm": 1.0, "noise_multiplier": 1.0, "on_budget": "stop"}
     callback = PrivacyCallback(**given, target_epsilon=4.0, target_delta=1e-4)
@@ -335,13 +357,62 @@ class LitCentredInPlace(LitAutoEncoder):
         batch[0].sub_(batch[0].mean(0))
 
 
-@pytest.mark.parametrize("lit", [LitCentred, LitCentredInPlace])
+class LitCentredByNumPy(LitAutoEncoder):
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        array = batch[0].numpy()
+        array -= array.mean(0)
+        return batch
+
+
+class LitCentredData(LitAutoEncoder):
+    def on_train_batch_start(self, batch, batch_idx):
+        batch[0].data = batch[0] - batch[0].mean(0)
+
+
+@pytest.mark.parametrize("lit", [LitCentred, LitCentredInPlace, LitCentredByNumPy, LitCentredData])
 def test_batches_changed_before_a_step_of_several_modules_are_refused(tmp_path, lit):
     """Nobody sees there whether examples were mixed; 4.9 C by one example in a run."""
     callback = PrivacyCallback(plan=plan())
     with pytest.raises(ValueError, match="not one of the loader's batch, or was changed since"):
         trainer(tmp_path, callback).fit(lit(), data())
     assert len(callback.engine.ledger) == 0
+
+
+class LitStandardised(LitAutoEncoder):
+    """A statistic of the batch reaches the step of several modules beside its arguments."""
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.mean = batch[0].mean(0)
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step((batch[0] - self.mean, batch[1]), batch_idx)
+
+
+def test_statistics_that_a_hook_keeps_are_refused(tmp_path):
+    callback = PrivacyCallback(plan=plan())
+    with pytest.raises(UnsupportedLayerError, match="loop computed from the batch"):
+        trainer(tmp_path, callback).fit(LitStandardised(), data())
+    assert len(callback.engine.ledger) == 0
+
+
+class LitDiffusion(LitAutoEncoder):
+    """Every row has a time of its own."""
+
+    def training_step(self, batch, batch_idx):
+        x = batch[0].flatten(1)
+        times = torch.randint(1, 10, (len(x), 1))
+        noisy = x + times / 10 * torch.randn_like(x)
+        return nn.functional.mse_loss(self.decoder(self.encoder(noisy)), x)
+
+
+@pytest.mark.parametrize(
+    ("lit", "precision"), [(LitAutoEncoder, "bf16-mixed"), (LitDiffusion, "32-true")]
+)
+def test_steps_of_several_modules_pass_their_checks(tmp_path, lit, precision):
+    """In the autocast that Lightning has around the step; draws that can't be repeated apart."""
+    callback = PrivacyCallback(plan=plan(), checks=1.0)
+    trainer(tmp_path, callback, precision=precision).fit(lit(), data())
+    assert len(callback.engine.ledger) == STEPS
 
 
 def test_what_lightning_would_do_to_gradients_is_refused(tmp_path):

@@ -401,3 +401,43 @@ def test_layers_behind_a_closed_gate_are_examined_when_it_opens():
             F.cross_entropy(model(x), y).backward()
         for name, grad in record.grads().items():
             torch.testing.assert_close(grad, expected[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["one-hot", "divided"])
+def test_a_batch_as_long_as_a_constant_of_the_loss_is_known_code(kind):
+    """The classes of an encoding are no number of examples, as other batches have shown."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 16))
+    for n in (12, 14, 16, 16, 13):
+        x, y = torch.randn(n, 4), torch.zeros(n, dtype=torch.int64)
+        with dpt.record_per_sample(model, loss_reduction="mean", check="always"):
+            if kind == "one-hot":
+                F.mse_loss(model(x), F.one_hot(y, 16).float()).backward()
+            else:
+                (model(x) / 16).square().mean().backward()
+        model.zero_grad()
+
+
+class Probe(nn.Module):
+    """One trained layer, whose output the model's own loss takes."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x, labels):
+        logits = self.layer(x)
+        return {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+
+def test_a_loss_inside_a_model_of_one_layer():
+    torch.manual_seed(0)
+    model, x, y = Probe(), torch.randn(6, 4), torch.arange(6) % 3
+    with dpt.record_per_sample(model, loss_reduction="mean") as record:
+        model(x, labels=y)["loss"].backward()
+    found = record.grads()
+    for k in range(len(x)):
+        loss = model(x[k : k + 1], labels=y[k : k + 1])["loss"]
+        expected = torch.autograd.grad(loss, list(model.parameters()))
+        for ours, theirs in zip(found.values(), expected, strict=True):
+            torch.testing.assert_close(ours[k], theirs)
