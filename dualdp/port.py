@@ -129,8 +129,15 @@ def to_optax(optimizer: Any) -> Any:
             f"The optimizer has {len(groups)} groups of parameters. Expected one; write "
             "optax.multi_transform for several."
         )
+    kind = type(optimizer)
+    if not kind.__module__.startswith(("torch.optim.", "dualdp_torch.")):
+        raise ValueError(
+            f"The optimizer is {kind.__module__}.{kind.__name__}. Expected one of torch.optim; "
+            "write another one's updates with optax."
+        )
     dpj, _ = _backends()
-    return dpj.weights.optimizer_state.like_torch(type(optimizer).__name__, groups[0])
+    numbers = {k: v.item() if hasattr(v, "item") else v for k, v in groups[0].items()}
+    return dpj.weights.optimizer_state.like_torch(kind.__name__, numbers)
 
 
 def optimizer_to_jax(

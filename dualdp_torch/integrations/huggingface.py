@@ -11,6 +11,7 @@ from types import MethodType
 from typing import Any
 
 from torch.nn import functional as F
+from torch.utils.data import RandomSampler
 from transformers import TrainerCallback
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer_utils import get_last_checkpoint
@@ -18,7 +19,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from dualdp_torch.integrations.host_loop import HostedLoader, HostedRun, refuse_findings
 from dualdp_torch.rules.base import Tensor
 from dualdp_torch.training.engine import PrivacyEngine
-from dualdp_torch.training.loader import check_dataset
+from dualdp_torch.training.loader import check_dataset, check_loader
 
 FILE = "dualdp.json"
 _IGNORED = -100  # label of a position without a loss
@@ -128,13 +129,20 @@ class PrivacyCallback(TrainerCallback):
         trainer = self._require_trainer()
         check_dataset(trainer.train_dataset)
         theirs = type(trainer).get_train_dataloader(trainer)
-        drawn = _sampler(theirs)
-        if drawn not in _SAMPLERS:
+        sampler = _sampler(theirs)
+        if type(sampler).__name__ not in _SAMPLERS or not _draws_all(sampler):
             raise ValueError(
-                f"The trainer draws by {drawn}, which the plan's sampler would replace. Expected "
-                "its default; select examples in the data set instead."
+                f"The trainer draws by {type(sampler).__name__}, which the plan's sampler would "
+                "replace. Expected its default; select examples in the data set instead."
             )
         size, processes = trainer.args.per_device_train_batch_size, trainer.args.world_size
+        if not type(theirs).__module__.startswith("accelerate."):  # made by get_train_dataloader
+            check_loader(theirs)
+            if (own := theirs.batch_sampler.batch_size) != size:
+                raise ValueError(
+                    f"get_train_dataloader has batches of {own}, and the plan's would be of "
+                    f"per_device_train_batch_size={size}. Expected the same."
+                )
         return _Batches(self._run.take_loader(theirs, size, self._times, processes))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -225,12 +233,19 @@ class _Batches:
             yield logical
 
 
-def _sampler(loader: Any) -> str:
-    """Class of the sampler at the bottom of a loader that accelerate may have wrapped."""
+def _draws_all(sampler: Any) -> bool:
+    """True for a sampler that takes every example once."""
+    if not isinstance(sampler, RandomSampler):
+        return True
+    return not sampler.replacement and sampler.num_samples == len(sampler.data_source)
+
+
+def _sampler(loader: Any) -> Any:
+    """Sampler at the bottom of a loader that accelerate may have wrapped."""
     sampler = loader
     for name in ("batch_sampler", "batch_sampler", "sampler"):
         sampler = getattr(sampler, name, sampler)
-    return type(sampler).__name__
+    return sampler
 
 
 def _checkpointing(options: Any) -> dict[str, Any]:

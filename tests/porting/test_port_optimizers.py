@@ -340,3 +340,13 @@ def test_a_state_from_jax_lies_in_rows():
     assert all(
         value.is_contiguous() for value in port.to_torch(jaxs.params, like=twin.model).values()
     )
+
+
+def test_settings_that_are_tensors_and_namesakes_of_other_packages():
+    twin = Torch("sgd", "float32")
+    given = port.to_optax(torch.optim.SGD(twin.model.parameters(), lr=torch.tensor(0.5)))
+    updates, _ = given.update(jnp.ones(2), given.init(jnp.ones(2)))
+    np.testing.assert_allclose(updates, -0.5)
+    namesake = type("AdamW", (torch.optim.SGD,), {"__module__": "elsewhere"})
+    with pytest.raises(ValueError, match=r"is elsewhere.AdamW. Expected one of torch.optim"):
+        port.to_optax(namesake(twin.model.parameters(), lr=0.1))

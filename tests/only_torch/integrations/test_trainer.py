@@ -373,3 +373,42 @@ def test_a_trainer_that_checkpoints_activations_trains_as_without(kwargs, tmp_pa
         torch.allclose(p, expected[name], rtol=0, atol=1e-6)
         for name, p in model.state_dict().items()
     )
+
+
+class Flipped(torch.utils.data.DataLoader):
+    """Changes batches on their way."""
+
+    def __iter__(self):
+        return ({**batch, "labels": 1 - batch["labels"]} for batch in super().__iter__())
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda data: Flipped(data, batch_size=16), "Flipped with an __iter__ of its own"),
+        (lambda data: torch.utils.data.DataLoader(data, batch_size=4), "has batches of 4"),
+        (
+            lambda data: torch.utils.data.DataLoader(
+                data, 16, sampler=torch.utils.data.RandomSampler(data, num_samples=20)
+            ),
+            "draws by RandomSampler",
+        ),
+        (lambda data: torch.utils.data.DataLoader(data, batch_size=16, shuffle=True), None),
+    ],
+)
+def test_a_loader_of_ones_own_is_used_whole_or_refused(tmp_path, make, text):
+    made, callback = trainer(tmp_path, bert()), PrivacyCallback(plan=plan())
+    data = make(made.train_dataset)
+
+    class Own(type(made)):
+        def get_train_dataloader(self):
+            return data
+
+    made.__class__ = Own
+    callback.attach(made)
+    if text is None:
+        made.train()
+        assert len(callback.engine.ledger) == STEPS
+        return
+    with pytest.raises(ValueError, match=text):
+        made.train()
