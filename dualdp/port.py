@@ -129,15 +129,16 @@ def to_optax(optimizer: Any) -> Any:
             f"The optimizer has {len(groups)} groups of parameters. Expected one; write "
             "optax.multi_transform for several."
         )
-    kind = type(optimizer)
-    if not kind.__module__.startswith(("torch.optim.", "dualdp_torch.")):
+    path = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
+    kind = optimizer_state.kind_of(path)
+    if kind == path:
         raise ValueError(
-            f"The optimizer is {kind.__module__}.{kind.__name__}. Expected one of torch.optim; "
-            "write another one's updates with optax."
+            f"The optimizer is {path}. Expected one of torch.optim; write another one's updates "
+            "with optax."
         )
     dpj, _ = _backends()
     numbers = {k: v.item() if hasattr(v, "item") else v for k, v in groups[0].items()}
-    return dpj.weights.optimizer_state.like_torch(kind.__name__, numbers)
+    return dpj.weights.optimizer_state.like_torch(kind, numbers)
 
 
 def optimizer_to_jax(

@@ -45,11 +45,7 @@ def to_jax(
     converted = optimizer_state.to_jax(state, maps, slots, steps)
     found = {f"params/{path.replace('/', '.')}": array for path, array in ported.items()}
     found |= {f"optimizer/{path.replace('/', '.')}": a for path, a in converted.items()}
-    trained = [m for m in maps if m.torch_name in document["trained"]]
-    described = {
-        "views": 1,
-        "trained": sorted({piece.path for m in trained for piece in m.slices}),
-    }
+    described = {"views": 1, "trained": sorted(_leaves(maps, document["trained"]))}
     return _pack(found, wanted, document, {"stack": "jax", "step": steps, **described})
 
 
@@ -81,7 +77,7 @@ def to_torch(
     state = optimizer_state.TorchState.of({}, like["optimizer"], like["trained"])
     theirs, step = _below(values, "optimizer/", "/"), int(document["step"])
     slots = optimizer_state.to_torch(theirs, maps, state, step)
-    of_torch = {p.path for m in maps if m.torch_name in like["trained"] for p in m.slices}
+    of_torch = _leaves(maps, like["trained"])
     apart = of_torch ^ {*document.get("trained", of_torch)}
     if apart:
         raise ValueError(
@@ -106,6 +102,12 @@ def to_torch(
     return _pack(
         found, {**wanted, **dtypes}, document, {"stack": "torch", "position": step, **described}
     )
+
+
+def _leaves(maps: Iterable[ParameterMap], names: Iterable[str]) -> set[str]:
+    """Paths of the JAX leaves of torch's parameters of these names."""
+    chosen = set(names)
+    return {piece.path for m in maps if m.torch_name in chosen for piece in m.slices}
 
 
 def _match(

@@ -47,7 +47,6 @@ class TorchState:
     @classmethod
     def of(cls, arrays: Named, described: Mapping[str, Any], trained: Iterable[str]) -> TorchState:
         """Return the state from a checkpoint's arrays, by "slot/parameter", and description."""
-        module, _, kind = described["class"].rpartition(".")
         names = set(trained)
         slots: dict[str, dict[str, Array]] = {}
         for path, array in arrays.items():
@@ -62,7 +61,7 @@ class TorchState:
             for name in group["parameters"]
             if name in names
         }
-        return cls(kind if module.startswith(_MODULES) else described["class"], slots, options)
+        return cls(kind_of(described["class"]), slots, options)
 
     @property
     def steps(self) -> int | None:
@@ -87,6 +86,12 @@ class TorchState:
 def _number(value: Any) -> Any:
     """Setting as a number, also if it was stored as a tensor."""
     return value.get("tensor", value) if isinstance(value, dict) else value
+
+
+def kind_of(path: str) -> str:
+    """Name of an optimizer's class, from its path; the path itself for one of another package."""
+    module, _, name = path.rpartition(".")
+    return name if module.startswith(_MODULES) else path
 
 
 def check(state: TorchState) -> None:

@@ -19,7 +19,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from dualdp_torch.integrations.host_loop import HostedLoader, HostedRun, refuse_findings
 from dualdp_torch.rules.base import Tensor
 from dualdp_torch.training.engine import PrivacyEngine
-from dualdp_torch.training.loader import check_dataset, check_loader
+from dualdp_torch.training.loader import check_dataset, check_loader, draws_all
 
 FILE = "dualdp.json"
 _IGNORED = -100  # label of a position without a loss
@@ -130,7 +130,10 @@ class PrivacyCallback(TrainerCallback):
         check_dataset(trainer.train_dataset)
         theirs = type(trainer).get_train_dataloader(trainer)
         sampler = _sampler(theirs)
-        if type(sampler).__name__ not in _SAMPLERS or not _draws_all(sampler):
+        is_part = isinstance(sampler, RandomSampler) and not draws_all(
+            sampler, len(sampler.data_source)
+        )
+        if type(sampler).__name__ not in _SAMPLERS or is_part:
             raise ValueError(
                 f"The trainer draws by {type(sampler).__name__}, which the plan's sampler would "
                 "replace. Expected its default; select examples in the data set instead."
@@ -231,13 +234,6 @@ class _Batches:
             logical = _Logical(batch)
             logical.physical, logical.batches = self._physical, batches
             yield logical
-
-
-def _draws_all(sampler: Any) -> bool:
-    """True for a sampler that takes every example once."""
-    if not isinstance(sampler, RandomSampler):
-        return True
-    return not sampler.replacement and sampler.num_samples == len(sampler.data_source)
 
 
 def _sampler(loader: Any) -> Any:

@@ -32,6 +32,7 @@ from dualdp_torch.per_sample.checks.spot_check import ReferenceLosses
 from dualdp_torch.per_sample.checks.tape import (
     RefuseReads,
     Tape,
+    autocast_as,
     autocast_dtypes,
     insert_mode,
     remove_mode,
@@ -271,16 +272,16 @@ class Recorder:
         self._mode = Capture(self._names, keep, skip, self.model)
         self._eager.enter_context(eagerly())
         self._eager.enter_context(self._refusing_reads((args, kwargs)))
+        if self.computes_loss:
+            self.tape.end()  # there is no loss to find after it
         self._mode.__enter__()
 
     @contextlib.contextmanager
     def _refusing_reads(self, given: Any) -> Iterator[None]:
         """Context of a forward, in which what else the loop made of the batch can't be read."""
         apart = self.tape.computed_apart(given)
-        if apart.was_read and self.tape.forwards:
+        if apart.was_read:
             self._refuse_read_numbers()
-        if self.computes_loss:
-            self.tape.end()  # there is no loss to find after it
         mode = RefuseReads(apart) if apart.tensors else None
         if mode is not None:
             insert_mode(mode, 0)
@@ -865,10 +866,9 @@ class Recorder:
             untouched_generators(self.model),
             restored(self.model, self.analyses.writes),
             attributes_kept(self.model),
-            contextlib.ExitStack() as stack,
+            # The host's, around its step.
+            autocast_as(self._autocast) if self.computes_loss else contextlib.nullcontext(),
         ):
-            for device, dtype in self._autocast if self.computes_loss else ():
-                stack.enter_context(torch.autocast(device, dtype))  # the host's, around the step
             yield
 
 

@@ -367,6 +367,11 @@ class BatchMemoryManager:
         """Do nothing: an unfinished logical batch begins again with the next pass."""
 
 
+def draws_all(sampler: RandomSampler, n: int) -> bool:
+    """True for a shuffle that draws each of n examples once."""
+    return not sampler.replacement and sampler.num_samples == n
+
+
 def check_loader(loader: Any) -> None:
     """Refuse a loader with a sampler or an `__iter__` of its own, which would not be used.
 
@@ -395,9 +400,7 @@ def check_loader(loader: Any) -> None:
     batches = loader.batch_sampler
     sampler = batches.sampler if type(batches) is BatchSampler else (batches or loader.sampler)
     plain = type(sampler) is SequentialSampler or (
-        type(sampler) is RandomSampler
-        and not sampler.replacement
-        and sampler.num_samples == len(loader.dataset)  # type: ignore[arg-type]
+        type(sampler) is RandomSampler and draws_all(sampler, len(loader.dataset))  # type: ignore[arg-type]
     )
     plain = plain or (type(sampler) is DistributedSampler and sampler.dataset is loader.dataset)
     if not plain or batches is None:

@@ -23,6 +23,7 @@ from dualdp_torch.per_sample.checks.tape import (
     Slice,
     Slot,
     Tape,
+    autocast_as,
     is_in_place,
     slots_of,
     storage_of,
@@ -451,13 +452,7 @@ _CASTS = {*_CAST.values(), torch.Tensor.half, torch.Tensor.bfloat16}
 @contextlib.contextmanager
 def _as_then(call: Call, dtype: torch.dtype | None) -> Iterator[None]:
     """Context with the call's recorded grad mode and autocast."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.set_grad_enabled(call.grad))
-        on = dict(call.autocast) if dtype is None else {}
-        for device in ("cpu", "cuda"):
-            if device in on or torch.is_autocast_enabled(device):
-                mode = torch.autocast(device, dtype=on.get(device), enabled=device in on)
-                stack.enter_context(mode)
+    with torch.set_grad_enabled(call.grad), autocast_as(call.autocast if dtype is None else ()):
         yield
 
 

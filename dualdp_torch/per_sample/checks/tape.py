@@ -751,6 +751,18 @@ def autocast_dtypes() -> tuple[tuple[str, torch.dtype], ...]:
     return tuple([(device, torch.get_autocast_dtype(device)) for device in on])
 
 
+@contextlib.contextmanager
+def autocast_as(dtypes: Iterable[tuple[str, torch.dtype]]) -> Iterator[None]:
+    """Context with autocast enabled as `autocast_dtypes` found it, and disabled elsewhere."""
+    on = dict(dtypes)
+    with contextlib.ExitStack() as stack:
+        for device in ("cpu", "cuda"):
+            if device in on or torch.is_autocast_enabled(device):
+                mode = torch.autocast(device, dtype=on.get(device), enabled=device in on)
+                stack.enter_context(mode)
+        yield
+
+
 def slots_of(value: Any) -> Iterator[Slot]:
     """Yield the slots inside a recorded argument or result."""
     if type(value) is Slot:
