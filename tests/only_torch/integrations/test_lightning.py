@@ -406,7 +406,7 @@ class LitDiffusion(LitAutoEncoder):
 
 
 @pytest.mark.parametrize(
-    ("lit", "precision"), [(LitAutoEncoder, "bf16-mixed"), (LitDiffusion, "32-true")]
+    ("lit", "precision"), [(LitOwnLayers, "bf16-mixed"), (LitDiffusion, "32-true")]
 )
 def test_steps_of_several_modules_pass_their_checks(tmp_path, lit, precision):
     """In the autocast that Lightning has around the step; draws that can't be repeated apart."""
