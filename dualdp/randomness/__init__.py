@@ -1,6 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Randomness of a run: the secret root key, the keys derived from it, and their streams."""
 
+from dualdp.randomness.bits import SegmentBits as SegmentBits
+from dualdp.randomness.bits import fresh_bits as fresh_bits
+from dualdp.randomness.bits import key_of as key_of
+from dualdp.randomness.bits import noise_bits as noise_bits
+from dualdp.randomness.bits import seeded_bits as seeded_bits
 from dualdp.randomness.keys import PURPOSES as PURPOSES
 from dualdp.randomness.keys import LockedKey as LockedKey
 from dualdp.randomness.keys import RootKey as RootKey
