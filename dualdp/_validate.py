@@ -199,8 +199,8 @@ def choice(name: str, value: Any, allowed: Iterable[str] | Mapping[str, Any]) ->
 
 
 def newer(name: str, kind: str, found: int, known: int) -> str:
-    """Return the error message about a file of a later version of this library."""
+    """Return the error message about a file of another version of this library."""
     return (
         f"{name} is a {kind} of format {found}, and this version of dualdp reads format {known}. "
-        "Expected an older file; or use the version of dualdp that wrote it, or a later one."
+        "Expected one of that format; or use the version of dualdp that wrote it."
     )

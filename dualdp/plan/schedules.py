@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Protocol, Self
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from dualdp import _validate
 from dualdp._validate import AccountingError
@@ -23,7 +23,7 @@ Values = NDArray[np.float64]
 class Schedule(Protocol):
     """Function from the step, 0 or more, to a value."""
 
-    def at(self, steps: Any) -> Values:
+    def at(self, steps: ArrayLike) -> Values:
         """Return the values at the given steps, shape of `steps`."""
         ...
 
@@ -46,7 +46,7 @@ class Constant(float):
         """The number, as a plain float."""
         return float(self)
 
-    def at(self, steps: Any) -> Values:
+    def at(self, steps: ArrayLike) -> Values:
         """Return the values at the given steps, shape of `steps`."""
         return np.full(np.shape(steps), self.value, dtype=np.float64)
 
@@ -70,7 +70,7 @@ class Step:
         _validate.positive("factor", self.factor)
         _validate.integer("every", self.every, minimum=1)
 
-    def at(self, steps: Any) -> Values:
+    def at(self, steps: ArrayLike) -> Values:
         """Return the values at the given steps, shape of `steps`; inf past the largest float."""
         times = np.asarray(np.asarray(steps) // self.every, dtype=np.float64)
         return _power(self.initial, self.factor, times)
@@ -92,7 +92,7 @@ class Exponential:
         _validate.real("initial", self.initial)
         _validate.positive("rate", self.rate)
 
-    def at(self, steps: Any) -> Values:
+    def at(self, steps: ArrayLike) -> Values:
         """Return the values at the given steps, shape of `steps`; inf past the largest float."""
         return _power(self.initial, self.rate, np.asarray(steps, dtype=np.float64))
 
@@ -122,7 +122,7 @@ class Linear:
         _validate.real("final", self.final)
         _validate.integer("over", self.over, minimum=1)
 
-    def at(self, steps: Any) -> Values:
+    def at(self, steps: ArrayLike) -> Values:
         """Return the values at the given steps, shape of `steps`."""
         share = self._share(np.minimum(np.asarray(steps) / self.over, 1.0))
         return np.asarray(self.initial + share * (self.final - self.initial))
@@ -148,7 +148,7 @@ class Table:
 
     values: tuple[float, ...]
 
-    def at(self, steps: Any) -> Values:
+    def at(self, steps: ArrayLike) -> Values:
         """Return the values at the given steps, shape of `steps`.
 
         Raises:
@@ -180,7 +180,7 @@ class Warmup:
         _validate.integer("over", self.over, minimum=1)
         object.__setattr__(self, "then", as_schedule("then", self.then, None))
 
-    def at(self, steps: Any) -> Values:
+    def at(self, steps: ArrayLike) -> Values:
         """Return the values at the given steps, shape of `steps`."""
         share = np.minimum((np.asarray(steps) + 1) / self.over, 1.0)
         return np.asarray(share * self.then.at(steps))
@@ -217,7 +217,7 @@ class AdaptiveNorm:
         if self.count_noise_multiplier is not None:
             _validate.positive("count_noise_multiplier", self.count_noise_multiplier)
 
-    def at(self, steps: Any) -> Values:
+    def at(self, steps: ArrayLike) -> Values:
         """Return the bound of step 0; later ones depend on the releases.
 
         Raises:
@@ -268,6 +268,30 @@ def as_schedule(
         _validate.takes(name, value, "(step)", 0)
         return Table(tuple(_validate.real(f"{name}({k})", value(k)) for k in range(num_steps)))
     return Constant(_validate.real(name, value))
+
+
+def values_at(name: str, schedule: Schedule, steps: NDArray[np.int64], num_examples: int) -> Values:
+    """Return the values of a setting of a plan at (m,) steps.
+
+    Raises:
+        ValueError: one is out of range; the first such step is named.
+    """
+    values = np.asarray(schedule.at(steps), dtype=np.float64)
+    low = values >= 0 if name == "noise_multiplier" else values > 0
+    possible = low & np.isfinite(values)
+    most = num_examples if name == "expected_batch_size" else math.inf
+    wrong = np.flatnonzero(~(possible & (values <= most)))
+    if not wrong.size:
+        return values
+    first, is_constant = int(wrong[0]), isinstance(schedule, Constant)
+    named = f"{name}={values[first]}{'' if is_constant else f' at step {steps[first]}'}"
+    if possible[first]:
+        raise ValueError(
+            f"{named} exceeds num_examples={num_examples}. Expected at most the whole data set."
+        )
+    least = ">= 0" if name == "noise_multiplier" else "> 0"
+    end = "" if is_constant else "; end the run or the change of the schedule before that step"
+    raise ValueError(f"{named} is out of range. Expected a finite number {least}{end}.")
 
 
 def settles_at(schedule: Schedule) -> float:

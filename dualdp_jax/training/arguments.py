@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from dualdp import adam
-from dualdp.plan.units.rows import UserRows, rows_of_data
+from dualdp.plan.units import UserRows, rows_of_data
 from dualdp_jax import compat
 from dualdp_jax.per_sample.call import split_batch
 from dualdp_jax.training import adam_bc

@@ -27,7 +27,7 @@ from dualdp.plan.arguments import (
 )
 from dualdp.plan.correlated.noise import require_affordable
 from dualdp.plan.plan import PrivacyPlan
-from dualdp.plan.units.rows import UserRows, rows_digest
+from dualdp.plan.units import UserRows, rows_digest
 from dualdp.randomness import run_registry
 from dualdp_jax import compat
 from dualdp_jax.noise.recursion import size_of

@@ -19,7 +19,7 @@ from dualdp._validate import AccountingError
 from dualdp.plan.batches import HandedOut, end_of_pass, physical_batches, require_end
 from dualdp.plan.plan import require_units
 from dualdp.plan.samplers import num_batches
-from dualdp.plan.units.rows import UserRows, draw_rows
+from dualdp.plan.units import UserRows, draw_rows
 from dualdp_jax.parallel.mesh import DataMesh
 from dualdp_jax.per_sample.call import refuse_unsplit_numbers, split_batch
 from dualdp_jax.per_sample.open_loops import ChunkNeeds

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from dualdp import _validate
 from dualdp.plan.correlated import strategies
 from dualdp.plan.correlated.filters import filtered, impulse, transposed
-from dualdp.plan.correlated.sensitivity import comb, enlarged, participations
+from dualdp.plan.correlated.sensitivity import column_sums, falling, participations
 from dualdp.plan.correlated.strategies import BLT, Band, Strategy, Window
 from dualdp.plan.correlated.workloads import MOST_STEPS, checked_workload
 
@@ -123,13 +123,13 @@ def _error(
 
 
 def graded_sensitivity(c: Vector, separation: int, count: int) -> Graded:
-    """Return the bound of `squared_sensitivity` by the enlarged column, and its gradient."""
+    """Return the bound of `squared_sensitivity` by the falling column, and its gradient."""
     n = len(c)
-    h, origin = enlarged(c, separation) if count > 1 else (np.abs(c), np.arange(n))
-    tooth = comb(h, separation, count)
-    slope = 2 * comb(tooth[::-1], separation, count)[::-1]
+    h, origin = falling(c, separation) if count > 1 else (np.abs(c), np.arange(n))
+    rows = column_sums(h, separation, count)
+    slope = 2 * column_sums(rows[::-1], separation, count)[::-1]
     by_origin = np.bincount(origin, slope, minlength=n)
-    return float(tooth @ tooth), np.where(c < 0, -by_origin, by_origin)
+    return float(rows @ rows), np.where(c < 0, -by_origin, by_origin)
 
 
 def _loss(error: Graded, sensitivity: Graded) -> Graded:

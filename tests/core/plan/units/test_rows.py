@@ -9,7 +9,7 @@ import pytest
 from scipy import stats
 
 from dualdp import PrivacyPlan, units
-from dualdp.plan.units.rows import bits_at
+from dualdp.plan.units import bits_at
 from dualdp.randomness import bits
 
 USERS = np.array([40, 7, 7, 40, 12, 7, 7, 40, 7, 3])  # 3: 1 row, 7: 5, 12: 1, 40: 3

@@ -11,17 +11,12 @@ Source: Charles et al. 2024 (arXiv 2407.07737), Algorithm 2 (user-level sampling
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dualdp import _validate
-from dualdp.randomness import grid_noise
-from dualdp.randomness.threefry import bits_at
-
-if TYPE_CHECKING:
-    from dualdp.plan.plan import PrivacyPlan
 
 Indices = NDArray[np.int64]
 
@@ -131,15 +126,6 @@ def rows_of_data(users: Any, num_rows: int) -> UserRows | None:
     return user_rows(ids, num_users=users.num_users)
 
 
-def rows_digest(plan: PrivacyPlan, rows: UserRows | None) -> str | None:
-    """Return a keyed digest of the rows of each user, which are private; None for None."""
-    if rows is None:
-        return None
-    arrays = (np.ascontiguousarray(part, "<i8") for part in (rows.starts, rows.order))
-    parts = [b"users", *(part.tobytes() for part in arrays)]
-    return plan.root.require_secret().digest(parts)
-
-
 _EXPECTED = (
     "Expected a one-dimensional array of integers, the id of the user of each row; for names, "
     "np.unique(names, return_inverse=True)[1]."
@@ -157,51 +143,29 @@ class DrawnRows(NamedTuple):
     weights: NDArray[np.float64]
 
 
-def draw_rows(
-    plan: PrivacyPlan, step: int, units: Indices, rows: UserRows, rows_per_unit: int
+def rows_with_least_words(
+    rows: Indices, owner: Indices, words: NDArray[np.uint64], num_units: int, most: int
 ) -> DrawnRows:
-    """Draw at most K rows of each of some users, for one step.
+    """Return the rows with the smallest words of each user, at most K of each, with weights.
 
     Args:
-        plan: `PrivacyPlan`, whose key decides.
-        step: int, step of the run.
-        units: (users,) int64, users of the step, or some of them.
-        rows: rows of each user.
-        rows_per_unit: int, K.
-
-    Guarantees:
-        All subsets of min(K, rows) rows of a user are equally likely, independently of other users
-            and steps.  [test_every_subset_is_as_likely]
-        Pure function of (key, step, user), the same for every split of a batch, on every stack
-            and machine.  [test_rows_of_a_user_do_not_depend_on_the_split, test_known_rows]
+        rows: (m,) rows, user by user.
+        owner: (m,) the place of each row's user in the batch, 0 .. num_units - 1.
+        words: (m,) uniform integers, one for each row.
+        num_units: int, number of users in the batch.
+        most: int, K.
     """
-    found, owner = rows.of(units)
-    found, owner, place = smallest_words(found, owner, row_words(plan, step, found), rows_per_unit)
-    drawn = np.bincount(owner, minlength=len(units))
-    first = np.zeros(len(units), np.int64)
-    first[drawn > 0] = found[place == 0]
-    chosen = np.repeat(first[:, None], rows_per_unit, axis=1)
-    weights = np.zeros(chosen.shape)
-    chosen[owner, place], weights[owner, place] = found, 1 / drawn[owner]
-    return DrawnRows(chosen, weights)
-
-
-def row_words(plan: PrivacyPlan, step: int, rows: Indices) -> NDArray[np.uint64]:
-    """Return (rows,) uniform 64-bit integers of a step: a pure function of (key, step, row)."""
-    if plan.noise == "secure":
-        key = grid_noise.stream_key(plan, "rows", step)
-        return grid_noise.words(key, int(rows.max(initial=-1)) + 1)[rows]
-    return bits_at(plan.step_key("rows", step), rows)
-
-
-def smallest_words(
-    rows: Indices, owner: Indices, words: NDArray[np.uint64], most: int
-) -> tuple[Indices, Indices, Indices]:
-    """Rows with the smallest words of each owner: (rows, owner, place of the row), increasing."""
     order = np.lexsort((words, owner))
-    kept = order[_places(owner[order]) < most]
-    kept = kept[np.lexsort((rows[kept], owner[kept]))]
-    return rows[kept], owner[kept], _places(owner[kept])
+    chosen = order[_places(owner[order]) < most]
+    chosen = chosen[np.lexsort((rows[chosen], owner[chosen]))]
+    rows, owner, place = rows[chosen], owner[chosen], _places(owner[chosen])
+    drawn = np.bincount(owner, minlength=num_units)
+    first = np.zeros(num_units, np.int64)
+    first[drawn > 0] = rows[place == 0]
+    blocks = np.repeat(first[:, None], most, axis=1)  # (users, K), padded with the first row
+    weights = np.zeros(blocks.shape)
+    blocks[owner, place], weights[owner, place] = rows, 1 / drawn[owner]
+    return DrawnRows(blocks, weights)
 
 
 def _places(owner: Indices) -> Indices:
@@ -209,3 +173,13 @@ def _places(owner: Indices) -> Indices:
     index = np.arange(len(owner))
     is_first = np.diff(owner, prepend=-1) != 0
     return index - np.maximum.accumulate(np.where(is_first, index, 0))
+
+
+def rows_digest(plan: object, rows: object) -> str | None:
+    """Legacy name, which goes with its last user."""
+    return None
+
+
+def draw_rows(*args: object) -> DrawnRows:
+    """Legacy name, which goes with its last user: `dualdp.plan.batches.drawn_rows`."""
+    raise NotImplementedError
