@@ -1,140 +1,60 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Correlated noise of bands and buffered Toeplitz strategies, from rows of the noise before.
+"""Correlated noise C^-1 z of one step, from its normals z and what was kept of earlier steps.
 
-The rows take the noise away from what was released, so they are a cache only: in no checkpoint,
-pickle or `repr`, and drawn again from the key by a run that is resumed.
+What is kept takes the noise away from what was released: it lives in the memory of the process
+that releases, on the shards where sums are sharded, and in no checkpoint, pickle or `repr`.
+
+Source: Denisov et al. 2022 (arXiv 2202.08312); McMahan et al. 2024 (arXiv 2404.16706) for `BLT`.
 """
 
 from __future__ import annotations
 
-import logging
-import time
-import weakref
-from collections.abc import Callable
-from typing import Any, NoReturn
-
-from dualdp.plan.correlated.noise import (
-    Path,
-    Recursion,
-    branch_at,
-    recursion_of,
-    require_affordable,
-)
+from dualdp.plan.correlated.strategies import BLT, Band, Strategy, Window
 from dualdp_torch.rules.base import Tensor
 
-_SECONDS = 10.0  # between two lines about the progress
-_log = logging.getLogger("dualdp")
-#: Rows of a plan, by the identity of the object.
-_kept: dict[int, tuple[weakref.ref[Any], Rows]] = {}
+#: Kept arrays, the newest first.
+Kept = tuple[Tensor, ...]
 
 
-class Rows:
-    """State of a recursion before `step`: for each part of the noise some rows, which are secret.
+def next_noise(
+    strategy: Strategy, index: int, z: Tensor, kept: Kept, stddev: float
+) -> tuple[Tensor, Kept]:
+    """Return the noise of a step and what is kept for the next.
 
-    Args:
-        layout: names, shapes, dtypes, devices and pieces of the sums, on which the normals depend.
-    """
-
-    def __init__(self, layout: Any) -> None:
-        self.layout, self.step, self.path = layout, 0, Path()
-        self._rows: dict[int, list[Tensor]] = {}
-
-    def lead_to(self, step: int, path: Path, layout: Any) -> bool:
-        """Return True if the noise of `step` comes after these rows."""
-        before = tuple(stretch for stretch in path if stretch[0] < self.step)
-        return self.step <= step and self.path == before and self.layout == layout
-
-    def advance(self, recursion: Recursion, path: Path, normals: list[Tensor]) -> list[Tensor]:
-        """Return the noise of `step`, one tensor a part, and move to the next step.
-
-        Args:
-            recursion: `Recursion` of the strategy.
-            path: branches of the steps.
-            normals: (k,) normals of each part, times the standard deviation of z; overwritten.
-        """
-        decays = recursion.decays
-        for part, noise in enumerate(normals):
-            empty = [] if decays is None else [noise.new_zeros(len(noise)) for _ in decays]
-            rows = self._rows.get(part, empty)
-            for tap, row in zip(recursion.taps, rows, strict=decays is not None):
-                noise.sub_(row * tap)  # rounded twice, on any device and in any part
-            noise.mul_(recursion.scale)
-            if decays is None:
-                self._rows[part] = [noise, *rows][: len(recursion.taps)]
-            else:
-                for index, decay in enumerate(decays):  # not in place: of inference mode, perhaps
-                    rows[index] = (rows[index] * decay).add_(noise)
-                self._rows[part] = rows
-        self.step += 1
-        self.path = tuple(stretch for stretch in path if stretch[0] < self.step)
-        return normals
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError(
-            "The rows of correlated noise can't be copied: they take the noise away. A resumed run "
-            "draws them again from its key."
-        )
-
-
-def noise_of(
-    plan: Any,
-    step: int,
-    path: Path,
-    layout: Any,
-    size: int,
-    draw: Callable[[int, int], list[Tensor]],
-) -> list[Tensor]:
-    """Return the noise of a step, whose tensors may not be changed; keep its rows for the next.
-
-    Steps that are asked for in another order, on another branch or in another layout are drawn from
-    step 0 on, to the same numbers.
+    A window keeps its normals, a band as many noises as it has coefficients, a buffered Toeplitz
+    strategy its buffers, and any other strategy all normals of the segment.
 
     Args:
-        plan: `PrivacyPlan`, whose correlation has a recursion.
-        step: index of the release.
-        path: branches of the steps that lead to it.
-        layout: what the normals depend on, besides key, step and branch; compared by `==`.
-        size: numbers that the noise has here.
-        draw: function of (step, branch) that returns the normals of each part, (k,) each.
-
-    Raises:
-        AccountingError: more normals would be drawn again than 10^14.
-
-    Guarantees:
-        The same bits, whether the steps before were just drawn or not.
-            [test_any_order_of_the_steps_gives_the_same_noise]
-        No copy or pickle has the rows.  [test_rows_are_in_no_pickle_and_no_repr]
+        strategy: `Strategy` of the plan.
+        index: int, number of the step in its segment.
+        z: (k,) standard normals of the step, which may be overwritten.
+        kept: arrays (k,) of the step before; () at the beginning.
+        stddev: float, standard deviation of z in the sum, gradient units.
     """
-    recursion = recursion_of(plan.correlation)
-    assert recursion is not None
-    plan_id = id(plan)
-    rows = _taken(plan_id, step, path, layout)
-    if rows is None:
-        require_affordable(plan.correlation, step, size)
-        forget(plan_id)  # frees the memory of rows that lead elsewhere
-        rows = Rows(layout)
-    told = time.monotonic()
-    while True:
-        noise = rows.advance(recursion, path, draw(rows.step, branch_at(path, rows.step)))
-        if rows.step > step:
-            break
-        if time.monotonic() - told > _SECONDS:
-            told = time.monotonic()
-            _log.warning("Correlated noise is drawn again: step %d of %d.", rows.step, step)
-    if rows.step != plan.num_steps:
-        _kept[plan_id] = weakref.ref(plan, lambda _: forget(plan_id)), rows
-    return noise
+    if isinstance(strategy, Band):
+        first, *taps = strategy.weights
+        noise = z.mul_(stddev)
+        for tap, earlier in zip(taps, kept, strict=False):
+            noise.sub_(earlier * tap)
+        noise.mul_(1 / first)
+        return noise.clone(), (noise, *kept)[: len(taps)]
+    if isinstance(strategy, BLT):
+        buffers = kept or tuple(z.new_zeros(len(z)) for _ in strategy.decays)
+        noise = z.mul_(stddev)
+        for scale, buffer in zip(strategy.scales, buffers, strict=True):
+            noise.sub_(buffer * scale)  # rounded twice, on any device and in any part
+        pairs = zip(strategy.decays, buffers, strict=True)
+        return noise, tuple((buffer * decay).add_(noise) for decay, buffer in pairs)
+    weights = weights_of(strategy, index)
+    noise = z * (stddev * weights[0])
+    for weight, earlier in zip(weights[1:], kept, strict=True):
+        noise.add_(earlier * (stddev * weight))
+    most = len(strategy.weights) - 1 if isinstance(strategy, Window) else index + 1
+    return noise, (z, *kept)[:most]
 
 
-def _taken(plan_id: int, step: int, path: Path, layout: Any) -> Rows | None:
-    """Kept rows if they lead to a step, taken out: no failed step or thread leaves half of it."""
-    kept = _kept.pop(plan_id, None)
-    if kept is not None and not kept[1].lead_to(step, path, layout):
-        _kept[plan_id] = kept
-        return None
-    return kept and kept[1]
-
-
-def forget(plan_id: int) -> None:
-    """Free the rows of the plan with this `id`."""
-    _kept.pop(plan_id, None)
+def weights_of(strategy: Strategy, index: int) -> tuple[float, ...]:
+    """Return the weights of the normals of a step and of those before, the newest first."""
+    if isinstance(strategy, Window):
+        return strategy.weights[: index + 1]
+    return tuple(strategy.inverse(index + 1).tolist())
