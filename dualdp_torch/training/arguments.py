@@ -15,10 +15,8 @@ from torch.utils.data import DataLoader
 from dualdp import _validate, adam, exactness
 from dualdp.plan import arguments
 from dualdp.plan.plan import PrivacyPlan
-from dualdp.plan.units.rows import UserRows, rows_of_data
+from dualdp.plan.units import UserRows, rows_of_data
 from dualdp_torch.parallel.fsdp import check_sharded
-from dualdp_torch.parallel.tensor_parallel import refuse_fused, split_of
-from dualdp_torch.per_sample.checks.criterion_check import REDUCTIONS
 from dualdp_torch.per_sample.clip import clipping_bounds, refuse_two_pass
 from dualdp_torch.per_sample.model_checks import refuse_mixing_modules, require_module
 from dualdp_torch.per_sample.parameter_use import trainable_parameters
@@ -28,6 +26,7 @@ from dualdp_torch.training.loader import check_loader, expected_batch_size, most
 from dualdp_torch.training.opacus_names import advice
 from dualdp_torch.training.views import Views
 
+REDUCTIONS = ("mean", "sum")
 #: Our methods for per-sample gradients and Opacus' names for them -> our method.
 GRAD_SAMPLE_MODES = {
     **{method: method for method in RECORDED},
@@ -61,12 +60,6 @@ class RunSettings:
     pass_end: int = 0  # step that ends the pass which a checkpoint interrupted
     checks: float = exactness.RATE  # share of steps at which examples are checked; 0 is off
     views: int = 1  # number of views of each example, which are so many rows of a batch
-
-    @classmethod
-    def from_saved(cls, saved: Mapping[str, Any]) -> RunSettings:
-        """Settings in a checkpoint, without those that only older ones hold."""
-        older = ("choices", "whole")  # a table of layers' methods; a pass was the whole plan
-        return cls(**{name: value for name, value in saved.items() if name not in older})
 
 
 def check_kinds(module: Any, optimizer: Any, name: str = "module") -> None:
@@ -106,9 +99,7 @@ def check(
         )
     check_holds(optimizer, trained)
     method = GRAD_SAMPLE_MODES[settings.grad_sample_mode]
-    split_of(module, method)
     check_sharded(module, method)
-    refuse_fused(module, optimizer)
     clipping_bounds(trained, plan.clipping, plan.clipping_bounds(plan.max_grad_norm_at(0)))
     refuse_two_pass(method, plan.clipping)
 

@@ -4,11 +4,10 @@
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 from torch import nn
@@ -18,20 +17,18 @@ from dualdp import _validate
 from dualdp._validate import AccountingError
 from dualdp.accountants import require_bound
 from dualdp.exactness import checked_rate
+from dualdp.ledger import own_loops
 from dualdp.ledger.ledger import Ledger
-from dualdp.plan.arguments import NO_RUN, SECOND_RUN, names_delta, refuse_beside_target
+from dualdp.plan.arguments import NO_RUN, SECOND_RUN, names_delta
 from dualdp.plan.batches import end_of_pass, require_end
-from dualdp.plan.correlated.noise import require_affordable
 from dualdp.plan.plan import PrivacyPlan
-from dualdp.plan.units.rows import UserRows, rows_digest
+from dualdp.plan.units import UserRows
 from dualdp.porting.parameter_map import ParameterMap
-from dualdp.randomness import run_registry
-from dualdp_torch.parallel.fsdp import is_sharded, is_tensor_parallel
+from dualdp.randomness import SegmentBits
+from dualdp_torch.noise.noise import NoiseSource
 from dualdp_torch.parallel.process_group import QUIET, Group, group_of, on_all, unwrapped
-from dualdp_torch.parallel.tensor_parallel import refuse_data_parallel
 from dualdp_torch.training.arguments import RunSettings, check, check_kinds, plan_of, rows_of
 from dualdp_torch.training.compiled_step import CompiledStep, compiled_sums
-from dualdp_torch.training.ema import averaged
 from dualdp_torch.training.loader import (
     SINGLE_PROCESS,
     Passes,
@@ -42,15 +39,23 @@ from dualdp_torch.training.loader import (
 from dualdp_torch.training.opacus_names import missing_in
 from dualdp_torch.training.own_loop import OwnLoopLoader
 from dualdp_torch.training.rank_consistency import agreed
-from dualdp_torch.training.run_ledger import open_ledger
-from dualdp_torch.training.step import PrivateStep, Stages
-from dualdp_torch.training.temporary_attributes import set_temporarily
+from dualdp_torch.training.step import PrivateStep, Stages, set_temporarily
 from dualdp_torch.training.views import Augment, Views
 
+Path = str | os.PathLike[str]
 #: Module, optimizer and loader that the user's loop goes on with.
 Private = tuple[nn.Module, torch.optim.Optimizer, PlannedLoader]
-#: Models and optimizers that an engine is attached to.
-_in_use: weakref.WeakSet[Any] = weakref.WeakSet()
+_ATTACHED = "_dualdp_engine"  # attribute of a model and an optimizer in a run
+
+
+class Attached:
+    """Engine of the run that a model or an optimizer is in; nothing in their copies and pickles."""
+
+    def __init__(self, engine: PrivacyEngine) -> None:
+        self.engine = engine
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
 
 
 class PrivacyEngine:
@@ -91,7 +96,7 @@ class PrivacyEngine:
         self._group: Group | None = None
         self._step: PrivateStep | None = None
         self._own_loop: OwnLoopLoader | None = None
-        self._loaded: tuple[nn.Module, torch.optim.Optimizer, Callable[[], None]] | None = None
+        self._loaded: Loaded | None = None
         self._undo = ExitStack()
 
     def make_private(
@@ -111,7 +116,7 @@ class PrivacyEngine:
         max_physical_batch_size: int | None = None,
         poisson_sampling: bool | None = None,
         grad_sample_mode: str = "auto",
-        ledger: str | os.PathLike[str] | None = None,
+        ledger: Path | None = None,
         checks: float | None = None,
         views: int = 1,
         augment: Augment | None = None,
@@ -207,7 +212,7 @@ class PrivacyEngine:
         num_steps: int | None = None,
         loss_reduction: str = "mean",
         grad_sample_mode: str = "auto",
-        ledger: str | os.PathLike[str] | None = None,
+        ledger: Path | None = None,
         checks: float | None = None,
         views: int = 1,
         augment: Augment | None = None,
@@ -230,13 +235,13 @@ class PrivacyEngine:
             "max_grad_norm": max_grad_norm,
             **others,
         }
-        refuse_beside_target(given.pop("plan", None), given)
+        plan = given.pop("plan", None)
         given |= {"epochs": epochs, "num_steps": num_steps}
         seen = Views(views, augment)
         rows = rows_of(data_loader, users, seen)
         plan = plan_of(
             data_loader,
-            None,
+            plan,
             given,
             self.make_private_with_epsilon,
             rows,
@@ -259,42 +264,42 @@ class PrivacyEngine:
         loader: DataLoader[Any],
         plan: PrivacyPlan,
         settings: RunSettings,
-        ledger: str | os.PathLike[str] | None,
+        ledger: Path | None,
         views: Views,
         users: UserRows | None,
     ) -> Private:
         """Check everything, then open the ledger and attach."""
         check_kinds(module, optimizer)
         inner, layout = unwrapped(module), self.noise_layout
-        for name, used in (("module", inner), ("optimizer", optimizer)):
-            if used in _in_use:
-                raise AccountingError(
-                    f"{name} is trained by another PrivacyEngine. Expected its detach() before "
-                    "make_private, or a new model and optimizer."
-                )
+        _end_unused(inner, optimizer)
         self._group = group = group_of(module)
-        plan, digest = agreed(group, inner, optimizer, loader, plan, settings, layout, users)
+        bits = agreed(group, inner, optimizer, loader, plan, settings, layout, users)
 
-        def prepared() -> PlannedLoader:
-            refuse_data_parallel(module, loader)
+        def opened() -> tuple[PlannedLoader, Ledger]:
             check(inner, optimizer, plan, settings)
-            return self._planned(loader, plan, settings, inner, views, users)
+            planned = self._planned(loader, plan, bits, views, users)
+            return planned, Ledger(plan, path=ledger if self._is_first else None)
 
-        planned = on_all(group, "make_private", prepared)
-        self._ledger = on_all(group, "the ledger", lambda: open_ledger(group, plan, ledger))
-        self._ledger.bind_users(digest)
+        planned, self._ledger = on_all(group, "make_private", opened)
         self._ledger.note(checks=settings.checks)
         if settings.views > 1:
             self._ledger.note(views=settings.views)
         self._settings = settings
-        self._attach(module, optimizer)
+        self._attach(module, optimizer, bits)
         return module, optimizer, planned
 
-    def _attach(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        model = unwrapped(module)
-        self._step = PrivateStep(model, optimizer, self.ledger, self._settings, self._group, self)
-        _in_use.update((model, optimizer))
-        self._undo.callback(_in_use.difference_update, (model, optimizer))
+    @property
+    def _is_first(self) -> bool:
+        """True in the process whose ledger is the run's record."""
+        return self._group is None or self._group.is_first
+
+    def _attach(
+        self, module: nn.Module, optimizer: torch.optim.Optimizer, bits: SegmentBits
+    ) -> None:
+        model, settings = unwrapped(module), self._settings
+        self._step = PrivateStep(model, optimizer, self.ledger, settings, bits, self._group, self)
+        for owner in (model, optimizer):
+            set_temporarily(self._undo, owner, **{_ATTACHED: Attached(self)})
         if module is not model:
             set_temporarily(self._undo, module, **QUIET)
         self._undo.callback(self._step.detach)
@@ -302,30 +307,28 @@ class PrivacyEngine:
     @classmethod
     def loaded(
         cls,
-        ledger: Ledger,
-        settings: RunSettings,
         module: nn.Module,
         optimizer: torch.optim.Optimizer,
+        settings: RunSettings,
+        open_ledger: Callable[[bool], Ledger],
         at_resume: Callable[[], None],
         group: Group | None = None,
     ) -> Self:
         """Return the engine of a loaded run, whose `resume` takes the data and calls `at_resume`.
 
         The caller loads parameters and optimizer state. What `make_private` would refuse is refused
-        here, and the ledger closed.
+        here. `open_ledger` begins a segment of the run's ledger; with True its noise is such that
+        the planned steps fit the target.
         """
+        engine = cls()
+        engine._group, engine._settings = group, settings
+        engine._ledger = ledger = open_ledger(False)
         try:
             check(unwrapped(module), optimizer, ledger.plan, settings)
-            trained = [p for p in module.parameters() if p.requires_grad]
-            parts = group.size if group is not None and is_sharded(trained[0]) else 1
-            size = sum(p.numel() for p in trained) // parts
-            require_affordable(ledger.plan.correlation, ledger.position, size)
         except BaseException:
             ledger.close()
             raise
-        engine = cls()
-        engine._group, engine._ledger, engine._settings = group, ledger, settings
-        engine._loaded = module, optimizer, at_resume
+        engine._loaded = Loaded(module, optimizer, open_ledger, at_resume)
         return engine
 
     def resume(
@@ -334,38 +337,48 @@ class PrivacyEngine:
         data_loader: DataLoader[Any],
         augment: Augment | None = None,
         users: Any = None,
+        recalibrate: bool = False,
     ) -> Private:
         """Continue a run that `load_checkpoint` loaded, with the arguments of its `make_private`.
+
+        A segment begins: its batches and noise are drawn anew, and steps that were released after
+        the checkpoint and run again are further releases, which are accounted.
+
+        Args:
+            data_loader: `DataLoader` over the run's data.
+            augment: function of the run's views, see `make_private`.
+            users: ids of the users of the rows, see `make_private`.
+            recalibrate: bool, True for such noise in the steps that are left that all planned steps
+                fit the plan's target_epsilon.
 
         Returns:
             `(module, optimizer, loader)`, the first two being those that were loaded into.
 
         Raises:
             AccountingError: the engine was not loaded, or goes on already.
-            ValueError: the loader has other data, the run has views and `augment` is missing, or it
-                has other users.
+            ValueError: the loader has other data, or the run has views and `augment` is missing; or
+                `recalibrate` came to a plan without target_epsilon.
         """
         if self._loaded is None:
             raise AccountingError(
                 "There is no loaded run to go on with. Expected load_checkpoint's engine, once."
             )
-        module, optimizer, at_resume = self._loaded
+        module, optimizer, open_ledger, at_resume = self._loaded
         plan, settings = self.plan, self._settings
         group, inner, layout = self._group, unwrapped(module), self.noise_layout
+        _end_unused(inner, optimizer)
         views = Views(settings.views, augment)
         rows = rows_of(data_loader, users, views)
-        _, digest = agreed(group, inner, optimizer, data_loader, plan, settings, layout, rows)
-
-        def prepared() -> PlannedLoader:
-            until = settings.pass_end
-            planned = self._planned(data_loader, plan, settings, inner, views, rows, until)
-            self.ledger.bind_users(digest)
-            return planned
-
-        planned = on_all(group, "resume", prepared)
-        run_registry.draw_by_engine(self.ledger)
+        bits = agreed(group, inner, optimizer, data_loader, plan, settings, layout, rows)
+        until = settings.pass_end
+        planned = on_all(
+            group, "resume", lambda: self._planned(data_loader, plan, bits, views, rows, until)
+        )
+        if recalibrate:
+            self.ledger.close()
+            self._ledger = open_ledger(True)
         self._loaded = None
-        self._attach(module, optimizer)
+        self._attach(module, optimizer, bits)
         at_resume()
         return module, optimizer, planned
 
@@ -374,7 +387,7 @@ class PrivacyEngine:
         *,
         data_loader: DataLoader[Any],
         plan: PrivacyPlan | None = None,
-        ledger: str | os.PathLike[str] | None = None,
+        ledger: Path | None = None,
         views: int = 1,
         augment: Augment | None = None,
         users: Any = None,
@@ -407,9 +420,9 @@ class PrivacyEngine:
         options = self._plan_options
         plan = plan_of(data_loader, plan, plan_arguments, self.make_loader, rows, **options)
         span = partial(self._span, most_steps(data_loader, rows), 0)
-        loader = OwnLoopLoader(data_loader, plan, span, seen, rows)
-        self._ledger = open_ledger(None, plan, ledger, "PrivacyEngine.make_loader", "")
-        self._ledger.bind_users(rows_digest(plan, rows))
+        loader = OwnLoopLoader(data_loader, plan, SegmentBits(plan.seed), span, seen, rows)
+        self._ledger = Ledger(plan, path=ledger)
+        own_loops.open_loop(plan, self._ledger).source = NoiseSource(plan)
         loader.handed_out.begun = self._ledger.position
         self._own_loop = loader
         return loader
@@ -418,8 +431,7 @@ class PrivacyEngine:
         self,
         loader: DataLoader[Any],
         plan: PrivacyPlan,
-        settings: RunSettings,
-        model: nn.Module,
+        bits: SegmentBits,
         views: Views,
         users: UserRows | None,
         until: int = 0,
@@ -427,10 +439,8 @@ class PrivacyEngine:
         """Loader of the plan's batches; `until` is the end of an interrupted pass, or 0."""
         span = partial(self._span, most_steps(loader, users), until)
         passes, group = Passes(span, self._require_step), self._group
-        # With tensor parallelism every process works on the whole batch.
-        is_shared = group is not None and not is_tensor_parallel(model)
-        share = Share(group.rank, group.size) if group and is_shared else SINGLE_PROCESS
-        return PlannedLoader(loader, plan, passes, share, settings.checks, views, users)
+        share = SINGLE_PROCESS if group is None else Share(group.rank, group.size)
+        return PlannedLoader(loader, plan, bits, passes, share, views, users)
 
     def _span(self, most: int | None, until: int, is_whole: bool) -> tuple[int, int]:
         """Steps (start, stop) of the coming pass, or of the rest of the plan.
@@ -537,13 +547,18 @@ class PrivacyEngine:
                 "record() came in a run of several processes, whose loops would not be one run. "
                 "Expected the loader and optimizer of make_private, which account them together."
             )
-        steps = ledger.steps_ahead(_validate.integer("num_steps", num_steps))
-        if len(steps) == 1 and self._own_loop is not None:
-            self._own_loop.handed_out.record(steps[0])
-        for step in steps:
+        num_steps, first = _validate.integer("num_steps", num_steps), ledger.position
+        if ledger.end is not None and first + num_steps > ledger.end:
+            raise AccountingError(
+                f"num_steps={num_steps} after {first} recorded releases is past step {ledger.end}, "
+                "where the plan or its target epsilon ends. Plan more steps, or num_steps=None for "
+                "an open-ended run."
+            )
+        if num_steps == 1 and self._own_loop is not None:
+            self._own_loop.handed_out.record(first)
+        for step in range(first, first + num_steps):
             ledger.record(step)
-            ledger.seal(step, None)
-        return steps
+        return range(first, first + num_steps)
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -634,24 +649,6 @@ class PrivacyEngine:
             self._own_loop.handed_out.warn_of_undrawn(ledger.plan, ledger.position)
         return ledger.get_epsilon(delta, accept_unverified=accept_unverified)
 
-    def ema(self) -> nn.Module:
-        """Return a copy of the module with the parameters' average that `with_ema` keeps.
-
-        It is in eval mode, has no hooks of the engine at work, and costs no privacy.
-
-        Raises:
-            AccountingError: the engine is not attached.
-            ValueError: the optimizer keeps no average, no step was taken, or the model lies in
-                pieces (fully_shard, parallelize_module).
-        """
-        step = self._require_step()
-        if step.recorder.shards is not None or step.recorder.split is not None:
-            raise ValueError(
-                "The model lies in pieces (fully_shard, parallelize_module), which are not copied. "
-                "Read the averages of the pieces in optimizer.state[p]['ema']."
-            )
-        return averaged(step.recorder.model, step.optimizer)
-
     def stages(self) -> Stages:
         """Return per-sample gradients (see `keep_per_sample`), clipped sum, noisy mean of a step.
 
@@ -673,3 +670,27 @@ class PrivacyEngine:
                 "No step was taken since a batch was handed out. Call optimizer.step() first."
             )
         return stages
+
+
+class Loaded(NamedTuple):
+    """Parts of a loaded run that `resume` continues."""
+
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+    open_ledger: Callable[[bool], Ledger]
+    at_resume: Callable[[], None]
+
+
+def _end_unused(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Detach an engine that took no step from a model and an optimizer; refuse one that did."""
+    for name, owner in (("module", model), ("optimizer", optimizer)):
+        attached = vars(owner).get(_ATTACHED)
+        if attached is None:
+            continue
+        if len(attached.engine.ledger):
+            raise AccountingError(
+                f"{name} is trained by another PrivacyEngine, which has released "
+                f"{len(attached.engine.ledger)} steps. Expected its detach() before make_private, "
+                "or a new model and optimizer."
+            )
+        attached.engine.detach()

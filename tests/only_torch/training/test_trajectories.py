@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seeded runs end where they ended when the fixture was made: batches, noise, clipping and order."""
+"""Seeded runs end where they ended when the fixture was made: batches, noise and clipping."""
 
 from __future__ import annotations
 
