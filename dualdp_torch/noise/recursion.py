@@ -47,7 +47,7 @@ def next_noise(
         return noise, tuple((buffer * decay).add_(noise) for decay, buffer in pairs)
     weights = weights_of(strategy, index)
     noise = z * (stddev * weights[0])
-    for weight, earlier in zip(weights[1:], kept, strict=True):
+    for weight, earlier in zip(weights[1:], kept, strict=False):
         noise.add_(earlier * (stddev * weight))
     most = len(strategy.weights) - 1 if isinstance(strategy, Window) else index + 1
     return noise, (z, *kept)[:most]

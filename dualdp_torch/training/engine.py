@@ -463,6 +463,7 @@ class PrivacyEngine:
         if self._own_loop is None:
             self._require_step()
         self._undo.close()
+        self.ledger.own_loop = None  # its noise is asked for no more
         self.ledger.close()
         self._step = None
 
@@ -547,18 +548,12 @@ class PrivacyEngine:
                 "record() came in a run of several processes, whose loops would not be one run. "
                 "Expected the loader and optimizer of make_private, which account them together."
             )
-        num_steps, first = _validate.integer("num_steps", num_steps), ledger.position
-        if ledger.end is not None and first + num_steps > ledger.end:
-            raise AccountingError(
-                f"num_steps={num_steps} after {first} recorded releases is past step {ledger.end}, "
-                "where the plan or its target epsilon ends. Plan more steps, or num_steps=None for "
-                "an open-ended run."
-            )
-        if num_steps == 1 and self._own_loop is not None:
-            self._own_loop.handed_out.record(first)
-        for step in range(first, first + num_steps):
+        steps = ledger.steps_ahead(_validate.integer("num_steps", num_steps))
+        if len(steps) == 1 and self._own_loop is not None:
+            self._own_loop.handed_out.record(steps[0])
+        for step in steps:
             ledger.record(step)
-        return range(first, first + num_steps)
+        return steps
 
     @contextmanager
     def pause(self) -> Iterator[None]:

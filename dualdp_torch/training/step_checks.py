@@ -74,7 +74,7 @@ class StepChecks:
         if not self._rate:
             return
         if self._recorder.shards is not None:
-            self._ledger.check_impossible(_SHARDED)
+            self._ledger.note(check_impossible=_SHARDED)
         due = self._drawn(draw.step)
         if due is not None and draw.chunk == due.draw(draw.num_chunks, 3):
             self.due = due
@@ -185,7 +185,7 @@ class StepChecks:
             recorder.note_checked(self._purpose)
             self.has_passed = True
         if trial.is_impossible:
-            self._ledger.check_impossible(IMPOSSIBLE)
+            self._ledger.note(check_impossible=IMPOSSIBLE)
 
     def of_compiled(self) -> tuple[str, float | None]:
         """Return when compiled graphs compare the current batch, and which example, in [0, 1)."""
