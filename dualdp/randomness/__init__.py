@@ -6,7 +6,7 @@ from dualdp.randomness.bits import fresh_bits as fresh_bits
 from dualdp.randomness.bits import key_of as key_of
 from dualdp.randomness.bits import noise_bits as noise_bits
 from dualdp.randomness.bits import seeded_bits as seeded_bits
-from dualdp.randomness.keys import PURPOSES as PURPOSES
+from dualdp.randomness.bits import PURPOSES as PURPOSES
 from dualdp.randomness.keys import LockedKey as LockedKey
 from dualdp.randomness.keys import RootKey as RootKey
 from dualdp.randomness.keys import root_key as root_key

@@ -15,12 +15,11 @@ import numpy as np
 import pytest
 
 import dualdp
-from dualdp.randomness import RootKey, fold_in, threefry
+from dualdp.randomness import PURPOSES, SegmentBits, fold_in, seeded_bits, threefry
 
 FIXTURE = Path(__file__).parents[2] / "fixtures" / "seeded.json"
 STEPS = (0, 1, 6, 13)
 SEEDS = (0, 7, 2**100)
-PURPOSES = ("sampling", "noise", "dropout", "count", "check", "rows", "views")
 BASE: dict[str, Any] = {
     "num_examples": 100,
     "expected_batch_size": 20,
@@ -80,21 +79,16 @@ def batches(name: str) -> list[Any]:
     return drawn
 
 
-def secret(seed: int, purpose: str, step: int) -> bytes:
-    """Return the 64 bytes of a step for a purpose."""
-    return RootKey.from_seed(seed).step_secret(purpose, step)
-
-
 def secrets(seed: int) -> dict[str, list[str]]:
     """Return the 64 bytes of some steps for every purpose, in hexadecimal."""
-    return {p: [secret(seed, p, step).hex() for step in (0, 12_345)] for p in PURPOSES}
+    return {p: [seeded_bits(seed, p, step).hex() for step in (0, 12_345)] for p in PURPOSES}
 
 
 def normals() -> list[Any]:
     """Return float32 and float64 normals of two parameters at two steps, as lists."""
     found = []
     for step in (0, 5):
-        key = made("poisson").step_key("noise", step)
+        key = SegmentBits(made("poisson").seed).key("noise", step)
         for leaf, dtype in ((0, np.float32), (3, np.float64)):
             found.append(threefry.normal(fold_in(key, leaf), 6, dtype=dtype).tolist())
     return found
@@ -105,7 +99,7 @@ def core() -> dict[str, Any]:
     return {
         "batches": {name: batches(name) for name in PLANS},
         "secrets": {str(seed): secrets(seed) for seed in SEEDS},
-        "keys": [made("window").step_key("noise", step).tolist() for step in STEPS],
+        "keys": [SegmentBits(made("window").seed).key("noise", step).tolist() for step in STEPS],
         "normals": normals(),
     }
 

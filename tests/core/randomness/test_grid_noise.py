@@ -1,31 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Secure randomness: the cipher's known answers, its normals, the grid, and drawing ahead."""
+"""Secure randomness: the cipher's known answers, its normals, and the grid."""
 
-import subprocess
 import sys
 
 import numpy as np
 import pytest
 from scipy import stats
 
-from dualdp import PrivacyPlan
-from dualdp.randomness import PURPOSES, grid_noise, parallel
+from dualdp.randomness import fresh_bits, grid_noise, parallel
 
 KEY = bytes(range(32))
-
-
-def plan(**changes):
-    arguments = {
-        "num_examples": 1000,
-        "expected_batch_size": 50,
-        "num_steps": 20,
-        "noise_multiplier": 1.5,
-        "max_grad_norm": 0.5,
-        "delta": 1e-5,
-        "noise": "secure",
-        "accountant": "rdp",
-    }
-    return PrivacyPlan(**{**arguments, **changes})
 
 
 # ---------------------------------------------------------------------- the stream
@@ -47,10 +31,10 @@ def test_the_stream_gives_the_known_answers():
 
 def test_a_stream_is_a_function_of_position():
     """Longer than one block; the beginning does not depend on the length."""
-    long = grid_noise.words(KEY, (3, 30_001)).reshape(-1)
+    long = grid_noise.words(KEY, 90_003)
     np.testing.assert_array_equal(grid_noise.words(KEY, 40_000), long[:40_000])
     assert np.unique(long).size == long.size
-    assert grid_noise.words(KEY, (0, 4)).shape == (0, 4)
+    assert grid_noise.words(KEY, 0).shape == (0,)
     other = grid_noise.words(KEY, 40_000, stream=1)
     assert other[:2].tobytes() == grid_noise.keystream(KEY, 1 << 64, 16)
     assert np.intersect1d(other, long).size == 0
@@ -61,21 +45,6 @@ def test_words_are_uniform():
     drawn = grid_noise.words(KEY, 50_000).view(np.uint8).reshape(-1, 8)
     for place in range(8):
         assert stats.chisquare(np.bincount(drawn[:, place], minlength=256)).pvalue > 1e-4
-
-
-def test_streams_are_distinct():
-    run = plan()
-    keys = {
-        grid_noise.stream_key(run, purpose, step, branch)
-        for purpose in PURPOSES
-        for step in range(20)
-        for branch in range(3)
-    }
-    assert len(keys) == 60 * len(PURPOSES)
-    assert {len(key) for key in keys} == {32}
-    assert grid_noise.stream_key(plan(), "noise", 0) not in keys
-    words = run.step_key("noise", 0).astype(">u4").tobytes()
-    assert words not in grid_noise.stream_key(run, "noise", 0)
 
 
 def test_a_missing_package_is_named(monkeypatch):
@@ -207,12 +176,12 @@ def test_the_accounted_multiplier_pays_for_grid_and_clipping():
 def test_grid_noise_is_a_rounded_gaussian():
     """Whole numbers with the probabilities of the Gaussian's cells."""
     cells = 2.5
-    noise = grid_noise.grid_noise(plan(), 0, branch=0, cells=cells, size=1 << 20)
+    noise = grid_noise.grid_noise(fresh_bits(), cells=cells, size=1 << 20)
     np.testing.assert_array_equal(noise, np.rint(noise))
     edges = np.arange(-8, 10) - 0.5
     expected = np.diff(np.concatenate([[0], stats.norm.cdf(edges / cells), [1]]))
     found = np.bincount(np.digitize(noise, edges), minlength=expected.size)
-    chance = 1e-9  # of failing; the key differs in every run
+    chance = 1e-9  # of failing; the bits differ in every run
     assert stats.chisquare(found, expected * noise.size).pvalue > chance
     wrong = np.diff(np.concatenate([[0], stats.norm.cdf(edges / (1.01 * cells)), [1]]))
     assert stats.chisquare(found, wrong * noise.size).pvalue < chance
@@ -220,64 +189,32 @@ def test_grid_noise_is_a_rounded_gaussian():
 
 def test_noise_beyond_the_whole_numbers_is_refused():
     with pytest.raises(ValueError, match=r"grid cells is too wide .* lower noise_multiplier"):
-        grid_noise.grid_noise(plan(), 0, branch=0, cells=2.0**49, size=3)
+        grid_noise.grid_noise(KEY, cells=2.0**49, size=3)
     with pytest.raises(ValueError, match=r"max_grad_norm=1e-40 is too small for noise='secure'"):
         grid_noise.pitch(1e-40, 10)
 
 
-# ---------------------------------------------------------------------- ahead of the step
-
-SIZE = 2 * grid_noise._BLOCK
-
-
-def drawn(run, step, branch=0):
-    """The noise of a step, from its stream."""
-    normals = grid_noise.normals(grid_noise.stream_key(run, "noise", step, branch), SIZE)
-    return np.rint(normals * 1000.0)
+def test_the_key_is_the_end_of_the_bits():
+    """The first 8 bytes are the key of the other generators, which an attacker may learn."""
+    other = bytes(8) + KEY[8:] + KEY
+    np.testing.assert_array_equal(grid_noise.words(other, 10), grid_noise.words(KEY, 10))
 
 
-def test_noise_drawn_ahead_is_the_noise_of_the_step():
-    """In order, then a repeated step, a branch, and another run."""
-    run, other = plan(), plan()
-    for r, step, branch in [(run, 0, 0), (run, 1, 0), (run, 1, 0), (run, 2, 1), (other, 3, 0)]:
-        found = grid_noise.grid_noise(r, step, branch=branch, cells=1000.0, size=SIZE)
-        np.testing.assert_array_equal(found, drawn(r, step, branch))
+def test_secure_parts_are_those_of_the_whole():
+    size, sizes = 100_003, {"cells": 1e6, "size": 100_003}  # ends inside a block
+    whole = grid_noise.grid_noise(KEY, **sizes)
+    np.testing.assert_array_equal(whole, np.rint(grid_noise.normals(KEY, size) * 1e6))
+    for start, stop in [(0, size), (0, 10), (40_000, 40_000), (32_760, 32_780), (99_990, size)]:
+        part = grid_noise.grid_noise_between(KEY, start, stop, **sizes)
+        np.testing.assert_array_equal(part, whole[start:stop])
+    with pytest.raises(ValueError, match="too wide for noise='secure'"):
+        grid_noise.grid_noise_between(KEY, 0, 1, cells=1e16, size=size)
 
 
-def test_the_next_step_is_ahead_and_memory_is_bounded(monkeypatch):
-    run = plan(num_steps=3)
-
-    def ahead(step, size=SIZE):
-        grid_noise.grid_noise(run, step, branch=0, cells=1.0, size=size)
-        return grid_noise._ahead[-1] if grid_noise._ahead else None
-
-    key, out, work = ahead(0)
-    assert key == grid_noise.stream_key(run, "noise", 1)
-    assert out.size == SIZE
-    work.finish()
-    drawings = []
-    monkeypatch.setattr(grid_noise, "normals", lambda *a, **k: drawings.append(a) or np.zeros(SIZE))
-    assert ahead(1)[0] == grid_noise.stream_key(run, "noise", 2)
-    assert not drawings  # what was ahead was used
-    assert ahead(2) is None  # the plan ends
-    monkeypatch.setattr(grid_noise, "_MOST_AHEAD", SIZE - 1)
-    assert ahead(0) is None
-    assert ahead(0, size=10) is None  # not worth a thread
-
-
-def test_a_forked_process_draws_its_own():
-    """The thread that draws ahead stays in the parent."""
-    program = """
-import os, numpy as np
-from dualdp.randomness import grid_noise
-from tests.core.randomness.test_secure import SIZE, drawn, plan
-run = plan()
-grid_noise.grid_noise(run, 0, branch=0, cells=1000.0, size=SIZE)
-child = os.fork()
-found = grid_noise.grid_noise(run, 1, branch=0, cells=1000.0, size=SIZE)
-same = np.array_equal(found, drawn(run, 1))
-if child == 0:
-    os._exit(0 if same else 1)
-assert same and os.waitpid(child, 0)[1] == 0
-"""
-    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, timeout=60)
+def test_secure_sums_lie_on_the_grid():
+    """Sums that are no multiple of the pitch are rounded before the noise is added."""
+    sums = np.random.default_rng(0).normal(size=70_001)
+    noise = grid_noise.grid_noise(KEY, cells=1e4, size=sums.size)
+    noisy = grid_noise.noisy_sum(sums, noise, 2.0**-10)
+    np.testing.assert_array_equal(noisy, (np.rint(sums * 2.0**10) + noise) * 2.0**-10)
+    np.testing.assert_array_equal(noisy * 2.0**10, np.rint(noisy * 2.0**10))

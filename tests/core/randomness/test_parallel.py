@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of long rows of normals, drawn alone."""
+"""Work in fixed blocks: parts of long rows of normals, drawn alone."""
 
 import numpy as np
 import pytest
 
-from dualdp.plan.plan import PrivacyPlan
-from dualdp.randomness import grid_noise, threefry
+from dualdp.randomness import threefry
 from dualdp.randomness.parallel import fill_between
 
 KEY = np.array([5, 9], np.uint32)
@@ -35,24 +34,3 @@ def test_portable_parts_are_those_of_the_whole(dtype):
         part = threefry.normal_between(KEY, start, stop, size=SIZE, dtype=dtype)
         assert part.dtype == dtype
         np.testing.assert_array_equal(part, whole[start:stop])
-
-
-def test_secure_parts_are_those_of_the_whole():
-    plan = PrivacyPlan(
-        num_examples=100,
-        expected_batch_size=10,
-        num_steps=2,
-        noise_multiplier=1.0,
-        max_grad_norm=1.0,
-        delta=1e-5,
-        noise="secure",
-        accountant="rdp",
-    )
-    sizes = {"cells": 1e6, "size": SIZE}
-    whole = grid_noise.grid_noise(plan, 1, branch=2, **sizes)
-    assert whole.std() == pytest.approx(1e6, rel=0.02)
-    for start, stop in PARTS:
-        part = grid_noise.grid_noise_between(plan, 1, start, stop, branch=2, **sizes)
-        np.testing.assert_array_equal(part, whole[start:stop])
-    with pytest.raises(ValueError, match="too wide for noise='secure'"):
-        grid_noise.grid_noise_between(plan, 1, 0, 1, branch=0, cells=1e16, size=SIZE)
