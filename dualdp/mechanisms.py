@@ -47,7 +47,7 @@ class Mechanism:
 
     def __post_init__(self) -> None:
         """Validate every field by its name; a name has one meaning in all mechanisms."""
-        names = [field.name for field in dataclasses.fields(self) if field.name in _CHECKS]
+        names = [name for name in self.__dataclass_fields__ if name in _CHECKS]
         self._set(**{name: _CHECKS[name](name, getattr(self, name)) for name in names})
 
     def _set(self, **values: Any) -> None:

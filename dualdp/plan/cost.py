@@ -58,12 +58,12 @@ class Cost:
             return float(schedule)
         return float(values_at(name, schedule, np.asarray([step]), self.num_examples)[0])
 
-    @property
+    @cached_property
     def is_correlated(self) -> bool:
         """True if the noises of two steps are not independent."""
         return self.correlation is not None and self.correlation != identity()
 
-    @property
+    @cached_property
     def is_patterned(self) -> bool:
         """True if the steps of a segment can only be accounted together."""
         return self.sampler in PATTERNED or self.is_correlated
