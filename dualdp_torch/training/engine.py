@@ -271,7 +271,7 @@ class PrivacyEngine:
         """Check everything, then open the ledger and attach."""
         check_kinds(module, optimizer)
         inner, layout = unwrapped(module), self.noise_layout
-        _end_unused(inner, optimizer)
+        earlier = _earlier(inner, optimizer)
         self._group = group = group_of(module)
         bits = agreed(group, inner, optimizer, loader, plan, settings, layout, users)
 
@@ -285,7 +285,7 @@ class PrivacyEngine:
         if settings.views > 1:
             self._ledger.note(views=settings.views)
         self._settings = settings
-        self._attach(module, optimizer, bits)
+        self._attach(module, optimizer, bits, earlier)
         return module, optimizer, planned
 
     @property
@@ -294,8 +294,16 @@ class PrivacyEngine:
         return self._group is None or self._group.is_first
 
     def _attach(
-        self, module: nn.Module, optimizer: torch.optim.Optimizer, bits: SegmentBits
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        bits: SegmentBits,
+        earlier: list[PrivacyEngine],
     ) -> None:
+        """Hook into model and optimizer; `earlier` engines, which took no step, leave them."""
+        for engine in earlier:
+            if engine._step is not None:
+                engine.detach()
         model, settings = unwrapped(module), self._settings
         self._step = PrivateStep(model, optimizer, self.ledger, settings, bits, self._group, self)
         for owner in (model, optimizer):
@@ -366,7 +374,7 @@ class PrivacyEngine:
         module, optimizer, open_ledger, at_resume = self._loaded
         plan, settings = self.plan, self._settings
         group, inner, layout = self._group, unwrapped(module), self.noise_layout
-        _end_unused(inner, optimizer)
+        earlier = _earlier(inner, optimizer)
         views = Views(settings.views, augment)
         rows = rows_of(data_loader, users, views)
         bits = agreed(group, inner, optimizer, data_loader, plan, settings, layout, rows)
@@ -378,7 +386,7 @@ class PrivacyEngine:
             self.ledger.close()
             self._ledger = open_ledger(True)
         self._loaded = None
-        self._attach(module, optimizer, bits)
+        self._attach(module, optimizer, bits, earlier)
         at_resume()
         return module, optimizer, planned
 
@@ -676,8 +684,9 @@ class Loaded(NamedTuple):
     at_resume: Callable[[], None]
 
 
-def _end_unused(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Detach an engine that took no step from a model and an optimizer; refuse one that did."""
+def _earlier(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[PrivacyEngine]:
+    """Return the engines of a model and an optimizer that took no step; refuse one that did."""
+    engines = list[PrivacyEngine]()
     for name, owner in (("module", model), ("optimizer", optimizer)):
         attached = vars(owner).get(_ATTACHED)
         if attached is None:
@@ -688,4 +697,5 @@ def _end_unused(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
                 f"{len(attached.engine.ledger)} steps. Expected its detach() before make_private, "
                 "or a new model and optimizer."
             )
-        attached.engine.detach()
+        engines.append(attached.engine)
+    return engines
