@@ -51,9 +51,9 @@ from dualdp.plan.schedules import AdaptiveNorm
 from dualdp.randomness import fresh_bits, grid_noise, key_of, normal, seeded_bits
 
 _log = logging.getLogger("dualdp")
-_COLUMNS = ("step", "noise_multiplier", "sample_rate", "max_grad_norm", "noisy_fraction")
+COLUMNS = ("step", "noise_multiplier", "sample_rate", "max_grad_norm", "noisy_fraction")
 #: Samplers under which releases of one or several segments are composed alike.
-_COMPOSED = ("poisson", "truncated_poisson", "fixed_size")
+COMPOSED = ("poisson", "truncated_poisson", "fixed_size")
 
 
 class Release(NamedTuple):
@@ -102,6 +102,18 @@ class State:
                 f"Line {number} of the ledger is no record of this plan's run ({error!r}). "
                 "Expected the file as dualdp wrote it; restore it from a copy."
             ) from error
+
+    def next_release(self, plan: PrivacyPlan, noisy_fraction: float | None = None) -> Record:
+        """Return the line of the next release, by the plan."""
+        last = self.segments[-1]
+        event = accounting.release(plan.cost(), last.stop, last.noise_scale)
+        values = [last.stop, event["noise_multiplier"], event["sample_rate"]]
+        return {"r": [*values, self.bound, noisy_fraction] if plan.is_adaptive else values}
+
+    def torn_release(self, plan: PrivacyPlan, torn: str) -> Record | None:
+        """Return the release that a last line without its end counts as; None for another line."""
+        may_run = self.segments[-1].stop != plan.num_steps
+        return self.next_release(plan) if may_run and is_torn_release(torn) else None
 
     def _changes(self, record: Record, plan: PrivacyPlan) -> dict[str, Any]:
         """Attributes that one more line changes."""
@@ -166,7 +178,7 @@ class Ledger:
             FORMAT: VERSION,
             "plan": json.loads(plan.to_json()),
             "accountant": name,
-            "columns": _COLUMNS if plan.is_adaptive else _COLUMNS[:3],
+            "columns": COLUMNS if plan.is_adaptive else COLUMNS[:3],
             "version": __version__,
         }
         self._open(plan, name, Chain())
@@ -237,7 +249,7 @@ class Ledger:
             ledger._require_continued(parsed, known)
             if path is not None:
                 chain.write_to(path)
-            torn = ledger._torn_release(parsed.torn)
+            torn = ledger._state.torn_release(plan, parsed.torn)
             ledger._go_on(torn, _validate.integer("step", step), bound, recalibrate)
         except BaseException:
             chain.close()
@@ -258,12 +270,6 @@ class Ledger:
                     f"{name} does not continue the ledger that was saved. Expected the file of "
                     "the same run."
                 )
-
-    def _torn_release(self, torn: str) -> Record | None:
-        """Release of a last line that a crash cut short, or None if it was another line."""
-        if not is_torn_release(torn) or self.position == self.plan.num_steps:
-            return None
-        return self._line(None)
 
     def _go_on(
         self, torn: Record | None, step: int, bound: float | None, recalibrate: bool
@@ -333,7 +339,7 @@ class Ledger:
     def entries(self) -> list[Record]:
         """Recorded releases in order, each a mapping from the columns of the header."""
         released = (record["r"] for record in self.chain.records(1) if "r" in record)
-        return [dict(zip(_COLUMNS, values, strict=False)) for values in released]
+        return [dict(zip(COLUMNS, values, strict=False)) for values in released]
 
     @property
     def accountant(self) -> Accountant:
@@ -341,7 +347,7 @@ class Ledger:
         segments, before = self._state.segments, self._accounted
         if segments == before:
             return self._spent
-        if before and self._cost.sampler in _COMPOSED:  # only what is new, for the memo of the sums
+        if before and self._cost.sampler in COMPOSED:  # only what is new, for the memo of the sums
             last = len(before) - 1
             added = replace(segments[last], start=before[last].stop), *segments[last + 1 :]
             self._accounted = ()  # an interrupt in between counts everything anew
@@ -471,7 +477,7 @@ class Ledger:
                     "ledger.noisy_fraction(num_below, num_rows) of the batch."
                 )
             noisy_fraction = _validate.real("noisy_fraction", noisy_fraction)
-        self.chain.append(self._line(noisy_fraction))
+        self.chain.append(self._state.next_release(plan, noisy_fraction))
         return self._release(step, bound)
 
     def _release(self, step: int, bound: float) -> Release:
@@ -506,16 +512,6 @@ class Ledger:
                 "open-ended run."
             )
         return range(first, first + num_steps)
-
-    def _line(self, noisy_fraction: float | None) -> Record:
-        """Record of the next release."""
-        scale = self._state.segments[-1].noise_scale
-        event = accounting.release(self._cost, self.position, scale)
-        values: list[float | int | str | None]
-        values = [self.position, event["noise_multiplier"], event["sample_rate"]]
-        if self.plan.is_adaptive:
-            values += [self.max_grad_norm, noisy_fraction]
-        return {"r": values}
 
     def noisy_fraction(self, num_below: int, num_rows: int) -> float:
         """Return the noisy share of the examples below the adaptive bound, for the next release.
