@@ -23,7 +23,7 @@ from dualdp import accountants
 from dualdp._validate import AccountingError
 from dualdp.accountants.base import Accountant
 from dualdp.accountants.search import check_target, smallest_scale
-from dualdp.mechanisms import BallsInBinsGaussian, Gaussian, Mechanism, PoissonSubsampledGaussian
+from dualdp.mechanisms import BallsInBinsGaussian, Gaussian, PoissonSubsampledGaussian
 from dualdp.plan.correlated.sensitivity import MOST_WORK, column_sums
 from dualdp.plan.correlated.strategies import Strategy, identity
 from dualdp.plan.cost import Cost
@@ -31,7 +31,8 @@ from dualdp.plan.schedules import AdaptiveNorm, Constant, settles_at, values_at
 from dualdp.randomness.grid_noise import accounted_noise_multiplier
 
 #: Independent releases and their numbers, with the noise multiplier divided by the plan's.
-Releases = tuple[tuple[Mechanism, int], ...]
+Event = Gaussian | PoissonSubsampledGaussian | BallsInBinsGaussian
+Releases = tuple[tuple[Event, int], ...]
 _MOST_STEPS = 1 << 40
 #: Most steps that are tabulated for a schedule that never becomes constant.
 _MOST_TABULATED = 10**7
@@ -239,11 +240,11 @@ def recalibrated(cost: Cost, segments: Sequence[Segment], position: int) -> floa
             "num_steps is None, so it is not known how many steps are left. Expected a plan with a "
             "number of steps to recalibrate."
         )
-    target = cost.target_epsilon or epsilon(cost, cost.num_steps)
+    target = cost.target_epsilon or epsilon(cost, [Segment(0, cost.num_steps)])
     planned = [*segments, Segment(position, cost.num_steps)]
-    if position >= cost.num_steps or _epsilon(cost, planned) <= target:
+    if position >= cost.num_steps or epsilon(cost, planned) <= target:
         return 1.0
-    spent = _epsilon(cost, segments)
+    spent = epsilon(cost, segments)
     if spent >= target:
         raise AccountingError(
             f"The releases on record have spent epsilon={spent:.6g} and the target is "
@@ -258,7 +259,7 @@ def _scale_within(
     """Smallest noise scale found with which the steps start .. stop - 1 fit the target too."""
     check_target(target, cost.delta)
     if isinstance(cost.max_grad_norm, AdaptiveNorm):
-        largest = _epsilon(cost, [*segments, Segment(start, stop, math.inf)])
+        largest = epsilon(cost, [*segments, Segment(start, stop, math.inf)])
         if largest > target:
             counts = min(count_noise(cost, size) for _, size, _ in stretches(cost, start, stop))
             raise ValueError(
@@ -268,17 +269,13 @@ def _scale_within(
             )
 
     def spent(scale: float) -> float:
-        return _epsilon(cost, [*segments, Segment(start, stop, scale)])
+        return epsilon(cost, [*segments, Segment(start, stop, scale)])
 
     return smallest_scale(spent, target, cost.delta)
 
 
-def epsilon(cost: Cost, steps: int) -> float:
-    """Return an upper bound on epsilon after the first steps of a plan, each released once."""
-    return _epsilon(cost, [Segment(0, steps)])
-
-
-def _epsilon(cost: Cost, segments: Sequence[Segment]) -> float:
+def epsilon(cost: Cost, segments: Sequence[Segment]) -> float:
+    """Return an upper bound on epsilon of everything that the segments released."""
     return spent_by(cost, segments).get_epsilon(delta=cost.delta)
 
 
@@ -342,7 +339,7 @@ def _cheapest(cost: Cost, segment: Segment, accountant: str) -> Releases:
         for releases in pattern(cost, segment.stop - segment.start)
     ]
 
-    def epsilon(releases: Releases) -> float:
+    def bound(releases: Releases) -> float:
         spent = _accountant(cost, accountant)
         try:
             for event, count in releases:
@@ -353,8 +350,8 @@ def _cheapest(cost: Cost, segment: Segment, accountant: str) -> Releases:
 
     best, least = options[0], math.inf
     for releases in options if len(options) > 1 else ():
-        if epsilon(releases[:1]) < least:  # a part costs no more than the whole
-            whole = epsilon(releases)
+        if bound(releases[:1]) < least:  # a part costs no more than the whole
+            whole = bound(releases)
             if whole < least:
                 best, least = releases, whole
     return best

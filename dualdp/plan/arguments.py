@@ -106,17 +106,6 @@ def plan_of(
     return PrivacyPlan.calibrate(**settings) if calibrates else PrivacyPlan(**settings)
 
 
-def refuse_beside_target(plan: PrivacyPlan | None, given: Mapping[str, Any]) -> None:
-    """Raise if a plan or a noise multiplier accompanies target_epsilon."""
-    came = {"plan": plan, "noise_multiplier": given.get("noise_multiplier")}
-    twice = [name for name, value in came.items() if value is not None]
-    if twice:
-        raise ValueError(
-            f"{' and '.join(twice)} came together with target_epsilon. Expected one of the two: "
-            "make_private_with_epsilon finds the noise multiplier and makes the plan."
-        )
-
-
 def names_delta(plan: PrivacyPlan | None, given: Mapping[str, Any]) -> bool:
     """Return True if the user chose a delta, so that `get_epsilon` needs none."""
     return plan is not None or any(

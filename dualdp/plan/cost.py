@@ -11,6 +11,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from dualdp import _validate
 from dualdp.plan.correlated.sensitivity import column_sums, squared_sensitivity
 from dualdp.plan.correlated.strategies import Band, Strategy, identity
 from dualdp.plan.samplers import WHOLE_PASS, num_batches
@@ -53,7 +54,13 @@ class Cost:
         """Return the divisor of the sum of a step, in examples."""
         return self._at("expected_batch_size", self.expected_batch_size, step)
 
+    def max_grad_norm_at(self, step: int) -> float:
+        """Return C at a step, gradient units."""
+        return self._at("max_grad_norm", self.max_grad_norm, step)
+
     def _at(self, name: str, schedule: Schedule, step: int) -> float:
+        """Scheduled value at a step, validated: an open-ended schedule may leave its range."""
+        step = _validate.integer("step", step)
         if isinstance(schedule, Constant):  # in range since the plan was made
             return float(schedule)
         return float(values_at(name, schedule, np.asarray([step]), self.num_examples)[0])

@@ -186,11 +186,11 @@ class PrivacyPlan:
 
     def noise_multiplier_at(self, step: int) -> float:
         """Return noise standard deviation / max_grad_norm at a step."""
-        return self._at("noise_multiplier", step)
+        return self._cost.noise_multiplier_at(step)
 
     def max_grad_norm_at(self, step: int) -> float:
         """Return C at a step, gradient units."""
-        return self._at("max_grad_norm", step)
+        return self._cost.max_grad_norm_at(step)
 
     def clipping_bounds(self, max_grad_norm: float) -> float | dict[str, float]:
         """Return the argument of the clipper: C, or a mapping from group to bound."""
@@ -200,7 +200,7 @@ class PrivacyPlan:
 
     def expected_batch_size_at(self, step: int) -> float:
         """Return the divisor of the sum of a step, in examples."""
-        return self._at("expected_batch_size", step)
+        return self._cost.expected_batch_size_at(step)
 
     def sample_rate_at(self, step: int) -> float:
         """Return the probability that one example joins the logical batch of a step."""
@@ -253,14 +253,6 @@ class PrivacyPlan:
                 "plan.sample_rate_at(step)."
             )
         return self.sample_rate_at(0)
-
-    def _at(self, name: str, step: int) -> float:
-        """Scheduled value at a step, validated: an open-ended schedule may leave its range."""
-        schedule, step = getattr(self, name), _validate.integer("step", step)
-        if isinstance(schedule, schedules.Constant):  # checked when the plan was made
-            return float(schedule)
-        values = schedules.values_at(name, schedule, np.asarray([step]), self.num_examples)
-        return float(values[0])
 
     def batch_indices(self, step: int) -> NDArray[np.int64]:
         """Return the examples of the logical batch of a step: (k,) increasing int64.
@@ -326,7 +318,7 @@ class PrivacyPlan:
             raise ValueError(
                 f"step={step} is past the plan's num_steps={self.num_steps}. Expected at most that."
             )
-        return accounting.epsilon(self._cost, step)
+        return accounting.epsilon(self._cost, [accounting.Segment(0, step)])
 
     @classmethod
     def calibrate(cls, *, target_epsilon: float, **arguments: Any) -> Self:

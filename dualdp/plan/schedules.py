@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, Protocol, Self
 
 import numpy as np
@@ -52,7 +53,27 @@ class Constant(float):
 
 
 @dataclass(frozen=True)
-class Step:
+class _Checked:
+    """Schedule whose numbers are checked by name; a name has one meaning in all schedules."""
+
+    def __post_init__(self) -> None:
+        for name, check in _CHECKS.items():
+            if getattr(self, name, None) is not None:
+                check(name, getattr(self, name))
+
+
+#: Name of a number -> its check.
+_CHECKS: Mapping[str, Callable[[str, Any], float]] = {
+    **dict.fromkeys(("initial", "final"), _validate.real),
+    **dict.fromkeys(("factor", "rate", "learning_rate"), _validate.positive),
+    **dict.fromkeys(("every", "over"), partial(_validate.integer, minimum=1)),
+    "quantile": _validate.open_probability,
+    "count_noise_multiplier": _validate.positive,
+}
+
+
+@dataclass(frozen=True)
+class Step(_Checked):
     """`initial * factor ** (step // every)`.
 
     Args:
@@ -65,11 +86,6 @@ class Step:
     factor: float
     every: int
 
-    def __post_init__(self) -> None:
-        _validate.real("initial", self.initial)
-        _validate.positive("factor", self.factor)
-        _validate.integer("every", self.every, minimum=1)
-
     def at(self, steps: ArrayLike) -> Values:
         """Return the values at the given steps, shape of `steps`; inf past the largest float."""
         times = np.asarray(np.asarray(steps) // self.every, dtype=np.float64)
@@ -77,7 +93,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Exponential:
+class Exponential(_Checked):
     """`initial * rate ** step`.
 
     Args:
@@ -87,10 +103,6 @@ class Exponential:
 
     initial: float
     rate: float
-
-    def __post_init__(self) -> None:
-        _validate.real("initial", self.initial)
-        _validate.positive("rate", self.rate)
 
     def at(self, steps: ArrayLike) -> Values:
         """Return the values at the given steps, shape of `steps`; inf past the largest float."""
@@ -104,7 +116,7 @@ def _power(initial: float, base: float, exponent: Values) -> Values:
 
 
 @dataclass(frozen=True)
-class Linear:
+class Linear(_Checked):
     """Linear change from `initial` to `final` over `over` steps, then `final`.
 
     Args:
@@ -116,11 +128,6 @@ class Linear:
     initial: float
     final: float
     over: int
-
-    def __post_init__(self) -> None:
-        _validate.real("initial", self.initial)
-        _validate.real("final", self.final)
-        _validate.integer("over", self.over, minimum=1)
 
     def at(self, steps: ArrayLike) -> Values:
         """Return the values at the given steps, shape of `steps`."""
@@ -165,7 +172,7 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Warmup:
+class Warmup(_Checked):
     """Linear increase from 0 to the value of another schedule over `over` steps, then that one.
 
     Args:
@@ -177,7 +184,7 @@ class Warmup:
     over: int
 
     def __post_init__(self) -> None:
-        _validate.integer("over", self.over, minimum=1)
+        super().__post_init__()
         object.__setattr__(self, "then", as_schedule("then", self.then, None))
 
     def at(self, steps: ArrayLike) -> Values:
@@ -187,7 +194,7 @@ class Warmup:
 
 
 @dataclass(frozen=True)
-class AdaptiveNorm:
+class AdaptiveNorm(_Checked):
     """Clipping norm that follows a quantile of the gradient norms, learned privately.
 
     Each step also releases a noisy count of the examples with a norm below the bound. The bound is
@@ -211,11 +218,8 @@ class AdaptiveNorm:
     count_noise_multiplier: float | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _validate.positive("initial", self.initial)
-        _validate.open_probability("quantile", self.quantile)
-        _validate.positive("learning_rate", self.learning_rate)
-        if self.count_noise_multiplier is not None:
-            _validate.positive("count_noise_multiplier", self.count_noise_multiplier)
 
     def at(self, steps: ArrayLike) -> Values:
         """Return the bound of step 0; later ones depend on the releases.

@@ -173,13 +173,3 @@ def _places(owner: Indices) -> Indices:
     index = np.arange(len(owner))
     is_first = np.diff(owner, prepend=-1) != 0
     return index - np.maximum.accumulate(np.where(is_first, index, 0))
-
-
-def rows_digest(plan: object, rows: object) -> str | None:
-    """Legacy name, which goes with its last user."""
-    return None
-
-
-def draw_rows(*args: object) -> DrawnRows:
-    """Legacy name, which goes with its last user: `dualdp.plan.batches.drawn_rows`."""
-    raise NotImplementedError

@@ -57,24 +57,3 @@ def window_terms(strategy: Strategy | None, steps_since_segment_start: int) -> l
     if isinstance(strategy, Window):
         return [Term(*term) for term in enumerate(strategy.weights[:count])]
     return [Term(*term) for term in enumerate(strategy.inverse(count).tolist())]
-
-
-# Legacy names, which go with their last users.
-Path = tuple[tuple[int, int], ...]
-START: Path = ((0, 0),)
-
-
-def branch_at(path: Path, step: int) -> int:
-    return 0
-
-
-def extended(path: Path, step: int, branch: int) -> Path:
-    return path
-
-
-def as_path(data: object) -> Path:
-    return START
-
-
-def require_affordable(strategy: Strategy | None, step: int, size: int) -> None:
-    pass
