@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import dualdp_torch as dpt
 from dualdp import UnsupportedLayerError, units
 from dualdp.ledger.verify import verify
-from dualdp.plan.units.rows import draw_rows
+from dualdp.plan.units import draw_rows
 from dualdp_torch.integrations.host_loop import HostedRun
 from dualdp_torch.per_sample.one_forward import Forward
 from tests import tiers
