@@ -84,7 +84,8 @@ def describe_run(
     A ledger in memory is written to `<path>.ledger`, or the next free `<path>.ledger.2`, from now
     on, so that later releases are on record too.
     """
-    _validate.new_file("path", path)
+    if not Path(_validate.path("path", path)).is_dir():  # of a sharded checkpoint
+        _validate.new_file("path", path)
     if ledger.path is None:
         ledger.chain.write_to(_free_name(path))
     ledger.chain.sync()
