@@ -384,7 +384,11 @@ class PrivacyEngine:
         )
         if recalibrate:
             self.ledger.close()
-            self._ledger = open_ledger(True)
+            try:
+                self._ledger = open_ledger(True)
+            except BaseException:
+                self._ledger = open_ledger(False)
+                raise
         self._loaded = None
         self._attach(module, optimizer, bits, earlier)
         at_resume()
