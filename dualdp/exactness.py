@@ -85,7 +85,7 @@ class SpotCheck:
         return min(int(self.fractions[which] * count), count - 1)
 
 
-def checked_rate(rate: Any) -> float:
+def checked_rate(rate: float | None) -> float:
     """Return the validated rate of `checks=`, a share of steps in [0, 1]."""
     return _validate.probability("checks", RATE if rate is None else rate)
 

@@ -50,7 +50,7 @@ class Mechanism:
         names = [name for name in self.__dataclass_fields__ if name in _CHECKS]
         self._set(**{name: _CHECKS[name](name, getattr(self, name)) for name in names})
 
-    def _set(self, **values: Any) -> None:
+    def _set(self, **values: object) -> None:
         """Set validated values on the frozen dataclass."""
         for name, value in values.items():
             object.__setattr__(self, name, value)
@@ -213,7 +213,7 @@ class Composition(Mechanism):
 _TYPES: dict[str, type[Mechanism]] = {cls.__name__: cls for cls in Mechanism.__subclasses__()}
 
 
-def require(event: Any) -> Mechanism:
+def require(event: object) -> Mechanism:
     """Return the event if it is a `Mechanism`, else raise TypeError."""
     if not isinstance(event, Mechanism):
         raise TypeError(

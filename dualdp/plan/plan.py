@@ -382,13 +382,13 @@ class PrivacyPlan:
             ) from error
 
 
-def require_plan(plan: Any) -> None:
+def require_plan(plan: object) -> None:
     """Raise unless this is a plan."""
     if not isinstance(plan, PrivacyPlan):
         raise TypeError(f"plan is {_validate.kind(plan)}. Expected a dualdp.PrivacyPlan.")
 
 
-def checked_step(plan: PrivacyPlan, step: Any) -> int:
+def checked_step(plan: PrivacyPlan, step: int) -> int:
     """Return the step as an integer, if the plan has it."""
     number = _validate.integer("step", step)
     if plan.num_steps is not None and number >= plan.num_steps:

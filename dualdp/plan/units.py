@@ -11,10 +11,10 @@ Source: Charles et al. 2024 (arXiv 2407.07737), Algorithm 2 (user-level sampling
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from dualdp import _validate
 
@@ -59,7 +59,9 @@ class UserRows:
         return users[self.counts[users] > 0]
 
 
-def user_rows(users: Any, *, num_rows: int | None = None, num_users: int | None = None) -> UserRows:
+def user_rows(
+    users: ArrayLike | UserRows, *, num_rows: int | None = None, num_users: int | None = None
+) -> UserRows:
     """Return the rows of each user.
 
     Args:
@@ -106,7 +108,7 @@ def user_rows(users: Any, *, num_rows: int | None = None, num_users: int | None 
     return UserRows(np.argsort(index, kind="stable").astype(np.int64), starts.astype(np.int64))
 
 
-def rows_of_data(users: Any, num_rows: int) -> UserRows | None:
+def rows_of_data(users: ArrayLike | UserRows | None, num_rows: int) -> UserRows | None:
     """Return the rows of each user of a data set, for a run on it; None for None.
 
     As `user_rows`; `UserRows` must hold each of the `num_rows` rows of the data once.

@@ -9,11 +9,11 @@ adjoint the same filter over the steps in reverse. As C^-1 C = 1, a change dC ch
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from dualdp import _validate
 from dualdp.plan.correlated import strategies
@@ -54,7 +54,7 @@ def optimise(
     buffers: int | None = None,
     min_separation: int = 1,
     max_participations: int | None = 1,
-    workload: Any = None,
+    workload: ArrayLike | None = None,
     objective: str = "mean",
 ) -> Strategy:
     """Return the strategy of a family with the least error times squared sensitivity.
@@ -206,7 +206,11 @@ def blt_loss(decays: Vector, scales: Vector, problem: Problem) -> Graded:
     return _loss((error, by_error.ravel()), (sensitivity, by_sensitivity.ravel()))
 
 
-def _best(loss: Callable[[Vector], Graded], start: Vector, bounds: Any) -> Vector:
+def _best(
+    loss: Callable[[Vector], Graded],
+    start: Vector,
+    bounds: Sequence[tuple[float | None, float | None]],
+) -> Vector:
     """Parameters of the least loss that L-BFGS meets from `start`."""
     from scipy.optimize import minimize  # a tenth of a second that `import dualdp` does without
 

@@ -9,8 +9,6 @@ Matrix Factorization", eq. 5), with equality where C'C >= 0 and all g_t are equa
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -22,7 +20,9 @@ PATTERNS = ("min_separation", "fixed")
 MOST_WORK = 2 * 10**8
 
 
-def participations(num_steps: int, min_separation: Any, max_participations: Any) -> tuple[int, int]:
+def participations(
+    num_steps: int, min_separation: int, max_participations: int | None
+) -> tuple[int, int]:
     """Return (b, count): the least gap, at most num_steps, and the most steps that one unit joins.
 
     >>> participations(10, 4, None)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from dualdp import _validate
 from dualdp.plan.correlated.filters import filtered, impulse
@@ -85,7 +85,7 @@ class Strategy:
         _validate.choice("pattern", pattern, PATTERNS)
         return math.sqrt(squared_sensitivity(c, separation, count, pattern)) if count else 0.0
 
-    def mean_error(self, num_steps: int, workload: Any = None) -> float:
+    def mean_error(self, num_steps: int, workload: ArrayLike | None = None) -> float:
         """Return the mean over the steps of the squared row norms of A C^-1.
 
         Times (noise standard deviation of z)^2 it is the mean squared error of one coordinate.
@@ -101,11 +101,11 @@ class Strategy:
         errors = self._errors(num_steps, workload)
         return float(errors.mean()) if errors.size else 0.0
 
-    def max_error(self, num_steps: int, workload: Any = None) -> float:
+    def max_error(self, num_steps: int, workload: ArrayLike | None = None) -> float:
         """Return the largest squared row norm of A C^-1; arguments as for `mean_error`."""
         return float(self._errors(num_steps, workload).max(initial=0.0))
 
-    def _errors(self, num_steps: int, workload: Any) -> Vector:
+    def _errors(self, num_steps: int, workload: ArrayLike | None) -> Vector:
         """(num_steps,) squared row norms of A C^-1."""
         n = _steps(num_steps)
         return row_errors(self.inverse(n), checked_workload(workload, n))
@@ -327,7 +327,7 @@ def to_json(strategy: Strategy) -> dict[str, Any]:
     return {"family": _NAMES[type(strategy)], **named}
 
 
-def from_json(name: str, data: Any) -> Strategy:
+def from_json(name: str, data: Mapping[str, Any]) -> Strategy:
     """Return the strategy that `to_json` wrote; `name` is that of the data in error messages.
 
     Raises:
@@ -343,15 +343,15 @@ def from_json(name: str, data: Any) -> Strategy:
         ) from error
 
 
-def _steps(num_steps: Any) -> int:
+def _steps(num_steps: int) -> int:
     return _validate.integer("num_steps", num_steps, maximum=MOST_STEPS)
 
 
-def _bands(bands: Any) -> int:
+def _bands(bands: int) -> int:
     return _validate.integer("bands", bands, minimum=1, maximum=MOST["weights"])
 
 
-def _listed(values: Any) -> Any:
+def _listed(values: Iterable[float]) -> Any:
     """List of an iterator, so that it can be read twice."""
     return list(values) if isinstance(values, Iterable) and not isinstance(values, str) else values
 
