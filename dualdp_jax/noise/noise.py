@@ -17,14 +17,16 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import weakref
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.experimental import multihost_utils
 from numpy.typing import NDArray
 
 from dualdp import _validate
@@ -110,6 +112,7 @@ class NoiseSource:
         self._plan, self.noise_scale = plan, noise_scale
         self._held: Held | None = None
         self._used: set[bytes] = set()  # keys of eager calls
+        self._traced: list[weakref.ref[Any]] = []  # keys of programs that are being traced
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -133,7 +136,7 @@ class NoiseSource:
         """
         noise = self.drawn(jax.tree.leaves(sums), release, bits)
         if not compat.spans_devices(sums):
-            return _noised(sums, noise)
+            return noised_mean(sums, noise)
         # One program, so that no device draws the noise of another.
         shardings = jax.tree.map(lambda leaf: leaf.sharding, sums)
         placed: Grads = jax.jit(noised_mean, out_shardings=shardings)(sums, noise)
@@ -150,14 +153,18 @@ class NoiseSource:
         return Noise(self._correlated(sums, release, bits), size)
 
     def spend(self, key: Any) -> None:
-        """Note a key that an eager call used; raise if it was used before."""
-        word = np.asarray(key).tobytes()
-        if word in self._used:
+        """Note a key that is used; raise if it is known to have been used before."""
+        word = b"" if compat.is_traced(key) else np.asarray(key).tobytes()
+        self._traced = [ref for ref in self._traced if ref() is not None]
+        if word in self._used or any(ref() is key for ref in self._traced):
             raise AccountingError(
                 "key= came twice: both releases would get the same noise, and their difference "
                 "none. Expected one row of dpj.noise_keys(n) for each release."
             )
-        self._used.add(word)
+        if word:
+            self._used.add(word)
+        else:
+            self._traced.append(weakref.ref(key))
 
     def _correlated(self, sums: Sequence[Any], release: Release, bits: bytes) -> Leaves:
         """Noise of a step of its segment, gradient units."""
@@ -215,11 +222,13 @@ def noised_mean(sums: Grads, noise: Noise) -> Grads:
     return mean
 
 
-_noised = jax.jit(noised_mean)
-
-
 def _normals(key: jax.Array, leaves: Sequence[Any]) -> Leaves:
     """Standard normals in the shapes and dtypes, float32 or float64, of leaves."""
+    return _drawn(key, tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves))
+
+
+@partial(jax.jit, static_argnums=1)  # outside of a jitted function it is compiled once
+def _drawn(key: jax.Array, leaves: Sequence[jax.ShapeDtypeStruct]) -> Leaves:
     typed = compat.wrap_key(key)
     return [
         jax.random.normal(jax.random.fold_in(typed, index), leaf.shape, leaf.dtype)
@@ -354,7 +363,6 @@ def noisy_mean(
         return _keyed_mean(grads, plan, step, source, key)
     step = checked_step(plan, step)
     if key is not None:
-        source.spend(key)
         return _keyed_mean(grads, plan, step, source, key)
     release = _free(plan, step, max_grad_norm) if loop is None else loop.take(step)
     if max_grad_norm not in (None, release.max_grad_norm):
@@ -362,7 +370,11 @@ def noisy_mean(
             f"max_grad_norm={max_grad_norm} came for a release that is on record with "
             f"{release.max_grad_norm}. Expected that one, or none."
         )
-    return source.noisy_mean(grads, release, noise_bits(plan.seed, step))
+    bits = noise_bits(plan.seed, step)
+    if not all(getattr(leaf, "is_fully_addressable", True) for leaf in jax.tree.leaves(grads)):
+        words = np.frombuffer(bits, np.uint8)  # of several processes those of the first
+        bits = np.asarray(multihost_utils.broadcast_one_to_all(words)).tobytes()
+    return source.noisy_mean(grads, release, bits)
 
 
 def _free(plan: PrivacyPlan, step: int, bound: float | None) -> Release:
@@ -411,6 +423,7 @@ def _keyed_mean(grads: Grads, plan: PrivacyPlan, step: Any, source: NoiseSource,
     }
     for kind in (kind for kind, is_so in kinds.items() if is_so):
         raise ValueError(f"key= came for a plan with {kind}. Expected noisy_mean outside of jit.")
+    source.spend(key)
     scale = source.noise_scale * plan.sensitivity
     stddev = _at(plan, step, "noise_multiplier", "max_grad_norm") * scale
     size = _at(plan, step, "expected_batch_size")
@@ -467,13 +480,18 @@ def noise_keys(num_steps: int) -> jax.Array:
         num_steps: int n, releases on record whose noise nobody has asked for.
 
     Raises:
-        AccountingError: fewer are on record.
+        AccountingError: fewer are on record, or the program has several processes, whose keys
+            would differ.
 
     Guarantees:
         Fresh bits for each release.  [test_noise_keys_are_fresh]
     """
-    count = _validate.integer("num_steps", num_steps, minimum=1)
-    taken = own_loops.take_any(count)
+    if jax.process_count() > 1:
+        raise AccountingError(
+            "noise_keys came in a program of several processes, whose keys would differ. Expected "
+            "noisy_mean outside of jit, or make_private."
+        )
+    taken = own_loops.take_any(_validate.integer("num_steps", num_steps, minimum=1))
     keys = [key_of(noise_bits(seed, release.step)) for seed, release in taken]
     return jnp.asarray(np.stack(keys))
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -476,6 +477,7 @@ class PrivacyEngine:
     def detach(self) -> None:
         """End the run: step and loader refuse, the ledger's file is closed, the record stays."""
         self._running().close()
+        self.ledger.own_loop = None  # noise that was not asked for is drawn by nobody
         self._is_detached, self._run, self._last, self._source = True, None, None, None
 
     @compat.promoting
@@ -512,7 +514,9 @@ class PrivacyEngine:
         if len(steps) == 1 and self._loader is not None:
             self._loader.handed_out.record(steps[0])
         for step in steps:
-            self._recorded(step, None)
+            on_first(self._group, f"the record of step {step}", partial(ledger.record, step))
+            if self._group is not None and not self._group.is_first:
+                ledger.record(step)
         return steps
 
     def get_epsilon(self, delta: float | None = None, *, accept_unverified: bool = False) -> float:

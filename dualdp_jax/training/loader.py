@@ -127,8 +127,10 @@ class PlannedLoader:
 
         For `dualdp_jax.testing`, which runs steps on chosen examples.
         """
-        frozen = tuple(jax.tree.map(_frozen, part) for part in parts)
-        chunk = Chunk(frozen, np.asarray(self._bound(step)), np.asarray(step), self.origin)
+        frozen = [
+            Rows(list(map(_frozen, part.arrays)), *map(_constant, part[1:])) for part in parts
+        ]
+        chunk = Chunk(tuple(frozen), np.asarray(self._bound(step)), np.asarray(step), self.origin)
         self._drawn.add(chunk)
         return chunk
 
@@ -174,6 +176,11 @@ class PlannedLoader:
         if self._data_mesh is None:
             return [leaf[rows] for leaf in self.arrays]
         return [self._data_mesh.rows(leaf, at=rows) for leaf in self.arrays]
+
+
+def _constant(array: NDArray[Any] | None) -> NDArray[Any] | None:
+    """Copy of an array (at least one number) that nobody can write to."""
+    return None if array is None else np.frombuffer(array.tobytes(), array.dtype)
 
 
 def _frozen(leaf: Any) -> Any:
