@@ -269,7 +269,7 @@ def test_a_resumed_run_of_a_seed_is_the_uninterrupted_one(tmp_path):
     loop.train(model, optimizer, loader.remaining())
     assert torch.equal(end_of(model), end_of(whole))
     text = engine.ledger.to_json()
-    assert '"unit": "user"' in text
+    assert '"unit":"user"' in text
     engine.detach()
 
 
