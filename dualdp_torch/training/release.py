@@ -32,7 +32,7 @@ class Releaser:
         No process draws noise before the release is recorded in the ledger of rank 0.
             [test_the_ledger_is_written_before_any_rank_draws_noise]
         A check that fails on one process stops all before the record.
-            [test_a_failed_check_of_one_rank_stops_all]
+            [test_what_differs_between_ranks_is_named]
         Processes whose parameters differ stop.  [test_what_differs_between_ranks_is_named]
     """
 
