@@ -180,6 +180,10 @@ class PrivacyPlan:
     def _cost(self) -> Cost:
         return Cost(**{item.name: getattr(self, item.name) for item in fields(Cost)})
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the fields, without what was computed of them."""
+        return {item.name: getattr(self, item.name) for item in fields(self)}
+
     def is_constant(self, name: str) -> bool:
         """Return True if noise_multiplier, max_grad_norm or expected_batch_size never changes."""
         return isinstance(getattr(self, name), schedules.Constant)

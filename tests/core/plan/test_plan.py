@@ -85,6 +85,15 @@ def test_batches_of_a_plan_without_a_seed_are_the_loaders():
         make(seed=0).batch_indices(-1)
 
 
+def test_a_pickle_holds_the_fields_alone():
+    plan = make(sampler="fixed_order", num_steps=10_000)
+    before = pickle.dumps(plan)
+    assert plan.sensitivity > 1  # computed from 10,000 numbers, which are kept
+    assert pickle.dumps(plan) == before
+    again = pickle.loads(before)
+    assert (again, again.sensitivity) == (plan, plan.sensitivity)
+
+
 @pytest.mark.parametrize("seed", [3, 2**100, None])
 def test_json_restores_the_plan(seed):
     plan = make(
