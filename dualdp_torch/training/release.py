@@ -48,8 +48,11 @@ class Releaser:
         self._reduction: Reduction | None = None
         self._had_others = Group.current() is not None
 
-    def begin(self, step: int, failure: Exception | None) -> None:
+    def begin(self, step: int, failure: Exception | None, has_passed: bool) -> bool:
         """Agree on a step that all processes have checked, and begin to reduce its sums.
+
+        Returns:
+            True if a spot check of the step passed, here (`has_passed`) or on another process.
 
         Raises:
             AccountingError: the step may not be released.
@@ -65,10 +68,11 @@ class Releaser:
                     "train a model of its own on the same data and account only that one. Call "
                     "init_process_group before make_private."
                 )
-            return
+            return has_passed
         ours = fingerprints(self._parameters.values())
         digest = hashlib.sha256(json.dumps(ours).encode()).hexdigest()
-        digests, failures = zip(*group.gather(at, (digest, failure)), strict=True)
+        message = digest, failure, has_passed
+        digests, failures, passed = zip(*group.gather(at, message), strict=True)
         for error in (failure, *failures):
             if error is not None:
                 raise error from None
@@ -82,6 +86,7 @@ class Releaser:
             )
         self._ledger.require(step)
         self._reduction = Reduction(group, at, self._parameters)
+        return any(passed)
 
     def send(self, name: str, total: Tensor) -> None:
         """Start to reduce a complete sum of this process while other sums are being formed."""

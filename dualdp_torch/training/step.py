@@ -459,7 +459,8 @@ class PrivateStep:
     def _begin(self, draw: Draw) -> None:
         """Begin the release of a complete logical batch, unless a check failed on any process."""
         if draw.is_last:
-            self._releaser.begin(draw.step, self._failure)
+            passed = self._checks.has_passed
+            self._checks.has_passed = self._releaser.begin(draw.step, self._failure, passed)
 
     def _added(self, draw: Draw, name: str, total: Tensor) -> Tensor:
         """Add one sum to the logical batch's; when that is complete, start to send it."""

@@ -34,7 +34,7 @@ def assert_ends_alike(name, ranks):
         assert distance(ended, parameters) <= limit
         assert spent == epsilon
         assert text == ranks[0][name][2]  # every rank has the record that rank 0 wrote
-        assert len(text.splitlines()) == len(ledger.splitlines())
+        assert text.count('{"r":') == ledger.count('{"r":')
 
 
 @pytest.mark.slow
@@ -151,7 +151,7 @@ DISAGREE = {
     "other split": r"data\['rows'\]\[\d+\] is one on rank 0 and another on rank 1.* Row i must be",
     "users": r"users is one on rank 0 and another on rank 1.* Give all of them the same users=",
     "learning rate later": r"parameters before step 1\['0.bias'\] is one .* Give all the same",
-    "sums": r"the sum over the processes differs from what each of them had.* \(parameter '0.bias'\)",
+    "sums": r"the sum over the processes differs from what each .* \(parameter '0.bias'\)",
     "a failed check": r"ExactnessError: A spot check failed: planted. 1 on record.",
     "hook": r"DistributedDataParallel came with a communication hook",
     "steps out of place": r"Rank 0 is at save_checkpoint after 1 steps and rank 1 at step 1\.",
