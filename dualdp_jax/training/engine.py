@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 import optax
 
 from dualdp import _validate, exactness
@@ -42,6 +43,7 @@ from dualdp_jax.training.step import (
     CompiledStep,
     ComputedStep,
     Stages,
+    Totals,
     TrainState,
     check_step,
     continued,
@@ -53,6 +55,7 @@ from dualdp_jax.training.views import check_views
 
 Path = str | os.PathLike[str]
 Metrics = dict[str, Any]
+_NO_KEY = np.zeros(2, np.uint32)  # where nothing random is drawn
 Step = Callable[[TrainState, Chunk], tuple[TrainState, Metrics]]
 
 
@@ -409,28 +412,28 @@ class PrivacyEngine:
             ExactnessError: the spot check of this step failed. Nothing of it was recorded or
                 released, and the same batch may be tried again.
         """
-        run, ledger, loader = self._attached(), self.ledger, self._loader
+        run, loader, ledger = self._attached(), self._loader, self._ledger
         assert loader is not None
+        assert ledger is not None
         assert self._source is not None
         check_step(loader, state, batch)
         step = int(batch.step)
-        ledger.require(step)
-        warn_of_older(state, self._returned)
+        if step != ledger.position:
+            ledger.require(step)  # raises
+        if self._returned is not None and state.step < self._returned:
+            warn_of_older(state, self._returned)
         with nullcontext() if self._group is None else self._group.collective(f"step {step}"):
-            dropout = loader.bits.key("dropout", step)
+            dropout = loader.bits.key("dropout", step) if run.draws_keys else _NO_KEY
             computed = run.computed(state.params, batch, dropout, ledger.max_grad_norm)
             due = exactness.check_at(loader.bits, step, self._rate, is_first=not self._is_checked)
             if due is not None:
                 self._check(computed, due)
-            totals, answers = computed.totals, computed.answers
+            arrays, totals, answers = computed.arrays, computed.totals, computed.answers
             del computed  # frees the inputs of the sums
-            counts = None
-            if run.plan.is_adaptive:
-                counts = int(totals.num_below), int(totals.num_rows)
-            release, bits = self._recorded(step, counts)
+            release, bits = self._recorded(ledger, step, totals)
         noise = self._source.drawn(totals.sums, release, bits)
         self._last = Released(state.params, batch, dropout, release, noise)
-        state, metrics = run.release(state, totals, release, noise)
+        state, metrics = run.release(state, arrays, totals, release, noise)
         if run.has_aux:
             metrics["unprotected_aux"] = [answer.aux for answer in answers]
         if run.plan.noise == "secure":
@@ -457,20 +460,21 @@ class PrivacyEngine:
             self._is_checked = True
             self.ledger.check_passed(due.step)
 
-    def _recorded(self, step: int, counts: tuple[int, int] | None) -> tuple[Release, bytes]:
-        """Record a step and draw its bits; of several processes the first says both.
-
-        `counts` are the examples within an adaptive bound, and all; None for another bound.
-        """
-        ledger, group = self.ledger, self._group
+    def _recorded(self, ledger: Ledger, step: int, totals: Totals) -> tuple[Release, bytes]:
+        """Record a step and draw its bits; of several processes the first says both."""
+        plan, group, counts = ledger.plan, self._group, None
+        if plan.is_adaptive:
+            counts = int(totals.num_below), int(totals.num_rows)
 
         def first() -> tuple[float | None, Release, bytes]:
             fraction = None if counts is None else ledger.noisy_fraction(*counts)
             release = ledger.record(step, noisy_fraction=fraction)
-            return fraction, release, noise_bits(ledger.plan.seed, step)
+            return fraction, release, noise_bits(plan.seed, step)
 
-        fraction, release, bits = on_first(group, f"the record of step {step}", first)
-        if group is not None and not group.is_first:
+        if group is None:
+            return first()[1:]
+        fraction, release, bits = group.on_first(f"the record of step {step}", first)
+        if not group.is_first:
             release = ledger.record(step, noisy_fraction=fraction)
         return release, bits
 

@@ -59,6 +59,7 @@ class PlannedLoader:
         physical_batch_size: int, examples of a chunk over all shards, or users.
         handed_out: `HandedOut`, record of the batches drawn.
         origin: `Origin` of its chunks.
+        drawn: batches that it drew and that are still in use, by identity.
 
     Guarantees:
         Every drawn example is in exactly one chunk, unmasked.  [test_loader_cuts_no_draw]
@@ -89,7 +90,7 @@ class PlannedLoader:
         shards = 1 if data_mesh is None else data_mesh.num_shards
         own = plan.physical_batch_size or -(-default_rows(plan) // shards)
         self.physical_batch_size = own * shards
-        self._drawn: WeakSet[Chunk] = WeakSet()
+        self.drawn: WeakSet[Chunk] = WeakSet()
 
     def __len__(self) -> int:
         """Number of batches of a pass that begins now."""
@@ -131,12 +132,8 @@ class PlannedLoader:
             Rows(list(map(_frozen, part.arrays)), *map(_constant, part[1:])) for part in parts
         ]
         chunk = Chunk(tuple(frozen), np.asarray(self._bound(step)), np.asarray(step), self.origin)
-        self._drawn.add(chunk)
+        self.drawn.add(chunk)
         return chunk
-
-    def drew(self, batch: Any) -> bool:
-        """True if this loader drew the batch."""
-        return isinstance(batch, Chunk) and batch in self._drawn
 
     def _pass(self) -> Iterator[int]:
         """Steps of a pass."""

@@ -82,6 +82,12 @@ class ComputedStep(NamedTuple):
     totals: Totals  # `Totals` summed over the shards
     bound: float  # C
 
+    @property
+    def arrays(self) -> tuple[list[Any], list[Any]]:
+        """Trained leaves and other arrays of the model."""
+        arrays: tuple[list[Any], list[Any]] = self.inputs[0][0]
+        return arrays
+
 
 class Stages(NamedTuple):
     """Gradients of one step at each stage before the optimizer, for inspection only.
@@ -123,11 +129,13 @@ class CompiledStep:
     def __post_init__(self) -> None:
         check_method(self.method)
         self.clipper(self.parameters, 1.0)  # refuses group shares that do not fit
-        self._jitted = self._compiled()
+        self._jitted, self.dtype = self._compiled(), self.parameters.dtype
+        is_module = self.parameters.module is not None  # whose dropout has keys
+        self.draws_keys = self.needs_key or self.augment is not None or is_module
         # Zeros once per run, on the device: new ones at each step would be a transfer of the size
         # of the parameters.
         trained, count = self.parameters.trained, jnp.zeros((), jnp.int32)
-        numbers = jnp.zeros((), self.parameters.dtype), count, count
+        numbers = jnp.zeros((), self.dtype), count, count
         if self.data_mesh is None:
             zeros = [jnp.zeros_like(widen(p)) for p in trained]
         else:
@@ -172,13 +180,14 @@ class CompiledStep:
         `dropout` is the (2,) uint32 key of the step's random masks.
         """
         unreduced, answers, add = self._nothing, list[Answer](), self._jitted["add"]
-        limit, arrays = np.asarray(bound, self.parameters.dtype), self.arrays(params)
-        inputs = [(arrays, self._placed(part)) for part in batch.parts]
-        for _, rows in inputs:
+        limit, arrays = np.asarray(bound, self.dtype), self.arrays(params)
+        parts = batch.parts if self.data_mesh is None else [*map(self._placed, batch.parts)]
+        for rows in parts:
             unreduced, answer = add(*arrays, unreduced, rows, dropout, limit)
             answers.append(answer)
+        totals = unreduced if self.data_mesh is None else self._jitted["collect"](unreduced)
         masks = [part.mask for part in batch.parts]
-        totals = self._collected(unreduced)
+        inputs = [(arrays, rows) for rows in parts]
         return ComputedStep(inputs, dropout, masks, answers, unreduced, totals, bound)
 
     def arrays(self, params: Any) -> tuple[list[Any], list[Any]]:
@@ -188,13 +197,8 @@ class CompiledStep:
 
     def _placed(self, part: Rows) -> Rows:
         """Rows of a chunk on the devices of the mesh, where its arrays are already."""
-        if self.data_mesh is None:
-            return part
+        assert self.data_mesh is not None
         return Rows(part.arrays, *jax.tree.map(self.data_mesh.rows, part[1:]))
-
-    def _collected(self, unreduced: Totals) -> Totals:
-        """Totals summed over the shards of a mesh."""
-        return unreduced if self.data_mesh is None else self._jitted["collect"](unreduced)
 
     def sums(
         self, trained: Any, others: Any, rows: Any, dropout: Any, bound: float, after: Totals | None
@@ -203,19 +207,26 @@ class CompiledStep:
 
         The compiled program is the one that computes the totals of a step.
         """
-        limit, start = np.asarray(bound, self.parameters.dtype), after or self._nothing
+        limit, start = np.asarray(bound, self.dtype), after or self._nothing
         totals, _ = self._jitted["add"](trained, others, start, rows, dropout, limit)
-        return self._collected(totals).sums
+        return (totals if self.data_mesh is None else self._jitted["collect"](totals)).sums
 
     def release(
-        self, state: TrainState, totals: Totals, release: Release, noise: Noise
+        self,
+        state: TrainState,
+        arrays: tuple[list[Any], list[Any]],
+        totals: Totals,
+        release: Release,
+        noise: Noise,
     ) -> tuple[TrainState, dict[str, Any]]:
-        """Return the state after a release of these totals that is on record."""
-        trained, others = self.parameters.arrays(state.params)
-        extra = {}
+        """Return the state after a release of these totals that is on record.
+
+        `arrays` are those of the state's parameters.
+        """
+        (trained, others), extra = arrays, {}
         if self.takes_noise:
             stddev = release.draw_stddev / release.expected_batch_size
-            extra = {"noise_stddev": np.asarray(stddev, self.parameters.dtype)}
+            extra = {"noise_stddev": np.asarray(stddev, self.dtype)}
         trained, opt_state, metrics = self._jitted["update"](
             trained, state.opt_state, totals, noise, **extra
         )
@@ -294,7 +305,7 @@ class CompiledStep:
         request = Request(SUM, self.method, self.clipper(call.parameters, bound))
         result = answer(request, prepared(call, self.method), mask, call.num_examples)
         numbers = (
-            result.losses.sum().astype(self.parameters.dtype),
+            result.losses.sum().astype(self.dtype),
             mask.sum(dtype=jnp.int32),
             (mask & (result.norms <= bound)).sum(dtype=jnp.int32),
         )
@@ -372,7 +383,7 @@ def continued(loaded: TrainState, fresh: TrainState) -> TrainState:
 
 def check_step(loader: PlannedLoader, state: TrainState, batch: Chunk) -> None:
     """Refuse a step that the ledger could not account for: traced, or of another batch."""
-    if compat.in_trace() or compat.is_traced(state):
+    if compat.in_trace():
         raise TypeError(
             "step was called inside jit, scan or grad, where it would be recorded once for many "
             "releases. Call it from Python; for a jitted loop use clipped_grad_sum, "
@@ -383,7 +394,7 @@ def check_step(loader: PlannedLoader, state: TrainState, batch: Chunk) -> None:
             f"state is {_validate.kind(state)}. Expected the TrainState that make_private or the "
             "step before returned: step(state, batch)."
         )
-    if not loader.drew(batch):
+    if not isinstance(batch, Chunk) or batch not in loader.drawn:
         raise TypeError(
             f"batch is {_validate.kind(batch)} that this engine's loader did not draw, or that "
             "was changed since. Expected one of its batches as it is: only they are what the "
@@ -391,13 +402,12 @@ def check_step(loader: PlannedLoader, state: TrainState, batch: Chunk) -> None:
         )
 
 
-def warn_of_older(state: TrainState, last: int | None) -> None:
+def warn_of_older(state: TrainState, last: int) -> None:
     """Warn of a state that is older than the one returned last, of step `last`."""
-    if last is not None and state.step < last:
-        warnings.warn(
-            f"step got a state of {state.step} steps after it had returned one of {last}: what was "
-            "learned since is lost, and its epsilon is spent. Keep the state, as in state, metrics "
-            "= step(state, batch); to go on from an older one give it the newer number, "
-            "older._replace(step=state.step).",
-            stacklevel=4,
-        )
+    warnings.warn(
+        f"step got a state of {state.step} steps after it had returned one of {last}: what was "
+        "learned since is lost, and its epsilon is spent. Keep the state, as in state, metrics "
+        "= step(state, batch); to go on from an older one give it the newer number, "
+        "older._replace(step=state.step).",
+        stacklevel=4,
+    )

@@ -2,6 +2,8 @@
 """The engine on JAX: plan, loader, ledger, step."""
 
 import json
+import os
+import sys
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -915,3 +917,20 @@ def test_groups_have_bounds_of_their_own_on_jax():
             params=start,
             plan=make_plan(clipping="per_layer", max_grad_norm={"a": 1.0, "d": 1.0}),
         )
+
+
+def test_a_step_makes_few_calls_of_ours():
+    """After the first; a step is checks of its arguments, two programs, a line of the ledger."""
+    _, step, state, loader = private(plan=make_plan(num_steps=9, seed=None), checks=0.02)
+    batches = iter(loader.remaining())
+    for _ in range(3):
+        state, _ = step(state, next(batches))
+    batch, calls = next(batches), []
+    sys.setprofile(lambda frame, event, _: event == "call" and calls.append(frame.f_code))
+    try:
+        step(state, batch)
+    finally:
+        sys.setprofile(None)
+    ours = [code for code in calls if f"{os.sep}dualdp" in code.co_filename]
+    assert len(ours) <= 120
+    assert len({code.co_filename for code in ours}) <= 13
