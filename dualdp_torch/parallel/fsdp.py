@@ -100,6 +100,13 @@ def check_sharded(module: nn.Module, method: str) -> None:
         ValueError: the method needs whole gradients of many layers at once.
     """
     refuse_tensor_parallel(module, "dualdp_torch", "meshes of dualdp_jax have it")
+    for name, p in sharded_parameters(module).items() if has_sharded(module) else ():
+        if sum(not placement.is_replicate() for placement in p.placements) > 1:
+            raise TypeError(
+                f"Parameter {name!r} has the placements {tuple(p.placements)} on {p.device_mesh}. "
+                "Expected fully_shard(model) alone: tensor parallelism (parallelize_module) is not "
+                "covered."
+            )
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     sharded: dict[str, Any] = {name: p for name, p in trained.items() if is_sharded(p)}
     if not sharded:

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from dualdp_torch.parallel.fsdp import check_sharded
 from dualdp_torch.parallel.fsdp import local_of as local_of
-from dualdp_torch.parallel.fsdp import refuse_tensor_parallel
 from dualdp_torch.rules.base import Tensor, lengths
 
 Result = TypeVar("Result")
@@ -31,7 +31,7 @@ class TensorParallel:
 
 def split_of(module: nn.Module, method: str) -> TensorParallel | None:
     """Return None; refuse a tensor parallel model."""
-    refuse_tensor_parallel(module, "dualdp_torch", "meshes of dualdp_jax have it")
+    check_sharded(module, "auto")
     return None
 
 
