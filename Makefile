@@ -42,7 +42,8 @@ BENCH_PINS := $(BENCH)/constraints.txt
 BENCH_PIP := $(BENCH)/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(BENCH_PINS)
 
 bench: $(BENCH)/.ready
-	$(BENCH)/bin/python -m benchmarks all --quick
+	$(BENCH)/bin/python -m benchmarks speed --quick --out out/benchmarks
+	$(BENCH)/bin/python -m benchmarks accounting --quick --out out/benchmarks
 
 $(BENCH)/.ready: pyproject.toml constraints.txt benchmarks/requirements-peers.txt benchmarks/requirements-backpack.txt benchmarks/requirements-opake.txt
 	$(PYTHON) -m venv $(BENCH)

@@ -67,13 +67,6 @@ MISTAKES = {
     f"{COMPARE} --model rnn": "model='rnn' is unknown. Expected one of cnn, mlp",
     f"{COMPARE} --device gpu": "one of cpu, cuda",
     f"{COMPARE} --target-epsilon -1": "target_epsilon=-1.0 is out of range",
-    "scale --parameters 5": "parameters='5' is unknown",
-    "scale --accelerators x": "accelerators='x' is no positive integer",
-    "scale --positions 0": "positions=0 is out of range",
-    "bench nothing": "No such command 'nothing'",
-    "bench report {}/no": "no does not exist. Expected a results file",
-    "bench report {}/folder": "folder is a folder. Expected a results file",
-    "bench report {}/file": "is not JSON",
 }
 
 
