@@ -26,12 +26,10 @@ MISTAKES = {
     f"{EPSILON} --steps 3 --epochs 3": "Give one of --steps and --epochs",
     f"{EPSILON} --epochs 3": "--epochs needs --num-examples and --batch-size",
     f"{EPSILON} --steps 3 --batch-size 9": "both say the rate. Give one of them",
-    f"{EPSILON} --steps 3 --accountant rpd": "one of gdp, pld, prv, rdp",
-    f"{EPSILON} --steps 3 --accountant gdp": "On the command line: --approximate",
+    f"{EPSILON} --steps 3 --accountant rpd": "one of pld, prv, rdp",
+    f"{EPSILON} --steps 3 --accountant gdp": "gdp_epsilon",
     f"{EPSILON} --steps 3 --sampler uniform": "one of balls_in_bins, fixed_size",
     f"{EPSILON} --steps 3 --group-size 0": "group_size=0 is out of range",
-    f"{EPSILON} --steps 3 --plot {{}}/no/p.png": "lies in no existing folder. Make it first",
-    f"{EPSILON} --steps 3 --plot {{}}/folder": "is a folder. Expected the name of a file",
     "epsilon --noise-multiplier 1 --delta 1e-5 --steps 3": "The sampling rate is missing. Give",
     "calibrate --sample-rate 0.1 --steps 3 --delta 2 --target-epsilon 1": "delta=2.0 is",
     "calibrate --sample-rate 0.1 --steps 3 --delta 1e-5 --target-epsilon 0": "target_epsilon=0.0",
@@ -65,7 +63,6 @@ MISTAKES = {
     "compare --out {}/file": "can't be written",
     f"{COMPARE} --steps 0": "steps=0 is out of range",
     f"{COMPARE} --model rnn": "model='rnn' is unknown. Expected one of cnn, mlp",
-    f"{COMPARE} --device gpu": "one of cpu, cuda",
     f"{COMPARE} --target-epsilon -1": "target_epsilon=-1.0 is out of range",
 }
 
