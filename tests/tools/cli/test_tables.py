@@ -56,7 +56,8 @@ def test_noise_is_compared_at_one_epsilon():
 def test_users_are_drawn_or_their_rows(tmp_path):
     counts = tmp_path / "counts"
     counts.write_text("\n".join(["3"] * 40 + ["0"] * 10))
-    run = f"--accountant pld --table units --num-examples 50 --batch-size 12 --steps 30 --counts {counts}"
+    run = f"--accountant pld --table units --num-examples 50 --counts {counts}"
+    run += " --batch-size 12 --steps 30"
     found = lines(run)
     by = {(line["drawn"], line["rows"]): line for line in found["lines"]}
     one = by["example", 1]
