@@ -281,19 +281,3 @@ def test_schedules_that_settle_are_accounted_however_far():
     never = make(num_steps=None, noise_multiplier=schedules.Exponential(1.0, 1.0 + 1e-9))
     with pytest.raises(ValueError, match="1000000000000 steps of a schedule that changes at every"):
         never.epsilon(10**12)
-
-
-# ---------------------------------------------------------------------- accountants of a run
-
-
-def test_an_approximation_accounts_no_run():
-    """known_failures 85: accepted by the engine, and refused when the run was over."""
-    plan = make(accountant="gdp")
-    sentence = "accountant='gdp' is an approximation that can lie far below the true epsilon, so no"
-    with pytest.raises(dualdp.AccountingError, match=sentence):
-        dualdp.Ledger(plan)
-    with pytest.raises(dualdp.AccountingError, match=sentence):
-        dualdp.Ledger(make(), accountant="gdp")
-    with pytest.raises(ValueError, match="accountant='gpd' is unknown"):
-        accountants.require_bound("gpd")
-    assert accountants.require_bound("prv") == "prv"

@@ -1,42 +1,132 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Composition of many privacy losses: their tilted sum in a window, by Fourier transforms.
+"""Privacy losses on a lattice, above the truth, and the sum of many by Fourier transforms.
 
-S = L_1 + ... + L_k, all on one lattice, with delta(e) = P(S = inf) + E[(1 - e^{e-S})_+]. With the
-tilted law dP_t = e^{tS - K(t)} dP, K(t) = sum_i log E e^{t L_i},
+`discretize` turns pairs into pmfs that dominate them. `Sum` composes these: with the tilted law
+dP_t = e^{tS - K(t)} dP of S = L_1 + ... + L_k, K(t) = sum_i log E e^{t L_i},
+
     delta(e) = P(S = inf) + e^{K(t)} E_t[e^{-tS} (1 - e^{e-S})_+],
-and only a window [x_0, x_0 + W) of S above e matters. The tilted pmf is computed modulo W (a cyclic
-convolution), which makes three errors. Each has a Chernoff bound computed from the composed pmfs:
-    truncation   P(S >= x_0 + W) <= e^{K(c) - c (x_0 + W)}                  added to an upper delta
-    left wrap    sum_m e^{-t m W} P(S < x_0)  <= e^{-tW} / (1 - e^{-tW})         off a lower delta
-    right wrap   sum_m e^{t m W} P(S >= x_0 + m W) <= e^{K(c) - c x_0} r/(1-r),  off a lower delta
-                 r = e^{-(c-t)W}, c > t.
-Wrapped mass only adds to an upper delta. Rounding is relative to the TILTED pmf, so delta = 1e-30
-is as easy as 1e-5; `_Product` bounds it.
+
+and only a window [x_0, x_0 + W) of S above e matters. The tilted pmf is computed modulo W, a cyclic
+convolution: mass that is wrapped in only adds to delta, and what lies above the window has a
+Chernoff bound. Rounding is relative to the TILTED pmf, so delta = 1e-30 is as easy as 1e-5.
 
 Source: Koskela et al. 2021 (arXiv 2102.12412), heterogeneous FFT; the tilt is the usual one of
 large deviations (Cramer), as in the saddle-point accountant (arXiv 2208.09595), with bounds.
+Proofs: docs/accounting.md, sections 3 to 5.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
-import numpy.typing as npt
+from numpy.typing import NDArray
 from scipy import fft
 
-from dualdp.accountants.pld_engine.discretize import Index, Pmf, U
+from dualdp.accountants.pld_engine.pairs import Array, Cells, Index, Term, U, flip
 
-Array = npt.NDArray[Any]
-Complex = npt.NDArray[np.complex128]
+Complex = NDArray[np.complex128]
 
+# Losses beyond this are not resolved: e^loss must not overflow.
+MAX_LOSS = 600.0
 CUT = 1e-19  # frequencies where the product is proved smaller than this are dropped
+_CHUNK = 1 << 18  # cells of the rows that are discretized at once
 _BUFFER = 1 << 21  # numbers in one block of transforms
 _ROOTS = 1 << 22  # most roots of unity in a direct sum: 64 MiB
 _ROWS = 48  # cost of a root of unity, in products with it
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """Spacing h of the lattice, and number of cells from x to 2x where cells are wider than h.
+
+    The cell at n h is max(1, 2^floor(log2 n) / octave) h wide. With h and `octave` powers of 2, the
+    edges of a coarser grid (larger h, smaller `octave`) are edges of every finer one, and the upper
+    bound on the finer grid is never larger.
+    """
+
+    spacing: float
+    octave: int = 32
+
+    def edges(self, low: int, high: int) -> Index:
+        """Return lattice indices from at most `low` <= 0 to at least `high` >= 0."""
+
+        def side(end: int) -> Index:
+            start, octaves = 1, [np.zeros(0, dtype=np.int64)]
+            while start <= end:  # [start, 2 start): cells of one width
+                width = max(1, start // self.octave)
+                octaves.append(np.arange(start, min(2 * start, end + width), width))
+                start *= 2
+            if end > 0 and octaves[-1][-1] < end:
+                octaves.append(np.array([start]))
+            return np.concatenate(octaves)
+
+        return np.concatenate([-side(-low)[::-1], [0], side(high)])
+
+
+@dataclasses.dataclass(frozen=True)
+class Pmf:
+    """Losses of several mechanisms on shared lattice points.
+
+    `mass` (rows, points) at `index * spacing`; `infinite` (rows,) mass at +inf; `slack` (rows,)
+    bound on the distance of true losses beyond their lattice point; `counts` (rows,) compositions.
+    """
+
+    mass: Array
+    index: Index
+    infinite: Array
+    slack: Array
+    counts: Array
+
+
+def connect_the_dots(cells: Cells, counts: Array) -> Pmf:
+    """Return the dominating pmf: cell masses go to both ends, keeping P and Q.
+
+    Of p, the share surplus / (1 - e^{a-b}) goes to b, the rest to a. The delta of the result is the
+    piecewise linear (in e^epsilon) interpolation of the true delta at the edges, which is convex:
+    no smaller pair on these edges dominates.
+
+    Rounding: masses are taken too large by their error, and so is the surplus, hence the share that
+    goes up. Both move mass to larger losses, and delta grows with every loss.
+
+    Source: Doroshenko et al. 2022 (arXiv 2207.04380), section 4.
+    """
+    g = cells.index * cells.spacing
+    p = cells.p.mass + cells.p.mass_error
+    share = (cells.p.excess + cells.p.excess_error) / -np.expm1(g[:-1] - g[1:])
+    up = np.minimum(share, p)
+    mass = np.zeros((p.shape[0], g.size))
+    mass[:, 1:] = up
+    mass[:, :-1] += p - up
+    mass[:, 0] += cells.p.bottom * (1 + 1e-12)
+    infinite = (cells.p.infinite + cells.p.top) * (1 + 1e-12)
+    return Pmf(mass, cells.index, infinite, cells.slack, counts)
+
+
+def discretize(terms: Sequence[Term], grid: Grid, tail: float) -> Iterator[Pmf]:
+    """Yield dominating pmfs of all terms, a chunk of rows at a time.
+
+    Rows are sorted by their largest loss, so that the rows of a chunk need about the same edges.
+    """
+    for term in terms:
+        low, high = term.pairs.span(tail)
+        low, high = np.maximum(low, -MAX_LOSS), np.minimum(high, MAX_LOSS)
+        order = np.argsort(high)
+        while order.size:
+            rows = order[:512]
+            for _ in range(2):  # fewer rows need fewer edges
+                first = math.floor(min(0.0, float(low[rows].min())) / grid.spacing) - 1
+                last = math.ceil(max(0.0, float(high[rows].max())) / grid.spacing) + 1
+                index = grid.edges(first, last)
+                fitting = max(1, _CHUNK // index.size)
+                if fitting >= rows.size:
+                    break
+                rows = rows[:fitting]
+            table = term.pairs.cells(rows, index, grid.spacing)
+            yield connect_the_dots(flip(table) if term.flipped else table, term.counts[rows])
+            order = order[rows.size :]
 
 
 class TiltError(ArithmeticError):
@@ -45,7 +135,7 @@ class TiltError(ArithmeticError):
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """Window of the sum: tilt t, first point x_0 = start * h, `size` points, `chernoff` c > t."""
+    """Window of the sum: tilt t, first point x_0 = start * h, `size` points, `chernoff` c."""
 
     tilt: float
     start: int
@@ -85,17 +175,8 @@ def fft_error(size: int) -> float:
 class _Product:
     """Running product of transforms, with its majorant and the resulting error bound.
 
-    N is a power of two, so the FFT has radix 2 and 4: an entry is a sum over paths, one for each
-    input, with at most one twiddle product (2.9 u, and u for the twiddle: Higham 2002, Lemma 3.5)
-    and one addition (u) for each factor 2 of N. The inputs are >= 0 with sum 1, so each entry is
-    off by at most 6 u log2 N (`fft_error`), plus u for each addition in the folding. As a direct
-    sum of `terms` terms it is off by (terms + 32) u: a root of unity is off by 14 u (an angle below
-    2 pi with two roundings, then sine and cosine), a product of two by 31 u. A plain product costs
-    3 u for each factor, a power through logarithm and angle 10 u and its sums over rows 4 u for
-    each row and factor. The logarithms of the majorant over n rows add up to less than 44 in size
-    where the product is not dropped (`CUT`): their sum is off by 44 n u, 44 u for each row. So,
-    with F the computed values,
-        |computed product - true product| <= prod(|F_i| + error)^{m_i} - prod |F_i|^{m_i},
+    With F the computed values and e the error of each,
+        |computed product - true product| <= prod(|F_i| + e_i)^{m_i} - prod |F_i|^{m_i},
     since both lie in a polydisc of these radii around each other. The inverse transform is a mean
     over frequencies: its error is at most the mean of these differences plus its own rounding.
     """
@@ -155,15 +236,13 @@ class _Product:
         error = fft_error(self.size) + (terms + 32 + sums) * U
         self.growth += float(counts.sum()) * error
         size = np.abs(values)
-        with np.errstate(divide="ignore"):
+        with np.errstate(divide="ignore", invalid="ignore"):
             self.log_major += counts @ np.log(size + error)
-        if plain:
-            power = np.multiply.reduce(values, axis=0)
-        else:
-            with np.errstate(divide="ignore", invalid="ignore"):
+            if plain:
+                power = np.multiply.reduce(values, axis=0)
+            else:
                 exponent = counts @ np.log(np.maximum(size, 1e-300))
-                phase = counts @ np.angle(values)
-            power = np.exp(exponent) * np.exp(1j * phase)
+                power = np.exp(exponent) * np.exp(1j * (counts @ np.angle(values)))
         self.value = self.value * power
         # drop the high frequencies whose product is proved to be below CUT, now and later
         large = np.flatnonzero(self.log_major > math.log(CUT))
@@ -236,10 +315,3 @@ class Sum:
             rounding,
             relative,
         )
-
-
-def compose(pmfs: Iterable[Pmf], window: Window, spacing: float) -> Composed:
-    """Return the sum of all losses in the window, from chunks of pmfs; see `Sum`."""
-    total = Sum(window, spacing)
-    total.add(pmfs)
-    return total.composed(window.start)

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dominating pair (P, Q) of each mechanism.
+"""Dominating pair (P, Q) of each mechanism, as masses in cells of the privacy loss.
 
-For vectors of norm at most 1 and Gaussian noise, likelihood ratios are sums of exponentials of
-jointly Gaussian variables, sum_i w_i exp(Y_i - Var Y_i / 2) with Cov(Y_i, Y_j) = v_i.v_j / s^2. By
-Kahane's convexity inequality (1985) the expectation of a convex function of such a sum grows with
-every covariance; so among all vectors with |v_i| <= r_i the collinear ones of full length are the
-worst, for both hockey-stick divergences E(X - e^eps)_+ and E(1 - e^eps X)_+ at once:
-    group of k under Poisson sampling    X = sum_i Binom(k, q)(i) e^{(2ix - i^2)/2s^2}, Q = N(0);
-    one example replaced                 N_1 against l N_-1 + (1-l) N_0, the worst case behind
-                                         (1-q) N_0 + q N_1 against (1-q) N_0 + q N_-1.
-This agrees with Lemma 4.5 of Choquette-Choo et al. 2024 (arXiv 2310.15526), proved differently.
+A table (`Cells`) is all that the engine knows of a mechanism: masses of P and Q in cells of the
+privacy loss L = log(P/Q). Edges g_0 < g_1 < ... are multiples of one lattice spacing h; with
+a = g_j, b = g_{j+1} a cell [a, b) holds
+
+    p_j = P(a <= L < b),  q_j = Q(same),  surplus_j = p_j - e^a q_j,  deficit_j = q_j - e^-b p_j,
+
+the last two >= 0 and, for subsampled mechanisms, computed without the cancellation of their
+definition. Each number has an error bound, so that later results can be rounded in the safe
+direction. Swapping P and Q negates the loss and swaps surplus with deficit: `flip`.
+
+Why these pairs dominate: docs/accounting.md, section 2.
 """
 
 from __future__ import annotations
@@ -18,20 +20,92 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
+from numpy.typing import NDArray
 from scipy.special import ndtr
 
 from dualdp.accountants.closed_forms import log_mixture
-from dualdp.accountants.pld_engine.discretize import Cells, Index, Side, U, flip
 from dualdp.accountants.search import bisect_arrays
 
-Array = npt.NDArray[Any]
+Array = NDArray[np.floating[Any]]
+Index = NDArray[np.int64]
 
+U = 2.0**-53
 # Relative error of scipy.special.ndtr for |z| < 38 [test_ndtr_is_as_accurate_as_assumed].
 NDTR_ERROR = 4e-13
+
+
+@dataclasses.dataclass(frozen=True)
+class Side:
+    """Masses of P, or of Q, of several mechanisms (rows) in the same cells.
+
+    `excess` is the surplus of P, or the deficit of Q. `bottom` and `top`
+    are the masses at finite losses outside the edges, `infinite` that where the other one is 0.
+    """
+
+    mass: Array  # (rows, cells)
+    excess: Array
+    mass_error: Array
+    excess_error: Array
+    bottom: Array  # (rows,)
+    top: Array
+    infinite: Array
+
+    def reversed(self) -> Side:
+        """Return the same masses, the loss negated."""
+        return Side(
+            self.mass[:, ::-1],
+            self.excess[:, ::-1],
+            self.mass_error[:, ::-1],
+            self.excess_error[:, ::-1],
+            self.top,
+            self.bottom,
+            self.infinite,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Cells:
+    """Mass tables of P and Q; `slack` (rows,) bounds |loss - edge| at the edges."""
+
+    index: Index  # (edges,) multiples of the spacing
+    spacing: float
+    p: Side
+    q: Side
+    slack: Array
+
+
+def flip(cells: Cells) -> Cells:
+    """Return the table of the other direction: P and Q swapped, the loss negated."""
+    p, q = cells.q.reversed(), cells.p.reversed()
+    return Cells(-cells.index[::-1], cells.spacing, p, q, cells.slack)
+
+
+class PairFamily(Protocol):
+    """Dominating pairs of several mechanisms of one kind, one per row."""
+
+    def span(self, tail: float) -> tuple[Array, Array]:
+        """Return the (rows,) losses below and above which P and Q hold at most about `tail`."""
+        ...
+
+    def variance(self) -> Array:
+        """Return the (rows,) approximate variance of the loss, for the choice of the grid."""
+        ...
+
+    def cells(self, rows: Index, index: Index, spacing: float) -> Cells:
+        """Return the mass table of some rows on the edges `index * spacing`."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Term:
+    """Term of a sum of losses: (rows,) pairs and how often each; `flipped` swaps P and Q."""
+
+    pairs: PairFamily
+    counts: Array
+    flipped: bool = False
 
 
 def _normal_masses(z: Array) -> tuple[Array, Array, Array, Array]:
@@ -253,7 +327,7 @@ class Atoms:
         cell = np.searchsorted(g, loss[finite], side="right")
 
         def summed(mass: Array, absolute: Array | None) -> Masses:
-            total = np.bincount(cell, weights=mass[finite], minlength=index.size + 1)
+            total = 1.0 * np.bincount(cell, weights=mass[finite], minlength=index.size + 1)
             error = (self.error + 2 * U * mass.size) * total + self.spread
             if absolute is not None:
                 error += np.bincount(cell, weights=absolute[finite], minlength=index.size + 1)
