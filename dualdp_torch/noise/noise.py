@@ -27,8 +27,8 @@ from dualdp.plan.correlated.strategies import Window
 from dualdp.plan.plan import PrivacyPlan, checked_step, require_plan
 from dualdp.porting.parameter_map import ParameterMap
 from dualdp.randomness import fold_in, grid_noise, key_of, noise_bits, seeded_bits, threefry
-from dualdp_torch.noise.generators import Key, Normals
 from dualdp_torch.noise.correlated import Kept, next_noise
+from dualdp_torch.noise.generators import Key, Normals
 from dualdp_torch.rules.base import Tensor, wide
 
 
