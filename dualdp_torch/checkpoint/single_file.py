@@ -152,15 +152,17 @@ def converted(
     described = {
         "layout": weights.layout(model),
         "trained": [name for name, p in model.named_parameters() if p.requires_grad],
+        "parameters": [name for name, _ in model.named_parameters()],
         "optimizer": named_state(optimizer, model)[1],
     }
     wanted = {
         name: (tuple(value.shape), str(value.dtype).removeprefix("torch."))
         for name, value in ours.items()
     }
-    arrays, document = convert_checkpoint.to_torch(arrays, document, wanted, described, mapping)
+    checks = document["settings"]["checks"]
+    arrays, found = convert_checkpoint.to_torch(arrays, document, wanted, described, mapping)
     kept = ours | generator_states(next(model.parameters()).device, rank=0)
     arrays |= {n: to_numpy(t) for n, t in kept.items() if n not in arrays}
-    settings = asdict(RunSettings("mean", "auto", has_target=True))
+    settings = asdict(RunSettings("mean", "auto", has_target=True, checks=checks))
     del settings["pass_end"]
-    return arrays, {**document, "settings": settings}
+    return arrays, {**document, **found, "settings": settings}

@@ -27,8 +27,8 @@ from dualdp.plan.correlated.strategies import Window
 from dualdp.plan.plan import PrivacyPlan, checked_step, require_plan
 from dualdp.porting.parameter_map import ParameterMap
 from dualdp.randomness import fold_in, grid_noise, key_of, noise_bits, seeded_bits, threefry
+from dualdp_torch.noise.correlated import Kept, next_noise
 from dualdp_torch.noise.generators import Key, Normals
-from dualdp_torch.noise.recursion import Kept, next_noise
 from dualdp_torch.rules.base import Tensor, wide
 
 
@@ -109,7 +109,7 @@ class NoiseSource:
     `dualdp.randomness.grid_noise`.
 
     With `plan.correlation` the noise of a step holds that of the steps before it in its segment,
-    of which the source keeps what is needed (`dualdp_torch.noise.recursion`) in memory.
+    of which the source keeps what is needed (`dualdp_torch.noise.correlated`) in memory.
 
     Guarantees:
         Noise of standard deviation noise_multiplier times max_grad_norm, independent over

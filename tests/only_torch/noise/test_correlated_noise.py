@@ -10,7 +10,7 @@ import torch
 
 import dualdp_torch as dpt
 from dualdp.plan.correlated import filters, strategies
-from dualdp_torch.noise import generators, noise, recursion
+from dualdp_torch.noise import correlated, generators, noise
 from dualdp_torch.noise.noise import NoiseSource, Piece
 
 from .releases import flat, released
@@ -99,7 +99,7 @@ def test_the_covariance_over_the_steps_is_that_of_the_strategy(name, seed):
 @pytest.mark.parametrize("name", ["window", "band", "blt"])
 @pytest.mark.parametrize("fault", ["a row dropped", "z for the noise", "rows of the step before"])
 def test_faults_of_a_recursion_are_seen(name, fault, monkeypatch):
-    true = recursion.next_noise
+    true = correlated.next_noise
 
     def wrong(strategy, index, z, kept, stddev):
         drawn = z.clone()
