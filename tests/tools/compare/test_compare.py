@@ -163,7 +163,6 @@ def test_a_broken_hand_over_is_found(tmp_path, monkeypatch):
         (["--batch-size", "5000"], "expected_batch_size=5000.0 exceeds num_examples=1437"),
         (["--model", "vgg"], "model='vgg' is unknown. Expected one of cnn, mlp"),
         (["--dtype", "float16"], "dtype='float16' is unknown. Expected one of float32, float64"),
-        (["--activation", "swish"], "activation='swish' is unknown. Expected one of gelu"),
         (["--target-epsilon", "-1"], "target_epsilon=-1.0 is out of range"),
     ],
 )
