@@ -378,6 +378,11 @@ def pattern(cost: Cost, steps: int) -> list[Releases]:
     Source: Denisov et al. 2022 (arXiv 2202.08312), Theorem 2.1; for cyclic Poisson sampling,
     Choquette-Choo et al. 2023 (arXiv 2306.08153), Theorem 4; docs/accounting.md, 2.11 and 2.12.
     """
+    if steps > (cost.num_steps or 0):
+        raise AccountingError(
+            f"A segment of {steps} steps came for a plan with num_steps={cost.num_steps}. Expected "
+            "at most that: the noise of such a run is that of its whole length."
+        )
     if not steps:
         return [()]
     gap = cost.separation

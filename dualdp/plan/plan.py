@@ -170,7 +170,8 @@ class PrivacyPlan:
         cost = self.cost()
         cost.check()
         if not (cost.is_patterned and self.sampler == "balls_in_bins"):  # whose bounds take long
-            accounting.spent_by(cost, [accounting.Segment(0, 1)])
+            steps = min(self.num_steps or 0, 1) if cost.is_patterned else 1
+            accounting.spent_by(cost, [accounting.Segment(0, steps)])
 
     def cost(self) -> Cost:
         """Return the settings that decide what a run costs; see `dualdp.plan.accounting`."""

@@ -213,7 +213,7 @@ class PrivacyEngine:
                 "loss of one example."
             )
         if checks is None and self._loaded is not None:
-            checks = self._loaded.saved["checks"]
+            checks = self._loaded.saved.get("checks")
         rate, parameters = exactness.checked_rate(checks), _trained(params, trainable)
         mesh = data_mesh_of(data_sharding, parameters)
         group = None if mesh is None else mesh.group
@@ -632,12 +632,12 @@ def _trained(params: Any, trainable: Any) -> Parameters:
 
 def _refuse_another_step(saved: Mapping[str, Any], views: int, names: list[str]) -> None:
     """Refuse to resume with other views or trained leaves than those of the checkpoint."""
-    if views != saved["views"]:
+    if views != saved.get("views", views):
         raise ValueError(
             f"views={views}, but the checkpoint's run has views={saved['views']}. "
             "Expected the views and the augment of its make_private."
         )
-    if saved["trained"] != sorted(names):
+    if sorted(saved["trained"] or names) != sorted(names):
         raise ValueError(
             f"The leaves {sorted(set(saved['trained']) ^ set(names))} are trained either here or "
             "in the checkpoint's run. Expected trainable= as in its make_private."

@@ -160,9 +160,11 @@ def converted(
         for name, value in ours.items()
     }
     checks = document["settings"]["checks"]
+    found: Any
     arrays, found = convert_checkpoint.to_torch(arrays, document, wanted, described, mapping)
     kept = ours | generator_states(next(model.parameters()).device, rank=0)
     arrays |= {n: to_numpy(t) for n, t in kept.items() if n not in arrays}
     settings = asdict(RunSettings("mean", "auto", has_target=True, checks=checks))
     del settings["pass_end"]
-    return arrays, {**document, **found, "settings": settings}
+    found["settings"] = settings
+    return arrays, found

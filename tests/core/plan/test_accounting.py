@@ -350,6 +350,19 @@ def test_plans_calibrate_and_come_back():
         assert again.epsilon() == plan.epsilon()
 
 
+@pytest.mark.parametrize("changes", [{}, CYCLIC, {"sampler": "shuffle"}, {"sampler": "poisson"}])
+def test_no_steps_cost_nothing(changes):
+    plan = make(**changes, num_steps=0)
+    assert plan.epsilon() == 0
+    assert accounting.spent_by(make(**changes).cost(), [Segment(4, 4)]).history == ()
+
+
+@pytest.mark.parametrize("changes", [{}, CYCLIC, {"sampler": "balls_in_bins", "correlation": BISR}])
+def test_a_segment_longer_than_its_plan_is_refused(changes):
+    with pytest.raises(dualdp.AccountingError, match="segment of 19 steps .* num_steps=18. Expect"):
+        accounting.spent_by(make(**changes).cost(), [Segment(0, 19)])
+
+
 def test_identity_is_independent_noise():
     for sampler in ("poisson", "balls_in_bins"):
         with_it = make(sampler=sampler, correlation=correlated.identity())

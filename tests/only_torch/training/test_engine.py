@@ -2,6 +2,7 @@
 """The engine: the user's loop, private; every way to lose the guarantee raises."""
 
 import copy
+import os
 import pickle
 
 import numpy as np
@@ -509,3 +510,61 @@ def test_a_frozen_parameter_is_not_moved_by_an_old_gradient():
     F.cross_entropy(model(x), y).backward()
     optimizer.step()
     torch.testing.assert_close(model[0].bias, before, rtol=0, atol=0)
+
+
+def stepped(model, optimizer, x, y):
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    return model[0].weight.grad.flatten().numpy()
+
+
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
+@pytest.mark.parametrize("noise", ["fast", "secure"])
+def test_a_fork_of_a_run_is_a_run_of_its_own(noise):
+    """known_failures 81: what was drawn and not used is dropped, and a segment begins."""
+    run = plan(seed=None, num_steps=60, noise=noise, noise_multiplier=100.0)
+    engine, model, optimizer, loader = start(plan=run)
+    batches = iter(loader)
+    stepped(model, optimizer, *next(batches)[:2])
+    x, y, _ = next(batches)
+    here, there = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            told = "nothing"
+            try:
+                stepped(model, optimizer, x, y)
+            except RuntimeError as error:
+                told = str(error)
+            x, y, rows = next(iter(loader))
+            release = stepped(model, optimizer, x, y)
+            found = told, rows.tolist(), release, len(engine.ledger), engine.ledger.segment
+            os.write(there, pickle.dumps(found))
+        finally:
+            os._exit(0)
+    mine = stepped(model, optimizer, x, y)
+    rows = next(iter(loader))[2].tolist()
+    os.waitpid(child, 0)
+    told, theirs, release, releases, segment = pickle.loads(os.read(here, 1 << 16))
+    for end in (here, there):
+        os.close(end)
+    assert "This batch was drawn before the process was forked" in told
+    assert theirs != rows
+    assert abs(np.corrcoef(mine, release)[0, 1]) < 0.8
+    assert (releases, segment) == (2, 1)
+    assert (len(engine.ledger), engine.ledger.segment) == (2, 0)
+
+
+def test_a_fork_does_not_write_the_ledger_of_its_parent(tmp_path):
+    engine, model, optimizer, loader = start(plan=plan(seed=None), ledger=tmp_path / "ledger")
+    child = os.fork()
+    if not child:
+        try:
+            stepped(model, optimizer, *next(iter(loader))[:2])
+        except AccountingError as error:
+            os._exit(7 if "This process is a fork of process" in str(error) else 1)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    stepped(model, optimizer, *next(iter(loader))[:2])
+    assert len(Ledger.read(tmp_path / "ledger")) >= 2
