@@ -6,7 +6,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -24,7 +24,7 @@ from dualdp_torch.per_sample.recorder import RECORDED
 from dualdp_torch.training.adam_bc import AdamBC
 from dualdp_torch.training.loader import check_loader, expected_batch_size, most_steps
 from dualdp_torch.training.opacus_names import advice
-from dualdp_torch.training.views import Views
+from dualdp_torch.training.views import Augment, Views
 
 REDUCTIONS = ("mean", "sum")
 #: Our methods for per-sample gradients and Opacus' names for them -> our method.
@@ -142,23 +142,31 @@ def _translated(given: Mapping[str, Any]) -> dict[str, Any]:
     return found | {"sampler": "poisson" if poisson else "shuffle"}
 
 
-def rows_of(loader: DataLoader[Any], users: Any, views: Views) -> UserRows | None:
-    """Return the rows of each user of a checked loader's data; None for None."""
-    check_loader(loader)
-    if users is not None and views.augment is not None:
-        raise ValueError(
-            "users and views= or augment= came together, and a unit is the rows of a user or the "
-            "views of a row. Expected one of the two; the data set may augment its rows."
-        )
-    return rows_of_data(users, len(loader.dataset))  # type: ignore[arg-type]
+class Data(NamedTuple):
+    """Checked data of a run: the user's loader, views of each example, and rows of each user."""
+
+    loader: DataLoader[Any]
+    views: Views
+    users: UserRows | None
+
+    @classmethod
+    def of(cls, loader: DataLoader[Any], views: int, augment: Augment | None, users: Any) -> Data:
+        """Return the data of the arguments of `make_private`; `users` is None for examples."""
+        check_loader(loader)
+        seen = Views(views, augment)
+        if users is not None and augment is not None:
+            raise ValueError(
+                "users and views= or augment= came together, and a unit is the rows of a user or "
+                "the views of a row. Expected one of the two; the data set may augment its rows."
+            )
+        return cls(loader, seen, rows_of_data(users, len(loader.dataset)))  # type: ignore[arg-type]
 
 
 def plan_of(
-    loader: DataLoader[Any],
+    data: Data,
     plan: PrivacyPlan | None,
     given: Mapping[str, Any],
     method: Callable[..., Any],
-    users: UserRows | None,
     **options: Any,
 ) -> PrivacyPlan:
     """Return the given plan, or one made from arguments of a method and the loader's sizes.
@@ -171,7 +179,7 @@ def plan_of(
             "poisson_sampling came together with plan=, which holds a sampler. Expected one of the "
             "two."
         )
-    found = _translated(given)
+    found, (loader, _, users) = _translated(given), data
     size: int = len(loader.dataset) if users is None else users.num_users  # type: ignore[arg-type]
     if plan is None:
         expected = expected_batch_size(loader)

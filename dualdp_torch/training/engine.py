@@ -22,12 +22,11 @@ from dualdp.ledger.ledger import Ledger
 from dualdp.plan.arguments import NO_RUN, SECOND_RUN, names_delta
 from dualdp.plan.batches import end_of_pass, require_end
 from dualdp.plan.plan import PrivacyPlan
-from dualdp.plan.units import UserRows
 from dualdp.porting.parameter_map import ParameterMap
 from dualdp.randomness import SegmentBits
 from dualdp_torch.noise.noise import NoiseSource
 from dualdp_torch.parallel.process_group import QUIET, Group, group_of, on_all, unwrapped
-from dualdp_torch.training.arguments import RunSettings, check, check_kinds, plan_of, rows_of
+from dualdp_torch.training.arguments import Data, RunSettings, check, check_kinds, plan_of
 from dualdp_torch.training.compiled_step import CompiledStep, compiled_sums
 from dualdp_torch.training.loader import (
     SINGLE_PROCESS,
@@ -40,7 +39,7 @@ from dualdp_torch.training.opacus_names import missing_in
 from dualdp_torch.training.own_loop import OwnLoopLoader
 from dualdp_torch.training.rank_consistency import agreed
 from dualdp_torch.training.step import PrivateStep, Stages, set_temporarily
-from dualdp_torch.training.views import Augment, Views
+from dualdp_torch.training.views import Augment
 
 Path = str | os.PathLike[str]
 #: Module, optimizer and loader that the user's loop goes on with.
@@ -175,7 +174,6 @@ class PrivacyEngine:
             ValueError: a wrong value, arguments beside a plan that holds them, or that contradict
                 each other.
         """
-        self._refuse_second_run()
         given = {
             "noise_multiplier": noise_multiplier,
             "max_grad_norm": max_grad_norm,
@@ -187,17 +185,11 @@ class PrivacyEngine:
             "poisson_sampling": poisson_sampling,
             **others,
         }
-        seen = Views(views, augment)
-        rows = rows_of(data_loader, users, seen)
-        settings = RunSettings(
-            loss_reduction,
-            grad_sample_mode,
-            has_target=names_delta(plan, given),
-            checks=checked_rate(checks),
-            views=seen.count,
+        settings = RunSettings(loss_reduction, grad_sample_mode, checks=checked_rate(checks))
+        data = Data.of(data_loader, views, augment, users)
+        return self._begin(
+            self.make_private, module, optimizer, data, plan, given, settings, ledger
         )
-        plan = plan_of(data_loader, plan, given, self.make_private, rows, **self._plan_options)
-        return self._start(module, optimizer, data_loader, plan, settings, ledger, seen, rows)
 
     def make_private_with_epsilon(
         self,
@@ -228,57 +220,46 @@ class PrivacyEngine:
             TypeError: an argument that nobody knows, or that is missing.
             ValueError: a wrong value, or neither or both of epochs and num_steps.
         """
-        self._refuse_second_run()
         given = {
             "target_epsilon": target_epsilon,
             "target_delta": target_delta,
             "max_grad_norm": max_grad_norm,
+            "epochs": epochs,
+            "num_steps": num_steps,
             **others,
         }
         plan = given.pop("plan", None)
-        given |= {"epochs": epochs, "num_steps": num_steps}
-        seen = Views(views, augment)
-        rows = rows_of(data_loader, users, seen)
-        plan = plan_of(
-            data_loader,
-            plan,
-            given,
-            self.make_private_with_epsilon,
-            rows,
-            calibrates=True,
-            **self._plan_options,
-        )
-        settings = RunSettings(
-            loss_reduction,
-            grad_sample_mode,
-            has_target=True,
-            checks=checked_rate(checks),
-            views=seen.count,
-        )
-        return self._start(module, optimizer, data_loader, plan, settings, ledger, seen, rows)
+        settings = RunSettings(loss_reduction, grad_sample_mode, checks=checked_rate(checks))
+        data, method = Data.of(data_loader, views, augment, users), self.make_private_with_epsilon
+        return self._begin(method, module, optimizer, data, plan, given, settings, ledger)
 
-    def _start(
+    def _begin(
         self,
+        method: Callable[..., Private],
         module: nn.Module,
         optimizer: torch.optim.Optimizer,
-        loader: DataLoader[Any],
-        plan: PrivacyPlan,
+        data: Data,
+        plan: PrivacyPlan | None,
+        given: dict[str, Any],
         settings: RunSettings,
         ledger: Path | None,
-        views: Views,
-        users: UserRows | None,
     ) -> Private:
-        """Check everything, then open the ledger and attach."""
+        """Make the plan and check everything, then open the ledger and attach."""
+        self._refuse_second_run()
+        calibrates = method == self.make_private_with_epsilon
+        settings.has_target, settings.views = names_delta(plan, given), data.views.count
+        options = self._plan_options | {"calibrates": calibrates}
+        plan = plan_of(data, plan, given, method, **options)
         check_kinds(module, optimizer)
         inner, layout = unwrapped(module), self.noise_layout
         earlier = _earlier(inner, optimizer)
         self._group = group = group_of(module)
-        bits = agreed(group, inner, optimizer, loader, plan, settings, layout, users)
+        bits = agreed(group, inner, optimizer, data, plan, settings, layout)
 
         def opened() -> tuple[PlannedLoader, Ledger]:
             check(inner, optimizer, plan, settings)
-            planned = self._planned(loader, plan, bits, views, users)
-            return planned, Ledger(plan, path=ledger if self._is_first else None)
+            path = ledger if group is None or group.is_first else None
+            return self._planned(data, plan, bits), Ledger(plan, path=path)
 
         planned, self._ledger = on_all(group, "make_private", opened)
         self._ledger.note(checks=settings.checks)
@@ -287,11 +268,6 @@ class PrivacyEngine:
         self._settings = settings
         self._attach(module, optimizer, bits, earlier)
         return module, optimizer, planned
-
-    @property
-    def _is_first(self) -> bool:
-        """True in the process whose ledger is the run's record."""
-        return self._group is None or self._group.is_first
 
     def _attach(
         self,
@@ -375,13 +351,9 @@ class PrivacyEngine:
         plan, settings = self.plan, self._settings
         group, inner, layout = self._group, unwrapped(module), self.noise_layout
         earlier = _earlier(inner, optimizer)
-        views = Views(settings.views, augment)
-        rows = rows_of(data_loader, users, views)
-        bits = agreed(group, inner, optimizer, data_loader, plan, settings, layout, rows)
-        until = settings.pass_end
-        planned = on_all(
-            group, "resume", lambda: self._planned(data_loader, plan, bits, views, rows, until)
-        )
+        data, until = Data.of(data_loader, settings.views, augment, users), settings.pass_end
+        bits = agreed(group, inner, optimizer, data, plan, settings, layout)
+        planned = on_all(group, "resume", lambda: self._planned(data, plan, bits, until))
         if recalibrate:
             self.ledger.close()
             try:
@@ -426,13 +398,12 @@ class PrivacyEngine:
                 "make_loader came in a group of several processes, whose loops would not be one "
                 "run. Expected make_private, which accounts them together."
             )
-        seen = Views(views, augment)
-        rows = rows_of(data_loader, users, seen)
+        data = Data.of(data_loader, views, augment, users)
         self._settings.has_target = names_delta(plan, plan_arguments)
-        options = self._plan_options
-        plan = plan_of(data_loader, plan, plan_arguments, self.make_loader, rows, **options)
-        span = partial(self._span, most_steps(data_loader, rows), 0)
-        loader = OwnLoopLoader(data_loader, plan, SegmentBits(plan.seed), span, seen, rows)
+        plan = plan_of(data, plan, plan_arguments, self.make_loader, **self._plan_options)
+        span = partial(self._span, most_steps(data_loader, data.users), 0)
+        bits = SegmentBits(plan.seed)
+        loader = OwnLoopLoader(data_loader, plan, bits, span, data.views, data.users)
         self._ledger = Ledger(plan, path=ledger)
         own_loops.open_loop(plan, self._ledger).source = NoiseSource(plan)
         loader.handed_out.begun = self._ledger.position
@@ -440,19 +411,13 @@ class PrivacyEngine:
         return loader
 
     def _planned(
-        self,
-        loader: DataLoader[Any],
-        plan: PrivacyPlan,
-        bits: SegmentBits,
-        views: Views,
-        users: UserRows | None,
-        until: int = 0,
+        self, data: Data, plan: PrivacyPlan, bits: SegmentBits, until: int = 0
     ) -> PlannedLoader:
         """Loader of the plan's batches; `until` is the end of an interrupted pass, or 0."""
-        span = partial(self._span, most_steps(loader, users), until)
+        span = partial(self._span, most_steps(data.loader, data.users), until)
         passes, group = Passes(span, self._require_step), self._group
         share = SINGLE_PROCESS if group is None else Share(group.rank, group.size)
-        return PlannedLoader(loader, plan, bits, passes, share, views, users)
+        return PlannedLoader(data.loader, plan, bits, passes, share, data.views, data.users)
 
     def _span(self, most: int | None, until: int, is_whole: bool) -> tuple[int, int]:
         """Steps (start, stop) of the coming pass, or of the rest of the plan.

@@ -14,15 +14,13 @@ import numpy as np
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
-from torch.utils.data import DataLoader
 
 from dualdp.plan.plan import PrivacyPlan
-from dualdp.plan.units import UserRows
 from dualdp.randomness import SegmentBits, fresh_bits
 from dualdp_torch.parallel.fsdp import is_sharded
 from dualdp_torch.parallel.process_group import Group, as_integers, device_kind, fingerprints
 from dualdp_torch.per_sample.random_state import untouched_generators
-from dualdp_torch.training.arguments import RunSettings
+from dualdp_torch.training.arguments import Data, RunSettings
 
 _ROWS = 16  # rows of the data that are compared
 
@@ -31,11 +29,10 @@ def agreed(
     group: Group | None,
     module: nn.Module,
     optimizer: torch.optim.Optimizer,
-    loader: DataLoader[Any],
+    data: Data,
     plan: PrivacyPlan,
     settings: RunSettings,
     noise_layout: object,
-    users: UserRows | None,
 ) -> SegmentBits:
     """Return the bits of batches of a segment that begins, the same on all processes.
 
@@ -49,7 +46,7 @@ def agreed(
     compared = {
         "torch": torch.__version__,
         **asdict(settings),
-        "steps in a pass": len(loader),
+        "steps in a pass": len(data.loader),
         "noise_layout": repr(noise_layout),
     }
     group.require_same("settings", compared)
@@ -68,7 +65,8 @@ def agreed(
         "the first words", lambda: (SegmentBits(plan.seed).secret, fresh_bits(8 * _ROWS))
     )
     hint = "Row i must be the same example on every process, of one data set that all have whole."
-    group.require_same("data", _some_rows(loader.dataset, chosen), hint, shown=False)
+    group.require_same("data", _some_rows(data.loader.dataset, chosen), hint, shown=False)
+    users = data.users
     arrays = None if users is None else _digest([users.starts, users.order])
     hint = "Give all of them the same users=, one id for each row of the whole data."
     group.require_same("users", arrays, hint, shown=False)
