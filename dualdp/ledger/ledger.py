@@ -305,21 +305,16 @@ class Ledger:
 
     def _say_what_is_left(self) -> None:
         """Log how many steps a resumed run may take, as a warning if it ends before its plan."""
-        position, end, planned = self.position, self.end, self.plan.num_steps
-        if end is None:
-            _log.info("The run goes on at step %d; its plan has no end.", position)
-        elif planned is None or end >= planned:
-            _log.info("The run goes on at step %d; %d steps are left.", position, end - position)
+        step, end, planned = self.position, self.end, self.plan.num_steps
+        if end is None or planned is None or end >= planned:
+            left = "no end is planned" if end is None else f"{end - step} steps are left"
+            _log.info("The run goes on at step %d; %s.", step, left)
         else:
             _log.warning(
-                "The run goes on at step %d; %d of the %d planned steps that are left fit into "
-                "target_epsilon=%s beside the %d releases on record. recalibrate=True raises the "
-                "noise instead, so that all of them fit.",
-                position,
-                max(end - position, 0),
-                planned - position,
-                self.plan.target_epsilon,
-                len(self),
+                f"The run goes on at step {step}; {max(end - step, 0)} of the {planned - step} "
+                f"planned steps that are left fit into target_epsilon={self.plan.target_epsilon} "
+                f"beside the {len(self)} releases on record. recalibrate=True raises the noise "
+                "instead, so that all of them fit."
             )
 
     @property
@@ -541,13 +536,6 @@ class Ledger:
         else:
             noise = stddev * float(normal(key_of(bits), (), dtype=np.float64))
         return float((num_below - num_rows / 2 + noise) / size + 0.5)
-
-    def recalibrate(self) -> None:
-        """Begin a segment whose noise lets all planned steps fit; see `resume`."""
-        self.require_process()
-        scale = accounting.recalibrated(self._cost, self._state.segments, self.position)
-        self._begin(self.position, scale, self._state.bound)
-        self._say_what_is_left()
 
     def check_passed(self, step: int) -> None:
         """Record that the sums of a step passed their check (`dualdp.exactness`)."""

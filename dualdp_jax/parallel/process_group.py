@@ -94,8 +94,8 @@ class Group:
             try:
                 result = call()
             except Exception as error:  # noqa: BLE001
-                failed = error
-        found, refusal = self.gather(point, (result, failed and _sendable(failed)))[0]
+                failed = _sendable(error)
+        found, refusal = self.gather(point, (result, failed))[0]
         if refusal is not None:
             raise failed or refusal
         return found  # type: ignore[return-value]  # process 0 has a result where it has no error
@@ -115,7 +115,7 @@ class Group:
         for rank, theirs in enumerate(values):
             if theirs != values[0]:
                 field, ours, other = _difference(values[0], theirs, what)
-                says = f"is {ours!r} on process 0 and {other!r}" if shown else "differs on it and"
+                says = f"is {ours!r} on process 0 and {other!r}" if shown else "differs on process 0 and"
                 raise ValueError(
                     f"The processes disagree: {field} {says} on process {rank}. Expected the "
                     f"same on all {self.size}. {hint}"

@@ -120,7 +120,9 @@ def facts(found: Verification) -> list[tuple[str, str]]:
     if plan is None:
         return []
     header = found.records[0]
-    norm = _range(releases, 3) if plan.is_adaptive else str(plan.max_grad_norm)
+    steps = [step for segment in found.segments for step in range(segment.start, segment.stop)]
+    bounds = [[plan.max_grad_norm_at(step)] for step in steps] if not plan.is_adaptive else []
+    norm = _range(releases, 3) if plan.is_adaptive else _range(bounds, 0)
     unprotected = ", ".join(found.unprotected) or "none"
     planned = "an open-ended plan" if plan.num_steps is None else f"{plan.num_steps} planned steps"
     return [
@@ -131,9 +133,9 @@ def facts(found: Verification) -> list[tuple[str, str]]:
             f"{plan.num_examples}; one {PROTECTED[plan.unit]} is what is protected",
         ),
         ("Relation", f"{plan.neighboring_relation}: {_neighbors(plan)}"),
-        ("Sampler", f"{plan.sampler}, sample rate {_range(releases, 'sample_rate')}"),
+        ("Sampler", f"{plan.sampler}, sample rate {_range(releases, 2)}"),
         ("Clipping", f"{plan.clipping}, max_grad_norm {norm}"),
-        ("Noise", f"{plan.noise}, accounted multiplier {_range(releases, 'noise_multiplier')}"),
+        ("Noise", f"{plan.noise}, accounted multiplier {_range(releases, 1)}"),
         (
             "Secrecy",
             f"seed={plan.seed}: none" if plan.seed is not None else "fresh bits, not stored",

@@ -68,7 +68,9 @@ def released(folder: Path) -> list[int]:
 
 
 def epsilon_of_lines(text: str, delta: float) -> float:
-    """Epsilon of a ledger's releases by Renyi orders 2 to 255, and by nothing of this library.
+    """Epsilon of a ledger's releases by whole Renyi orders, and by nothing of this library.
+
+    The library's own is up to 2 % less, since it also takes orders between them.
 
     Source: Mironov et al. 2019, section 3.3; Canonne et al. 2020, proposition 12.
     """
@@ -122,4 +124,4 @@ def _finish(folder):
     assert len(found.releases) >= len(released(folder)) >= PLAN["num_steps"]
     ours, spent = epsilon_of_lines(text, 1e-5), found.epsilons
     assert spent["pld"] < spent["rdp"]
-    assert 0.995 * ours < spent["rdp"] <= ours * (1 + 1e-9)
+    assert 0.98 * ours < spent["rdp"] <= ours * (1 + 1e-9)

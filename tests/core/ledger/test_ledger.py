@@ -256,15 +256,11 @@ def test_a_resumed_run_ends_where_the_record_exceeds_the_target(tmp_path, caplog
         ledger.record(ledger.end)
 
 
-@pytest.mark.parametrize("how", ["resume", "later"])
-def test_a_recalibrated_run_ends_with_its_plan(tmp_path, how):
+def test_a_recalibrated_run_ends_with_its_plan(tmp_path):
     plan = make(target_epsilon=make().epsilon() + 1e-9, accountant="rdp")
     ledger = run(plan, 40, path=tmp_path / "ledger")
     ledger.close()
-    arguments = {"plan": plan, "step": 10, "recalibrate": how == "resume"}
-    again = dualdp.Ledger.resume(ledger.path, **arguments)
-    if how == "later":
-        again.recalibrate()
+    again = dualdp.Ledger.resume(ledger.path, plan=plan, step=10, recalibrate=True)
     assert again.end == 100
     scale = again.segments[-1].noise_scale
     assert scale > 1.05
@@ -630,7 +626,6 @@ def test_a_fork_can_not_write_the_file(tmp_path):
         lambda: ledger.record(1),
         lambda: ledger.note(a=1),
         lambda: ledger.check_passed(1),
-        ledger.recalibrate,
     ):
         said = in_a_fork(work)
         assert f"AccountingError: This process is a fork of process {os.getpid()}, which" in said

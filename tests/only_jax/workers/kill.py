@@ -22,7 +22,6 @@ from tests.only_jax.workers.models import arguments, mesh_of, mlp
 
 
 def main(folder, rank, kind):
-    notes.own_machine(folder)
     path = Path(folder, f"run.{kind}")
     save = save_sharded_checkpoint if kind == "folder" else dpj.save_checkpoint
     load = load_sharded_checkpoint if kind == "folder" else dpj.load_checkpoint
@@ -37,8 +36,6 @@ def main(folder, rank, kind):
             notes.write(folder, resumed=engine.ledger.position, epsilon=epsilon)
         step, state, loader = engine.resume(**given)
     else:
-        if rank == 0:
-            notes.forget_half_a_start(path)
         engine = dpj.PrivacyEngine()
         step, state, loader = engine.make_private(plan=notes.plan(folder), **given)
         save(path, state=state, engine=engine)
@@ -49,7 +46,7 @@ def main(folder, rank, kind):
             save(path, state=state, engine=engine)
     arrays = {name: whole(leaf) for name, leaf in state.params.items()}
     if rank == 0:
-        notes.finish(folder, arrays, engine.get_epsilon(delta=engine.plan.delta))
+        notes.finish(folder, arrays, engine.ledger)
     engine.detach()
 
 
