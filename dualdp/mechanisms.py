@@ -47,10 +47,10 @@ class Mechanism:
 
     def __post_init__(self) -> None:
         """Validate every field by its name; a name has one meaning in all mechanisms."""
-        names = [field.name for field in dataclasses.fields(self) if field.name in _CHECKS]
+        names = [name for name in self.__dataclass_fields__ if name in _CHECKS]
         self._set(**{name: _CHECKS[name](name, getattr(self, name)) for name in names})
 
-    def _set(self, **values: Any) -> None:
+    def _set(self, **values: object) -> None:
         """Set validated values on the frozen dataclass."""
         for name, value in values.items():
             object.__setattr__(self, name, value)
@@ -213,7 +213,7 @@ class Composition(Mechanism):
 _TYPES: dict[str, type[Mechanism]] = {cls.__name__: cls for cls in Mechanism.__subclasses__()}
 
 
-def require(event: Any) -> Mechanism:
+def require(event: object) -> Mechanism:
     """Return the event if it is a `Mechanism`, else raise TypeError."""
     if not isinstance(event, Mechanism):
         raise TypeError(

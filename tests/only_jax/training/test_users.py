@@ -10,7 +10,7 @@ import pytest
 import dualdp_jax as dpj
 from dualdp import units
 from dualdp.plan.plan import PrivacyPlan
-from dualdp.plan.units.rows import draw_rows
+from dualdp.plan.units import draw_rows
 from dualdp_jax.compat import wrap_key
 from dualdp_jax.training.step import CompiledStep
 from tests import tiers
