@@ -4,7 +4,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-slow check format bench docs fuzz smoke clean
+.PHONY: demo test test-slow check format bench docs fuzz mutants dist smoke clean
 
 demo: $(VENV)/.demo
 	$(VENV)/bin/dualdp compare --out out/demo
@@ -42,7 +42,8 @@ BENCH_PINS := $(BENCH)/constraints.txt
 BENCH_PIP := $(BENCH)/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(BENCH_PINS)
 
 bench: $(BENCH)/.ready
-	$(BENCH)/bin/python -m benchmarks all --quick
+	$(BENCH)/bin/python -m benchmarks speed --quick --out out/benchmarks
+	$(BENCH)/bin/python -m benchmarks accounting --quick --out out/benchmarks
 
 $(BENCH)/.ready: pyproject.toml constraints.txt benchmarks/requirements-peers.txt benchmarks/requirements-backpack.txt benchmarks/requirements-opake.txt
 	$(PYTHON) -m venv $(BENCH)
@@ -63,6 +64,19 @@ $(VENV)/.docs: $(VENV)/.created pyproject.toml constraints.txt
 fuzz: $(VENV)/.test
 	$(PY) -m tests.fuzz --examples 5000
 
+# Faults planted one at a time in a copy of the checkout: about two hours.
+mutants: $(VENV)/.test
+	$(PY) -m tests.mutants
+
+# Wheel and source distribution, checked as the index checks them.
+DIST := .venv-dist
+dist:
+	$(PYTHON) -m venv $(DIST)
+	$(DIST)/bin/python -m pip install --quiet --disable-pip-version-check build==1.6.1 twine==7.0.0
+	rm -rf dist
+	$(DIST)/bin/python -m build --outdir dist .
+	$(DIST)/bin/twine check --strict dist/*
+
 # The wheel in an environment of its own: the core's tests, then one experiment on both stacks. Other
 # Pythons and versions: make smoke PYTHON=python3.13, make smoke PINS=constraints-lowest.txt
 PINS := constraints.txt
@@ -78,4 +92,4 @@ smoke:
 	cd $(SMOKE) && venv/bin/dualdp compare --out demo
 
 clean:
-	rm -rf $(VENV) .venv-bench out build dist *.egg-info
+	rm -rf $(VENV) .venv-bench .venv-dist out build dist *.egg-info

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Put examples, benchmark reports and the picture of the packages on the site."""
+"""Put examples and the picture of the packages on the site."""
 
 import ast
 import importlib
@@ -40,16 +40,6 @@ def examples():
     return sorted((ROOT / "examples").glob("*.py"))
 
 
-def reports():
-    """Every report of benchmarks."""
-    return sorted((ROOT / "benchmarks" / "results").glob("*/report.md"), reverse=True)
-
-
-def profiles():
-    """Every page on where the time of a step goes."""
-    return sorted((ROOT / "benchmarks" / "results" / "profiles").glob("*.md"))
-
-
 def docstring(path):
     """First paragraph of an example's docstring, and the others."""
     first, _, rest = ast.get_docstring(ast.parse(path.read_text())).partition("\n\n")
@@ -86,33 +76,11 @@ def gallery():
     return text
 
 
-def report_name(path):
-    """Name of a report in the navigation: its date, then its machine and suite."""
-    date, rest = path.parent.name[:10], path.parent.name[11:]
-    return f"{date}: {rest.replace('-', ' ')}"
-
-
-def report(path):
-    """A report, with its pictures and the folder of profiles beside it."""
-    text = path.read_text().replace("](../profiles/", "](profiles/")
-    text = text.replace("# Benchmarks\n", f"# Benchmarks, {report_name(path)}\n", 1)
-    return re.sub(r"\]\(([\w-]+\.png)\)", rf"]({path.parent.name}-\1)", text)
-
-
 def on_files(files, config):
-    """Add the gallery, a page for each example and profile, and each report with its pictures."""
+    """Add the gallery and a page for each example."""
     files.append(File.generated(config, "examples/index.md", content=gallery()))
     for path in examples():
         files.append(File.generated(config, f"examples/{path.stem}.md", content=example(path)))
-    for path in profiles():
-        target = f"benchmarks/profiles/{path.name}"
-        files.append(File.generated(config, target, content=path.read_text()))
-    for path in reports():
-        folder = f"benchmarks/{path.parent.name}"
-        files.append(File.generated(config, f"{folder}.md", content=report(path)))
-        for drawn in path.parent.glob("*.png"):
-            target = f"{folder}-{drawn.name}"
-            files.append(File.generated(config, target, abs_src_path=str(drawn)))
     draw = runpy.run_path(str(ROOT / "docs" / "house.py"))["draw"]
     files.append(File.generated(config, "images/house.svg", content=draw()))
     return files
@@ -121,13 +89,7 @@ def on_files(files, config):
 def on_config(config):
     """Add the generated pages to the navigation."""
     shown = [{path.name: f"examples/{path.stem}.md"} for path in examples()]
-    measured = [{report_name(path): f"benchmarks/{path.parent.name}.md"} for path in reports()]
-    times = [{path.stem: f"benchmarks/profiles/{path.name}"} for path in profiles()]
-    pages = {
-        "Examples": [{"Gallery": "examples/index.md"}, *shown],
-        "Benchmarks": [*measured, {"Where the time goes": times}],
-    }
-    config.nav = [*config.nav, *({title: found} for title, found in pages.items())]
+    config.nav = [*config.nav, {"Examples": [{"Gallery": "examples/index.md"}, *shown]}]
     return config
 
 

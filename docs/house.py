@@ -26,7 +26,7 @@ ORDER = {
         *("compat", "rules", "finetuning", "chunk", "noise", "parallel", "per_sample", "validate"),
         *("training", "checkpoint", "testing"),
     ),
-    "dualdp_tools": ("scaling", "compare", "bench", "cli"),
+    "dualdp_tools": ("compare", "cli"),
 }
 
 

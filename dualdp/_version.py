@@ -1,4 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
 """Version of this package, also written to ledgers."""
 
-__version__ = "0.2.0"
+__version__ = "1.0.0"

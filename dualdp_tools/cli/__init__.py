@@ -9,13 +9,11 @@ import typer
 from typer.core import TyperGroup
 
 from dualdp_tools.cli.audit import audit
-from dualdp_tools.cli.bench import FORWARD, bench
 from dualdp_tools.cli.calibrate import calibrate
 from dualdp_tools.cli.compare import compare
 from dualdp_tools.cli.epsilon import epsilon
 from dualdp_tools.cli.plot import plot
 from dualdp_tools.cli.port import port
-from dualdp_tools.cli.scale import scale
 from dualdp_tools.cli.verify import verify
 
 
@@ -38,9 +36,8 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-for command in (compare, epsilon, calibrate, audit, verify, plot, port, scale):
+for command in (compare, epsilon, calibrate, audit, verify, plot, port):
     app.command()(command)
-app.command(context_settings=FORWARD)(bench)
 
 
 def main() -> None:

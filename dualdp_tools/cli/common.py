@@ -8,9 +8,8 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -19,8 +18,6 @@ from rich.console import Console
 from rich.table import Table
 
 from dualdp import _validate, accountants, mechanisms
-from dualdp._validate import AccountingError
-from dualdp.accountants import gdp
 
 NoiseMultiplier = Annotated[float, typer.Option(help="Noise standard deviation / max_grad_norm.")]
 SampleRate = Annotated[float | None, typer.Option(help="Expected batch size / number of examples.")]
@@ -29,15 +26,13 @@ NumExamples = Annotated[int | None, typer.Option(help="Number of examples, inste
 BatchSize = Annotated[int | None, typer.Option(help="Expected batch size, with --num-examples.")]
 Epochs = Annotated[float | None, typer.Option(help="Passes over the data, instead of --steps.")]
 Delta = Annotated[float, typer.Option(help="The delta of (epsilon, delta).")]
-Name = Annotated[str, typer.Option(help="pld (certified), rdp, or gdp (see --approximate).")]
+Name = Annotated[str, typer.Option(help="pld, or rdp.")]
 Sampler = Annotated[str, typer.Option(help=f"One of {', '.join(sorted(mechanisms.SAMPLERS))}.")]
 Relation = Annotated[str, typer.Option(help=f"One of {', '.join(mechanisms.RELATIONS)}.")]
 MaxBatchSize = Annotated[int | None, typer.Option(help="For truncated_poisson: the cut.")]
-Approximate = Annotated[bool, typer.Option(help="Allow gdp, which is no bound.")]
 GroupSize = Annotated[int, typer.Option(help="Most examples of one user, where rows are drawn.")]
 Unit = Annotated[str, typer.Option(help="What is drawn: example, or user with all its rows.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-Plot = Annotated[Path | None, typer.Option(help="Write a picture: epsilon against steps.")]
 
 #: Neighboring relation -> the two data sets that it compares, for a unit of privacy.
 RELATIONS = {
@@ -48,15 +43,13 @@ RELATIONS = {
 PROTECTED = {"example": "example", "user": "user with all rows"}
 #: Name of a number that `show` prints -> its meaning.
 MEANINGS = {
-    "lower_bound": "the true epsilon is not below this",
-    "certified": "epsilon is a proven upper bound, no approximation",
     "protects": "epsilon is that of any one of these",
     "target_epsilon": "what was asked for; epsilon is not above it",
     "delta": "probability left out of that comparison; below 1 / examples",
     "noise_multiplier": "noise standard deviation / max_grad_norm",
     "sample_rate": "expected batch size / number of examples",
     "num_steps": "noisy gradient sums that are released",
-    "accountant": "pld and rdp give bounds, pld the smaller; gdp approximates",
+    "accountant": "pld and rdp give upper bounds, pld the smaller",
     "sampler": "the run must draw its batches in this way",
 }
 
@@ -100,28 +93,41 @@ def made(option: str, name: str) -> Any:
     return function()
 
 
-def epsilon_by_steps(
-    accountant: str,
+def record_of(
+    noise_multiplier: float,
+    sample_rate: float,
+    num_steps: int,
     delta: float,
-    *,
-    approximate: bool,
-    neighboring_relation: str,
-    group_size: int,
-    **step: Any,
-) -> Callable[[int], tuple[float, float]]:
-    """Return a function: number of steps -> (lower bound, upper bound or approximation)."""
-    if accountant == "gdp" and not approximate:
-        raise AccountingError(f"{gdp.REFUSAL} On the command line: --approximate.")
-
-    def bounds(count: int) -> tuple[float, float]:
-        account = accountants.create(
-            accountant, neighboring_relation=neighboring_relation, group_size=group_size
-        )
-        account.step(num_steps=count, **step)
-        lower, estimate, upper = account.epsilon_bounds(delta=delta)
-        return float(lower), float(estimate if accountant == "gdp" else upper)
-
-    return bounds
+    setting: Mapping[str, Any],
+    protects: str,
+    **asked: float,
+) -> dict[str, Any]:
+    """Return what `show` prints of a run of equal steps: its epsilon first, then its settings."""
+    account = accountants.create(
+        setting["accountant"],
+        neighboring_relation=setting["neighboring_relation"],
+        group_size=setting["group_size"],
+    )
+    account.step(
+        num_steps=num_steps,
+        noise_multiplier=noise_multiplier,
+        sample_rate=sample_rate,
+        sampler=setting["sampler"],
+        num_examples=setting["num_examples"],
+        max_batch_size=setting["max_batch_size"],
+    )
+    return {
+        "epsilon": float(account.get_epsilon(delta=delta)),
+        **asked,
+        "delta": delta,
+        "noise_multiplier": noise_multiplier,
+        "sample_rate": sample_rate,
+        "num_steps": num_steps,
+        "accountant": setting["accountant"],
+        "sampler": setting["sampler"],
+        "neighboring_relation": setting["neighboring_relation"],
+        "protects": protects,
+    }
 
 
 def run_length(
@@ -186,9 +192,8 @@ def show(record: dict[str, Any], *, as_json: bool, title: str) -> None:
         finite = {name: None if value == math.inf else value for name, value in record.items()}
         typer.echo(json.dumps(finite, indent=2))
         return
-    bound = "at most" if record["certified"] else "about"
     meanings = MEANINGS | {
-        "epsilon": f"any outcome is {bound} {factor(record['epsilon'])} times as likely on "
+        "epsilon": f"any outcome is at most {factor(record['epsilon'])} times as likely on "
         "neighboring data",
         "neighboring_relation": RELATIONS[record["neighboring_relation"]].format(
             record["protects"]
@@ -199,35 +204,3 @@ def show(record: dict[str, Any], *, as_json: bool, title: str) -> None:
         text = f"{value:.6g}" if isinstance(value, float) else str(value)
         table.add_row(name, text, meanings.get(name, ""))
     Console().print(table)
-
-
-def new_figure(path: Path, figsize: tuple[float, float]) -> Any:
-    """Return an empty figure of this size, inches, after checking that `path` can hold it."""
-    _validate.new_file("plot", path)
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise ValueError("--plot needs matplotlib. Run: pip install 'dualdp[demo]'") from error
-    return Figure(figsize=figsize, layout="constrained")
-
-
-def draw(
-    path: Path, bounds: Callable[[int], tuple[float, float]], num_steps: int, title: str
-) -> None:
-    """Plot epsilon and its lower bound against the number of steps."""
-    figure = new_figure(path, figsize=(7, 4.5))
-    counts = sorted({max(1, round(num_steps * i / 40)) for i in range(1, 41)}) if num_steps else [0]
-    found = []
-    with working("Accounting for the picture", len(counts)) as advance:
-        for count in counts:
-            found.append(bounds(count))
-            advance()
-    lower, upper = map(list, zip(*found, strict=True))
-    axes = figure.subplots()
-    axes.plot(counts, upper, label="epsilon")
-    if any(value > 0 for value in lower):
-        axes.plot(counts, lower, "--", label="lower bound")
-    axes.set(xlabel="steps", ylabel="epsilon", title=title)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path, dpi=150)

@@ -22,42 +22,19 @@ def epsilon(
     group_size: common.GroupSize = 1,
     unit: common.Unit = "example",
     max_batch_size: common.MaxBatchSize = None,
-    approximate: common.Approximate = False,
     as_json: common.Json = False,
-    plot: common.Plot = None,
 ) -> None:
-    """Print the epsilon of a run of equal steps, with its certified lower bound."""
+    """Print the epsilon of a run of equal steps."""
     protects = common.protected(unit, group_size)
     rate, number = common.run_length(sample_rate, steps, num_examples, batch_size, epochs)
-    bounds = common.epsilon_by_steps(
-        accountant,
-        delta,
-        approximate=approximate,
-        neighboring_relation=relation,
-        group_size=group_size,
-        noise_multiplier=noise_multiplier,
-        sample_rate=rate,
-        sampler=sampler,
-        num_examples=num_examples,
-        max_batch_size=max_batch_size,
-    )
-    with common.working("Accounting"):
-        lower, spent = bounds(number)
-    record: dict[str, Any] = {
-        "epsilon": spent,
-        "lower_bound": lower,
-        "certified": accountant != "gdp",
-        "delta": delta,
-        "noise_multiplier": noise_multiplier,
-        "sample_rate": rate,
-        "num_steps": number,
-        "accountant": accountant,
+    setting: dict[str, Any] = {
         "sampler": sampler,
+        "accountant": accountant,
         "neighboring_relation": relation,
-        "protects": protects,
+        "group_size": group_size,
+        "num_examples": num_examples,
+        "max_batch_size": max_batch_size,
     }
-    if plot is not None:
-        title = f"One {protects}: delta = {delta:g}, {accountant}, {sampler}, {relation}"
-        common.draw(plot, bounds, number, title)
-        record["plot"] = str(plot)
+    with common.working("Accounting"):
+        record = common.record_of(noise_multiplier, rate, number, delta, setting, protects)
     common.show(record, as_json=as_json, title="Privacy spent")

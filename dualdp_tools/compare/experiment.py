@@ -6,16 +6,14 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from dualdp import _validate, port
-from dualdp.plan.correlated.optimise import optimise
 from dualdp.plan.plan import PrivacyPlan
-from dualdp.plan.samplers import num_batches
 from dualdp_tools.compare import digits
 
 if TYPE_CHECKING:
@@ -23,11 +21,7 @@ if TYPE_CHECKING:
     from dualdp_tools.compare.torch_side import TorchRun
 
 MODELS = ("cnn", "mlp")
-ACTIVATIONS = ("tanh", "gelu", "relu")
 DTYPES = ("float32", "float64")
-DEVICES = ("cpu", "cuda")
-CORRELATIONS = ("none", "window", "band")
-KINKED = ("relu",)  # correct runs diverge: rounding decides on which side of the kink an input is
 DELTA = 1e-4
 NUM_COMPARED_EXAMPLES = 32
 # XLA's float64 convolution on a CPU costs more than linearly in the batch.
@@ -45,15 +39,11 @@ class ExperimentOptions:
     batch_size: int = 256  # expected size of a logical batch
     target_epsilon: float = 8.0  # of the whole run, at DELTA
     model: str = "cnn"
-    activation: str = "tanh"
     dtype: str = "float32"
-    device: str = "cpu"
-    seed: int = 0  # of the plan's key and of the initial weights
-    accountant: str = "pld"
+    seed: int = 0  # of the plan and of the initial weights
     max_grad_norm: float = 0.25  # C, gradient units
     learning_rate: float = 1.0
     momentum: float = 0.9
-    correlation: str = "none"
     switch_at: int | None = None  # steps after which a third run moves from PyTorch to JAX
 
     def __post_init__(self) -> None:
@@ -62,32 +52,12 @@ class ExperimentOptions:
         _validate.integer("seed", self.seed)
         for name in ("target_epsilon", "max_grad_norm", "learning_rate"):
             _validate.positive(name, getattr(self, name))
-        for name, table in _TABLES.items():
-            _validate.choice(name, getattr(self, name), table)
+        _validate.choice("model", self.model, MODELS)
+        _validate.choice("dtype", self.dtype, DTYPES)
         if self.switch_at is not None and not 1 <= self.switch_at < self.steps:
             raise ValueError(
                 f"switch_at={self.switch_at} is not within the run. Expected 1 to {self.steps - 1}."
             )
-
-
-_TABLES = {
-    **{"model": MODELS, "activation": ACTIVATIONS, "dtype": DTYPES, "device": DEVICES},
-    "correlation": CORRELATIONS,
-}
-
-
-def correlated_noise(kind: str, num_examples: int, batch_size: int, steps: int) -> dict[str, Any]:
-    """Return the plan's arguments for one of `CORRELATIONS`: the strategy and its sampler."""
-    if kind == "window":
-        gap = num_batches(num_examples, batch_size)
-        options: Any = {"min_separation": gap, "max_participations": None}
-        found = optimise(family="window", num_steps=steps, bands=min(4, steps), **options)
-        return {"correlation": found, "sampler": "fixed_order"}
-    if kind == "band":
-        bands = max(1, min(8, steps, num_examples // batch_size))
-        found = optimise(family="band", num_steps=steps, bands=bands)
-        return {"correlation": found, "sampler": "cyclic_poisson", "min_separation": bands}
-    return {}
 
 
 @dataclass(frozen=True)
@@ -148,11 +118,7 @@ class Experiment:
             max_grad_norm=settings.max_grad_norm,
             physical_batch_size=PHYSICAL_BATCH_SIZE[settings.dtype],
             noise="portable",
-            accountant=settings.accountant,
             seed=settings.seed,
-            **correlated_noise(
-                settings.correlation, len(self.digits[0]), settings.batch_size, settings.steps
-            ),
         )
 
     def compare_gradients(self) -> list[GradientRow]:
@@ -262,10 +228,6 @@ class Experiment:
             medians = statistics.median(private), statistics.median(plain)
             timings.append(Timing(stack, *medians, middle, (low, high)))
         return timings
-
-    def judged_points(self, points: Sequence[Point]) -> Sequence[Point]:
-        """Return the points whose difference counts: with kinks only the first one."""
-        return points[:1] if self.settings.activation in KINKED else points
 
 
 def _norms(grads: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -19,51 +18,32 @@ if TYPE_CHECKING:
     from dualdp.plan.plan import PrivacyPlan
     from dualdp_tools.compare.experiment import ExperimentOptions
 
-ACTIVATIONS: dict[str, Any] = {
-    "tanh": jnp.tanh,
-    "gelu": partial(nn.gelu, approximate=False),
-    "relu": nn.relu,
-}
-PLATFORMS = {"cpu": "cpu", "cuda": "gpu"}
-
 
 class MLP(nn.Module):
     """Network 64 - 64 - 10."""
 
-    activation: str
-
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """(8, 8) -> (10,) logits of one example."""
-        x = ACTIVATIONS[self.activation](nn.Dense(64, name="hidden")(x.reshape(-1)))
+        x = jnp.tanh(nn.Dense(64, name="hidden")(x.reshape(-1)))
         return nn.Dense(digits.NUM_CLASSES, name="head")(x)
 
 
 class CNN(nn.Module):
     """Two convolutions with average pooling (kinks would amplify rounding) and a linear layer."""
 
-    activation: str
-
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """(8, 8) -> (10,) logits of one example."""
-        activation, x = ACTIVATIONS[self.activation], x[:, :, None]
+        x = x[:, :, None]
         for features, name in ((16, "conv1"), (32, "conv2")):
-            x = activation(nn.Conv(features, (3, 3), padding=1, name=name)(x))
+            x = jnp.tanh(nn.Conv(features, (3, 3), padding=1, name=name)(x))
             x = nn.avg_pool(x, (2, 2), strides=(2, 2))
         x = x.transpose(2, 0, 1).reshape(-1)  # (2, 2, 32) -> torch's order of channels and pixels
         return nn.Dense(digits.NUM_CLASSES, name="head")(x)
 
 
 MODELS = {"mlp": MLP, "cnn": CNN}
-
-
-def compute_exactly(settings: ExperimentOptions) -> None:
-    """Set full float32 precision (no TF32 on a GPU), and enable float64 if requested."""
-    if settings.device != "cpu":
-        jax.config.update("jax_default_matmul_precision", "highest")
-    if settings.dtype == "float64":
-        jax.config.update("jax_enable_x64", True)
 
 
 class JaxRun:
@@ -74,9 +54,8 @@ class JaxRun:
     def __init__(
         self, settings: ExperimentOptions, train: digits.Split, held_out: digits.Split
     ) -> None:
-        self.device = jax.devices(PLATFORMS[settings.device])[0]
         self.dtype = jnp.dtype(settings.dtype)
-        model: Any = MODELS[settings.model](settings.activation)
+        model: Any = MODELS[settings.model]()
 
         def loss_fn(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
             """Loss of one example."""
@@ -92,14 +71,13 @@ class JaxRun:
         self._evaluate = jax.jit(self._mean_loss_and_accuracy)
 
     def _put(self, split: digits.Split) -> tuple[jax.Array, jax.Array]:
-        """Images and labels on the device."""
+        """Images and labels as JAX arrays."""
         arrays = split.x.astype(self.dtype), split.y.astype(np.int32)
-        return tuple(jax.device_put(array, self.device) for array in arrays)
+        return tuple(map(jnp.asarray, arrays))
 
     def start(self, params: Any) -> None:
         """Set the parameters, in the run's dtype, and reset the optimizer."""
-        put = lambda leaf: jax.device_put(jnp.asarray(leaf, self.dtype), self.device)  # noqa: E731
-        self.params = jax.tree.map(put, params)
+        self.params = jax.tree.map(lambda leaf: jnp.asarray(leaf, self.dtype), params)
         self.optimizer_state = self.optimizer.init(self.params)
 
     def follow(self, plan: PrivacyPlan) -> None:

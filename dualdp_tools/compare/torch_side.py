@@ -20,48 +20,37 @@ if TYPE_CHECKING:
     from dualdp.plan.plan import PrivacyPlan
     from dualdp_tools.compare.experiment import ExperimentOptions
 
-ACTIVATIONS: dict[str, Any] = {"tanh": torch.tanh, "gelu": F.gelu, "relu": F.relu}
-
 
 class MLP(nn.Module):
     """Network 64 - 64 - 10."""
 
-    def __init__(self, activation: str) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.activation = ACTIVATIONS[activation]
         self.hidden = nn.Linear(digits.SIDE**2, 64)
         self.head = nn.Linear(64, digits.NUM_CLASSES)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(n, 8, 8) -> (n, 10) logits."""
-        return self.head(self.activation(self.hidden(x.flatten(1))))
+        return self.head(torch.tanh(self.hidden(x.flatten(1))))
 
 
 class CNN(nn.Module):
     """Two convolutions with average pooling (kinks would amplify rounding) and a linear layer."""
 
-    def __init__(self, activation: str) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.activation = ACTIVATIONS[activation]
         self.conv1 = nn.Conv2d(1, 16, 3, padding=1)
         self.conv2 = nn.Conv2d(16, 32, 3, padding=1)
         self.head = nn.Linear(32 * 2 * 2, digits.NUM_CLASSES)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(n, 8, 8) -> (n, 10) logits."""
-        x = F.avg_pool2d(self.activation(self.conv1(x[:, None])), 2)  # (n, 16, 4, 4)
-        x = F.avg_pool2d(self.activation(self.conv2(x)), 2)  # (n, 32, 2, 2)
+        x = F.avg_pool2d(torch.tanh(self.conv1(x[:, None])), 2)  # (n, 16, 4, 4)
+        x = F.avg_pool2d(torch.tanh(self.conv2(x)), 2)  # (n, 32, 2, 2)
         return self.head(x.flatten(1))
 
 
 MODELS = {"mlp": MLP, "cnn": CNN}
-
-
-def compute_exactly(settings: ExperimentOptions) -> None:
-    """Set full float32 precision: no TF32 in matrix products and convolutions on a GPU."""
-    if settings.device != "cpu":
-        torch.set_float32_matmul_precision("highest")
-        torch.backends.cudnn.allow_tf32 = False
 
 
 def loss_fn(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -79,20 +68,19 @@ class TorchRun:
     def __init__(
         self, settings: ExperimentOptions, train: digits.Split, held_out: digits.Split
     ) -> None:
-        self.device, self.dtype = settings.device, getattr(torch, settings.dtype)
+        self.dtype = getattr(torch, settings.dtype)
         with torch.random.fork_rng():
             torch.manual_seed(settings.seed)  # initial weights are public
-            model = MODELS[settings.model](settings.activation)
-        self.model = model.to(self.device, self.dtype)
+            model = MODELS[settings.model]()
+        self.model = model.to(self.dtype)
         self.optimizer = torch.optim.SGD(
             self.model.parameters(), lr=settings.learning_rate, momentum=settings.momentum
         )
         self.train, self.held_out = self._put(train), self._put(held_out)
 
     def _put(self, split: digits.Split) -> tuple[torch.Tensor, torch.Tensor]:
-        """Images and labels as tensors on the device."""
-        x = torch.as_tensor(split.x).to(self.device, self.dtype)
-        return x, torch.as_tensor(split.y).to(self.device)
+        """Images and labels as tensors."""
+        return torch.as_tensor(split.x).to(self.dtype), torch.as_tensor(split.y)
 
     def follow(self, plan: PrivacyPlan, layout: Sequence[ParameterMap]) -> None:
         """Set the plan, and the matched parameters of the JAX run, for the same noise."""
@@ -100,8 +88,7 @@ class TorchRun:
 
     def private_step(self, step: int) -> None:
         """Take one step of DP-SGD (Abadi et al. 2016, Algorithm 1)."""
-        self.ledger.record(step)
-        rows = torch.as_tensor(self.plan.batch_indices(step), device=self.device)
+        rows = torch.as_tensor(self.plan.batch_indices(step))
         total = dpt.clipped_grad_sum(
             loss_fn,
             self.model,
@@ -110,7 +97,7 @@ class TorchRun:
             clipping=self.plan.clipping,
             physical_batch_size=self.plan.physical_batch_size,
         )
-        self.ledger.seal(step, lambda: [grad.cpu().numpy() for grad in total.grads.values()])
+        self.ledger.record(step)
         grads = dpt.noisy_mean(total.grads, self.plan, step, layout=self.layout)
         for name, parameter in self.model.named_parameters():
             parameter.grad = grads[name]
@@ -118,7 +105,7 @@ class TorchRun:
 
     def plain_step(self, step: int) -> None:
         """Take the same step without privacy, for timing."""
-        rows = torch.as_tensor(self.plan.batch_indices(step), device=self.device)
+        rows = torch.as_tensor(self.plan.batch_indices(step))
         self.optimizer.zero_grad()
         loss_fn(self.model, *(array[rows] for array in self.train)).mean().backward()
         self.optimizer.step()
@@ -140,6 +127,4 @@ class TorchRun:
             return F.cross_entropy(logits, y).item(), (logits.argmax(1) == y).double().mean().item()
 
     def synchronize(self) -> None:
-        """Wait for the device."""
-        if self.device != "cpu":
-            torch.cuda.synchronize()
+        """Do nothing: the CPU has finished when a call returns."""

@@ -13,11 +13,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import dualdp
 import dualdp_torch as dpt
+from benchmarks import suites, workloads
+from benchmarks.systems import Setting
+from benchmarks.systems_torch import Problem, load
 from dualdp._validate import UnsupportedLayerError
 from dualdp.exactness import ExactnessError
-from dualdp_tools.bench import suites, workloads
-from dualdp_tools.bench.systems import Setting
-from dualdp_tools.bench.systems_torch import Problem, load
 from tests.only_torch.checks import data, ids, randomise
 from tests.tiers import first
 

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
 import dualdp_torch as dpt
-from dualdp_tools.bench import workloads, workloads_torch
+from benchmarks import workloads, workloads_torch
 from dualdp_torch.rules import base
 
 NO_KERNEL = {

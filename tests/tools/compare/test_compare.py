@@ -50,14 +50,12 @@ def few_timed_rounds(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["band", pytest.param("window", marks=pytest.mark.slow)])
-def test_stacks_agree_with_correlated_noise_and_half_way_too(kind, tmp_path):
-    """Also a run that goes from PyTorch to JAX in the middle: it draws its rows again."""
-    options = ["--correlation", kind, *QUICK, "--steps", "6", "--switch-at", "4"]
+def test_stacks_agree_half_way_too(tmp_path):
+    """A third run goes from PyTorch to JAX in the middle."""
+    options = [*QUICK, "--steps", "6", "--switch-at", "4"]
     done = compare(tmp_path, *options)
     assert done.exit_code == 0, done.output
     data = json.loads((tmp_path / "compare.json").read_text())
-    assert data["settings"]["correlation"] == kind
     assert data["training"][-1]["difference"] < 1e-5
     assert data["training"][-1]["switched"] < 1e-5
 
@@ -165,7 +163,6 @@ def test_a_broken_hand_over_is_found(tmp_path, monkeypatch):
         (["--batch-size", "5000"], "expected_batch_size=5000.0 exceeds num_examples=1437"),
         (["--model", "vgg"], "model='vgg' is unknown. Expected one of cnn, mlp"),
         (["--dtype", "float16"], "dtype='float16' is unknown. Expected one of float32, float64"),
-        (["--activation", "swish"], "activation='swish' is unknown. Expected one of gelu"),
         (["--target-epsilon", "-1"], "target_epsilon=-1.0 is out of range"),
     ],
 )
@@ -211,11 +208,3 @@ def test_400_steps_stay_together_and_learn(tmp_path, dtype, model, tolerance):
     assert last["difference"] < tolerance
     assert last["epsilon"]["torch"] == last["epsilon"]["jax"] <= 8
     assert min(last["accuracy"].values()) >= 0.92
-
-
-@pytest.mark.slow
-def test_relu_is_judged_one_step_at_a_time(tmp_path):
-    done = dualdp("compare", "--out", tmp_path, "--activation", "relu", "--steps", 100, "--seed", 1)
-    assert done.returncode == 0, done.stdout + done.stderr
-    points = json.loads((tmp_path / "compare.json").read_text())["training"]
-    assert points[0]["difference"] < 1e-5

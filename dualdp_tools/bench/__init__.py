@@ -1,2 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""Benchmarks of speed, memory and accounting against peers: `python -m benchmarks`."""

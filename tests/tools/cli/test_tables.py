@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`dualdp calibrate --table`: every line spends at most the target, and the verdict is its best."""
+
+import json
+import math
+
+import pytest
+from typer.testing import CliRunner
+
+import dualdp
+from dualdp_tools.cli import app
+
+BUDGET = "calibrate --target-epsilon 2 --delta 1e-5 --accountant rdp"
+
+
+def call(options):
+    return CliRunner().invoke(app, f"{BUDGET} {options}".split(), env={"COLUMNS": "200"})
+
+
+def lines(options):
+    done = call(f"{options} --json")
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout)
+
+
+def test_batch_sizes_spend_the_budget_and_are_relative_to_full():
+    found = lines("--table batch-sizes --num-examples 64 --epochs 4")
+    for line in found["lines"]:
+        steps, size = line["steps"], line["batch size"]
+        spent = dualdp.get_epsilon(
+            noise_multiplier=line["noise multiplier"],
+            sample_rate=size / 64,
+            num_steps=steps,
+            delta=1e-5,
+            accountant="rdp",
+        )
+        assert 1.9 < spent <= 2
+        assert line["noise"] == line["noise multiplier"] / size
+        assert line["of run"] == pytest.approx(line["noise"] * math.sqrt(steps))
+    assert found["lines"][-1]["relative"] == pytest.approx(1, abs=2e-3)
+    enough = [line["batch size"] for line in found["lines"] if line["relative"] <= 1.25]
+    assert f"{min(enough)} at 4 epochs" in found["verdict"]
+    assert "Smallest batch size" in call("--table batch-sizes --num-examples 64").output
+
+
+@pytest.mark.slow
+def test_noise_is_compared_at_one_epsilon():
+    found = lines("--table noise --num-examples 20000 --batch-size 500 --epochs 2")
+    errors = [line["error"] for line in found["lines"]]
+    assert errors == sorted(errors)
+    independent = next(line for line in found["lines"] if line["noise"] == "independent")
+    assert independent["to DP-SGD"] == 1
+    assert found["lines"][0]["noise"] in found["verdict"]
+
+
+def test_users_are_drawn_or_their_rows(tmp_path):
+    counts = tmp_path / "counts"
+    counts.write_text("\n".join(["3"] * 40 + ["0"] * 10))
+    run = f"--accountant pld --table units --num-examples 50 --counts {counts}"
+    run += " --batch-size 12 --steps 30"
+    found = lines(run)
+    by = {(line["drawn"], line["rows"]): line for line in found["lines"]}
+    one = by["example", 1]
+    spent = dualdp.get_epsilon(
+        noise_multiplier=one["noise multiplier"],
+        sample_rate=12 / 40,
+        num_steps=30,
+        delta=1e-5,
+    )
+    assert 1.9 < spent <= 2
+    assert one["rows kept"] == pytest.approx(1 / 3)
+    assert one["if they agree"] == one["noise multiplier"] / 12
+    four = by["user", 4]
+    assert four["if rows differ"] == pytest.approx(four["if they agree"] / math.sqrt(3))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("--table rows", "table='rows' is unknown. Expected one of"),
+        ("--table batch-sizes", "--table batch-sizes compares batch sizes. Expected"),
+        ("--table batch-sizes --num-examples 64 --epochs -1", "epochs=-1.0 is out of range"),
+        ("--table batch-sizes --num-examples 200000", "delta=1e-05 is not below 1 / num_ex"),
+        ("--table noise --num-examples 64", "--table noise compares runs of one length"),
+        ("--table units --num-examples 64 --batch-size 2 --steps 2", "needs --counts"),
+        ("--table units --num-examples 9 --batch-size 2 --steps 2 --counts {}/no", "no does not"),
+        ("--table units --num-examples 9 --batch-size 2 --steps 2 --counts {}/zero", "not all 0"),
+        (
+            "--table units --num-examples 9 --batch-size 9 --steps 2 --counts {}/few",
+            "are more than",
+        ),
+    ],
+)
+def test_what_can_not_be_compared_is_refused(options, words, tmp_path):
+    (tmp_path / "zero").write_text("0 0")
+    (tmp_path / "few").write_text("1 2")
+    done = call(options.format(tmp_path))
+    assert done.exit_code == 2
+    assert words in done.output
