@@ -13,8 +13,8 @@ WIDTH, HEIGHT, GAP, LEFT = 150, 30, 14, 20
 #: Folders and files of each package, from the ground up: each may import those before it.
 ORDER = {
     "dualdp": (
-        *("_version", "_validate", "mechanisms", "costs", "adam", "sparse", "accountants"),
-        *("randomness", "plan", "finetuning", "exactness", "ledger", "log", "checkpoint"),
+        *("_version", "_validate", "arrays", "mechanisms", "costs", "accountants"),
+        *("randomness", "plan", "adam", "finetuning", "exactness", "ledger", "log", "checkpoint"),
         *("porting", "audit"),
         *("testing", "schedules", "samplers", "correlated", "units", "torch", "jax", "port"),
     ),
@@ -23,7 +23,7 @@ ORDER = {
         *("integrations", "testing", "lightning", "trainer"),
     ),
     "dualdp_jax": (
-        *("compat", "rules", "finetuning", "noise", "parallel", "per_sample", "validate"),
+        *("compat", "rules", "finetuning", "chunk", "noise", "parallel", "per_sample", "validate"),
         *("training", "checkpoint", "testing"),
     ),
     "dualdp_tools": ("compare", "cli"),

@@ -21,8 +21,5 @@ from dualdp.accountants.solve import get_num_steps as get_num_steps
 from dualdp.accountants.solve import get_sample_rate as get_sample_rate
 from dualdp.exactness import ExactnessError as ExactnessError
 from dualdp.ledger.ledger import Ledger as Ledger
-from dualdp.plan.batch_sizes import BatchSizeComparison as BatchSizeComparison
-from dualdp.plan.batch_sizes import BatchSizeOption as BatchSizeOption
-from dualdp.plan.batch_sizes import compare_batch_sizes as compare_batch_sizes
 from dualdp.plan.plan import PrivacyPlan as PrivacyPlan
 from dualdp.porting import layouts as layouts

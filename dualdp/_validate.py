@@ -38,7 +38,7 @@ class AccountingError(ValueError):
     """Request for a privacy statement that would not be true."""
 
 
-def kind(value: Any) -> str:
+def kind(value: object) -> str:
     """Return the kind of a value in words: "None", "the class SGD", "an int", "a JAX array"."""
     if value is None:
         return "None"
@@ -50,15 +50,15 @@ def kind(value: Any) -> str:
     return f"{'an' if name[0] in 'aeioAEIO' else 'a'} {name}"
 
 
-def _with_kind(name: str, value: Any) -> str:
+def _with_kind(name: str, value: object) -> str:
     """Argument, value and kind: "delta='1' is a str", "delta=None"."""
     return f"{name}={value!r}" + ("" if value is None else f" is {kind(value)}")
 
 
-def path(name: str, value: Any) -> str:
+def path(name: str, value: object) -> str:
     """Return the path of a file or folder as text."""
     try:
-        text = os.fsdecode(value)
+        text = os.fsdecode(value)  # type: ignore[arg-type]
     except TypeError:
         raise TypeError(f"{_with_kind(name, value)}. Expected a path.") from None
     if not text or "\0" in text:
@@ -66,7 +66,7 @@ def path(name: str, value: Any) -> str:
     return text
 
 
-def new_file(name: str, value: Any) -> str:
+def new_file(name: str, value: object) -> str:
     """Return the path of a file in an existing folder, which may replace a file and no folder."""
     text = path(name, value)
     if not os.path.isdir(os.path.dirname(text) or "."):
@@ -88,7 +88,7 @@ def file_errors(verb: str, file: str | os.PathLike[str], expected: str) -> Itera
         raise type(error)(f"{os.fspath(file)} {what}. Expected {expected}.") from error
 
 
-def takes(name: str, function: Any, form: str, *args: Any, **kwargs: Any) -> None:
+def takes(name: str, function: Any, form: str, *args: object, **kwargs: object) -> None:
     """Refuse what is no function, or can't be called so; `form` names the arguments that it gets.
 
     A function whose arguments can't be known, such as a wrapper of (*args, **kwargs), passes.
@@ -115,13 +115,13 @@ def takes(name: str, function: Any, form: str, *args: Any, **kwargs: Any) -> Non
         ) from None
 
 
-def real(name: str, value: Any) -> float:
+def real(name: str, value: object) -> float:
     """Return a real number, finite or infinite; raise on nan, bool and str."""
     is_bool = isinstance(value, bool) or str(getattr(value, "dtype", "")) == "bool"  # NumPy's too
     if is_bool or isinstance(value, str | bytes) or value is None:
         raise TypeError(f"{_with_kind(name, value)}. Expected a number.")
     try:
-        number = float(value)
+        number = float(value)  # type: ignore[arg-type]
     except OverflowError as error:
         raise ValueError(f"{name} is out of range. Expected a number below 1e308.") from error
     except (RuntimeError, TypeError, ValueError) as error:  # RuntimeError: a tensor of several
@@ -131,7 +131,7 @@ def real(name: str, value: Any) -> float:
     return number
 
 
-def positive(name: str, value: Any) -> float:
+def positive(name: str, value: object) -> float:
     """Return a finite number > 0."""
     number = real(name, value)
     if not 0 < number < math.inf:
@@ -139,7 +139,7 @@ def positive(name: str, value: Any) -> float:
     return number
 
 
-def non_negative(name: str, value: Any) -> float:
+def non_negative(name: str, value: object) -> float:
     """Return a finite number >= 0."""
     number = real(name, value)
     if not 0 <= number < math.inf:
@@ -147,7 +147,7 @@ def non_negative(name: str, value: Any) -> float:
     return number
 
 
-def probability(name: str, value: Any, *, hint: str = "") -> float:
+def probability(name: str, value: object, *, hint: str = "") -> float:
     """Return a number in [0, 1]."""
     number = real(name, value)
     if not 0 <= number <= 1:
@@ -158,7 +158,7 @@ def probability(name: str, value: Any, *, hint: str = "") -> float:
     return number
 
 
-def open_probability(name: str, value: Any) -> float:
+def open_probability(name: str, value: object) -> float:
     """Return a number in (0, 1), such as the delta of a run."""
     number = real(name, value)
     if not 0 < number < 1:
@@ -166,19 +166,19 @@ def open_probability(name: str, value: Any) -> float:
     return number
 
 
-def sample_rate(value: Any) -> float:
+def sample_rate(value: object) -> float:
     """Return the probability with which one example joins a logical batch."""
     return probability("sample_rate", value, hint="use expected_batch_size / num_examples")
 
 
-def integer(name: str, value: Any, *, minimum: int = 0, maximum: int = LARGEST_INTEGER) -> int:
+def integer(name: str, value: object, *, minimum: int = 0, maximum: int = LARGEST_INTEGER) -> int:
     """Return an integer >= minimum; NumPy integers and integral floats such as 1e4 are accepted."""
     if isinstance(value, bool | str | bytes) or value is None:
         raise TypeError(f"{_with_kind(name, value)}. Expected an integer.")
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     try:
-        number = operator.index(value)
+        number = operator.index(value)  # type: ignore[arg-type]
     except TypeError as error:
         raise TypeError(f"{_with_kind(name, value)}. Expected an integer.") from error
     if number < minimum:
@@ -188,7 +188,7 @@ def integer(name: str, value: Any, *, minimum: int = 0, maximum: int = LARGEST_I
     return number
 
 
-def choice(name: str, value: Any, allowed: Iterable[str] | Mapping[str, Any]) -> str:
+def choice(name: str, value: object, allowed: Iterable[str] | Mapping[str, Any]) -> str:
     """Return `value` if it is one of the allowed strings."""
     words = sorted(allowed)
     if not isinstance(value, str):
@@ -199,8 +199,8 @@ def choice(name: str, value: Any, allowed: Iterable[str] | Mapping[str, Any]) ->
 
 
 def newer(name: str, kind: str, found: int, known: int) -> str:
-    """Return the error message about a file of a later version of this library."""
+    """Return the error message about a file of another version of this library."""
     return (
         f"{name} is a {kind} of format {found}, and this version of dualdp reads format {known}. "
-        "Expected an older file; or use the version of dualdp that wrote it, or a later one."
+        "Expected one of that format; or use the version of dualdp that wrote it."
     )

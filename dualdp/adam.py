@@ -12,9 +12,10 @@ weight decay beside it as in Loshchilov and Hutter 2019 (AdamW).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from dualdp import _validate
+from dualdp.arrays import Array, Namespace
+from dualdp.plan.plan import PrivacyPlan
 
 #: Settings of the optimizers of both backends -> default. `floor` is the smallest second moment, in
 #: squared gradient units; the paper has no `eps`, which AdamW adds to the root.
@@ -28,18 +29,18 @@ DEFAULTS: Mapping[str, float] = {
 
 
 def adam_bc(
-    grad: Any,
-    first: Any,
-    second: Any,
-    count: Any,
-    noise_stddev: Any,
+    grad: Array,
+    first: Array,
+    second: Array,
+    count: Array | float,
+    noise_stddev: Array | float,
     *,
-    b1: Any,
-    b2: Any,
-    floor: Any,
-    eps: Any,
-    xp: Any,
-) -> tuple[Any, Any, Any]:
+    b1: Array | float,
+    b2: Array | float,
+    floor: Array | float,
+    eps: Array | float,
+    xp: Namespace,
+) -> tuple[Array, Array, Array]:
     """Return direction and moments after one more noisy gradient.
 
     The paper subtracts the variance of the noise from the average of the squares. Here it is
@@ -80,7 +81,7 @@ def adam_bc(
     return first / (1 - b1**count) / scale, first, second
 
 
-def check_settings(*, b1: Any, b2: Any, floor: Any, eps: Any, weight_decay: Any) -> None:
+def check_settings(*, b1: float, b2: float, floor: float, eps: float, weight_decay: float) -> None:
     """Refuse settings that are out of range, and floor and eps that are both 0."""
     for name, decay in (("b1", b1), ("b2", b2)):
         if _validate.probability(name, decay) == 1:
@@ -94,7 +95,7 @@ def check_settings(*, b1: Any, b2: Any, floor: Any, eps: Any, weight_decay: Any)
         )
 
 
-def mean_noise_stddev(plan: Any, step: int, max_grad_norm: float) -> float:
+def mean_noise_stddev(plan: PrivacyPlan, step: int, max_grad_norm: float) -> float:
     """Return the standard deviation of the noise in each coordinate of a step's noisy mean.
 
     The plan has independent noise; `max_grad_norm` is C of the step, gradient units.
@@ -102,7 +103,7 @@ def mean_noise_stddev(plan: Any, step: int, max_grad_norm: float) -> float:
     return float(plan.draw_stddev(step, max_grad_norm) / plan.expected_batch_size_at(step))
 
 
-def require_independent(plan: Any) -> None:
+def require_independent(plan: PrivacyPlan) -> None:
     """Refuse a plan with correlated noise."""
     if plan.is_correlated:
         raise ValueError(

@@ -1,9 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoint files of a run: arrays, plan and position; key and ledger are separate files.
+"""Checkpoint files of a run: its arrays and one document, the same on both stacks.
+
+    document = describe_run(engine.ledger, path, stack="torch", ...)  # the ledger is in a file now
+    write(path, arrays, document)
+
+    arrays, document = read(path)
+    ledger = open_run(document, path)                                 # a new segment of the run
 
 The file is safetensors, so any reader of that format finds the arrays, and it contains no code. One
-array is a JSON document, as bytes, since the format's own metadata end at 100 MB. The document has
-the number of lines of the ledger and the hash of the last, not the text.
+array is the document, JSON as bytes, since the format's own metadata end at 100 MB. It holds the
+plan, the position and where the ledger ended, neither the ledger's text nor any key.
 """
 
 from __future__ import annotations
@@ -12,36 +18,152 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dualdp import _validate
-from dualdp.ledger.ledger import Ledger, saved_lines
+from dualdp.ledger.ledger import Ledger
 from dualdp.plan.plan import PrivacyPlan
-from dualdp.randomness import RootKey
 
 _FORMAT = "dualdp_checkpoint"
-_VERSION = 2
-_DOCUMENT = "document"  # array with the document; version 1 had it in the metadata
+_VERSION = 3
+_DOCUMENT = "document"  # array with the document
 Arrays = Mapping[str, NDArray[Any]]
-Path_ = str | os.PathLike[str]
+PathLike = str | os.PathLike[str]
 
 
-def _digest(arrays: Arrays, text: str) -> str:
-    """SHA-256 of the document and of every array with its name, dtype and shape."""
-    state = hashlib.sha256(text.encode())
-    for name in sorted(arrays):
-        array = np.asarray(arrays[name], order="C")
-        state.update(repr((name, array.dtype.str, array.shape)).encode())
-        state.update(array.reshape(-1).view(np.uint8).data if array.size else b"")
-    return state.hexdigest()
+class LedgerEnd(TypedDict):
+    """Where the ledger of a run ended when its checkpoint was written."""
+
+    file: str  # path from the checkpoint's folder
+    num_lines: int
+    hash: str  # of the last of these lines
 
 
-def write(path: Path_, arrays: Arrays, document: Mapping[str, Any]) -> None:
+class RunDocument(TypedDict):
+    """What a checkpoint says of its run; `RUN` are the entries that no stack changes."""
+
+    dualdp_checkpoint: int  # version of this document
+    stack: str  # "torch" or "jax": whose names the arrays and parameters have
+    plan: dict[str, Any]  # JSON of the PrivacyPlan
+    position: int  # the next step
+    pass_end: int  # step at which the pass ends in which this was saved; 0 between passes
+    bound: float | None  # C of the next step, if it is adaptive
+    ledger: LedgerEnd
+    settings: dict[str, Any]  # arguments of the engine that a resumed run keeps
+    trained: list[str]  # names of the trained parameters
+    parameters: list[str]  # names of all parameters, in order
+    bfloat16: NotRequired[list[str]]  # arrays that are stored as uint16
+    optimizer: NotRequired[dict[str, Any]]  # torch: plain data of the optimizer
+    layout: NotRequired[dict[str, Any]]  # torch: kinds of the modules, tied parameters
+    noise_layout: NotRequired[list[Any]]  # torch: JAX's order and shapes for portable noise
+    arrays: NotRequired[dict[str, Any]]  # of a folder: dtype and shape of each array
+    files: NotRequired[dict[str, str]]  # of a folder: SHA-256 of each file
+
+
+#: Entries of a document that are the same on both stacks.
+RUN = (_FORMAT, "plan", "position", "pass_end", "bound", "ledger")
+
+
+def describe_run(
+    ledger: Ledger,
+    path: PathLike,
+    *,
+    stack: str,
+    settings: Mapping[str, Any],
+    trained: Iterable[str],
+    parameters: Iterable[str],
+    pass_end: int = 0,
+) -> RunDocument:
+    """Return the document of a checkpoint at `path`, with the ledger brought to the disk.
+
+    A ledger in memory is written to `<path>.ledger`, or the next free `<path>.ledger.2`, from now
+    on, so that later releases are on record too.
+    """
+    if not Path(_validate.path("path", path)).is_dir():  # of a sharded checkpoint
+        _validate.new_file("path", path)
+    if ledger.path is None:
+        ledger.chain.write_to(_free_name(path))
+    ledger.chain.sync()
+    folder = Path(path).resolve().parent
+    return {
+        "dualdp_checkpoint": _VERSION,
+        "stack": stack,
+        "plan": json.loads(ledger.plan.to_json()),
+        "position": ledger.position,
+        "pass_end": pass_end,
+        "bound": ledger.max_grad_norm if ledger.plan.is_adaptive else None,
+        "ledger": {
+            "file": os.path.relpath(Path(str(ledger.path)).resolve(), folder),
+            "num_lines": ledger.num_lines,
+            "hash": ledger.chain.last_hash,
+        },
+        "settings": dict(settings),
+        "trained": list(trained),
+        "parameters": list(parameters),
+    }
+
+
+def open_run(
+    document: RunDocument,
+    path: PathLike,
+    ledger: PathLike | None = None,
+    *,
+    recalibrate: bool = False,
+) -> Ledger:
+    """Return the ledger, with its plan, of a checkpoint's run, in a new segment.
+
+    Steps that were released after the checkpoint stay accounted, and are further releases when they
+    run again.
+
+    Args:
+        document: of the checkpoint.
+        path: path of the checkpoint.
+        ledger: path of the run's ledger; None for the file that the document names or, if that is
+            missing, `<path>.ledger`.
+        recalibrate: see `Ledger.resume`.
+
+    Raises:
+        FileNotFoundError: there is no ledger.
+        ValueError: the document is broken, or the ledger does not continue what was saved.
+    """
+    require_version(document, os.fspath(path))
+    try:
+        plan, end = PrivacyPlan.from_json(json.dumps(document["plan"])), document["ledger"]
+        known, named = (end["num_lines"], end["hash"]), Path(path).resolve().parent / end["file"]
+        position, bound = document["position"], document["bound"]
+    except (KeyError, TypeError) as error:
+        raise ValueError(
+            f"{os.fspath(path)} says nothing of its run ({error!r}). Expected a file of "
+            "save_checkpoint."
+        ) from error
+    beside = Path(f"{os.fspath(path)}.ledger")
+    file = named if named.exists() or not beside.exists() else beside
+    file = file if ledger is None else Path(_validate.path("ledger", ledger))
+    if not file.exists():
+        raise FileNotFoundError(
+            f"{file} does not exist. Expected the ledger that the run went on writing after this "
+            "checkpoint; pass ledger= if it lies elsewhere."
+        )
+    return Ledger.resume(
+        file, plan=plan, step=position, bound=bound, recalibrate=recalibrate, known=known
+    )
+
+
+def _free_name(path: PathLike) -> str:
+    """Path for the ledger of a run that is saved for the first time; none is overwritten."""
+    first = name = f"{os.fspath(path)}.ledger"
+    number = 2
+    while os.path.lexists(name):
+        name, number = f"{first}.{number}", number + 1
+    return name
+
+
+def write(path: PathLike, arrays: Arrays, document: Mapping[str, Any]) -> None:
     """Write a checkpoint atomically: the old file remains until the new one is complete on disk.
 
     A bfloat16 array, which NumPy lacks, is passed as uint16; `document["bfloat16"]` lists its name.
@@ -81,8 +203,23 @@ def _replace(target: Path, data: bytes) -> None:
         raise
 
 
-def read(path: Path_) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
-    """Return arrays and document of a checkpoint, after verifying its SHA-256."""
+def _digest(arrays: Arrays, text: str) -> str:
+    """SHA-256 of the metadata and of every array with its name, dtype and shape."""
+    state = hashlib.sha256(text.encode())
+    for name in sorted(arrays):
+        array = np.asarray(arrays[name], order="C")
+        state.update(repr((name, array.dtype.str, array.shape)).encode())
+        state.update(array.reshape(-1).view(np.uint8).data if array.size else b"")
+    return state.hexdigest()
+
+
+def read(path: PathLike) -> tuple[dict[str, NDArray[Any]], RunDocument]:
+    """Return arrays and document of a checkpoint, after verifying its SHA-256.
+
+    Raises:
+        OSError: the file can't be read.
+        ValueError: it is truncated, edited, foreign, or of another version.
+    """
     from safetensors import SafetensorError, safe_open
 
     name = _validate.path("path", path)
@@ -90,7 +227,7 @@ def read(path: Path_) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
     if numbers(name):
         expected += "; load_sharded_checkpoint reads this folder"
     with _validate.file_errors("read", name, expected), open(name, "rb"):
-        pass  # its own errors name neither the file nor the cause
+        pass  # the errors of safetensors name neither the file nor the cause
     try:
         with safe_open(name, framework="numpy") as file:
             metadata = file.metadata() or {}
@@ -105,19 +242,18 @@ def read(path: Path_) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
             f"{name} is a safetensors file of something else: it has the metadata "
             f"{sorted(metadata)}. Expected a file of save_checkpoint."
         )
-    if _digest(arrays, metadata["document"]) != metadata["sha256"]:
+    require_version(_parsed(metadata["document"], name), name)
+    if _digest(arrays, metadata["document"]) != metadata["sha256"] or _DOCUMENT not in arrays:
         raise ValueError(
             f"{name} was changed after it was written: its SHA-256 differs. Take an older one."
         )
-    document = _parsed(metadata["document"], name)
-    if _DOCUMENT in arrays:
-        document = _parsed(arrays.pop(_DOCUMENT).tobytes(), name)
-    del document[_FORMAT]
-    return arrays, without_text(document)
+    document: Any = _parsed(arrays.pop(_DOCUMENT).tobytes(), name)
+    require_version(document, name)
+    return arrays, document
 
 
 def _parsed(text: str | bytes, name: str) -> dict[str, Any]:
-    """JSON object of a text, of a version that can be read."""
+    """JSON object of a text."""
     try:
         found = json.loads(text)
     except (RecursionError, ValueError):
@@ -126,60 +262,39 @@ def _parsed(text: str | bytes, name: str) -> dict[str, Any]:
         raise ValueError(
             f"{name} holds no JSON object that says what it is. Expected a file of save_checkpoint."
         )
-    require_version(found, name)
     return found
 
 
-def without_text(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the document without the ledger's text, which version 1 contained."""
-    state = document.get("ledger")
-    if not isinstance(state, dict) or "text" not in state:
-        return dict(document)
-    num_lines, chained = saved_lines(state)
-    kept = {name: value for name, value in state.items() if name != "text"}
-    return {**document, "ledger": {**kept, "num_lines": num_lines, "hash": chained}}
-
-
 def require_version(document: Mapping[str, Any], name: str) -> None:
-    """Raise if a document (of the file or folder `name`) is of a later version, or of none."""
+    """Raise if a document (of the file or folder `name`) is of another version, or of none."""
     found = document.get(_FORMAT)
-    if isinstance(found, int) and found > _VERSION:
+    if isinstance(found, int) and found != _VERSION:
         raise ValueError(_validate.newer(name, "checkpoint", found, _VERSION))
-    if found not in (1, _VERSION):
+    if found != _VERSION:
         raise ValueError(
-            f"{name} has version {found!r} of the checkpoint's format. Expected one up to "
-            f"{_VERSION}: a file of save_checkpoint."
+            f"{name} has version {found!r} of the checkpoint's format. Expected {_VERSION}: a file "
+            "of save_checkpoint."
         )
 
 
-def key_path(path: Path_) -> Path:
-    """Return the default path of the key of a checkpoint."""
-    return Path(f"{os.fspath(path)}.key")
-
-
-def ledger_path(path: Path_) -> Path:
-    """Return the path to which a ledger in memory is written when its run is saved."""
-    return Path(f"{os.fspath(path)}.ledger")
-
-
-def numbered(folder: Path_, number: int) -> Path:
+def numbered(folder: PathLike, number: int) -> Path:
     """Return the path of one sharded checkpoint in a folder."""
     return Path(folder).resolve() / str(number)
 
 
-def make_folder(folder: Path_) -> None:
+def make_folder(folder: PathLike) -> None:
     """Make the folder of sharded checkpoints, unless it exists."""
     with _validate.file_errors("written", folder, "a new folder, or that of earlier checkpoints"):
         Path(folder).mkdir(parents=True, exist_ok=True)
 
 
-def numbers(folder: Path_) -> list[int]:
+def numbers(folder: PathLike) -> list[int]:
     """Return the numbers of complete sharded checkpoints in a folder, sorted."""
     found = Path(folder).iterdir() if Path(folder).is_dir() else ()
     return sorted(int(entry.name) for entry in found if entry.name.isdigit())
 
 
-def require_numbered(folder: Path_, number: int) -> None:
+def require_numbered(folder: PathLike, number: int) -> None:
     """Raise if a folder lacks the checkpoint of this number; 0 means that there is none."""
     if not number or not numbered(folder, number).is_dir():
         raise FileNotFoundError(
@@ -188,85 +303,9 @@ def require_numbered(folder: Path_, number: int) -> None:
         )
 
 
-def relocated(document: Mapping[str, Any], origin: Path_, path: Path_) -> dict[str, Any]:
-    """Return the document of another file's or folder's checkpoint, and copy its key here."""
-    source, target = key_path(origin), key_path(path)
-    if source.exists() and not target.exists():
-        RootKey.load(source).save(target)
-    elif source.exists() and RootKey.load(source) != RootKey.load(target):
-        raise ValueError(
-            f"{target} holds the key of another run. Expected another path for this run's "
-            "checkpoint, or that file moved away."
-        )
-    file = Path(origin).resolve().parent / document["ledger_file"]
+def relocated(document: RunDocument, origin: PathLike, path: PathLike) -> RunDocument:
+    """Return the document of another file's or folder's checkpoint for one at `path`."""
+    end = document["ledger"]
+    file = Path(origin).resolve().parent / end["file"]
     relative = os.path.relpath(file, Path(path).resolve().parent)
-    return {**without_text(document), "ledger_file": relative}
-
-
-def pack_run(ledger: Ledger, path: Path_) -> dict[str, Any]:
-    """Return the entries about its run of a checkpoint at `path`; save ledger and key to the disk.
-
-    A ledger in memory is written to `<path>.ledger` from now on, so that later releases are on
-    record too. The key is written to `<path>.key`, mode 0600, unless the plan has a seed. Whoever
-    has both files can remove the noise, so publish neither with the model.
-    """
-    root = ledger.plan.root.require_secret()
-    beside = key_path(path)
-    if root.seed is None and beside.exists() and RootKey.load(beside) != root:
-        raise ValueError(
-            f"{beside} holds the key of another run. Expected another path for this run's "
-            "checkpoints, or that file moved away."
-        )
-    state = ledger.state()
-    if ledger.path is None:
-        ledger.write_to(ledger_path(path))
-    if root.seed is None and not beside.exists():
-        ledger.plan.save_key(beside)
-    ledger.sync()
-    folder = Path(path).resolve().parent
-    return {
-        _FORMAT: _VERSION,
-        "plan": json.loads(ledger.plan.to_json()),
-        "ledger": state,
-        "ledger_file": os.path.relpath(Path(str(ledger.path)).resolve(), folder),
-    }
-
-
-def unpack_run(
-    document: Mapping[str, Any],
-    path: Path_,
-    key: RootKey | Path_ | None = None,
-    ledger: Path_ | None = None,
-) -> Ledger:
-    """Return the ledger (with its plan) of a checkpoint, ready for the next step.
-
-    Without `key` it is read from `<path>.key`. Without `ledger` the file is the one that the
-    document of `pack_run` names or, if that one is missing, `<path>.ledger`.
-    """
-    require_version({_FORMAT: 1, **document}, os.fspath(path))
-    try:
-        text, state = json.dumps(document["plan"]), document["ledger"]
-        named = Path(path).resolve().parent / document["ledger_file"]
-        has_seed = document["plan"]["seed"] is not None
-    except (KeyError, TypeError) as error:
-        raise ValueError(
-            f"{os.fspath(path)} says nothing of its run ({error}). Expected a file of "
-            "save_checkpoint."
-        ) from error
-    if key is None and not has_seed:
-        key = key_path(path)
-        if not key.exists():
-            raise FileNotFoundError(
-                f"{key} does not exist. Expected the key file of the run; pass key= if it lies "
-                "elsewhere."
-            )
-    plan = PrivacyPlan.from_json(text, key=key)
-    beside = ledger_path(path)
-    found = named if named.exists() or not beside.exists() else beside
-    file = Path(ledger) if ledger is not None else found
-    if not file.exists():
-        raise FileNotFoundError(
-            f"{file} does not exist. Expected the ledger that the run went on writing after this "
-            "checkpoint; pass ledger= if it lies elsewhere."
-        )
-    return Ledger.resume(plan, state, file)
+    return {**document, "ledger": {**end, "file": relative}}

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Public names of correlated noise: the families, the best of each, workloads, and advice."""
+"""Public names of correlated noise: the families, the best of each, and workloads."""
 
-from dualdp.plan.advise import Advice as Advice
-from dualdp.plan.advise import advise as advise
 from dualdp.plan.correlated.optimise import optimise as optimise
 from dualdp.plan.correlated.strategies import Strategy as Strategy
 from dualdp.plan.correlated.strategies import band as band

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from dualdp import _validate
-from dualdp.plan.plan import PrivacyPlan
-from dualdp.randomness import bits
+from dualdp.randomness.bits import SegmentBits
+from dualdp.randomness.threefry import bits as words
 
 #: Values of `check=` of the functional calls.
 CHECKS = ("first", "always", "off")
@@ -85,13 +85,13 @@ class SpotCheck:
         return min(int(self.fractions[which] * count), count - 1)
 
 
-def checked_rate(rate: Any) -> float:
+def checked_rate(rate: float | None) -> float:
     """Return the validated rate of `checks=`, a share of steps in [0, 1]."""
     return _validate.probability("checks", RATE if rate is None else rate)
 
 
 def check_at(
-    plan: PrivacyPlan, step: int, rate: float, *, is_first: bool = False
+    bits: SegmentBits, step: int, rate: float, *, is_first: bool = False
 ) -> SpotCheck | None:
     """Return the check of one step, or None if none is due; rate 0 is off.
 
@@ -100,25 +100,25 @@ def check_at(
     `is_first`, whatever was drawn.
 
     Guarantees:
-        Which steps are checked depends on key, step and rate alone.
+        Which steps are checked depends on the segment's bits, step and rate alone.
             [test_checked_steps_are_drawn_from_the_key]
     """
     if rate == 0:
         return None
     period = max(1, round(1 / rate))
     block = step // period
-    position, *fractions = _uniform(plan.step_key("check", block).tobytes())
+    position, *fractions = _uniform(bits.key("check", block).tobytes())
     if step % period != int(position * period) and not is_first:
         return None
-    turn = int(_uniform(plan.step_key("check", _TURN).tobytes())[0] * WHOLE)
+    turn = int(_uniform(bits.key("check", _TURN).tobytes())[0] * WHOLE)
     return SpotCheck(step, is_first or block % WHOLE == turn, tuple(fractions))
 
 
 @functools.lru_cache(maxsize=16)  # the steps of one block use the same key
 def _uniform(key: bytes) -> tuple[float, ...]:
     """Five uniform numbers in [0, 1), from the key of a block."""
-    words = bits(np.frombuffer(key, np.uint32), 5, width=64)
-    return tuple([float(word) for word in (words >> np.uint64(11)) * 2.0**-53])
+    drawn = words(np.frombuffer(key, np.uint32), 5, width=64)
+    return tuple([float(word) for word in (drawn >> np.uint64(11)) * 2.0**-53])
 
 
 @dataclass(frozen=True)

@@ -15,14 +15,10 @@ from dualdp_jax import AdamBCState as AdamBCState
 from dualdp_jax import AddNoiseState as AddNoiseState
 from dualdp_jax import Chunk as Chunk
 from dualdp_jax import ClippedGradSum as ClippedGradSum
-from dualdp_jax import EmaState as EmaState
 from dualdp_jax import Finding as Finding
-from dualdp_jax import Loader as Loader
-from dualdp_jax import LogicalBatch as LogicalBatch
 from dualdp_jax import PlannedLoader as PlannedLoader
 from dualdp_jax import PrivacyEngine as PrivacyEngine
 from dualdp_jax import Rule as Rule
-from dualdp_jax import SparseNoisyMean as SparseNoisyMean
 from dualdp_jax import Spec as Spec
 from dualdp_jax import Stages as Stages
 from dualdp_jax import TrainState as TrainState
@@ -30,12 +26,12 @@ from dualdp_jax import adam_bc as adam_bc
 from dualdp_jax import add_noise as add_noise
 from dualdp_jax import clipped_grad_sum as clipped_grad_sum
 from dualdp_jax import consolidate_checkpoint as consolidate_checkpoint
-from dualdp_jax import contribution_map as contribution_map
 from dualdp_jax import dpo_loss as dpo_loss
 from dualdp_jax import explain as explain
 from dualdp_jax import ipo_loss as ipo_loss
 from dualdp_jax import load_checkpoint as load_checkpoint
 from dualdp_jax import load_sharded_checkpoint as load_sharded_checkpoint
+from dualdp_jax import noise_keys as noise_keys
 from dualdp_jax import noisy_mean as noisy_mean
 from dualdp_jax import orpo_loss as orpo_loss
 from dualdp_jax import per_sample_grads as per_sample_grads
@@ -46,7 +42,5 @@ from dualdp_jax import save_checkpoint as save_checkpoint
 from dualdp_jax import save_sharded_checkpoint as save_sharded_checkpoint
 from dualdp_jax import sft_loss as sft_loss
 from dualdp_jax import simpo_loss as simpo_loss
-from dualdp_jax import sparse_noisy_mean as sparse_noisy_mean
 from dualdp_jax import validate as validate
-from dualdp_jax import with_ema as with_ema
 from dualdp_jax.checkpoint import weights as weights

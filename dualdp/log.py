@@ -162,7 +162,7 @@ def progress(
             bar.update(task, advance=1, e=f"{ledger.get_epsilon(delta):.3f}")
 
 
-def _require_ledger(ledger: Any) -> None:
+def _require_ledger(ledger: object) -> None:
     if not isinstance(ledger, Ledger):
         raise TypeError(f"ledger is {_validate.kind(ledger)}. Expected engine.ledger.")
 

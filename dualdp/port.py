@@ -15,7 +15,7 @@ from dualdp.porting import matching, optimizer_state, parameter_map
 from dualdp.porting.parameter_map import ParameterMap
 
 Mapped = matching.Mapped
-Path_ = files.Path_
+Path_ = files.PathLike
 STACKS = ("jax", "torch")
 
 

@@ -10,7 +10,6 @@ from dualdp_torch import BatchMemoryManager as BatchMemoryManager
 from dualdp_torch import ChangedInPlaceError as ChangedInPlaceError
 from dualdp_torch import Chunk as Chunk
 from dualdp_torch import ClippedGradSum as ClippedGradSum
-from dualdp_torch import ClippedSum as ClippedSum
 from dualdp_torch import CompiledGradSum as CompiledGradSum
 from dualdp_torch import CompiledStep as CompiledStep
 from dualdp_torch import Finding as Finding
@@ -21,12 +20,10 @@ from dualdp_torch import PlannedLoader as PlannedLoader
 from dualdp_torch import PrivacyEngine as PrivacyEngine
 from dualdp_torch import Record as Record
 from dualdp_torch import Rule as Rule
-from dualdp_torch import SparseNoisyMean as SparseNoisyMean
 from dualdp_torch import Stages as Stages
 from dualdp_torch import clipped_grad_sum as clipped_grad_sum
 from dualdp_torch import compile_clipped_grad_sum as compile_clipped_grad_sum
 from dualdp_torch import consolidate_checkpoint as consolidate_checkpoint
-from dualdp_torch import contribution_map as contribution_map
 from dualdp_torch import dpo_loss as dpo_loss
 from dualdp_torch import explain as explain
 from dualdp_torch import fix as fix
@@ -44,9 +41,7 @@ from dualdp_torch import save_checkpoint as save_checkpoint
 from dualdp_torch import save_sharded_checkpoint as save_sharded_checkpoint
 from dualdp_torch import sft_loss as sft_loss
 from dualdp_torch import simpo_loss as simpo_loss
-from dualdp_torch import sparse_noisy_mean as sparse_noisy_mean
 from dualdp_torch import validate as validate
-from dualdp_torch import with_ema as with_ema
 from dualdp_torch.checkpoint import weights as weights
 from dualdp_torch.training import opacus_names
 

@@ -16,8 +16,8 @@ from dualdp.audit import plans
 from dualdp.audit.protocol import CANARY_FACTOR, LOSS_FACTOR, Event, Release, events_of
 from dualdp.plan.batches import physical_batches
 from dualdp.plan.plan import PrivacyPlan
+from dualdp_jax.chunk import Rows
 from dualdp_jax.training.engine import PrivacyEngine
-from dualdp_jax.training.loader import Chunk
 
 _ROWS = 8  # rows of a chunk in `clipped_sum`
 
@@ -61,11 +61,11 @@ class EngineStep:
         step, state, loader = self._exact
         indices, position = np.array(list(rows)), int(state.step)
         factor = np.array(list(factors), np.float32)
-        chunks = tuple(
-            Chunk((*(part[indices[k]] for part in self.data), factor[k]), mask, k)
+        parts = [
+            Rows([*(part[indices[k]] for part in self.data), factor[k]], mask, k)
             for k, mask in physical_batches(np.arange(len(indices)), _ROWS)
-        )
-        state, _ = step(state, loader.hand_out(position, chunks))
+        ]
+        state, _ = step(state, loader.hand_out(position, parts))
         self._exact = (step, state, loader)
         leaves = [np.ravel(leaf).astype(np.float64) for leaf in jax.tree.leaves(state.opt_state)]
         return np.concatenate(leaves) * _ROWS
@@ -113,7 +113,7 @@ class EngineStep:
             mean = state.opt_state  # noisy
             sums = jax.tree.map(lambda leaf: np.asarray(leaf) * expected_batch_size, mean)
             leaves = jax.tree.leaves(sums["model"])
-            yield Release(sums["canaries"], leaves, plan.batch_indices(batch.step))
+            yield Release(sums["canaries"], leaves, batch.indices[batch.mask])
 
     def events(self) -> list[Event]:
         """See `PrivateStep`."""
@@ -125,7 +125,7 @@ class EngineStep:
         """`make_private` with an optimizer that stores the noisy mean and updates nothing."""
         keeper = optax.GradientTransformation(
             lambda params: jax.tree.map(jnp.zeros_like, params),
-            lambda updates, state, params=None: (jax.tree.map(jnp.zeros_like, updates), updates),
+            lambda updates, state, params=None: (jax.tree.map(lambda u: 0 * u, updates), updates),
         )
         self._engine = PrivacyEngine()
         return self._engine.make_private(

@@ -43,16 +43,10 @@ from dualdp_torch.rules import Rule as Rule
 from dualdp_torch.rules import register_rule as register_rule
 from dualdp_torch.training.adam_bc import AdamBC as AdamBC
 from dualdp_torch.training.compiled_step import CompiledStep as CompiledStep
-from dualdp_torch.training.ema import with_ema as with_ema
 from dualdp_torch.training.engine import PrivacyEngine as PrivacyEngine
 from dualdp_torch.training.loader import BatchMemoryManager as BatchMemoryManager
 from dualdp_torch.training.loader import PlannedLoader as PlannedLoader
 from dualdp_torch.training.own_loop import Chunk as Chunk
 from dualdp_torch.training.own_loop import LogicalBatch as LogicalBatch
 from dualdp_torch.training.own_loop import OwnLoopLoader as OwnLoopLoader
-from dualdp_torch.training.sparse import SparseNoisyMean as SparseNoisyMean
-from dualdp_torch.training.sparse import contribution_map as contribution_map
-from dualdp_torch.training.sparse import sparse_noisy_mean as sparse_noisy_mean
 from dualdp_torch.training.step import Stages as Stages
-
-ClippedSum = ClippedGradSum  # its name in dualdp 0.1.0

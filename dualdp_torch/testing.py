@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -116,20 +117,22 @@ class EngineStep:
             seed=seed,
         )
         leaves = [p for p in module.model.parameters() if p.requires_grad]
-        for step in self._run(module, data, plan):
+        for drawn in self._run(module, data, plan):
             noisy = [
                 torch.zeros_like(p) if p.grad is None else p.grad * expected_batch_size
                 for p in (module.canaries, *leaves)
             ]
             sums = [value.detach().cpu().numpy() for value in noisy]
-            yield Release(sums[0], sums[1:], plan.batch_indices(step))
+            yield Release(sums[0], sums[1:], drawn)
 
     def events(self) -> list[Event]:
         """Return the accountant's events of the last run, see `PrivateStep`."""
         return events_of(self._engine.accountant.history if self._engine else ())
 
-    def _run(self, module: nn.Module, data: Sequence[Tensor], plan: PrivacyPlan) -> Iterator[int]:
-        """Train with learning rate 0; yields each released step, with its gradients in `p.grad`."""
+    def _run(
+        self, module: nn.Module, data: Sequence[Tensor], plan: PrivacyPlan
+    ) -> Iterator[NDArray[np.int64]]:
+        """Train with learning rate 0; yields the rows of each release, which lies in `p.grad`."""
         optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
         self._engine = engine = PrivacyEngine()
         _, _, loader = engine.make_private(
@@ -140,13 +143,15 @@ class EngineStep:
             plan=plan,
             grad_sample_mode=self._mode,
         )
-        for batch in loader.remaining():
-            released = len(engine.ledger)
+        rows: list[int] = []
+        for draw, batch in loader.remaining().with_draws():
             optimizer.zero_grad()
             module(*batch).sum().backward()
             optimizer.step()
-            if len(engine.ledger) > released:
-                yield released
+            rows += np.array(draw.indices)[draw.mask.numpy()].tolist()
+            if draw.is_last:
+                yield np.array(rows, np.int64)
+                rows = []
         engine.detach()
 
 

@@ -24,12 +24,11 @@ import numpy as np
 from hypothesis import strategies as st
 
 from dualdp import PrivacyPlan, accountants, checkpoint, mechanisms
-from dualdp.ledger.hash_chain import Chain
+from dualdp.ledger.chain import Chain
 from dualdp.ledger.ledger import Ledger
 from dualdp.ledger.verify import verify
 from dualdp.log import read_log
 from dualdp.plan.schedules import AdaptiveNorm
-from dualdp.randomness import RootKey, unlock
 
 SECONDS = 20  # that one input may take; a second is usual, this machine may be busy
 MEMORY = 1 << 30  # bytes that one input may take beside what the process has
@@ -162,10 +161,8 @@ def plans():
 
 def ledger(plan):
     made = Ledger(plan)
-    counts = {"num_below": 3, "num_rows": 9} if plan.is_adaptive else {}
     for step in range(4):
-        made.record(step)
-        made.seal(step, [np.ones(2)], **counts)
+        made.record(step, noisy_fraction=made.noisy_fraction(3, 9) if plan.is_adaptive else None)
     made.note(unprotected=["unprotected_loss"])
     return made
 
@@ -174,7 +171,7 @@ PLANS = [json.loads(plan.to_json()) for plan in plans()]
 LEDGERS = [ledger(plan) for plan in plans()]
 RECORDS = [
     [
-        {k: v for k, v in json.loads(line).items() if k != "hash"}
+        {k: v for k, v in json.loads(line).items() if k != "h"}
         for line in made.to_json().split("\n")[:-1]
     ]
     for made in LEDGERS
@@ -182,7 +179,19 @@ RECORDS = [
 STATES = [made.accountant.state_dict() for made in LEDGERS]
 EVENTS = [record for state in STATES for record, _ in state["history"]]
 ARRAYS = {"params/w": np.arange(6.0).reshape(2, 3), "buffers/n": np.array([1, 2])}
-DOCUMENT = {"stack": "torch", "position": 4, "plan": PLANS[0], "bfloat16": []}
+
+
+def saved():
+    """The document of a checkpoint, and its ledger's text."""
+    with tempfile.TemporaryDirectory() as folder:
+        made = ledger(plans()[0])
+        described = {"stack": "torch", "settings": {}, "trained": ["w"], "parameters": ["w"]}
+        document = checkpoint.describe_run(made, Path(folder) / "file", **described)
+        made.close()
+        return document, made.to_json()
+
+
+DOCUMENT, LEDGER = saved()
 
 
 def _bytes_of_a_file(write):
@@ -210,8 +219,11 @@ def read_plan(text):
 
 def chained(records):
     """The text of a ledger that holds these records, with true hashes."""
+    chain = Chain()
     with contextlib.suppress(TypeError, ValueError):  # JSON has no nan
-        return Chain([r if isinstance(r, dict) else {"x": r} for r in records]).text()
+        for record in records:
+            chain.append(record if isinstance(record, dict) else {"x": record})
+        return chain.text()
     return "{}"
 
 
@@ -236,7 +248,8 @@ def write_and_read(document):
         path = Path(folder) / "file"
         checkpoint.write(path, ARRAYS, document)
         arrays, found = checkpoint.read(path)
-        checkpoint.unpack_run(found, path, RootKey.from_seed(1), None)
+        Path(folder, "file.ledger").write_text(LEDGER)
+        checkpoint.open_run(found, path).close()
 
 
 def command(arguments):
@@ -277,7 +290,6 @@ def command_lines(draw):
 
 
 CHECKPOINT = _bytes_of_a_file(lambda path: checkpoint.write(path, ARRAYS, DOCUMENT))
-KEY = _bytes_of_a_file(RootKey.from_seed(5).save)
 LOG = b"step,epsilon,unprotected_loss\n1,0.5,2.0\n2,0.75,1.5\n"
 LEDGER_BYTES = [made.to_json().encode() for made in LEDGERS]
 
@@ -294,10 +306,6 @@ TARGETS = {
     "event": (edited(EVENTS), read_event),
     "checkpoint": (edited([DOCUMENT]), write_and_read),
     "checkpoint bytes": (damaged([CHECKPOINT]), lambda data: _in_a_file(checkpoint.read, data)),
-    "key bytes": (
-        damaged([KEY]),
-        lambda data: _in_a_file(lambda path: unlock(RootKey.from_seed(5).sha256, path), data),
-    ),
     "log bytes": (damaged([LOG]), lambda data: _in_a_file(read_log, data)),
     "command line": (command_lines(), command),
 }

@@ -7,16 +7,11 @@ from typing import Any
 
 from dualdp import _validate
 from dualdp.accountants.base import Accountant as Accountant
-from dualdp.accountants.gdp import GDPAccountant as GDPAccountant
+from dualdp.accountants.closed_forms import gdp_epsilon as gdp_epsilon
 from dualdp.accountants.pld import PLDAccountant as PLDAccountant
 from dualdp.accountants.rdp import RDPAccountant as RDPAccountant
 
-_TABLE: dict[str, Any] = {
-    "pld": PLDAccountant,
-    "prv": PLDAccountant,
-    "rdp": RDPAccountant,
-    "gdp": GDPAccountant,
-}
+_TABLE: dict[str, Any] = {"pld": PLDAccountant, "prv": PLDAccountant, "rdp": RDPAccountant}
 _METHODS = "step compose get_epsilon get_delta epsilon_bounds state_dict load_state_dict".split()
 
 
@@ -24,26 +19,31 @@ def create(name: str = "pld", **options: Any) -> Any:
     """Return a new accountant with an empty history.
 
     Args:
-        name: `pld` (certified and tight, the default), `rdp`, `gdp` (an approximation), `prv`
-            (a synonym of `pld`), or a registered name.
+        name: `pld` (certified and tight, the default), `rdp`, `prv` (a synonym of `pld`), or a
+            registered name.
         **options: `neighboring_relation=`, `group_size=`, and further arguments of the class.
 
     Returns:
         An `Accountant`.
+
+    Raises:
+        ValueError: no accountant has this name.
     """
-    return _TABLE[_validate.choice("accountant", name, _TABLE)](**options)
+    return find(name)(**options)
 
 
-def require_bound(name: str) -> str:
-    """Return `name` if it is an accountant that gives upper bounds; raise on an approximation."""
-    kind = _TABLE[_validate.choice("accountant", name, _TABLE)]
-    if isinstance(kind, type) and issubclass(kind, GDPAccountant):
-        raise _validate.AccountingError(
-            f"accountant={name!r} is an approximation that can lie far below the true epsilon, so "
-            "no run is accounted by it. Expected 'pld' or 'rdp'; dualdp.get_epsilon(..., "
-            "accountant='gdp', approximate=True) shows the approximation."
+def find(name: str) -> Any:
+    """Return the class of an accountant.
+
+    Raises:
+        ValueError: no accountant has this name.
+    """
+    if name == "gdp" and name not in _TABLE:
+        raise ValueError(
+            f"accountant='gdp' is unknown: the central limit theorem bounds nothing. Expected one "
+            f"of {', '.join(names())}; accountants.gdp_epsilon gives the number of papers."
         )
-    return name
+    return _TABLE[_validate.choice("accountant", name, _TABLE)]
 
 
 def register(name: str, cls: Any, *, overwrite: bool = False) -> None:
@@ -73,3 +73,9 @@ def register(name: str, cls: Any, *, overwrite: bool = False) -> None:
 def names() -> tuple[str, ...]:
     """Names that `create` accepts, sorted."""
     return tuple(sorted(_TABLE))
+
+
+def require_bound(name: str) -> str:
+    """Return the name of an accountant; all of them give upper bounds."""
+    find(name)
+    return name

@@ -25,7 +25,6 @@ class Accountant:
     """
 
     name: ClassVar[str] = ""
-    _takes_curves: ClassVar[bool] = False
 
     def __init__(self, *, neighboring_relation: str = "add_or_remove", group_size: int = 1) -> None:
         self._relation = _validate.choice(
@@ -121,8 +120,6 @@ class Accountant:
                 f"The histories hold for (relation, group size) {mine} and {theirs}. "
                 "Expected the same for both; account both under one."
             )
-        if other._has_curves() and not self._takes_curves:
-            raise AccountingError(_OWN_CURVES.format("other", self.name))
         for event, _ in other.history:
             self._check(event)
         for event, count in other.history:
@@ -151,27 +148,18 @@ class Accountant:
         """L2 sensitivity of the sum to one user, in units of the clipping norm."""
         return self._group_size * (2.0 if self._relation == "replace" else 1.0)
 
-    def _has_curves(self) -> bool:
-        """True if the history holds user-defined Renyi curves, which no event describes."""
-        return False
-
     def _check_epochs(self, events: list[Mechanism]) -> None:
         """Raise if balls-in-bins settings change within an epoch, which has one assignment."""
         epochs = [event for event in events if isinstance(event, BallsInBinsGaussian)]
-        if not epochs:
-            return
-        unfinished = [
-            event
-            for event, count in self._counts.items()
-            if isinstance(event, BallsInBinsGaussian) and count % event.releases
-        ]
-        for event in epochs:
-            if any(other != event for other in unfinished):
-                raise AccountingError(
-                    f"{event} starts inside the unfinished epoch of {unfinished[0]}. Expected "
-                    "noise_multiplier and sample_rate to change between epochs only, under "
-                    "sampler='balls_in_bins'."
-                )
+        for other, count in self._counts.items() if epochs else ():
+            if isinstance(other, BallsInBinsGaussian) and count % other.releases:
+                for event in epochs:
+                    if event != other:
+                        raise AccountingError(
+                            f"{event} starts inside the unfinished epoch of {other}. Expected "
+                            "noise_multiplier and sample_rate to change between epochs only, "
+                            "under sampler='balls_in_bins'."
+                        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain data that JSON can represent."""
@@ -194,12 +182,16 @@ class Accountant:
                 f"state has the fields {sorted(state) if isinstance(state, Mapping) else state!r}. "
                 f"Expected those of state_dict(): {sorted(needed)}."
             )
-        if any(state.get("curve", ())) and not self._takes_curves:
-            raise AccountingError(_OWN_CURVES.format("state", self.name))
         fresh = type(self)(
             neighboring_relation=state["neighboring_relation"], group_size=state["group_size"]
         )
-        for event, count in _stored(state["history"]):
+        stored = state["history"]
+        for item in stored if isinstance(stored, list | tuple) else [stored]:
+            if not isinstance(item, list | tuple) or len(item) != 2:
+                raise ValueError(
+                    f"history holds {item!r}. Expected pairs [event, count], as of state_dict()."
+                )
+            event, count = mechanisms.from_dict(item[0]), _validate.integer("count", item[1])
             fresh._check(event)
             fresh._counts[event] = fresh._counts.get(event, 0) + count
         self.__dict__.update(fresh.__dict__)
@@ -221,22 +213,6 @@ class Accountant:
         return json.dumps(self.state_dict()) == json.dumps(other.state_dict())
 
     __hash__ = None  # type: ignore[assignment]  # mutable
-
-
-_OWN_CURVES = (
-    "{0} holds Renyi curves of your own (compose_curve), which accountant={1!r} cannot account and "
-    "would leave out. Use accountant='rdp'."
-)
-
-
-def _stored(history: Any) -> Iterator[tuple[Mechanism, int]]:
-    """Yield (event, count) of each entry of a serialized history."""
-    for item in history if isinstance(history, list | tuple) else [history]:
-        if not isinstance(item, list | tuple) or len(item) != 2:
-            raise ValueError(
-                f"history holds {item!r}. Expected pairs [event, count], as of state_dict()."
-            )
-        yield mechanisms.from_dict(item[0]), _validate.integer("count", item[1])
 
 
 def flatten(event: Mechanism, count: int) -> Iterator[tuple[Mechanism, int]]:

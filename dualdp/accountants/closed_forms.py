@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Closed forms for the Gaussian mechanism and for one Poisson-subsampled Gaussian step."""
+"""Closed forms: Gaussians, one Poisson-subsampled step, and the central limit of many."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import erfcx, log_ndtr
 
+from dualdp import _validate
 from dualdp.accountants.search import smallest_epsilon
 
 Array = NDArray[np.float64]
@@ -134,3 +135,33 @@ def single_step_epsilon(sigma: float, rate: float, delta: float) -> float:
     return smallest_epsilon(
         lambda epsilon: max(single_step_log_delta(sigma, rate, epsilon)), math.log(delta)
     )
+
+
+def gdp_epsilon(
+    *, noise_multiplier: float, sample_rate: float, num_steps: int, delta: float
+) -> float:
+    """Return epsilon by the central limit theorem, for tables of papers that print it.
+
+    It bounds nothing: it can lie far BELOW the truth (75 times), so no run is accounted by it.
+
+    Args:
+        noise_multiplier: noise standard deviation / max_grad_norm, >= 0; 0 gives inf.
+        sample_rate: probability with which an example joins a batch, in [0, 1].
+        num_steps: number of noise releases.
+        delta: float in [0, 1].
+
+    Source: Dong, Roth & Su 2022; Bu, Dong, Long & Su 2020, equation (6); for full batches the exact
+    mu = sqrt(num_steps) / noise_multiplier.
+
+    >>> round(gdp_epsilon(noise_multiplier=1.0, sample_rate=0.01, num_steps=1000, delta=1e-5), 3)
+    1.618
+    """
+    sigma = _validate.non_negative("noise_multiplier", noise_multiplier)
+    rate = _validate.sample_rate(sample_rate)
+    steps = _validate.integer("num_steps", num_steps)
+    target = _validate.probability("delta", delta)
+    if sigma == 0 and rate * steps > 0:
+        return math.inf
+    precision = sigma**-2 if rate * steps > 0 else 0.0
+    growth = precision if rate == 1 else rate**2 * math.expm1(min(precision, 700.0))
+    return gaussian_epsilon(math.sqrt(steps * growth), target)

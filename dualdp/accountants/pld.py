@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Default accountant: privacy-loss distributions with certified lower and upper bounds."""
+"""Default accountant: privacy-loss distributions with a certified upper bound."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from dualdp import _validate, mechanisms
 from dualdp._validate import AccountingError
 from dualdp.accountants import closed_forms
 from dualdp.accountants.base import Accountant, as_gaussian, units
-from dualdp.accountants.pld_engine import balls_in_bins, dominating_pairs
-from dualdp.accountants.pld_engine import epsilon as certified
-from dualdp.accountants.pld_engine.bounds import Extra
-from dualdp.accountants.pld_engine.discretize import PairFamily, Term
-from dualdp.accountants.pld_engine.prefix_cache import PoissonHistory, PrefixCache
-from dualdp.accountants.pld_engine.window import Accuracy, Direction
+from dualdp.accountants.pld_engine import balls_in_bins, pairs
+from dualdp.accountants.pld_engine.certified import (
+    RTOL,
+    Direction,
+    PrefixMemo,
+    upper_delta,
+    upper_epsilon,
+)
 from dualdp.accountants.rdp import RDPAccountant
 from dualdp.mechanisms import Mechanism
 
 MIN_DELTA = 1e-150
 MAX_DISCRETE = 1e4  # largest noise multiplier of a discrete Gaussian: 800,000 outcomes
 _LARGE = 2e3  # above this epsilon (inf if the lattice fails) the Renyi bound may be smaller
-_MANY = 64  # distinct mechanisms, above which the sums of earlier calls are cached
-_NOTHING = 1e-9  # a smaller epsilon is within rounding and is not refined
+_MANY = 64  # distinct mechanisms, above which the sums of earlier questions are kept
 _MAX_NOISE, _MIN_RATE = 1e100, 1e-47
 
 _GAUSSIANS = (
@@ -54,17 +55,17 @@ _KNOWN = (
     mechanisms.ApproximateDP,
     mechanisms.MassTable,
 )
-#: Mechanisms whose dominating pair no data set attains, so that it gives no lower bound.
-_NOT_ATTAINED = (mechanisms.BallsInBinsGaussian, mechanisms.FixedSizeSubsampledGaussian)
 
 Events = list[tuple[Mechanism, int]]
+Family = tuple[pairs.PairFamily, pairs.Array]  # pairs, and how often each
 
 
 class PLDAccountant(Accountant):
-    """Accountant with certified bounds: `get_epsilon` is at most about 1 % above the lower bound.
+    """Accountant with a certified upper bound, about 1 % above the truth.
 
     Full-batch Gaussians and a single subsampled step have closed forms; everything else is composed
-    on a lattice, in both directions of the relation.
+    on a lattice, in both directions of the relation. A history of many different mechanisms that
+    grows keeps the sums over those it had at the last question.
 
     Args:
         neighboring_relation: `add_or_remove`, `zero_out` (same dominating pairs: the example's
@@ -72,7 +73,7 @@ class PLDAccountant(Accountant):
         group_size: number of examples of one user; bounded by mixtures, not by the group lemma.
 
     Guarantees:
-        lower <= epsilon <= upper, floating point included.
+        Epsilon and delta are never below the truth, floating point included.
             [test_upper_is_above_every_lower_bound]
     """
 
@@ -80,55 +81,25 @@ class PLDAccountant(Accountant):
 
     def __init__(self, *, neighboring_relation: str = "add_or_remove", group_size: int = 1) -> None:
         super().__init__(neighboring_relation=neighboring_relation, group_size=group_size)
-        self._poisson, self._caches = PoissonHistory(), (PrefixCache(), PrefixCache())
+        self._memos = [PrefixMemo() for _ in range(4)]  # one a direction
 
     def epsilon_bounds(
         self, *, delta: float, rtol: float | None = None
     ) -> tuple[float, float, float]:
-        """Return (lower bound, estimate, upper bound) of epsilon; the estimate is their mean.
+        """Return (0, epsilon, epsilon), an upper bound; no lower one is computed.
 
         Args:
             delta: float in [0, 1].
-            rtol: float, relative difference to which both bounds are refined. With None the upper
-                bound is that of `get_epsilon`, and the lower one is within about 1 % of it.
+            rtol: relative accuracy in epsilon that the lattice aims at; None for 0.01, which
+                `get_epsilon` uses.
         """
         target = _validate.probability("delta", delta)
-        if rtol is not None:
-            rtol = _validate.positive("rtol", rtol)
+        accuracy = RTOL if rtol is None else _validate.positive("rtol", rtol)
         events = self._units()
-        exact = self._exact(events, target)
-        if exact is not None:
-            return exact
-        upper = self._upper(events, target)
-        if upper < _NOTHING:
-            return 0.0, upper, upper
-        lower, upper = certified.two_sided(
-            self._directions(events, target, below=True),
-            self._directions(events, target) if rtol is not None else [],
-            target,
-            rtol or 1e-2,
-            upper,
-        )
-        middle = 0.5 * (lower + upper) if upper < math.inf else lower
-        return lower, middle, upper
-
-    def get_epsilon(self, *, delta: float) -> float:
-        """Return a certified upper bound on epsilon at `delta`."""
-        target = _validate.probability("delta", delta)
-        if len(self._counts) > _MANY and self._sensitivity() == 1:
-            # a growing run with a noise schedule asks again after every step
-            poisson = self._poisson.read(self._counts)
-            if poisson is not None and MIN_DELTA <= target < 1:
-                pairs, counts = poisson
-                directions = [
-                    Direction([Term(pairs, counts, flipped)], cache=cache)
-                    for flipped, cache in zip((False, True), self._caches, strict=True)
-                ]
-                mu = closed_forms.gaussian_mu(pairs.sigma, counts)
-                return self._smallest(directions, target, mu, None)
-        events = self._units()
-        exact = self._exact(events, target)
-        return self._upper(events, target) if exact is None else exact[2]
+        epsilon = self._exact(events, target)
+        if epsilon is None:
+            epsilon = min(self._upper(events, target, r) for r in {RTOL, min(accuracy, RTOL)})
+        return 0.0, epsilon, epsilon
 
     def get_delta(self, *, epsilon: float) -> float:
         """Return a certified upper bound on delta at `epsilon`."""
@@ -136,7 +107,7 @@ class PLDAccountant(Accountant):
         events = self._units()
         if not events:
             return 0.0
-        if any(_is_noiseless(event) or _overflows(event) for event, _ in events):
+        if any(_reveals(event) for event, _ in events):
             return 1.0
         mu = self._mu(events)
         if mu is not None:
@@ -152,7 +123,7 @@ class PLDAccountant(Accountant):
         best = 1.0 if mu is None else math.exp(closed_forms.gaussian_log_delta(mu, target))
         for assumed in (1e-5, 1e-12):  # balls-in-bins is discretized for an assumed delta
             directions = self._directions(events, assumed)
-            best = min(best, max(certified.upper_delta(d, target) for d in directions))
+            best = min(best, max(upper_delta(direction, target) for direction in directions))
             if not any(isinstance(e, mechanisms.BallsInBinsGaussian) for e, _ in events):
                 break
         renyi = self._renyi()  # smaller far below 1e-100
@@ -187,32 +158,27 @@ class PLDAccountant(Accountant):
         if not all(isinstance(event, _GAUSSIANS) for event, _ in events):
             return None
         sigmas = [
-            getattr(event, "noise_multiplier", 0.0)
-            / math.sqrt(getattr(event, "epochs_per_assignment", 1))
+            event.noise_multiplier / math.sqrt(getattr(event, "epochs_per_assignment", 1))  # type: ignore[attr-defined]
             for event, _ in events
         ]
         counts = np.array([number for _, number in events], dtype=float)
         return self._sensitivity() * closed_forms.gaussian_mu(np.array(sigmas), counts)
 
-    def _exact(self, events: Events, delta: float) -> tuple[float, float, float] | None:
-        """(lower, estimate, upper) from a closed form, or None."""
+    def _exact(self, events: Events, delta: float) -> float | None:
+        """Epsilon where it needs no lattice, or None."""
         if not events or delta == 1:
-            return 0.0, 0.0, 0.0
-        if any(_is_noiseless(event) for event, _ in events):
-            is_certain = delta < _revealing_probability(events)
-            return (math.inf if is_certain else 0.0), math.inf, math.inf
-        if any(_overflows(event) for event, _ in events):
-            return 0.0, math.inf, math.inf
+            return 0.0
+        if any(_reveals(event) for event, _ in events):
+            return math.inf
         if delta == 0:
             pure = _pure_epsilon(events, self._sensitivity())
-            return (math.inf, math.inf, math.inf) if pure is None else (0.0, pure, pure)
-        mu, step, value = self._mu(events), self._only_step(events), None
+            return math.inf if pure is None else pure
+        mu, step = self._mu(events), self._only_step(events)
         if mu is not None:
-            value = closed_forms.gaussian_epsilon(mu, delta)
-        elif step is not None:
+            return closed_forms.gaussian_epsilon(mu, delta) * (1 + closed_forms.MARGIN)
+        if step is not None:
             value = closed_forms.single_step_epsilon(_noise(step), step.sample_rate, delta)
-        if value is not None:
-            return max(0.0, value * (1 - 1e-10)), value, value * (1 + closed_forms.MARGIN)
+            return value * (1 + closed_forms.MARGIN)
         if delta < MIN_DELTA:
             raise AccountingError(
                 f"delta={delta!r} is below {MIN_DELTA}, the least that is resolved here. "
@@ -220,31 +186,20 @@ class PLDAccountant(Accountant):
             )
         return None
 
-    def _upper(self, events: Events, delta: float) -> float:
-        """Certified upper bound of any events."""
-        return self._smallest(
-            self._directions(events, delta),
-            delta,
-            self._mu_without_sampling(events),
-            _pure_epsilon(events, self._sensitivity()),
-        )
-
-    def _smallest(
-        self, directions: list[Direction], delta: float, mu: float | None, pure: float | None
-    ) -> float:
+    def _upper(self, events: Events, delta: float, rtol: float) -> float:
         """Smallest of the lattice bound, the bound without sampling, and the pure one.
 
         Each bound grows with every step and every worse setting, hence so does the smallest.
         """
-        best = certified.upper_epsilon(directions, Accuracy(), delta)
+        best = upper_epsilon(self._directions(events, delta), delta, rtol)
         if best > _LARGE and (renyi := self._renyi()) is not None:
             best = min(best, renyi.get_epsilon(delta=delta))
-        if pure is not None:
-            best = min(best, pure)
-        if mu is not None and best > 0:
-            plain = closed_forms.gaussian_epsilon(mu, delta) * (1 + closed_forms.MARGIN)
-            best = min(best, plain)
-        return best
+        pure = _pure_epsilon(events, self._sensitivity())
+        best = best if pure is None else min(best, pure)
+        mu = self._mu_without_sampling(events)
+        if mu is None or not closed_forms.gaussian_log_delta(mu, best) < math.log(delta):
+            return best
+        return min(best, closed_forms.gaussian_epsilon(mu, delta) * (1 + closed_forms.MARGIN))
 
     def _renyi(self) -> RDPAccountant | None:
         """Renyi accountant of the same history, nearly tight for a very large epsilon."""
@@ -257,32 +212,29 @@ class PLDAccountant(Accountant):
             return None
         return other
 
-    def _directions(self, events: Events, delta: float, *, below: bool = False) -> list[Direction]:
-        """The composed pairs (P, Q), of which the worst decides.
-
-        A lower bound (`below`) uses only pairs that some data sets attain: balls-in-bins and
-        sampling without replacement are left out, and `replace` uses its exact pair alone.
-        """
-        if below:
-            events = [(e, n) for e, n in events if not isinstance(e, _NOT_ATTAINED)]
-            events = [(e, n) for e, n in events if getattr(e, "sample_rate", 1.0) >= _MIN_RATE]
-            if not events:
-                return []
-        extra = _truncation(events, self._group_size)
+    def _directions(self, events: Events, delta: float) -> list[Direction]:
+        """The composed pairs (P, Q), of which the worst decides."""
         tail = 1e-4 * delta / sum(number for _, number in events)
         tail = 10.0 ** math.floor(math.log10(tail))
-        views = [("add_or_remove", False), ("add_or_remove", True)]
+        families = self._families(events, tail)
+        views = [(families, False), (families, True)]
         if self._relation == "replace":
-            views = [*([] if below else views), ("substitution", False)]
+            views.append((self._families(events, tail, exact=True), False))
             if any(isinstance(event, mechanisms.MassTable) for event, _ in events):
-                views.append(("substitution", True))  # a table need not be its own reverse
+                views.append((views[-1][0], True))  # a table need not be its own reverse
+        truncation = _truncation(events, self._group_size)
+        memos = self._memos if len(events) > _MANY else [PrefixMemo() for _ in views]
         return [
-            Direction(self._terms(events, view, flipped, tail), extra) for view, flipped in views
+            Direction([pairs.Term(*family, flipped) for family in view], truncation, memo)
+            for (view, flipped), memo in zip(views, memos, strict=False)
         ]
 
-    def _terms(self, events: Events, view: str, flipped: bool, tail: float) -> list[Term]:
-        """Terms of all events in one direction; subsampled Gaussians share a family."""
-        terms: list[Term] = []
+    def _families(self, events: Events, tail: float, *, exact: bool = False) -> list[Family]:
+        """Pairs of all events; those of subsampled Gaussians share a family.
+
+        `exact` takes the exact pair of one replaced example under Poisson sampling.
+        """
+        found: list[Family] = []
         poisson: list[tuple[float, float, float]] = []
         fixed_size: list[tuple[float, float, float]] = []
         factor = self._sensitivity()
@@ -290,45 +242,38 @@ class PLDAccountant(Accountant):
             sigma = as_gaussian(event)
             if sigma is not None:
                 poisson.append((min(sigma, _MAX_NOISE) / factor, 1.0, number))
-            elif isinstance(event, _POISSON) and self._group_size == 1 and view != "substitution":
+            elif isinstance(event, _POISSON) and self._group_size == 1 and not exact:
                 poisson.append((_noise(event) / factor, _rate(event), number))
             elif isinstance(event, mechanisms.FixedSizeSubsampledGaussian):
                 fixed_size.append((_noise(event) / factor, _rate(event), number))
             else:
-                pairs = self._pair(event, view, tail)
-                terms.append(Term(pairs, np.array([float(number)]), flipped))
-        for rows, family in (
-            (poisson, dominating_pairs.Subsampled),
-            (fixed_size, dominating_pairs.FixedSize),
-        ):
+                found.append((self._pair(event, tail, exact), np.array([float(number)])))
+        for rows, family in ((poisson, pairs.Subsampled), (fixed_size, pairs.FixedSize)):
             if rows:
                 sigmas, rates, counts = np.array(rows, dtype=float).T
-                terms.append(Term(family(sigmas, rates), counts, flipped))
-        return terms
+                found.append((family(sigmas, rates), counts))
+        return found
 
-    def _pair(self, event: Mechanism, view: str, tail: float) -> PairFamily:
+    def _pair(self, event: Mechanism, tail: float, exact: bool) -> pairs.PairFamily:
         """Dominating pair of one event that shares no family with others."""
         factor = self._sensitivity()
         match event:
             case mechanisms.Laplace(scale):
-                return dominating_pairs.laplace(scale / factor)
+                return pairs.laplace(scale / factor)
             case mechanisms.DiscreteGaussian(sigma):
-                return dominating_pairs.discrete_gaussian(sigma, int(factor))
+                return pairs.discrete_gaussian(sigma, int(factor))
             case mechanisms.RandomizedResponse(noise, buckets):
-                return dominating_pairs.randomized_response(noise, buckets)
+                return pairs.randomized_response(noise, buckets)
             case mechanisms.ApproximateDP(epsilon, delta):
-                return dominating_pairs.black_box(epsilon, delta)
+                return pairs.black_box(epsilon, delta)
             case mechanisms.MassTable(p, q):
-                return dominating_pairs.table(p, q)
+                return pairs.table(p, q)
             case mechanisms.BallsInBinsGaussian(sigma, bins, epochs):
                 return balls_in_bins.one_epoch(sigma / math.sqrt(epochs), bins, tail)
-            case mechanisms.PoissonSubsampledGaussian() | (
-                mechanisms.TruncatedPoissonSubsampledGaussian()
-            ):
-                if view == "substitution":
-                    return dominating_pairs.substitution(_noise(event), _rate(event))
-                return dominating_pairs.mixture(_noise(event), _rate(event), self._group_size)
-        raise AccountingError(f"{type(event).__name__} has no dominating pair here.")
+            case _ if exact:
+                return pairs.substitution(_noise(event), _rate(event))
+            case _:
+                return pairs.mixture(_noise(event), _rate(event), self._group_size)
 
     def _check(self, event: Mechanism) -> None:
         """Raise AccountingError if no bound is proved for the event in this accountant."""
@@ -374,26 +319,10 @@ def _rate(event: Any) -> float:
     return max(float(event.sample_rate), _MIN_RATE)
 
 
-def _is_noiseless(event: Mechanism) -> bool:
-    """True if one release without noise may reveal an example."""
-    if isinstance(event, mechanisms.RandomizedResponse):
-        return event.noise_parameter == 0
-    return getattr(event, "noise_multiplier", 1.0) == 0
-
-
-def _overflows(event: Mechanism) -> bool:
-    """True if losses, above 1e16, would overflow the grid; epsilon is then reported as inf."""
-    return getattr(event, "noise_multiplier", 1.0) < 1e-8
-
-
-def _revealing_probability(events: Events) -> float:
-    """Return the probability that a noiseless release used the example."""
-    hidden = 1.0
-    for event, number in events:
-        truncated = isinstance(event, mechanisms.TruncatedPoissonSubsampledGaussian)
-        if _is_noiseless(event) and not truncated:
-            hidden *= (1 - getattr(event, "sample_rate", 1.0)) ** number
-    return 1 - hidden
+def _reveals(event: Mechanism) -> bool:
+    """True if one release may reveal an example: no noise, or losses above 1e16."""
+    is_certain = getattr(event, "noise_parameter", 1.0) == 0  # of a randomised response
+    return is_certain or getattr(event, "noise_multiplier", 1.0) < 1e-8
 
 
 def _pure_epsilon(events: Events, factor: float) -> float | None:
@@ -408,8 +337,8 @@ def _pure_epsilon(events: Events, factor: float) -> float | None:
             case mechanisms.ApproximateDP(epsilon, delta) if delta == 0:
                 one = epsilon
             case mechanisms.MassTable(p, q):
-                pairs = [(a, b) for a, b in zip(p, q, strict=True) if a != b]
-                losses = [abs(math.log(a / b)) if a and b else math.inf for a, b in pairs]
+                uneven = [(a, b) for a, b in zip(p, q, strict=True) if a != b]
+                losses = [abs(math.log(a / b)) if a and b else math.inf for a, b in uneven]
                 one = max(losses, default=0.0)
             case _:
                 return None
@@ -417,8 +346,8 @@ def _pure_epsilon(events: Events, factor: float) -> float | None:
     return total * (1 + 1e-12)
 
 
-def _truncation(events: Events, group: int) -> Extra:
-    """Return the term (1 + e^epsilon) sum of P(a Poisson batch is truncated) of delta.
+def _truncation(events: Events, group: int) -> float:
+    """Return tau in the term (1 + e^epsilon) tau of delta, by which Poisson batches are truncated.
 
     Truncation changes each output distribution by at most tau = P(Binomial(n + k, q) > max) in
     total variation, on both data sets: delta_cut(e) <= delta(e) + (1 + e^e) T tau. The n + k covers
@@ -435,4 +364,4 @@ def _truncation(events: Events, group: int) -> Extra:
                 least = event.max_batch_size + 1
                 tau = float(betainc(least, most - event.max_batch_size, event.sample_rate))
                 total += number * tau * (1 + 1e-6)
-    return Extra(total, total)
+    return total

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -58,7 +58,7 @@ def rdp_to_delta(orders: Array, rdp: Array, epsilon: float) -> float:
 
 
 class RDPAccountant(Accountant):
-    """Accountant by Renyi divergences at orders up to 4,096, with optional user-defined curves.
+    """Accountant by Renyi divergences at orders up to 4,096.
 
     Its bounds are (0, e, e): a Renyi curve gives no lower bound.
 
@@ -71,7 +71,6 @@ class RDPAccountant(Accountant):
     """
 
     name: ClassVar[str] = "rdp"
-    _takes_curves: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -86,7 +85,6 @@ class RDPAccountant(Accountant):
         if not checked or min(checked) <= 1:
             raise ValueError(f"orders={orders!r} must not be empty. Expected numbers > 1.")
         self._orders = np.array(checked, dtype=float)
-        self._extra = np.zeros_like(self._orders)
         self._cache: dict[Mechanism, Array] = {}
 
     @property
@@ -94,28 +92,16 @@ class RDPAccountant(Accountant):
         """Renyi orders."""
         return tuple(self._orders.tolist())
 
-    def copy(self) -> RDPAccountant:
-        """Return an independent accountant with the same orders, curves and history."""
+    def copy(self) -> Self:
+        """Return an independent accountant with the same orders and history."""
         fresh = super().copy()
-        fresh._orders, fresh._extra = self._orders.copy(), self._extra.copy()
+        fresh._orders = self._orders
         return fresh
-
-    def compose_curve(self, curve: Callable[[float], float], count: int = 1) -> None:
-        """Add `count` releases of a mechanism given by its Renyi curve.
-
-        Args:
-            curve: function order -> upper bound on the divergence, in this accountant's relation.
-            count: number of releases.
-        """
-        number = _validate.integer("count", count)
-        values = [_divergence(f"curve({order})", curve(order)) for order in self.orders]
-        if number:
-            self._extra = self._extra + number * np.array(values)
 
     def rdp(self) -> Array:
         """Return the (orders,) Renyi divergences of the whole history."""
         self._fill_cache()
-        total = self._extra.copy()
+        total = np.zeros_like(self._orders)
         for event, count in self._counts.items():
             number = units(event, count)
             if number:
@@ -129,46 +115,20 @@ class RDPAccountant(Accountant):
         epsilon, _ = rdp_to_epsilon(self._orders, self.rdp(), _validate.probability("delta", delta))
         return 0.0, epsilon, epsilon
 
-    def best_order(self, *, delta: float) -> float:
-        """Return the order that gives epsilon at `delta`, nan if none is used."""
-        return rdp_to_epsilon(self._orders, self.rdp(), _validate.probability("delta", delta))[1]
-
     def get_delta(self, *, epsilon: float) -> float:
         """Return an upper bound on delta at `epsilon`."""
         return rdp_to_delta(self._orders, self.rdp(), _validate.non_negative("epsilon", epsilon))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the history, the orders and the sum of the user-defined curves."""
-        return super().state_dict() | {"orders": list(self.orders), "curve": self._extra.tolist()}
+        """Return the history and the orders."""
+        return super().state_dict() | {"orders": list(self.orders)}
 
-    def load_state_dict(self, state: Any) -> None:
-        """Replace the history, the orders and the user-defined curves by those of `state`."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Replace the history, and the orders if `state` has any."""
         known = state if isinstance(state, Mapping) else {}
         fresh = RDPAccountant(orders=known.get("orders"))
-        curve = known.get("curve", fresh._extra)
-        if len(curve) != len(fresh._orders):
-            raise ValueError(
-                f"state has {len(curve)} curve values for {len(fresh._orders)} orders. "
-                "Expected as many."
-            )
-        extra = [_divergence(f"curve[{i}]", value) for i, value in enumerate(curve)]
         super().load_state_dict(state)
-        self._orders, self._extra = fresh._orders, np.array(extra)
-        self._cache = {}
-
-    def merge(self, other: Accountant) -> None:
-        """Add another history; its user-defined curves must have the same orders."""
-        extra = other._extra if isinstance(other, RDPAccountant) else np.zeros(0)
-        if np.any(extra) and other.orders != self.orders:  # type: ignore[attr-defined]
-            raise AccountingError(
-                "The histories hold curves at different orders. Expected the same orders= in both."
-            )
-        super().merge(other)
-        if np.any(extra):
-            self._extra = self._extra + extra
-
-    def _has_curves(self) -> bool:
-        return bool(np.any(self._extra))
+        self._orders = fresh._orders
 
     def _check(self, event: Mechanism) -> None:
         if as_gaussian(event) is not None:
@@ -212,11 +172,3 @@ class RDPAccountant(Accountant):
                 sigmas, rates, self._orders, substitute=self._relation == "replace"
             )
             self._cache.update(zip(sampled, curves, strict=True))
-
-
-def _divergence(name: str, value: Any) -> float:
-    """Validated value of a Renyi curve."""
-    checked = _validate.real(name, value)
-    if checked < 0:
-        raise ValueError(f"{name}={value!r} is negative. Expected a divergence.")
-    return checked

@@ -1,45 +1,99 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Root finding: every search keeps a bracket and returns an end that was evaluated and is safe."""
+"""Root finding: one search serves all inverses, and returns an end that was evaluated and is safe.
+
+A quantity is within its target where its `height` is at most 0. `first` brackets the place where
+the height changes its sign, and `last_within` narrows the bracket.
+"""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
+from numpy.typing import NDArray
 
 from dualdp import _validate
 from dualdp._validate import AccountingError
 
-Array = npt.NDArray[Any]
+Array = NDArray[np.floating[Any]]
+Height = Callable[[float], float]
 
-_WIDTH = 1e-10
+_EXACT = 1e-15  # relative width of a closed form's bracket
+_FEW = 25  # chords, before bisections
+
+
+def height_above(spent: Callable[[float], float], epsilon: float) -> Height:
+    """Return log(spent(value) / epsilon), within +-50 for the chord; each value is spent once."""
+
+    @functools.cache
+    def height(value: float) -> float:
+        found = spent(value)
+        return min(50.0, max(-50.0, math.log(found / epsilon))) if found > 0 else -50.0
+
+    return height
+
+
+def first(
+    holds: Callable[[float], bool], before: float, value: float, factor: float, end: float
+) -> tuple[float, float]:
+    """Return the value of `value`, `value * factor`, ... at which `holds`, after the one before it.
+
+    The second one is beyond `end` if it holds nowhere.
+    """
+    while (value - end) * (factor - 1) <= 0 and not holds(value):
+        before, value = value, value * factor
+    return before, value
+
+
+def last_within(
+    good: float, bad: float, height: Height, *, width: float = 1e-10, whole: bool = False
+) -> float:
+    """Return the last value within the target, between `good` (within) and `bad` (not within).
+
+    Regula falsi (Illinois) on the height against the logarithm of the value, which is nearly
+    linear, then bisection. Stops at a relative width, with `whole` at neighboring integers.
+    """
+    at_good, at_bad = height(good) if good else -50.0, height(bad) if bad else 50.0
+    side = 0
+    for count in range(200):
+        low, high = min(good, bad), max(good, bad)
+        middle = 0.5 * (low + high)
+        if high - low <= (1 if whole else width * abs(good)) or not low < middle < high:
+            break
+        if count < _FEW and low > 0:
+            # zero of the chord through both ends, kept inside the bracket
+            share = at_bad / (at_bad - at_good) if at_bad > at_good else 0.5
+            share = min(max(share, 1e-3), 1 - 1e-3)
+            start, end = math.log(bad), math.log(good)
+            chord = math.exp(start + share * (end - start))
+            middle = chord if low < chord < high else middle
+        if whole:
+            middle = min(max(round(middle), low + 1), high - 1)
+        at_middle = height(middle)
+        if at_middle <= 0:
+            good, at_good = middle, at_middle
+            at_bad = at_bad / 2 if side == 1 else at_bad
+            side = 1
+        else:
+            bad, at_bad = middle, at_middle
+            at_good = at_good / 2 if side == -1 else at_good
+            side = -1
+    return good
 
 
 def smallest_epsilon(log_delta: Callable[[float], float], target: float) -> float:
-    """Return the smallest epsilon >= 0 with log_delta(epsilon) <= target, rounded up, or inf.
+    """Return the smallest epsilon >= 0 with log_delta(epsilon) <= target, rounded up, or inf."""
 
-    Bisection on a decreasing function. The upper end, at which the inequality was evaluated and
-    holds, is returned.
-    """
-    if log_delta(0.0) <= target:
+    def height(epsilon: float) -> float:
+        return max(log_delta(epsilon) - target, -1e300)
+
+    if height(0.0) <= 0:
         return 0.0
-    low, high = 0.0, 1.0
-    while log_delta(high) > target:
-        low, high = high, 2 * high
-        if high > 1e300:
-            return math.inf
-    for _ in range(200):
-        middle = 0.5 * (low + high)
-        if not low < middle < high or high - low <= 1e-15 * high:
-            break
-        if log_delta(middle) <= target:
-            high = middle
-        else:
-            low = middle
-    return high
+    bad, good = first(lambda epsilon: height(epsilon) <= 0, 0.0, 1.0, 2.0, 1e300)
+    return last_within(good, bad, height, width=_EXACT) if good <= 1e300 else math.inf
 
 
 def bisect_arrays(
@@ -65,9 +119,9 @@ def check_target(target_epsilon: float, target_delta: float) -> tuple[float, flo
     return epsilon, delta
 
 
-def unreachable(epsilon: float, delta: float, what: str) -> str:
-    """Return the error message for a target that no setting reaches."""
-    return (
+def unreachable(epsilon: float, delta: float, what: str) -> AccountingError:
+    """Return the error for a target that no setting reaches."""
+    return AccountingError(
         f"target_epsilon={epsilon} at target_delta={delta} is out of reach: {what} decides it. "
         "Change the target or the other settings."
     )
@@ -82,62 +136,15 @@ def smallest_scale(spent: Callable[[float], float], epsilon: float, delta: float
     Raises:
         AccountingError: no value up to 1e9 is within the target.
     """
-    if spent(0.0) <= epsilon:  # nothing is released
+    height = height_above(spent, epsilon)
+    if height(0.0) <= 0:  # nothing is released
         return 0.0
-    good = bad = 1.0
-    while spent(good) > epsilon:
-        bad, good = good, good * 2
+    if height(1.0) > 0:
+        bad, good = first(lambda noise: height(noise) <= 0, 1.0, 2.0, 2.0, 1e9)
         if good > 1e9:
-            raise AccountingError(unreachable(epsilon, delta, "no noise multiplier up to 1e9"))
-    while bad == good or spent(bad) <= epsilon:
-        good, bad = bad, bad / 2
+            raise unreachable(epsilon, delta, "no noise multiplier up to 1e9")
+    else:
+        good, bad = first(lambda noise: height(noise) > 0, 1.0, 0.5, 0.5, 1e-9)
         if bad < 1e-9:
             return good
-    return last_within(good, bad, spent, epsilon)
-
-
-def last_within(
-    good: float,
-    bad: float,
-    spent: Callable[[float], float],
-    target: float,
-    *,
-    whole: bool = False,
-) -> float:
-    """Return the last value within the target, between `good` (within) and `bad` (not within).
-
-    Regula falsi (Illinois) on log epsilon against log value, which is nearly linear; bisection
-    after 25 steps. Stops at relative width `_WIDTH`, with `whole` at neighboring integers.
-    """
-
-    def height(value: float) -> float:
-        """log(epsilon / target), clamped to [-50, 50] for the secant."""
-        epsilon = spent(value)
-        return min(50.0, max(-50.0, math.log(epsilon / target))) if epsilon > 0 else -50.0
-
-    at_good, at_bad = height(good) if good else -50.0, height(bad)
-    side = 0
-    for count in range(80):
-        if abs(good - bad) <= (1 if whole else _WIDTH * abs(good)):
-            break
-        middle = 0.5 * (good + bad)
-        if count <= 24 and good:
-            # zero of the chord through both ends, kept inside the bracket
-            share = at_bad / (at_bad - at_good) if at_bad > at_good else 0.5
-            share = min(max(share, 1e-3), 1 - 1e-3)
-            low, high = math.log(bad), math.log(good)
-            chord = math.exp(low + share * (high - low))
-            if min(good, bad) < chord < max(good, bad):
-                middle = chord
-        if whole:
-            middle = min(max(round(middle), min(good, bad) + 1), max(good, bad) - 1)
-        at_middle = height(middle)
-        if at_middle <= 0:
-            good, at_good = middle, at_middle
-            at_bad = at_bad / 2 if side == 1 else at_bad
-            side = 1
-        else:
-            bad, at_bad = middle, at_middle
-            at_good = at_good / 2 if side == -1 else at_good
-            side = -1
-    return good
+    return last_within(good, bad, height)

@@ -1,76 +1,60 @@
 # SPDX-License-Identifier: Apache-2.0
 """Privacy of equal steps: its epsilon, and the noise, steps or sampling rate for a target.
 
-Every search keeps a bracket whose safe end was evaluated and found within the target, and returns
-that end: rounding can only cost utility. The target is compared with the upper bound that
-`get_epsilon` reports, so a calibrated run does not exceed its target by a tolerance.
+Every search returns a value whose epsilon was computed and is within the target, by the bound that
+`get_epsilon` reports; rounding can only cost utility.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypedDict, Unpack
 
-from dualdp import _validate, accountants
-from dualdp._validate import AccountingError
-from dualdp.accountants import gdp
-from dualdp.accountants.search import check_target, last_within, smallest_scale, unreachable
+from dualdp import accountants
+from dualdp.accountants.search import (
+    check_target,
+    first,
+    height_above,
+    last_within,
+    smallest_scale,
+    unreachable,
+)
 
 Steps = Sequence[tuple[float, float, int]]  # (noise_multiplier, sample_rate, num_steps)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Query:
-    """Settings of a query, without the quantity that is solved for; accountants validate them."""
+class Setting(TypedDict, total=False):
+    """How batches are drawn and who is protected, in all functions of this module.
+
+    Keys:
+        sampler: one of `mechanisms.SAMPLERS`, `poisson` if it is left out.
+        accountant: one of `accountants.names()`, `pld` if it is left out.
+        neighboring_relation: `add_or_remove` (if left out), `zero_out` or `replace`.
+        group_size: examples of one user, 1 if it is left out.
+        num_examples, max_batch_size: of truncated Poisson batches.
+    """
 
     sampler: str
     accountant: str
     neighboring_relation: str
-    group_size: int = 1
-    approximate: bool = False
-    num_examples: int | None = None
-    max_batch_size: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.accountant == "gdp" and not self.approximate:
-            raise AccountingError(gdp.REFUSAL)
-
-    def account(self, steps: Steps) -> tuple[Any, dict[str, bool]]:
-        """Return an accountant with the steps, and the options of its questions."""
-        account = accountants.create(
-            self.accountant,
-            neighboring_relation=self.neighboring_relation,
-            group_size=self.group_size,
-        )
-        for noise_multiplier, sample_rate, num_steps in steps:
-            account.step(
-                noise_multiplier=noise_multiplier,
-                sample_rate=sample_rate,
-                num_steps=num_steps,
-                sampler=self.sampler,
-                num_examples=self.num_examples,
-                max_batch_size=self.max_batch_size,
-            )
-        return account, {"approximate": True} if self.accountant == "gdp" else {}
-
-    def epsilon(self, steps: Steps, delta: float) -> float:
-        """Return the upper bound (or the requested approximation) of epsilon of these steps."""
-        account, options = self.account(steps)
-        return float(account.get_epsilon(delta=delta, **options))
+    group_size: int
+    num_examples: int
+    max_batch_size: int
 
 
-_OPTIONS = [item.name for item in dataclasses.fields(_Query)][3:]
-
-
-def _query(sampler: str, accountant: str, relation: str, options: Mapping[str, Any]) -> _Query:
-    """Query with the caller's further options, of which an unknown one is refused."""
-    if unknown := sorted(set(options) - set(_OPTIONS)):
+def _account(steps: Steps, setting: Setting) -> accountants.Accountant:
+    """Return an accountant with the steps."""
+    if unknown := sorted(set(setting) - set(Setting.__annotations__)):
         raise TypeError(
             f"There is no argument {', '.join(map(repr, unknown))}. Expected those of the "
-            f"function's signature, or {', '.join(_OPTIONS)}."
+            f"function's signature, or {', '.join(Setting.__annotations__)}."
         )
-    return _Query(sampler, accountant, relation, **options)
+    own: dict[str, Any] = dict(setting)
+    about = {key: own.pop(key) for key in ("neighboring_relation", "group_size") if key in own}
+    account: accountants.Accountant = accountants.create(own.pop("accountant", "pld"), **about)
+    for noise, rate, count in steps:
+        account.step(noise_multiplier=noise, sample_rate=rate, num_steps=count, **own)
+    return account
 
 
 def get_epsilon(
@@ -79,10 +63,7 @@ def get_epsilon(
     sample_rate: float,
     num_steps: int,
     delta: float,
-    sampler: str = "poisson",
-    accountant: str = "pld",
-    neighboring_relation: str = "add_or_remove",
-    **options: Any,
+    **setting: Unpack[Setting],
 ) -> float:
     """Return an upper bound on epsilon of `num_steps` equal steps.
 
@@ -91,14 +72,7 @@ def get_epsilon(
         sample_rate: expected batch size / number of examples, in [0, 1].
         num_steps: number of noise releases; 0 gives epsilon 0.
         delta: float in [0, 1].
-        sampler: name of the sampler that formed the batches, one of `mechanisms.SAMPLERS`.
-        accountant: one of `accountants.names()`.
-        neighboring_relation: `add_or_remove`, `zero_out` or `replace`.
-        **options: `group_size=` (examples of one user), `approximate=` (allows `gdp`),
-            `num_examples=` and `max_batch_size=` (truncated Poisson).
-
-    Returns:
-        epsilon >= 0, never below the truth unless `approximate`.
+        **setting: see `Setting`.
 
     Guarantees:
         The value is at least every certified lower bound.  [test_upper_is_above_every_lower_bound]
@@ -106,9 +80,8 @@ def get_epsilon(
     >>> get_epsilon(noise_multiplier=1.0, sample_rate=0.01, num_steps=1000, delta=1e-5) < 1.84
     True
     """
-    query = _query(sampler, accountant, neighboring_relation, options)
-    steps = [(noise_multiplier, sample_rate, _validate.integer("num_steps", num_steps))]
-    return query.epsilon(steps, _validate.probability("delta", delta))
+    steps = [(noise_multiplier, sample_rate, num_steps)]
+    return float(_account(steps, setting).get_epsilon(delta=delta))
 
 
 def get_delta(
@@ -117,20 +90,31 @@ def get_delta(
     sample_rate: float,
     num_steps: int,
     epsilon: float,
-    sampler: str = "poisson",
-    accountant: str = "pld",
-    neighboring_relation: str = "add_or_remove",
-    **options: Any,
+    **setting: Unpack[Setting],
 ) -> float:
-    """Return an upper bound on delta, in [0, 1], of `num_steps` equal steps at `epsilon` >= 0.
+    """Return an upper bound on delta of `num_steps` equal steps; arguments as `get_epsilon`."""
+    steps = [(noise_multiplier, sample_rate, num_steps)]
+    return float(_account(steps, setting).get_delta(epsilon=epsilon))
 
-    The other arguments are those of `get_epsilon`.
+
+def get_schedule_scale(
+    *, target_epsilon: float, target_delta: float, steps: Steps, **setting: Unpack[Setting]
+) -> float:
+    """Return the smallest factor found, >= 0, for the noise multipliers of a schedule.
+
+    With it the steps spend at most the target; `steps` has (noise_multiplier, sample_rate,
+    num_steps) of each constant phase.
+
+    Raises:
+        AccountingError: no factor up to 1e9 reaches the target.
     """
-    query = _query(sampler, accountant, neighboring_relation, options)
-    steps = [(noise_multiplier, sample_rate, _validate.integer("num_steps", num_steps))]
-    target = _validate.non_negative("epsilon", epsilon)
-    account, approximate = query.account(steps)
-    return float(account.get_delta(epsilon=target, **approximate))
+    epsilon, delta = check_target(target_epsilon, target_delta)
+
+    def spent(factor: float) -> float:
+        scaled = [(noise * factor, rate, count) for noise, rate, count in steps]
+        return float(_account(scaled, setting).get_epsilon(delta=delta))
+
+    return smallest_scale(spent, epsilon, delta)
 
 
 def get_noise_multiplier(
@@ -139,10 +123,7 @@ def get_noise_multiplier(
     target_delta: float,
     sample_rate: float,
     num_steps: int,
-    sampler: str = "poisson",
-    accountant: str = "pld",
-    neighboring_relation: str = "add_or_remove",
-    **options: Any,
+    **setting: Unpack[Setting],
 ) -> float:
     """Return the smallest noise multiplier found whose epsilon is within the target.
 
@@ -151,61 +132,21 @@ def get_noise_multiplier(
         target_delta: float in (0, 1).
         sample_rate: expected batch size / number of examples.
         num_steps: number of noise releases.
-        sampler: name of the sampler that will form the batches, one of `mechanisms.SAMPLERS`.
-        accountant: one of `accountants.names()`.
-        neighboring_relation: `add_or_remove`, `zero_out` or `replace`.
-        **options: see `get_epsilon`.
+        **setting: see `Setting`.
 
-    Returns:
-        noise_multiplier >= 0 with `get_epsilon(...) <= target_epsilon`.
+    Raises:
+        AccountingError: no noise multiplier up to 1e9 reaches the target.
 
     Guarantees:
         The epsilon of the returned value was computed and is within the target.
             [test_calibrated_noise_meets_the_target]
-
-    Raises:
-        AccountingError: no noise multiplier up to 1e9 reaches the target.
     """
-    rate, number = _validate.sample_rate(sample_rate), _validate.integer("num_steps", num_steps)
     return get_schedule_scale(
         target_epsilon=target_epsilon,
         target_delta=target_delta,
-        steps=[(1.0, rate, number)],
-        sampler=sampler,
-        accountant=accountant,
-        neighboring_relation=neighboring_relation,
-        **options,
+        steps=[(1.0, sample_rate, num_steps)],
+        **setting,
     )
-
-
-def get_schedule_scale(
-    *,
-    target_epsilon: float,
-    target_delta: float,
-    steps: Steps,
-    sampler: str = "poisson",
-    accountant: str = "pld",
-    neighboring_relation: str = "add_or_remove",
-    **options: Any,
-) -> float:
-    """Return the smallest factor found, >= 0, for all noise multipliers of a schedule.
-
-    With it the steps spend at most the target. `steps` has (noise_multiplier, sample_rate,
-    num_steps) of each constant phase; the other arguments are those of `get_noise_multiplier`.
-    """
-    query = _query(sampler, accountant, neighboring_relation, options)
-    epsilon, delta = check_target(target_epsilon, target_delta)
-    for i, step in enumerate(steps):
-        if not isinstance(step, tuple | list) or len(step) != 3:
-            raise ValueError(
-                f"steps[{i}]={step!r} is no stretch of a schedule. Expected triples "
-                "(noise_multiplier, sample_rate, num_steps)."
-            )
-
-    def spent(factor: float) -> float:
-        return query.epsilon([(s * factor, q, n) for s, q, n in steps], delta)
-
-    return smallest_scale(spent, epsilon, delta)
 
 
 def get_num_steps(
@@ -214,41 +155,24 @@ def get_num_steps(
     target_delta: float,
     noise_multiplier: float,
     sample_rate: float,
-    sampler: str = "poisson",
-    accountant: str = "pld",
-    neighboring_relation: str = "add_or_remove",
-    **options: Any,
+    **setting: Unpack[Setting],
 ) -> int:
-    """Return the largest number of steps found whose epsilon is within the target.
-
-    Args:
-        target_epsilon: float > 0.
-        target_delta: float in (0, 1).
-        noise_multiplier: noise standard deviation / max_grad_norm.
-        sample_rate: expected batch size / number of examples.
-        sampler: name of the sampler that will form the batches, one of `mechanisms.SAMPLERS`.
-        accountant: one of `accountants.names()`.
-        neighboring_relation: `add_or_remove`, `zero_out` or `replace`.
-        **options: see `get_epsilon`.
-
-    Returns:
-        Number of steps >= 0, whose epsilon was computed and is within the target.
+    """Return the largest number of steps found whose epsilon is within the target, >= 0.
 
     Raises:
         AccountingError: a billion steps stay within the target.
     """
-    query = _query(sampler, accountant, neighboring_relation, options)
     epsilon, delta = check_target(target_epsilon, target_delta)
 
     def spent(count: float) -> float:
-        return query.epsilon([(noise_multiplier, sample_rate, int(count))], delta)
+        account = _account([(noise_multiplier, sample_rate, int(count))], setting)
+        return float(account.get_epsilon(delta=delta))
 
-    good, bad = 0, 1
-    while spent(bad) <= epsilon:
-        good, bad = bad, bad * 4
-        if bad > 10**9:
-            raise AccountingError(unreachable(epsilon, delta, "not even a billion steps"))
-    return int(last_within(float(good), float(bad), spent, epsilon, whole=True))
+    height = height_above(spent, epsilon)
+    good, bad = first(lambda count: height(count) > 0, 0.0, 1.0, 4.0, 1e9)
+    if bad > 1e9:
+        raise unreachable(epsilon, delta, "not even a billion steps")
+    return int(last_within(good, bad, height, whole=True))
 
 
 def get_sample_rate(
@@ -257,41 +181,26 @@ def get_sample_rate(
     target_delta: float,
     noise_multiplier: float,
     num_steps: int,
-    sampler: str = "poisson",
-    accountant: str = "pld",
-    neighboring_relation: str = "add_or_remove",
-    **options: Any,
+    **setting: Unpack[Setting],
 ) -> float:
-    """Return the largest sampling rate found whose epsilon is within the target.
+    """Return the largest sampling rate found whose epsilon is within the target, in [0, 1].
 
-    Args:
-        target_epsilon: float > 0.
-        target_delta: float in (0, 1).
-        noise_multiplier: noise standard deviation / max_grad_norm.
-        num_steps: number of noise releases.
-        sampler: name of the sampler; `balls_in_bins` and `shuffle` give 1 / an integer.
-        accountant: one of `accountants.names()`.
-        neighboring_relation: `add_or_remove`, `zero_out` or `replace`.
-        **options: see `get_epsilon`.
-
-    Returns:
-        Rate in [0, 1], whose epsilon was computed and is within the target.
+    Of `balls_in_bins` and `shuffle` it is 1 / an integer.
 
     Raises:
         AccountingError: not even a rate of 1e-9 stays within the target.
     """
-    query = _query(sampler, accountant, neighboring_relation, options)
     epsilon, delta = check_target(target_epsilon, target_delta)
-    whole = sampler in ("balls_in_bins", "shuffle")
 
     def spent(period: float) -> float:
-        return query.epsilon([(noise_multiplier, 1 / period, num_steps)], delta)
+        account = _account([(noise_multiplier, 1 / period, num_steps)], setting)
+        return float(account.get_epsilon(delta=delta))
 
-    if spent(1.0) <= epsilon:
+    height = height_above(spent, epsilon)
+    if height(1.0) <= 0:
         return 1.0
-    bad, good = 1.0, 2.0
-    while spent(good) > epsilon:
-        bad, good = good, good * 4
-        if good > 1e9:
-            raise AccountingError(unreachable(epsilon, delta, "no sampling rate above 1e-9"))
-    return 1 / last_within(good, bad, spent, epsilon, whole=whole)
+    bad, good = first(lambda period: height(period) <= 0, 1.0, 2.0, 4.0, 1e9)
+    if good > 1e9:
+        raise unreachable(epsilon, delta, "no sampling rate above 1e-9")
+    whole = setting.get("sampler") in ("balls_in_bins", "shuffle")
+    return 1 / last_within(good, bad, height, whole=whole)

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from dualdp import _validate
 from dualdp.mechanisms import RELATIONS, Mechanism
 from dualdp.plan.correlated.strategies import Strategy
-from dualdp.plan.participation import PATTERNED
+from dualdp.plan.cost import PATTERNED
 from dualdp.plan.samplers import SAMPLERS
 
 Array = NDArray[np.float64]

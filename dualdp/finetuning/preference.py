@@ -8,10 +8,10 @@ log pi(y|x) / |y|.
 
 from __future__ import annotations
 
-from typing import Any
+from dualdp.arrays import Array, Namespace
 
 
-def dpo(chosen: Any, rejected: Any, *, beta: float, xp: Any) -> Any:
+def dpo(chosen: Array, rejected: Array, *, beta: float, xp: Namespace) -> Array:
     """Return -log sigmoid(beta (chosen - rejected)), (u,), of log-prob ratios.
 
     Source: Rafailov et al. 2023 (arXiv 2305.18290), equation 7.
@@ -19,7 +19,7 @@ def dpo(chosen: Any, rejected: Any, *, beta: float, xp: Any) -> Any:
     return _minus_log_sigmoid(beta * (chosen - rejected), xp)
 
 
-def ipo(chosen: Any, rejected: Any, *, tau: float, xp: Any) -> Any:
+def ipo(chosen: Array, rejected: Array, *, tau: float, xp: Namespace) -> Array:
     """Return (chosen - rejected - 1 / (2 tau))^2, (u,), of log-prob ratios.
 
     Source: Azar et al. 2023 (arXiv 2310.12036), equation 17.
@@ -27,7 +27,7 @@ def ipo(chosen: Any, rejected: Any, *, tau: float, xp: Any) -> Any:
     return xp.square(chosen - rejected - 1 / (2 * tau))
 
 
-def simpo(chosen: Any, rejected: Any, *, beta: float, gamma: float, xp: Any) -> Any:
+def simpo(chosen: Array, rejected: Array, *, beta: float, gamma: float, xp: Namespace) -> Array:
     """Return -log sigmoid(beta (chosen - rejected) - gamma), (u,), of mean log-probs.
 
     Source: Meng et al. 2024 (arXiv 2405.14734), equation 6.
@@ -35,7 +35,7 @@ def simpo(chosen: Any, rejected: Any, *, beta: float, gamma: float, xp: Any) -> 
     return _minus_log_sigmoid(beta * (chosen - rejected) - gamma, xp)
 
 
-def orpo(chosen: Any, rejected: Any, *, weight: float, xp: Any) -> Any:
+def orpo(chosen: Array, rejected: Array, *, weight: float, xp: Namespace) -> Array:
     """Return -chosen - weight log sigmoid(log of the odds ratio), (u,), of mean log-probs.
 
     The odds of a response are P / (1 - P) for P = exp(mean log-prob).
@@ -46,11 +46,11 @@ def orpo(chosen: Any, rejected: Any, *, weight: float, xp: Any) -> Any:
     return weight * _minus_log_sigmoid(log_ratio, xp) - chosen
 
 
-def _log_odds(mean: Any, xp: Any) -> Any:
+def _log_odds(mean: Array, xp: Namespace) -> Array:
     """(u,) mean log-probs, below 0 -> (u,), without cancellation."""
     return mean - xp.log(-xp.expm1(mean))
 
 
-def _minus_log_sigmoid(z: Any, xp: Any) -> Any:
+def _minus_log_sigmoid(z: Array, xp: Namespace) -> Array:
     """(u,) -> (u,), without overflow."""
     return xp.logaddexp(xp.zeros_like(z), -z)

@@ -8,7 +8,6 @@ attention mask. The length of a row must not depend on the other rows: it is an 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,9 +17,13 @@ from dualdp import _validate
 #: Label of a position without a loss.
 IGNORED = -100
 Rows = dict[str, NDArray[np.int64]]
+Tokens = Sequence[int] | NDArray[np.int64]
+Document = tuple[Tokens, Tokens]  # prompt, response
 
 
-def sft_rows(prompts: Any, responses: Any, *, length: int, pad_token_id: int) -> Rows:
+def sft_rows(
+    prompts: Sequence[Tokens], responses: Sequence[Tokens], *, length: int, pad_token_id: int
+) -> Rows:
     """Return one row for each prompt and its response, whose tokens are the labels.
 
     Args:
@@ -39,13 +42,18 @@ def sft_rows(prompts: Any, responses: Any, *, length: int, pad_token_id: int) ->
     >>> rows["input_ids"], rows["labels"]
     (array([[5, 6, 7, 0]]), array([[-100, -100,    7, -100]]))
     """
-    documents = [[pair] for pair in _together(prompts=prompts, responses=responses)]
+    documents = [[(x, y)] for x, y in _together(prompts=prompts, responses=responses)]
     rows = _rows(documents, length, pad_token_id)
     return {name: rows[name] for name in ("input_ids", "labels")}
 
 
 def preference_rows(
-    prompts: Any, chosen: Any, rejected: Any, *, length: int, pad_token_id: int
+    prompts: Sequence[Tokens],
+    chosen: Sequence[Tokens],
+    rejected: Sequence[Tokens],
+    *,
+    length: int,
+    pad_token_id: int,
 ) -> Rows:
     """Return two rows for each prompt: one with the chosen response, one with the rejected one.
 
@@ -70,7 +78,7 @@ def preference_rows(
     return {name: rows[name].reshape(-1, 2, length) for name in ("input_ids", "labels")}
 
 
-def packed_rows(units: Any, *, length: int, pad_token_id: int) -> Rows:
+def packed_rows(units: Iterable[Iterable[Document]], *, length: int, pad_token_id: int) -> Rows:
     """Return one row for each unit of privacy, which holds all of its documents one after another.
 
     Documents of different units are never in one row, so a row is a unit and is clipped once.
@@ -92,7 +100,7 @@ def packed_rows(units: Any, *, length: int, pad_token_id: int) -> Rows:
     return _rows([list(unit) for unit in units], length, pad_token_id)
 
 
-def _together(**columns: Any) -> list[tuple[Any, ...]]:
+def _together(**columns: Sequence[Tokens]) -> list[tuple[Tokens, ...]]:
     """Return the rows of some columns of one length."""
     sizes = {name: len(column) for name, column in columns.items()}
     if len(set(sizes.values())) > 1:
@@ -101,7 +109,7 @@ def _together(**columns: Any) -> list[tuple[Any, ...]]:
     return list(zip(*columns.values(), strict=True))
 
 
-def _rows(units: Sequence[Sequence[Any]], length: int, pad_token_id: int) -> Rows:
+def _rows(units: Sequence[Sequence[Document]], length: int, pad_token_id: int) -> Rows:
     """Return `input_ids`, `labels` and `position_ids`, (u, length), of lists of documents."""
     length = _validate.integer("length", length, minimum=1)
     pad = _validate.integer("pad_token_id", pad_token_id)
@@ -137,7 +145,7 @@ def _rows(units: Sequence[Sequence[Any]], length: int, pad_token_id: int) -> Row
     return rows
 
 
-def _ids(tokens: Iterable[Any], row: int) -> NDArray[np.int64]:
+def _ids(tokens: Tokens, row: int) -> NDArray[np.int64]:
     """Return token ids as an array."""
     found = np.asarray(tokens if hasattr(tokens, "__array__") else list(tokens))
     if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):

@@ -1,85 +1,169 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Ledger`: append-only record of a run's releases, the only input of its accountant."""
+"""`Ledger`: append-only record of a run's releases, the only input of its accountant.
+
+    ledger = Ledger(plan, path="run.ledger")
+    for step in range(1000):
+        ...                                   # sums, then checks
+        release = ledger.record(step)         # on record and in the file from here on
+        ...                                   # noise of release.draw_stddev, then the update
+
+A file holds one JSON object a line (`dualdp.ledger.chain`):
+
+    {"dualdp_ledger":2, "plan":..., "accountant":..., "columns":..., "version":..., "id":...}
+    {"r":[step, noise_multiplier, sample_rate]}           a release; the columns are the header's
+    {"check":step}                                        a check that passed
+    {"check":step, "failed":{...}}                        one that did not
+    {"segment":step, "noise_scale":1.0, "id":...}         the run was resumed at this step
+    {"note":{...}}                                        a public fact about the run
+"""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
-import secrets
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import cache
-from typing import Any, Self
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, NoReturn, Self
+
+import numpy as np
 
 from dualdp import _validate
-from dualdp._validate import AccountingError, newer
+from dualdp._validate import AccountingError
 from dualdp._version import __version__
-from dualdp.accountants import require_bound
+from dualdp.accountants.base import Accountant
 from dualdp.exactness import ExactnessError
-from dualdp.ledger import release_record
-from dualdp.ledger.contents import Contents
-from dualdp.ledger.hash_chain import Chain, Record, parse, read_text
-from dualdp.ledger.release_record import SCHEME, Arrays, Seal
+from dualdp.ledger.chain import (
+    FORMAT,
+    VERSION,
+    Chain,
+    Parsed,
+    Record,
+    is_text,
+    is_torn_release,
+    parse,
+    read_text,
+)
 from dualdp.plan import accounting
-from dualdp.plan.correlated.noise import START, Path, as_path, extended
+from dualdp.plan.accounting import Segment, spent_by
 from dualdp.plan.plan import PrivacyPlan, require_plan
 from dualdp.plan.schedules import AdaptiveNorm
-from dualdp.randomness import run_registry
-from dualdp.randomness.universal_hash import Hashed
+from dualdp.randomness import fresh_bits, grid_noise, key_of, normal, seeded_bits
 
-FORMAT = "dualdp_ledger"
-VERSION = 1
+_log = logging.getLogger("dualdp")
+COLUMNS = ("step", "noise_multiplier", "sample_rate", "max_grad_norm", "noisy_fraction")
+#: Samplers under which releases of one or several segments are composed alike.
+COMPOSED = ("poisson", "truncated_poisson", "fixed_size")
+
+
+class Release(NamedTuple):
+    """Numbers of one release on record, which its noise needs."""
+
+    step: int
+    segment: int  # number of the segment; correlated noise begins anew with each
+    segment_start: int  # its first step, from which a strategy counts
+    max_grad_norm: float  # C that clipped the sum
+    noise_multiplier: float  # of the step, scaled where the run was recalibrated
+    draw_stddev: float  # of z, gradient units
+    expected_batch_size: float  # divisor of the noisy sum
 
 
 @dataclass(frozen=True)
-class Idle:
-    """State between two steps: the next step may be recorded, or the run saved."""
+class State:
+    """What the lines of a ledger amount to.
 
-    step: int  # the next one
-    branch: int  # of the key, if the step has no release on record
-    bound: float  # max_grad_norm of the step, if it is adaptive
-    path: Path = START  # branches of the steps before this one
-
-
-@dataclass(frozen=True)
-class Recorded(Idle):
-    """State of a step that is on record and not sealed: its sum is being computed.
-
-    `sealed_before` has the branches on which the step was sealed before, in a resumed run; a sum
-    with the digest of one of these seals is a replay.
+    Attributes:
+        num_lines: int, lines that were read.
+        segments: releases, as runs of consecutive steps; the last one goes on.
+        bound: float, C of the next step if it is adaptive, else that of step 0.
+        last_check: int, step of the last check that passed, or None.
+        failed_check: mapping with the step of a check that failed, or None.
+        notes: public facts.
     """
 
-    sealed_before: frozenset[int] = frozenset()
+    num_lines: int
+    segments: tuple[Segment, ...]
+    bound: float
+    last_check: int | None = None
+    failed_check: Mapping[str, Any] | None = None
+    notes: tuple[Mapping[str, Any], ...] = ()
+
+    def after(self, record: Record, plan: PrivacyPlan) -> State:
+        """Return the state with one more line.
+
+        Raises:
+            ValueError: the line does not follow from those before it.
+        """
+        number = self.num_lines + 1
+        try:
+            return replace(self, num_lines=number, **self._changes(record, plan))
+        except (LookupError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"Line {number} of the ledger is no record of this plan's run ({error!r}). "
+                "Expected the file as dualdp wrote it; restore it from a copy."
+            ) from error
+
+    def next_release(self, plan: PrivacyPlan, noisy_fraction: float | None = None) -> Record:
+        """Return the line of the next release, by the plan."""
+        last = self.segments[-1]
+        event = accounting.release(plan.cost(), last.stop, last.noise_scale)
+        values = [last.stop, event["noise_multiplier"], event["sample_rate"]]
+        return {"r": [*values, self.bound, noisy_fraction] if plan.is_adaptive else values}
+
+    def torn_release(self, plan: PrivacyPlan, torn: str) -> Record | None:
+        """Return the release that a last line without its end counts as; None for another line."""
+        may_run = self.segments[-1].stop != plan.num_steps
+        return self.next_release(plan) if may_run and is_torn_release(torn) else None
+
+    def _changes(self, record: Record, plan: PrivacyPlan) -> dict[str, Any]:
+        """Attributes that one more line changes."""
+        if "r" in record:
+            values, (*before, last) = record["r"], self.segments
+            if values[0] != last.stop:
+                raise ValueError(f"step {values[0]} came where {last.stop} was expected")
+            longer = Segment(last.start, last.stop + 1, last.noise_scale)
+            adaptive = plan.max_grad_norm
+            if not isinstance(adaptive, AdaptiveNorm) or values[4] is None:
+                return {"segments": (*before, longer)}
+            return {
+                "segments": (*before, longer),
+                "bound": adaptive.following(values[3], values[4]),
+            }
+        if "segment" in record:
+            start = int(record["segment"])
+            segment = Segment(start, start, float(record["noise_scale"]))
+            bound = float(record.get("max_grad_norm", self.bound))
+            return {"segments": (*self.segments, segment), "bound": bound}
+        if "failed" in record:
+            return {"failed_check": {"step": int(record["check"]), **record["failed"]}}
+        if "check" in record:
+            return {"last_check": int(record["check"])}
+        return {"notes": (*self.notes, dict(record["note"]))}
 
 
 class Ledger:
-    """Append-only record that accounts each release of a plan before it happens.
+    """Append-only record of a run, which has each release before its noise is drawn.
 
-    A step is `record`ed before anything is computed from the data, and `seal`ed once its clipped
-    sum is known and before noise is added. A run resumed from a checkpoint older than the ledger
-    repeats some steps. If the sum has the recorded digest, the same noise gives the same release,
-    which costs nothing. Any other sum gets a new branch of the key, and two releases on one draw
-    are accounted together (`dualdp.plan.accounting`). `chain` holds the lines of the record.
+    A step is `record`ed once its clipped sum was computed and checked. A failure before that
+    releases nothing, and the step may be run again; after it the release counts, whatever comes of
+    it, and the run goes on with the next step. A run that is resumed begins a segment, and so does
+    the child of a fork: steps that run again are further releases.
+
+    With a `seed` in the plan, noise is no secret, and every epsilon is that of a run whose noise
+    were one.
 
     Args:
-        plan: `PrivacyPlan` of the run; the record contains only the hash of its key.
+        plan: `PrivacyPlan` of the run.
         accountant: name of the accountant, or None for the plan's.
         path: path of a new file; None keeps the record in memory.
 
-    Raises:
-        AccountingError: the accountant gives no upper bound (`"gdp"`).
-
     Guarantees:
-        A step is recorded once and in order, so no noise key is used for two releases.
-            [test_a_step_is_recorded_once]
-        A refused step leaves the record as it was.  [test_refused_step_changes_nothing]
-        A step that is run again repeats its noise only if its sum is the same.
-            [test_a_changed_step_gets_a_new_branch]
-        Both releases of a step that was run twice are accounted.
-            [test_both_branches_are_accounted]
+        A step is recorded once and in order.  [test_a_step_is_recorded_once]
+        A refused step leaves the record as it was.  [test_a_refused_step_changes_nothing]
+        All segments are accounted.  [test_steps_that_run_again_are_accounted]
         An interrupt anywhere leaves a ledger that goes on, with each release counted once.
             [test_an_interrupt_at_any_line_counts_no_step_twice]
-        A fork of the process can't go on with it.  [test_a_fork_can_not_release]
+        A kill at any instant loses no release.  [test_no_kill_loses_a_release]
     """
 
     def __init__(
@@ -89,67 +173,233 @@ class Ledger:
         path: str | os.PathLike[str] | None = None,
     ) -> None:
         require_plan(plan)
-        require_bound(accountant or plan.accountant)
-        name = accounting.account(plan, [], accountant).name
+        name = spent_by(plan.cost(), [], accountant).name
         header = {
             FORMAT: VERSION,
             "plan": json.loads(plan.to_json()),
             "accountant": name,
+            "columns": COLUMNS if plan.is_adaptive else COLUMNS[:3],
             "version": __version__,
+            "id": fresh_bits(8).hex(),  # tells two runs of one plan apart
         }
-        self._set(plan, name, Chain([header]), Idle(0, 0, plan.max_grad_norm_at(0)))
-        self._read()
+        self._open(plan, name, Chain())
+        self.chain.append(header)
         if path is not None:
             self.chain.write_to(path)
 
-    def _set(
-        self, plan: PrivacyPlan, accountant: str, chain: Chain, state: Idle, resumed: bool = False
-    ) -> None:
+    def _open(self, plan: PrivacyPlan, accountant: str, chain: Chain) -> None:
         """Set all attributes, of a new run or of a resumed one."""
-        self.plan, self._accountant, self.chain, self._state = plan, accountant, chain, state
-        self._is_resumed, self._pid = resumed, os.getpid()
-        self._is_current = False  # True if `_contents` covers the chain
+        self.plan, self.chain, self._cost = plan, chain, plan.cost()
+        self._name, self._pid = accountant, os.getpid()
+        self._known = State(1, (Segment(0, 0),), plan.max_grad_norm_at(0))
+        self._spent = spent_by(self._cost, [], accountant)
+        self._accounted: tuple[Segment, ...] = ()
+        self._searched: tuple[int, int | None, float] = 0, None, 0.0  # segments, end, horizon
+        self.own_loop: object = None  # of `own_loops`, which lives as long as the ledger
+        if plan.seed is not None:
+            _log.warning(
+                "seed=%d: this run can be repeated, for tests and comparisons. Its noise is no "
+                "secret, and every epsilon is that of a run whose noise were one.",
+                plan.seed,
+            )
 
-    def _read(self) -> Contents:
-        """Contents of the chain, recomputed if an interrupt left them out of date."""
-        if not self._is_current:
-            self._contents = Contents(self.plan, self._accountant, self.chain.records[1:])
-            self._is_current = True
-        return self._contents
+    @classmethod
+    def resume(
+        cls,
+        source: str | os.PathLike[str],
+        *,
+        plan: PrivacyPlan,
+        step: int,
+        bound: float | None = None,
+        recalibrate: bool = False,
+        path: str | os.PathLike[str] | None = None,
+        known: tuple[int, str] | None = None,
+    ) -> Self:
+        """Go on with a run: begin a segment at `step`, beside all releases on record.
+
+        Args:
+            source: path of the run's file, which is written on; or the text of `to_json`.
+            plan: `PrivacyPlan` of the run.
+            step: int, the next step, such as a checkpoint's position.
+            bound: C of that step, if it is adaptive: that of `state()`.
+            recalibrate: bool, True to raise the noise of the steps that are left so that all
+                planned steps fit the target epsilon (or the plan's, without a target).
+            path: path of a new file, to go on with a copy of the record; None to write on in
+                `source`, or for a text in memory.
+            known: number of lines of a checkpoint, and the hash of the last of them, with which the
+                record has to begin.
+
+        Raises:
+            AccountingError: nothing is left to recalibrate.
+            OSError: the file can't be read or written.
+            ValueError: the record is broken, of another plan or run, in use, or `step` is past it.
+
+        Guarantees:
+            A last line that a crash cut short counts as a release.
+                [test_a_torn_last_line_counts_as_a_release]
+        """
+        require_plan(plan)
+        if path is None and not is_text(source):
+            chain, parsed = Chain.open(source)
+        else:
+            parsed = parse(*read_text(source))
+            chain = Chain(parsed.lines)
+        try:
+            ledger = cls.__new__(cls)
+            ledger._open(plan, str(parsed.records[0].get("accountant")), chain)
+            ledger._require_continued(parsed, known)
+            if path is not None:
+                chain.write_to(path)
+            torn = ledger._state.torn_release(plan, parsed.torn)
+            ledger._go_on(torn, _validate.integer("step", step), bound, recalibrate)
+        except BaseException:
+            chain.close()
+            raise
+        return ledger
+
+    def _require_continued(self, parsed: Parsed, known: tuple[int, str] | None) -> None:
+        """Raise unless the record is one of this plan and begins with the known lines."""
+        name = self.path or "The text"
+        if parsed.records[0].get("plan") != json.loads(self.plan.to_json()):
+            raise ValueError(
+                f"{name} was written under another plan. Expected the plan of the run."
+            )
+        if known is not None:
+            num_lines, last_hash = known
+            if num_lines > len(self.chain) or self.chain.hash_at(num_lines) != last_hash:
+                raise ValueError(
+                    f"{name} does not continue the ledger that was saved. Expected the file of "
+                    "the same run."
+                )
+
+    def _go_on(
+        self, torn: Record | None, step: int, bound: float | None, recalibrate: bool
+    ) -> None:
+        """Count a torn release, and begin the segment of a resumed run."""
+        state = self._state if torn is None else self._state.after(torn, self.plan)
+        farthest = max(segment.stop for segment in state.segments)
+        if step > farthest:
+            raise ValueError(
+                f"step={step} is past the {farthest} steps on record. Expected the ledger of the "
+                "same run."
+            )
+        if self.plan.is_adaptive and bound is None:
+            raise TypeError(
+                "bound is missing beside an adaptive max_grad_norm. Expected that of the "
+                "checkpoint, C of the next step."
+            )
+        scale = state.segments[-1].noise_scale
+        if recalibrate:
+            scale = accounting.recalibrated(self._cost, state.segments, step)
+        if torn is not None:
+            self.chain.append(torn)
+        self._begin(step, scale, bound)
+        self._say_what_is_left()
+
+    def _begin(self, step: int, noise_scale: float, bound: float | None) -> None:
+        """Append the line of a new segment."""
+        record: Record = {"segment": step, "noise_scale": noise_scale, "id": fresh_bits(8).hex()}
+        if self.plan.is_adaptive:
+            record["max_grad_norm"] = _validate.positive("bound", bound)
+        self.chain.append(record)
+
+    def _say_what_is_left(self) -> None:
+        """Log how many steps a resumed run may take, as a warning if it ends before its plan."""
+        position, end, planned = self.position, self.end, self.plan.num_steps
+        if end is None:
+            _log.info("The run goes on at step %d; its plan has no end.", position)
+        elif planned is None or end >= planned:
+            _log.info("The run goes on at step %d; %d steps are left.", position, end - position)
+        else:
+            _log.warning(
+                "The run goes on at step %d; %d of the %d planned steps that are left fit into "
+                "target_epsilon=%s beside the %d releases on record. recalibrate=True raises the "
+                "noise instead, so that all of them fit.",
+                position,
+                max(end - position, 0),
+                planned - position,
+                self.plan.target_epsilon,
+                len(self),
+            )
+
+    @property
+    def _state(self) -> State:
+        """What the lines amount to; those that an interrupt left unread are read now."""
+        if self._known.num_lines < len(self.chain):
+            state = self._known
+            for record in self.chain.records(state.num_lines):
+                state = state.after(record, self.plan)
+            self._known = state
+        return self._known
 
     def __len__(self) -> int:
         """Return the number of releases."""
-        return len(self.entries)
+        return sum(segment.stop - segment.start for segment in self._state.segments)
 
     @property
     def entries(self) -> list[Record]:
-        """Recorded releases, in order."""
-        return self._read().entries
+        """Recorded releases in order, each a mapping from the columns of the header."""
+        released = (record["r"] for record in self.chain.records(1) if "r" in record)
+        return [dict(zip(COLUMNS, values, strict=False)) for values in released]
 
     @property
-    def accountant(self) -> Any:
+    def accountant(self) -> Accountant:
         """Accountant with all recorded releases."""
-        return self._read().accountant
+        segments, before = self._state.segments, self._accounted
+        if segments == before:
+            return self._spent
+        if before and self._cost.sampler in COMPOSED:  # only what is new, for the memo of the sums
+            last = len(before) - 1
+            added = replace(segments[last], start=before[last].stop), *segments[last + 1 :]
+            self._accounted = ()  # an interrupt in between counts everything anew
+            self._spent.merge(spent_by(self._cost, added, self._name))
+        else:
+            self._spent = spent_by(self._cost, segments, self._name)
+        self._accounted = segments
+        return self._spent
 
     @property
     def position(self) -> int:
         """Number of the next step."""
-        return self._state.step
+        return self._state.segments[-1].stop
+
+    @property
+    def segment(self) -> int:
+        """Number of the segment of the next step."""
+        return len(self._state.segments) - 1
+
+    @property
+    def segment_start(self) -> int:
+        """First step of the segment of the next step."""
+        return self._state.segments[-1].start
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """Releases on record, as runs of consecutive steps."""
+        return self._state.segments
 
     @property
     def last_check(self) -> int | None:
-        """Step of the last spot check that passed."""
-        return self._read().last_check
+        """Step of the last check that passed."""
+        return self._state.last_check
 
     @property
-    def failed_check(self) -> Record | None:
-        """Record of a spot check that failed, or None."""
-        return self._read().failed_check
+    def failed_check(self) -> Mapping[str, Any] | None:
+        """Step and error of a check that failed, or None."""
+        return self._state.failed_check
 
     @property
     def end(self) -> int | None:
-        """First step that may not run: the end of the plan or of its target epsilon."""
-        return self._read().end_from(self.position)
+        """First step that may not run: the end of the plan or of its target epsilon.
+
+        None if there is none. It is found once for a segment, by planning ahead.
+        """
+        segments = self._state.segments
+        searched, end, horizon = self._searched
+        if searched != len(segments) or segments[-1].stop >= horizon:
+            end, horizon = accounting.last_affordable(self._cost, segments, self._name)
+            self._searched = len(segments), end, horizon
+        return end
 
     @property
     def max_grad_norm(self) -> float:
@@ -158,314 +408,196 @@ class Ledger:
             return self.plan.max_grad_norm_at(self.position)
         return _validate.positive("max_grad_norm", self._state.bound)
 
-    def record(self, step: int) -> Record:
-        """Account one release and append it, before it is computed.
-
-        Args:
-            step: int, equal to `position`; a step that was recorded and not sealed, because its
-                computation failed, may be recorded again.
-
-        Returns:
-            The entry: step, branch, max_grad_norm, and the arguments of `accountant.step`.
+    def require(self, step: int) -> None:
+        """Raise as `record` would, and write no release.
 
         Raises:
             AccountingError: the step is out of order, past the plan, or past its target epsilon; or
-                the run belongs to another process.
+                this process is a fork of the one that writes the file.
         """
-        self.expect(_validate.integer("step", step))
-        state, contents = self._state, self._read()
-        releases = contents.of_step.get(step, [])
-        entry = releases[-1] if releases else self._release(step, state.branch)
-        if not isinstance(state, Recorded):
-            branches = [int(earlier["branch"]) for earlier in releases]
-            sealed = frozenset(b for b in branches if (step, b) in contents.seals)
-            self._state = Recorded(state.step, state.branch, state.bound, state.path, sealed)
-        return entry
-
-    def expect(self, step: int) -> None:
-        """Raise as `record` would, and write nothing."""
-        self._require_run()
-        state = self._state
-        if isinstance(state, Recorded) and state.step == step:
-            return
-        if step != state.step or isinstance(state, Recorded):
+        self.require_process()
+        if _validate.integer("step", step) != self.position:
             raise AccountingError(
-                f"step={step} came after {state.step} recorded releases. Expected "
-                f"step={state.step}; a step is released once, in order."
+                f"step={step} came after {len(self)} recorded releases. Expected "
+                f"step={self.position}; a step is released once, in order."
             )
-        contents = self._read()
-        if step in contents.of_step:  # accounted already, if it is a replay
-            return
-        end = contents.end_from(step)
+        end = self.end
         if end is None or step < end:
             return
-        if step == self.plan.num_steps:
+        if self.plan.num_steps is not None and step >= self.plan.num_steps:
             raise AccountingError(
                 f"step={step} is past the plan's num_steps={self.plan.num_steps}. Plan more steps, "
                 "or num_steps=None for an open-ended run."
             )
-        release_record.planned(self.plan, step)  # raises for a schedule that is out of range
-        raise AccountingError(contents.over_budget(f"step={step}"))
+        accounting.release(self._cost, step)  # raises for a schedule that is out of range
+        raise AccountingError(
+            f"step={step} would exceed target_epsilon={self.plan.target_epsilon}: {len(self)} "
+            f"releases have spent {self.accountant.get_epsilon(delta=self.plan.delta):.6g} at "
+            f"delta={self.plan.delta}. The run ends here; a larger target needs a new decision "
+            "about the data."
+        )
 
-    def steps_ahead(self, num_steps: int) -> range:
-        """Return the next steps of a loop without seals, if all of them may be recorded.
+    def require_process(self) -> None:
+        """Refuse a fork of the process that writes the file; in memory it begins a segment.
 
         Raises:
-            AccountingError: one is past the end, or was released before this run was resumed.
+            AccountingError: another process writes the file.
+        """
+        if self._pid == os.getpid():
+            return
+        if self.path is not None:
+            raise AccountingError(
+                f"This process is a fork of process {self._pid}, which writes {self.path}. "
+                "Expected the process that began the run; or a checkpoint, and load_checkpoint "
+                "with a copy of the ledger as ledger=, each of which goes on for itself."
+            )
+        self._begin(self.position, self._state.segments[-1].noise_scale, self._state.bound)
+        self._pid = os.getpid()
+
+    def record(self, step: int, *, noisy_fraction: float | None = None) -> Release:
+        """Put one release on record, in the file too, before its noise is drawn.
+
+        Args:
+            step: int, equal to `position`.
+            noisy_fraction: float of `noisy_fraction`, if max_grad_norm is adaptive; else None.
+
+        Returns:
+            `Release`; the position has moved on to the next step.
+
+        Raises:
+            AccountingError: see `require`.
+            OSError: the file can't be written; the step is not on record then.
+            TypeError: an adaptive bound without its noisy fraction.
+        """
+        self.require(step)
+        plan, bound = self.plan, self.max_grad_norm
+        if plan.is_adaptive:
+            if noisy_fraction is None:
+                raise TypeError(
+                    "noisy_fraction is missing beside an adaptive max_grad_norm. Expected "
+                    "ledger.noisy_fraction(num_below, num_rows) of the batch."
+                )
+            noisy_fraction = _validate.real("noisy_fraction", noisy_fraction)
+        self.chain.append(self._state.next_release(plan, noisy_fraction))
+        return self._release(step, bound)
+
+    def _release(self, step: int, bound: float) -> Release:
+        """Numbers of a release of this segment, at a bound."""
+        plan, segment = self.plan, self._state.segments[-1]
+        return Release(
+            step,
+            self.segment,
+            segment.start,
+            bound,
+            segment.noise_scale * plan.noise_multiplier_at(step),
+            segment.noise_scale * plan.draw_stddev(step, bound),
+            plan.expected_batch_size_at(step),
+        )
+
+    def release_on_record(self, step: int, *columns: float) -> Release:
+        """Return the `Release` of a line of this segment with these columns."""
+        bound = columns[2] if self.plan.is_adaptive else self.plan.max_grad_norm_at(step)
+        return self._release(step, bound)
+
+    def steps_ahead(self, num_steps: int) -> range:
+        """Return the next steps, if all of them may be recorded.
+
+        Raises:
+            AccountingError: one is past the end of the plan or of its target epsilon.
         """
         first, end = self.position, self.end
         if end is not None and first + num_steps > end:
             raise AccountingError(
-                f"num_steps={num_steps} after {first} recorded releases is past step {end}, where "
+                f"num_steps={num_steps} after {first} recorded steps is past step {end}, where "
                 "the plan or its target epsilon ends. Plan more steps, or num_steps=None for an "
                 "open-ended run."
             )
-        if first in self._read().of_step:
-            raise AccountingError(
-                f"Step {first} was released before, after the checkpoint was written, and a loop "
-                "of your own does not show whether it would be the same release again. Expected "
-                "the last checkpoint of the run, or make_private, whose step tells."
-            )
         return range(first, first + num_steps)
 
-    def _require_run(self) -> None:
-        """Raise in a process that does not own the run, or if the key has another run."""
-        if self._pid != os.getpid():
-            raise AccountingError(run_registry.forked(self._pid))
-        if not run_registry.is_known(self):
-            self.plan.claim(self, recorder="Ledger", source="", resumed=self._is_resumed)
+    def noisy_fraction(self, num_below: int, num_rows: int) -> float:
+        """Return the noisy share of the examples below the adaptive bound, for the next release.
 
-    def _entry(self, step: int, branch: int) -> Record:
-        """Release of a step, as it is recorded."""
-        key = {"step": step, "branch": branch, "max_grad_norm": self.max_grad_norm}
-        return {**key, **release_record.planned(self.plan, step)}
-
-    def _release(self, step: int, branch: int) -> Record:
-        """Append a release, accounted alone or together with the others on the same draw."""
-        entry = self._entry(step, branch)
-        self._append({"kind": "release", **entry})
-        return entry
-
-    def _append(self, record: Record) -> None:
-        """Account a release and append its record, or append a record without privacy cost."""
-        contents = self._read()
-        self._is_current = False
-        spent = contents.spent_with(record) if record["kind"] == "release" else None
-        self.chain.append(record)
-        contents.add(record, spent)
-        self._is_current = True
-
-    def seal(
-        self,
-        step: int,
-        parts: Arrays | Callable[[], Arrays] | None,
-        *,
-        hashes: Callable[[bytes], list[Hashed]] | None = None,
-        stack: str = "",
-        num_below: int | None = None,
-        num_rows: int | None = None,
-    ) -> Seal:
-        """Fix the numbers of a recorded release, after its clipped sum and before its noise.
+        Each example counts 1/2 or -1/2, so one additional example changes the sum by 1/2, and a
+        replaced or zeroed example by 1. The sum is divided by the expected batch size, never by the
+        drawn size.
 
         Args:
-            step: int, the step recorded last.
-            parts: clipped sums in a fixed order, at least one array, or a function that returns
-                them; it is called only if the record is in a file (without one, no step can be
-                repeated). None for a loop that can't show them: a repeated step then counts as
-                another release.
-            hashes: callable from a secret to the universal hashes of `parts`, formed on the devices
-                where they lie; None to form them here. `parts` is then called only for a step that
-                dualdp 0.1.0 sealed.
-            stack: str, generator of the noise with its version, such as "torch 2.13.0".
-            num_below: number of examples with a norm of at most C, for an adaptive bound.
-            num_rows: number of examples in the batch, for an adaptive bound.
+            num_below: number of examples of the batch with a norm of at most `max_grad_norm`.
+            num_rows: number of examples of the batch.
 
-        Raises:
-            AccountingError: the step was not recorded before.
-            TypeError: an adaptive bound without its counts.
-            ValueError: `parts` holds no array.
+        Source: Andrew et al. 2021, Algorithm 1.
         """
-        self._require_run()
-        if not isinstance(self._state, Recorded) or self._state.step != step:
-            raise AccountingError(f"step={step} was not recorded. Call record(step) before seal.")
-        if self.plan.is_adaptive and (num_below is None or num_rows is None):
+        plan, step = self.plan, self.position
+        if not isinstance(plan.max_grad_norm, AdaptiveNorm):
             raise TypeError(
-                "num_below and num_rows are missing. Expected both with an adaptive max_grad_norm: "
-                "the number of examples below the bound, and of all in the batch."
+                f"max_grad_norm={plan.max_grad_norm!r} follows no quantile. Expected a plan with "
+                "an AdaptiveNorm."
             )
-        if parts is not None and not callable(parts):
-            parts = list(parts)
-            if not parts:
-                raise ValueError(
-                    "parts holds no array. Expected the clipped sums; None says that they can't be "
-                    "shown."
-                )
-        counts = num_below, num_rows
-        facts: tuple[Any, ...] = (step, stack, self.plan.noise, self.max_grad_norm, counts)
-        if self.plan.is_correlated:  # the same sum after other noise is another release
-            facts += (self._state.path,)
+        bits = fresh_bits() if plan.seed is None else seeded_bits(plan.seed, "count", step)
+        size = plan.expected_batch_size_at(step)
+        stddev = plan.max_grad_norm.count_stddev(size)
+        if plan.noise == "secure":  # the count is a multiple of 1/2
+            noise = round(2 * stddev * float(grid_noise.normals(bits, 1)[0])) / 2
+        else:
+            noise = stddev * float(normal(key_of(bits), (), dtype=np.float64))
+        return float((num_below - num_rows / 2 + noise) / size + 0.5)
 
-        @cache
-        def digest(scheme: str | None) -> str | None:
-            if parts is None or self.chain.path is None:
-                return None
-            return release_record.digest(self.plan, facts, parts, hashes, scheme)
+    def recalibrate(self) -> None:
+        """Begin a segment whose noise lets all planned steps fit; see `resume`."""
+        self.require_process()
+        scale = accounting.recalibrated(self._cost, self._state.segments, self.position)
+        self._begin(self.position, scale, self._state.bound)
+        self._say_what_is_left()
 
-        written = digest(SCHEME)
-        sealed = self._replayed(self._state, digest)
-        is_replay = sealed is not None
-        if sealed is None:
-            branch = self._free_branch(self._state)
-            sealed = {"step": step, "branch": branch, "digest": written, "scheme": SCHEME}
-            path = extended(self._state.path, step, branch)
-            if self.plan.is_correlated and path != START:
-                sealed["path"] = [list(pair) for pair in path]
-            if self._is_other_generator(stack):
-                sealed["stack"] = stack
-            if self.plan.is_adaptive:
-                sealed["noisy_fraction"] = release_record.noisy_fraction(
-                    self.plan, step, branch, num_below, num_rows
-                )
-            self._append({"kind": "seal", **sealed})
-        seal = self._seal_of(sealed, is_replay=is_replay)
-        self._advance(sealed)
-        return seal
+    def check_passed(self, step: int) -> None:
+        """Record that the sums of a step passed their check (`dualdp.exactness`)."""
+        self.require_process()
+        self.chain.append({"check": step})
 
-    def _is_other_generator(self, stack: str) -> bool:
-        """Return True for the first generator of correlated noise, and for another than before.
+    def check_failed(self, step: int, error: ExactnessError) -> None:
+        """Record a failed check; `get_epsilon` raises from now on by default."""
+        self.require_process()
+        failed = {
+            "last_passed": self.last_check,
+            "parameters": list(error.parameters),
+            "relative_error": error.relative_error,
+        }
+        self.chain.append({"check": step, "failed": failed})
 
-        Noise of earlier steps is then drawn anew, and this step takes back other noise than they
-        had, which costs no more (docs/accounting.md, 2.11).
-        """
-        plan = self.plan
-        return plan.is_correlated and plan.noise == "fast" and self._read().stack != stack
+    def note(self, **facts: Any) -> None:
+        """Record public facts about the run, once: what is on record already is not repeated."""
+        self.require_process()
+        fresh = json.loads(json.dumps(facts))
+        if fresh not in self._state.notes:
+            self.chain.append({"note": fresh})
 
-    def _replayed(
-        self, state: Recorded, digest: Callable[[str | None], str | None]
-    ) -> Record | None:
-        """Seal of an identical earlier release of the recorded step, or None.
-
-        `digest` maps the scheme of a seal to the digest of the sum by that scheme.
-        """
-        contents = self._read()
-        for entry in contents.of_step[state.step]:
-            branch = int(entry["branch"])
-            sealed = contents.seals.get((state.step, branch))
-            if sealed is None or sealed["digest"] != digest(sealed.get("scheme")):
-                continue
-            # A seal of an interrupted call in this run was never returned, so no noise was added.
-            if sealed["digest"] is not None or branch not in state.sealed_before:
-                return sealed
-        return None
-
-    def _free_branch(self, state: Recorded) -> int:
-        """Branch for a sum that was not released before, with its release on record."""
-        contents = self._read()
-        releases = contents.of_step[state.step]
-        for entry in releases:
-            branch = int(entry["branch"])
-            # Recorded and never sealed: no noise was added yet.
-            unsealed = (state.step, branch) not in contents.seals
-            if unsealed and entry["max_grad_norm"] == self.max_grad_norm:
-                return branch
-        branch = state.branch
-        if branch in [int(entry["branch"]) for entry in releases]:
-            branch = 1 + max(int(entry["branch"]) for entry in contents.entries)
-        self._release(state.step, branch)
-        return branch
-
-    def _seal_of(self, sealed: Record, *, is_replay: bool) -> Seal:
-        """Numbers of the release with this seal, at the current bound."""
-        step, branch, bound = int(sealed["step"]), int(sealed["branch"]), self.max_grad_norm
-        stddev, size = self.plan.draw_stddev(step, bound), self.plan.expected_batch_size_at(step)
-        path = extended(self._state.path, step, branch)
-        return Seal(step, branch, bound, stddev, size, is_replay, path)
-
-    def _advance(self, sealed: Record) -> None:
-        """Move to the step after a sealed one."""
-        step, branch, bound = int(sealed["step"]), int(sealed["branch"]), self._state.bound
-        if isinstance(self.plan.max_grad_norm, AdaptiveNorm):
-            bound = self.plan.max_grad_norm.following(bound, float(sealed["noisy_fraction"]))
-        path = extended(self._state.path, step, branch)
-        self._state = Idle(step + 1, branch, bound, path)
-        run_registry.sealed(self, step, path if self.plan.is_correlated else branch)
-
-    def __reduce__(self) -> Any:
-        raise TypeError(
-            "A ledger can't be copied: each copy would hand out the same noise. Use one for one "
-            "run, or its to_json()."
-        )
+    def unprotected(self, names: Iterable[str]) -> None:
+        """Record the names of logged quantities that epsilon does not cover."""
+        self.note(unprotected=sorted(names))
 
     def get_epsilon(self, delta: float | None = None, *, accept_unverified: bool = False) -> float:
         """Return the epsilon spent so far.
 
+        If the plan has a seed, this is the epsilon of a run whose noise were secret.
+
         Args:
             delta: float in (0, 1); None for the plan's.
-            accept_unverified: bool, True to return epsilon even if a spot check failed.
+            accept_unverified: bool, True to return epsilon even if a check failed.
 
         Raises:
-            AccountingError: a spot check failed in this run, or noise was asked for that belongs to
-                no release on record.
+            AccountingError: a check failed in this run.
         """
-        run_registry.require_recorded(self)
-        if self.failed_check is not None and not accept_unverified:
-            since = self.failed_check["last_passed"]
+        failed = self.failed_check
+        if failed is not None and not accept_unverified:
+            since = failed["last_passed"]
             raise AccountingError(
-                f"A spot check failed at step {self.failed_check['step']} (relative error "
-                f"{self.failed_check['relative_error']}), so what this run released is not vouched "
-                f"for {'from its beginning' if since is None else f'since step {since}'}. Expected "
-                'a new run with method="loop" or a corrected model; accept_unverified=True says '
+                f"A check failed at step {failed['step']} (relative error "
+                f"{failed['relative_error']}), so what this run released is not vouched for "
+                f"{'from its beginning' if since is None else f'since step {since}'}. Expected a "
+                'new run with method="loop" or a corrected model; accept_unverified=True says '
                 "what epsilon would be if all gradients had been right."
             )
-        return float(self.accountant.get_epsilon(delta=self.plan.delta if delta is None else delta))
-
-    def note(self, **facts: Any) -> None:
-        """Record a public fact about the run, such as the names of unprotected quantities."""
-        self._append({"kind": "note", **facts})
-
-    def bind_users(self, digest: str | None) -> None:
-        """Record whose rows the run draws, once; refuse those of other users in a resumed run.
-
-        Args:
-            digest: keyed digest of the rows of each user, see `rows_digest`; None for examples.
-
-        Raises:
-            ValueError: the run began with another one.
-        """
-        known = self._read().users
-        if digest is not None and known is None:
-            self.note(users=digest)
-        elif digest != known:
-            raise ValueError(
-                "users is not what this run began with, by the keyed hash in its ledger. Expected "
-                "the same id of the user for each row of the same data."
-            )
-
-    @property
-    def check_rate(self) -> float | None:
-        """Share of steps that are checked, as recorded; None if not recorded."""
-        return self._read().check_rate
-
-    def check_passed(self, step: int) -> None:
-        """Record that the gradients of a step passed a spot check (`dualdp.exactness`)."""
-        self.note(check={"step": step, "passed": True})
-
-    def check_failed(self, step: int, error: ExactnessError) -> None:
-        """Record a failed spot check; `get_epsilon` raises from now on by default."""
-        self.note(
-            check={
-                "step": step,
-                "passed": False,
-                "last_passed": self.last_check,
-                "parameters": list(error.parameters),
-                "relative_error": error.relative_error,
-            }
-        )
-
-    def check_impossible(self, reason: str) -> None:
-        """Record, once per reason, that some numbers of this run can't be checked."""
-        if reason not in self._read().impossible:
-            self.note(check_impossible=reason)
+        return self.accountant.get_epsilon(delta=self.plan.delta if delta is None else delta)
 
     @property
     def path(self) -> str | None:
@@ -477,52 +609,32 @@ class Ledger:
         """Number of lines of the record."""
         return len(self.chain)
 
-    def write_to(self, path: str | os.PathLike[str]) -> None:
-        """Write the record to a new file and append to that file from now on."""
-        self.chain.write_to(path)
-
-    def sync(self) -> None:
-        """Flush the record to the disk, as is done before a checkpoint is written."""
-        self.chain.sync()
-
     def discard(self) -> None:
         """Close the file, and delete it if nothing was recorded."""
-        path = self.path
-        self.chain.close()
-        if path is not None and not self.entries:
-            os.unlink(path)
+        self.close()
+        if self.path is not None and not len(self):
+            os.unlink(self.path)
 
     def close(self) -> None:
-        """Release the file, so that another run may continue it."""
+        """Release the file, so that another run may go on with it."""
         self.chain.close()
 
     def to_json(self) -> str:
-        """Return the record: a line of JSON for the plan and for each entry, chained by hashes."""
+        """Return the text of the record: one JSON object a line, chained by hashes."""
         return self.chain.text()
 
     def state(self) -> dict[str, Any]:
-        """Return the state of the run as plain data; `resume` needs it and the ledger's file.
+        """Return what `resume` needs beside the record, as plain data.
 
         Returns:
-            `position`, `branch` and `max_grad_norm` of the next step, `num_lines` of the record so
-            far, the `hash` of the last line, and with correlated noise the `path`: the branches of
-            the steps so far.
-
-        Raises:
-            AccountingError: a step is recorded and not released.
+            `position`, the `bound` of that step if it is adaptive (else None), `num_lines` of the
+            record so far, and the `hash` of the last line.
         """
-        state = self._state
-        if isinstance(state, Recorded):
-            raise AccountingError(
-                f"step={state.step} is recorded but not released yet. Save between two steps."
-            )
         return {
-            "position": state.step,
-            "branch": state.branch,
-            "max_grad_norm": state.bound,
+            "position": self.position,
+            "bound": self._state.bound if self.plan.is_adaptive else None,
             "num_lines": len(self.chain),
             "hash": self.chain.last_hash,
-            **({"path": [list(pair) for pair in state.path]} if self.plan.is_correlated else {}),
         }
 
     @staticmethod
@@ -532,111 +644,23 @@ class Ledger:
         Args:
             source: text of `to_json`, or the path of a file.
 
-        Returns:
-            The header, then records of the kinds "release", "seal", "resume" and "note".
-
         Raises:
             OSError: the file can't be read.
             ValueError: a line is broken, edited, missing or out of order, or it is no ledger.
         """
-        return read_records(*read_text(source))
+        return parse(*read_text(source)).records
 
-    @classmethod
-    def resume(
-        cls, plan: PrivacyPlan, state: Mapping[str, Any], path: str | os.PathLike[str]
-    ) -> Self:
-        """Continue a run from a saved state and the file, which also has the later releases.
-
-        Args:
-            plan: `PrivacyPlan` with its key.
-            state: mapping of `Ledger.state`, or of dualdp 0.1.0, which held the ledger's text.
-            path: path of the run's file.
-
-        Raises:
-            ValueError: the state is broken, of another plan, or the file does not continue it.
-        """
-        chain = Chain.open(path)
-        try:
-            ledger = cls._resumed(plan, state, chain)
-            # The random token distinguishes this run from one that resumes a copy of the file.
-            opened = {"position": ledger.position, "opened": secrets.token_hex(8)}
-            ledger._append({"kind": "resume", **opened})
-        except BaseException:
-            chain.close()
-            raise
-        return ledger
-
-    @classmethod
-    def _resumed(cls, plan: PrivacyPlan, state: Mapping[str, Any], chain: Chain) -> Self:
-        """Ledger of a chain that continues a saved state."""
-        name = chain.path or "The record"
-        _require_header(chain.records, name)
-        header = chain.records[0]
-        count, chained = saved_lines(state)
-        if count > len(chain) or chain.hash_at(count) != chained:
-            raise ValueError(
-                f"{name} does not continue the ledger that was saved. Expected the file of the "
-                "same run."
-            )
-        if header["plan"] != json.loads(plan.to_json()):
-            raise ValueError(
-                f"{name} was written under another plan. Expected the plan of the run."
-            )
-        require_bound(header["accountant"])
-        ledger = cls.__new__(cls)
-        position = Idle(
-            _validate.integer("position", state["position"]),
-            _validate.integer("branch", state["branch"]),
-            _validate.positive("max_grad_norm", state["max_grad_norm"]),
-            as_path(state["path"]) if plan.is_correlated else START,
+    def __repr__(self) -> str:
+        epsilon = self.get_epsilon(accept_unverified=True)
+        seed = self.plan.seed
+        label = "" if seed is None else f" if its noise were secret (seed={seed})"
+        return (
+            f"<Ledger {self.path or 'in memory'}: {len(self)} releases, epsilon={epsilon:.4g} at "
+            f"delta={self.plan.delta:g}{label}>"
         )
-        accountant = accounting.account(plan, [], header["accountant"]).name
-        ledger._set(plan, accountant, chain, position, resumed=True)
-        steps = len(ledger._read().of_step)
-        if ledger.position > steps:
-            raise ValueError(
-                f"The saved position {ledger.position} is past the {steps} steps of the ledger. "
-                "Expected the ledger of the same run."
-            )
-        return ledger
 
-
-def read_records(text: str, name: str) -> list[Record]:
-    """Return the records of a ledger's text, as `Ledger.read` does."""
-    records = parse(text, name)
-    _require_header(records, name)
-    return records
-
-
-def saved_lines(state: Mapping[str, Any]) -> tuple[int, str]:
-    """Return the number of lines in a saved state, and the hash of the last."""
-    if "text" in state:  # of dualdp 0.1.0
-        saved = Chain(parse(str(state["text"]), "The saved ledger"))
-        return len(saved), saved.last_hash
-    return _validate.integer("num_lines", state["num_lines"]), str(state["hash"])
-
-
-def _require_header(records: list[Record], name: str) -> None:
-    """Raise unless the first record is the header of a ledger of this version."""
-    found = records[0].get(FORMAT) if records else None
-    if isinstance(found, int) and found > VERSION:
-        raise ValueError(newer(name, "ledger", found, VERSION))
-    if found != VERSION:
-        raise ValueError(f"{name} is not a ledger. Expected a file or text that dualdp wrote.")
-
-
-def claimed(ledger: Ledger, **claim: Any) -> Ledger:
-    """Return the ledger of a run after the run has claimed the plan's key.
-
-    If that is refused the ledger is closed, and the file of a new one deleted. `claim` holds the
-    keyword arguments of `PrivacyPlan.claim`.
-    """
-    try:
-        ledger.plan.claim(ledger, **claim)
-    except BaseException:
-        if claim.get("resumed"):
-            ledger.close()
-        else:
-            ledger.discard()
-        raise
-    return ledger
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "A ledger can't be copied, since a copy would not know of later releases. Expected one "
+            "ledger for one run; Ledger.resume(ledger.to_json(), ...) goes on with a copy."
+        )

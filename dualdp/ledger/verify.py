@@ -1,30 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Verification of a ledger: hash chain, agreement with the plan, and recomputed epsilon."""
+"""`verify`: check a ledger from its lines alone, and recompute its epsilon by two accountants.
+
+found = verify("run.ledger")
+found.passed, found.is_whole, found.epsilon
+for finding in found.findings: print(finding.name, finding.passed, finding.detail)
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-import numpy as np
-from scipy.signal import fftconvolve
-
 from dualdp._validate import AccountingError
-from dualdp.accountants.interop import to_dp_event
-from dualdp.ledger import release_record
-from dualdp.ledger.hash_chain import Record, read_text
-from dualdp.ledger.ledger import read_records
-from dualdp.plan import accounting, participation
-from dualdp.plan.correlated.noise import START, as_path, branch_at
-from dualdp.plan.correlated.strategies import identity
+from dualdp.accountants.base import Accountant
+from dualdp.ledger.chain import Record, is_torn_release, parse, read_text
+from dualdp.ledger.ledger import COLUMNS, COMPOSED, State
+from dualdp.plan import accounting
+from dualdp.plan.accounting import Segment, spent_by
 from dualdp.plan.plan import PrivacyPlan
-from dualdp.plan.schedules import AdaptiveNorm
 
 _SLACK = 1e-9  # relative tolerance for recomputed numbers
 _BROKEN = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
@@ -47,13 +47,22 @@ class Verification:
     findings: tuple[Finding, ...]
     plan: PrivacyPlan | None = None  # None if it could not be read
     records: tuple[Record, ...] = ()
+    segments: tuple[Segment, ...] = ()
     epsilons: dict[str, float] = field(default_factory=dict)  # by accountant, at the plan's delta
-    cut_line: int | None = None  # number of a last line that is cut off, and not in `records`
+    torn: str = ""  # a last line that is cut off; counted if it is a release
+
+    @cached_property
+    def releases(self) -> list[list[Any]]:
+        """Columns of each release on record: step, noise multiplier, sample rate, ..."""
+        return [record["r"] for record in self.records if "r" in record]
 
     @property
     def num_steps(self) -> int:
-        """Number of steps with a recorded release."""
-        return len({record.get("step") for record in self.of_kind("release")})
+        """Number of steps with a release."""
+        steps: set[int] = set()
+        for segment in self.segments:
+            steps.update(range(segment.start, segment.stop))
+        return len(steps)
 
     @property
     def covers_the_plan(self) -> bool | None:
@@ -62,27 +71,19 @@ class Verification:
         return None if planned is None else self.num_steps >= planned
 
     @property
-    def stopped_inside(self) -> int | None:
-        """Step of the last release, if others are sealed and it is not; else None."""
-        sealed = [(seal.get("step"), seal.get("branch")) for seal in self.of_kind("seal")]
-        last = [(made.get("step"), made.get("branch")) for made in self.of_kind("release")[-1:]]
-        return last[0][0] if sealed and last and last[0] not in sealed else None
-
-    @property
     def is_whole(self) -> bool:
         """True if all planned steps are recorded and nothing at the end is cut off."""
-        ends = self.cut_line is None and self.stopped_inside is None
-        return ends and bool(self.covers_the_plan)
+        return not self.torn and bool(self.covers_the_plan)
 
     @cached_property
     def epsilon_of_the_plan(self) -> float:
         """Upper bound by PLD for one run of all planned steps; nan if open-ended or without one."""
-        plan = self.plan
-        if plan is None or plan.num_steps is None:
+        if self.plan is None or self.plan.num_steps is None:
             return math.nan
+        whole = Segment(0, self.plan.num_steps)
         try:
-            whole = accounting.spent_after(plan, plan.num_steps, "pld")
-            return float(whole.get_epsilon(delta=plan.delta))
+            spent = spent_by(self.plan.cost(), [whole], "pld")
+            return spent.get_epsilon(delta=self.plan.delta)
         except ValueError:
             return math.nan
 
@@ -98,26 +99,32 @@ class Verification:
 
     @property
     def epsilon(self) -> float:
-        """Upper bound by PLD, else the smallest of the others; nan if there is none."""
+        """Upper bound by PLD, else by RDP; nan if there is none."""
         return self.epsilons.get("pld", min(self.epsilons.values(), default=math.nan))
 
-    def of_kind(self, kind: str) -> list[Record]:
-        """Return the records of one kind: "release", "seal", "resume" or "note"."""
-        return [record for record in self.records if record.get("kind") == kind]
+    @property
+    def secrecy(self) -> str:
+        """What an epsilon presumes of the noise: "" or, with a seed, that it were secret."""
+        seed = None if self.plan is None else self.plan.seed
+        return "" if seed is None else f" if the noise were secret (seed={seed} tells it)"
+
+    def notes(self, name: str) -> list[Any]:
+        """Return the values of a public fact, in order."""
+        noted = (record["note"] for record in self.records if "note" in record)
+        return [facts[name] for facts in noted if name in facts]
 
     @property
     def unprotected(self) -> list[str]:
         """Names of the logged quantities that epsilon does not cover."""
-        noted = (record.get("unprotected") for record in self.of_kind("note"))
-        return sorted({str(n) for names in noted if isinstance(names, list) for n in names})
+        return sorted({str(name) for names in self.notes("unprotected") for name in names})
 
 
 def verify(source: str | os.PathLike[str], *, allow_seed: bool = False) -> Verification:
-    """Check a ledger and recompute its privacy cost with independent accountants.
+    """Check a ledger and recompute its privacy cost by two accountants.
 
     Args:
         source: text of `Ledger.to_json`, or the path of a file.
-        allow_seed: bool, True if a run whose key came from a seed may pass.
+        allow_seed: bool, True if a run whose noise came from a seed may pass.
 
     Returns:
         `Verification`; a broken ledger is a failed finding, not an error.
@@ -133,13 +140,21 @@ def verify(source: str | os.PathLike[str], *, allow_seed: bool = False) -> Verif
     """
     text, name = read_text(source)
     try:
-        records, cut_line = _records(text, name)
-        plan = PrivacyPlan.from_json(json.dumps(records[0]["plan"]))
+        parsed = None
+        if not text.endswith("\n"):  # a copy may have lost the end of its last line, no more
+            with suppress(ValueError):
+                parsed = parse(f"{text}\n", name)
+        parsed = parsed or parse(text, name)
+        plan = PrivacyPlan.from_json(json.dumps(parsed.records[0]["plan"]))
     except _BROKEN as error:
         return Verification(name, (Finding("chain is unbroken", False, str(error)),))
-    chain = Finding("chain is unbroken", True, f"{len(records)} lines, each chained to the last")
-    found = Verification(name, (chain,), plan, tuple(records), cut_line=cut_line)
-    findings = [chain]
+    state, wrong = _read(plan, parsed.records)
+    torn, records, segments = state.torn_release(plan, parsed.torn), parsed.records, state.segments
+    if torn is not None:
+        records, segments = [*records, torn], state.after(torn, plan).segments
+    found = Verification(name, (), plan, tuple(records), segments, torn=parsed.torn)
+    whole = f"{len(parsed.lines)} lines, each chained to the last"
+    findings = [Finding("chain is unbroken", True, whole), _releases(found, wrong)]
     for title, check in _CHECKS.items():
         try:
             passed, detail = check(found, plan)
@@ -151,55 +166,51 @@ def verify(source: str | os.PathLike[str], *, allow_seed: bool = False) -> Verif
     return replace(found, findings=tuple(findings))
 
 
-def _records(text: str, name: str) -> tuple[list[Record], int | None]:
-    """Records of a ledger, and the number of a last line that is cut off.
+def _read(plan: PrivacyPlan, records: list[Record]) -> tuple[State, str]:
+    """State after the lines up to the first that is not the plan's, and what is wrong with that."""
+    state = State(1, (Segment(0, 0),), plan.max_grad_norm_at(0))
+    for record in records[1:]:
+        step, farthest = state.segments[-1].stop, max(segment.stop for segment in state.segments)
+        try:
+            if "r" in record:
+                if step == plan.num_steps:
+                    return state, f"Step {step} is past the plan's {plan.num_steps} steps."
+                wrong = _differences(record["r"], state.next_release(plan)["r"])
+                if wrong:
+                    return state, f"Step {step} was recorded with another {', '.join(wrong)}."
+            state = state.after(record, plan)
+            if not 0 <= state.segments[-1].start <= farthest:
+                start = state.segments[-1].start
+                return state, f"A segment begins at step {start}, with none before it on record."
+        except _BROKEN as error:
+            return state, str(error)
+    return state, ""
 
-    A last line that lacks only its end-of-line counts: a run does not, but a copy may have lost it.
-    """
-    if not text.endswith("\n"):
-        with suppress(ValueError):
-            return read_records(f"{text}\n", name), None
-    return read_records(text, name), None if text.endswith("\n") else text.count("\n") + 1
+
+def _differences(values: list[Any], expected: list[Any]) -> list[str]:
+    """Names of the columns of a release that are not the plan's."""
+    names = COLUMNS[: len(expected)]
+    if len(values) != len(expected):
+        return [f"number of columns than {len(expected)}"]
+    pairs = list(zip(names, values, expected, strict=True))[1:4]
+    return [name for name, own, plans in pairs if not math.isclose(own, plans, rel_tol=_SLACK)]
+
+
+def _releases(found: Verification, wrong: str) -> Finding:
+    """Releases have the plan's numbers, in order, in each segment once."""
+    made, steps = len(found.releases), found.num_steps
+    detail = f"{made} releases of {steps} steps, {made - steps} of them of steps run again"
+    return Finding("releases are the plan's", not wrong, wrong or detail)
 
 
 def _last_line(found: Verification, plan: PrivacyPlan) -> tuple[bool | None, str]:
-    """Note a last line that is cut off; the run itself released nothing of it, another copy may."""
-    if found.cut_line is None:
+    if not found.torn:
         return True, f"line {len(found.records)}"
+    counted = "counted as a release" if is_torn_release(found.torn) else "no release"
     return None, (
-        f"Line {found.cut_line} is cut off and not counted: a crash while it was written, before "
-        "anything of it was released, or a copy that is not whole."
+        f"The last line is cut off, and {counted}: a crash while it was written, or a copy that is "
+        "not whole."
     )
-
-
-def _releases(found: Verification, plan: PrivacyPlan) -> tuple[bool, str]:
-    """Check that releases have the plan's numbers, in order, once per branch."""
-    adaptive = plan.max_grad_norm if isinstance(plan.max_grad_norm, AdaptiveNorm) else None
-    bounds = {0: {plan.max_grad_norm_at(0)}}  # of each step; a repeated one may have several
-    seals = {(int(s["step"]), int(s["branch"])): s for s in found.of_kind("seal")}
-    seen: set[tuple[int, int]] = set()
-    last = -1
-    for record in found.of_kind("release"):
-        step, branch = int(record["step"]), int(record["branch"])
-        planned = release_record.planned(plan, step)
-        wrong = [key for key, value in planned.items() if not _same(record.get(key), value)]
-        bound = record["max_grad_norm"]
-        allowed = bounds.get(step, ()) if adaptive else [plan.max_grad_norm_at(step)]
-        if not any(_same(bound, other) for other in allowed):
-            wrong.append("max_grad_norm")
-        if wrong:
-            return False, f"Step {step} was recorded with another {', '.join(wrong)}."
-        if (step, branch) in seen or step > last + 1 or branch < 0:
-            return False, f"Step {step} of branch {branch} is out of order or came twice."
-        seen.add((step, branch))
-        last = max(last, step)
-        if adaptive and (step, branch) in seals:
-            fraction = float(seals[step, branch]["noisy_fraction"])
-            bounds.setdefault(step + 1, set()).add(adaptive.following(float(bound), fraction))
-    if plan.num_steps is not None and last >= plan.num_steps:
-        return False, f"Step {last} is past the plan's {plan.num_steps} steps."
-    again = len(seen) - len({step for step, _ in seen})
-    return True, f"{len(seen)} releases of {last + 1} steps, {again} of them of steps run again"
 
 
 def _coverage(found: Verification, plan: PrivacyPlan) -> tuple[bool | None, str]:
@@ -218,166 +229,101 @@ def _coverage(found: Verification, plan: PrivacyPlan) -> tuple[bool | None, str]
     )
 
 
-def _same(found: Any, expected: Any) -> bool:
-    """True if equal, floats up to rounding."""
-    if isinstance(expected, float) and isinstance(found, int | float):
-        return math.isclose(found, expected, rel_tol=_SLACK)
-    return bool(found == expected)
+def _segments(found: Verification, plan: PrivacyPlan) -> tuple[bool | None, str]:
+    released = [segment for segment in found.segments if segment.stop > segment.start]
+    starts = [record["segment"] for record in found.records if "segment" in record]
+    scales = [segment.noise_scale for segment in released if segment.noise_scale != 1]
+    raised = f"; noise scaled by {', '.join(f'{scale:.4g}' for scale in scales)}" if scales else ""
+    where = f", at step {', '.join(map(str, starts[:10]))}" if starts else ""
+    more = f" and {len(starts) - 10} more" if len(starts) > 10 else ""
+    return True, f"resumed {len(starts)} times{where}{more}{raised}"
 
 
-def _seals(found: Verification, plan: PrivacyPlan) -> tuple[bool, str]:
-    """Check that every seal has its release; a release without a seal was cut short by a crash."""
-    released = [(r["step"], r["branch"]) for r in found.of_kind("release")]
-    sealed = [(r["step"], r["branch"]) for r in found.of_kind("seal")]
-    strange = [pair for pair in sealed if pair not in set(released)]
-    if strange or len(sealed) != len(set(sealed)):
-        return False, "A sum was sealed that was never recorded as a release, or twice."
-    for seal in found.of_kind("seal") if plan.is_correlated else []:
-        step, path = int(seal["step"]), as_path(seal.get("path", START))
-        ends = [*(first for first, _ in path[1:]), step + 1]
-        on_path = [
-            (at, branch)
-            for (first, branch), end in zip(path, ends, strict=True)
-            for at in range(first, end)
-            if len(path) > 1 or at == step  # of an unbranched run the own line is enough
-        ]
-        if branch_at(path, step) != seal["branch"] or not set(on_path) <= set(sealed):
-            return False, f"The noise of step {step} names steps that were not sealed before it."
-    open_ones = len(released) - len(sealed)
-    resumed = len(found.of_kind("resume"))
-    return True, f"{len(sealed)} sealed, {open_ones} cut short by a crash; resumed {resumed} times"
+def _spent(found: Verification, plan: PrivacyPlan, accountant: str) -> Accountant:
+    """Accountant with what the lines say: their numbers, or whole segments where these count."""
+    cost = plan.cost()
+    if plan.sampler not in COMPOSED:
+        return spent_by(cost, found.segments, accountant)
+    spent = spent_by(cost, [], accountant)
+    event: dict[str, Any] = dict(accounting.release(cost, 0))
+    counts = Counter((float(values[1]), float(values[2])) for values in found.releases)
+    for (noise, rate), count in counts.items():
+        event |= {"noise_multiplier": noise, "sample_rate": rate}
+        spent.step(num_steps=count, **event)
+    return spent
 
 
 def _epsilon(found: Verification, plan: PrivacyPlan, accountant: str) -> tuple[bool | None, str]:
     try:
-        spent = accounting.spent_by(plan, found.of_kind("release"), accountant)
-        value = float(spent.get_epsilon(delta=plan.delta))
+        value = _spent(found, plan, accountant).get_epsilon(delta=plan.delta)
     except AccountingError as error:
         return None, f"It has no bound for this run: {error}"
     found.epsilons[accountant] = value
-    return True, f"epsilon = {value:.4f} of one {plan.unit} at delta = {plan.delta:g}"
-
-
-def _epsilon_of_dp_accounting(found: Verification, plan: PrivacyPlan) -> tuple[bool | None, str]:
-    """Epsilon by dp-accounting, from the releases as its own event."""
-    try:
-        import dp_accounting
-        from dp_accounting import pld, rdp
-
-        releases = found.of_kind("release")
-        event = to_dp_event(accounting.spent_by(plan, releases, "pld").history)
-    except ModuleNotFoundError:
-        return None, "It is not installed; install dp-accounting for a third opinion."
-    except AccountingError as error:
-        return None, str(error)
-    relation = {
-        "add_or_remove": dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE,
-        "replace": dp_accounting.NeighboringRelation.REPLACE_ONE,
-        "zero_out": dp_accounting.NeighboringRelation.REPLACE_SPECIAL,
-    }[plan.neighboring_relation]
-    try:
-        theirs: Any = pld.PLDAccountant(neighboring_relation=relation).compose(event)
-    except (dp_accounting.UnsupportedEventError, ValueError):
-        try:
-            theirs = rdp.RdpAccountant(neighboring_relation=relation).compose(event)
-        except (dp_accounting.UnsupportedEventError, ValueError) as error:
-            return None, f"It refuses these releases ({error})."
-    value = float(theirs.get_epsilon(plan.delta))
-    found.epsilons["dp-accounting"] = value
-    told = f"epsilon = {value:.4f} of one {plan.unit} at delta = {plan.delta:g}"
-    return True, f"{told}, by {type(theirs).__name__}"
+    return True, (
+        f"epsilon = {value:.4f} of one {plan.unit} at delta = {plan.delta:g}{found.secrecy}"
+    )
 
 
 def _agreement(found: Verification, plan: PrivacyPlan) -> tuple[bool | None, str]:
-    """Check that no upper bound is below the certified lower bound."""
-    epsilons = found.epsilons
-    if not epsilons:
+    """PLD is within a few percent of the truth, which RDP bounds from above."""
+    if not found.epsilons:
         return False, "No accountant has a bound for these releases."
-    if "pld" not in epsilons or len(epsilons) < 2:
+    if len(found.epsilons) < 2:
         return None, "There is one opinion only."
-    spent = accounting.spent_by(plan, found.of_kind("release"), "pld")
-    lower, _, _ = spent.epsilon_bounds(delta=plan.delta)
-    low = [name for name, value in epsilons.items() if value < float(lower) * (1 - 1e-3)]
-    if low:
-        return False, f"{', '.join(low)} lies below the certified lower bound {lower:.4f}."
-    return True, f"each is above the certified lower bound {lower:.4f}"
-
-
-def _strategy(found: Verification, plan: PrivacyPlan) -> tuple[bool | None, str]:
-    """Recompute the noise of z from the coefficients, by the definition of its sensitivity."""
-    if not participation.is_patterned(plan):
-        return None, "The noises of all steps are independent."
-    n, gap = plan.num_steps or 0, participation.separation(plan)
-    strategy = plan.correlation or identity()
-    column = strategy.strategy(n)
-    product = fftconvolve(column, strategy.inverse(n))[:n] if n else column
-    if n and not np.allclose(product, np.eye(1, n)[0], atol=1e-9 * np.abs(column).sum()):
-        return False, "C times its inverse is not the identity."
-    starts = [0] if plan.sampler != "fixed_order" else range(min(gap, n, 1 + 10**7 // (n + 1)))
-    largest = 0.0
-    for start in starts:
-        joined = np.zeros(n)
-        joined[start :: gap if plan.sampler == "fixed_order" else n + 1] = 1
-        row = fftconvolve(column, joined)[:n] if n else joined
-        largest = max(largest, float(row @ row) ** 0.5)
-    if plan.sensitivity < largest * (1 - _SLACK):
-        return False, f"z is {plan.sensitivity:.6g} noises and not {largest:.6g}."
-    return True, f"z has {plan.sensitivity:.6g} times the noise of a single release"
-
-
-def _users(found: Verification, plan: PrivacyPlan) -> tuple[bool | None, str]:
-    """Find the digest of the rows of each user; a run has one."""
-    if plan.unit == "example":
-        size = plan.rows_per_item
-        what = "One row" if size is None else f"One item of {size} rows"
-        return None, f"{what} of the data is what is protected: whose it is has no part in it."
-    bound = sorted({str(note["users"]) for note in found.of_kind("note") if "users" in note})
-    if len(bound) > 1:
-        return False, "The record holds the users of the rows twice, and not the same."
-    if not bound:
-        return None, "The record does not say whose the rows were: a loop without an engine."
-    most = f"at most {plan.rows_per_unit} rows of a user in a step"
-    return True, f"{most}; who has which row has the keyed hash {bound[0][:12]}..."
+    pld, rdp = found.epsilons["pld"], found.epsilons["rdp"]
+    if pld > 1.05 * rdp + 1e-6:
+        return False, f"PLD says {pld:.4f} where at most {rdp:.4f} was spent, by RDP."
+    return True, f"{pld:.4f} by PLD, at most {rdp:.4f} by RDP"
 
 
 def _target(found: Verification, plan: PrivacyPlan) -> tuple[bool | None, str]:
     if plan.target_epsilon is None:
-        return None, "The plan names no target."
-    spent = found.epsilons.get("pld", min(found.epsilons.values(), default=math.inf))
-    verdict = spent <= plan.target_epsilon * (1 + _SLACK)
-    return verdict, f"{spent:.4f} spent of {plan.target_epsilon:g}"
+        return None, "The plan names none."
+    own = found.records[0].get("accountant")
+    spent = found.epsilons.get(str(own), found.epsilon)
+    passed = spent <= plan.target_epsilon * (1 + _SLACK)
+    return passed, f"{spent:.4f} spent of {plan.target_epsilon:g}"
 
 
 def _checks(found: Verification, plan: PrivacyPlan) -> tuple[bool | None, str]:
-    notes = found.of_kind("note")
-    checks = [note["check"] for note in notes if "check" in note]
-    failed = [check for check in checks if not check["passed"]]
+    checks = [record for record in found.records if "check" in record]
+    failed = [check for check in checks if "failed" in check]
     if failed:
-        since = failed[0]["last_passed"]
+        since = failed[0]["failed"]["last_passed"]
         return False, (
-            f"A spot check failed at step {failed[0]['step']} (relative error "
-            f"{failed[0]['relative_error']}): the gradients are not vouched for "
+            f"A check failed at step {failed[0]['check']} (relative error "
+            f"{failed[0]['failed']['relative_error']}): the gradients are not vouched for "
             f"{'from the beginning' if since is None else f'since step {since}'}."
         )
-    rates = [float(note["checks"]) for note in notes if "checks" in note]
+    rates = [float(rate) for rate in found.notes("checks")]
     if not rates:
-        return None, "The record does not say: an own loop, or a version before checks were made."
+        return None, "The record does not say: a loop of one's own."
     if not all(rates):
         extent = " for a part of the run" if any(rates) else ""
         return None, f"Off (checks=0){extent}: nothing but the rules vouches for the gradients."
-    impossible = [str(note["check_impossible"]) for note in notes if "check_impossible" in note]
-    limits = f"; not checked: {'; '.join(impossible)}" if impossible else ""
-    last = max((int(check["step"]) for check in checks), default=None)
-    done = f"{len(checks)} passed, the last at step {last}" if checks else "none was due yet"
-    return bool(checks) or None, f"{done}, at {rates[-1]:.3g} of the steps{limits}"
+    checked = {int(check["check"]) for check in checks}
+    done = (
+        f"{len(checks)} passed, the last at step {max(checked)}" if checks else "none was due yet"
+    )
+    unchecked = found.num_steps - len(checked)
+    told = f"{done}, at {rates[-1]:.3g} of the steps; {unchecked} steps were not checked"
+    return bool(checks) or None, told
+
+
+def _warnings(found: Verification, plan: PrivacyPlan) -> tuple[bool | None, str]:
+    """Notes that are no numbers of the run: what a check could not see, what looked suspicious."""
+    known = ("unprotected", "checks", "views")
+    noted = [record["note"] for record in found.records if "note" in record]
+    told = [f"{name}: {facts[name]}" for facts in noted for name in facts if name not in known]
+    return (None, "; ".join(told)) if told else (True, "none")
 
 
 def _seed(found: Verification, plan: PrivacyPlan) -> tuple[bool, str]:
     if plan.seed is None:
-        return True, "drawn by the operating system; its hash is recorded"
+        return True, "fresh bits of the operating system for each release, stored nowhere"
     return False, (
-        f"The key comes from seed={plan.seed}: whoever reads the plan can take the noise away. "
-        "Such a run is for tests and comparisons only."
+        f"Noise and batches come from seed={plan.seed}: whoever reads the plan can take the noise "
+        "away. Such a run is for tests and comparisons only."
     )
 
 
@@ -391,65 +337,23 @@ def _unprotected(found: Verification, plan: PrivacyPlan) -> tuple[bool | None, s
 def _noise(found: Verification, plan: PrivacyPlan) -> tuple[bool | None, str]:
     if plan.noise == "secure":
         return True, "cryptographic generator, public grid"
-    stacks = [str(seal["stack"]) for seal in found.of_kind("seal") if "stack" in seal]
-    if len(stacks) > 1:
-        return None, (
-            f"{', '.join(stacks)} drew the noise: from each to the next the run takes back other "
-            "noise than it had, which costs accuracy and no epsilon."
-        )
     return None, (
         f"noise={plan.noise!r} is float32 from a statistical generator: no proof holds for its "
         "last bits; use noise='secure' where an attacker sees the released numbers."
     )
 
 
-_CHECKS: Mapping[str, Callable[[Verification, PrivacyPlan], tuple[bool | None, str]]] = {
+_CHECKS: dict[str, Callable[[Verification, PrivacyPlan], tuple[bool | None, str]]] = {
     "last line is whole": _last_line,
     "record covers the plan": _coverage,
-    "releases are the plan's": _releases,
-    "releases are sealed": _seals,
-    "users are bound": _users,
+    "segments": _segments,
     "epsilon by PLD": lambda found, plan: _epsilon(found, plan, "pld"),
     "epsilon by RDP": lambda found, plan: _epsilon(found, plan, "rdp"),
-    "epsilon by dp-accounting": _epsilon_of_dp_accounting,
     "accountants agree": _agreement,
-    "noise is that of the strategy": _strategy,
     "epsilon is within its target": _target,
     "exactness was checked": _checks,
-    "key is secret": _seed,
+    "notes": _warnings,
+    "noise is secret": _seed,
     "unprotected numbers": _unprotected,
     "noise source": _noise,
 }
-
-
-def one_key(ledgers: Sequence[Verification]) -> Finding:
-    """Check that no two ledgers of one key differ: the difference of their releases has no noise.
-
-    Two records of one secret key must be one record at two times.
-    """
-    name = "each key has one ledger"
-    by_key: dict[str, list[Verification]] = {}
-    for found in ledgers:
-        if found.plan is not None and found.plan.seed is None:
-            by_key.setdefault(found.plan.root.sha256, []).append(found)
-    unclear = ""
-    for sha256, several in by_key.items():
-        longest = max(several, key=lambda found: len(found.records))
-        for found in several:
-            pair = f"{found.source} and {longest.source}"
-            if found.records != longest.records[: len(found.records)]:
-                detail = (
-                    f"{pair} are records of two runs with one key (sha256 {sha256[:12]}...): both "
-                    "used the same noise."
-                )
-                return Finding(name, False, detail)
-            hidden = any(record.get("digest") is None for record in found.of_kind("seal"))
-            if found is not longest and hidden:
-                unclear = unclear or pair
-    if unclear:
-        detail = (
-            f"{unclear} say the same and hold no digest of their sums: one record twice, or two "
-            "runs with the same noise."
-        )
-        return Finding(name, None, detail)
-    return Finding(name, True, f"{len(by_key)} secret keys in {len(ledgers)} ledgers")

@@ -30,7 +30,7 @@ ELSEWHERE = {
     "microbatch_size": "max_physical_batch_size",
 }
 #: Fields of a plan that an engine takes as arguments.
-FIELDS = {field.name for field in dataclasses.fields(PrivacyPlan) if field.init} - {"num_examples"}
+FIELDS = {field.name for field in dataclasses.fields(PrivacyPlan)} - {"num_examples"}
 #: All accepted argument names.
 KNOWN = FIELDS | set(SYNONYMS) | {"epochs"}
 #: Delta of a plan made without one; `get_epsilon` then requires a delta.
@@ -58,6 +58,13 @@ def plan_of(
         ValueError: an argument beside a plan that holds it, or two that contradict each other.
     """
     given = {name: value for name, value in given.items() if value is not None}
+    if calibrates and (plan is not None or "noise_multiplier" in given):
+        both = {"plan": plan, "noise_multiplier": given.get("noise_multiplier")}
+        came = " and ".join(name for name, value in both.items() if value is not None)
+        raise ValueError(
+            f"{came} came together with target_epsilon. Expected one of the two: {method} finds "
+            "the noise multiplier and makes the plan."
+        )
     unknown = sorted(set(given) - KNOWN)
     if unknown:
         known = sorted(KNOWN.union(also))
@@ -97,17 +104,6 @@ def plan_of(
         )
     settings |= {"num_examples": num_examples, "num_steps": num_steps}
     return PrivacyPlan.calibrate(**settings) if calibrates else PrivacyPlan(**settings)
-
-
-def refuse_beside_target(plan: PrivacyPlan | None, given: Mapping[str, Any]) -> None:
-    """Raise if a plan or a noise multiplier accompanies target_epsilon."""
-    came = {"plan": plan, "noise_multiplier": given.get("noise_multiplier")}
-    twice = [name for name, value in came.items() if value is not None]
-    if twice:
-        raise ValueError(
-            f"{' and '.join(twice)} came together with target_epsilon. Expected one of the two: "
-            "make_private_with_epsilon finds the noise multiplier and makes the plan."
-        )
 
 
 def names_delta(plan: PrivacyPlan | None, given: Mapping[str, Any]) -> bool:

@@ -1,5 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Physical batches of a logical batch, passes over the data, and the batches handed out."""
+"""Draws of logical batches, their physical batches, passes over the data, and what was handed out.
+
+bits = SegmentBits(plan.seed)                      # one object for each segment of a run
+for step in range(plan.num_steps):
+    for indices, mask in physical_batches(drawn_indices(plan, bits, step), 64):
+        ...
+"""
 
 from __future__ import annotations
 
@@ -7,16 +13,85 @@ import math
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dualdp import _validate
 from dualdp._validate import AccountingError
+from dualdp.plan.cost import HasCost
+from dualdp.plan.samplers import SAMPLERS, Draw
+from dualdp.plan.units import DrawnRows, UserRows, rows_with_least_words
+from dualdp.randomness import SegmentBits, fold_in, grid_noise, threefry
 
 _AHEAD = 4  # batches that a loop may draw ahead, when it asks for epsilon
 _MANY = 1000  # steps of batches, of which those on record are then forgotten
+
+
+def drawn_indices(plan: HasCost, bits: SegmentBits, step: int) -> NDArray[np.int64]:
+    """Draw the logical batch of a step: (k,) increasing int64 indices of examples, or of users.
+
+    Args:
+        plan: settings of the run.
+        bits: of the run's segment; a new segment draws its passes, classes and bins anew.
+        step: int, step of the plan.
+
+    Guarantees:
+        A pure function of (settings, bits, step), the same on every stack and machine.
+            [test_seeded_batches]
+    """
+    cost = plan.cost()
+
+    def words_at(step: int, stream: int) -> NDArray[np.uint64]:
+        if cost.noise == "secure":
+            return grid_noise.words(bits.bits("sampling", step), cost.num_examples, stream=stream)
+        key = bits.key("sampling", step)
+        key = fold_in(key, stream) if stream else key
+        return threefry.bits(key, cost.num_examples, width=64)
+
+    draw = Draw(
+        words_at=words_at,
+        step=step,
+        num_examples=cost.num_examples,
+        expected_batch_size=cost.expected_batch_size_at(step),
+        max_batch_size=cost.max_batch_size,
+        min_separation=cost.min_separation or 1,
+        epochs_per_assignment=cost.kept_epochs,
+    )
+    return SAMPLERS[cost.sampler](draw)
+
+
+def drawn_rows(
+    plan: HasCost,
+    bits: SegmentBits,
+    step: int,
+    units: NDArray[np.int64],
+    users: UserRows,
+    most: int,
+) -> DrawnRows:
+    """Draw at most K rows of each of some users, for one step.
+
+    Args:
+        plan: settings of the run.
+        bits: of the run's segment.
+        step: int, step of the plan.
+        units: (units,) int64, users of the step, or some of them.
+        users: rows of each user.
+        most: int, K.
+
+    Guarantees:
+        All subsets of min(K, rows) rows of a user are equally likely, independently of other users
+            and steps.  [test_every_subset_is_as_likely]
+        Pure function of (bits, step, user), the same for every split of a batch, on every stack
+            and machine.  [test_rows_of_a_user_do_not_depend_on_the_split, test_seeded_batches]
+    """
+    rows, owner = users.of(units)
+    if plan.cost().noise == "secure":
+        count = int(rows.max(initial=-1)) + 1
+        words = grid_noise.words(bits.bits("rows", step), count)[rows]
+    else:
+        words = threefry.bits_at(bits.key("rows", step), rows)
+    return rows_with_least_words(rows, owner, words, len(units), most)
 
 
 def num_physical_batches(num_drawn: int, size: int | None) -> int:
@@ -51,7 +126,7 @@ def physical_batches(
         yield padded, np.arange(rows) < len(part)
 
 
-def end_of_pass(plan: Any, start: int, end: int | None, until: int = 0) -> int:
+def end_of_pass(plan: HasCost, start: int, end: int | None, until: int = 0) -> int:
     """Return the step after the last one of a pass: one epoch from `start`, or what is left of it.
 
     An epoch is ceil(num_examples / expected_batch_size) steps, by the size at its first step. `end`
@@ -59,9 +134,9 @@ def end_of_pass(plan: Any, start: int, end: int | None, until: int = 0) -> int:
     """
     if end is not None and start >= end:
         return start
-    stop: int = start + math.ceil(plan.num_examples / plan.expected_batch_size_at(start))
-    limits = [limit for limit in (end, until) if limit is not None and limit > start]
-    return int(min([stop, *limits]))
+    cost = plan.cost()
+    stop = start + math.ceil(cost.num_examples / cost.expected_batch_size_at(start))
+    return min([stop, *(limit for limit in (end, until) if limit is not None and limit > start)])
 
 
 def require_end(end: int | None) -> int:
@@ -123,15 +198,15 @@ class HandedOut:
                 "record alone, engine.ledger.get_epsilon(delta=...)."
             )
 
-    def warn_of_undrawn(self, plan: Any, position: int) -> None:
+    def warn_of_undrawn(self, plan: HasCost, position: int) -> None:
         """Warn of releases on record whose batches were not drawn for them."""
         released, drawn = position - (self.begun or 0), self._count
-        by_itself = self._first is None and plan.has_drawn  # from plan.batch_indices
+        by_itself = self._first is None and plan.seed is not None  # from plan.batch_indices
         if released > drawn + 1 and not by_itself:
             warnings.warn(
                 f"{released} releases are on record and {drawn} batches were drawn for them: this "
-                f"epsilon is that of sampler={plan.sampler!r}, and holds for no batches that are "
-                "drawn otherwise or used again. Expected the loader's batches, or the rows of "
-                "plan.batch_indices(step), for every step that is run.",
+                f"epsilon is that of sampler={plan.cost().sampler!r}, and holds for no batches "
+                "that are drawn otherwise or used again. Expected the loader's batches for every "
+                "step that is run.",
                 stacklevel=3,
             )

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dualdp import _validate
+from dualdp.arrays import Array, Namespace
 
 CLIPPING = ("flat", "per_layer", "automatic")
 AUTOMATIC_OFFSET = 0.01  # gamma of AUTO-S, Bu et al. 2023 (automatic clipping), eq. 4.1
@@ -21,12 +22,12 @@ AUTOMATIC_OFFSET = 0.01  # gamma of AUTO-S, Bu et al. 2023 (automatic clipping),
 MARGIN = {"float32": 1e-4, "float64": 1e-12}
 
 
-def margin_of(dtype: Any) -> float:
+def margin_of(dtype: object) -> float:
     """Return the margin for sums in this dtype, of any array library."""
     return MARGIN["float64" if str(dtype).endswith("float64") else "float32"]
 
 
-def clip_factors(norms: Any, max_grad_norm: Any, *, xp: Any) -> Any:
+def clip_factors(norms: Array, max_grad_norm: Array | float, *, xp: Namespace) -> Array:
     """Return the factor that scales each example's gradient to norm at most C.
 
     Args:
@@ -50,7 +51,7 @@ def clip_factors(norms: Any, max_grad_norm: Any, *, xp: Any) -> Any:
     return xp.nan_to_num(xp.asarray(bound, dtype=norms.dtype) / xp.clip(norms, bound, None))
 
 
-def automatic_factors(norms: Any, max_grad_norm: Any, *, xp: Any) -> Any:
+def automatic_factors(norms: Array, max_grad_norm: Array | float, *, xp: Namespace) -> Array:
     """Return C / (norm + 0.01) / (1 + margin): gradients are normalised, none exceeds C.
 
     Returns:
@@ -68,13 +69,17 @@ def automatic_factors(norms: Any, max_grad_norm: Any, *, xp: Any) -> Any:
     return xp.where(xp.isfinite(norms), factors, xp.zeros_like(norms))
 
 
-def factors_for(clipping: str, norms: Any, max_grad_norm: Any, *, xp: Any) -> Any:
+def factors_for(
+    clipping: str, norms: Array, max_grad_norm: Array | float, *, xp: Namespace
+) -> Array:
     """Return the factors of one clipping group: normalised for "automatic", else clipped at C."""
     function = automatic_factors if clipping == "automatic" else clip_factors
     return function(norms, max_grad_norm, xp=xp)
 
 
-def group_bounds(groups: Sequence[str], max_grad_norm: Any) -> dict[str, Any]:
+def group_bounds(
+    groups: Sequence[str], max_grad_norm: Array | float | Mapping[str, float]
+) -> dict[str, Array]:
     """Return the bound of each per-layer group, with the total sensitivity C.
 
     `max_grad_norm` is C (C / sqrt(groups) for each group), or a mapping from group to bound.

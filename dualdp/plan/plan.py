@@ -5,37 +5,26 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Mapping
-from dataclasses import InitVar, dataclass, field, fields
+from dataclasses import dataclass, fields
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from dualdp import _validate, accountants, mechanisms
 from dualdp._validate import AccountingError, newer
-from dualdp.plan import accounting, participation, schedules
+from dualdp.plan import accounting, schedules
+from dualdp.plan.batches import drawn_indices, drawn_rows
 from dualdp.plan.clipping import CLIPPING, split_bounds
 from dualdp.plan.correlated import strategies
 from dualdp.plan.correlated.strategies import Strategy
-from dualdp.plan.samplers import SAMPLERS, WHOLE_PASS, Draw
-from dualdp.plan.units import compare
-from dualdp.plan.units.rows import UserRows, draw_rows, user_rows
-from dualdp.randomness import (
-    LockedKey,
-    RootKey,
-    bits,
-    fold_in,
-    grid_noise,
-    root_key,
-    run_registry,
-    unlock,
-)
-
-if TYPE_CHECKING:
-    from dualdp.randomness.run_registry import HasRecord
+from dualdp.plan.cost import Cost
+from dualdp.plan.samplers import SAMPLERS
+from dualdp.plan.units import UserRows, user_rows
+from dualdp.randomness import SegmentBits
+from dualdp.randomness.bits import checked_seed
 
 NOISE = ("fast", "portable", "secure")
 ON_BUDGET = ("raise", "stop")
@@ -43,13 +32,13 @@ UNITS = ("example", "user")
 Scheduled = float | schedules.Schedule | Callable[[int], float]
 _SCHEDULED = ("noise_multiplier", "max_grad_norm", "expected_batch_size")
 _FORMAT = "dualdp_plan"
-_VERSION = 2
+_VERSION = 3
 _MOST_STEPS = 10**7
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrivacyPlan:
-    """Settings that determine the batches, the noise and the epsilon of a run.
+    """Settings that decide what a run draws and what it costs: data, without any secret.
 
     Args:
         num_examples: size of the data set, in units.
@@ -72,9 +61,9 @@ class PrivacyPlan:
             C.
         target_epsilon: largest epsilon at `delta`; a step that would exceed it is refused.
         on_budget: "raise" or "stop": a step past the target raises an error or ends the loader.
-        seed: int for a run that is reproducible without its key file, for tests and comparisons
-            only; None draws the key from the operating system.
-        key: root key or path of its file, to reuse an existing key.
+        seed: int below 2^128 for the same batches and noise each time, for tests, comparisons and
+            papers: epsilon is then that of a run whose noise is secret. None for fresh bits of the
+            operating system.
         correlation: strategy of `dualdp.correlated`: the noise of a step also takes back noise of
             earlier steps. None for independent noise. The noise multiplier is then that of the
             whole run (`sensitivity`), and the sampler "fixed_order", "cyclic_poisson" (for a band)
@@ -93,9 +82,8 @@ class PrivacyPlan:
     max_grad_norm also accepts `AdaptiveNorm`, whose later values are known to the ledger only.
 
     Guarantees:
-        Batches, schedules, keys and epsilon are pure functions of (plan, key, step).
+        Schedules and epsilon are pure functions of (plan, step), and with a seed the batches.
             [test_plan_is_a_pure_function]
-        Neither `repr` nor `to_json` holds the key.  [test_the_key_is_never_published]
 
     Source: Abadi et al. 2016, Algorithm 1.
     """
@@ -117,16 +105,13 @@ class PrivacyPlan:
     target_epsilon: float | None = None
     on_budget: str = "raise"
     seed: int | None = None
-    key: InitVar[RootKey | LockedKey | str | os.PathLike[str] | None] = None
     correlation: Strategy | None = None
     min_separation: int | None = None
     epochs_per_assignment: int | None = None
     unit: str = "example"
     rows_per_unit: int | None = None
-    root: RootKey | LockedKey = field(init=False)
-    has_drawn = False  # True once a batch was drawn
 
-    def __post_init__(self, key: RootKey | LockedKey | str | os.PathLike[str] | None) -> None:
+    def __post_init__(self) -> None:
         put = partial(object.__setattr__, self)
         put("num_examples", _validate.integer("num_examples", self.num_examples, minimum=1))
         if self.num_steps is not None:
@@ -146,25 +131,9 @@ class PrivacyPlan:
         for name, table in _CHOICES.items():
             _validate.choice(name, getattr(self, name), table)
         _validate.choice("accountant", self.accountant, accountants.names())
-        if self.unit == "user" and self.rows_per_unit is None:
-            raise ValueError(
-                "rows_per_unit is missing beside unit='user'. Expected the most rows of a user "
-                "that one step uses."
-            )
-        if not isinstance(self.correlation, Strategy | None):
-            raise TypeError(
-                f"correlation is {_validate.kind(self.correlation)}. Expected a strategy of "
-                "dualdp.correlated, or None."
-            )
-        self._check_sampler()
-        root = root_key(key, self.seed)
-        if self.noise == "secure" and root.seed is not None:
-            raise ValueError(
-                f"seed={root.seed} with noise='secure'. Expected no seed: a key that anyone can "
-                "guess takes the noise away."
-            )
-        put("root", root)
-        put("seed", root.seed)
+        if self.seed is not None:
+            put("seed", checked_seed(self.seed))
+        self._check_together()
 
     def _checked_schedule(self, name: str, value: Scheduled) -> schedules.Schedule:
         """Schedule of one setting, with its planned values validated."""
@@ -178,60 +147,43 @@ class PrivacyPlan:
         constant = isinstance(schedule, schedules.Constant)
         first_only = adaptive or constant or self.num_steps is None
         planned = np.arange(1 if first_only else self.num_steps or 0)
-        self._require_in_range(name, planned, schedule.at(planned), is_constant=constant)
+        schedules.values_at(name, schedule, planned, self.num_examples)
         return schedule
 
-    def _require_in_range(
-        self, name: str, steps: NDArray[np.int64], values: Any, *, is_constant: bool = False
-    ) -> None:
-        """Raise for the first step whose scheduled value is out of range."""
-        values = np.asarray(values, dtype=np.float64)
-        least = ">= 0" if name == "noise_multiplier" else "> 0"
-        low = values >= 0 if least == ">= 0" else values > 0
-        possible = low & np.isfinite(values)
-        fits = values <= self.num_examples if name == "expected_batch_size" else possible
-        wrong = np.flatnonzero(~(possible & fits))
-        if not wrong.size:
-            return
-        first = int(wrong[0])
-        named = f"{name}={float(values[first])}{'' if is_constant else f' at step {steps[first]}'}"
-        if possible[first]:
+    def _check_together(self) -> None:
+        """Raise on settings that do not go together, or whose cost is not known."""
+        if self.unit == "user" and self.rows_per_unit is None:
             raise ValueError(
-                f"{named} exceeds num_examples={self.num_examples}. Expected at most the whole "
-                "data set."
+                "rows_per_unit is missing beside unit='user'. Expected the most rows of a user "
+                "that one step uses."
             )
-        end = "" if is_constant else "; end the run or the change of the schedule before that step"
-        raise ValueError(f"{named} is out of range. Expected a finite number {least}{end}.")
+        if not isinstance(self.correlation, Strategy | None):
+            raise TypeError(
+                f"correlation is {_validate.kind(self.correlation)}. Expected a strategy of "
+                "dualdp.correlated, or None."
+            )
+        if self.noise == "secure" and self.seed is not None:
+            raise ValueError(
+                f"seed={self.seed} with noise='secure'. Expected no seed: noise that anyone can "
+                "draw again can be taken away."
+            )
+        cost = self.cost()
+        cost.check()
+        if not (cost.is_patterned and self.sampler == "balls_in_bins"):  # whose bounds take long
+            steps = min(self.num_steps or 0, 1) if cost.is_patterned else 1
+            accounting.spent_by(cost, [accounting.Segment(0, steps)])
 
-    def _check_sampler(self) -> None:
-        """Raise on settings that the accounting of the sampler does not cover."""
-        if (self.max_batch_size is not None) != (self.sampler == "truncated_poisson"):
-            raise ValueError(
-                f"max_batch_size={self.max_batch_size} with sampler={self.sampler!r}. Expected it "
-                "with sampler='truncated_poisson', and only there."
-            )
-        scheduled = [
-            name
-            for name in ("noise_multiplier", "expected_batch_size")
-            if not self.is_constant(name)
-        ]
-        if self.sampler in WHOLE_PASS and scheduled:
-            raise ValueError(
-                f"{scheduled[0]} follows a schedule, but sampler={self.sampler!r} is accounted by "
-                "whole passes. Expected a number, or sampler='poisson'."
-            )
-        size = self.expected_batch_size_at(0)
-        if self.sampler == "fixed_size" and (scheduled[1:] or not size.is_integer()):
-            raise ValueError(
-                f"expected_batch_size={size} with sampler='fixed_size'. Expected one integer."
-            )
-        participation.check(self)
-        if participation.is_patterned(self) and self.sampler == "balls_in_bins":
-            participation.unit_sensitivity(self)  # several bounds, compared when asked for
-        elif participation.is_patterned(self):
-            accounting.spent_after(self, min(self.num_steps or 0, 1))
-        else:
-            accounting.account(self, [(self.noise_multiplier_at(0), size, 1)])
+    def cost(self) -> Cost:
+        """Return the settings that decide what a run costs; see `dualdp.plan.accounting`."""
+        return self._cost
+
+    @cached_property
+    def _cost(self) -> Cost:
+        return Cost(**{item.name: getattr(self, item.name) for item in fields(Cost)})
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the fields, without what was computed of them."""
+        return {item.name: getattr(self, item.name) for item in fields(self)}
 
     def is_constant(self, name: str) -> bool:
         """Return True if noise_multiplier, max_grad_norm or expected_batch_size never changes."""
@@ -239,11 +191,11 @@ class PrivacyPlan:
 
     def noise_multiplier_at(self, step: int) -> float:
         """Return noise standard deviation / max_grad_norm at a step."""
-        return self._at("noise_multiplier", step)
+        return self._cost.noise_multiplier_at(step)
 
     def max_grad_norm_at(self, step: int) -> float:
         """Return C at a step, gradient units."""
-        return self._at("max_grad_norm", step)
+        return self._cost.max_grad_norm_at(step)
 
     def clipping_bounds(self, max_grad_norm: float) -> float | dict[str, float]:
         """Return the argument of the clipper: C, or a mapping from group to bound."""
@@ -253,25 +205,25 @@ class PrivacyPlan:
 
     def expected_batch_size_at(self, step: int) -> float:
         """Return the divisor of the sum of a step, in examples."""
-        return self._at("expected_batch_size", step)
+        return self._cost.expected_batch_size_at(step)
 
     def sample_rate_at(self, step: int) -> float:
         """Return the probability that one example joins the logical batch of a step."""
         return self.expected_batch_size_at(step) / self.num_examples
 
-    @cached_property
+    @property
     def sensitivity(self) -> float:
         """s: how many times more noise z has than noise_multiplier * max_grad_norm.
 
         For "fixed_order" the L2 sensitivity of the whole run to one example with gradients of norm
         1; for other samplers the largest column norm of C, 1 for independent noise.
         """
-        return participation.unit_sensitivity(self)
+        return self._cost.sensitivity
 
-    @cached_property
+    @property
     def is_correlated(self) -> bool:
         """True if the noises of two steps are not independent."""
-        return self.correlation is not None and self.correlation != strategies.identity()
+        return self._cost.is_correlated
 
     def draw_stddev(self, step: int, max_grad_norm: float) -> float:
         """Return the standard deviation of the z of a step with this bound, gradient units."""
@@ -307,47 +259,31 @@ class PrivacyPlan:
             )
         return self.sample_rate_at(0)
 
-    def _at(self, name: str, step: int) -> float:
-        """Scheduled value at a step, validated: an open-ended schedule may leave its range."""
-        schedule, step = getattr(self, name), _validate.integer("step", step)
-        if isinstance(schedule, schedules.Constant):  # checked when the plan was made
-            return float(schedule)
-        return float(self.scheduled(name, np.asarray([step]))[0])
-
-    def scheduled(self, name: str, steps: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Return the values of noise_multiplier, max_grad_norm or expected_batch_size at steps.
+    def batch_indices(self, step: int) -> NDArray[np.int64]:
+        """Return the examples of the logical batch of a step: (k,) increasing int64.
 
         Raises:
-            ValueError: one is out of range; the step is named.
+            ValueError: the plan has no seed, so that only a loader knows its batches.
         """
-        values = np.asarray(getattr(self, name).at(steps), dtype=np.float64)
-        self._require_in_range(name, steps, values)
-        return values
+        return drawn_indices(self, self._seeded_bits(), _validate.integer("step", step))
 
-    def step_key(self, purpose: str, step: int, branch: int = 0) -> NDArray[np.uint32]:
-        """Return the (2,) uint32 key of a step for a purpose of `randomness.PURPOSES`."""
-        return self.root.require_secret().step_key(purpose, step, branch)
-
-    def batch_indices(self, step: int) -> NDArray[np.int64]:
-        """Return the examples of the logical batch of a step: (k,) increasing int64."""
-        object.__setattr__(self, "has_drawn", True)
-        draw = Draw(
-            words_at=self._sampling_words,
-            step=step,
-            num_examples=self.num_examples,
-            expected_batch_size=self.expected_batch_size_at(step),
-            max_batch_size=self.max_batch_size,
-            min_separation=self.min_separation or 1,
-            epochs_per_assignment=self._kept_epochs,
-        )
-        return SAMPLERS[self.sampler](draw)
+    def _seeded_bits(self) -> SegmentBits:
+        if self.seed is None:
+            raise ValueError(
+                "The plan has no seed, so its batches are drawn anew by each run. Expected the "
+                "loader of make_private or make_loader, whose batches (loader.indices()) are "
+                "those that epsilon holds for; or seed=, for tests and comparisons."
+            )
+        return SegmentBits(self.seed)
 
     @property
     def rows_per_item(self) -> int | None:
         """K where an item of the data holds K rows and is one example; None for one row."""
         return self.rows_per_unit if self.unit == "example" else None
 
-    def row_indices(self, step: int, users: Any = None) -> NDArray[np.int64]:
+    def row_indices(
+        self, step: int, users: ArrayLike | UserRows | None = None
+    ) -> NDArray[np.int64]:
         """Return the rows of the logical batch of a step, unit by unit: (m,) int64.
 
         `dualdp.units.draw_rows` gives the same rows as blocks of K, with weights.
@@ -358,63 +294,16 @@ class PrivacyPlan:
                 u K .. u K + K - 1.
 
         Raises:
-            ValueError: the ids name another number of users than num_examples.
+            ValueError: the plan has no seed, or the ids name another number of users than
+                num_examples.
         """
         units, most = self.batch_indices(step), self.rows_per_unit or 1
         if users is None:
             return (units[:, None] * most + np.arange(most)).reshape(-1)
         owned = user_rows(users)
         require_size(self, owned.num_users)
-        drawn = draw_rows(self, step, units, owned, most)
+        drawn = drawn_rows(self, self._seeded_bits(), step, units, owned, most)
         return drawn.rows[drawn.weights > 0]
-
-    def compare_units(self, counts: Any) -> compare.UnitComparison:
-        """Compare this plan with other ways to protect users; see `dualdp.units.compare_units`.
-
-        Args:
-            counts: (users,) integers, number of rows of each user.
-        """
-        return compare.compare_units(self, counts)
-
-    def _sampling_words(self, step: int, stream: int) -> NDArray[np.uint64]:
-        """(num_examples,) uniform 64-bit integers that decide which examples join a batch."""
-        if self.noise == "secure":
-            key = grid_noise.stream_key(self, "sampling", step)
-            return grid_noise.words(key, self.num_examples, stream=stream)
-        words = self.step_key("sampling", step)
-        return bits(fold_in(words, stream) if stream else words, self.num_examples, width=64)
-
-    def save_key(self, path: str | os.PathLike[str]) -> None:
-        """Write the secret key to a new file, mode 0600, for a resume or another process."""
-        root = self.root.require_secret()
-        root.save(path)
-        try:
-            run_registry.mark_new_file(root)
-        except BaseException:
-            os.unlink(path)
-            raise
-
-    def claim(
-        self,
-        ledger: HasRecord | None = None,
-        *,
-        recorder: str = "claim",
-        source: str = run_registry.OWN_STEP,
-        resumed: bool = False,
-        follows: bool = False,
-    ) -> None:
-        """Reserve the key for one run: a second run would repeat the noise of the first.
-
-        Plans with a seed are for tests and comparisons, and may be run again. `recorder` names the
-        caller that keeps the `ledger` of the run, and `source` the source of its noise, "" if
-        `add_noise` or `noisy_mean` will be it. `resumed` is True for the same run, continued with
-        its ledger, and `follows` if another process of the same group has begun the run.
-
-        Raises:
-            AccountingError: another run has the key, of this process, or of any that left a mark
-                beside the key file or on this machine; or such a mark can't be written.
-        """
-        run_registry.begin(self, ledger, recorder, source=source, resumed=resumed, follows=follows)
 
     def epsilon(self, step: int | None = None) -> float:
         """Return an upper bound on epsilon after `step` releases, at the plan's delta.
@@ -434,24 +323,7 @@ class PrivacyPlan:
             raise ValueError(
                 f"step={step} is past the plan's num_steps={self.num_steps}. Expected at most that."
             )
-        spent = accounting.spent_after(self, step)
-        return float(spent.get_epsilon(delta=self.delta))
-
-    @property
-    def sizes(self) -> dict[str, int | None]:
-        """Sizes that this sampler's accounting needs, by argument name of `accountant.step`."""
-        if self.sampler == "balls_in_bins" and self._kept_epochs > 1:
-            return {"epochs_per_assignment": self._kept_epochs}
-        if self.sampler != "truncated_poisson":
-            return {}
-        return {"num_examples": self.num_examples, "max_batch_size": self.max_batch_size}
-
-    @property
-    def _kept_epochs(self) -> int:
-        """Passes for which balls-in-bins keeps an assignment."""
-        if self.sampler == "balls_in_bins" and self.is_correlated:
-            return max(1, -(-(self.num_steps or 0) // participation.separation(self)))
-        return self.epochs_per_assignment or 1
+        return accounting.epsilon(self._cost, [accounting.Segment(0, step)])
 
     @classmethod
     def calibrate(cls, *, target_epsilon: float, **arguments: Any) -> Self:
@@ -470,82 +342,58 @@ class PrivacyPlan:
                 "calibrate finds the noise multiplier."
             )
         draft = cls(noise_multiplier=1.0, target_epsilon=target_epsilon, **arguments)
-        noise_multiplier = accounting.calibrated_noise(draft, target_epsilon)
-        return cls(
-            noise_multiplier=noise_multiplier,
-            target_epsilon=target_epsilon,
-            **{**arguments, "key": draft.root},
-        )
+        noise = accounting.calibrated_noise(draft.cost(), target_epsilon)
+        return cls(noise_multiplier=noise, target_epsilon=target_epsilon, **arguments)
 
     def to_json(self) -> str:
-        """Return the plan as JSON; the secret key is replaced by its SHA-256."""
-        data: dict[str, Any] = {_FORMAT: 1, "key_sha256": self.root.sha256}
-        for name in _FIELDS:
-            value = getattr(self, name)
-            if name in _SINCE_2 and value == _SINCE_2[name]:
-                continue
-            data[name] = schedules.to_json(value) if name in _SCHEDULED else value
-            if name in _SINCE_2:
-                data[_FORMAT] = _VERSION
+        """Return the plan as JSON."""
+        data: dict[str, Any] = {_FORMAT: _VERSION}
+        data |= {item.name: getattr(self, item.name) for item in fields(self)}
+        data |= {name: schedules.to_json(data[name]) for name in _SCHEDULED}
         if self.correlation is not None:
             data["correlation"] = strategies.to_json(self.correlation)
         return json.dumps(data, indent=1)
 
     @classmethod
-    def from_json(cls, text: str, key: RootKey | str | os.PathLike[str] | None = None) -> Self:
+    def from_json(cls, text: str) -> Self:
         """Read the JSON of `to_json`.
 
-        Args:
-            text: str, the JSON.
-            key: root key or path of its file. Without it the plan can be read and accounted;
-                batches and noise need it, unless the plan was made from a seed.
-
         Raises:
-            ValueError: not a plan, one of a later version, or the key of another one.
+            ValueError: not a plan, or one of another version.
         """
-        version, known = None, 1
+        version = None
         try:
             data = json.loads(text)
             version = data.pop(_FORMAT)
-            known = _VERSION if set(data) & set(_SINCE_2) else 1
-            if version != known:
-                raise ValueError("unknown version")
-            sha256 = data.pop("key_sha256")
-            if not isinstance(sha256, str):
-                raise ValueError("key_sha256 is no text")
+            if version != _VERSION:
+                raise ValueError(f"its version is {version!r}")
             for name in _SCHEDULED:
                 data[name] = schedules.from_json(name, data[name])
-            seed = data.pop("seed")
-            if data.get("correlation") is not None:
+            if data["correlation"] is not None:
                 data["correlation"] = strategies.from_json("correlation", data["correlation"])
-            unknown = set(data) - set(_FIELDS)
-            if unknown:
-                raise ValueError(f"unknown fields {sorted(unknown)}")
+            if unknown := set(data) ^ {item.name for item in fields(cls)}:
+                raise ValueError(f"unknown or missing fields {sorted(unknown)}")
         except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
-            if isinstance(version, int) and version > known:
-                raise ValueError(newer("The text", "plan", version, known)) from None
+            if isinstance(version, int) and version != _VERSION:
+                raise ValueError(newer("The text", "plan", version, _VERSION)) from None
             raise ValueError(
                 f"The text is not a plan ({error}). Expected what PrivacyPlan.to_json wrote."
             ) from error
-        if key is None:
-            root = LockedKey(sha256) if seed is None else unlock(sha256, RootKey.from_seed(seed))
-        else:
-            root = unlock(sha256, key)
         try:
-            return cls(**data, key=root)
+            return cls(**data)
         except (ArithmeticError, LookupError) as error:  # of a schedule, at some step
             raise ValueError(
                 f"The text is not a plan ({error}). Expected what PrivacyPlan.to_json wrote."
             ) from error
 
 
-def require_plan(plan: Any) -> None:
+def require_plan(plan: object) -> None:
     """Raise unless this is a plan."""
     if not isinstance(plan, PrivacyPlan):
         raise TypeError(f"plan is {_validate.kind(plan)}. Expected a dualdp.PrivacyPlan.")
 
 
-def checked_step(plan: PrivacyPlan, step: Any) -> int:
+def checked_step(plan: PrivacyPlan, step: int) -> int:
     """Return the step as an integer, if the plan has it."""
     number = _validate.integer("step", step)
     if plan.num_steps is not None and number >= plan.num_steps:
@@ -601,17 +449,7 @@ _CHOICES = {
     "on_budget": ON_BUDGET,
     "unit": UNITS,
 }
-#: Fields that plans of version 1 do not have, and their defaults, with which a plan is written as
-#: version 1.
-_SINCE_2 = {
-    "correlation": None,
-    "min_separation": None,
-    "epochs_per_assignment": None,
-    "unit": "example",
-    "rows_per_unit": None,
-}
 _SIZES = (
     *("physical_batch_size", "max_batch_size", "min_separation", "epochs_per_assignment"),
     "rows_per_unit",
 )
-_FIELDS = [item.name for item in fields(PrivacyPlan) if item.init]

@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, Protocol, Self
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from dualdp import _validate
 from dualdp._validate import AccountingError
@@ -23,7 +24,7 @@ Values = NDArray[np.float64]
 class Schedule(Protocol):
     """Function from the step, 0 or more, to a value."""
 
-    def at(self, steps: Any) -> Values:
+    def at(self, steps: ArrayLike) -> Values:
         """Return the values at the given steps, shape of `steps`."""
         ...
 
@@ -46,13 +47,33 @@ class Constant(float):
         """The number, as a plain float."""
         return float(self)
 
-    def at(self, steps: Any) -> Values:
+    def at(self, steps: ArrayLike) -> Values:
         """Return the values at the given steps, shape of `steps`."""
         return np.full(np.shape(steps), self.value, dtype=np.float64)
 
 
 @dataclass(frozen=True)
-class Step:
+class _Checked:
+    """Schedule whose numbers are checked by name; a name has one meaning in all schedules."""
+
+    def __post_init__(self) -> None:
+        for name, check in _CHECKS.items():
+            if getattr(self, name, None) is not None:
+                check(name, getattr(self, name))
+
+
+#: Name of a number -> its check.
+_CHECKS: Mapping[str, Callable[[str, Any], float]] = {
+    **dict.fromkeys(("initial", "final"), _validate.real),
+    **dict.fromkeys(("factor", "rate", "learning_rate"), _validate.positive),
+    **dict.fromkeys(("every", "over"), partial(_validate.integer, minimum=1)),
+    "quantile": _validate.open_probability,
+    "count_noise_multiplier": _validate.positive,
+}
+
+
+@dataclass(frozen=True)
+class Step(_Checked):
     """`initial * factor ** (step // every)`.
 
     Args:
@@ -65,19 +86,14 @@ class Step:
     factor: float
     every: int
 
-    def __post_init__(self) -> None:
-        _validate.real("initial", self.initial)
-        _validate.positive("factor", self.factor)
-        _validate.integer("every", self.every, minimum=1)
-
-    def at(self, steps: Any) -> Values:
+    def at(self, steps: ArrayLike) -> Values:
         """Return the values at the given steps, shape of `steps`; inf past the largest float."""
         times = np.asarray(np.asarray(steps) // self.every, dtype=np.float64)
         return _power(self.initial, self.factor, times)
 
 
 @dataclass(frozen=True)
-class Exponential:
+class Exponential(_Checked):
     """`initial * rate ** step`.
 
     Args:
@@ -88,11 +104,7 @@ class Exponential:
     initial: float
     rate: float
 
-    def __post_init__(self) -> None:
-        _validate.real("initial", self.initial)
-        _validate.positive("rate", self.rate)
-
-    def at(self, steps: Any) -> Values:
+    def at(self, steps: ArrayLike) -> Values:
         """Return the values at the given steps, shape of `steps`; inf past the largest float."""
         return _power(self.initial, self.rate, np.asarray(steps, dtype=np.float64))
 
@@ -104,7 +116,7 @@ def _power(initial: float, base: float, exponent: Values) -> Values:
 
 
 @dataclass(frozen=True)
-class Linear:
+class Linear(_Checked):
     """Linear change from `initial` to `final` over `over` steps, then `final`.
 
     Args:
@@ -117,12 +129,7 @@ class Linear:
     final: float
     over: int
 
-    def __post_init__(self) -> None:
-        _validate.real("initial", self.initial)
-        _validate.real("final", self.final)
-        _validate.integer("over", self.over, minimum=1)
-
-    def at(self, steps: Any) -> Values:
+    def at(self, steps: ArrayLike) -> Values:
         """Return the values at the given steps, shape of `steps`."""
         share = self._share(np.minimum(np.asarray(steps) / self.over, 1.0))
         return np.asarray(self.initial + share * (self.final - self.initial))
@@ -148,7 +155,7 @@ class Table:
 
     values: tuple[float, ...]
 
-    def at(self, steps: Any) -> Values:
+    def at(self, steps: ArrayLike) -> Values:
         """Return the values at the given steps, shape of `steps`.
 
         Raises:
@@ -165,7 +172,7 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Warmup:
+class Warmup(_Checked):
     """Linear increase from 0 to the value of another schedule over `over` steps, then that one.
 
     Args:
@@ -177,17 +184,17 @@ class Warmup:
     over: int
 
     def __post_init__(self) -> None:
-        _validate.integer("over", self.over, minimum=1)
+        super().__post_init__()
         object.__setattr__(self, "then", as_schedule("then", self.then, None))
 
-    def at(self, steps: Any) -> Values:
+    def at(self, steps: ArrayLike) -> Values:
         """Return the values at the given steps, shape of `steps`."""
         share = np.minimum((np.asarray(steps) + 1) / self.over, 1.0)
         return np.asarray(share * self.then.at(steps))
 
 
 @dataclass(frozen=True)
-class AdaptiveNorm:
+class AdaptiveNorm(_Checked):
     """Clipping norm that follows a quantile of the gradient norms, learned privately.
 
     Each step also releases a noisy count of the examples with a norm below the bound. The bound is
@@ -211,13 +218,10 @@ class AdaptiveNorm:
     count_noise_multiplier: float | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _validate.positive("initial", self.initial)
-        _validate.open_probability("quantile", self.quantile)
-        _validate.positive("learning_rate", self.learning_rate)
-        if self.count_noise_multiplier is not None:
-            _validate.positive("count_noise_multiplier", self.count_noise_multiplier)
 
-    def at(self, steps: Any) -> Values:
+    def at(self, steps: ArrayLike) -> Values:
         """Return the bound of step 0; later ones depend on the releases.
 
         Raises:
@@ -268,6 +272,30 @@ def as_schedule(
         _validate.takes(name, value, "(step)", 0)
         return Table(tuple(_validate.real(f"{name}({k})", value(k)) for k in range(num_steps)))
     return Constant(_validate.real(name, value))
+
+
+def values_at(name: str, schedule: Schedule, steps: NDArray[np.int64], num_examples: int) -> Values:
+    """Return the values of a setting of a plan at (m,) steps.
+
+    Raises:
+        ValueError: one is out of range; the first such step is named.
+    """
+    values = np.asarray(schedule.at(steps), dtype=np.float64)
+    low = values >= 0 if name == "noise_multiplier" else values > 0
+    possible = low & np.isfinite(values)
+    most = num_examples if name == "expected_batch_size" else math.inf
+    wrong = np.flatnonzero(~(possible & (values <= most)))
+    if not wrong.size:
+        return values
+    first, is_constant = int(wrong[0]), isinstance(schedule, Constant)
+    named = f"{name}={values[first]}{'' if is_constant else f' at step {steps[first]}'}"
+    if possible[first]:
+        raise ValueError(
+            f"{named} exceeds num_examples={num_examples}. Expected at most the whole data set."
+        )
+    least = ">= 0" if name == "noise_multiplier" else "> 0"
+    end = "" if is_constant else "; end the run or the change of the schedule before that step"
+    raise ValueError(f"{named} is out of range. Expected a finite number {least}{end}.")
 
 
 def settles_at(schedule: Schedule) -> float:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dualdp.checkpoint import RUN
 from dualdp.porting import optimizer_state, parameter_map
 from dualdp.porting.matching import Mapped, match
 from dualdp.porting.parameter_map import ParameterMap
@@ -45,8 +46,13 @@ def to_jax(
     converted = optimizer_state.to_jax(state, maps, slots, steps)
     found = {f"params/{path.replace('/', '.')}": array for path, array in ported.items()}
     found |= {f"optimizer/{path.replace('/', '.')}": a for path, a in converted.items()}
-    described = {"views": 1, "trained": sorted(_leaves(maps, document["trained"]))}
-    return _pack(found, wanted, document, {"stack": "jax", "step": steps, **described})
+    described = {
+        "stack": "jax",
+        "settings": {"views": 1, "checks": document["settings"]["checks"]},
+        "trained": sorted(_leaves(maps, document["trained"])),
+        "parameters": [name.removeprefix("params/") for name in found if "params/" in name],
+    }
+    return _pack(found, wanted, document, described)
 
 
 def to_torch(
@@ -63,22 +69,23 @@ def to_torch(
     "buffers/<name>", to be filled; `like` is the document of a checkpoint of the torch model, of
     which "layout", "trained" and "optimizer" are read; `mapping` see `port.match`.
     """
-    if document.get("views", 1) > 1:
+    views = document["settings"].get("views", 1)
+    if views > 1:
         raise ValueError(
-            f"The run averages views={document['views']} of each example, drawn by JAX. Expected "
+            f"The run averages views={views} of each example, drawn by JAX. Expected "
             "to go on with it there; torch would draw others."
         )
     values = _wide(arrays, document, wanted)
-    leaves = {name: (values[f"params/{name}"].shape, "") for name in document["leaves"]}
+    leaves = {name: (values[f"params/{name}"].shape, "") for name in document["parameters"]}
     shapes = {name: shape for name, (shape, _) in wanted.items()}
     maps = _match(like, shapes, leaves, mapping)
     named = parameter_map.to_torch(maps, _below(values, "params/", "/"))
     found = {_stored(name, wanted): array for name, array in named.items()}
     state = optimizer_state.TorchState.of({}, like["optimizer"], like["trained"])
-    theirs, step = _below(values, "optimizer/", "/"), int(document["step"])
+    theirs, step = _below(values, "optimizer/", "/"), int(document["position"])
     slots = optimizer_state.to_torch(theirs, maps, state, step)
     of_torch = _leaves(maps, like["trained"])
-    apart = of_torch ^ {*document.get("trained", of_torch)}
+    apart = of_torch ^ {*document["trained"]}
     if apart:
         raise ValueError(
             f"The leaves {sorted(apart)} are trained either by the checkpoint's run or by this "
@@ -95,13 +102,12 @@ def to_torch(
         for slot, name in [path.split("/", 1)]
     }
     described = {
-        **{key: like[key] for key in ("layout", "trained")},
+        "stack": "torch",
+        **{key: like[key] for key in ("layout", "trained", "parameters")},
         "optimizer": {**like["optimizer"], "plain": {}},
         "noise_layout": parameter_map.to_json(maps),
     }
-    return _pack(
-        found, {**wanted, **dtypes}, document, {"stack": "torch", "position": step, **described}
-    )
+    return _pack(found, {**wanted, **dtypes}, document, described)
 
 
 def _leaves(maps: Iterable[ParameterMap], names: Iterable[str]) -> set[str]:
@@ -175,5 +181,5 @@ def _pack(
             packed[name] = (rounded >> 16).astype(np.uint16)
         else:
             packed[name] = np.ascontiguousarray(array, dtype).reshape(np.shape(array))
-    run = {key: document[key] for key in ("plan", "ledger", "ledger_file")}
+    run = {key: document[key] for key in RUN}
     return packed, {"bfloat16": low, **described, **run}

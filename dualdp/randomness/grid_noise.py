@@ -3,8 +3,8 @@
 
 Properties that `noise="secure"` has and the other modes lack:
 
-- The stream is cryptographic. Its key is BLAKE2b of the root key, which the operating system drew;
-  the root key has 128 bits, and so has the security.
+- The stream is cryptographic. Its key of 256 bits is drawn from the operating system for each
+  release, and kept nowhere.
 - A released number lies on a grid that the plan fixes. Ordinary floating-point noise does not: a
   float32 normal of `jax.random` has 2^23 values, so that one released coordinate distinguishes two
   neighboring data sets with probability 0.9 [test_one_coordinate_betrays_ordinary_noise].
@@ -22,9 +22,6 @@ SP 800-38A (CTR); Box & Muller 1958.
 from __future__ import annotations
 
 import math
-import os
-from collections import deque
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -43,7 +40,6 @@ _BLOCK = 1 << 15  # numbers; their keystream and the working set stay in the sec
 _AES_BLOCK = 16  # bytes
 _KEY_BYTES = 32
 _ZEROS = bytes(8 * _BLOCK)
-_MOST_AHEAD = 1 << 27  # largest noise (1 GiB) drawn ahead; larger models draw in their step
 _MOST_CELLS = 2.0**48  # largest stddev / pitch: ten standard deviations are exact in float64
 
 
@@ -75,16 +71,6 @@ def pitch(max_grad_norm: float, num_parameters: int) -> float:
     return math.ldexp(1.0, exponent - 1)
 
 
-def stream_key(plan: Any, purpose: str, step: int, branch: int = 0) -> bytes:
-    """Return the 256-bit AES key of one step for one purpose.
-
-    Guarantees:
-        No two (purpose, step, branch) share a stream.  [test_streams_are_distinct]
-    """
-    secret: bytes = plan.root.require_secret().step_secret(purpose, step, branch)
-    return secret[-_KEY_BYTES:]  # the first bytes are the other modes' `step_key`
-
-
 def keystream(key: bytes, first_block: int, num_bytes: int) -> bytes:
     """Return bytes of the AES-CTR keystream from the 16-byte block `first_block` on."""
     try:
@@ -99,20 +85,20 @@ def keystream(key: bytes, first_block: int, num_bytes: int) -> bytes:
     return encryptor.update(_ZEROS[:num_bytes] if num_bytes < len(_ZEROS) else bytes(num_bytes))
 
 
-def words(key: bytes, shape: int | Sequence[int], *, stream: int = 0) -> NDArray[np.uint64]:
-    """Return uniform 64-bit integers: the keystream as little-endian words.
+def words(bits: bytes, count: int, *, stream: int = 0) -> NDArray[np.uint64]:
+    """Return (count,) uniform 64-bit integers: the keystream as little-endian words.
 
-    Element i in row-major order depends on (key, stream, i) alone.
+    Element i depends on (bits, stream, i) alone.
 
     Guarantees:
-        AES-256-CTR from counter stream * 2^64.  [test_the_stream_gives_the_known_answers]
+        AES-256-CTR from counter stream * 2^64, under the last 32 bytes of the bits.
+            [test_the_stream_gives_the_known_answers]
     """
-    stretch = keystream(key, stream << 64, 8 * int(np.prod(shape)))
-    return np.frombuffer(stretch, dtype="<u8").reshape(shape)
+    return np.frombuffer(keystream(bits[-_KEY_BYTES:], stream << 64, 8 * count), dtype="<u8")
 
 
-def normals(key: bytes, size: int, *, threads: int | None = None) -> Float64:
-    """Return standard normals in float64; element i depends on (key, i) alone.
+def normals(bits: bytes, size: int, *, threads: int | None = None) -> Float64:
+    """Return (size,) standard normals in float64; element i depends on (bits, i) alone.
 
     Guarantees:
         Independent of the number of threads.  [test_normals_do_not_depend_on_threads]
@@ -121,27 +107,29 @@ def normals(key: bytes, size: int, *, threads: int | None = None) -> Float64:
 
     Source: Box & Muller 1958, with tan of half the angle in place of cosine and sine.
     """
-    out, blocks = _drawing(key, size)
-    blocks.finish(threads)
+    return _noise_between(bits, 0, size, size=size, cells=None, threads=threads)
+
+
+def _noise_between(
+    bits: bytes, start: int, stop: int, *, size: int, cells: float | None, threads: int | None
+) -> Float64:
+    """Normals start..stop-1 of `size`; with `cells` those times it, rounded to integers."""
+    out, key = np.empty(stop - start), bits[-_KEY_BYTES:]
+
+    def draw(block: int, length: int) -> Float64:
+        drawn = _block_normals(key, block)[:length]
+        if cells is not None:
+            drawn *= cells
+            np.rint(drawn, out=drawn)
+        return drawn
+
+    fill_between(out, start, size=size, block=_BLOCK, draw=draw, threads=threads)
     return out
 
 
-def _drawing(key: bytes, size: int) -> tuple[Float64, Blocks]:
-    """Array for normals, and the blocks that fill it."""
-    out = np.empty(size)
-
-    def fill(block: int) -> None:
-        own = out[block * _BLOCK : (block + 1) * _BLOCK]
-        if own.size == _BLOCK:
-            _block_normals(key, block, own)
-        else:
-            own[:] = _block_normals(key, block, np.empty(_BLOCK))[: own.size]
-
-    return out, Blocks(fill, -(-size // _BLOCK))
-
-
-def _block_normals(key: bytes, block: int, out: Float64) -> Float64:
-    """All normals of a block, written to `out`."""
+def _block_normals(key: bytes, block: int) -> Float64:
+    """All normals of a block."""
+    out = np.empty(_BLOCK)
     stretch = keystream(key, block * (8 * _BLOCK // _AES_BLOCK), 8 * _BLOCK)
     _box_muller(np.frombuffer(stretch, dtype="<u8"), out)
     return out
@@ -171,48 +159,24 @@ def _box_muller(raw: NDArray[Any], out: Float64) -> None:
     cosine -= diameter
 
 
-#: Key and normals of the expected next step, drawn in the background; one, to bound the memory.
-_ahead: deque[tuple[bytes, Float64, Blocks]] = deque(maxlen=1)  # thread-safe
-if hasattr(os, "register_at_fork"):  # a forked process lacks the background thread
-    os.register_at_fork(after_in_child=_ahead.clear)
-
-
-def grid_noise(
-    plan: Any, step: int, *, branch: int, cells: float, size: int, threads: int | None = None
-) -> Float64:
-    """Return the noise of a step in units of the grid: (size,) float64 integers below 2^52.
+def grid_noise(bits: bytes, *, cells: float, size: int, threads: int | None = None) -> Float64:
+    """Return the noise of a release in units of the grid: (size,) float64 integers below 2^52.
 
     The sum rounded to the grid plus this noise equals the rounding of the rounded sum plus a
-    Gaussian of standard deviation `cells`: post-processing of the Gaussian mechanism. Noise does
-    not depend on the data, so that of the next step is drawn in the background.
+    Gaussian of standard deviation `cells`: post-processing of the Gaussian mechanism.
     """
     _check_cells(cells, size)
-    noise = _normals_of_step(stream_key(plan, "noise", step, branch), size, threads)
-    is_last = plan.num_steps is not None and step + 1 >= plan.num_steps
-    if not is_last and _BLOCK < size <= _MOST_AHEAD:
-        following = stream_key(plan, "noise", step + 1)
-        out, blocks = _drawing(following, size)
-        _ahead.append((following, out, blocks))
-        blocks.begin()
-
-    def scale(part: slice) -> None:
-        noise[part] *= cells
-        np.rint(noise[part], out=noise[part])
-
-    _by_parts(scale, size, threads)
-    return noise
+    return _noise_between(bits, 0, size, size=size, cells=cells, threads=threads)
 
 
-def _normals_of_step(key: bytes, size: int, threads: int | None) -> Float64:
-    """Standard normals of a stream: those drawn ahead, or drawn now."""
-    try:
-        drawn, out, blocks = _ahead.pop()
-    except IndexError:
-        return normals(key, size, threads=threads)
-    if drawn != key or out.size != size:
-        return normals(key, size, threads=threads)
-    blocks.finish(threads)
-    return out
+def grid_noise_between(bits: bytes, start: int, stop: int, *, cells: float, size: int) -> Float64:
+    """Return the elements start..stop-1 of `grid_noise`, without drawing the others.
+
+    Guarantees:
+        Bit for bit those of the whole noise.  [test_secure_parts_are_those_of_the_whole]
+    """
+    _check_cells(cells, size)
+    return _noise_between(bits, start, stop, size=size, cells=cells, threads=None)
 
 
 def _check_cells(cells: float, size: int) -> None:
@@ -222,24 +186,6 @@ def _check_cells(cells: float, size: int) -> None:
             f"noise of {cells:.3g} grid cells is too wide for noise='secure' with {size} "
             "parameters. Expected at most 2**48; lower noise_multiplier."
         )
-
-
-def grid_noise_between(
-    plan: Any, step: int, start: int, stop: int, *, branch: int, cells: float, size: int
-) -> Float64:
-    """Return the elements start..stop-1 of `grid_noise`, without drawing the others.
-
-    Guarantees:
-        Bit for bit those of the whole noise.  [test_secure_parts_are_those_of_the_whole]
-    """
-    _check_cells(cells, size)
-    out, key = np.empty(stop - start), stream_key(plan, "noise", step, branch)
-
-    def draw(block: int, length: int) -> Float64:
-        return np.rint(_block_normals(key, block, np.empty(_BLOCK))[:length] * cells)
-
-    fill_between(out, start, size=size, block=_BLOCK, draw=draw)
-    return out
 
 
 def noisy_sum(
@@ -252,7 +198,8 @@ def noisy_sum(
     """
     out = np.empty_like(sums)
 
-    def add(part: slice) -> None:
+    def add(block: int) -> None:
+        part = slice(block * _BLOCK, (block + 1) * _BLOCK)  # a block fits in the cache
         whole = sums[part].astype(np.float64)
         whole /= pitch
         np.rint(whole, out=whole)
@@ -260,11 +207,5 @@ def noisy_sum(
         whole *= pitch
         out[part] = whole
 
-    _by_parts(add, sums.size, threads)
+    Blocks(add, -(-sums.size // _BLOCK)).finish(threads)
     return out
-
-
-def _by_parts(work: Callable[[slice], None], size: int, threads: int | None) -> None:
-    """Elementwise work on all processors, in blocks that fit in the cache."""
-    parts = [slice(start, start + _BLOCK) for start in range(0, size, _BLOCK)]
-    Blocks(lambda block: work(parts[block]), len(parts)).finish(threads)

@@ -9,6 +9,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from numpy.typing import NDArray
+
 
 def cores() -> int:
     """Return the number of processors that this process may use."""
@@ -60,12 +62,12 @@ class Blocks:
 
 
 def fill_between(
-    out: Any,
+    out: NDArray[Any],
     start: int,
     *,
     size: int,
     block: int,
-    draw: Callable[[int, int], Any],
+    draw: Callable[[int, int], NDArray[Any]],
     threads: int | None = None,
 ) -> None:
     """Fill `out` with the elements from `start` on of an array of `size` in fixed blocks.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State and document of a run in a checkpoint: leaves by name, checks, and the resumed engine."""
+"""State and document of a run in a checkpoint: leaves by name, checks, and the loaded engine."""
 
 from __future__ import annotations
 
-import os
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,62 +12,70 @@ import jax.numpy as jnp
 import numpy as np
 
 from dualdp import _validate, checkpoint
-from dualdp.ledger.ledger import Ledger, claimed
-from dualdp.randomness import RootKey
+from dualdp.checkpoint import PathLike, RunDocument
+from dualdp.ledger.ledger import Ledger
+from dualdp.plan.plan import PrivacyPlan
 from dualdp_jax.compat import leaf_paths
-from dualdp_jax.parallel.process_group import Group
-from dualdp_jax.training.engine import PrivacyEngine
-from dualdp_jax.training.run_ledger import LOADED, SharedLedger
+from dualdp_jax.parallel.process_group import Group, on_first
+from dualdp_jax.training.engine import Loaded, PrivacyEngine
 from dualdp_jax.training.step import TrainState
 
-PathLike = str | os.PathLike[str]
+
+def run_document(state: TrainState, engine: PrivacyEngine, path: PathLike) -> RunDocument:
+    """Return the document of a checkpoint, with the ledger brought to the disk."""
+    settings = dict(engine.step_saved)
+    return checkpoint.describe_run(
+        engine.ledger,
+        path,
+        stack="jax",
+        settings=settings,
+        trained=settings.pop("trained", ()),
+        parameters=[name for name, _ in leaf_paths(state.params)],
+        pass_end=engine.pass_end,
+    )
 
 
-def run_document(state: TrainState, engine: PrivacyEngine, path: PathLike) -> dict[str, Any]:
-    """Return the document of a checkpoint, after saving ledger and key."""
-    return {
-        "stack": "jax",
-        "position": engine.ledger.position,
-        "step": int(state.step),
-        "pass_end": engine.pass_end,
-        "leaves": [name for name, _ in leaf_paths(state.params)],
-        **engine.step_saved,
-        **checkpoint.pack_run(engine.ledger, path),
-    }
-
-
-def check_engine(engine: Any) -> None:
-    """Refuse what is no engine, before anything is saved."""
+def check_saved(state: Any, engine: Any) -> None:
+    """Refuse what is no state or engine, before anything is saved."""
     if not isinstance(engine, PrivacyEngine):
         raise TypeError(f"engine is {_validate.kind(engine)}. Expected the run's PrivacyEngine.")
+    if not isinstance(state, TrainState):
+        raise TypeError(f"state is {_validate.kind(state)}. Expected the TrainState of a step.")
 
 
-def resume_engine(
-    state: TrainState,
-    document: Mapping[str, Any],
-    path: PathLike,
-    key: RootKey | PathLike | None,
-    ledger: PathLike | None,
+def loaded_engine(
+    state: TrainState, document: RunDocument, path: PathLike, ledger: PathLike | None
 ) -> PrivacyEngine:
-    """Return the engine of a checkpoint's run; process 0 opens its ledger."""
+    """Return the engine of a checkpoint's run; process 0 has its ledger's file, all its record."""
+    group = Group.current()
+    if group is not None:
+        group.require_same("the checkpoint", document, "Give all of them the same file.")
 
-    def open_ledger() -> Ledger:
-        resumed = checkpoint.unpack_run(document, path, key, ledger)
-        return claimed(resumed, recorder=LOADED, source="", resumed=True)
+    def open_ledger(recalibrate: bool) -> Ledger:
+        opened = list[Ledger]()
 
-    group, pass_end = Group.current(), document.get("pass_end", 0)  # 0.1.0 had no passes
-    if group is None:
-        return PrivacyEngine.loaded(open_ledger(), state, pass_end=pass_end, saved=document)
-    group.require_same("the checkpoint", document, "Give all of them the same file.")
-    shared = SharedLedger(group)
-    ours = shared.resumed(open_ledger, document["plan"])
-    return PrivacyEngine.loaded(ours, state, shared, pass_end, document)
+        def first() -> str:
+            opened.append(checkpoint.open_run(document, path, ledger, recalibrate=recalibrate))
+            return opened[0].to_json()
+
+        text = on_first(group, "the checkpoint's ledger", first)
+        if opened:
+            return opened[0]
+        before = text.rstrip("\n").rpartition("\n")[0]  # without the line of the new segment
+        return Ledger.resume(
+            before + "\n",
+            plan=PrivacyPlan.from_json(json.dumps(document["plan"])),
+            step=document["position"],
+            bound=document["bound"],
+            recalibrate=recalibrate,
+        )
+
+    saved = {**document["settings"], "trained": document["trained"]}
+    return PrivacyEngine.loaded(Loaded(state, open_ledger, document["pass_end"], saved), group)
 
 
 def named_leaves(state: TrainState) -> dict[str, Any]:
     """Return the saved leaves by name, "params/<path>" or "optimizer/<path>"."""
-    if not isinstance(state, TrainState):
-        raise TypeError(f"state is {_validate.kind(state)}. Expected the TrainState of a step.")
     found: dict[str, Any] = {}
     for prefix, tree in (("params", state.params), ("optimizer", state.opt_state)):
         for path, leaf in leaf_paths(tree):
@@ -131,9 +139,7 @@ def check_fits(saved: Mapping[str, tuple[Any, Any]], like: TrainState) -> None:
             )
 
 
-def restored_state(
-    arrays: Mapping[str, Any], document: Mapping[str, Any], like: TrainState
-) -> TrainState:
+def restored_state(arrays: Mapping[str, Any], position: int, like: TrainState) -> TrainState:
     """Return the saved state, in the structure and with the kinds of leaves of `like`."""
 
     def restored(array: Any, leaf: Any) -> Any:
@@ -149,4 +155,4 @@ def restored_state(
         return jax.tree.unflatten(jax.tree.structure(part), new)
 
     params, opt_state = tree("params", like.params), tree("optimizer", like.opt_state)
-    return TrainState(params, opt_state, document["step"])
+    return TrainState(params, opt_state, position)

@@ -11,22 +11,21 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import ml_dtypes
 import numpy as np
 
 from dualdp import checkpoint
-from dualdp.randomness import RootKey
+from dualdp.checkpoint import PathLike, RunDocument
 from dualdp_jax.checkpoint.run_state import (
-    PathLike,
-    check_engine,
     check_fits,
     check_like,
+    check_saved,
+    loaded_engine,
     named_arrays,
     restored_state,
-    resume_engine,
     run_document,
 )
-from dualdp_jax.checkpoint.single_file import write_file
-from dualdp_jax.parallel.process_group import Group
+from dualdp_jax.parallel.process_group import Group, on_first
 from dualdp_jax.training.engine import PrivacyEngine
 from dualdp_jax.training.step import TrainState
 
@@ -34,9 +33,9 @@ from dualdp_jax.training.step import TrainState
 def save_sharded_checkpoint(folder: PathLike, *, state: TrainState, engine: PrivacyEngine) -> None:
     """Write a run between two steps; each process writes its own shards of the state.
 
-    The folder holds numbered checkpoints; older ones are deleted once the new one is complete. Key
-    and ledger lie beside it as `<folder>.key` and `<folder>.ledger`, as with `save_checkpoint`. All
-    processes must call this, with a folder on a shared file system.
+    The folder holds numbered checkpoints; older ones are deleted once the new one is complete. The
+    ledger lies beside it as `<folder>.ledger`, as with `save_checkpoint`. All processes must call
+    this, with a folder on a shared file system.
 
     Args:
         folder: path of the checkpoints; created if needed.
@@ -53,49 +52,41 @@ def save_sharded_checkpoint(folder: PathLike, *, state: TrainState, engine: Priv
         Resumed, on this mesh or another, the run goes on where it was.
             [test_a_sharded_checkpoint_loads_on_other_meshes]
     """
-    check_engine(engine)
-    ocp = _orbax()
-    arrays = named_arrays(state)
+    check_saved(state, engine)
+    ocp, arrays, group = _orbax(), named_arrays(state), engine.group
 
-    def describe(_: None) -> tuple[int, dict[str, Any]]:
+    def describe() -> tuple[int, RunDocument]:
         checkpoint.make_folder(folder)
-        kinds = {name: [str(a.dtype), list(a.shape)] for name, a in arrays.items()}
-        document = {**run_document(state, engine, folder), "arrays": kinds}
+        document = run_document(state, engine, folder)
+        document["arrays"] = {name: [str(a.dtype), list(a.shape)] for name, a in arrays.items()}
         return 1 + max(checkpoint.numbers(folder), default=0), document
 
-    number, document = engine.written("the sharded checkpoint", lambda: None, describe)
+    number, document = on_first(group, "the sharded checkpoint", describe)
+    args = ocp.args
+    parts = args.Composite(arrays=args.PyTreeSave(arrays), run=args.JsonSave(document))
+    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as writer:
+        writer.save(checkpoint.numbered(folder, number), args=parts)
 
-    def save() -> None:
-        parts = ocp.args.Composite(
-            arrays=ocp.args.PyTreeSave(arrays), run=ocp.args.JsonSave(document)
-        )
-        with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as writer:
-            writer.save(checkpoint.numbered(folder, number), args=parts)
-
-    def clear(_: None) -> None:
+    def clear() -> None:
         for older in checkpoint.numbers(folder):
             if older < number:
                 shutil.rmtree(checkpoint.numbered(folder, older))
 
-    engine.written("the end of the sharded checkpoint", save, clear)
+    on_first(group, "the end of the sharded checkpoint", clear)
 
 
 def load_sharded_checkpoint(
-    folder: PathLike,
-    *,
-    like: TrainState,
-    key: RootKey | PathLike | None = None,
-    ledger: PathLike | None = None,
+    folder: PathLike, *, like: TrainState, ledger: PathLike | None = None
 ) -> tuple[TrainState, PrivacyEngine]:
     """Read the newest run that `save_sharded_checkpoint` wrote, perhaps on another mesh.
 
     The arguments are those of `load_checkpoint`; each leaf gets the sharding that it has in `like`.
 
     Returns:
-        `(state, engine)`; `engine.resume(..., data_sharding=...)` continues the run.
+        `(state, engine)`; `engine.resume(..., data_sharding=...)` goes on with the run.
 
     Raises:
-        FileNotFoundError: the folder holds no whole checkpoint, or key or ledger is missing.
+        FileNotFoundError: the folder holds no whole checkpoint, or the ledger is missing.
         ModuleNotFoundError: Orbax is not installed.
         ValueError: it is of another model or optimizer.
     """
@@ -103,15 +94,14 @@ def load_sharded_checkpoint(
     number, document = _document(folder)
     check_fits(document["arrays"], like)
     arrays = _arrays(folder, number, named_arrays(like))
-    state = restored_state(arrays, document, like)
-    return state, resume_engine(state, document, folder, key, ledger)
+    state = restored_state(arrays, document["position"], like)
+    return state, loaded_engine(state, document, folder, ledger)
 
 
 def consolidate_checkpoint(folder: PathLike, path: PathLike) -> None:
     """Write the newest checkpoint of a folder as a file of `save_checkpoint`, on one process.
 
-    The run may continue from either of them, not from both; its ledger is not moved, and
-    `<path>.key` becomes a copy of `<folder>.key`.
+    Its ledger is not moved.
 
     Args:
         folder: path given to `save_sharded_checkpoint`.
@@ -120,12 +110,14 @@ def consolidate_checkpoint(folder: PathLike, path: PathLike) -> None:
     Raises:
         FileNotFoundError: the folder holds no whole checkpoint.
         ModuleNotFoundError: Orbax is not installed.
-        ValueError: `<path>.key` is another run's.
     """
     number, document = _document(folder)
-    kinds = document.pop("arrays")
-    arrays = _arrays(folder, number, dict.fromkeys(kinds))
-    write_file(path, arrays, checkpoint.relocated(document, folder, path))
+    arrays = _arrays(folder, number, dict.fromkeys(document["arrays"]))
+    low = [name for name, array in arrays.items() if array.dtype == ml_dtypes.bfloat16]
+    arrays |= {name: arrays[name].view(np.uint16) for name in low}
+    moved = {**checkpoint.relocated(document, folder, path), "bfloat16": low}
+    del moved["arrays"]
+    checkpoint.write(path, arrays, moved)
 
 
 def _orbax() -> Any:
@@ -140,16 +132,19 @@ def _orbax() -> Any:
     return ocp
 
 
-def _document(folder: PathLike) -> tuple[int, dict[str, Any]]:
-    """Number and document of the newest checkpoint."""
-    ocp = _orbax()
+def _document(folder: PathLike) -> tuple[int, RunDocument]:
+    """Number and document of the newest checkpoint of a folder, the same on all processes."""
     group = Group.current()
-    newest = max(checkpoint.numbers(folder), default=0)
-    newest = newest if group is None else group.broadcast("the newest checkpoint", newest)
+    newest = on_first(
+        group, "the newest checkpoint", lambda: max(checkpoint.numbers(folder), default=0)
+    )
     checkpoint.require_numbered(folder, newest)
+    ocp = _orbax()
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
         parts = ocp.args.Composite(run=ocp.args.JsonRestore())
-        return newest, dict(reader.restore(checkpoint.numbered(folder, newest), args=parts)["run"])
+        document = reader.restore(checkpoint.numbered(folder, newest), args=parts)["run"]
+    checkpoint.require_version(document, str(folder))
+    return newest, document
 
 
 def _arrays(folder: PathLike, number: int, like: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,30 +1,49 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Noisy mean of clipped gradients: the only release of this backend about the data."""
+"""Noisy mean of clipped gradients: the only release of this backend about the data.
+
+    source = NoiseSource(plan)                     # held by an engine, or by a loop of one's own
+    release = ledger.record(step)                  # the ledger has the release before it is made
+    mean = source.noisy_mean(sums, release, noise_bits(plan.seed, step))
+
+Inside the user's own jit the noise comes from a key, an argument of the compiled program:
+
+    engine.record(num_steps=100)
+    keys = dpj.noise_keys(100)                     # (100, 2)
+    state, _ = jax.lax.scan(step, state, (steps, keys))    # noisy_mean(sums, plan, t, key=key)
+"""
 
 from __future__ import annotations
 
-import logging
+import hashlib
 import math
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, NamedTuple
+import os
+import weakref
+from collections.abc import Sequence
+from functools import cache, partial
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import io_callback
+import optax
+from jax.experimental import multihost_utils
+from numpy.typing import NDArray
 
 from dualdp import _validate
-from dualdp.plan.correlated.noise import Path, as_path, branch_at, window_terms
+from dualdp._validate import AccountingError
+from dualdp.ledger import own_loops
+from dualdp.ledger.ledger import Release
 from dualdp.plan.correlated.strategies import Window
-from dualdp.plan.plan import checked_step, require_plan
-from dualdp.randomness import grid_noise, run_registry
+from dualdp.plan.plan import PrivacyPlan, checked_step, require_plan
+from dualdp.randomness import grid_noise, key_of, noise_bits, seeded_bits
 from dualdp_jax import compat
-from dualdp_jax.noise import generators
-from dualdp_jax.noise.recursion import Rows, rows_of
+from dualdp_jax.chunk import Chunk
+from dualdp_jax.noise.correlated import Kept, Leaves, next_noise
 from dualdp_jax.rules.arrays import widen
 
-_log = logging.getLogger("dualdp")
+Grads = TypeVar("Grads")
+#: Shape, dtype and sharding of each leaf; no sharding where nobody placed the sum.
+Layout = tuple[tuple[tuple[int, ...], Any, Any], ...]
 _LOW = 2.0**24  # base of the two words of a cell count; float32 holds each word exactly
 _MOST = 2.0**53  # cells; larger sums are clipped to it, which never moves two sums apart
 
@@ -32,187 +51,455 @@ _MOST = 2.0**53  # cells; larger sums are clipped to it, which never moves two s
 class GridNoise(NamedTuple):
     """Noise drawn on the host, in cells of the public grid: high * 2^24 + low."""
 
-    high: Any  # pytree like the sums, int32
-    low: Any  # pytree like the sums, int32, in [0, 2^24)
+    high: Sequence[Any]  # leaves like the sums, int32
+    low: Sequence[Any]  # leaves like the sums, int32, in [0, 2^24)
     pitch: Any  # scalar, cell size of the grid, a power of two, gradient units
     per_unit: Any  # scalar, 1 / pitch
 
 
-class Draws(NamedTuple):
-    """Keys of normals whose weighted sum is the noise; the p places have room for later steps."""
+class KeyNoise(NamedTuple):
+    """Independent noise, drawn where it is added."""
 
-    keys: Any  # (p, 2) uint32, secret; that of the step itself first
-    stddevs: Any  # (p,) standard deviation of each draw in the sum, gradient units
-    count: Any  # int32 scalar, places in use
-
-
-class RowNoise(NamedTuple):
-    """Noise that was made from rows of earlier noise."""
-
-    noise: Any  # pytree like the sums, secret, in units of z
-    stddev: Any  # scalar, standard deviation of z, gradient units
+    key: Any  # (2,) uint32, secret
+    stddev: Any  # scalar, gradient units
 
 
-class Release(NamedTuple):
-    """Noise source and divisor of one release, as data for a jitted function."""
+class Noise(NamedTuple):
+    """Noise and divisor of one release, as data for a jitted function."""
 
-    source: Any  # `Draws`, `RowNoise` or `GridNoise`
+    source: KeyNoise | GridNoise | Leaves  # leaves of correlated noise, gradient units, secret
     expected_batch_size: Any  # scalar, divisor of the noisy sum
 
 
-@compat.promoting  # also called on the thread of a callback
-def release_at(
-    plan: Any,
-    step: int,
-    *,
-    branch: int | Path = 0,
-    max_grad_norm: float | None = None,
-    like: Any,
-    rows: Rows | None = None,
-) -> Release:
-    """Return the `Release` of a step, computed on the host.
+class Held(NamedTuple):
+    """Where correlated noise stands: what is kept before `step`."""
 
-    The key is a keyed hash of the step. A traced program must not hold it, since it would end in
-    compilation caches; so it is computed here and passed as data.
+    owner: tuple[int, int]  # process and segment
+    step: int
+    layout: Layout
+    kept: Kept
+
+
+class NoiseSource:
+    """Noise of the releases of one run, an object that its owner (engine, own loop) holds.
+
+    `plan.noise` selects the generator. "fast" and "portable" are JAX's own normals: leaf i of the
+    sums gets `jax.random.normal(fold_in(key, i), shape)`, where the key is that of the release. It
+    is a statistical generator of floating-point numbers: an adversary who sees one exact released
+    number can rule out a data set nine times in ten. "secure" is meant against that adversary: its
+    noise is drawn on the host (see `dualdp.randomness.grid_noise`).
+
+    With `plan.correlation` the noise of a step holds that of the steps before it in its segment,
+    of which the source keeps what is needed (`dualdp_jax.noise.correlated`) in memory.
 
     Args:
         plan: `PrivacyPlan`.
-        step: int, index of the release.
-        branch: int as in `noisy_mean`, or the branches of all steps so far (`Seal.path`).
-        max_grad_norm: float or None, see `noisy_mean`.
-        like: pytree, the sums or, without `rows`, their shapes and dtypes.
-        rows: rows of the plan's noise, if it has any; without them all steps are drawn again.
+        noise_scale: float, by which a recalibrated segment multiplies the plan's noise.
+
+    Guarantees:
+        Noise of standard deviation noise_multiplier times max_grad_norm, independent over leaves,
+            steps and segments.  [test_noise_has_the_declared_scale, test_releases_share_no_noise]
+        With a correlation, normals z of standard deviation `release.draw_stddev`, of which step t
+            of a segment gets sum_j w_j z_(t-j).
+            [test_covariance_over_the_steps_is_that_of_the_strategy]
+        No compiled program, pickle, copy or repr has the noise or its bits.
+            [test_no_file_of_a_run_holds_the_bits, test_a_source_is_in_no_pickle_and_no_repr]
+
+    Source: Abadi et al. 2016, Algorithm 1, "add noise".
     """
-    step = checked_step(plan, step)
-    path = as_path([(0, branch)] if isinstance(branch, int) else branch)
-    bound = plan.max_grad_norm_at(step) if max_grad_norm is None else max_grad_norm
-    bound = _validate.positive("max_grad_norm", bound)
-    if plan.is_correlated and bound != plan.max_grad_norm_at(step):
-        raise ValueError(
-            f"max_grad_norm={bound} with correlated noise, which takes back noise of earlier steps "
-            f"at the plan's max_grad_norm={plan.max_grad_norm_at(step)}. Expected the plan's."
+
+    def __init__(self, plan: PrivacyPlan, noise_scale: float = 1.0) -> None:
+        self._plan, self.noise_scale = plan, noise_scale
+        self._held: Held | None = None
+        self._used: set[bytes] = set()  # keys of eager calls
+        self._traced: list[weakref.ref[Any]] = []  # keys of programs that are being traced
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "A noise source can't be copied: its normals take the noise away from what was "
+            "released. A resumed run begins a segment with a source of its own."
         )
-    stddev, dtype = plan.draw_stddev(step, bound), _scalar_dtype(like)
-    source: Any
-    if plan.noise == "secure":
-        source = _grid_noise(plan, step, branch_at(path, step), bound, stddev, like)
-    else:
-        compat.check_counter_layout()
-        if rows is not None:
-            source = RowNoise(rows.noise(plan, step, path, like), np.asarray(stddev, dtype))
+
+    def noisy_mean(self, sums: Grads, release: Release, bits: bytes) -> Grads:
+        """Return (sum + noise) / expected batch size of a release that is on record.
+
+        Args:
+            sums: pytree, clipped sums; may be sharded.
+            release: `Release` of `Ledger.record`.
+            bits: 64 bytes of this release alone, see `dualdp.randomness.noise_bits`.
+
+        Returns:
+            Pytree like `sums`, float32 or wider.
+
+        Raises:
+            ValueError: correlated noise is asked for other sums than at the step before.
+        """
+        noise = self.drawn(jax.tree.leaves(sums), release, bits)
+        if not compat.spans_devices(sums):
+            return noised_mean(sums, noise)
+        # One program, so that no device draws the noise of another.
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, sums)
+        placed: Grads = jax.jit(noised_mean, out_shardings=shardings)(sums, noise)
+        return placed
+
+    def drawn(self, sums: Sequence[Any], release: Release, bits: bytes) -> Noise:
+        """Return the noise of a release as data for a program that calls `noised_mean`."""
+        plan, dtype = self._plan, jnp.result_type(jnp.float32, *sums)
+        size = np.asarray(release.expected_batch_size, dtype)
+        if plan.noise == "secure":
+            return Noise(_on_host(sums, release, bits, dtype), size)
+        if not plan.is_correlated:
+            return Noise(KeyNoise(key_of(bits), np.asarray(release.draw_stddev, dtype)), size)
+        return Noise(self._correlated(sums, release, bits), size)
+
+    def spend(self, key: Any) -> None:
+        """Note a key that is used; raise if it is known to have been used before."""
+        word = b"" if compat.is_traced(key) else np.asarray(key).tobytes()
+        self._traced = [ref for ref in self._traced if ref() is not None]
+        if word in self._used or any(ref() is key for ref in self._traced):
+            raise AccountingError(
+                "key= came twice: both releases would get the same noise, and their difference "
+                "none. Expected one row of dpj.noise_keys(n) for each release."
+            )
+        if word:
+            self._used.add(word)
         else:
-            source = _draws(plan, step, path, stddev, dtype)
-    return Release(source, np.asarray(plan.expected_batch_size_at(step), dtype))
+            self._traced.append(weakref.ref(key))
+
+    def _correlated(self, sums: Sequence[Any], release: Release, bits: bytes) -> Leaves:
+        """Noise of a step of its segment, gradient units."""
+        strategy, layout = self._plan.correlation, _layout_of(sums)
+        assert strategy is not None
+        kept: Kept = ()
+        held, first = self._held, release.segment_start
+        owner = (os.getpid(), release.segment)
+        if held is not None and held.owner == owner and held.step <= release.step:
+            if held.layout != layout:
+                raise ValueError(
+                    "The sums have other shapes, dtypes or shardings than at the step before, "
+                    "whose noise is a part of this one. Expected the same at every step of a run "
+                    "with correlated noise; load_checkpoint begins a segment."
+                )
+            first, kept = held.step, held.kept
+        if isinstance(strategy, Window) and release.step - first >= len(strategy.weights):
+            # Nothing before is needed: of a seeded plan any step may be asked for.
+            first, kept = max(release.step - len(strategy.weights) + 1, release.segment_start), ()
+        self._held = None  # a call that fails on the way leaves nothing behind
+        for step in range(first, release.step + 1):
+            z = _drawing(layout)(key_of(self._bits_of(step, release, bits)))
+            index = step - release.segment_start
+            noise, kept = next_noise(strategy, index, z, kept, release.draw_stddev)
+        self._held = Held(owner, release.step + 1, layout, kept)
+        return noise
+
+    def _bits_of(self, step: int, release: Release, bits: bytes) -> bytes:
+        """Bits of a step of the segment up to this release.
+
+        A step before it whose release failed after it was recorded has no noise yet, and gets that
+        of bits that nothing else has, on all processes the same.
+        """
+        if step == release.step:
+            return bits
+        if self._plan.seed is not None:
+            return seeded_bits(self._plan.seed, "noise", step)
+        return hashlib.blake2b(step.to_bytes(8, "little"), key=bits).digest()
 
 
-def _draws(plan: Any, step: int, path: Path, stddev: float, dtype: Any) -> Draws:
-    """Draws of the normals of a step and of the earlier ones that its noise holds."""
-    terms = window_terms(plan.correlation, step, path)
-    keys, stddevs = np.zeros((_most_draws(plan), 2), np.uint32), np.zeros(_most_draws(plan), dtype)
-    for place, term in enumerate(terms):
-        keys[place] = plan.step_key("noise", term.step, term.branch)
-        stddevs[place] = stddev * term.weight
-    return Draws(keys, stddevs, np.asarray(len(terms), np.int32))
-
-
-def _most_draws(plan: Any) -> int:
-    """Return the draws of the last step, so that all steps have one program."""
-    if plan.correlation is None:
-        return 1
-    if isinstance(plan.correlation, Window):
-        return len(plan.correlation.weights)
-    return int(plan.num_steps)
-
-
-def refuse_adaptive(plan: Any) -> None:
-    """Refuse a plan whose bounds only the engine's ledger knows."""
-    if plan.is_adaptive:
-        raise ValueError(
-            "The plan's max_grad_norm is adaptive: its next value is known once a step is sealed. "
-            "Use PrivacyEngine.make_private, or noisy_mean(..., max_grad_norm=)."
-        )
-
-
-def _no_release(plan: Any, like: Any) -> Release:
-    """`Release` for a step not on record, which makes every noisy mean nan.
-
-    Its shapes and dtypes are those of `release_at(plan, step, like=like)`.
-    """
-    scalar = np.full((), math.nan, _scalar_dtype(like))
-    source: Any
-    if plan.noise == "secure":
-        cells = jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.int32), like)
-        source = GridNoise(cells, cells, scalar, scalar)
+def noised_mean(sums: Grads, noise: Noise) -> Grads:
+    """Return the noisy mean as a pure function of sums and `Noise`; may be traced."""
+    leaves, treedef = jax.tree.flatten(sums)
+    leaves, source = [widen(leaf) for leaf in leaves], noise.source
+    if isinstance(source, GridNoise):
+        parts = zip(leaves, source.high, source.low, strict=True)
+        noisy = [_on_grid(*part, source.pitch, source.per_unit) for part in parts]
+    elif isinstance(source, KeyNoise):
+        drawn = zip(leaves, _normals(source.key, leaves), strict=True)
+        noisy = [x + source.stddev.astype(x.dtype) * z for x, z in drawn]
     else:
-        most = _most_draws(plan)
-        keys, stddevs = np.zeros((most, 2), np.uint32), np.full(most, scalar)
-        source = Draws(keys, stddevs, np.zeros((), np.int32))
-    return Release(source, scalar)
+        noisy = [x + n for x, n in zip(leaves, source, strict=True)]
+    means = [leaf / noise.expected_batch_size.astype(leaf.dtype) for leaf in noisy]
+    mean: Grads = jax.tree.unflatten(treedef, means)
+    return mean
 
 
-def _scalar_dtype(like: Any) -> Any:
-    """Dtype of the scalars of a release: the widest of the sums."""
-    return jnp.result_type(jnp.float32, *jax.tree.leaves(like))
+def _normals(key: jax.Array, leaves: Sequence[Any]) -> Leaves:
+    """Standard normals in the shapes and dtypes, float32 or float64, of leaves."""
+    return _drawn(key, tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves))
 
 
+@partial(jax.jit, static_argnums=1)  # outside of a jitted function it is compiled once
+def _drawn(key: jax.Array, leaves: Sequence[jax.ShapeDtypeStruct]) -> Leaves:
+    typed = compat.wrap_key(key)
+    return [
+        jax.random.normal(jax.random.fold_in(typed, index), leaf.shape, leaf.dtype)
+        for index, leaf in enumerate(leaves)
+    ]
+
+
+def _layout_of(sums: Sequence[Any]) -> Layout:
+    return tuple(
+        (x.shape, jnp.result_type(jnp.float32, x), x.sharding if _is_placed(x) else None)
+        for x in sums
+    )
+
+
+def _is_placed(leaf: Any) -> bool:
+    return bool(getattr(leaf, "committed", False))
+
+
+@cache
+def _drawing(layout: Layout) -> Any:
+    """Compiled function (key) -> standard normals, each on the devices of its sum."""
+    like = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype, _ in layout]
+    return jax.jit(lambda key: _normals(key, like), out_shardings=[place for *_, place in layout])
+
+
+def _on_host(sums: Sequence[Any], release: Release, bits: bytes, dtype: Any) -> GridNoise:
+    """Noise of a release on the public grid, in the shapes of the sums."""
+    sizes = [math.prod(leaf.shape) for leaf in sums]
+    pitch = grid_noise.pitch(release.max_grad_norm, sum(sizes))
+    cells = grid_noise.grid_noise(bits, cells=release.draw_stddev / pitch, size=sum(sizes))
+    high = np.floor(cells * (1 / _LOW))
+    cells -= high * _LOW
+
+    def like_the_sums(flat: NDArray[np.float64]) -> list[Any]:
+        parts = np.split(flat.astype(np.int32), np.cumsum(sizes)[:-1])
+        return [_like(part, leaf) for part, leaf in zip(parts, sums, strict=True)]
+
+    scales = [np.asarray(scale, dtype) for scale in (pitch, 1 / pitch)]
+    return GridNoise(like_the_sums(high), like_the_sums(cells), *scales)
+
+
+def _like(part: NDArray[np.int32], leaf: Any) -> Any:
+    """Noise in the shape of a sum, sharded like it."""
+    part = part.reshape(leaf.shape)
+    if not compat.spans_devices(leaf):
+        return part
+    return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: part[index])
+
+
+def _on_grid(
+    total: jax.Array, high: jax.Array, low: jax.Array, pitch: jax.Array, per_unit: jax.Array
+) -> jax.Array:
+    """Sum rounded to the grid, plus the noise: exact in pairs of 32-bit integers.
+
+    float64 is off in JAX by default. Every operation here is exact: scaling by a power of two,
+    rounding to an integer, splitting it, adding integers. Only the return to floating point rounds,
+    and it rounds the noisy sum.
+    """
+    pitch, per_unit = pitch.astype(total.dtype), per_unit.astype(total.dtype)
+    cells = jnp.clip(jnp.rint(total * per_unit), -_MOST, _MOST)
+    upper = jnp.floor(cells * (1 / _LOW))
+    lower = (cells - upper * _LOW).astype(jnp.int32) + low
+    upper = upper.astype(jnp.int32) + high + (lower >> 24)
+    lower &= (1 << 24) - 1
+    return upper.astype(total.dtype) * (_LOW * pitch) + lower.astype(total.dtype) * pitch
+
+
+@compat.promoting
 def noisy_mean(
-    grads: Any,
-    plan: Any,
-    step: Any,
+    grads: Grads,
+    plan: PrivacyPlan | Chunk,
+    step: Any = None,
     *,
-    branch: int | None = None,
     max_grad_norm: float | None = None,
-) -> Any:
+    key: Any = None,
+) -> Grads:
     """Add the noise of a step to a clipped sum and divide by the expected batch size.
 
-    `plan.noise` selects the generator. "fast" and "portable" are JAX's own normals with the plan's
-    key: a statistical generator, and float32 normals of 2^23 values, so that an adversary who sees
-    one exact released number can rule out a data set nine times in ten. "secure" is meant against
-    that adversary: its noise is drawn on the host (see `dualdp.randomness.grid_noise`).
+    For a loop of your own: `engine.make_loader(plan=plan)` draws its batches, `engine.record()`
+    puts each release on record, and its noise is then drawn here, once. A plan with a seed is drawn
+    from freely while no such loop is open, for tests and comparisons. See `NoiseSource` for the
+    noise.
 
-    The noise of a release is drawn once, and with a ledger (`engine.make_loader`, `Ledger`) only
-    for releases on record. Without a ledger, a plan with a seed may draw its noise freely, and one
-    with a secret key draws that of one step only. Inside `jit` the step is data: a callback gets
-    its noise from the host, and a step that is not on record by then gets nan.
-
-    With `plan.correlation` the noise of a step holds that of earlier steps, from the same key. A
-    window draws all its terms anew. A band or a buffered Toeplitz strategy keeps rows of noise in
-    memory while the steps come in order, and draws them again otherwise; inside `jit` it keeps
-    none, and step t takes t + 1 draws.
+    Inside `jit`, `scan` or `grad` the noise is that of `key`, an argument of the compiled function;
+    a constant would be the same noise at every call, and end in compilation caches.
 
     Args:
         grads: pytree, the SUM of clipped gradients of one logical batch.
-        plan: `PrivacyPlan`.
-        step: int, index of the release; inside a traced function a traced integer.
-        branch: int, the ledger's branch for a step released again with other gradients; None for
-            the one on record.
-        max_grad_norm: float, C of this step if the ledger learns it; None for the plan's.
+        plan: `PrivacyPlan`; or a `Chunk` of the batch, which knows plan and step.
+        step: int, index of the release; inside a traced function an integer, traced or not.
+        max_grad_norm: float, C of the step, of a plan with a seed whose bound adapts and that no
+            loop records; None for the plan's, or that on record.
+        key: (2,) uint32, a row of `noise_keys(n)`; required inside a traced function.
 
     Returns:
         Pytree like `grads`, float32 or wider: (sum + noise) / expected_batch_size.
 
     Raises:
-        AccountingError: the step is past the plan or not on record, its noise was handed out
-            before, or something else draws this plan's noise.
-        TypeError: inside a traced function, a step that is a constant there, or `vmap` around it.
-        ValueError: a bound that is not that of a plan with correlated noise.
+        AccountingError: the step is past the plan or not on record, its noise was drawn before, or
+            a key came twice.
+        TypeError: inside a traced function, no key or one that is a constant there; `vmap` or
+            `shard_map` around it.
+        ValueError: inside a traced function, correlated or secure noise, or an adaptive bound;
+            `max_grad_norm` is not that on record, or came with correlated noise.
 
     Guarantees:
-        Noise of standard deviation noise_multiplier times max_grad_norm, independent over leaves,
-            steps and branches.
-            [test_noise_has_the_declared_scale, test_noise_never_repeats]
-        With a correlation, normals z of standard deviation `plan.draw_stddev`, independent in the
-            same way, of which step t gets sum_j w_j z_(t-j).
-            [test_covariance_over_the_steps_is_that_of_the_strategy,
-            test_noise_is_the_filter_of_the_normals]
-        With noise="portable" the same normals as torch's: leaf i of `jax.tree.leaves(grads)` gets
-            `fold_in(plan.step_key("noise", step), i)`.  [test_noise_is_the_counter_generator]
-        No compiled program holds the key.  [test_noisy_mean_keeps_the_key_on_the_host]
+        With noise="portable" the same normals as torch's.  [test_noise_is_the_counter_generator]
+        No compiled program holds a key or bits.  [test_no_file_of_a_run_holds_the_bits]
+        What no ledger records is not released.  [test_what_nobody_records_has_no_noise]
 
     Source: Abadi et al. 2016, Algorithm 1, "add noise".
     """
-    source = "noisy_mean"
-    return claimed_mean(grads, plan, step, source, source, branch, max_grad_norm)
+    if isinstance(plan, Chunk):
+        chunk, plan = plan, plan.plan
+        step, loop = chunk.step if step is None else step, chunk.loop
+    else:
+        require_plan(plan)
+        loop = own_loops.loop_of(plan)
+    check_sum(grads)
+    if loop is None and plan.seed is None:
+        raise AccountingError(
+            "The noise of a step was asked for, but no loop that is open records the releases of "
+            "this plan. Expected engine.make_loader(plan=plan), then engine.record() before each "
+            "release; a plan with a seed gives its noise freely, for tests."
+        )
+    if plan.noise != "secure":
+        compat.check_counter_layout()
+    source = None if loop is None else loop.source
+    source = source if isinstance(source, NoiseSource) else NoiseSource(plan)
+    if compat.in_trace() or compat.is_traced(grads, step, key):
+        _check_trace(grads, key)
+        return _keyed_mean(grads, plan, step, source, key)
+    step = checked_step(plan, step)
+    if key is not None:
+        return _keyed_mean(grads, plan, step, source, key)
+    release = _free(plan, step, max_grad_norm) if loop is None else loop.take(step)
+    if max_grad_norm not in (None, release.max_grad_norm):
+        raise ValueError(
+            f"max_grad_norm={max_grad_norm} came for a release that is on record with "
+            f"{release.max_grad_norm}. Expected that one, or none."
+        )
+    bits = noise_bits(plan.seed, step)
+    if not all(getattr(leaf, "is_fully_addressable", True) for leaf in jax.tree.leaves(grads)):
+        words = np.frombuffer(bits, np.uint8)  # of several processes those of the first
+        bits = np.asarray(multihost_utils.broadcast_one_to_all(words)).tobytes()
+    return source.noisy_mean(grads, release, bits)
+
+
+def _free(plan: PrivacyPlan, step: int, bound: float | None) -> Release:
+    """Release of a plan with a seed that nobody records."""
+    bound = plan.max_grad_norm_at(step) if bound is None else bound
+    bound = _validate.positive("max_grad_norm", bound)
+    if plan.is_correlated and bound != plan.max_grad_norm_at(step):
+        raise ValueError(
+            f"max_grad_norm={bound} with correlated noise, which holds that of earlier steps at "
+            f"the plan's max_grad_norm={plan.max_grad_norm_at(step)}. Expected the plan's."
+        )
+    return Release(
+        step=step,
+        segment=0,
+        segment_start=0,
+        max_grad_norm=bound,
+        noise_multiplier=plan.noise_multiplier_at(step),
+        draw_stddev=plan.draw_stddev(step, bound),
+        expected_batch_size=plan.expected_batch_size_at(step),
+    )
+
+
+def _check_trace(grads: Any, key: Any) -> None:
+    """Refuse a traced function that would draw one noise for several releases."""
+    if key is None or not compat.is_traced(key):
+        came = "no key" if key is None else "a key that is a constant"
+        raise TypeError(
+            f"noisy_mean (or add_noise) is inside jit, scan or grad with {came}, where every call "
+            "of the compiled function would add the same noise. Expected key=, a row of "
+            "dpj.noise_keys(n) that is an argument of that function, or the call outside of it."
+        )
+    if not compat.is_of_this_trace(key):
+        raise TypeError(
+            "noisy_mean (or add_noise) is inside scan, vmap, grad or another jit, and its key "
+            "comes from outside of that: every turn would add the same noise. Expected a key for "
+            "each turn, such as the xs of the scan, or the call outside of it."
+        )
+    if axes := sorted(compat.manual_axes(grads)):
+        raise TypeError(
+            f"noisy_mean (or add_noise) is inside shard_map or pmap, over {axes}: each device "
+            "would add noise of its own. Expected it outside, on the sums of all devices."
+        )
+
+
+def _keyed_mean(grads: Grads, plan: PrivacyPlan, step: Any, source: NoiseSource, key: Any) -> Grads:
+    """Noisy mean with the noise of a key of `noise_keys`."""
+    _check_key(key)
+    kinds = {
+        "correlated noise, which holds that of the steps before": plan.is_correlated,
+        "noise='secure', which is drawn on the host": plan.noise == "secure",
+        "an adaptive max_grad_norm, which only the ledger knows": plan.is_adaptive,
+    }
+    for kind in (kind for kind, is_so in kinds.items() if is_so):
+        raise ValueError(f"key= came for a plan with {kind}. Expected noisy_mean outside of jit.")
+    source.spend(key)
+    scale = source.noise_scale * plan.sensitivity
+    stddev = _at(plan, step, "noise_multiplier", "max_grad_norm") * scale
+    size = _at(plan, step, "expected_batch_size")
+
+    @jax.custom_batching.custom_vmap
+    def noisy(grads: Any, key: Any, stddev: Any, size: Any) -> Any:
+        return noised_mean(grads, Noise(KeyNoise(key, stddev), size))
+
+    @noisy.def_vmap
+    def refuse(*_: Any) -> Any:
+        raise TypeError(
+            "noisy_mean (or add_noise) is inside vmap, where one release would be accounted for "
+            "many. Expected vmap around the clipped sums alone; each model of an ensemble has a "
+            "plan of its own."
+        )
+
+    dtype = jnp.result_type(jnp.float32, *jax.tree.leaves(grads))
+    mean: Grads = noisy(grads, key, jnp.asarray(stddev, dtype), jnp.asarray(size, dtype))
+    return mean
+
+
+def _check_key(key: Any) -> None:
+    """Refuse anything but one row of `noise_keys`."""
+    if getattr(key, "shape", None) != (2,) or key.dtype != np.uint32:
+        found = f"{getattr(key, 'dtype', type(key).__name__)}{list(getattr(key, 'shape', ()))}"
+        raise TypeError(
+            f"key is {found}. Expected uint32[2], a row of dpj.noise_keys(n), the bits of one "
+            "release."
+        )
+
+
+def _at(plan: PrivacyPlan, step: Any, *names: str) -> Any:
+    """Product of settings of a plan at a step, which may be traced; nan past the plan."""
+    if all(plan.is_constant(name) for name in names):
+        return math.prod(getattr(plan, f"{name}_at")(0) for name in names)
+    if plan.num_steps is None:
+        raise ValueError(
+            f"{names[0]} follows a schedule without end. Expected num_steps= in the plan, so that "
+            "a compiled program can hold its values."
+        )
+    steps = np.arange(plan.num_steps)
+    table = np.prod([np.asarray(getattr(plan, name).at(steps)) for name in names], axis=0)
+    return jnp.asarray(table).at[step].get(mode="fill", fill_value=math.nan)
+
+
+def noise_keys(num_steps: int) -> jax.Array:
+    """Return keys for the noise of releases inside the user's own jit: (n, 2) uint32.
+
+    They belong to the next n releases that `engine.record(num_steps=n)` put on record, in order,
+    and hand out the noise of each once. Pass them as arguments: whatever holds one can take the
+    noise of that release away.
+
+    Args:
+        num_steps: int n, releases on record whose noise nobody has asked for.
+
+    Raises:
+        AccountingError: fewer are on record, or the program has several processes, whose keys
+            would differ.
+
+    Guarantees:
+        Fresh bits for each release.  [test_noise_keys_are_fresh]
+    """
+    if jax.process_count() > 1:
+        raise AccountingError(
+            "noise_keys came in a program of several processes, whose keys would differ. Expected "
+            "noisy_mean outside of jit, or make_private."
+        )
+    taken = own_loops.take_any(_validate.integer("num_steps", num_steps, minimum=1))
+    keys = [key_of(noise_bits(seed, release.step)) for seed, release in taken]
+    return jnp.asarray(np.stack(keys))
 
 
 def check_sum(grads: Any) -> None:
@@ -230,164 +517,49 @@ def check_sum(grads: Any) -> None:
             )
 
 
-@compat.promoting
-def claimed_mean(
-    grads: Any,
-    plan: Any,
-    step: Any,
-    source: str,
-    caller: object,
-    branch: int | None = None,
-    max_grad_norm: float | None = None,
-) -> Any:
-    """Return the noisy mean, after `caller` has claimed the noise of the step.
+class AddNoiseState(NamedTuple):
+    """State of `add_noise`: `step` is the index of the next release, int32 ()."""
 
-    `source` is the user's name of the noise source; the other arguments are those of `noisy_mean`.
+    step: jax.Array
+
+
+def add_noise(plan: PrivacyPlan) -> optax.GradientTransformationExtraArgs:
+    """Return a transformation of clipped SUMS to noisy means; put it first in `optax.chain`.
+
+    Its noise is that of `noisy_mean(sums, plan, state.step)`. Inside `jit` its update takes `key=`,
+    a row of `noise_keys(n)`, as an argument of the compiled function:
+
+        updates, state = optimizer.update(sums, state, params, key=key)
+
+    The transformation does no accounting: set up the run by `engine.make_loader(plan=...)`, and
+    call `engine.record(num_steps=k)` before the steps run.
+
+    Args:
+        plan: `PrivacyPlan`.
+
+    Returns:
+        `optax.GradientTransformationExtraArgs` whose state is the step.
+
+    Raises:
+        ValueError: the plan's max_grad_norm is learned, which only the engine's ledger knows.
+
+    Guarantees:
+        The same noise as `noisy_mean(sums, plan, step)`.  [test_add_noise_is_noisy_mean]
     """
     require_plan(plan)
-    check_sum(grads)
-    draw = partial(run_registry.drawing, plan, source, caller, branch=branch)
-    release_of = partial(release_at, plan, max_grad_norm=max_grad_norm)
-    if compat.is_traced((grads, step)) or compat.in_trace():
-        _check_trace(grads, step, source)
-        if max_grad_norm is None:
-            refuse_adaptive(plan)
-        return _traced_mean(grads, plan, step, source, draw, release_of)
-    step = checked_step(plan, step)
-    with draw(step) as granted:
-        if granted is None:
-            raise run_registry.not_recorded(source, step)
-        release = release_of(step, branch=granted, like=grads, rows=rows_of(plan))
-        if not compat.spans_devices(grads):
-            return noised_mean(grads, release)
-        # One program, so that no device draws the noise of another.
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, grads)
-        return jax.jit(noised_mean, out_shardings=shardings)(grads, release)
-
-
-def _check_trace(grads: Any, step: Any, source: str) -> None:
-    """Refuse a traced function that would draw one noise for several releases."""
-    if not compat.is_traced(step):
-        raise TypeError(
-            f"{source} got step={step} as a constant inside jit, scan or vmap: every call of the "
-            "compiled function would add the same noise. Expected the step as an argument of that "
-            "function (or in the carry of the scan), or the call outside of it."
-        )
-    if axes := sorted(compat.manual_axes(grads)):
-        raise TypeError(
-            f"{source} is inside shard_map or pmap, over {axes}: each device would ask for the "
-            "noise of the step. Expected it outside, on the sums of all devices."
+    if plan.is_adaptive:
+        raise ValueError(
+            "The plan's max_grad_norm is adaptive: its next value is known once a step is on "
+            "record. Expected PrivacyEngine.make_private."
         )
 
+    def init(params: Any) -> AddNoiseState:
+        return AddNoiseState(jnp.zeros((), jnp.int32))
 
-def _traced_mean(
-    grads: Any, plan: Any, step: Any, source: str, draw: Callable[..., Any], release_of: Any
-) -> Any:
-    """Noisy mean in a traced function, which gets the noise of its step from the host.
+    def update(
+        sums: Any, state: AddNoiseState, params: Any = None, *, key: Any = None, **_: Any
+    ) -> tuple[Any, AddNoiseState]:
+        mean = noisy_mean(sums, plan, state.step, key=key)
+        return mean, AddNoiseState(state.step + 1)
 
-    The key of a step is a keyed hash, which must not be in the program: it would be the same at
-    every call, and end in compilation caches. The callback costs tens of microseconds.
-    """
-    like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), grads)
-
-    def ask_host(step: Any) -> Release:
-        number = checked_step(plan, step)
-        with draw(number, on_record_only=True) as granted:
-            if granted is None:
-                _log.error("%s It gets nan.", run_registry.not_recorded(source, number))
-                return _no_release(plan, like)
-            return release_of(number, branch=granted, like=like)
-
-    @jax.custom_batching.custom_vmap
-    def noisy(grads: Any, step: Any) -> Any:
-        # Not pure: two calls of one step must not become one, whose noise both sums would get.
-        release = io_callback(ask_host, jax.eval_shape(lambda: _no_release(plan, like)), step)
-        return noised_mean(grads, release)
-
-    @noisy.def_vmap
-    def refuse(*_: Any) -> Any:
-        raise TypeError(
-            f"{source} is inside vmap, where all members would get the same noise, or one release "
-            "would be accounted for many. Expected vmap around the clipped sums alone; each model "
-            "of an ensemble has a plan of its own."
-        )
-
-    return noisy(grads, step)
-
-
-def noised_mean(grads: Any, release: Release) -> Any:
-    """Return the noisy mean as a pure function of sums and `Release`; may be traced."""
-    leaves, treedef = jax.tree.flatten(grads)
-    leaves = [widen(leaf) for leaf in leaves]
-    if isinstance(release.source, GridNoise):
-        high, low, *scales = release.source
-        parts = zip(leaves, jax.tree.leaves(high), jax.tree.leaves(low), strict=True)
-        noisy = [_on_grid(*part, *(s.astype(part[0].dtype) for s in scales)) for part in parts]
-    elif isinstance(release.source, RowNoise):
-        noisy = _plus(leaves, release.source.stddev, jax.tree.leaves(release.source.noise))
-    else:
-        keys, stddevs, _ = release.source
-        noisy = _plus(leaves, stddevs[0], generators.draw(keys[0], leaves))
-        noisy = noisy if len(keys) == 1 else _with_earlier(noisy, release.source)
-    sizes = [release.expected_batch_size.astype(leaf.dtype) for leaf in leaves]
-    means = [leaf / size for leaf, size in zip(noisy, sizes, strict=True)]
-    return jax.tree.unflatten(treedef, means)
-
-
-def _plus(leaves: Sequence[Any], stddev: Any, normals: Sequence[Any]) -> list[Any]:
-    """Leaves plus normals of a standard deviation."""
-    return [x + stddev.astype(x.dtype) * z for x, z in zip(leaves, normals, strict=True)]
-
-
-@jax.jit
-def _with_earlier(leaves: list[Any], draws: Draws) -> list[Any]:
-    """Leaves plus all draws but the first, in order, each added before the next is drawn."""
-
-    def plus(place: Any, leaves: list[Any]) -> list[Any]:
-        return _plus(leaves, draws.stddevs[place], generators.draw(draws.keys[place], leaves))
-
-    return list(jax.lax.fori_loop(1, draws.count, plus, leaves))
-
-
-def _grid_noise(
-    plan: Any, step: int, branch: int, bound: float, stddev: float, like: Any
-) -> GridNoise:
-    """Noise of a step on the public grid, in the shapes of the sums."""
-    leaves, treedef = jax.tree.flatten(like)
-    sizes = [math.prod(leaf.shape) for leaf in leaves]
-    pitch = grid_noise.pitch(bound, sum(sizes))
-    cells = grid_noise.grid_noise(plan, step, branch=branch, cells=stddev / pitch, size=sum(sizes))
-    high = np.floor(cells * (1 / _LOW))
-    cells -= high * _LOW
-
-    def like_the_sums(flat: Any) -> Any:
-        flat, ends = flat.astype(np.int32), np.cumsum(sizes)
-        parts = [flat[end - n : end] for end, n in zip(ends, sizes, strict=True)]
-        placed = [_like(part, leaf) for part, leaf in zip(parts, leaves, strict=True)]
-        return jax.tree.unflatten(treedef, placed)
-
-    scales = [np.asarray(scale, _scalar_dtype(like)) for scale in (pitch, 1 / pitch)]
-    return GridNoise(like_the_sums(high), like_the_sums(cells), *scales)
-
-
-def _like(part: Any, leaf: Any) -> Any:
-    """Noise in the shape of a sum, sharded like it."""
-    part = part.reshape(leaf.shape)
-    if compat.is_traced(leaf) or not compat.spans_devices(leaf):
-        return part
-    return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: part[index])
-
-
-def _on_grid(total: Any, high: Any, low: Any, pitch: Any, per_unit: Any) -> Any:
-    """Sum rounded to the grid, plus the noise: exact in pairs of 32-bit integers.
-
-    float64 is off in JAX by default. Every operation here is exact: scaling by a power of two,
-    rounding to an integer, splitting it, adding integers. Only the return to floating point rounds,
-    and it rounds the noisy sum.
-    """
-    cells = jnp.clip(jnp.rint(total * per_unit), -_MOST, _MOST)
-    upper = jnp.floor(cells * (1 / _LOW))
-    lower = (cells - upper * _LOW).astype(jnp.int32) + low
-    upper = upper.astype(jnp.int32) + high + (lower >> 24)
-    lower &= (1 << 24) - 1
-    return upper.astype(total.dtype) * (_LOW * pitch) + lower.astype(total.dtype) * pitch
+    return optax.GradientTransformationExtraArgs(init, update)

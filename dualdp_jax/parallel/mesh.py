@@ -10,16 +10,15 @@ all-reduce).
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -121,29 +120,24 @@ class DataMesh:
 
     def state(self, state: Any) -> Any:
         """Return the state with every array `placed`."""
-        place = lambda path, leaf: self.placed(jax.tree_util.keystr(path), leaf)  # noqa: E731
+
+        def place(path: Any, leaf: Any) -> Any:
+            return self.placed(jax.tree_util.keystr(path), leaf)
+
         return state._replace(
             params=jax.tree_util.tree_map_with_path(place, state.params),
             opt_state=jax.tree_util.tree_map_with_path(place, state.opt_state),
         )
 
+    def others(self, arrays: Sequence[Any]) -> list[Any]:
+        """Return arrays of the model that are not trained, on the mesh."""
+        return [self.placed("params", leaf) for leaf in arrays]
+
     def model(self, parameters: Any) -> Any:
         """Return the model with its arrays on the mesh."""
         named = zip(parameters.names, parameters.trained, strict=True)
-
-        def others(arrays: Sequence[Any]) -> list[Any]:
-            return [self.placed("params", leaf) for leaf in arrays]
-
-        def arrays(tree: Any) -> tuple[list[Any], list[Any]]:
-            trained, rest = parameters.arrays(tree)
-            return trained, others(rest)
-
-        return replace(
-            parameters,
-            trained=[self.placed(f"params[{name!r}]", leaf) for name, leaf in named],
-            others=others(parameters.others),
-            arrays=arrays,
-        )
+        trained = [self.placed(f"params[{name!r}]", leaf) for name, leaf in named]
+        return replace(parameters, trained=trained, others=self.others(parameters.others))
 
     def spread(self, function: Callable[..., Any], like: Sequence[Any]) -> Callable[..., Any]:
         """Extend a function of the rows of one shard to all rows.
@@ -196,8 +190,8 @@ class DataMesh:
             return jnp.zeros(shape, jnp.result_type(jnp.float32, leaf.dtype))
 
         def made() -> Any:
-            scalar = lambda x: jnp.zeros(self.num_shards, x.dtype)  # noqa: E731
-            return [sum_of(leaf) for leaf in like], jax.tree.map(scalar, numbers)
+            scalars = jax.tree.map(lambda x: jnp.zeros(self.num_shards, x.dtype), numbers)
+            return [sum_of(leaf) for leaf in like], scalars
 
         found: tuple[list[Any], Any] = jax.jit(made, out_shardings=self.parts(like))()
         return found
@@ -235,64 +229,12 @@ def whole(array: Any) -> np.ndarray:
     """Return an array as NumPy on each process, also if sharded; all processes must call this."""
     if getattr(array, "is_fully_addressable", True) or array.is_fully_replicated:
         return np.asarray(array)
-    from jax.experimental import multihost_utils
-
     return np.asarray(multihost_utils.process_allgather(array, tiled=True))
 
 
 def shardings(tree: Any) -> Any:
     """Return the sharding of every leaf."""
     return jax.tree.map(lambda leaf: leaf.sharding, tree)
-
-
-def local_shards(arrays: Sequence[Any]) -> list[np.ndarray]:
-    """Return the distinct shards of some arrays on this process, in index order."""
-    shards = []
-    for array in arrays:
-        if isinstance(array, jax.Array):
-            found = {_bounds(shard.index, array.shape): shard for shard in array.addressable_shards}
-            shards += [np.asarray(found[bounds].data) for bounds in sorted(found)]
-        else:
-            shards.append(np.asarray(array))
-    return shards
-
-
-def checksum(arrays: Sequence[Any]) -> str:
-    """Return a digest of checksums of this process's shards; it detects mistakes, not tampering."""
-    program = _summed(arrays[0].sharding.mesh, tuple(array.sharding.spec for array in arrays))
-    sums = sorted(int(np.asarray(s.data)[0]) for s in program(*arrays).addressable_shards)
-    return hashlib.sha256(repr(sums).encode()).hexdigest()
-
-
-@cache
-def _summed(mesh: Mesh, specs: tuple[P, ...]) -> Callable[..., Any]:
-    """Program from arrays to a checksum of their bits on each device, (devices,) uint32."""
-
-    def one(*leaves: Any) -> Any:
-        total = jnp.uint32(0)
-        for leaf in leaves:
-            kind = jnp.dtype(f"uint{8 * leaf.dtype.itemsize}")
-            bits = jax.lax.bitcast_convert_type(leaf, kind)
-            bits = bits ^ bits >> 32 if leaf.dtype.itemsize == 8 else bits
-            total = total * jnp.uint32(31) + bits.astype(jnp.uint32).sum(dtype=jnp.uint32)
-        return total[None]
-
-    out = P(mesh.axis_names)
-    return jax.jit(jax.shard_map(one, mesh=mesh, in_specs=specs, out_specs=out, check_vma=False))
-
-
-def placement_digest(arrays: Sequence[Any]) -> str:
-    """Return a digest of the shard indices that this process holds of each array."""
-    bounds = [
-        sorted({_bounds(shard.index, array.shape) for shard in array.addressable_shards})
-        for array in arrays
-    ]
-    return hashlib.sha256(repr(bounds).encode()).hexdigest()
-
-
-def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """(start, stop) of a shard on each axis."""
-    return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
 
 
 def _names(entry: Any) -> Axes:

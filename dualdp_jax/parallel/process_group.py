@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Group of the `jax.distributed` processes that train one model, and their messages.
 
-Every message carries the name of its step or call, so that processes at different ones stop with an
-error that names both, instead of mistaking one message for another.
+Every message carries its point, the name of its step or call, so that processes at different ones
+stop with an error that names both, instead of mistaking one message for another.
 """
 
 from __future__ import annotations
@@ -12,16 +12,14 @@ import hashlib
 import json
 import pickle
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from dualdp.ledger.differences import differences
-
-_POINT, _LENGTH, _INLINE = 8, 8, 32  # bytes of a message's header: hash of point, length, start
+_POINT, _LENGTH, _INLINE = 8, 8, 240  # bytes of a message: hash of point, length, its start
 #: Prefixes of XLA's errors for a broken connection; some are raised as ValueError.
 _LOST = re.compile("(ABORTED|CANCELLED|DEADLINE_EXCEEDED|INTERNAL|UNAVAILABLE|UNKNOWN): ")
 Result = TypeVar("Result")
@@ -44,7 +42,7 @@ class Group:
         return cls() if jax.process_count() > 1 else None
 
     @classmethod
-    def of(cls, devices: Any) -> Group | None:
+    def of(cls, devices: Iterable[Any]) -> Group | None:
         """Return the group of the processes that own these devices; None if it is one process."""
         owners = {device.process_index for device in devices}
         if len(owners) == 1:
@@ -61,35 +59,46 @@ class Group:
         """True on process 0, which writes the ledger and the checkpoints."""
         return self.rank == 0
 
-    def gather(self, point: str, message: bytes = b"") -> list[bytes]:
-        """Return the message of every process, by rank; all must pass the same `point`.
+    def gather(self, point: str, value: Result) -> list[Result]:
+        """Return the value of every process, by rank; all must pass the same `point`.
 
-        `point` names the step or call, such as "step 3". A message of more than 32 bytes takes a
-        second exchange.
+        `value` is anything that can be pickled; more than 240 bytes of it take a second exchange.
 
         Raises:
             RuntimeError: a process is elsewhere, or is lost.
         """
-        length = len(message).to_bytes(_LENGTH, "little")
+        body = pickle.dumps(value)
+        head = _digest(point)[:_POINT] + len(body).to_bytes(_LENGTH, "little") + body[:_INLINE]
         with self.collective(point):
-            heads = _exchanged(
-                _digest(point)[:_POINT] + length + message[:_INLINE], _POINT + _LENGTH + _INLINE
-            )
+            heads = _exchanged(head, _POINT + _LENGTH + _INLINE)
             if len({head[:_POINT] for head in heads}) > 1:
-                found = _exchanged(point.encode()[:128], 128)
-                points = [name.rstrip(b"\0").decode() for name in found]
-                other = next(rank for rank, name in enumerate(points) if name != points[0])
+                names = [name.rstrip(b"\0").decode() for name in _exchanged(point.encode(), 128)]
+                other = next(rank for rank, name in enumerate(names) if name != names[0])
                 raise RuntimeError(
-                    f"Process 0 is at {points[0]} and process {other} at {points[other]}. Expected "
+                    f"Process 0 is at {names[0]} and process {other} at {names[other]}. Expected "
                     "every process to do the same: the same number of batches, and each call of "
                     "this library on all of them (make_private, save_checkpoint, load_checkpoint, "
                     "resume)."
                 )
             lengths = [int.from_bytes(head[_POINT : _POINT + _LENGTH], "little") for head in heads]
-            messages = [head[_POINT + _LENGTH :] for head in heads]
-            if max(lengths) > _INLINE:
-                messages = _exchanged(message, _rounded(max(lengths)))
-        return [found[:length] for found, length in zip(messages, lengths, strict=True)]
+            bodies = [head[_POINT + _LENGTH :] for head in heads]
+            if max(lengths) > _INLINE:  # a power of two, so that few lengths are compiled
+                bodies = _exchanged(body, 1 << (max(lengths) - 1).bit_length())
+        return [pickle.loads(found[:n]) for found, n in zip(bodies, lengths, strict=True)]
+
+    def on_first(self, point: str, call: Callable[[], Result]) -> Result:
+        """Call on process 0 alone; return its result, or raise its error, on every process."""
+        result: Result | None = None
+        failed: Exception | None = None
+        if self.is_first:
+            try:
+                result = call()
+            except Exception as error:  # noqa: BLE001
+                failed = error
+        found, refusal = self.gather(point, (result, failed and _sendable(failed)))[0]
+        if refusal is not None:
+            raise failed or refusal
+        return found  # type: ignore[return-value]  # process 0 has a result where it has no error
 
     def require_same(
         self, what: str, value: Any, hint: str = "Start all of them alike.", *, shown: bool = True
@@ -99,44 +108,18 @@ class Group:
         The error names the first field that differs, and prints no values from private data
         (`shown=False`).
         """
-        text = json.dumps(value, sort_keys=True)
         point = f"the comparison of {what}"
-        if len(set(self.gather(point, _digest(text)))) == 1:
+        if len(set(self.gather(point, _digest(json.dumps(value, sort_keys=True))))) == 1:
             return
-        values = [json.loads(found) for found in self.gather(point, text.encode())]
+        values = self.gather(point, value)  # long, so sent only if the digests differ
         for rank, theirs in enumerate(values):
-            for field, ours, other in differences(values[0], theirs, what):
-                says = (
-                    f"is {ours} on process 0 and {other}" if shown else "differs on process 0 and"
-                )
+            if theirs != values[0]:
+                field, ours, other = _difference(values[0], theirs, what)
+                says = f"is {ours!r} on process 0 and {other!r}" if shown else "differs on it and"
                 raise ValueError(
                     f"The processes disagree: {field} {says} on process {rank}. Expected the "
                     f"same on all {self.size}. {hint}"
                 )
-
-    def broadcast(self, point: str, value: Result | None = None) -> Result:
-        """Broadcast the value of process 0, anything that can be pickled, to every process."""
-        body = pickle.dumps(value) if self.is_first else b""
-        heads = self.gather(point, len(body).to_bytes(_LENGTH, "little"))
-        size = int.from_bytes(heads[0], "little")
-        with self.collective(point):
-            sent = multihost_utils.broadcast_one_to_all(_padded(body, _rounded(size)))
-        found: Result = pickle.loads(np.asarray(sent).tobytes()[:size])
-        return found
-
-    def on_first(self, point: str, call: Callable[[], Result]) -> Result:
-        """Call on process 0 alone; return its result, or raise its error, on every process."""
-        outcome: tuple[Any, Exception | None] | None = None
-        if self.is_first:
-            try:
-                outcome = call(), None
-            except Exception as error:  # noqa: BLE001
-                outcome = None, _sendable(error)
-        result, failed = self.broadcast(point, outcome)
-        if failed is not None:
-            raise outcome[1] if outcome and outcome[1] else failed
-        found: Result = result
-        return found
 
     @contextlib.contextmanager
     def collective(self, point: str) -> Iterator[None]:
@@ -154,6 +137,20 @@ class Group:
             ) from error
 
 
+def on_first(group: Group | None, point: str, call: Callable[[], Result]) -> Result:
+    """Run a call on process 0, or here without a group, and return its result on all processes."""
+    return call() if group is None else group.on_first(point, call)
+
+
+def _difference(ours: Any, theirs: Any, name: str) -> tuple[str, Any, Any]:
+    """Name of the first field in which two JSON values differ, and both values."""
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        for key in {**ours, **theirs}:
+            if ours.get(key) != theirs.get(key):
+                return _difference(ours.get(key), theirs.get(key), f"{name}[{key!r}]")
+    return name, ours, theirs
+
+
 def _sendable(error: Exception) -> Exception:
     """The error itself, or a RuntimeError with its text if it can't be pickled."""
     try:
@@ -167,16 +164,7 @@ def _digest(text: str) -> bytes:
     return hashlib.sha256(text.encode()).digest()
 
 
-def _rounded(size: int) -> int:
-    """Power of two >= size and >= 64, so that few lengths are compiled."""
-    return int(1 << max(size - 1, 63).bit_length())
-
-
-def _padded(message: bytes, size: int) -> Any:
-    """Message as (size,) uint8, padded with zeros."""
-    return np.frombuffer(message[:size].ljust(size, b"\0"), np.uint8)
-
-
 def _exchanged(message: bytes, size: int) -> list[bytes]:
     """Messages of all processes, each padded to `size` bytes."""
-    return [row.tobytes() for row in multihost_utils.process_allgather(_padded(message, size))]
+    padded = np.frombuffer(message[:size].ljust(size, b"\0"), np.uint8)
+    return [row.tobytes() for row in multihost_utils.process_allgather(padded)]

@@ -12,12 +12,12 @@ import numpy as np
 from dualdp import _validate
 from dualdp.exactness import CHECKS
 from dualdp_jax import compat
+from dualdp_jax.chunk import taking_chunks
 from dualdp_jax.parallel.mesh import whole
 from dualdp_jax.per_sample import clip
 from dualdp_jax.per_sample.call import Answer, Call, Options, build, traced
 from dualdp_jax.per_sample.checks import spot_check, trials
 from dualdp_jax.per_sample.methods import check_method, prepared
-from dualdp_jax.per_sample.open_loops import require_needs
 from dualdp_jax.per_sample.request import GRADS, NORMS, SUM, Request, answer, chunk_size
 from dualdp_jax.rules.estimate import stable_norm
 
@@ -40,6 +40,7 @@ class ClippedGradSum(NamedTuple):
     aux: Any
 
 
+@taking_chunks
 @compat.promoting
 def per_sample_grads(
     loss_fn: Callable[..., Any],
@@ -63,7 +64,8 @@ def per_sample_grads(
             -> (loss, aux) with `has_aux`; called with `key=` when a key is given.
         what: pytree of parameters, whose inexact leaves are trained, or an `nnx.Module`.
         *batch: pytrees whose array leaves have the examples on axis 0; other leaves are passed to
-            `loss_fn` unchanged.
+            `loss_fn` unchanged. Or one `Chunk` of a loader, which also has mask, bound, clipping
+            and the rows of its units.
         method: str, one of `dualdp_jax.per_sample.methods.METHODS`, or "auto".
         physical_batch_size: int, examples processed at once; None for all.
         max_memory: int, bytes that a physical batch may hold for privacy (per-sample gradients, or
@@ -100,6 +102,7 @@ def per_sample_grads(
     return (result, found.aux) if has_aux else result
 
 
+@taking_chunks
 @compat.promoting
 def per_sample_norms(
     loss_fn: Callable[..., Any],
@@ -138,6 +141,7 @@ def per_sample_norms(
     return (norms, found.aux) if has_aux else norms
 
 
+@taking_chunks
 @compat.promoting
 def clipped_grad_sum(
     loss_fn: Callable[..., Any],
@@ -184,8 +188,6 @@ def clipped_grad_sum(
     """
     options = Options(has_aux, key, trainable, keep_batch_dim, rows_per_unit, row_weights)
     call = build(loss_fn, what, batch, options)
-    num_rows = call.num_examples * (rows_per_unit or 1)
-    require_needs(num_rows, mask, rows_per_unit, row_weights, max_grad_norm)
     request = Request(SUM, method, clip.clipper(call.parameters, clipping, max_grad_norm))
     sizes = (physical_batch_size, max_memory)
     found = _answered(loss_fn, call, request, sizes, check, "clipped_grad_sum", mask)

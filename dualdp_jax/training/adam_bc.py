@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from dualdp import adam
@@ -143,13 +142,3 @@ def _require_noisy_mean(grads: Any, noisy_mean: Any) -> None:
 def is_in(opt_state: Any) -> bool:
     """Return True if an optimizer's state holds that of an `adam_bc`."""
     return bool(nodes_of(opt_state, AdamBCState))
-
-
-def extra_arguments(opt_state: Any, plan: Any, step: int, bound: float, dtype: Any) -> Any:
-    """Return what `optimizer.update` needs beside gradient, state and parameters.
-
-    It is the noise's standard deviation in this dtype, for an `adam_bc`; `bound` is C of the step.
-    """
-    if not is_in(opt_state):
-        return {}
-    return {"noise_stddev": np.asarray(adam.mean_noise_stddev(plan, step, bound), dtype)}

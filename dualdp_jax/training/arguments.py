@@ -8,13 +8,14 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from dualdp import adam
-from dualdp.plan.units.rows import UserRows, rows_of_data
+from dualdp.plan.units import UserRows, rows_of_data
 from dualdp_jax import compat
 from dualdp_jax.per_sample.call import split_batch
-from dualdp_jax.training import adam_bc
+from dualdp_jax.rules.arrays import widen
 from dualdp_jax.training.loader import examples_of
 from dualdp_jax.training.step import CompiledStep, Rows, TrainState
 from dualdp_jax.training.views import check_augment
@@ -83,23 +84,86 @@ def check_loss(run: CompiledStep, examples: tuple[Any, ...]) -> None:
 
 
 def check_optimizer(run: CompiledStep, state: TrainState) -> None:
-    """Trace an update of the optimizer, to refuse one that wants more than gradients and params.
+    """Trace two updates of the optimizer, to refuse those that do not fit the parameters.
 
     An `adam_bc` also refuses correlated noise, and what changes the gradient before it.
+
+    Raises:
+        TypeError: the optimizer wants more than gradients and parameters, or its updates have
+            another structure, shape or kind of dtype than the parameters.
+        ValueError: a leaf's update is the same whatever the gradients are.
     """
-    trained = run.parameters.like(run.parameters.arrays(state.params)[0])
+    like, (trained, _) = run.parameters.like, run.parameters.arrays(state.params)
     extra: dict[str, Any] = {}
-    if adam_bc.is_in(state.opt_state):
+    if run.takes_noise:
         adam.require_independent(run.plan)
         extra = {"noise_stddev": jax.ShapeDtypeStruct((), run.parameters.dtype)}
+    given = like(trained)
+    grads = like([jax.ShapeDtypeStruct(x.shape, widen(x).dtype) for x in trained])
+
+    def twice(grads: Any, opt_state: Any, params: Any, **extra: Any) -> Any:
+        updates, opt_state = run.update(grads[0], opt_state, params, **extra)
+        _require_alike(updates, params, run.parameters.names)
+        return run.update(grads[1], opt_state, params, **extra)[0]
+
     try:
-        jax.eval_shape(run.update, trained, state.opt_state, trained, **extra)
-    except TypeError as error:
+        jaxpr = jax.make_jaxpr(twice)((grads, grads), state.opt_state, given, **extra).jaxpr
+    except _NotAlike as error:
+        raise TypeError(str(error)) from None
+    except Exception as error:
+        said = str(error).partition("\n")[0].rstrip(".")
         raise TypeError(
-            f"optimizer.update failed on the noisy gradients, its state and params: {error}. "
+            f"optimizer.update failed on the noisy gradients, its state and params: {said}. "
             "Expected an optimizer that needs no more; one that evaluates the loss, such as "
-            "L-BFGS, would look at the data again."
+            f"L-BFGS, would look at the data again. {_NO_BATCH}"
         ) from error
+    num_grads = 2 * len(trained)
+    free = [
+        name
+        for k, name in enumerate(run.parameters.names)
+        if not any(_inputs_of(jaxpr, k)[:num_grads])
+    ]
+    if free:
+        raise ValueError(
+            f"The optimizer's update of {free} is the same whatever the gradients are, as with "
+            "optax.set_to_zero, and their gradients would still enter the clipping, which leaves "
+            "less of what is trained. Expected trainable= (a pytree of bools) with False there, "
+            "and the optimizer of the others."
+        )
+
+
+_NO_BATCH = (
+    "The engine clips and adds the noise: instead of optax.contrib.dpsgd or "
+    "differentially_private_aggregate, which take axis 0 for a batch, expected a plain optimizer, "
+    "such as optax.sgd(0.1)."
+)
+
+
+class _NotAlike(Exception):
+    """Updates that are not like the parameters."""
+
+
+def _require_alike(updates: Any, params: Any, names: list[str]) -> None:
+    """Raise unless updates have structure, shapes and kinds of dtypes of the parameters."""
+    found, expected = map(str, map(jax.tree.structure, (updates, params)))
+    if found != expected:
+        raise _NotAlike(
+            f"The optimizer's updates have the structure {found}, and the trained parameters "
+            f"{expected}. Expected an update for each of them. {_NO_BATCH}"
+        )
+    leaves = zip(names, jax.tree.leaves(updates), jax.tree.leaves(params), strict=True)
+    for name, update, leaf in leaves:
+        if update.shape != leaf.shape or not jnp.issubdtype(update.dtype, jnp.floating):
+            raise _NotAlike(
+                f"The optimizer's update of {name!r} is {update.dtype}{list(update.shape)}, and "
+                f"the parameter {leaf.dtype}{list(leaf.shape)}. Expected updates of the shapes of "
+                f"the parameters. {_NO_BATCH}"
+            )
+
+
+def _inputs_of(jaxpr: Any, output: int) -> list[bool]:
+    """For each input of a jaxpr, whether one output depends on it."""
+    return compat.inputs_in_use(jaxpr, [k == output for k in range(len(jaxpr.outvars))])
 
 
 def _check_key_argument(

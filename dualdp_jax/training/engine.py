@@ -7,35 +7,29 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 import optax
 
 from dualdp import _validate, exactness
 from dualdp._validate import AccountingError
 from dualdp.accountants import require_bound
-from dualdp.ledger.ledger import Ledger, claimed
-from dualdp.ledger.release_record import Seal
-from dualdp.plan.arguments import (
-    KNOWN,
-    NO_RUN,
-    SECOND_RUN,
-    names_delta,
-    plan_of,
-    refuse_beside_target,
-)
-from dualdp.plan.correlated.noise import require_affordable
+from dualdp.accountants.base import Accountant
+from dualdp.ledger import own_loops
+from dualdp.ledger.ledger import Ledger, Release
+from dualdp.plan.arguments import KNOWN, NO_RUN, SECOND_RUN, names_delta, plan_of
 from dualdp.plan.plan import PrivacyPlan
-from dualdp.plan.units.rows import UserRows, rows_digest
-from dualdp.randomness import run_registry
+from dualdp.plan.units import UserRows
+from dualdp.randomness import noise_bits
 from dualdp_jax import compat
-from dualdp_jax.noise.recursion import size_of
-from dualdp_jax.parallel.mesh import data_mesh_of, local_shards, shardings
-from dualdp_jax.parallel.process_group import Group
-from dualdp_jax.parallel.sum_hash import hash_sums
-from dualdp_jax.per_sample.open_loops import close_loop, open_loop
-from dualdp_jax.per_sample.parameters import split
+from dualdp_jax.chunk import Chunk
+from dualdp_jax.noise.noise import Noise, NoiseSource
+from dualdp_jax.parallel.mesh import data_mesh_of, shardings
+from dualdp_jax.parallel.process_group import Group, on_first
+from dualdp_jax.per_sample.parameters import Parameters, split
+from dualdp_jax.training import adam_bc
 from dualdp_jax.training.arguments import (
     arguments_of,
     check_loss,
@@ -43,14 +37,13 @@ from dualdp_jax.training.arguments import (
     num_units,
     rows_of,
 )
-from dualdp_jax.training.ema import average_in
-from dualdp_jax.training.loader import LogicalBatch, PlannedLoader, examples_of
-from dualdp_jax.training.rank_consistency import check_data, check_run, one_plan
-from dualdp_jax.training.run_ledger import SharedLedger
+from dualdp_jax.training.loader import PlannedLoader, examples_of
+from dualdp_jax.training.rank_consistency import agreed, check_run
 from dualdp_jax.training.step import (
     CompiledStep,
     ComputedStep,
     Stages,
+    Totals,
     TrainState,
     check_step,
     continued,
@@ -60,8 +53,29 @@ from dualdp_jax.training.step import (
 from dualdp_jax.training.step_checks import StepChecks
 from dualdp_jax.training.views import check_views
 
-Step = Callable[[TrainState, LogicalBatch], tuple[TrainState, dict[str, Any]]]
-_STACK = f"jax {jax.__version__}"  # the generators of "fast" noise change between releases
+Path = str | os.PathLike[str]
+Metrics = dict[str, Any]
+_NO_KEY = np.zeros(2, np.uint32)  # where nothing random is drawn
+Step = Callable[[TrainState, Chunk], tuple[TrainState, Metrics]]
+
+
+class Loaded(NamedTuple):
+    """Run of a checkpoint that `resume` goes on with."""
+
+    state: TrainState
+    open_ledger: Callable[[bool], Ledger]  # with True the noise is such that all steps fit
+    pass_end: int  # step that ends the pass in which it was saved
+    saved: Mapping[str, Any]  # what it says of the step, see `PrivacyEngine.step_saved`
+
+
+class Released(NamedTuple):
+    """The last release, for `stages`."""
+
+    params: Any
+    batch: Chunk
+    dropout: Any
+    release: Release
+    noise: Noise
 
 
 class PrivacyEngine:
@@ -93,45 +107,25 @@ class PrivacyEngine:
         self._secure_mode, self._names_delta = bool(secure_mode), False
         self.keep_per_sample = False
         self._ledger: Ledger | None = None
+        self._group: Group | None = None
         self._is_detached = False
-        self._run: CompiledStep | None = None
+        self._loaded: Loaded | None = None
         self._loader: PlannedLoader | None = None
-        self._is_own_loop = False  # True if the step is the user's own
+        self._source: NoiseSource | None = None  # of the steps of `make_private`
+        self._run: CompiledStep | None = None  # None if the step is the user's own
         self._checks: StepChecks | None = None
         self._rate = 0.0  # share of checked steps
         self._is_checked = False  # a check passed since the start or the last failure
-        self._shared: SharedLedger | None = None  # with several processes
-        self._loaded: TrainState | None = None  # state from a checkpoint
-        self._interrupted = 0  # end of the pass in which that was saved
-        self._saved: Mapping[str, Any] = {}  # what a checkpoint says of the step, see `step_saved`
-        self._last: tuple[Any, LogicalBatch, Any] | None = None  # params, batch, seal
+        self._last: Released | None = None
         self._returned: int | None = None  # step of the state that was returned last
 
     @classmethod
-    def loaded(
-        cls,
-        ledger: Ledger,
-        state: TrainState,
-        shared: SharedLedger | None = None,
-        pass_end: int = 0,
-        saved: Mapping[str, Any] | None = None,
-    ) -> PrivacyEngine:
-        """Return the engine of a run from a checkpoint, saved in a pass that ends at `pass_end`.
-
-        `saved` may hold what `step_saved` was.
-        """
+    def loaded(cls, loaded: Loaded, group: Group | None) -> PrivacyEngine:
+        """Return the engine of a checkpoint's run."""
         engine = cls()
-        engine._saved = saved or {}
-        engine._ledger, engine._loaded, engine._shared = ledger, state, shared
-        engine._names_delta, engine._interrupted = True, pass_end
+        engine._loaded, engine._group, engine._names_delta = loaded, group, True
+        engine._ledger = loaded.open_ledger(False)
         return engine
-
-    @property
-    def step_saved(self) -> dict[str, Any]:
-        """What a checkpoint says of the step: its "views" and the names of its "trained" leaves."""
-        if self._run is None:
-            return {key: self._saved[key] for key in ("views", "trained") if key in self._saved}
-        return {"views": self._run.views, "trained": sorted(self._run.parameters.names)}
 
     @compat.promoting
     def make_private(
@@ -151,7 +145,7 @@ class PrivacyEngine:
         users: Any = None,
         method: str = "auto",
         data_sharding: Any = None,
-        ledger: str | os.PathLike[str] | None = None,
+        ledger: Path | None = None,
         checks: float | None = None,
         **plan_arguments: Any,
     ) -> tuple[Step, TrainState, PlannedLoader]:
@@ -186,10 +180,9 @@ class PrivacyEngine:
                 sharding, others are replicated. Every process gets the whole data and reads only
                 the rows of its devices.
             ledger: path of a new ledger file; None keeps the ledger in memory until a checkpoint.
-            checks: float, share of steps at which two examples are compared with plain autodiff
-                before anything is released; one of five of these checks covers the whole batch.
-                None for 1/50, 0 for none; the ledger records it. Unless 0, the first step is
-                checked too.
+            checks: float, share of steps at which examples are compared with plain autodiff before
+                anything is released. None for 1/50, 0 for none; the ledger records it. Unless 0,
+                the first step is checked too.
             **plan_arguments: arguments of `PrivacyPlan` (expected_batch_size, noise_multiplier,
                 max_grad_norm, target_epsilon, on_budget, ...), if `plan` is None; also epochs=
                 instead of num_steps=, target_delta= instead of delta=, and
@@ -203,45 +196,38 @@ class PrivacyEngine:
         Raises:
             AccountingError: the engine has a run already.
             TypeError: arguments that nobody knows, or that are missing; `loss_fn` takes a key and
-                `needs_key` does not say so, or the other way round; `augment` is no such function.
+                `needs_key` does not say so, or the other way round; `augment` is no such function;
+                the optimizer's updates are not like the parameters.
             ValueError: arguments beside a plan that holds them, or that contradict each other;
-                views without augment; no id of a user for each row, or other users than before.
+                views without augment; no id of a user for each row; leaves that the optimizer
+                freezes.
 
         Guarantees:
-            `loss_fn` is traced with one example before the plan's key is taken and the ledger is
-                opened.  [test_a_loss_for_a_batch_is_told_so_before_anything_is_recorded]
+            `loss_fn` is traced with one example before the ledger is opened.
+                [test_a_loss_for_a_batch_is_told_so_before_anything_is_recorded]
         """
         self._refuse_a_second_run()
-        if checks is None and self._loaded is not None:
-            checks = self.ledger.check_rate
-        rate = exactness.checked_rate(checks)
         if not callable(loss_fn):
             raise TypeError(
                 f"loss_fn is {_validate.kind(loss_fn)}. Expected a function (params, *example) -> "
                 "loss of one example."
             )
-        parameters = split(params, trainable)
-        if not parameters.trained:
-            kinds = sorted({_validate.kind(leaf) for leaf in jax.tree.leaves(params)})
-            raise ValueError(
-                f"No leaf of params is trained; it holds {', '.join(kinds) or 'nothing'}. Expected "
-                "at least one floating JAX or NumPy array, such as what init of a model returns; "
-                "see trainable=."
-            )
-        data_mesh = data_mesh_of(data_sharding, parameters)
-        group = None if data_mesh is None else data_mesh.group
+        if checks is None and self._loaded is not None:
+            checks = self._loaded.saved.get("checks")
+        rate, parameters = exactness.checked_rate(checks), _trained(params, trainable)
+        mesh = data_mesh_of(data_sharding, parameters)
+        group = None if mesh is None else mesh.group
         rows = rows_of(data, users, augment)
-        plan = self._plan_of(plan, data, rows, plan_arguments, group)
-        parameters = parameters if data_mesh is None else data_mesh.model(parameters)
+        plan = self._plan_of(plan, data, rows, plan_arguments)
+        parameters = parameters if mesh is None else mesh.model(parameters)
         examples = arguments_of(data, loss_fn, needs_key)
         views = check_views(views, augment, plan.num_examples)
-        loader = PlannedLoader(examples, plan, self._span, data_mesh, self._interrupted, rows)
+        loader = self._planned(examples, plan, mesh, rows, group)
         state = first_state(parameters, optimizer)
         if self._loaded is not None:
-            self._refuse_another_step(views, parameters.names)
-            state = continued(self._loaded, state)
-        if data_mesh is not None:
-            state = data_mesh.state(state)
+            _refuse_another_step(self._loaded.saved, views, parameters.names)
+            state = continued(self._loaded.state, state)
+        state = state if mesh is None else mesh.state(state)
         run = CompiledStep(
             plan=plan,
             parameters=parameters,
@@ -251,22 +237,20 @@ class PrivacyEngine:
             has_aux=bool(has_aux),
             keep_batch_dim=bool(keep_batch_dim),
             method=method,
-            rebuild=loader.rebuild,
+            rebuild=loader.origin.rebuild,
             augment=augment,
             views=views,
-            data_mesh=data_mesh,
-            opt_shardings=None if data_mesh is None else shardings(state.opt_state),
+            data_mesh=mesh,
+            opt_shardings=None if mesh is None else shardings(state.opt_state),
+            takes_noise=adam_bc.is_in(state.opt_state),
         )
-        if self._loaded is not None:
-            size = size_of(parameters.trained)
-            require_affordable(plan.correlation, self.ledger.position, size)
         check_loss(run, examples)
         check_optimizer(run, state)
         if group is not None:
             check_run(group, run, state)
-        self._begin(loader, ledger, group, "PrivacyEngine.make_private", run_registry.OWN_STEP)
-        self._run = run
-        self._checks, self._rate = StepChecks(run), rate
+        self._begin(loader, ledger, group)
+        self._source = NoiseSource(plan)
+        self._run, self._checks, self._rate = run, StepChecks(run), rate
         self.ledger.note(checks=rate)
         return self._step, state, loader
 
@@ -289,10 +273,9 @@ class PrivacyEngine:
         self._refuse_a_second_run()
         arguments |= {"target_epsilon": target_epsilon, "target_delta": target_delta}
         given = {name: arguments.pop(name) for name in KNOWN & arguments.keys()}
-        refuse_beside_target(arguments.pop("plan", None), given)
         rows = rows_of(data, arguments.get("users"), arguments.get("augment"))
         plan = plan_of(
-            None,
+            arguments.pop("plan", None),
             given,
             num_examples=num_units(data, rows),
             accountant=self._accountant,
@@ -302,10 +285,17 @@ class PrivacyEngine:
         )
         return self.make_private(plan=plan, data=data, **arguments)
 
-    def resume(self, **arguments: Any) -> tuple[Step, TrainState, PlannedLoader]:
-        """Continue a run loaded by `load_checkpoint`.
+    def resume(
+        self, *, recalibrate: bool = False, **arguments: Any
+    ) -> tuple[Step, TrainState, PlannedLoader]:
+        """Go on with the run of a checkpoint.
+
+        A segment begins: its batches and noise are drawn anew, and steps that were released after
+        the checkpoint and run again are further releases, which are accounted.
 
         Args:
+            recalibrate: bool, True for such noise in the steps that are left that all planned steps
+                fit the plan's target_epsilon.
             **arguments: those of `make_private` that describe the run and not its plan: loss_fn,
                 params (for their structure; the values are the loaded ones), optimizer, data, ...
 
@@ -313,12 +303,16 @@ class PrivacyEngine:
             `(step, state, loader)`, the state being the loaded one.
 
         Raises:
-            AccountingError: the engine was not loaded.
+            AccountingError: the engine was not loaded, or goes on already.
         """
-        if self._loaded is None:
+        if self._loaded is None or self._loader is not None:
             raise AccountingError(
-                "There is no loaded run to go on with. Expected the engine of load_checkpoint."
+                "There is no loaded run to go on with. Expected the engine of load_checkpoint, "
+                "once."
             )
+        if recalibrate:
+            self.ledger.close()
+            self._ledger = self._loaded.open_ledger(True)
         return self.make_private(**arguments)
 
     def make_loader(
@@ -328,47 +322,41 @@ class PrivacyEngine:
         plan: PrivacyPlan | None = None,
         data_sharding: Any = None,
         users: Any = None,
-        ledger: str | os.PathLike[str] | None = None,
+        ledger: Path | None = None,
         **plan_arguments: Any,
     ) -> PlannedLoader:
         """Open the ledger and return the loader of a run whose step is the user's own.
 
-        Call `record()` before each release, and `noisy_mean` or `add_noise(plan)` for its noise.
-        The arguments are those of `make_private`; with `users`, `clipped_grad_sum` must get the
-        plan's rows_per_unit, and the row_weights of each chunk.
+        Its batches are `Chunk`s, arguments of `clipped_grad_sum`. Call `record()` before each
+        release, and `noisy_mean` or `add_noise(plan)` for its noise. The arguments are those of
+        `make_private`.
         """
         self._refuse_a_second_run()
-        data_mesh = data_mesh_of(data_sharding)
-        group = None if data_mesh is None else data_mesh.group
+        mesh = data_mesh_of(data_sharding)
+        group = None if mesh is None else mesh.group
         rows = rows_of(data, users)
-        plan = self._plan_of(plan, data, rows, plan_arguments, group)
-        loader = PlannedLoader(
-            examples_of(data), plan, self._span, data_mesh, self._interrupted, rows
-        )
-        self._begin(loader, ledger, group, "PrivacyEngine.make_loader", "")
+        plan = self._plan_of(plan, data, rows, plan_arguments)
+        loader = self._planned(examples_of(data), plan, mesh, rows, group)
+        self._begin(loader, ledger, group)
+        loop = own_loops.open_loop(plan, self.ledger)
+        loop.source = NoiseSource(plan, self.ledger.segments[-1].noise_scale)
+        loader.origin.loop = loop
         loader.handed_out.begun = self.ledger.position
-        open_loop(loader, loader.needs())
         return loader
 
     def _plan_of(
-        self,
-        plan: PrivacyPlan | None,
-        data: Any,
-        rows: UserRows | None,
-        given: Mapping[str, Any],
-        group: Group | None,
+        self, plan: PrivacyPlan | None, data: Any, rows: UserRows | None, given: Mapping[str, Any]
     ) -> PrivacyPlan:
-        """Plan given, made of the arguments, or loaded; the same on all processes."""
+        """Plan given, made of the arguments, or loaded."""
         if self._loaded is None:
             self._names_delta = names_delta(plan, given)
-            plan = plan_of(
+            return plan_of(
                 plan,
                 given,
                 num_examples=num_units(data, rows),
                 accountant=self._accountant,
                 secure_mode=self._secure_mode,
             )
-            return plan if group is None else one_plan(group, plan)
         if plan is not None or given:
             raise ValueError(
                 f"{sorted(given) or 'plan'} came for a run that was loaded from a checkpoint, "
@@ -376,51 +364,34 @@ class PrivacyEngine:
             )
         return self.plan
 
+    def _planned(
+        self,
+        examples: tuple[Any, ...],
+        plan: PrivacyPlan,
+        mesh: Any,
+        rows: UserRows | None,
+        group: Group | None,
+    ) -> PlannedLoader:
+        """Loader of a run, with bits of its segment that are the same on all processes."""
+        if plan.noise != "secure":
+            compat.check_counter_layout()
+        bits = agreed(group, plan, self._accountant, examples, rows)
+        return PlannedLoader(
+            examples, plan, bits, self._span, self._bound, mesh, self.pass_end, rows
+        )
+
     def _refuse_a_second_run(self) -> None:
         if self._loader is not None:
             raise AccountingError(SECOND_RUN)
 
-    def _refuse_another_step(self, views: int, names: list[str]) -> None:
-        """Refuse to resume with other views or trained leaves than those of the checkpoint."""
-        if views != self._saved.get("views", views):
-            raise ValueError(
-                f"views={views}, but the checkpoint's run has views={self._saved['views']}. "
-                "Expected the views and the augment of its make_private."
-            )
-        trained = self._saved.get("trained", sorted(names))
-        if trained != sorted(names):
-            raise ValueError(
-                f"The leaves {sorted(set(trained) ^ set(names))} are trained either here or in the "
-                "checkpoint's run. Expected trainable= as in its make_private."
-            )
-
-    def _begin(
-        self,
-        loader: PlannedLoader,
-        path: str | os.PathLike[str] | None,
-        group: Group | None,
-        recorder: str,
-        source: str,
-    ) -> None:
-        """Claim the plan's key and open its ledger, unless the ledger was loaded."""
-        if loader.plan.noise != "secure":
-            compat.check_counter_layout()
-        digest = rows_digest(loader.plan, loader.users)
-        if group is not None:
-            check_data(group, loader.arrays, digest)
-        if self._ledger is not None:
-            self._ledger.bind_users(digest)
-            if source:
-                run_registry.draw_by_engine(self._ledger)
-        else:
-            run = (loader.plan, self._accountant, path)
-            if group is None:
-                self._ledger = claimed(Ledger(*run), recorder=recorder, source=source)
-            else:
-                self._shared = SharedLedger(group)
-                self._ledger = self._shared.opened(*run, recorder=recorder, source=source)
-            self._ledger.bind_users(digest)
-        self._loader, self._is_own_loop = loader, not source
+    def _begin(self, loader: PlannedLoader, path: Path | None, group: Group | None) -> None:
+        """Open the ledger of a run, unless it was loaded; process 0 has the file."""
+        if self._ledger is None:
+            opened = list[Ledger]()
+            new = (loader.plan, self._accountant)
+            on_first(group, "the ledger", lambda: opened.append(Ledger(*new, path)))
+            self._ledger = opened[0] if opened else Ledger(*new)
+        self._loader, self._group = loader, group
 
     def _span(self) -> tuple[int, int | None]:
         """Next step, and the first step that the loader must not draw."""
@@ -428,92 +399,90 @@ class PrivacyEngine:
         end = ledger.end if ledger.plan.on_budget == "stop" else ledger.plan.num_steps
         return ledger.position, end
 
+    def _bound(self, step: int) -> float:
+        """C of a step; of an adaptive bound that of the next one."""
+        ledger = self.ledger
+        return ledger.max_grad_norm if self.plan.is_adaptive else self.plan.max_grad_norm_at(step)
+
     @compat.promoting
-    def _step(self, state: TrainState, batch: LogicalBatch) -> tuple[TrainState, dict[str, Any]]:
-        """Perform one release: sum, check, record, seal, add noise, update.
+    def _step(self, state: TrainState, batch: Chunk) -> tuple[TrainState, Metrics]:
+        """Perform one release: sum, check, record, draw bits, add noise, update.
 
         Raises:
             ExactnessError: the spot check of this step failed. Nothing of it was recorded or
                 released, and the same batch may be tried again.
         """
-        run, ledger = self._attached(), self._running()
-        assert self._loader is not None
-        check_step(self._loader, state, batch)
-        ledger.expect(batch.step)
-        warn_of_older(state, self._returned)
-        with nullcontext() if self._shared is None else self._shared.at(batch.step):
-            bound = ledger.max_grad_norm
-            computed = run.computed(state.params, batch, bound)
-            due = exactness.check_at(
-                ledger.plan, batch.step, self._rate, is_first=not self._is_checked
-            )
+        run, loader, ledger = self._attached(), self._loader, self._ledger
+        assert loader is not None
+        assert ledger is not None
+        assert self._source is not None
+        check_step(loader, state, batch)
+        step = int(batch.step)
+        if step != ledger.position:
+            ledger.require(step)  # raises
+        if self._returned is not None and state.step < self._returned:
+            warn_of_older(state, self._returned)
+        with nullcontext() if self._group is None else self._group.collective(f"step {step}"):
+            dropout = loader.bits.key("dropout", step) if run.draws_keys else _NO_KEY
+            computed = run.computed(state.params, batch, dropout, ledger.max_grad_norm)
+            due = exactness.check_at(loader.bits, step, self._rate, is_first=not self._is_checked)
             if due is not None:
                 self._check(computed, due)
-            totals, answers, counts = computed.totals, computed.answers, {}
+            arrays, totals, answers = computed.arrays, computed.totals, computed.answers
             del computed  # frees the inputs of the sums
-            if ledger.plan.is_adaptive:
-                counts = {"num_below": int(totals.num_below), "num_rows": int(totals.num_rows)}
-            trained = run.parameters.arrays(state.params)[0]
-            ledger.record(batch.step)
-            seal = self._seal(batch.step, trained, totals.sums, **counts)
-        self._last = (state.params, batch, seal)
-        state, metrics = run.release(state, totals, batch.step, seal)
+            release, bits = self._recorded(ledger, step, totals)
+        noise = self._source.drawn(totals.sums, release, bits)
+        self._last = Released(state.params, batch, dropout, release, noise)
+        state, metrics = run.release(state, arrays, totals, release, noise)
         if run.has_aux:
             metrics["unprotected_aux"] = [answer.aux for answer in answers]
-        if ledger.plan.noise == "secure":
-            metrics = {}
+        if run.plan.noise == "secure":
+            self._last, metrics = None, {}
         self._returned = state.step
-        return state, {"step": batch.step, **metrics}
+        return state, {"step": step, **metrics}
 
     def _check(self, step: ComputedStep, due: exactness.SpotCheck) -> None:
         """Check a step whose totals are known, on all processes together."""
         assert self._checks is not None
-        failed, is_checked, ledger = None, False, self._running()
+        failed, is_checked = None, False
         try:
             is_checked = self._checks.check(step, due, is_first=not self._is_checked)
         except exactness.ExactnessError as error:
             failed = error
-        if self._shared is not None:
-            failed = self._shared.failure(due.step, failed)
+        if self._group is not None:
+            every = self._group.gather(f"the spot check of step {due.step}", failed)
+            failed = failed or next(filter(None, every), None)
         if failed is not None:
             self._is_checked = False
-            ledger.check_failed(due.step, failed)
+            self.ledger.check_failed(due.step, failed)
             raise failed.with_traceback(None) from None
         if is_checked:
             self._is_checked = True
-            ledger.check_passed(due.step)
+            self.ledger.check_passed(due.step)
 
-    def _seal(
-        self, step: int, trained: list[Any] | None, sums: list[Any] | None, **counts: int
-    ) -> Seal:
-        """Seal of a recorded step, the same on all processes.
+    def _recorded(self, ledger: Ledger, step: int, totals: Totals) -> tuple[Release, bytes]:
+        """Record a step and draw its bits; of several processes the first says both."""
+        plan, group, counts = ledger.plan, self._group, None
+        if plan.is_adaptive:
+            counts = int(totals.num_below), int(totals.num_rows)
 
-        In a loop of the user's own the sums are unknown, so a step is never taken for a replay.
-        """
-        facts: dict[str, Any] = {"stack": _STACK, **counts}
-        if self._shared is not None:
-            return self._shared.sealed(self._running(), step, trained, sums, facts)
-        if sums is None:
-            return self._running().seal(step, None, **facts)
-        hashes = partial(hash_sums, sums=sums)
-        return self._running().seal(step, partial(local_shards, sums), hashes=hashes, **facts)
+        def first() -> tuple[float | None, Release, bytes]:
+            fraction = None if counts is None else ledger.noisy_fraction(*counts)
+            release = ledger.record(step, noisy_fraction=fraction)
+            return fraction, release, noise_bits(plan.seed, step)
 
-    def written(self, name: str, whole: Callable[[], Any], write: Callable[[Any], Any]) -> Any:
-        """Write a checkpoint on the first process and return the result on all of them.
-
-        `whole` () -> content is called on every process, `write` (content) on the first.
-        """
-        self._running()
-        if self._shared is None:
-            return write(whole())
-        return self._shared.written(name, whole, write)
+        if group is None:
+            return first()[1:]
+        fraction, release, bits = group.on_first(f"the record of step {step}", first)
+        if not group.is_first:
+            release = ledger.record(step, noisy_fraction=fraction)
+        return release, bits
 
     def detach(self) -> None:
         """End the run: step and loader refuse, the ledger's file is closed, the record stays."""
         self._running().close()
-        if self._loader is not None:
-            close_loop(self._loader)
-        self._is_detached, self._run, self._last = True, None, None
+        self.ledger.own_loop = None  # noise that was not asked for is drawn by nobody
+        self._is_detached, self._run, self._last, self._source = True, None, None, None
 
     @compat.promoting
     def stages(self) -> Stages:
@@ -526,14 +495,14 @@ class PrivacyEngine:
             AccountingError: no step was taken, or the noise is secure, which shows nothing else.
         """
         run = self._attached()
-        if self._last is None:
-            raise AccountingError("No step was taken yet. Call step first.")
         if run.plan.noise == "secure":
             raise AccountingError(
                 "The stages of a gradient are not private, and noise='secure' keeps them closed. "
                 "Expected another noise for inspection."
             )
-        return run.stages(*self._last, per_sample=self.keep_per_sample)
+        if self._last is None:
+            raise AccountingError("No step was taken yet. Call step first.")
+        return run.stages(*self._last, self.keep_per_sample)
 
     def record(self, num_steps: int = 1) -> range:
         """Record the next releases, before a jitted or scanned run of that many steps.
@@ -549,8 +518,9 @@ class PrivacyEngine:
         if len(steps) == 1 and self._loader is not None:
             self._loader.handed_out.record(steps[0])
         for step in steps:
-            ledger.record(step)
-            self._seal(step, None, None)
+            on_first(self._group, f"the record of step {step}", partial(ledger.record, step))
+            if self._group is not None and not self._group.is_first:
+                ledger.record(step)
         return steps
 
     def get_epsilon(self, delta: float | None = None, *, accept_unverified: bool = False) -> float:
@@ -568,7 +538,7 @@ class PrivacyEngine:
         ledger = self.ledger
         if delta is None and not self._names_delta:
             raise ValueError("delta is missing. Expected a number in (0, 1), e.g. delta=1e-5.")
-        if self._is_own_loop and self._loader is not None:
+        if self._loader is not None and self._loader.origin.loop is not None:
             self._loader.handed_out.require_recorded(ledger.position)
             self._loader.handed_out.warn_of_undrawn(ledger.plan, ledger.position)
         return ledger.get_epsilon(delta=delta, accept_unverified=accept_unverified)
@@ -585,28 +555,26 @@ class PrivacyEngine:
             raise TypeError("params was no nnx.Module. Expected state.params, which is like it.")
         return module(state.params)
 
-    def ema(self, state: TrainState) -> Any:
-        """Return the average of the parameters that `with_ema` keeps, for evaluation.
-
-        Args:
-            state: `TrainState` of this run.
-
-        Returns:
-            Pytree like `state.params`, what is not trained as there.
-
-        Raises:
-            AccountingError: the step is the user's own.
-            ValueError: the optimizer keeps no average.
-        """
-        parameters = self._attached().parameters
-        trained, others = parameters.arrays(state.params)
-        averages = zip(jax.tree.leaves(average_in(state.opt_state)), trained, strict=True)
-        return parameters.whole([mean.astype(leaf.dtype) for mean, leaf in averages], others)
+    @property
+    def group(self) -> Group | None:
+        """Group of the processes of the run, which goes on; None for one."""
+        self._running()
+        return self._group
 
     @property
     def pass_end(self) -> int:
         """Step where the current pass over the loader ends; 0 before the first."""
-        return self._interrupted if self._loader is None else self._loader.handed_out.pass_end
+        if self._loader is not None:
+            return self._loader.handed_out.pass_end
+        return 0 if self._loaded is None else self._loaded.pass_end
+
+    @property
+    def step_saved(self) -> Mapping[str, Any]:
+        """What a checkpoint says of the step: "views", "checks", names of "trained" leaves."""
+        if self._run is None:
+            return {} if self._loaded is None else self._loaded.saved
+        names = sorted(self._run.parameters.names)
+        return {"views": self._run.views, "checks": self._rate, "trained": names}
 
     @property
     def plan(self) -> PrivacyPlan:
@@ -614,7 +582,7 @@ class PrivacyEngine:
         return self.ledger.plan
 
     @property
-    def accountant(self) -> Any:
+    def accountant(self) -> Accountant:
         """Accountant of the run."""
         return self.ledger.accountant
 
@@ -647,3 +615,30 @@ class PrivacyEngine:
                 "make_loader."
             )
         return self._run
+
+
+def _trained(params: Any, trainable: Any) -> Parameters:
+    """Parameters of which at least one leaf is trained."""
+    parameters = split(params, trainable)
+    if not parameters.trained:
+        kinds = sorted({_validate.kind(leaf) for leaf in jax.tree.leaves(params)})
+        raise ValueError(
+            f"No leaf of params is trained; it holds {', '.join(kinds) or 'nothing'}. Expected "
+            "at least one floating JAX or NumPy array, such as what init of a model returns; "
+            "see trainable=."
+        )
+    return parameters
+
+
+def _refuse_another_step(saved: Mapping[str, Any], views: int, names: list[str]) -> None:
+    """Refuse to resume with other views or trained leaves than those of the checkpoint."""
+    if views != saved.get("views", views):
+        raise ValueError(
+            f"views={views}, but the checkpoint's run has views={saved['views']}. "
+            "Expected the views and the augment of its make_private."
+        )
+    if sorted(saved["trained"] or names) != sorted(names):
+        raise ValueError(
+            f"The leaves {sorted(set(saved['trained']) ^ set(names))} are trained either here or "
+            "in the checkpoint's run. Expected trainable= as in its make_private."
+        )

@@ -7,7 +7,7 @@ On a mesh a third jitted function between them sums over the shards.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -17,18 +17,20 @@ import numpy as np
 import optax
 
 from dualdp import _validate
+from dualdp.ledger.ledger import Release
+from dualdp.plan.plan import PrivacyPlan
 from dualdp_jax import compat
-from dualdp_jax.noise.noise import Release, noised_mean, release_at
-from dualdp_jax.noise.recursion import rows_for
+from dualdp_jax.chunk import Chunk
+from dualdp_jax.chunk import Rows as Rows
+from dualdp_jax.noise.noise import Noise, noised_mean
 from dualdp_jax.parallel.mesh import DataMesh, shardings, whole
 from dualdp_jax.per_sample import clip
-from dualdp_jax.per_sample.call import Answer, Call, Options, build, split_batch
+from dualdp_jax.per_sample.call import Answer, Call, Options, build
 from dualdp_jax.per_sample.methods import check_method, choose, prepared
 from dualdp_jax.per_sample.parameters import Parameters, split
 from dualdp_jax.per_sample.request import SUM, Request, answer
 from dualdp_jax.rules.arrays import widen
-from dualdp_jax.training import adam_bc
-from dualdp_jax.training.loader import LogicalBatch, PlannedLoader
+from dualdp_jax.training.loader import PlannedLoader
 from dualdp_jax.training.views import loss_of_view
 
 
@@ -69,15 +71,6 @@ class Totals(NamedTuple):
     num_below: Any  # scalar, number of unmasked examples with a norm of at most the bound
 
 
-class Rows(NamedTuple):
-    """Rows of a chunk on the devices, K of each of its examples."""
-
-    arrays: list[Any]  # those of the batch, (examples K, ...)
-    mask: Any  # (examples,) bool, False for padding
-    indices: Any  # (examples,) index of each example
-    weights: Any = None  # (examples K,) weight of a row in the loss of its example; None for a mean
-
-
 class ComputedStep(NamedTuple):
     """Step whose totals are known, with its inputs."""
 
@@ -88,6 +81,12 @@ class ComputedStep(NamedTuple):
     unreduced: Totals  # `Totals` of the logical batch; on a mesh with a leading axis of shards
     totals: Totals  # `Totals` summed over the shards
     bound: float  # C
+
+    @property
+    def arrays(self) -> tuple[list[Any], list[Any]]:
+        """Trained leaves and other arrays of the model."""
+        arrays: tuple[list[Any], list[Any]] = self.inputs[0][0]
+        return arrays
 
 
 class Stages(NamedTuple):
@@ -111,7 +110,7 @@ class Stages(NamedTuple):
 class CompiledStep:
     """Plan, loss and optimizer of a run, with the compiled functions of a step."""
 
-    plan: Any
+    plan: PrivacyPlan
     parameters: Parameters
     loss_fn: Callable[..., Any]
     optimizer: optax.GradientTransformation
@@ -119,21 +118,24 @@ class CompiledStep:
     has_aux: bool
     keep_batch_dim: bool
     method: str
-    rebuild: Callable[[list[Any]], tuple[Any, ...]]
+    rebuild: Callable[[list[Any]], tuple[Any, ...]]  # arrays -> arguments of the loss
     augment: Callable[..., Any] | None = None  # callable (example, key) -> one view, or None
     views: int = 1  # views of each example
     data_mesh: DataMesh | None = None  # `DataMesh` of the rows; None for one device
     #: pytree of the shardings of the optimizer's state; None for one device.
     opt_shardings: Any = None
+    takes_noise: bool = False  # the optimizer takes the noise's standard deviation: an `adam_bc`
 
     def __post_init__(self) -> None:
         check_method(self.method)
         self.clipper(self.parameters, 1.0)  # refuses group shares that do not fit
-        self._jitted, self._rows = self._compiled(), rows_for(self.plan)
-        # Once per run, on the device: new zeros at each step would be a transfer of the size of
-        # the parameters.
+        self._jitted, self.dtype = self._compiled(), self.parameters.dtype
+        is_module = self.parameters.module is not None  # whose dropout has keys
+        self.draws_keys = self.needs_key or self.augment is not None or is_module
+        # Zeros once per run, on the device: new ones at each step would be a transfer of the size
+        # of the parameters.
         trained, count = self.parameters.trained, jnp.zeros((), jnp.int32)
-        numbers = jnp.zeros((), self.parameters.dtype), count, count
+        numbers = jnp.zeros((), self.dtype), count, count
         if self.data_mesh is None:
             zeros = [jnp.zeros_like(widen(p)) for p in trained]
         else:
@@ -143,7 +145,7 @@ class CompiledStep:
     @property
     def rows_of_each(self) -> int:
         """Rows of each example in a chunk: K of a user, else 1, which may be an item of K rows."""
-        return self.plan.rows_per_unit if self.plan.unit == "user" else 1
+        return self.plan.rows_per_unit or 1 if self.plan.unit == "user" else 1
 
     @property
     def has_weights(self) -> bool:
@@ -172,21 +174,31 @@ class CompiledStep:
             "grads": jax.jit(self.data_mesh.each(self._grads, trained)),
         }
 
-    def computed(self, params: Any, batch: LogicalBatch, bound: float) -> ComputedStep:
-        """Return the totals of a logical batch, with the inputs and results of its chunks."""
-        unreduced, answers = self._nothing, []
-        inputs, dropout = self._inputs(params, batch)
-        limit = np.asarray(bound, self.parameters.dtype)
-        for arrays, rows in inputs:
-            unreduced, answer = self._jitted["add"](*arrays, unreduced, rows, dropout, limit)
+    def computed(self, params: Any, batch: Chunk, dropout: Any, bound: float) -> ComputedStep:
+        """Return the totals of a logical batch, with the inputs and results of its chunks.
+
+        `dropout` is the (2,) uint32 key of the step's random masks.
+        """
+        unreduced, answers, add = self._nothing, list[Answer](), self._jitted["add"]
+        limit, arrays = np.asarray(bound, self.dtype), self.arrays(params)
+        parts = batch.parts if self.data_mesh is None else [*map(self._placed, batch.parts)]
+        for rows in parts:
+            unreduced, answer = add(*arrays, unreduced, rows, dropout, limit)
             answers.append(answer)
-        masks = [np.asarray(chunk.mask) for chunk in batch.chunks]
-        totals = self._collected(unreduced)
+        totals = unreduced if self.data_mesh is None else self._jitted["collect"](unreduced)
+        masks = [part.mask for part in batch.parts]
+        inputs = [(arrays, rows) for rows in parts]
         return ComputedStep(inputs, dropout, masks, answers, unreduced, totals, bound)
 
-    def _collected(self, unreduced: Totals) -> Totals:
-        """Totals summed over the shards of a mesh."""
-        return unreduced if self.data_mesh is None else self._jitted["collect"](unreduced)
+    def arrays(self, params: Any) -> tuple[list[Any], list[Any]]:
+        """Return the trained leaves, and the other arrays of the model."""
+        trained, others = self.parameters.arrays(params)
+        return trained, others if self.data_mesh is None else self.data_mesh.others(others)
+
+    def _placed(self, part: Rows) -> Rows:
+        """Rows of a chunk on the devices of the mesh, where its arrays are already."""
+        assert self.data_mesh is not None
+        return Rows(part.arrays, *jax.tree.map(self.data_mesh.rows, part[1:]))
 
     def sums(
         self, trained: Any, others: Any, rows: Any, dropout: Any, bound: float, after: Totals | None
@@ -195,63 +207,53 @@ class CompiledStep:
 
         The compiled program is the one that computes the totals of a step.
         """
-        limit, start = np.asarray(bound, self.parameters.dtype), after or self._nothing
+        limit, start = np.asarray(bound, self.dtype), after or self._nothing
         totals, _ = self._jitted["add"](trained, others, start, rows, dropout, limit)
-        return self._collected(totals).sums
+        return (totals if self.data_mesh is None else self._jitted["collect"](totals)).sums
 
     def release(
-        self, state: TrainState, totals: Totals, step: int, seal: Any
+        self,
+        state: TrainState,
+        arrays: tuple[list[Any], list[Any]],
+        totals: Totals,
+        release: Release,
+        noise: Noise,
     ) -> tuple[TrainState, dict[str, Any]]:
-        """Return the state after the release of these totals, already recorded and sealed."""
-        trained, others = self.parameters.arrays(state.params)
-        numbers, dtype = self._numbers(step, seal, totals.sums), self.parameters.dtype
-        extra = adam_bc.extra_arguments(state.opt_state, self.plan, step, seal.max_grad_norm, dtype)
+        """Return the state after a release of these totals that is on record.
+
+        `arrays` are those of the state's parameters.
+        """
+        (trained, others), extra = arrays, {}
+        if self.takes_noise:
+            stddev = release.draw_stddev / release.expected_batch_size
+            extra = {"noise_stddev": np.asarray(stddev, self.dtype)}
         trained, opt_state, metrics = self._jitted["update"](
-            trained, state.opt_state, totals, numbers, **extra
+            trained, state.opt_state, totals, noise, **extra
         )
         state = TrainState(self.parameters.whole(trained, others), opt_state, state.step + 1)
         return state, metrics
 
-    def stages(self, params: Any, batch: LogicalBatch, seal: Any, per_sample: bool) -> Stages:
-        """Return the stages of a released step, recomputed from its inputs."""
-        step = self.computed(params, batch, seal.max_grad_norm)
+    def stages(
+        self, params: Any, batch: Chunk, dropout: Any, release: Release, noise: Noise, grads: bool
+    ) -> Stages:
+        """Return the stages of a released step, recomputed from its inputs.
+
+        `grads` tells whether the per-sample gradients are formed.
+        """
+        step = self.computed(params, batch, dropout, release.max_grad_norm)
         like, sums = self.parameters.like, step.totals.sums
-        kept = lambda parts: np.concatenate(  # noqa: E731
-            [whole(p)[c.mask] for p, c in zip(parts, batch.chunks, strict=True)]
-        )
-        grads = None
-        if per_sample:
-            inputs, dropout = self._inputs(params, batch)
-            chunks = [self._jitted["grads"](*arrays, rows, dropout) for arrays, rows in inputs]
-            grads = like([kept(leaf) for leaf in zip(*chunks, strict=True)])
+
+        def kept(parts: Sequence[Any]) -> Any:
+            return np.concatenate([whole(p)[m] for p, m in zip(parts, step.masks, strict=True)])
+
+        each: list[list[Any]] = []
+        if grads:
+            each = [self._jitted["grads"](*held, rows, dropout) for held, rows in step.inputs]
         return Stages(
             kept([answer.norms for answer in step.answers]),
             like(sums),
-            jax.jit(noised_mean)(like(sums), self._numbers(batch.step, seal, sums)),
-            grads,
-        )
-
-    def _inputs(self, params: Any, batch: LogicalBatch) -> tuple[list[Any], Any]:
-        """Per chunk (arrays of the model, `Rows`), and the key data for dropout."""
-        arrays = self.parameters.arrays(params)
-        put = (lambda rows: rows) if self.data_mesh is None else self.data_mesh.rows
-        rows = []
-        for c in batch.chunks:
-            weights = None
-            if self.has_weights:
-                weights = put(np.asarray(c.row_weights, self.parameters.dtype))
-            rows.append(Rows(split_batch(c.args)[0], put(c.mask), put(c.indices), weights))
-        return [(arrays, row) for row in rows], self.plan.step_key("dropout", batch.step)
-
-    def _numbers(self, step: int, seal: Any, sums: list[Any]) -> Release:
-        """Noise source and scales of a sealed release."""
-        return release_at(
-            self.plan,
-            step,
-            branch=seal.path,
-            max_grad_norm=seal.max_grad_norm,
-            like=self.parameters.like(sums),
-            rows=self._rows,
+            like(jax.jit(noised_mean)(sums, noise)),
+            like([kept(leaf) for leaf in zip(*each, strict=True)]) if grads else None,
         )
 
     def call(self, trained: Any, others: Any, rows: Rows, dropout: Any) -> Call:
@@ -276,7 +278,7 @@ class CompiledStep:
             keep_batch_dim=self.keep_batch_dim and self.augment is None,
             positions=positions,
             rows_per_unit=rows_per_unit,
-            row_weights=rows.weights,
+            row_weights=None if rows.weights is None else rows.weights.astype(parameters.dtype),
         )
         return build(loss_fn, parameters, self.rebuild(arrays), options)
 
@@ -303,18 +305,18 @@ class CompiledStep:
         request = Request(SUM, self.method, self.clipper(call.parameters, bound))
         result = answer(request, prepared(call, self.method), mask, call.num_examples)
         numbers = (
-            result.losses.sum().astype(self.parameters.dtype),
+            result.losses.sum().astype(self.dtype),
             mask.sum(dtype=jnp.int32),
             (mask & (result.norms <= bound)).sum(dtype=jnp.int32),
         )
         return result.leaves, numbers, result._replace(leaves=[], losses=None)
 
     def _update(
-        self, trained: Any, opt_state: Any, totals: Totals, release: Release, **extra: Any
+        self, trained: Any, opt_state: Any, totals: Totals, noise: Noise, **extra: Any
     ) -> tuple[Any, Any, dict[str, Any]]:
         """Noise, divide, step the optimizer; return its results and the metrics."""
         like = self.parameters.like
-        mean = noised_mean(like(totals.sums), release)
+        mean = like(noised_mean(totals.sums, noise))
         updates, opt_state = self.update(mean, opt_state, like(trained), **extra)
         updated = jax.tree.leaves(optax.apply_updates(like(trained), updates))
         count = jnp.maximum(totals.num_rows, 1)
@@ -325,8 +327,8 @@ class CompiledStep:
         return updated, opt_state, metrics
 
     def update(self, mean: Any, opt_state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
-        """Return updates and state of the optimizer; `extra` is that of `extra_arguments`."""
-        if not extra:
+        """Return updates and state of the optimizer; `extra` is for an `adam_bc`."""
+        if not self.takes_noise:
             return self.optimizer.update(mean, opt_state, params)
         optimizer = optax.with_extra_args_support(self.optimizer)
         return optimizer.update(mean, opt_state, params, noisy_mean=mean, **extra)
@@ -379,20 +381,20 @@ def continued(loaded: TrainState, fresh: TrainState) -> TrainState:
     return loaded
 
 
-def check_step(loader: PlannedLoader, state: TrainState, batch: LogicalBatch) -> None:
+def check_step(loader: PlannedLoader, state: TrainState, batch: Chunk) -> None:
     """Refuse a step that the ledger could not account for: traced, or of another batch."""
-    if compat.is_traced(state) or compat.in_trace():
+    if compat.in_trace():
         raise TypeError(
             "step was called inside jit, scan or grad, where it would be recorded once for many "
             "releases. Call it from Python; for a jitted loop use clipped_grad_sum, "
-            "add_noise(plan) and engine.record(num_steps=k)."
+            "add_noise(plan), engine.record(num_steps=k) and noise_keys(k)."
         )
     if not isinstance(state, TrainState):
         raise TypeError(
             f"state is {_validate.kind(state)}. Expected the TrainState that make_private or the "
             "step before returned: step(state, batch)."
         )
-    if not loader.drew(batch):
+    if not isinstance(batch, Chunk) or batch not in loader.drawn:
         raise TypeError(
             f"batch is {_validate.kind(batch)} that this engine's loader did not draw, or that "
             "was changed since. Expected one of its batches as it is: only they are what the "
@@ -400,13 +402,12 @@ def check_step(loader: PlannedLoader, state: TrainState, batch: LogicalBatch) ->
         )
 
 
-def warn_of_older(state: TrainState, last: int | None) -> None:
+def warn_of_older(state: TrainState, last: int) -> None:
     """Warn of a state that is older than the one returned last, of step `last`."""
-    if last is not None and state.step < last:
-        warnings.warn(
-            f"step got a state of {state.step} steps after it had returned one of {last}: what was "
-            "learned since is lost, and its epsilon is spent. Keep the state, as in state, metrics "
-            "= step(state, batch); to go on from an older one give it the newer number, "
-            "older._replace(step=state.step).",
-            stacklevel=4,
-        )
+    warnings.warn(
+        f"step got a state of {state.step} steps after it had returned one of {last}: what was "
+        "learned since is lost, and its epsilon is spent. Keep the state, as in state, metrics "
+        "= step(state, batch); to go on from an older one give it the newer number, "
+        "older._replace(step=state.step).",
+        stacklevel=4,
+    )

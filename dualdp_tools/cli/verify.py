@@ -13,13 +13,13 @@ from typing import Annotated, Any
 import typer
 
 from dualdp import PrivacyPlan, _validate
-from dualdp.ledger.verify import Finding, Verification, one_key
+from dualdp.ledger.verify import Finding, Verification
 from dualdp.ledger.verify import verify as run_verify
 from dualdp_tools.cli.common import PROTECTED, RELATIONS, Json, factor, working
 
 LedgerFiles = Annotated[list[Path], typer.Argument(help="Ledgers that runs wrote.")]
 Page = Annotated[Path | None, typer.Option("--report", help="Write one page: FILE.md or .html.")]
-AllowSeed = Annotated[bool, typer.Option(help="Let a run pass whose key came from a seed.")]
+AllowSeed = Annotated[bool, typer.Option(help="Let a run pass whose noise came from a seed.")]
 
 _WORDS = {True: "ok", False: "FAILED", None: "note"}
 
@@ -29,7 +29,7 @@ def verify(
 ) -> None:
     """Check ledgers' chains, recompute their epsilon, and report; exit code 1 on any failure.
 
-    Given several ledgers, also check that no two of them share a key, and thereby noise.
+    Ledgers of several runs on the same data add up: each epsilon is that of its run alone.
     """
     if report is not None and report.suffix not in (".md", ".html"):
         raise ValueError(f"report={str(report)!r} has no known form. Expected .md or .html.")
@@ -42,21 +42,18 @@ def verify(
         for path in ledger:
             several.append(run_verify(path, allow_seed=allow_seed))
             advance()
-    found, keys = several[0], one_key(several)
     if report is not None:
-        page = to_html(found) if report.suffix == ".html" else to_markdown(found)
+        page = to_html(several[0]) if report.suffix == ".html" else to_markdown(several[0])
         report.write_text(page, encoding="utf-8")
-    if as_json and len(several) == 1:
-        typer.echo(json.dumps(_data(found), indent=2))
-    elif as_json:
-        data = {"ledgers": {f.source: _data(f) for f in several}, "keys": asdict(keys)}
-        typer.echo(json.dumps(data, indent=2))
+    if as_json:
+        data = {found.source: _data(found) for found in several}
+        shown = {"ledgers": data} if len(several) > 1 else _data(several[0])
+        typer.echo(json.dumps(shown, indent=2))
     elif len(several) == 1:
-        typer.echo(_text(found))
+        typer.echo(_text(several[0]))
     else:
-        texts = [f"{found.source}\n{_text(found)}\n" for found in several]
-        typer.echo("\n".join([*texts, _line(keys)]))
-    if not (keys.passed is not False and all(found.passed for found in several)):
+        typer.echo("\n".join(f"{found.source}\n{_text(found)}\n" for found in several))
+    if not all(found.passed for found in several):
         raise typer.Exit(1)
 
 
@@ -76,7 +73,8 @@ def _data(found: Verification) -> dict[str, Any]:
         "passed": found.passed,
         "verdict": verdict(found),
         "covers_the_plan": found.covers_the_plan,
-        "cut_line": found.cut_line,
+        "is_whole": found.is_whole,
+        "segments": [[s.start, s.stop, s.noise_scale] for s in found.segments],
         "epsilon_of_the_plan": _finite(found.epsilon_of_the_plan),
         "failures": found.failures,
         "epsilons": {name: _finite(value) for name, value in found.epsilons.items()},
@@ -93,7 +91,9 @@ def verdict(found: Verification) -> str:
     plan = found.plan
     if plan is None:
         return f"NOT verified: {', '.join(found.failures)}."
-    epsilon = f"epsilon = {found.epsilon:.4f}. It protects any one {PROTECTED[plan.unit]}."
+    epsilon = (
+        f"epsilon = {found.epsilon:.4f}{found.secrecy}. It protects any one {PROTECTED[plan.unit]}."
+    )
     if found.passed and found.is_whole:
         return f"The ledger is whole and true: {epsilon}"
     planned = "" if plan.num_steps is None else f" of {plan.num_steps} planned"
@@ -109,20 +109,18 @@ def verdict(found: Verification) -> str:
             said.append(f"All planned steps, run once, cost {found.epsilon_of_the_plan:.4f}.")
     elif found.covers_the_plan is None:
         said.append("It does not show whether there were more: its plan has no end.")
-    if found.stopped_inside is not None:
-        said.append(f"It ends inside step {found.stopped_inside}, whose release is not sealed.")
-    if found.cut_line is not None:
-        said.append(f"Its last line, {found.cut_line}, is cut off and not counted.")
+    if found.torn:
+        said.append("Its last line is cut off.")
     return " ".join(said)
 
 
 def facts(found: Verification) -> list[tuple[str, str]]:
     """Return (name, value) of the released quantities and settings, from the ledger alone."""
-    plan, releases = found.plan, found.of_kind("release")
+    plan, releases = found.plan, found.releases
     if plan is None:
         return []
     header = found.records[0]
-    norm = _range(releases, "max_grad_norm")
+    norm = _range(releases, 3) if plan.is_adaptive else str(plan.max_grad_norm)
     unprotected = ", ".join(found.unprotected) or "none"
     planned = "an open-ended plan" if plan.num_steps is None else f"{plan.num_steps} planned steps"
     return [
@@ -136,7 +134,10 @@ def facts(found: Verification) -> list[tuple[str, str]]:
         ("Sampler", f"{plan.sampler}, sample rate {_range(releases, 'sample_rate')}"),
         ("Clipping", f"{plan.clipping}, max_grad_norm {norm}"),
         ("Noise", f"{plan.noise}, accounted multiplier {_range(releases, 'noise_multiplier')}"),
-        ("Key", "seed (not secret)" if plan.seed is not None else f"SHA-256 {plan.root.sha256}"),
+        (
+            "Secrecy",
+            f"seed={plan.seed}: none" if plan.seed is not None else "fresh bits, not stored",
+        ),
         ("Code", f"dualdp {header.get('version')}, accountant {header.get('accountant')}"),
         ("Logged without protection", unprotected),
     ]
@@ -147,9 +148,9 @@ def _neighbors(plan: PrivacyPlan) -> str:
     return RELATIONS[plan.neighboring_relation].format(PROTECTED[plan.unit])
 
 
-def _range(releases: list[dict[str, Any]], name: str) -> str:
-    """A constant value, or the range of a schedule."""
-    values = [record[name] for record in releases if isinstance(record.get(name), int | float)]
+def _range(releases: list[list[Any]], column: int) -> str:
+    """A constant value of a column, or the range of a schedule."""
+    values = [float(release[column]) for release in releases]
     if not values:
         return "none"
     low, high = min(values), max(values)
@@ -161,9 +162,11 @@ def meaning(found: Verification) -> list[str]:
     if found.plan is None or not math.isfinite(found.epsilon):
         return ["No statement about privacy can be made from this record."]
     epsilon, delta = found.epsilon, found.plan.delta
+    seeded = [f"All of this would hold{found.secrecy}."] if found.secrecy else []
     odds = math.exp(min(epsilon, 700.0))
     best = min(1.0, (odds + delta) / (1 + odds))
     return [
+        *seeded,
         f"Compare {_neighbors(found.plan)}. Whatever is done with the "
         f"releases on record, the probability of any outcome differs by a factor of at most "
         f"e^{epsilon:.4f} = {factor(epsilon)}, apart from a probability of {delta:g}.",

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State of a run as named tensors and a document of plain data, the same in a file and a folder.
+"""State of a run as named tensors and a `RunDocument`, the same in a file and a folder.
 
 Tensors are named "params/...", "buffers/...", "optimizer/<slot>/..." and "generator/...".
 """
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -13,10 +14,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from dualdp import _validate, checkpoint
+from dualdp.checkpoint import RunDocument
 from dualdp.ledger.ledger import Ledger
+from dualdp.plan.plan import PrivacyPlan
 from dualdp.porting import parameter_map
 from dualdp_torch.checkpoint import weights
 from dualdp_torch.checkpoint.optimizer_state import named_state, restorer
@@ -25,16 +29,16 @@ from dualdp_torch.parallel.process_group import Group, on_all
 from dualdp_torch.rules.base import Tensor
 from dualdp_torch.training.arguments import RunSettings, check_kinds
 from dualdp_torch.training.engine import PrivacyEngine
-from dualdp_torch.training.run_ledger import resume_ledger
 
 Path = str | os.PathLike[str]
 
 
-def check_parts(model: Any, optimizer: Any, engine: Any) -> None:
-    """Refuse what is no model, optimizer or engine, before anything is saved."""
+def settings_of(model: object, optimizer: object, engine: object) -> RunSettings:
+    """Return the settings of a run that can be saved; refuse other models and optimizers."""
     check_kinds(model, optimizer, "model")
     if not isinstance(engine, PrivacyEngine):
         raise TypeError(f"engine is {_validate.kind(engine)}. Expected the run's PrivacyEngine.")
+    return engine.settings_to_save(model, optimizer)  # type: ignore[arg-type]
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -59,26 +63,74 @@ def run_document(
     engine: PrivacyEngine,
     settings: RunSettings,
     model: nn.Module,
-    described: Mapping[str, Any],
+    described: dict[str, Any],
     path: Path,
-) -> dict[str, Any]:
-    """Return the document of a run; key and ledger are stored next to `path`."""
-    return {
-        "stack": "torch",
-        "position": engine.ledger.position,
-        "settings": asdict(settings),
-        "trained": list(engine.parameters),
-        "optimizer": described,
-        "layout": weights.layout(model),
-        "noise_layout": parameter_map.to_json(engine.noise_layout or ()),
-        **checkpoint.pack_run(engine.ledger, path),
-    }
+) -> RunDocument:
+    """Return the document of a checkpoint at `path`; the ledger is in a file from now on."""
+    document = describe_run(engine, settings, model, path)
+    document["optimizer"], document["layout"] = described, weights.layout(model)
+    document["noise_layout"] = parameter_map.to_json(engine.noise_layout or ())
+    return document
+
+
+def describe_run(
+    engine: PrivacyEngine, settings: RunSettings, model: nn.Module, path: Path
+) -> RunDocument:
+    """Return the document of a run whose parameters another package saves."""
+    plain = asdict(settings)
+    return checkpoint.describe_run(
+        engine.ledger,
+        path,
+        stack="torch",
+        pass_end=plain.pop("pass_end"),
+        settings=plain,
+        trained=engine.parameters,
+        parameters=[name for name, _ in model.named_parameters()],
+    )
+
+
+def settings_in(document: RunDocument) -> RunSettings:
+    """Return the settings of a saved run."""
+    return RunSettings(**document["settings"], pass_end=document["pass_end"])
+
+
+def ledger_opener(
+    group: Group | None, document: RunDocument, path: Path, ledger: Path | None = None
+) -> Callable[[bool], Ledger]:
+    """Return a function of `recalibrate` that begins a segment of a saved run, on all processes.
+
+    Rank 0 goes on with the file, the others with its record in memory.
+    """
+
+    def opened(recalibrate: bool) -> Ledger:
+        found = list[Ledger]()
+
+        def record() -> str:
+            found.append(checkpoint.open_run(document, path, ledger, recalibrate=recalibrate))
+            return found[0].to_json() if group is not None else ""
+
+        if group is None:
+            record()
+            return found[0]
+        text = group.word("the ledger", record)
+        if group.is_first:
+            return found[0]
+        return Ledger.resume(
+            text,
+            plan=PrivacyPlan.from_json(json.dumps(document["plan"])),
+            step=document["position"],
+            bound=document["bound"],
+            recalibrate=recalibrate,
+        )
+
+    return opened
 
 
 def load_run(
     tensors: Mapping[str, Tensor],
-    document: Mapping[str, Any],
-    resume: Callable[[], Ledger],
+    document: RunDocument,
+    path: Path,
+    ledger: Path | None,
     *,
     model: nn.Module,
     inner: nn.Module,
@@ -87,8 +139,7 @@ def load_run(
 ) -> PrivacyEngine:
     """Return the engine of a saved run, after loading model and optimizer; all is checked first.
 
-    `resume` opens key and ledger on rank 0. `inner` has the parameters by their saved names: it is
-    `model`, or the module inside of it.
+    `inner` has the parameters by their saved names: it is `model`, or the module inside of it.
     """
     rank = 0 if group is None else group.rank
 
@@ -99,11 +150,14 @@ def load_run(
         return put_model, restorer(optimizer, inner, slots, document["optimizer"])
 
     put_model, put_optimizer = on_all(group, "the parts of the checkpoint", checked)
-    settings = RunSettings.from_saved(document["settings"])
     states = {name: t for name, t in tensors.items() if name.startswith("generator/")}
-    ledger = resume_ledger(group, document["plan"], resume)
     engine = PrivacyEngine.loaded(
-        ledger, settings, model, optimizer, lambda: set_generators(states, rank), group
+        model,
+        optimizer,
+        settings_in(document),
+        ledger_opener(group, document, path, ledger),
+        lambda: set_generators(states, rank),
+        group,
     )
     put_model()
     put_optimizer()
@@ -146,10 +200,14 @@ def _model_restorer(
 
 
 def generator_states(device: torch.device, rank: int) -> dict[str, Tensor]:
-    """Return the states of torch's global generators on this process, by name with its rank."""
-    states = {_name("cpu", rank): torch.get_rng_state()}
+    """Return the states of torch's global generators on this process, by name with its rank.
+
+    Dropout draws from them, and nothing of ours; those of rank 0 have no number.
+    """
+    number = f".{rank}" if rank else ""
+    states = {f"generator/cpu{number}": torch.get_rng_state()}
     if device.type == "cuda":
-        states[_name("cuda", rank)] = torch.cuda.get_rng_state(device)
+        states[f"generator/cuda{number}"] = torch.cuda.get_rng_state(device)
     return states
 
 
@@ -163,27 +221,23 @@ def all_generators(engine: PrivacyEngine) -> dict[str, Tensor]:
     return {name: state for states in each for name, state in states.items()}
 
 
-def _name(device: str, rank: int) -> str:
-    """Name of a generator's state; those of rank 0 have no number."""
-    return f"generator/{device}.{rank}" if rank else f"generator/{device}"
-
-
 def set_generators(states: Mapping[str, Tensor], rank: int) -> None:
     """Set the global generators, unless the saved run did not have this rank."""
-    cpu, cuda = states.get(_name("cpu", rank)), states.get(_name("cuda", rank))
+    number = f".{rank}" if rank else ""
+    cpu, cuda = states.get(f"generator/cpu{number}"), states.get(f"generator/cuda{number}")
     if cpu is not None:
         torch.set_rng_state(cpu)
     if cuda is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(cuda)
 
 
-def to_numpy(tensor: Tensor) -> Any:
+def to_numpy(tensor: Tensor) -> NDArray[Any]:
     """Return an array with the tensor's bits; bfloat16 as uint16."""
     tensor = tensor.detach().cpu().contiguous()
     return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
-def to_tensor(array: Any, is_bfloat16: bool) -> Tensor:
+def to_tensor(array: NDArray[Any], is_bfloat16: bool) -> Tensor:
     """Return a tensor with a copy of the array's bits."""
     tensor = torch.from_numpy(np.array(array))
     return tensor.view(torch.bfloat16) if is_bfloat16 else tensor

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoint in a folder, to which every process writes its own shards by `torch.distributed`.
 
-Plan, position and ledger are stored as in the single file; a folder can be consolidated to one.
+Its document is that of the single file; a folder can be consolidated to one.
 """
 
 from __future__ import annotations
@@ -14,25 +14,27 @@ import shutil
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path as Folder
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
 from dualdp import checkpoint
-from dualdp.randomness import RootKey
+from dualdp.checkpoint import RunDocument
 from dualdp_torch.checkpoint.run_state import (
     Path,
-    check_parts,
     generator_states,
     load_run,
     run_document,
     run_tensors,
+    settings_of,
     to_numpy,
 )
-from dualdp_torch.parallel.fsdp import is_sharded, refuse_pieces
+from dualdp_torch.parallel.fsdp import is_sharded
 from dualdp_torch.parallel.process_group import Group, group_of, on_all, on_first
 from dualdp_torch.rules.base import Tensor
+from dualdp_torch.training.arguments import check_kinds
 from dualdp_torch.training.engine import PrivacyEngine
 
 _DOCUMENT = "run.json"
@@ -43,9 +45,9 @@ def save_sharded_checkpoint(
 ) -> None:
     """Write a run between two steps; each process writes its own shards.
 
-    The folder holds numbered checkpoints; older ones are removed once the new one is complete. Key
-    and ledger are stored next to it as `<folder>.key` and `<folder>.ledger`. All processes call
-    this, on a folder that all of them can access. All else is as with `save_checkpoint`.
+    The folder holds numbered checkpoints; older ones are removed once the new one is complete. The
+    ledger is `<folder>.ledger` unless the engine was given one. All processes call this, on a
+    folder that all of them can access. All else is as with `save_checkpoint`.
 
     Guarantees:
         A save that is interrupted leaves the older checkpoint.
@@ -53,9 +55,7 @@ def save_sharded_checkpoint(
         Resumed, on as many processes or others, the run goes on where it was.
             [test_sharded_checkpoints_load_on_other_numbers_of_processes]
     """
-    check_parts(model, optimizer, engine)
-    refuse_pieces(model, "save_sharded_checkpoint")
-    settings, group = engine.settings_to_save(model, optimizer), engine.group
+    settings, group = settings_of(model, optimizer, engine), engine.group
     rank = 0 if group is None else group.rank
     tensors, described = run_tensors(model, optimizer)
     tensors |= generator_states(next(iter(engine.parameters.values())).device, rank)
@@ -64,7 +64,7 @@ def save_sharded_checkpoint(
     )
     part = checkpoint.numbered(folder, number).with_name(f".{number}.part")
 
-    def describe() -> dict[str, Any]:
+    def describe() -> RunDocument:
         shutil.rmtree(part, ignore_errors=True)
         checkpoint.make_folder(folder)
         part.mkdir()
@@ -77,7 +77,7 @@ def save_sharded_checkpoint(
     def digests() -> dict[str, str]:
         return {file.name: _sha256(file) for file in part.glob(f"__{rank}_*")}
 
-    written = [digests()] if group is None else group.gather_results("the digests", digests)
+    written = [digests()] if group is None else group.on_all("the digests", digests)
 
     def complete() -> None:
         known = {name: digest for files in written for name, digest in files.items()}
@@ -100,7 +100,6 @@ def load_sharded_checkpoint(
     *,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    key: RootKey | Path | None = None,
     ledger: Path | None = None,
 ) -> PrivacyEngine:
     """Load a run into a model and an optimizer; `engine.resume(data_loader=)` continues it.
@@ -110,10 +109,10 @@ def load_sharded_checkpoint(
     folders that you trust. All else is as with `load_checkpoint`.
 
     Raises:
-        FileNotFoundError: the folder holds no whole checkpoint, or key or ledger is missing.
+        FileNotFoundError: the folder holds no whole checkpoint, or the ledger is missing.
         ValueError: it is edited, or does not fit model or optimizer.
     """
-    refuse_pieces(model, "load_sharded_checkpoint")
+    check_kinds(model, optimizer, "model")
     group = group_of(model)
     rank, size = (0, 1) if group is None else (group.rank, group.size)
     number, document = on_first(group, "load_sharded_checkpoint", lambda: _document(folder))
@@ -121,10 +120,12 @@ def load_sharded_checkpoint(
         group, "the files", lambda: _check_files(folder, number, document, slice(rank, None, size))
     )
     like = run_tensors(model, optimizer)[0]
+    tensors = _loaded(checkpoint.numbered(folder, number), like, group)
     return load_run(
-        _loaded(checkpoint.numbered(folder, number), like, group),
+        tensors,
         document,
-        lambda: checkpoint.unpack_run(document, folder, key, ledger),
+        folder,
+        ledger,
         model=model,
         inner=model,
         optimizer=optimizer,
@@ -135,8 +136,8 @@ def load_sharded_checkpoint(
 def consolidate_checkpoint(folder: Path, path: Path) -> None:
     """Convert the newest checkpoint of a folder to a file of `save_checkpoint`, on one process.
 
-    The run may be resumed from the folder or from the file, not from both; its ledger is not
-    moved, and `<path>.key` becomes a copy of `<folder>.key`.
+    Its ledger is that of the folder, which is not moved: go on from one of the two, or give the
+    other a copy of the ledger.
 
     Args:
         folder: folder of `save_sharded_checkpoint`.
@@ -144,7 +145,7 @@ def consolidate_checkpoint(folder: Path, path: Path) -> None:
 
     Raises:
         FileNotFoundError: the folder holds no whole checkpoint.
-        ValueError: it is edited, or `<path>.key` is another run's.
+        ValueError: it is edited.
 
     Guarantees:
         One process goes on from the file as from the folder.
@@ -160,7 +161,7 @@ def consolidate_checkpoint(folder: Path, path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _dcp() -> Iterator[Any]:
+def _dcp() -> Iterator[ModuleType]:
     """Context of `torch.distributed.checkpoint`, which does not warn of a single process."""
     import torch.distributed.checkpoint as dcp  # slow
 
@@ -187,15 +188,17 @@ def _room(name: str, entry: Any, ours: Mapping[str, Tensor]) -> Tensor:
     return torch.zeros(entry.size, dtype=dtype)
 
 
-def _document(folder: Path) -> tuple[int, dict[str, Any]]:
+def _document(folder: Path) -> tuple[int, RunDocument]:
     """Number and document of the newest checkpoint; a folder without one is refused."""
     newest = max(checkpoint.numbers(folder), default=0)
     checkpoint.require_numbered(folder, newest)
-    return newest, json.loads((checkpoint.numbered(folder, newest) / _DOCUMENT).read_text())
+    document = json.loads((checkpoint.numbered(folder, newest) / _DOCUMENT).read_text())
+    checkpoint.require_version(document, os.fspath(folder))
+    return newest, document
 
 
 def _check_files(
-    folder: Path, number: int, document: Mapping[str, Any], which: slice = slice(None)
+    folder: Path, number: int, document: RunDocument, which: slice = slice(None)
 ) -> None:
     """Refuse files that were changed after they were written; `which` selects some of them."""
     for name, digest in sorted(document["files"].items())[which]:

@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,16 +16,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from dualdp import checkpoint
 from dualdp._validate import AccountingError
+from dualdp.checkpoint import RunDocument
 from dualdp.plan.plan import PrivacyPlan
-from dualdp_torch.parallel.fsdp import refuse_tensor_parallel
+from dualdp_torch.checkpoint.run_state import describe_run, ledger_opener, settings_in
 from dualdp_torch.parallel.process_group import QUIET, Group, group_of, on_first
-from dualdp_torch.training.arguments import RunSettings
 from dualdp_torch.training.engine import PrivacyEngine
 from dualdp_torch.training.loader import Draw, PlannedLoader
-from dualdp_torch.training.run_ledger import resume_ledger
-from dualdp_torch.training.temporary_attributes import set_temporarily
+from dualdp_torch.training.step import set_temporarily
 
 _KEPT = ("num_workers", "collate_fn", "timeout", "worker_init_fn", "prefetch_factor", "drop_last")
 
@@ -40,9 +38,9 @@ _COMPARED = {
 class HostedRun:
     """Run that a callback starts, saves and resumes inside a host's loop.
 
-    Its key and ledger lie in `folder`, None for the host's own; `key` is that of a resumed run. The
-    `arguments` are those of `make_private`, or of `make_private_with_epsilon` if `target_epsilon`
-    comes without a noise multiplier.
+    Its ledger lies in `folder`, None for the host's own; `recalibrate` is that of `engine.resume`.
+    The `arguments` are those of `make_private`, or of `make_private_with_epsilon` if
+    `target_epsilon` comes without a noise multiplier.
 
     Attributes:
         engine: `PrivacyEngine` of the run.
@@ -56,7 +54,7 @@ class HostedRun:
         self,
         *,
         folder: str | os.PathLike[str] | None = None,
-        key: Any = None,
+        recalibrate: bool = False,
         accountant: str | None = None,
         secure_mode: bool = False,
         **arguments: Any,
@@ -69,7 +67,7 @@ class HostedRun:
                 "whose batches hold one item of each example. Expected them in make_private, for a "
                 "loop of your own."
             )
-        self._folder, self._key, self.arguments = folder, key, arguments
+        self._folder, self._recalibrates, self.arguments = folder, recalibrate, arguments
         self._new_engine = partial(PrivacyEngine, accountant, secure_mode)
         self.engine = self._new_engine()
         self.loader: HostedLoader | None = None
@@ -117,22 +115,19 @@ class HostedRun:
         take `num_steps` steps, None for no limit. Its folder is used unless the run has its own.
         """
         assert self.loader is not None
-        refuse_tensor_parallel(
-            module, "trainers of other packages", "use make_private in a loop of your own"
-        )
         group, source, saved = group_of(wrapper), self.loader.source, self.saved
         folder = Path(self._folder if self._folder is not None else folder)
         folder.mkdir(parents=True, exist_ok=True)
         if saved is None:
             given = {"module": module, "optimizer": optimizer, "data_loader": source}
             planned = self._begin(given | self.arguments, num_steps)
-            self._name = f"dualdp-{self.engine.plan.root.sha256[:12]}"
+            self._name = on_first(group, "the name", lambda: f"dualdp-{secrets.token_hex(6)}")
         else:
             planned = self._resume(module, optimizer, source, saved, folder, group)
         self._base, self._trained, self.is_running = folder / self._name, (module, optimizer), True
         if isinstance(wrapper, DistributedDataParallel):
             self.replace(wrapper, **QUIET)
-        self._pack()
+        self._described()
         self.loader.begin(planned, 0 if saved is None else int(saved["pass_start"]))
 
     def _begin(self, given: dict[str, Any], num_steps: int | None) -> PlannedLoader:
@@ -164,22 +159,21 @@ class HostedRun:
         group: Group | None,
     ) -> PlannedLoader:
         try:
-            self._name, settings = saved["name"], RunSettings.from_saved(saved["settings"])
-            plan, _ = saved["plan"], saved["pass_start"]
+            self._name, document, _ = saved["name"], saved["run"], saved["pass_start"]
+            settings = settings_in(document)
         except (KeyError, TypeError) as error:
             raise ValueError(
                 f"The checkpoint says nothing of a private run ({error}). Expected one that was "
                 "saved while this callback was there."
             ) from error
-        base, key = folder / self._name, self._key
-        ledger = resume_ledger(group, plan, lambda: checkpoint.unpack_run(saved, base, key))
-        engine = PrivacyEngine.loaded(ledger, settings, module, optimizer, lambda: None, group)
+        opener = ledger_opener(group, document, folder / self._name)
+        engine = PrivacyEngine.loaded(module, optimizer, settings, opener, lambda: None, group)
         self.engine = engine
         try:
             self._refuse_other_arguments(engine.plan)
-            return engine.resume(data_loader=source)[2]
+            return engine.resume(data_loader=source, recalibrate=self._recalibrates)[2]
         except BaseException:
-            ledger.close()
+            engine.ledger.close()
             raise
 
     def _refuse_other_arguments(self, saved: PrivacyPlan) -> None:
@@ -200,24 +194,23 @@ class HostedRun:
                 "on by its own plan. Expected the arguments of its beginning, or none of them."
             )
 
-    def _pack(self) -> dict[str, Any]:
-        """Save key and ledger on rank 0, and return their part of a checkpoint on all ranks."""
-        ledger = self.engine.ledger
-        point = f"the checkpoint after {ledger.position} steps"
-        return on_first(self.engine.group, point, lambda: checkpoint.pack_run(ledger, self._base))
+    def _described(self) -> RunDocument:
+        """Bring the ledger to a file on rank 0, and return the document of the run on all ranks."""
+        engine, (model, optimizer) = self.engine, self._trained
+        settings = engine.settings_to_save(model, optimizer)
+        point = f"the checkpoint after {engine.ledger.position} steps"
+        return on_first(
+            engine.group, point, lambda: describe_run(engine, settings, model, self._base)
+        )
 
     def state(self) -> dict[str, Any]:
-        """Return the run's part of the host's checkpoint: plain data, without the key.
+        """Return the run's part of the host's checkpoint: plain data.
 
         Of several processes, all call this, between two steps.
         """
         assert self.loader is not None
-        return {
-            "name": self._name,
-            "settings": asdict(self.engine.settings_to_save(*self._trained)),
-            "pass_start": self.loader.pass_start,
-            **self._pack(),
-        }
+        run = self._described()
+        return {"name": self._name, "pass_start": self.loader.pass_start, "run": run}
 
     def epsilon(self) -> float:
         """Return the epsilon spent so far, at the plan's delta."""
@@ -239,7 +232,7 @@ class HostedRun:
         if self.is_running:
             self.is_running = False
             if names := sorted(set(logged) - {"epsilon"}):
-                self.engine.ledger.note(unprotected=names)
+                self.engine.ledger.unprotected(names)
             self.engine.detach()
         self.loader = self.saved = None
 

@@ -35,18 +35,18 @@ class PrivacyCallback(TrainerCallback):
     Batches are drawn by the plan: `per_device_train_batch_size` times `gradient_accumulation_steps`
     times the number of processes is the expected size of a logical batch, the first of these that
     of a physical one. Steps, schedules and the progress bar count logical batches. Every log has
-    `epsilon`. Each checkpoint holds the ledger so far; key and live ledger are stored in `folder`,
-    where `train(resume_from_checkpoint=...)` finds them. A private step runs eagerly, also with
+    `epsilon`. Each checkpoint holds the position in the run; its ledger is stored in `folder`,
+    where `train(resume_from_checkpoint=...)` finds it. A private step runs eagerly, also with
     `torch_compile=True`; activations are checkpointed without reentrance.
 
     The loss of an example is the mean over its own labelled positions, and that of a batch the mean
     over its examples; `compute_loss_func` of the trainer may be another mean over examples.
 
     Args:
-        folder: path of the folder for key and ledger; None for `output_dir`.
+        folder: path of the folder for the ledger; None for `output_dir`.
         **arguments: arguments of `PrivacyEngine` and its `make_private`: max_grad_norm,
-            noise_multiplier or target_epsilon with target_delta, clipping, plan, ...; also `key=`,
-            the key file of a resumed run.
+            noise_multiplier or target_epsilon with target_delta, clipping, plan, ...; also
+            `recalibrate=` of `engine.resume`, for a resumed run.
 
     Attributes:
         engine: `PrivacyEngine`, for `engine.get_epsilon(delta)` and `engine.ledger`.
@@ -54,7 +54,7 @@ class PrivacyCallback(TrainerCallback):
     Guarantees:
         What this can't make private is refused before the first step.
             [test_what_trainer_would_do_to_gradients_is_refused]
-        A resumed run is bitwise the one that was not interrupted.  [test_trainer_resumes]
+        A resumed run goes on where it was, as a segment of its own.  [test_trainer_resumes]
         Several processes end where one ends.  [test_processes_of_trainer_end_where_one_ends]
     """
 

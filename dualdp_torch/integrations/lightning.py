@@ -27,7 +27,7 @@ from dualdp_torch.rules.base import Tensor
 from dualdp_torch.training.arguments import GRAD_SAMPLE_MODES
 from dualdp_torch.training.engine import PrivacyEngine
 from dualdp_torch.training.loader import check_loader
-from dualdp_torch.training.temporary_attributes import set_temporarily
+from dualdp_torch.training.step import set_temporarily
 
 _STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy")
 #: Lightning's callbacks that change the steps or the batches of a run.
@@ -46,20 +46,20 @@ class PrivacyCallback(Callback):
     drawn by the plan. As in Lightning, a batch of the loader is that of one process: with
     `accumulate_grad_batches=k` and p processes a logical batch is k p times as large, and each
     process works on physical batches of the loader's size. `epsilon` is logged beside the
-    module's values. A checkpoint of Lightning's holds the ledger so far; key and live ledger are
-    stored in `folder`, where `fit(ckpt_path=...)` finds them.
+    module's values. A checkpoint of Lightning's holds the position in the run; its ledger is stored
+    in `folder`, where `fit(ckpt_path=...)` finds it.
 
     The loss is a mean over the batch unless `loss_reduction` says otherwise. The model is first
     examined on a few examples, so side effects of `training_step` other than logging happen a few
     times more than usual.
 
     Args:
-        folder: path of the folder for key and ledger; None for the trainer's `default_root_dir`.
+        folder: path of the folder for the ledger; None for the trainer's `default_root_dir`.
         module: name of the submodule that is trained privately, such as "discriminator", where a
             module with several optimizers trains others on what is public; None for all.
         **arguments: arguments of `PrivacyEngine` and its `make_private`: max_grad_norm,
-            noise_multiplier or target_epsilon with target_delta, clipping, plan, ...; also `key=`,
-            the key file of a resumed run.
+            noise_multiplier or target_epsilon with target_delta, clipping, plan, ...; also
+            `recalibrate=` of `engine.resume`, for a resumed run.
 
     Attributes:
         engine: `PrivacyEngine`, for `engine.get_epsilon(delta)` and `engine.ledger`.
@@ -67,7 +67,7 @@ class PrivacyCallback(Callback):
     Guarantees:
         What this can't make private is refused before the first step.
             [test_what_lightning_would_do_to_gradients_is_refused]
-        A resumed run is bitwise the one that was not interrupted.  [test_lightning_resumes]
+        A resumed run goes on where it was, as a segment of its own.  [test_lightning_resumes]
         Several processes end where one ends.  [test_processes_of_lightning_end_where_one_ends]
         What `module` leaves out gets no gradient of an example.
             [test_other_modules_get_no_gradient_of_an_example]
@@ -266,9 +266,8 @@ class PrivacyCallback(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep the saved state until the optimizer exists."""
-        states = state_dict.get("generator", {})
-        states = {"generator/cpu": states} if torch.is_tensor(states) else states  # of 0.1.0
-        self._run.saved = {**state_dict.get("run", {}), "generator": states}
+        generator = state_dict.get("generator", {})
+        self._run.saved = {**state_dict.get("run", {}), "generator": generator}
 
     def on_load_checkpoint(
         self, trainer: Any, pl_module: LightningModule, checkpoint: dict[str, Any]

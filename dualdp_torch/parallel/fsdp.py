@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -23,10 +23,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from dualdp.randomness.universal_hash import Hashed
 from dualdp_torch.noise.noise import Piece
 from dualdp_torch.parallel.process_group import Group, modules_of
-from dualdp_torch.parallel.sum_hash import hash_sums
 from dualdp_torch.rules.base import Tensor, wide
 
 #: Methods that need no more than one layer's gradient on one process.
@@ -46,6 +44,14 @@ def is_sharded(parameter: Tensor | None) -> bool:
         return False
     tensors = sys.modules.get("torch.distributed.tensor")
     return tensors is not None and isinstance(parameter, tensors.DTensor)
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """Return the piece of a `DTensor` that lies here; any other tensor as it is."""
+    if not is_sharded(tensor):
+        return tensor
+    found: Any = tensor.to_local()  # type: ignore[attr-defined]
+    return found.wait() if hasattr(found, "wait") else found  # type: ignore[no-any-return]
 
 
 def has_sharded(module: nn.Module) -> bool:
@@ -75,7 +81,7 @@ def is_tensor_parallel(module: nn.Module) -> bool:
 
 
 def refuse_tensor_parallel(module: nn.Module, call: str, instead: str) -> None:
-    """Refuse a model that computes with pieces of its parameters in a call that can't."""
+    """Refuse a model that computes with pieces of its parameters."""
     if is_tensor_parallel(module):
         raise TypeError(
             f"The parameters {sorted(sharded_parameters(module))} are DTensors, but no layer was "
@@ -88,15 +94,19 @@ def refuse_tensor_parallel(module: nn.Module, call: str, instead: str) -> None:
 def check_sharded(module: nn.Module, method: str) -> None:
     """Refuse a sharded model that cannot be trained privately; accept every other model.
 
-    `tensor_parallel.split_of` comes before, and refuses tensor parallel ones.
-
     Raises:
         TypeError: a trainable parameter is sharded otherwise than by `fully_shard` over all
             processes, or not at all while others are.
         ValueError: the method needs whole gradients of many layers at once.
     """
-    if is_tensor_parallel(module):
-        return
+    refuse_tensor_parallel(module, "dualdp_torch", "meshes of dualdp_jax have it")
+    for name, p in sharded_parameters(module).items() if has_sharded(module) else ():
+        if sum(not placement.is_replicate() for placement in p.placements) > 1:
+            raise TypeError(
+                f"Parameter {name!r} has the placements {tuple(p.placements)} on {p.device_mesh}. "
+                "Expected fully_shard(model) alone: tensor parallelism (parallelize_module) is not "
+                "covered."
+            )
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     sharded: dict[str, Any] = {name: p for name, p in trained.items() if is_sharded(p)}
     if not sharded:
@@ -123,19 +133,8 @@ def check_sharded(module: nn.Module, method: str) -> None:
         )
 
 
-def refuse_pieces(module: nn.Module, call: str) -> None:
-    """Refuse a tensor parallel model in a call that saves or loads a run."""
-    if is_tensor_parallel(module):
-        raise TypeError(
-            f"{call} came with a tensor parallel model (parallelize_module), whose runs are not "
-            "saved or resumed. Expected the weights alone: dualdp_torch.weights.to_numpy(model) on "
-            "all processes; their ledger is the file of make_private(ledger=...)."
-        )
-
-
 def refuse_sharded(module: nn.Module, call: str) -> None:
     """Refuse a sharded model in a call, such as "save_checkpoint", that handles whole tensors."""
-    refuse_pieces(module, call)
     if has_sharded(module):
         instead = call.replace("_checkpoint", "_sharded_checkpoint")
         raise TypeError(
@@ -171,8 +170,7 @@ class Shards:
     def of(cls, module: nn.Module) -> Shards | None:
         """Return the shards of a model, or None for an unsharded one; called on all processes."""
         trained = [p for p in module.parameters() if p.requires_grad]
-        is_ours = any(map(is_sharded, trained)) and not is_tensor_parallel(module)
-        return cls(module) if is_ours else None
+        return cls(module) if any(map(is_sharded, trained)) else None
 
     def _gathered(self, module: nn.Module) -> dict[str, nn.Parameter]:
         """Mapping from name to the parameter's plain tensor, which is the same in every forward."""
@@ -212,14 +210,19 @@ class Shards:
 
     def gradient(self, name: str, piece: Tensor) -> Tensor:
         """Return the value of `p.grad` for the optimizer: a `DTensor` of the parameter's dtype."""
+        from torch.distributed.tensor import DTensor
+
         p = self.parameters[name]
         local = p.to_local()
-        return like(p, piece.to(local).view_as(local))
-
-    def hashes(self, secret: bytes, sums: Mapping[str, Tensor]) -> list[Hashed]:
-        """Return the hashes of all processes' sums, by rank, the same on each process."""
-        found = self.group.gather("the hash of the sums", hash_sums(secret, sums.values()))
-        return [part for parts in found for part in parts]
+        shape, stride = p.shape, p.stride()
+        return DTensor.from_local(
+            piece.to(local).view_as(local),
+            p.device_mesh,
+            p.placements,
+            run_check=False,
+            shape=shape,
+            stride=stride,
+        )
 
     def first_that(self, holds: bool) -> int | None:
         """Return the first rank on which `holds` is true, or None; the same on all processes."""
@@ -303,18 +306,6 @@ class Shards:
                 arrived(name, p)
         self.require_same_order(found)
         return {name: found[name] for name in self.plain}
-
-
-def like(p: Tensor, local: Tensor) -> Tensor:
-    """Return a tensor that is cut as the parameter `p`, from its piece here."""
-    if not is_sharded(p):
-        return local
-    from torch.distributed.tensor import DTensor
-
-    cut: Any = p
-    return DTensor.from_local(
-        local, cut.device_mesh, cut.placements, run_check=False, shape=p.shape, stride=p.stride()
-    )
 
 
 def _rows_of_each(p: Tensor, size: int) -> int:

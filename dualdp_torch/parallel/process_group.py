@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import json
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -20,7 +20,6 @@ from torch import nn
 from torch._utils import _unflatten_dense_tensors
 from torch.nn.parallel import DistributedDataParallel
 
-from dualdp.ledger.differences import differences
 from dualdp_torch.rules.base import Tensor
 
 _BUCKET = 25 * 2**20  # bytes of sums in one all-reduce
@@ -42,12 +41,12 @@ class Group:
         Processes at different places stop.  [test_ranks_at_different_places_are_told]
     """
 
-    def __init__(self, process_group: Any = None) -> None:
+    def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
         self.process_group = process_group
         self.rank, self.size = dist.get_rank(process_group), dist.get_world_size(process_group)
 
     @classmethod
-    def current(cls, process_group: Any = None) -> Group | None:
+    def current(cls, process_group: dist.ProcessGroup | None = None) -> Group | None:
         """Return the group of this process; None if there is none or it has one process only."""
         if not dist.is_available() or not dist.is_initialized():
             return None
@@ -59,7 +58,7 @@ class Group:
         """True on rank 0, which writes the ledger and the checkpoints."""
         return self.rank == 0
 
-    def gather(self, point: str, value: Any = None) -> list[Any]:
+    def gather(self, point: str, value: Result) -> list[Result]:
         """Return the value of every process, by rank; each must have reached the same `point`.
 
         A point is the name of a step or call, such as "step 3". Values are pickled, so small.
@@ -77,29 +76,46 @@ class Group:
             )
         return [theirs for _, theirs in found]
 
-    def gather_results(self, point: str, call: Callable[[], Any]) -> list[Any]:
+    def on_all(self, point: str, call: Callable[[], Result], *, first_only: bool = False) -> Any:
         """Run a call on each process, and return all results, by rank.
 
-        If it fails on another process, all stop; an error of this one is raised as it is.
+        With `first_only` only rank 0 runs it, and its result is returned. If it fails on another
+        process, all stop; an error of this one is raised as it is.
         """
         error, result = None, None
         try:
-            result = call()
+            if self.is_first or not first_only:
+                result = call()
         except Exception as failed:  # noqa: BLE001
             error = failed
-        failure = None if error is None else f"{type(error).__name__}: {error}"
-        found = self.gather(point, (result, failure))
+        text = None if error is None else f"{type(error).__name__}: {error}"
+        found = self.gather(point, (result, text))
         if error is not None:
             raise error
-        for rank, (_, failure) in enumerate(found):
+        self._require_success(point, [failure for _, failure in found])
+        return found[0][0] if first_only else [result for result, _ in found]
+
+    def word(self, point: str, call: Callable[[], Result]) -> Result:
+        """Return what a call returns on rank 0, in one message from there; its error stops all."""
+        error: Exception | None = None
+        message: list[Any] = [None]
+        if self.is_first:
+            try:
+                message = [(call(), None)]
+            except Exception as failed:  # noqa: BLE001
+                error, message = failed, [(None, f"{type(failed).__name__}: {failed}")]
+        with self.collective(point):
+            dist.broadcast_object_list(message, group=self.process_group, group_src=0)
+        if error is not None:
+            raise error
+        result, failure = message[0]
+        self._require_success(point, [failure])
+        return result  # type: ignore[no-any-return]
+
+    def _require_success(self, point: str, failures: Sequence[str | None]) -> None:
+        for rank, failure in enumerate(failures):
             if failure is not None:
                 raise RuntimeError(f"Rank {rank} stopped at {point}, so all do. {failure}")
-        return [result for result, _ in found]
-
-    def broadcast(self, point: str, value: Result | None = None) -> Result:
-        """Return the value of rank 0."""
-        result: Result = self.gather(point, value if self.is_first else None)[0]
-        return result
 
     def require_same(
         self, what: str, value: Any, hint: str = "Start all of them alike.", *, shown: bool = True
@@ -115,7 +131,7 @@ class Group:
             return
         values = self.gather(point, json.loads(text))  # long, so sent only if the digests differ
         for rank, theirs in enumerate(values):
-            for field, ours, other in differences(values[0], theirs, what):
+            for field, ours, other in _differences(values[0], theirs, what):
                 ours, other = (ours, other) if shown else ("one", "another")
                 raise ValueError(
                     f"The processes disagree: {field} is {ours} on rank 0 and {other} on rank "
@@ -135,12 +151,30 @@ class Group:
         try:
             yield
         except RuntimeError as error:  # torch's DistBackendError is a subclass
+            lines = str(error).strip().splitlines()
             raise RuntimeError(
                 f"Rank {self.rank} of {self.size} lost another process at {point} "
-                f"({str(error).strip().splitlines()[0] if str(error).strip() else error!r}). This "
-                "step can't be finished: end all processes and start them again from the last "
-                "checkpoint (load_checkpoint)."
+                f"({lines[0] if lines else repr(error)}). This step can't be finished: end all "
+                "processes and start them again from the last checkpoint (load_checkpoint)."
             ) from error
+
+
+_ABSENT: Any = type("Absent", (), {"__repr__": lambda self: "absent"})()
+
+
+def _differences(ours: Any, theirs: Any, name: str) -> Iterator[tuple[str, str, str]]:
+    """Yield (field, ours, theirs) for every leaf in which two JSON values differ."""
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        for key in dict.fromkeys([*ours, *theirs]):
+            pair = ours.get(key, _ABSENT), theirs.get(key, _ABSENT)
+            yield from _differences(*pair, f"{name}[{key!r}]")
+    elif isinstance(ours, list) and isinstance(theirs, list):
+        if len(ours) != len(theirs):
+            yield f"the length of {name}", str(len(ours)), str(len(theirs))
+        for index, pair in enumerate(zip(ours, theirs, strict=False)):
+            yield from _differences(*pair, f"{name}[{index}]")
+    elif ours != theirs:
+        yield name, repr(ours), repr(theirs)
 
 
 class Reduction:
@@ -189,12 +223,27 @@ class Reduction:
         return {name: totals[name] for name in self._like}
 
 
+def _buckets(sums: Mapping[str, Tensor]) -> Iterator[list[str]]:
+    """Yield lists of names whose tensors are reduced together, of one device and dtype each."""
+    groups: dict[Any, list[str]] = {}
+    for name, tensor in sums.items():
+        groups.setdefault((tensor.device, tensor.dtype), []).append(name)
+    for names in groups.values():
+        bucket, size = list[str](), 0
+        for name in names:
+            bucket.append(name)
+            size += sums[name].numel() * max(4, sums[name].element_size())
+            if size >= _BUCKET or name == names[-1]:
+                yield bucket
+                bucket, size = [], 0
+
+
 def on_all(group: Group | None, point: str, call: Callable[[], Result]) -> Result:
     """Return the result of a call on this process, once it has succeeded on all."""
     if group is None:
         return call()
     kept: list[Result] = []
-    group.gather_results(point, lambda: kept.append(call()))
+    group.on_all(point, lambda: kept.append(call()))  # results may be large: they are not sent
     return kept[0]
 
 
@@ -202,7 +251,7 @@ def on_first(group: Group | None, point: str, call: Callable[[], Result]) -> Res
     """Run a call on rank 0, or here without a group, and return its result on all processes."""
     if group is None:
         return call()
-    result: Result = group.gather_results(point, call if group.is_first else lambda: None)[0]
+    result: Result = group.on_all(point, call, first_only=True)
     return result
 
 
@@ -229,21 +278,6 @@ def fingerprints(tensors: Iterable[Tensor]) -> list[int]:
         sums = [number.cpu() for number in sums]
     numbers: list[int] = torch.stack(sums).tolist() if sums else []
     return numbers
-
-
-def _buckets(sums: Mapping[str, Tensor]) -> Iterator[list[str]]:
-    """Yield lists of names whose tensors are reduced together, of one device and dtype each."""
-    groups: dict[Any, list[str]] = {}
-    for name, tensor in sums.items():
-        groups.setdefault((tensor.device, tensor.dtype), []).append(name)
-    for names in groups.values():
-        bucket, size = list[str](), 0
-        for name in names:
-            bucket.append(name)
-            size += sums[name].numel() * max(4, sums[name].element_size())
-            if size >= _BUCKET or name == names[-1]:
-                yield bucket
-                bucket, size = [], 0
 
 
 #: Attributes that keep DDP from reducing gradients, broadcasting buffers and wrapping outputs: the

@@ -6,7 +6,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -15,10 +15,8 @@ from torch.utils.data import DataLoader
 from dualdp import _validate, adam, exactness
 from dualdp.plan import arguments
 from dualdp.plan.plan import PrivacyPlan
-from dualdp.plan.units.rows import UserRows, rows_of_data
+from dualdp.plan.units import UserRows, rows_of_data
 from dualdp_torch.parallel.fsdp import check_sharded
-from dualdp_torch.parallel.tensor_parallel import refuse_fused, split_of
-from dualdp_torch.per_sample.checks.criterion_check import REDUCTIONS
 from dualdp_torch.per_sample.clip import clipping_bounds, refuse_two_pass
 from dualdp_torch.per_sample.model_checks import refuse_mixing_modules, require_module
 from dualdp_torch.per_sample.parameter_use import trainable_parameters
@@ -26,8 +24,9 @@ from dualdp_torch.per_sample.recorder import RECORDED
 from dualdp_torch.training.adam_bc import AdamBC
 from dualdp_torch.training.loader import check_loader, expected_batch_size, most_steps
 from dualdp_torch.training.opacus_names import advice
-from dualdp_torch.training.views import Views
+from dualdp_torch.training.views import Augment, Views
 
+REDUCTIONS = ("mean", "sum")
 #: Our methods for per-sample gradients and Opacus' names for them -> our method.
 GRAD_SAMPLE_MODES = {
     **{method: method for method in RECORDED},
@@ -61,12 +60,6 @@ class RunSettings:
     pass_end: int = 0  # step that ends the pass which a checkpoint interrupted
     checks: float = exactness.RATE  # share of steps at which examples are checked; 0 is off
     views: int = 1  # number of views of each example, which are so many rows of a batch
-
-    @classmethod
-    def from_saved(cls, saved: Mapping[str, Any]) -> RunSettings:
-        """Settings in a checkpoint, without those that only older ones hold."""
-        older = ("choices", "whole")  # a table of layers' methods; a pass was the whole plan
-        return cls(**{name: value for name, value in saved.items() if name not in older})
 
 
 def check_kinds(module: Any, optimizer: Any, name: str = "module") -> None:
@@ -106,9 +99,7 @@ def check(
         )
     check_holds(optimizer, trained)
     method = GRAD_SAMPLE_MODES[settings.grad_sample_mode]
-    split_of(module, method)
     check_sharded(module, method)
-    refuse_fused(module, optimizer)
     clipping_bounds(trained, plan.clipping, plan.clipping_bounds(plan.max_grad_norm_at(0)))
     refuse_two_pass(method, plan.clipping)
 
@@ -151,23 +142,31 @@ def _translated(given: Mapping[str, Any]) -> dict[str, Any]:
     return found | {"sampler": "poisson" if poisson else "shuffle"}
 
 
-def rows_of(loader: DataLoader[Any], users: Any, views: Views) -> UserRows | None:
-    """Return the rows of each user of a checked loader's data; None for None."""
-    check_loader(loader)
-    if users is not None and views.augment is not None:
-        raise ValueError(
-            "users and views= or augment= came together, and a unit is the rows of a user or the "
-            "views of a row. Expected one of the two; the data set may augment its rows."
-        )
-    return rows_of_data(users, len(loader.dataset))  # type: ignore[arg-type]
+class Data(NamedTuple):
+    """Checked data of a run: the user's loader, views of each example, and rows of each user."""
+
+    loader: DataLoader[Any]
+    views: Views
+    users: UserRows | None
+
+    @classmethod
+    def of(cls, loader: DataLoader[Any], views: int, augment: Augment | None, users: Any) -> Data:
+        """Return the data of the arguments of `make_private`; `users` is None for examples."""
+        check_loader(loader)
+        seen = Views(views, augment)
+        if users is not None and augment is not None:
+            raise ValueError(
+                "users and views= or augment= came together, and a unit is the rows of a user or "
+                "the views of a row. Expected one of the two; the data set may augment its rows."
+            )
+        return cls(loader, seen, rows_of_data(users, len(loader.dataset)))  # type: ignore[arg-type]
 
 
 def plan_of(
-    loader: DataLoader[Any],
+    data: Data,
     plan: PrivacyPlan | None,
     given: Mapping[str, Any],
     method: Callable[..., Any],
-    users: UserRows | None,
     **options: Any,
 ) -> PrivacyPlan:
     """Return the given plan, or one made from arguments of a method and the loader's sizes.
@@ -180,7 +179,7 @@ def plan_of(
             "poisson_sampling came together with plan=, which holds a sampler. Expected one of the "
             "two."
         )
-    found = _translated(given)
+    found, (loader, _, users) = _translated(given), data
     size: int = len(loader.dataset) if users is None else users.num_users  # type: ignore[arg-type]
     if plan is None:
         expected = expected_batch_size(loader)

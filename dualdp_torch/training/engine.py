@@ -4,11 +4,10 @@
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 from torch import nn
@@ -18,20 +17,17 @@ from dualdp import _validate
 from dualdp._validate import AccountingError
 from dualdp.accountants import require_bound
 from dualdp.exactness import checked_rate
+from dualdp.ledger import own_loops
 from dualdp.ledger.ledger import Ledger
-from dualdp.plan.arguments import NO_RUN, SECOND_RUN, names_delta, refuse_beside_target
+from dualdp.plan.arguments import NO_RUN, SECOND_RUN, names_delta
 from dualdp.plan.batches import end_of_pass, require_end
-from dualdp.plan.correlated.noise import require_affordable
 from dualdp.plan.plan import PrivacyPlan
-from dualdp.plan.units.rows import UserRows, rows_digest
 from dualdp.porting.parameter_map import ParameterMap
-from dualdp.randomness import run_registry
-from dualdp_torch.parallel.fsdp import is_sharded, is_tensor_parallel
+from dualdp.randomness import SegmentBits
+from dualdp_torch.noise.noise import NoiseSource
 from dualdp_torch.parallel.process_group import QUIET, Group, group_of, on_all, unwrapped
-from dualdp_torch.parallel.tensor_parallel import refuse_data_parallel
-from dualdp_torch.training.arguments import RunSettings, check, check_kinds, plan_of, rows_of
+from dualdp_torch.training.arguments import Data, RunSettings, check, check_kinds, plan_of
 from dualdp_torch.training.compiled_step import CompiledStep, compiled_sums
-from dualdp_torch.training.ema import averaged
 from dualdp_torch.training.loader import (
     SINGLE_PROCESS,
     Passes,
@@ -42,15 +38,23 @@ from dualdp_torch.training.loader import (
 from dualdp_torch.training.opacus_names import missing_in
 from dualdp_torch.training.own_loop import OwnLoopLoader
 from dualdp_torch.training.rank_consistency import agreed
-from dualdp_torch.training.run_ledger import open_ledger
-from dualdp_torch.training.step import PrivateStep, Stages
-from dualdp_torch.training.temporary_attributes import set_temporarily
-from dualdp_torch.training.views import Augment, Views
+from dualdp_torch.training.step import PrivateStep, Stages, set_temporarily
+from dualdp_torch.training.views import Augment
 
+Path = str | os.PathLike[str]
 #: Module, optimizer and loader that the user's loop goes on with.
 Private = tuple[nn.Module, torch.optim.Optimizer, PlannedLoader]
-#: Models and optimizers that an engine is attached to.
-_in_use: weakref.WeakSet[Any] = weakref.WeakSet()
+_ATTACHED = "_dualdp_engine"  # attribute of a model and an optimizer in a run
+
+
+class Attached:
+    """Engine of the run that a model or an optimizer is in; nothing in their copies and pickles."""
+
+    def __init__(self, engine: PrivacyEngine) -> None:
+        self.engine = engine
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
 
 
 class PrivacyEngine:
@@ -91,7 +95,7 @@ class PrivacyEngine:
         self._group: Group | None = None
         self._step: PrivateStep | None = None
         self._own_loop: OwnLoopLoader | None = None
-        self._loaded: tuple[nn.Module, torch.optim.Optimizer, Callable[[], None]] | None = None
+        self._loaded: Loaded | None = None
         self._undo = ExitStack()
 
     def make_private(
@@ -111,7 +115,7 @@ class PrivacyEngine:
         max_physical_batch_size: int | None = None,
         poisson_sampling: bool | None = None,
         grad_sample_mode: str = "auto",
-        ledger: str | os.PathLike[str] | None = None,
+        ledger: Path | None = None,
         checks: float | None = None,
         views: int = 1,
         augment: Augment | None = None,
@@ -170,7 +174,6 @@ class PrivacyEngine:
             ValueError: a wrong value, arguments beside a plan that holds them, or that contradict
                 each other.
         """
-        self._refuse_second_run()
         given = {
             "noise_multiplier": noise_multiplier,
             "max_grad_norm": max_grad_norm,
@@ -182,17 +185,11 @@ class PrivacyEngine:
             "poisson_sampling": poisson_sampling,
             **others,
         }
-        seen = Views(views, augment)
-        rows = rows_of(data_loader, users, seen)
-        settings = RunSettings(
-            loss_reduction,
-            grad_sample_mode,
-            has_target=names_delta(plan, given),
-            checks=checked_rate(checks),
-            views=seen.count,
+        settings = RunSettings(loss_reduction, grad_sample_mode, checks=checked_rate(checks))
+        data = Data.of(data_loader, views, augment, users)
+        return self._begin(
+            self.make_private, module, optimizer, data, plan, given, settings, ledger
         )
-        plan = plan_of(data_loader, plan, given, self.make_private, rows, **self._plan_options)
-        return self._start(module, optimizer, data_loader, plan, settings, ledger, seen, rows)
 
     def make_private_with_epsilon(
         self,
@@ -207,7 +204,7 @@ class PrivacyEngine:
         num_steps: int | None = None,
         loss_reduction: str = "mean",
         grad_sample_mode: str = "auto",
-        ledger: str | os.PathLike[str] | None = None,
+        ledger: Path | None = None,
         checks: float | None = None,
         views: int = 1,
         augment: Augment | None = None,
@@ -223,78 +220,70 @@ class PrivacyEngine:
             TypeError: an argument that nobody knows, or that is missing.
             ValueError: a wrong value, or neither or both of epochs and num_steps.
         """
-        self._refuse_second_run()
         given = {
             "target_epsilon": target_epsilon,
             "target_delta": target_delta,
             "max_grad_norm": max_grad_norm,
+            "epochs": epochs,
+            "num_steps": num_steps,
             **others,
         }
-        refuse_beside_target(given.pop("plan", None), given)
-        given |= {"epochs": epochs, "num_steps": num_steps}
-        seen = Views(views, augment)
-        rows = rows_of(data_loader, users, seen)
-        plan = plan_of(
-            data_loader,
-            None,
-            given,
-            self.make_private_with_epsilon,
-            rows,
-            calibrates=True,
-            **self._plan_options,
-        )
-        settings = RunSettings(
-            loss_reduction,
-            grad_sample_mode,
-            has_target=True,
-            checks=checked_rate(checks),
-            views=seen.count,
-        )
-        return self._start(module, optimizer, data_loader, plan, settings, ledger, seen, rows)
+        plan = given.pop("plan", None)
+        settings = RunSettings(loss_reduction, grad_sample_mode, checks=checked_rate(checks))
+        data, method = Data.of(data_loader, views, augment, users), self.make_private_with_epsilon
+        return self._begin(method, module, optimizer, data, plan, given, settings, ledger)
 
-    def _start(
+    def _begin(
         self,
+        method: Callable[..., Private],
         module: nn.Module,
         optimizer: torch.optim.Optimizer,
-        loader: DataLoader[Any],
-        plan: PrivacyPlan,
+        data: Data,
+        plan: PrivacyPlan | None,
+        given: dict[str, Any],
         settings: RunSettings,
-        ledger: str | os.PathLike[str] | None,
-        views: Views,
-        users: UserRows | None,
+        ledger: Path | None,
     ) -> Private:
-        """Check everything, then open the ledger and attach."""
+        """Make the plan and check everything, then open the ledger and attach."""
+        self._refuse_second_run()
+        calibrates = method == self.make_private_with_epsilon
+        settings.has_target, settings.views = names_delta(plan, given), data.views.count
+        options = self._plan_options | {"calibrates": calibrates}
+        plan = plan_of(data, plan, given, method, **options)
         check_kinds(module, optimizer)
         inner, layout = unwrapped(module), self.noise_layout
-        for name, used in (("module", inner), ("optimizer", optimizer)):
-            if used in _in_use:
-                raise AccountingError(
-                    f"{name} is trained by another PrivacyEngine. Expected its detach() before "
-                    "make_private, or a new model and optimizer."
-                )
+        earlier = _earlier(inner, optimizer)
         self._group = group = group_of(module)
-        plan, digest = agreed(group, inner, optimizer, loader, plan, settings, layout, users)
+        bits = agreed(group, inner, optimizer, data, plan, settings, layout)
 
-        def prepared() -> PlannedLoader:
-            refuse_data_parallel(module, loader)
+        def opened() -> tuple[PlannedLoader, Ledger]:
             check(inner, optimizer, plan, settings)
-            return self._planned(loader, plan, settings, inner, views, users)
+            path = ledger if group is None or group.is_first else None
+            return self._planned(data, plan, bits), Ledger(plan, path=path)
 
-        planned = on_all(group, "make_private", prepared)
-        self._ledger = on_all(group, "the ledger", lambda: open_ledger(group, plan, ledger))
-        self._ledger.bind_users(digest)
+        planned, self._ledger = on_all(group, "make_private", opened)
         self._ledger.note(checks=settings.checks)
         if settings.views > 1:
             self._ledger.note(views=settings.views)
         self._settings = settings
-        self._attach(module, optimizer)
+        self._attach(module, optimizer, bits, earlier)
         return module, optimizer, planned
 
-    def _attach(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        model = unwrapped(module)
-        self._step = PrivateStep(model, optimizer, self.ledger, self._settings, self._group, self)
-        _in_use.update((model, optimizer))
-        self._undo.callback(_in_use.difference_update, (model, optimizer))
+    def _attach(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        bits: SegmentBits,
+        earlier: list[PrivacyEngine],
+    ) -> None:
+        """Hook into model and optimizer; `earlier` engines, which took no step, leave them."""
+        for engine in earlier:
+            if engine._step is not None:
+                engine.detach()
+        model, settings = unwrapped(module), self._settings
+        self._step = PrivateStep(model, optimizer, self.ledger, settings, bits, self._group, self)
+        for owner in (model, optimizer):
+            set_temporarily(self._undo, owner, **{_ATTACHED: Attached(self)})
         if module is not model:
             set_temporarily(self._undo, module, **QUIET)
         self._undo.callback(self._step.detach)
@@ -302,30 +291,28 @@ class PrivacyEngine:
     @classmethod
     def loaded(
         cls,
-        ledger: Ledger,
-        settings: RunSettings,
         module: nn.Module,
         optimizer: torch.optim.Optimizer,
+        settings: RunSettings,
+        open_ledger: Callable[[bool], Ledger],
         at_resume: Callable[[], None],
         group: Group | None = None,
     ) -> Self:
         """Return the engine of a loaded run, whose `resume` takes the data and calls `at_resume`.
 
         The caller loads parameters and optimizer state. What `make_private` would refuse is refused
-        here, and the ledger closed.
+        here. `open_ledger` begins a segment of the run's ledger; with True its noise is such that
+        the planned steps fit the target.
         """
+        engine = cls()
+        engine._group, engine._settings = group, settings
+        engine._ledger = ledger = open_ledger(False)
         try:
             check(unwrapped(module), optimizer, ledger.plan, settings)
-            trained = [p for p in module.parameters() if p.requires_grad]
-            parts = group.size if group is not None and is_sharded(trained[0]) else 1
-            size = sum(p.numel() for p in trained) // parts
-            require_affordable(ledger.plan.correlation, ledger.position, size)
         except BaseException:
             ledger.close()
             raise
-        engine = cls()
-        engine._group, engine._ledger, engine._settings = group, ledger, settings
-        engine._loaded = module, optimizer, at_resume
+        engine._loaded = Loaded(module, optimizer, open_ledger, at_resume)
         return engine
 
     def resume(
@@ -334,38 +321,48 @@ class PrivacyEngine:
         data_loader: DataLoader[Any],
         augment: Augment | None = None,
         users: Any = None,
+        recalibrate: bool = False,
     ) -> Private:
         """Continue a run that `load_checkpoint` loaded, with the arguments of its `make_private`.
+
+        A segment begins: its batches and noise are drawn anew, and steps that were released after
+        the checkpoint and run again are further releases, which are accounted.
+
+        Args:
+            data_loader: `DataLoader` over the run's data.
+            augment: function of the run's views, see `make_private`.
+            users: ids of the users of the rows, see `make_private`.
+            recalibrate: bool, True for such noise in the steps that are left that all planned steps
+                fit the plan's target_epsilon.
 
         Returns:
             `(module, optimizer, loader)`, the first two being those that were loaded into.
 
         Raises:
             AccountingError: the engine was not loaded, or goes on already.
-            ValueError: the loader has other data, the run has views and `augment` is missing, or it
-                has other users.
+            ValueError: the loader has other data, or the run has views and `augment` is missing; or
+                `recalibrate` came to a plan without target_epsilon.
         """
         if self._loaded is None:
             raise AccountingError(
                 "There is no loaded run to go on with. Expected load_checkpoint's engine, once."
             )
-        module, optimizer, at_resume = self._loaded
+        module, optimizer, open_ledger, at_resume = self._loaded
         plan, settings = self.plan, self._settings
         group, inner, layout = self._group, unwrapped(module), self.noise_layout
-        views = Views(settings.views, augment)
-        rows = rows_of(data_loader, users, views)
-        _, digest = agreed(group, inner, optimizer, data_loader, plan, settings, layout, rows)
-
-        def prepared() -> PlannedLoader:
-            until = settings.pass_end
-            planned = self._planned(data_loader, plan, settings, inner, views, rows, until)
-            self.ledger.bind_users(digest)
-            return planned
-
-        planned = on_all(group, "resume", prepared)
-        run_registry.draw_by_engine(self.ledger)
+        earlier = _earlier(inner, optimizer)
+        data, until = Data.of(data_loader, settings.views, augment, users), settings.pass_end
+        bits = agreed(group, inner, optimizer, data, plan, settings, layout)
+        planned = on_all(group, "resume", lambda: self._planned(data, plan, bits, until))
+        if recalibrate:
+            self.ledger.close()
+            try:
+                self._ledger = open_ledger(True)
+            except BaseException:
+                self._ledger = open_ledger(False)
+                raise
         self._loaded = None
-        self._attach(module, optimizer)
+        self._attach(module, optimizer, bits, earlier)
         at_resume()
         return module, optimizer, planned
 
@@ -374,7 +371,7 @@ class PrivacyEngine:
         *,
         data_loader: DataLoader[Any],
         plan: PrivacyPlan | None = None,
-        ledger: str | os.PathLike[str] | None = None,
+        ledger: Path | None = None,
         views: int = 1,
         augment: Augment | None = None,
         users: Any = None,
@@ -401,36 +398,26 @@ class PrivacyEngine:
                 "make_loader came in a group of several processes, whose loops would not be one "
                 "run. Expected make_private, which accounts them together."
             )
-        seen = Views(views, augment)
-        rows = rows_of(data_loader, users, seen)
+        data = Data.of(data_loader, views, augment, users)
         self._settings.has_target = names_delta(plan, plan_arguments)
-        options = self._plan_options
-        plan = plan_of(data_loader, plan, plan_arguments, self.make_loader, rows, **options)
-        span = partial(self._span, most_steps(data_loader, rows), 0)
-        loader = OwnLoopLoader(data_loader, plan, span, seen, rows)
-        self._ledger = open_ledger(None, plan, ledger, "PrivacyEngine.make_loader", "")
-        self._ledger.bind_users(rows_digest(plan, rows))
+        plan = plan_of(data, plan, plan_arguments, self.make_loader, **self._plan_options)
+        span = partial(self._span, most_steps(data_loader, data.users), 0)
+        bits = SegmentBits(plan.seed)
+        loader = OwnLoopLoader(data_loader, plan, bits, span, data.views, data.users)
+        self._ledger = Ledger(plan, path=ledger)
+        own_loops.open_loop(plan, self._ledger).source = NoiseSource(plan)
         loader.handed_out.begun = self._ledger.position
         self._own_loop = loader
         return loader
 
     def _planned(
-        self,
-        loader: DataLoader[Any],
-        plan: PrivacyPlan,
-        settings: RunSettings,
-        model: nn.Module,
-        views: Views,
-        users: UserRows | None,
-        until: int = 0,
+        self, data: Data, plan: PrivacyPlan, bits: SegmentBits, until: int = 0
     ) -> PlannedLoader:
         """Loader of the plan's batches; `until` is the end of an interrupted pass, or 0."""
-        span = partial(self._span, most_steps(loader, users), until)
+        span = partial(self._span, most_steps(data.loader, data.users), until)
         passes, group = Passes(span, self._require_step), self._group
-        # With tensor parallelism every process works on the whole batch.
-        is_shared = group is not None and not is_tensor_parallel(model)
-        share = Share(group.rank, group.size) if group and is_shared else SINGLE_PROCESS
-        return PlannedLoader(loader, plan, passes, share, settings.checks, views, users)
+        share = SINGLE_PROCESS if group is None else Share(group.rank, group.size)
+        return PlannedLoader(data.loader, plan, bits, passes, share, data.views, data.users)
 
     def _span(self, most: int | None, until: int, is_whole: bool) -> tuple[int, int]:
         """Steps (start, stop) of the coming pass, or of the rest of the plan.
@@ -453,6 +440,7 @@ class PrivacyEngine:
         if self._own_loop is None:
             self._require_step()
         self._undo.close()
+        self.ledger.own_loop = None  # its noise is asked for no more
         self.ledger.close()
         self._step = None
 
@@ -542,7 +530,6 @@ class PrivacyEngine:
             self._own_loop.handed_out.record(steps[0])
         for step in steps:
             ledger.record(step)
-            ledger.seal(step, None)
         return steps
 
     @contextmanager
@@ -634,24 +621,6 @@ class PrivacyEngine:
             self._own_loop.handed_out.warn_of_undrawn(ledger.plan, ledger.position)
         return ledger.get_epsilon(delta, accept_unverified=accept_unverified)
 
-    def ema(self) -> nn.Module:
-        """Return a copy of the module with the parameters' average that `with_ema` keeps.
-
-        It is in eval mode, has no hooks of the engine at work, and costs no privacy.
-
-        Raises:
-            AccountingError: the engine is not attached.
-            ValueError: the optimizer keeps no average, no step was taken, or the model lies in
-                pieces (fully_shard, parallelize_module).
-        """
-        step = self._require_step()
-        if step.recorder.shards is not None or step.recorder.split is not None:
-            raise ValueError(
-                "The model lies in pieces (fully_shard, parallelize_module), which are not copied. "
-                "Read the averages of the pieces in optimizer.state[p]['ema']."
-            )
-        return averaged(step.recorder.model, step.optimizer)
-
     def stages(self) -> Stages:
         """Return per-sample gradients (see `keep_per_sample`), clipped sum, noisy mean of a step.
 
@@ -673,3 +642,29 @@ class PrivacyEngine:
                 "No step was taken since a batch was handed out. Call optimizer.step() first."
             )
         return stages
+
+
+class Loaded(NamedTuple):
+    """Parts of a loaded run that `resume` continues."""
+
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+    open_ledger: Callable[[bool], Ledger]
+    at_resume: Callable[[], None]
+
+
+def _earlier(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[PrivacyEngine]:
+    """Return the engines of a model and an optimizer that took no step; refuse one that did."""
+    engines = list[PrivacyEngine]()
+    for name, owner in (("module", model), ("optimizer", optimizer)):
+        attached = vars(owner).get(_ATTACHED)
+        if attached is None:
+            continue
+        if len(attached.engine.ledger):
+            raise AccountingError(
+                f"{name} is trained by another PrivacyEngine, which has released "
+                f"{len(attached.engine.ledger)} steps. Expected its detach() before make_private, "
+                "or a new model and optimizer."
+            )
+        engines.append(attached.engine)
+    return engines

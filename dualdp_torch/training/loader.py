@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping
 from functools import partial
@@ -23,12 +24,16 @@ from torch.utils.data.distributed import DistributedSampler
 
 from dualdp import _validate
 from dualdp._validate import AccountingError
-from dualdp.plan.batches import num_physical_batches, physical_batches
-from dualdp.plan.plan import require_units
-from dualdp.plan.units.rows import UserRows, draw_rows
-from dualdp.randomness import threefry
+from dualdp.plan.batches import (
+    drawn_indices,
+    drawn_rows,
+    num_physical_batches,
+    physical_batches,
+)
+from dualdp.plan.plan import PrivacyPlan, require_units
+from dualdp.plan.units import UserRows
+from dualdp.randomness import SegmentBits, fold_in
 from dualdp_torch.noise.generators import keyed_generator
-from dualdp_torch.per_sample.checks.collate_check import CheckedCollate
 from dualdp_torch.rules.base import Tensor
 from dualdp_torch.training.items import ItemCollate, refuse_views_of_items
 from dualdp_torch.training.opacus_names import missing_in
@@ -80,7 +85,8 @@ SINGLE_PROCESS = Share()
 
 
 def draws(
-    plan: Any,
+    plan: PrivacyPlan,
+    bits: SegmentBits,
     start: int,
     stop: int,
     size: int | None,
@@ -92,7 +98,7 @@ def draws(
     All processes get the same number of them, so that their loops take the same steps.
     """
     for step in range(start, stop):
-        drawn = plan.batch_indices(step)
+        drawn = drawn_indices(plan, bits, step)
         own = drawn[share.rank :: share.size]
         chunks = list(physical_batches(own if users is None else users.having_rows(own), size))
         missing = share.num_batches(len(drawn), size) - len(chunks)
@@ -101,7 +107,7 @@ def draws(
             kept = mask if mask.any() else np.arange(len(mask)) == 0  # no static shape is needed
             draw = Draw(step, indices[kept].tolist(), torch.from_numpy(mask[kept]), k, len(chunks))
             if users is not None:
-                found = draw_rows(plan, step, indices[kept], users, plan.rows_per_unit)
+                found = drawn_rows(plan, bits, step, indices[kept], users, plan.rows_per_unit or 1)
                 weights = torch.from_numpy(found.weights).flatten()
                 draw = draw._replace(rows=found.rows.flatten().tolist(), row_weights=weights)
             yield draw
@@ -181,8 +187,8 @@ class PlannedLoader:
     """Copy of the user's loader that yields the plan's batches.
 
     One pass is an epoch, or what is left of the plan; `remaining` is the rest of the plan. Workers,
-    collate function and pinned memory are kept; in a share `checks` of the batches the collate
-    function is checked. Without `passes` only `of_steps` can be called.
+    collate function and pinned memory are kept. Batches are drawn by `bits`: anew in every run,
+    after a resume and in a fork. Without `passes` only `of_steps` can be called.
 
     Guarantees:
         `len` is the number of batches of the pass that runs, else of the coming one; of the last
@@ -197,10 +203,10 @@ class PlannedLoader:
     def __init__(
         self,
         loader: DataLoader[Any],
-        plan: Any,
+        plan: PrivacyPlan,
+        bits: SegmentBits,
         passes: Passes | None,
         share: Share = SINGLE_PROCESS,
-        checks: float = 0.0,
         views: Views | None = None,
         users: UserRows | None = None,
     ) -> None:
@@ -211,10 +217,8 @@ class PlannedLoader:
         self._options = {name: getattr(loader, name) for name in _KEPT if hasattr(loader, name)}
         if not loader.pin_memory_device:
             self._options.pop("pin_memory_device", None)
-        period = round(1 / checks) if checks else 0
-        collate = CheckedCollate(loader.collate_fn, period)
+        collate = loader.collate_fn
         self._drawn: Any = one_by_one(self.dataset)
-        self._options["collate_fn"] = collate
         self._views: Views | None = None
         if plan.rows_per_item is not None:
             self._options["collate_fn"] = ItemCollate(collate, plan.rows_per_item)
@@ -222,7 +226,7 @@ class PlannedLoader:
             refuse_views_of_items(plan)
             self._views, self._drawn = views, DrawnViews(self.dataset, views.augment)
             self._options["collate_fn"] = partial(flat_collate, collate)
-        self._plan, self._share, self._users = plan, share, users
+        self._plan, self._bits, self._share, self._users = plan, bits, share, users
         self._passes: Any = passes
         self._is_whole = False  # True if a pass is the rest of the plan
         self._use_size(plan.physical_batch_size)
@@ -238,7 +242,7 @@ class PlannedLoader:
         """Arguments of the data set for each example, or each row of it, of a draw."""
         if self._views is None:
             return draw.indices if draw.rows is None else draw.rows
-        return self._views.keys(self._plan, draw.step, draw.indices)
+        return self._views.keys(self._bits, draw.step, draw.indices)
 
     def limited(self, max_physical_batch_size: int) -> PlannedLoader:
         """Return the same loader with at most `max_physical_batch_size` rows per physical batch."""
@@ -265,7 +269,7 @@ class PlannedLoader:
         if self._size is None:
             return stop - start
         return sum(
-            self._share.num_batches(len(self._plan.batch_indices(step)), self._size)
+            self._share.num_batches(len(drawn_indices(self._plan, self._bits, step)), self._size)
             for step in range(start, stop)
         )
 
@@ -311,11 +315,16 @@ class PlannedLoader:
             )
         return iter(())
 
+    def draws_of_steps(self, start: int, stop: int) -> Iterator[Draw]:
+        """Return an iterator over the draws of the steps start..stop-1, without their data."""
+        arguments = self._plan, self._bits, start, stop, self._size, self._share, self._users
+        return draws(*arguments)
+
     def _load(self, start: int, stop: int) -> Iterator[tuple[Draw, Any]]:
         if self._loader is None:
-            key = self._plan.step_key("dropout", start)
+            key = self._bits.key("dropout", start)
             if self._share.rank:  # workers of different processes draw different numbers
-                key = threefry.fold_in(key, self._share.rank)
+                key = fold_in(key, self._share.rank)
             self._loader = DataLoader(
                 self._drawn,
                 batch_sampler=self._sampler,  # type: ignore[arg-type]
@@ -323,9 +332,14 @@ class PlannedLoader:
                 **self._options,
             )
         queue = self._sampler.queue = deque()
-        arguments = self._plan, start, stop, self._size, self._share, self._users
-        self._sampler.draws = partial(draws, *arguments)
+        self._sampler.draws, pid = partial(self.draws_of_steps, start, stop), os.getpid()
         for batch in self._loader:
+            if os.getpid() != pid:
+                raise RuntimeError(
+                    "This pass over the loader began before the process was forked, and its "
+                    "batches are those of the parent. Expected a new pass, whose batches are "
+                    "drawn anew."
+                )
             yield queue.popleft(), batch
 
 

@@ -25,8 +25,8 @@ TABLES = """\
 | `PrivacyEngine.make_private` | `dpt.PrivacyEngine.make_private` | always three values; the module comes back as it went in, without a wrapper |
 | `PrivacyEngine.make_private_with_epsilon` | `dpt.PrivacyEngine.make_private_with_epsilon` | the noise never misses the target; a pass beyond the planned ones is refused |
 | `PrivacyEngine.get_epsilon` | `dpt.PrivacyEngine.get_epsilon` | an upper bound |
-| `PrivacyEngine.save_checkpoint` | `dpt.save_checkpoint` | a function; one safetensors file and no pickle, the ledger goes on beside it, the key lies apart |
-| `PrivacyEngine.load_checkpoint` | `dpt.load_checkpoint` | a function that returns the engine; a step that is run again with anything changed gets new noise, and both releases are accounted |
+| `PrivacyEngine.save_checkpoint` | `dpt.save_checkpoint` | a function; one safetensors file and no pickle, the ledger goes on beside it |
+| `PrivacyEngine.load_checkpoint` | `dpt.load_checkpoint` | a function that returns the engine; steps that are run again are further releases, with batches and noise drawn anew |
 | `PrivacyEngine.validate`, `PrivacyEngine.is_compatible` | `dpt.validate` | a function; it returns what it found, nothing if the model can be trained |
 | `PrivacyEngine.get_compatible_module` | `dpt.fix` | a function |
 | `PrivacyEngine.attach`, `PrivacyEngine.get_privacy_spent` (before 1.0) | `dpt.PrivacyEngine.make_private` | takes model, optimizer and loader; `engine.get_epsilon(delta)` says what was spent |
@@ -41,7 +41,7 @@ TABLES = """\
 | `clipping="per_layer"` with a list | `dualdp.PrivacyPlan` | max_grad_norm is one number, the bound C of the whole gradient, or a mapping from module to bound; Opacus' list bounds each parameter by itself, here a module is one group |
 | `clipping="adaptive"`, `target_unclipped_quantile=`, `clipbound_learning_rate=`, `max_clipbound=`, `min_clipbound=`, `unclipped_num_std=` | `dualdp.schedules.AdaptiveNorm` | as max_grad_norm; the noisy count is accounted |
 | `batch_first=` | - | where the examples lie inside the model is found by itself |
-| `noise_generator=` | - | noise has its own key and never follows torch.manual_seed; seed= fixes it, for tests |
+| `noise_generator=` | - | noise comes from the operating system and never follows torch.manual_seed; seed= fixes it, for tests |
 | `wrap_model=` | - | the model comes back without a wrapper, as with `wrap_model=False`; `engine.detach()` cleans up |
 | `rand_on_empty=` | - | an empty draw comes as one masked example, so nothing has to be made up |
 | `secure_mode=True` | `dpt.PrivacyEngine` | needs the extra `[secure]`; noise lies on a public grid |
@@ -63,7 +63,7 @@ TABLES = """\
 | `DPOptimizer.attach_step_hook` | `torch.optim.Optimizer.register_step_post_hook` | the account is kept by the ledger, without a hook |
 | `DPDataLoader` | `dpt.PlannedLoader` | make_private makes it; a sampler of your own is refused by name |
 | `DPDataLoader.sample_rate`, `DPDataLoader.batch_size`, `DPDataLoader.batch_sampler` | `dpt.PrivacyEngine.plan` | `plan.sample_rate`, `plan.expected_batch_size`, and `plan.batch_indices(step)` |
-| `UniformWithReplacementSampler`, `DistributedUniformWithReplacementSampler` | `dualdp.PrivacyPlan.batch_indices` | a pure function of (key, step) |
+| `UniformWithReplacementSampler`, `DistributedUniformWithReplacementSampler` | `dualdp.PrivacyPlan.batch_indices` | a pure function of (seed, step); without a seed the loader draws the batches |
 | `DifferentiallyPrivateDistributedDataParallel` | `torch.nn.parallel.DistributedDataParallel` | torch's own wrapper, or none ([several devices](distributed.md)) |
 | `DPLSTM` | `torch.nn.LSTM` | as it is |
 | `DPGRU` | `torch.nn.GRU` | as it is |

@@ -8,10 +8,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
 from dualdp.plan.batches import HandedOut
-from dualdp.plan.units.rows import UserRows
+from dualdp.plan.plan import PrivacyPlan
+from dualdp.plan.units import UserRows
+from dualdp.randomness import SegmentBits
 from dualdp_torch.per_sample.units import Mark, mark
 from dualdp_torch.rules.base import Tensor
 from dualdp_torch.training.loader import PlannedLoader
@@ -48,7 +52,7 @@ class LogicalBatch:
             that of `clipped_grad_sum` over all chunks, each with its mask.
     """
 
-    plan: Any
+    plan: PrivacyPlan
     step: int
     chunks: tuple[Chunk, ...]
 
@@ -65,13 +69,14 @@ class OwnLoopLoader:
     def __init__(
         self,
         loader: DataLoader[Any],
-        plan: Any,
+        plan: PrivacyPlan,
+        bits: SegmentBits,
         span: Callable[[bool], tuple[int, int]],
         views: Views,
         users: UserRows | None = None,
     ) -> None:
         self._plan, self._span, self._is_whole = plan, span, False
-        self._planned = PlannedLoader(loader, plan, None, views=views, users=users)
+        self._planned = PlannedLoader(loader, plan, bits, None, views=views, users=users)
         self._rows_per_unit = views.count * (plan.rows_per_unit or 1)
         is_constant = plan.is_constant("max_grad_norm")
         self._bound = plan.max_grad_norm_at(0) if is_constant else None
@@ -88,9 +93,27 @@ class OwnLoopLoader:
         other._is_whole = True
         return other
 
+    def indices(self) -> Iterator[tuple[int, NDArray[np.int64], NDArray[np.bool_]]]:
+        """Yield the draws of a pass for readers of your own: (step, indices, mask).
+
+        `indices` is (examples,) int64, rows of the data or users; `mask` is False for the one
+        padded example of an empty draw. One draw for each physical batch.
+        """
+        for draw in self._planned.draws_of_steps(*self._coming()):
+            if draw.is_last:
+                self.handed_out.note(draw.step)
+            yield draw.step, np.array(draw.indices, np.int64), draw.mask.numpy()
+
+    def _coming(self) -> tuple[int, int]:
+        """Steps of the coming pass; none where the rest of the plan is empty."""
+        start, stop = self._span(self._is_whole)
+        if start >= stop and not self._is_whole:
+            self._planned.of_steps(start, stop)  # raises, unless the plan stops silently
+        return start, stop
+
     def __iter__(self) -> Iterator[LogicalBatch]:
-        span, chunks = self._span(self._is_whole), list[Chunk]()
-        if self._is_whole and span[0] >= span[1]:
+        span, chunks = self._coming(), list[Chunk]()
+        if span[0] >= span[1]:
             return
         for draw, batch in self._planned.of_steps(*span):
             args = tuple(batch) if isinstance(batch, list | tuple) else (batch,)

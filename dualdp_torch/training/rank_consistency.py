@@ -3,75 +3,74 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from dataclasses import asdict, replace
+from collections.abc import Sized
+from dataclasses import asdict
+from pathlib import PurePath
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils import _pytree as pytree
 
-from dualdp.ledger.follower import secret_of
 from dualdp.plan.plan import PrivacyPlan
-from dualdp.plan.units.rows import UserRows, rows_digest
-from dualdp.randomness import RootKey
-from dualdp_torch.parallel.process_group import Group, device_kind, fingerprints
-from dualdp_torch.parallel.tensor_parallel import cut_of, is_whole, local_of
-from dualdp_torch.training.arguments import RunSettings
-from dualdp_torch.training.dataset_digest import described
+from dualdp.randomness import SegmentBits, fresh_bits
+from dualdp_torch.parallel.fsdp import is_sharded
+from dualdp_torch.parallel.process_group import Group, as_integers, device_kind, fingerprints
+from dualdp_torch.per_sample.random_state import untouched_generators
+from dualdp_torch.training.arguments import Data, RunSettings
+
+_ROWS = 16  # rows of the data that are compared
 
 
 def agreed(
     group: Group | None,
     module: nn.Module,
     optimizer: torch.optim.Optimizer,
-    loader: DataLoader[Any],
+    data: Data,
     plan: PrivacyPlan,
     settings: RunSettings,
-    noise_layout: Any,
-    users: UserRows | None,
-) -> tuple[PrivacyPlan, str | None]:
-    """Return the plan that all processes use, and the keyed digest of the rows of each user.
-
-    Without a seed, the plan of each process has a key of its own; all use that of rank 0.
+    noise_layout: object,
+) -> SegmentBits:
+    """Return the bits of batches of a segment that begins, the same on all processes.
 
     Guarantees:
         What differs between processes is found before the first step.
             [test_what_differs_between_ranks_is_named]
     """
     if group is None:
-        return plan, rows_digest(plan, users)
-    public = json.loads(plan.to_json())
-    del public["key_sha256"]
-    group.require_same("plan", public)
+        return SegmentBits(plan.seed)
+    group.require_same("plan", json.loads(plan.to_json()))
     compared = {
         "torch": torch.__version__,
         **asdict(settings),
-        "steps in a pass": len(loader),
+        "steps in a pass": len(data.loader),
         "noise_layout": repr(noise_layout),
     }
     group.require_same("settings", compared)
     parameters = dict(module.named_parameters())
     layout = {
-        name: [list(p.shape), str(p.dtype), device_kind(p.device), p.requires_grad, cut_of(p)]
+        name: [list(p.shape), str(p.dtype), device_kind(p.device), p.requires_grad]
         for name, p in parameters.items()
     }
     group.require_same("model", layout)
     group.require_same("optimizer", _described(optimizer, module))
-    whole = {name: local_of(p) for name, p in parameters.items() if is_whole(p)}
+    whole = {name: p for name, p in parameters.items() if not is_sharded(p)}
     starts = dict(zip(whole, fingerprints(whole.values()), strict=True))
     hint = "Set the same seed before building the model, or load the same weights."
     group.require_same("the start of parameters", starts, hint, shown=False)
+    secret, chosen = group.word(
+        "the first words", lambda: (SegmentBits(plan.seed).secret, fresh_bits(8 * _ROWS))
+    )
     hint = "Row i must be the same example on every process, of one data set that all have whole."
-    data = described(loader.dataset)
-    group.require_same("data", data, hint, shown=False)
-    secret = secret_of(plan) if group.is_first else None
-    root = RootKey(*group.broadcast("the key", secret))
-    plan = plan if plan.root == root else replace(plan, key=root)
-    digest = rows_digest(plan, users)
+    group.require_same("data", _some_rows(data.loader.dataset, chosen), hint, shown=False)
+    users = data.users
+    arrays = None if users is None else _digest([users.starts, users.order])
     hint = "Give all of them the same users=, one id for each row of the whole data."
-    group.require_same("users", digest, hint, shown=False)
-    return plan, digest
+    group.require_same("users", arrays, hint, shown=False)
+    return SegmentBits(plan.seed, secret)
 
 
 def _described(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[str, Any]:
@@ -85,3 +84,43 @@ def _described(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[str,
         for group in optimizer.param_groups
     ]
     return {"class": type(optimizer).__qualname__, "groups": groups}
+
+
+def _some_rows(dataset: Any, chosen: bytes) -> dict[str, Any]:
+    """Length of a data set and digests of a few rows, which tell another order of its rows.
+
+    A row that differs between two fetches (an augmentation), or that can't be fetched here, is
+    None.
+    """
+    assert isinstance(dataset, Sized)  # as `check_loader` has made sure
+    rows = np.frombuffer(chosen, np.uint64) % np.uint64(max(1, len(dataset)))
+    with untouched_generators():
+        found = [_fetched(dataset, int(row)) for row in rows[: len(dataset)]]
+    return {"class": type(dataset).__qualname__, "examples": len(dataset), "rows": found}
+
+
+def _fetched(dataset: Any, row: int) -> str | None:
+    try:
+        first, second = _digest(dataset[row]), _digest(dataset[row])
+    except Exception:  # noqa: BLE001 - a data set may open its files in workers only
+        return None
+    return first if first == second else None
+
+
+def _digest(value: Any) -> str:
+    """SHA-256 of plain data, arrays and tensors in nested containers."""
+    leaves, spec = pytree.tree_flatten(value)
+    state = hashlib.sha256(repr(spec).encode())
+    for leaf in leaves:
+        if torch.is_tensor(leaf):
+            state.update(repr((leaf.shape, leaf.dtype)).encode())
+            leaf = as_integers(leaf.detach().cpu().contiguous().reshape(-1)).numpy()
+        if isinstance(leaf, str | PurePath):  # a file's folder may differ between machines
+            state.update(repr(PurePath(leaf).parts[-2:]).encode())
+        elif hasattr(leaf, "tobytes"):  # an array, a NumPy scalar, an image
+            state.update(repr(getattr(leaf, "shape", None)).encode() + leaf.tobytes())
+        elif isinstance(leaf, bytes | int | float | bool | None):
+            state.update(repr(leaf).encode())
+        else:
+            state.update(type(leaf).__qualname__.encode())
+    return state.hexdigest()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
@@ -15,12 +16,10 @@ from torch import nn
 from dualdp import adam
 from dualdp.exactness import ExactnessError
 from dualdp.ledger.ledger import Ledger
-from dualdp.porting.parameter_map import ledger_text
-from dualdp_torch.noise.generators import STREAM
-from dualdp_torch.noise.noise import noised_mean
-from dualdp_torch.noise.recursion import forget
-from dualdp_torch.parallel.process_group import Group, device_kind
-from dualdp_torch.parallel.tensor_parallel import local_of
+from dualdp.randomness import SegmentBits
+from dualdp_torch.noise.noise import NoiseSource
+from dualdp_torch.parallel.fsdp import local_of
+from dualdp_torch.parallel.process_group import Group
 from dualdp_torch.per_sample.api import ClippedGradSum
 from dualdp_torch.per_sample.call import METHODS
 from dualdp_torch.per_sample.checks.spot_check import BatchNumbers
@@ -43,9 +42,7 @@ from dualdp_torch.training.loader import Draw
 from dualdp_torch.training.opacus_names import optimizer_values, refuse_changed
 from dualdp_torch.training.release import Releaser
 from dualdp_torch.training.step_checks import StepChecks
-from dualdp_torch.training.temporary_attributes import set_temporarily
 
-_STACK = f"torch {torch.__version__}, stream {STREAM}"  # source of the noise
 _AMP = "_step_supports_amp_scaling"  # makes GradScaler.step call `step` without unscaling
 
 
@@ -65,6 +62,17 @@ class Stages:
     unprotected_sum: dict[str, Tensor]
     noisy_mean: dict[str, Tensor]
     unprotected_grads: dict[str, Tensor] | None = None
+
+
+def set_temporarily(undo: ExitStack, owner: Any, **values: Any) -> None:
+    """Set attributes of an object until `undo.close()`, which restores them."""
+    own = vars(owner)
+    for name, value in values.items():
+        if name in own:
+            undo.callback(own.update, {name: own[name]})
+        else:
+            undo.callback(partial(own.pop, name))
+        own[name] = value
 
 
 def _once(loss: Any) -> Callable[[], Any]:
@@ -101,6 +109,7 @@ class PrivateStep:
         optimizer: torch.optim.Optimizer,
         ledger: Ledger,
         settings: RunSettings,
+        bits: SegmentBits,
         group: Group | None,
         options: Any,
     ) -> None:
@@ -113,14 +122,13 @@ class PrivateStep:
         )
         # What a row adds to a sum counts by 1 / K of views and of users, and whole of an item.
         self._scale_of_sum = (plan.rows_per_item or 1) / rows
-        self._shards, self._split, self._is_alone = recorder.shards, recorder.split, group is None
+        self._shards, self._is_alone = recorder.shards, group is None
         purpose, reduction = (method, ledger.plan.clipping), settings.loss_reduction
-        self._checks = StepChecks(recorder, ledger, settings.checks, reduction, purpose)
+        self._checks = StepChecks(recorder, ledger, bits, settings.checks, reduction, purpose)
         recorder.is_due = self._checks.may_be_due
-        self._releaser = Releaser(
-            ledger, group, recorder.parameters, self._shards, split=self._split
-        )
-        self._pass = 0
+        self._releaser = Releaser(ledger, group, recorder.parameters, self._shards)
+        self._noise = NoiseSource(plan)
+        self._pass, self._pid = 0, os.getpid()
         self._lost: int | None = None
         self.is_compiled = False
         self._yielded: YieldedBatch | None = None
@@ -130,7 +138,6 @@ class PrivateStep:
         self._forget()
         self._undo = ExitStack()
         self._undo.callback(recorder.detach)
-        self._undo.callback(forget, id(ledger.plan))
         self._opacus = optimizer_values(optimizer, ledger.plan)
         zeroing = Zeroing(recorder, optimizer.zero_grad)
         set_temporarily(self._undo, optimizer, zero_grad=zeroing, **{_AMP: True}, **self._opacus)
@@ -190,6 +197,7 @@ class PrivateStep:
         self._checks.end()
         self.recorder.clear()
         self._settings.pass_end = stop
+        self._pid = os.getpid()
         self._pass += 1
         return self._pass
 
@@ -294,12 +302,17 @@ class PrivateStep:
             )
 
     def _require_whole(self) -> None:
-        """Refuse to continue a logical batch of which a part was lost."""
+        """Refuse to continue a logical batch of which a part was lost, or that is the parent's."""
+        if self._pid != os.getpid():
+            raise RuntimeError(
+                "This batch was drawn before the process was forked, and the parent releases it. "
+                "Begin a new pass over the loader, whose batches are drawn anew."
+            )
         if self._lost is not None:
             raise RuntimeError(
-                f"Step {self._lost} failed after a part of its logical batch was added up, and the "
-                "sums are dropped. Begin a new pass over the loader, which begins this step again "
-                "with the same examples."
+                f"Step {self._lost} failed after a part of its logical batch was added up, or was "
+                "on record, and the sums are dropped. Begin a new pass over the loader, which "
+                "begins with the first step that is not on record."
             )
 
     @torch._disable_dynamo
@@ -386,11 +399,7 @@ class PrivateStep:
         """
         recorder, terms = self.recorder, self.recorder.terms
         assert terms is not None
-        loss = None if self._split is None else self._split.summary(recorder.cotangents)
         self._check(lambda: self._checks.criterion(draw))
-        if self._split is not None:
-            at = f"physical batch {draw.chunk} of step {draw.step}"
-            self._split.require_same_loss(at, loss, self._failure)
         if recorder.layered is not None:
             recorder.refuse_written()
             self._begin(draw)
@@ -406,8 +415,7 @@ class PrivateStep:
         """`_add` for gradients captured in a whole backward; returns their norms (n,)."""
         recorder, added = self.recorder, partial(self._added, draw)
         gradients = recorder.gradients(terms.scale, self._keep)
-        is_in_pieces = recorder.shards is not None or recorder.split is not None
-        if self._options.keep_per_sample and not is_in_pieces:
+        if self._options.keep_per_sample and recorder.shards is None:
             grads = gradients.grads()
             self._grads.append({name: g[draw.mask.to(g.device)] for name, g in grads.items()})
         n, second_pass = len(draw.mask), recorder.second_pass(terms.scale, gradients.forget)
@@ -451,7 +459,8 @@ class PrivateStep:
     def _begin(self, draw: Draw) -> None:
         """Begin the release of a complete logical batch, unless a check failed on any process."""
         if draw.is_last:
-            self._releaser.begin(draw.step, self._failure)
+            passed = self._checks.has_passed
+            self._checks.has_passed = self._releaser.begin(draw.step, self._failure, passed)
 
     def _added(self, draw: Draw, name: str, total: Tensor) -> Tensor:
         """Add one sum to the logical batch's; when that is complete, start to send it."""
@@ -470,37 +479,26 @@ class PrivateStep:
         grads = {name: torch.cat([part[name] for part in self._grads]) for name in names}
         has_passed = self._checks.has_passed
         self._forget()
-        counts: tuple[int, ...] = ()
+        counts: tuple[int, int] | None = None
         if ledger.plan.is_adaptive:
             counts = int((norms <= ledger.max_grad_norm).sum()), len(norms)
-        layout = self._options.noise_layout
-        # The noise depends on these, not on the key alone; a repeated release must repeat it.
-        kinds = [(device_kind(total.device), str(total.dtype)) for total in sums.values()]
-        stack = f"({_STACK!r}, {kinds!r}, {ledger_text(layout)})"
-        sums, seal = self._releaser.finish(
-            step,
-            sums,
-            counts=counts,
-            stack=stack,
-            is_checked=self._checks.is_step_checked(step),
-            has_passed=has_passed,
-        )
+        is_checked = self._checks.is_step_checked(step)
+        sums = self._releaser.reduced(step, sums, is_checked=is_checked)
+        if has_passed:
+            ledger.check_passed(step)
+        release, bits = self._releaser.record(step, counts)
         with torch.no_grad():
-            mean = noised_mean(
+            mean = self._noise.noisy_mean(
                 sums,
-                ledger.plan,
-                step,
-                branch=seal.path,
-                max_grad_norm=seal.max_grad_norm,
-                layout=layout,
+                release,
+                bits,
+                layout=self._options.noise_layout,
                 pieces=None if self._shards is None else self._shards.pieces,
-                cuts=None if self._split is None else self._split.cuts,
             )
         if ledger.plan.noise != "secure":
-            like = dict if self._split is None else self._split.like
-            self.stages = Stages(norms, like(sums), like(mean), grads or None)
+            self.stages = Stages(norms, dict(sums), dict(mean), grads or None)
         self._set_gradients(mean)
-        return seal.max_grad_norm
+        return release.max_grad_norm
 
     def _set_gradients(self, mean: Mapping[str, Tensor]) -> None:
         """Set `p.grad` of every parameter; None makes the optimizer skip it."""
@@ -509,11 +507,10 @@ class PrivateStep:
                 p.grad = None
         for name, value in mean.items():
             p = self.recorder.parameters[name]
-            pieces = self._shards or self._split
-            if pieces is None:
+            if self._shards is None:
                 p.grad = value.to(p.dtype).view_as(p)
             else:
-                p.grad = pieces.gradient(name, value)
+                p.grad = self._shards.gradient(name, value)
 
 
 def _other_number(n: int, draw: Draw) -> RuntimeError:

@@ -10,6 +10,7 @@ import numpy as np
 from dualdp import exactness
 from dualdp.exactness import SpotCheck
 from dualdp.ledger.ledger import Ledger
+from dualdp.randomness import SegmentBits
 from dualdp_torch.per_sample.analysis_cache import AnalysisCache
 from dualdp_torch.per_sample.checks.criterion_check import (
     CarriedNumberError,
@@ -47,11 +48,12 @@ class StepChecks:
         self,
         recorder: Recorder,
         ledger: Ledger,
+        bits: SegmentBits,
         rate: float,
         reduction: str,
         purpose: tuple[str, ...],
     ) -> None:
-        self._recorder, self._ledger, self._rate = recorder, ledger, rate
+        self._recorder, self._ledger, self._bits, self._rate = recorder, ledger, bits, rate
         self._purpose = ("loop", *purpose)
         self._criterion = CriterionCheck(reduction)
         self._draw: Draw | None = None
@@ -60,7 +62,7 @@ class StepChecks:
 
     def _drawn(self, step: int, is_first: bool = False) -> SpotCheck | None:
         """Check drawn for a step, or None; always one if `is_first`."""
-        return exactness.check_at(self._ledger.plan, step, self._rate, is_first=is_first)
+        return exactness.check_at(self._bits, step, self._rate, is_first=is_first)
 
     def is_step_checked(self, step: int) -> bool:
         """True if a step is checked; the same on all processes."""
@@ -72,7 +74,7 @@ class StepChecks:
         if not self._rate:
             return
         if self._recorder.shards is not None:
-            self._ledger.check_impossible(_SHARDED)
+            self._ledger.note(check_impossible=_SHARDED)
         due = self._drawn(draw.step)
         if due is not None and draw.chunk == due.draw(draw.num_chunks, 3):
             self.due = due
@@ -183,7 +185,7 @@ class StepChecks:
             recorder.note_checked(self._purpose)
             self.has_passed = True
         if trial.is_impossible:
-            self._ledger.check_impossible(IMPOSSIBLE)
+            self._ledger.note(check_impossible=IMPOSSIBLE)
 
     def of_compiled(self) -> tuple[str, float | None]:
         """Return when compiled graphs compare the current batch, and which example, in [0, 1)."""

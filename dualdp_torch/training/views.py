@@ -14,7 +14,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from dualdp import _validate
-from dualdp.randomness import threefry
+from dualdp.randomness import SegmentBits, threefry
 from dualdp_torch.noise.generators import keyed_generator
 
 Augment = Callable[[Any, torch.Generator], Any]
@@ -41,12 +41,12 @@ class Views:
             _validate.takes("augment", augment, "(example, generator)", None, None)
         self.augment: Augment | None = augment
 
-    def keys(self, plan: Any, step: int, examples: list[int]) -> list[Any]:
+    def keys(self, bits: SegmentBits, step: int, examples: list[int]) -> list[Any]:
         """Return what `DrawnViews` takes for each example: its index and K keys of its views."""
         shape = len(examples), self.count
         low = np.broadcast_to(np.arange(self.count, dtype=np.uint32), shape)
         high = np.broadcast_to(np.array(examples, np.uint32)[:, None], shape)
-        key = plan.step_key("views", step)
+        key = bits.key("views", step)
         words = threefry.threefry2x32(key, high.flatten(), low.flatten())
         keys = np.stack(words, 1).reshape(*shape, 2).tolist()
         return list(zip(examples, keys, strict=True))

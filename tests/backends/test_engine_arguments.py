@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import dualdp
 import dualdp.jax as dpj
 import dualdp.torch as dpt
+from dualdp.randomness import bits
 
 N, BATCH = 60, 12
 NUMBERS = {"noise_multiplier": 1.0, "max_grad_norm": 0.5}
@@ -66,8 +67,6 @@ def outcome(stack, method, engine, arguments):
     except Exception as error:  # noqa: BLE001 - compared below
         return type(error), str(error)
     public = json.loads(made.plan.to_json())
-    if made.plan.seed is None:
-        del public["key_sha256"]
     return public, made.plan.accountant
 
 
@@ -351,7 +350,7 @@ def test_loops_of_ones_own_are_the_same_on_both_stacks(stack):
     with pytest.raises(dualdp.AccountingError, match="All 4 planned steps are taken. Plan more"):
         next(iter(loader))
     with pytest.raises(
-        dualdp.AccountingError, match="num_steps=1 after 4 recorded releases is past"
+        dualdp.AccountingError, match="num_steps=1 after 4 recorded steps is past step 4"
     ):
         engine.record()
 
@@ -397,7 +396,7 @@ def test_a_batch_serves_one_release(stack):
 @pytest.mark.parametrize("stack", FACES)
 def test_batches_of_ones_own_are_not_those_of_the_plan(stack):
     """Permuted batches of the user's had the epsilon of Poisson's."""
-    engine, loader = own_loop(stack, plan=plan(num_steps=10))
+    engine, loader = own_loop(stack, plan=plan(num_steps=10, seed=None))
     for _ in range(5):
         engine.record()
     with pytest.warns(match="5 releases are on record and 0 batches were drawn for them: this eps"):
@@ -439,36 +438,28 @@ def test_noise_of_a_loop_of_ones_own_is_for_recorded_steps(stack):
     for seed in (None, 1):
         run = plan(num_steps=4, seed=seed)
         engine, _ = own_loop(stack, plan=run)
-        with pytest.raises(
-            dualdp.AccountingError, match="noisy_mean was asked for the noise of st"
-        ):
+        missing = "has no release on record whose noise is still to be drawn"
+        with pytest.raises(dualdp.AccountingError, match=f"step=0 {missing}"):
             noisy_mean(zeros, run, 0)
-        with pytest.raises(dualdp.AccountingError, match="which is not on record, so this epsilon"):
-            engine.get_epsilon()
         engine.record(2)
         noisy_mean(zeros, run, 0)
         noisy_mean(zeros, run, 1)
-        with pytest.raises(
-            dualdp.AccountingError, match="The noise of step=1 was handed out befor"
-        ):
+        with pytest.raises(dualdp.AccountingError, match=f"step=1 {missing}"):
             noisy_mean(zeros, run, 1)
-        with pytest.warns(match="2 releases are on record and 0 batches were drawn"):
-            assert engine.get_epsilon() > 0
+        assert engine.ledger.get_epsilon() > 0
 
 
-@pytest.mark.parametrize("stack", FACES)
-def test_a_pickled_batch_has_no_key(stack):
+@pytest.mark.parametrize("stack", ["torch"])  # a chunk of JAX is a pytree, and no pickle
+def test_a_pickled_batch_has_no_bits(stack, monkeypatch):
     """known_failures 81."""
-    run = plan(seed=None)
-    engine, loader = own_loop(stack, plan=run)
+    given, real = [], bits.fresh_bits
+    monkeypatch.setattr(bits, "fresh_bits", lambda size=64: given.append(real(size)) or given[-1])
+    engine, loader = own_loop(stack, plan=plan(seed=None))
     batch = next(iter(loader))
     data = pickle.dumps(batch)
-    assert run.root.secret not in data
-    assert run.root.secret.hex().encode() not in data
-    again = pickle.loads(data)
-    assert again.step == 0
-    with pytest.raises(ValueError, match="key of this plan .* is not loaded"):
-        again.plan.batch_indices(0)
+    assert given
+    assert not any(secret in data or secret.hex().encode() in data for secret in given)
+    assert pickle.loads(data).step == 0
     engine.detach()
 
 
@@ -492,24 +483,11 @@ def test_noise_of_an_engine_is_its_own(stack):
     run = plan(seed=None)
     begin(stack, plan=run)
     zeros = {"torch": {"w": torch.zeros(3)}, "jax": {"w": jnp.zeros(3)}}[stack]
-    with pytest.raises(
-        dualdp.AccountingError, match="that the engine's own step of this plan draws"
-    ):
+    with pytest.raises(dualdp.AccountingError, match="no loop|is open|make_loader"):
         FACES[stack].noisy_mean(zeros, run, 0)
-    if stack == "jax":
-        with pytest.raises(
-            dualdp.AccountingError, match=r"add_noise\(plan\) would draw noise that"
-        ):
-            dpj.add_noise(run)
-    other = "jax" if stack == "torch" else "torch"
-    with pytest.raises(
-        dualdp.AccountingError, match=r"used by another run of this process \(Privac"
-    ):
-        begin(other, plan=run)
+    begin("jax" if stack == "torch" else "torch", plan=run)  # a run of its own
 
 
 def test_names_of_both_faces():
     assert dpt.ClippedGradSum.__name__ == dpj.ClippedGradSum.__name__ == "ClippedGradSum"
-    assert dpt.ClippedSum is dpt.ClippedGradSum
-    assert dpj.Loader is dpj.PlannedLoader
-    assert {"PlannedLoader", "LogicalBatch", "Chunk", "explain"} <= set(vars(dpt)) & set(vars(dpj))
+    assert {"PlannedLoader", "Chunk", "explain"} <= set(vars(dpt)) & set(vars(dpj))

@@ -13,9 +13,10 @@ import torch
 import dualdp.jax as dpj
 import dualdp.torch as dpt
 from dualdp import PrivacyPlan, UnsupportedLayerError
-from dualdp.ledger import hash_chain
+from dualdp.ledger import chain
+from dualdp.ledger.ledger import Ledger
 from dualdp.ledger.verify import verify
-from dualdp.randomness import fold_in, normal
+from dualdp.randomness import fold_in, key_of, normal, seeded_bits
 from tests.conftest import BACKENDS
 
 stacks = pytest.mark.parametrize("stack", BACKENDS)
@@ -107,44 +108,42 @@ class Run:
         self.optimizer.step()
 
 
-def full_disk(monkeypatch, after):
-    """Every write but the first few fails, half done."""
-    right, calls = os.write, iter(range(10**6))
+def full_disk(monkeypatch):
+    """Every write fails, half done."""
+    right = os.pwrite
 
-    def write(file, data):
-        if next(calls) < after:
-            return right(file, data)
-        right(file, data[: len(data) // 2])
+    def write(file, data, offset):
+        right(file, data[: len(data) // 2], offset)
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(hash_chain.os, "write", write)
+    monkeypatch.setattr(chain.os, "pwrite", write)
 
 
 @stacks
-@pytest.mark.parametrize("after", [0, 1], ids=["before the record", "before the seal"])
-def test_a_full_disk_releases_nothing(stack, after, tmp_path, monkeypatch):
-    """Neither where the release can't be recorded, nor where its sum can't be sealed."""
+def test_a_full_disk_releases_nothing(stack, tmp_path, monkeypatch):
+    """Where the release can't be recorded no noise is drawn, and the step may run again."""
     path = tmp_path / "run.ledger"
     run = Run(stack, path)
     run.step()
     before, spent = run.weights, run.engine.get_epsilon(1e-5)
     with monkeypatch.context() as patch:
-        full_disk(patch, after)
+        full_disk(patch)
         with pytest.raises(OSError, match="No space left on device"):
             run.step()
     np.testing.assert_array_equal(run.weights, before)
-    found = verify(path, allow_seed=True)
-    assert found.passed, found.findings
-    assert len(found.of_kind("seal")) == 1
-    assert len(found.of_kind("release")) == 1 + after
-    assert run.engine.get_epsilon(1e-5) == pytest.approx(found.epsilon)
-    assert (run.engine.get_epsilon(1e-5) > spent) == bool(after), "what is recorded stays spent"
+    assert releases(path) == 1
+    assert run.engine.get_epsilon(1e-5) == spent == pytest.approx(verify(path).epsilon)
+
+
+def releases(path):
+    """Number of releases on record."""
+    return sum("r" in record for record in Ledger.read(path))
 
 
 @stacks
 def test_a_run_on_a_full_disk_does_not_begin(stack, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        full_disk(patch, 0)
+        full_disk(patch)
         with pytest.raises(OSError, match="No space left on device"):
             Run(stack, tmp_path / "run.ledger")
     assert not (tmp_path / "run.ledger").exists()
@@ -175,7 +174,8 @@ def test_broken_weights_release_noise_only_and_are_accounted(stack):
     run.step()
     assert len(run.engine.accountant) == 2
     plan = run.engine.plan
-    noise = normal(fold_in(plan.step_key("noise", 1), 0), 3) * plan.noise_stddev(1)
+    key = key_of(seeded_bits(plan.seed, "noise", 1))
+    noise = normal(fold_in(key, 0), 3) * plan.noise_stddev(1)
     expected = before - RATE * noise / plan.expected_batch_size_at(1)
     np.testing.assert_allclose(run.weights[1:], expected[1:], rtol=1e-5)
 
@@ -201,4 +201,4 @@ def test_no_memory_in_a_step_releases_nothing(stack, tmp_path):
     with pytest.raises(MemoryError, match="no memory left"):
         run.step()
     np.testing.assert_array_equal(run.weights, before)
-    assert len(verify(path, allow_seed=True).of_kind("release")) == 1
+    assert releases(path) == 1

@@ -160,9 +160,8 @@ def kits(tmp_path_factory):
     for name, kind in (("torch", Torch), ("jax", Jax)):
         at = untidy(tmp_path_factory.mktemp(name))
         made[name] = kit = kind(at)
-        for run in ("run", "other", "keyless", "recordless"):
+        for run in ("run", "other", "recordless"):
             kit.save_run(run)
-        (at / "keyless.key").unlink()
         (at / "recordless.ledger").unlink()
     return SimpleNamespace(**made)
 
@@ -202,15 +201,6 @@ ON_BOTH = {
     "optimizer of None": (lambda k: k.begin(optimizer=None), TypeError, "optimizer is None.*lr|op"),
     "name of an optimizer": (lambda k: k.begin(optimizer="sgd"), TypeError, "is a str.*sgd|SGD"),
     "dict as plan": (lambda k: k.begin(plan={}), TypeError, "plan is a dict. Expected a dualdp.Pr"),
-    "plan without key": (
-        lambda k: k.begin(
-            plan=dualdp.PrivacyPlan.from_json(plan(seed=None).to_json()),
-            **dict.fromkeys(NUMBERS),
-            **({"expected_batch_size": None} if isinstance(k, Jax) else {}),
-        ),
-        ValueError,
-        "Expected its key file; pass key=",
-    ),
     "plan of other data": (
         lambda k: k.begin(
             plan=plan(num_examples=23),
@@ -360,23 +350,7 @@ ON_BOTH = {
     "loaded from nothing": (lambda k: k.load("no"), FileNotFoundError, "no does not exist. Expect"),
     "loaded from a folder": (lambda k: k.load("folder"), IsADirectoryError, "folder is a folder"),
     "loaded from text": (lambda k: k.load("file"), ValueError, "no safetensors file"),
-    "key missing": (lambda k: k.load("keyless"), FileNotFoundError, "keyless.key does not exist.*"),
     "ledger missing": (lambda k: k.load("recordless"), FileNotFoundError, "recordless.ledger does"),
-    "key nowhere": (
-        lambda k: k.load("run", key=k.at / "no"),
-        FileNotFoundError,
-        "no does not exist. Expected a key file",
-    ),
-    "folder as key": (
-        lambda k: k.load("run", key=k.at / "folder"),
-        IsADirectoryError,
-        "folder is a folder. Expected a key file",
-    ),
-    "key of another run": (
-        lambda k: k.load("run", key=k.at / "other.key"),
-        ValueError,
-        "Expected the key file that plan.save_key wrote for this plan",
-    ),
     "ledger of another run": (
         lambda k: k.load("run", ledger=k.at / "other.ledger"),
         ValueError,

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import dualdp.plan.clipping
-import dualdp.plan.correlated.noise as correlated_noise
 from dualdp import AccountingError, ExactnessError, PrivacyPlan, correlated, exactness
 from dualdp.audit import plans
 from dualdp.plan import samplers
+from dualdp.randomness import fresh_bits
 from dualdp.testing import Event, check_private_step
 from tests.conftest import BACKENDS
 from tests.pairwise import pairwise
@@ -61,41 +61,40 @@ def inverted_factors(stack, patch):
 def batches(sampler, factor=1.0):
     """Batches of another sampler, or of another size, than what is accounted."""
 
-    right = PrivacyPlan.batch_indices
-
     @cache
     def other(plan):
         size = plan.expected_batch_size_at(0) * factor
         relation = "replace" if sampler == "fixed_size" else plan.neighboring_relation
         return dataclasses.replace(
             plan,
-            key=plan.root,
             accountant="pld",
             sampler=sampler,
             expected_batch_size=size,
             neighboring_relation=relation,
         )
 
-    def drawn(plan, step):
-        return right(other(plan), step)
-
     def mutant(stack, patch):
-        patch.setattr(PrivacyPlan, "batch_indices", drawn)
+        loader = importlib.import_module(f"dualdp_{stack}.training.loader")
+        right = loader.drawn_indices
+        patch.setattr(
+            loader, "drawn_indices", lambda plan, bits, step: right(other(plan), bits, step)
+        )
         return STEPS[stack]()
 
     return mutant
 
 
 def noise_of_step(other):
-    """The noise key of another step."""
+    """The noise of another step."""
 
     def mutant(stack, patch):
-        right = PrivacyPlan.step_key
+        where = {"torch": "dualdp_torch.training.release", "jax": "dualdp_jax.training.engine"}
+        bits = {}
 
-        def key(plan, purpose, step, *rest, **named):
-            return right(plan, purpose, other(step) if purpose == "noise" else step, *rest, **named)
+        def drawn(seed, step):
+            return bits.setdefault(other(step), fresh_bits())
 
-        patch.setattr(PrivacyPlan, "step_key", key)
+        patch.setattr(f"{where[stack]}.noise_bits", drawn)
         return STEPS[stack]()
 
     return mutant
@@ -145,49 +144,27 @@ FIXED = {"sampler": "fixed_order", "correlation": WINDOW}
 CYCLIC = {"sampler": "cyclic_poisson", "correlation": BAND, "min_separation": 4}
 
 
-def other_terms(change):
-    """A window whose terms are others."""
+def other_rows(change, **plan):
+    """Correlated noise from other rows than those that were kept."""
 
     def mutant(stack, patch):
         noise = importlib.import_module(f"dualdp_{stack}.noise.noise")
-        right = noise.window_terms
+        right = noise.next_noise
 
-        def terms(strategy, step, path):
-            found = right(strategy, step, path)
-            return change(found) if strategy is not None else found
+        def wrong(strategy, index, z, kept, stddev):
+            return right(strategy, index, z, change(z, kept), stddev)
 
-        patch.setattr(noise, "window_terms", terms)
-        return STEPS[stack](**FIXED)
+        patch.setattr(noise, "next_noise", wrong)
+        return STEPS[stack](**plan)
 
     return mutant
-
-
-def of_one_step(terms):
-    """The same draw for all weights."""
-    return [t._replace(step=terms[0].step) for t in terms]
-
-
-def shifted(terms):
-    """Every earlier draw one step too early."""
-    return [terms[0], *(t._replace(step=max(t.step - 1, 0)) for t in terms[1:])]
-
-
-def independent_noise(stack, patch):
-    """A band that forgets its rows: the noise of each step stands alone."""
-    right = correlated_noise.Recursion
-
-    def forgetful(scale, taps, decays):
-        return right(scale, tuple(0.0 for _ in taps), decays)
-
-    patch.setattr(correlated_noise, "Recursion", forgetful)
-    return STEPS[stack](**CYCLIC)
 
 
 def other_sensitivity(number, **plan):
     """Noise for another sensitivity than that of the unit's participations."""
 
     def mutant(stack, patch):
-        patch.setattr(dualdp.plan.participation, "unit_sensitivity", number)
+        patch.setattr(PrivacyPlan, "sensitivity", property(number))
         return STEPS[stack](**plan)
 
     return mutant
@@ -212,12 +189,15 @@ def of_no_class(stack, patch):
 
 MUTANTS = {
     "window drawn from one step": (
-        other_terms(lambda t: [u._replace(step=t[0].step) for u in t]),
+        other_rows(lambda z, kept: tuple(z for _ in kept), **FIXED),
         "run",
     ),
-    "window lacks its last draw": (other_terms(lambda t: t[: max(1, len(t) - 1)]), "run"),
-    "window shifted by a step": (other_terms(shifted), "run"),
-    "band without its rows": (independent_noise, "run"),
+    "window lacks its last draw": (other_rows(lambda z, kept: kept[:-1], **FIXED), "run"),
+    "window shifted by a step": (
+        other_rows(lambda z, kept: (*kept[1:], *kept[-1:]), **FIXED),
+        "run",
+    ),
+    "band without its rows": (other_rows(lambda z, kept: (), **CYCLIC), "run"),
     "sensitivity of one participation": (other_sensitivity(of_one_column, **FIXED), "run"),
     "sensitivity 1 for a band": (other_sensitivity(lambda plan: 1.0, **CYCLIC), "run"),
     "another order in each pass": (of_another_order, "run"),

@@ -11,11 +11,21 @@ from scipy import stats
 import dualdp.jax as dpj
 import dualdp.torch as dpt
 from dualdp import PrivacyPlan, correlated
-from dualdp.plan.plan import NOISE
+from dualdp._validate import positive
+from dualdp.ledger.ledger import Release
+from dualdp.plan.plan import NOISE, checked_step
 from dualdp.porting import matching
-from dualdp.randomness import RootKey, grid_noise, normal, threefry
-from dualdp_jax.noise import noise as jax_noise
-from dualdp_torch.noise import noise as torch_noise
+from dualdp.randomness import (
+    fresh_bits,
+    grid_noise,
+    key_of,
+    noise_bits,
+    normal,
+    seeded_bits,
+    threefry,
+)
+from dualdp_jax.noise.noise import NoiseSource as JaxNoise
+from dualdp_torch.noise.noise import NoiseSource as TorchNoise
 from tests.conftest import BACKENDS, DEVICE
 
 SHAPES = {"a.weight": (60, 50), "a.bias": (60,), "b.weight": (3, 4, 5, 5)}
@@ -41,21 +51,29 @@ def plan(**changes):
     return PrivacyPlan(**{**arguments, **changes})
 
 
-def noisy_mean(stack, sums, plan, step, *, x64=True, **more):
-    """NumPy in, NumPy out; of a secret key without asking whether the step is on record."""
+def noisy_mean(stack, sums, plan, step, *, x64=True, bits=None, **more):
+    """NumPy in, NumPy out; without a seed from bits of the step that both stacks are given."""
     if stack == "torch":
-        tensors = {name: torch.as_tensor(total, device=DEVICE) for name, total in sums.items()}
-        mean = dpt.noisy_mean if plan.seed is not None else torch_noise.noised_mean
-        means = mean(tensors, plan, step, **more)
-        return {name: mean.cpu().numpy() for name, mean in means.items()}
+        given = {name: torch.as_tensor(total, device=DEVICE) for name, total in sums.items()}
     with jax.enable_x64(x64):
-        arrays = {name: jnp.asarray(total) for name, total in sums.items()}
-        if plan.seed is not None:
-            means = dpj.noisy_mean(arrays, plan, step, **more)
+        if stack == "jax":
+            given = {name: jnp.asarray(total) for name, total in sums.items()}
+        if plan.seed is not None and bits is None:
+            means = {"torch": dpt, "jax": dpj}[stack].noisy_mean(given, plan, step, **more)
         else:
-            release = jax_noise.release_at(plan, step, like=arrays, **more)
-            means = jax_noise.noised_mean(arrays, release)
+            bits = bits or seeded_bits(11, "noise", checked_step(plan, step))
+            source = {"torch": TorchNoise, "jax": JaxNoise}[stack](plan)
+            means = source.noisy_mean(given, release(plan, step, **more), bits)
         return {name: np.asarray(mean) for name, mean in means.items()}
+
+
+def release(plan, step, max_grad_norm=None):
+    """The release of a step, as a ledger puts it on record."""
+    bound = plan.max_grad_norm_at(step) if max_grad_norm is None else max_grad_norm
+    return Release(
+        *(step, 0, 0, positive("max_grad_norm", bound), plan.noise_multiplier_at(step)),
+        *(plan.draw_stddev(step, bound), plan.expected_batch_size_at(step)),
+    )
 
 
 def zeros(dtype="float32"):
@@ -73,7 +91,7 @@ def noise_in_sum(stack, plan, step, dtype="float32"):
 def test_normals_are_those_of_jax(dtype):
     with jax.enable_x64(True):
         for seed in range(5):
-            key = RootKey.from_seed(seed).step_key("noise", seed)
+            key = key_of(seeded_bits(seed, "noise", seed))
             theirs = np.asarray(
                 jax.random.normal(
                     jax.random.wrap_key_data(jnp.asarray(key), impl="threefry2x32"),
@@ -161,19 +179,19 @@ def test_noise_has_the_declared_scale(stack, mode):
 @stacks
 @modes
 def test_noise_never_repeats(stack, mode):
-    """Not over steps, not over the parameters of a step, not over keys."""
+    """Not over steps, not over the parameters of a step, not over seeds or bits."""
     run = plan(noise=mode)
     draws = [noise_in_sum(stack, run, step) for step in range(40)]
     correlations = np.corrcoef(draws) - np.eye(len(draws))
     assert np.abs(correlations).max() < 0.1
     again = noise_in_sum(stack, run, 5)
     np.testing.assert_array_equal(again, draws[5])
-    seed = {} if mode == "secure" else {"seed": 4}
-    other = noise_in_sum(stack, plan(noise=mode, **seed), 5)
-    assert abs(np.corrcoef(other, draws[5])[0, 1]) < 0.1
-    means = noisy_mean(stack, {"a": np.zeros(4000), "b": np.zeros(4000)}, run, 0)
-    branch = noisy_mean(stack, {"a": np.zeros(4000), "b": np.zeros(4000)}, run, 0, branch=1)
-    pairs = np.corrcoef([means["a"], means["b"], branch["a"], branch["b"]]) - np.eye(4)
+    if mode != "secure":
+        other = noise_in_sum(stack, plan(noise=mode, seed=4), 5)
+        assert abs(np.corrcoef(other, draws[5])[0, 1]) < 0.1
+    sums = {"a": np.zeros(4000), "b": np.zeros(4000)}
+    means, others = (noisy_mean(stack, sums, run, 0, bits=fresh_bits()) for _ in range(2))
+    pairs = np.corrcoef([means["a"], means["b"], others["a"], others["b"]]) - np.eye(4)
     assert np.abs(pairs).max() < 0.1
 
 
@@ -207,7 +225,9 @@ def test_a_users_seed_does_not_reach_the_noise(stack):
     for _ in range(2):
         np.random.seed(0)  # noqa: NPY002
         torch.manual_seed(0)
-        draws.append(noise_in_sum(stack, plan(noise="fast", seed=None), 0))
+        run = plan(noise="fast", seed=None)
+        means = noisy_mean(stack, zeros(), run, 0, bits=noise_bits(None, 0))
+        draws.append(np.concatenate([mean.ravel() for mean in means.values()]))
     assert abs(np.corrcoef(*draws)[0, 1]) < 0.1
 
 
@@ -248,7 +268,8 @@ def test_secure_noise_is_exact_and_the_same_on_both_stacks():
             theirs = noisy_mean("jax", sums, run, 0, x64=x64)["w"]
             np.testing.assert_array_equal(ours, theirs)
     pitch = grid_noise.pitch(0.5, sizes.size)
-    noise = grid_noise.grid_noise(run, 0, branch=0, cells=100 / pitch, size=sizes.size)
+    bits = seeded_bits(11, "noise", 0)
+    noise = grid_noise.grid_noise(bits, cells=100 / pitch, size=sizes.size)
     expected = (np.rint(sums["w"].astype(np.float64) / pitch) + noise) * pitch
     np.testing.assert_array_equal(ours, expected.astype(np.float32))
 

@@ -9,7 +9,7 @@ import pytest
 
 import dualdp
 from dualdp import exactness
-from tests.core.plan.test_plan import make
+from dualdp.randomness import SegmentBits
 
 
 def sides(**changed):
@@ -32,25 +32,25 @@ def never():
 
 
 def test_checked_steps_are_drawn_from_the_key():
-    plan = make(num_steps=2000)
-    checks = [exactness.check_at(plan, step, 1 / 50) for step in range(2000)]
+    bits = SegmentBits(None)
+    checks = [exactness.check_at(bits, step, 1 / 50) for step in range(2000)]
     steps = [check.step for check in checks if check]
     assert len(steps) == 40
     assert [step // 50 for step in steps] == list(range(40))  # one of every fifty
     assert sum(check.is_whole for check in checks if check) == 8
-    again = [exactness.check_at(plan, step, 1 / 50) for step in range(2000)]
+    again = [exactness.check_at(bits, step, 1 / 50) for step in range(2000)]
     assert again == checks
-    other = make(num_steps=2000)
+    other = SegmentBits(None)
     assert steps != [s for s in range(2000) if exactness.check_at(other, s, 1 / 50)]
     assert all(0 <= f < 1 for check in checks if check for f in check.fractions)
 
 
 def test_a_rate_is_a_share_of_the_steps():
-    plan = make(num_steps=100)
-    assert not any(exactness.check_at(plan, step, 0) for step in range(100))
-    assert exactness.check_at(plan, 0, 0, is_first=True) is None
-    assert all(exactness.check_at(plan, step, 1) for step in range(100))
-    first = exactness.check_at(plan, 3, 1 / 1000, is_first=True)
+    bits = SegmentBits(None)
+    assert not any(exactness.check_at(bits, step, 0) for step in range(100))
+    assert exactness.check_at(bits, 0, 0, is_first=True) is None
+    assert all(exactness.check_at(bits, step, 1) for step in range(100))
+    first = exactness.check_at(bits, 3, 1 / 1000, is_first=True)
     assert first.step == 3
     assert first.is_whole
     assert {first.draw(3) for _ in range(5)} <= {0, 1, 2}

@@ -8,8 +8,6 @@ from typer.testing import CliRunner
 import dualdp
 from dualdp.log import RunLog, progress, read_log, statistics
 from dualdp_tools.cli import app
-from dualdp_tools.cli.plot import picture
-from tests.core.ledger.test_ledger import release
 from tests.core.plan.test_plan import make
 
 
@@ -17,7 +15,7 @@ def logged(path, steps=5, **columns):
     ledger = dualdp.Ledger(make())
     with RunLog(path, ledger) as log:
         for step in range(steps):
-            release(ledger, step)
+            ledger.record(step)
             log.write(accuracy=step / 10, **columns)
     return ledger
 
@@ -33,8 +31,8 @@ def test_a_log_holds_steps_and_epsilon(tmp_path):
 
 def test_unprotected_columns_are_noted(tmp_path):
     ledger = logged(tmp_path / "run.csv", unprotected_loss=0.5, unprotected_norm=float("nan"))
-    notes = [r for r in dualdp.Ledger.read(ledger.to_json()) if r.get("kind") == "note"]
-    assert notes == [{"kind": "note", "unprotected": ["unprotected_loss", "unprotected_norm"]}]
+    notes = [r["note"] for r in dualdp.Ledger.read(ledger.to_json()) if "note" in r]
+    assert notes == [{"unprotected": ["unprotected_loss", "unprotected_norm"]}]
     assert "note" not in logged(tmp_path / "other.csv").to_json()
 
 
@@ -54,7 +52,7 @@ def test_a_writer_sees_every_number(tmp_path):
 
     ledger = dualdp.Ledger(make())
     with RunLog(tmp_path / "run.csv", ledger, writer=Board()) as log:
-        release(ledger, 0)
+        ledger.record(0)
         log.write(accuracy=0.5)
     assert seen == [("epsilon", ledger.get_epsilon(), 1), ("accuracy", 0.5, 1)]
 
@@ -87,38 +85,17 @@ def test_statistics_of_a_step():
     assert list(empty.values()) == [0.0, 0.0, float("inf")]
 
 
-def test_plot_draws_every_column(tmp_path):
+def test_plot_draws_a_log(tmp_path):
     logged(tmp_path / "run.csv", unprotected_loss=0.5, unprotected_median_norm=2.0)
-    figure = picture(read_log(tmp_path / "run.csv"))
-    titles = [axes.get_title() for axes in figure.axes if axes.get_visible()]
-    assert titles == [
-        "Privacy spent",
-        "Accuracy",
-        "Loss\u2020",
-        "Median gradient norm\u2020",
-    ]
-    (legend,) = figure.legends
-    assert "unprotected" in legend.get_texts()[1].get_text()
-    assert [axes.lines[-1].get_linestyle() for axes in figure.axes[:4]] == ["-", "-", "--", "--"]
     result = CliRunner().invoke(app, ["plot", str(tmp_path / "run.csv")])
     assert result.exit_code == 0, result.output
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_long_logs_are_drawn_with_their_running_mean():
-    steps = list(range(1, 61))
-    figure = picture({"step": steps, "epsilon": steps, "unprotected_loss": [1.0, 3.0] * 30})
-    epsilon, loss = figure.axes
-    assert len(epsilon.lines) == 1
-    raw, mean = loss.lines
-    assert list(raw.get_ydata()) == [1.0, 3.0] * 30
-    assert max(abs(mean.get_ydata()[5:-5] - 2)) < 0.5
-
-
 def test_a_progress_bar_shows_epsilon(capsys):
     ledger = dualdp.Ledger(make())
     for step in progress(range(3), ledger):
-        release(ledger, step)
+        ledger.record(step)
     assert list(progress([1, 2], ledger, delta=1e-3)) == [1, 2]
     shown = capsys.readouterr().out
     assert f"epsilon of one example {ledger.get_epsilon():.3f}" in shown
@@ -134,7 +111,7 @@ def test_tensorboard_shows_epsilon(tmp_path):
     ledger, writer = dualdp.Ledger(make()), of_torch.SummaryWriter(tmp_path / "board")
     with RunLog(tmp_path / "run.csv", ledger, writer=writer) as log:
         for step in range(3):
-            release(ledger, step)
+            ledger.record(step)
             log.write(accuracy=step / 10)
     writer.close()
     events = EventAccumulator(str(tmp_path / "board")).Reload()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mistakes with plans, accounting, ledgers, logs, keys and files, in a table."""
+"""Mistakes with plans, accounting, ledgers, logs and files, in a table."""
 
 import errno
 import os
@@ -37,9 +37,7 @@ def noise(**changes):
 def kit(tmp_path_factory):
     """Things that rows share; `at` is an untidy folder."""
     at = untidy(tmp_path_factory.mktemp("mistakes"))
-    secret = plan(seed=None)
-    secret.save_key(at / "key")
-    return SimpleNamespace(at=at, secret=secret, ledger=Ledger(plan()))
+    return SimpleNamespace(at=at, ledger=Ledger(plan()))
 
 
 def written(log, *rows):
@@ -125,7 +123,7 @@ MISTAKES = {
         "Expected num_steps",
     ),
     "no cut": (lambda k: plan(sampler="truncated_poisson"), ValueError, "max_batch_size=None"),
-    "a guessed key": (lambda k: plan(noise="secure"), ValueError, "seed=1 with noise='secure'"),
+    "guessed noise": (lambda k: plan(noise="secure"), ValueError, "seed=1 with noise='secure'"),
     "seed as text": (lambda k: plan(seed="abc"), TypeError, "seed='abc' is a str"),
     "both": (
         lambda k: PrivacyPlan.calibrate(noise_multiplier=1.0, target_epsilon=1.0),
@@ -139,50 +137,12 @@ MISTAKES = {
         ValueError,
         "Expected what PrivacyPlan.to_json wrote",
     ),
-    # keys
-    "batches without key": (
-        lambda k: PrivacyPlan.from_json(k.secret.to_json()).batch_indices(0),
+    "batches without a seed": (
+        lambda k: plan(seed=None).batch_indices(0),
         ValueError,
-        "Expected its key file; pass key=",
+        "has no seed.*Expected the loader of make_private",
     ),
-    "missing key": (
-        lambda k: PrivacyPlan.from_json(k.secret.to_json(), key=k.at / "nothing"),
-        FileNotFoundError,
-        "nothing does not exist. Expected a key file",
-    ),
-    "folder as key": (
-        lambda k: PrivacyPlan.from_json(k.secret.to_json(), key=k.at / "folder"),
-        IsADirectoryError,
-        "folder is a folder. Expected a key file",
-    ),
-    "number as key": (
-        lambda k: PrivacyPlan.from_json(k.secret.to_json(), key=3),
-        TypeError,
-        "key=3 is an int. Expected a path",
-    ),
-    "bytes as key": (
-        lambda k: PrivacyPlan.from_json(k.secret.to_json(), key=k.at / "bytes"),
-        ValueError,
-        "is not a key file. Expected a file written by plan.save_key",
-    ),
-    "key of another": (
-        lambda k: PrivacyPlan.from_json(plan(seed=None).to_json(), key=k.at / "key"),
-        ValueError,
-        "Expected the key file that plan.save_key wrote for this plan",
-    ),
-    "key over a key": (lambda k: plan().save_key(k.at / "key"), FileExistsError, "never overwrit"),
-    "key nowhere": (
-        lambda k: plan().save_key(k.at / "no" / "key"),
-        FileNotFoundError,
-        "its folder does not exist. Expected a new path",
-    ),
-    "key in a file": (
-        lambda k: plan().save_key(k.at / "file" / "key"),
-        NotADirectoryError,
-        "its folder is a file",
-    ),
-    "key of no name": (lambda k: plan().save_key(""), ValueError, "path='' is no path"),
-    "key to None": (lambda k: plan().save_key(None), TypeError, "path=None. Expected a path"),
+    "batch of no step": (lambda k: plan().batch_indices("0"), TypeError, "step='0' is a str"),
     # ledgers
     "ledger of no plan": (lambda k: Ledger({}), TypeError, "plan is a dict. Expected a dualdp.Pr"),
     "ledger nowhere": (
@@ -198,7 +158,6 @@ MISTAKES = {
     "number as ledger": (lambda k: Ledger(plan(), path=3), TypeError, "ledger=3 is an int"),
     "skipped": (lambda k: Ledger(plan()).record(1), AccountingError, "Expected step=0; a step is"),
     "step as text": (lambda k: Ledger(plan()).record("0"), TypeError, "step='0' is a str"),
-    "sealed early": (lambda k: Ledger(plan()).seal(0, None), AccountingError, "Call record.step"),
     "closed ledger": (on_a_closed_ledger, ValueError, "closed is closed, so a release would not"),
     "no ledger": (lambda k: Ledger.read(k.at / "no"), FileNotFoundError, "no does not exist. Ex"),
     "folder read": (lambda k: verify(k.at / "folder"), IsADirectoryError, "folder is a folder"),

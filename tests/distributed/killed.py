@@ -15,9 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import dualdp_torch as dpt
-import dualdp_torch.training.step
 from dualdp import checkpoint
 from dualdp.ledger.ledger import Ledger
+from dualdp_torch.noise.noise import NoiseSource
 from dualdp_torch.parallel.process_group import Group, Reduction
 from tests.kill import notes
 from tests.kill.train_torch import EVERY, data
@@ -25,9 +25,8 @@ from tests.kill.train_torch import EVERY, data
 #: Where a rank can die; a name that ends in "ed" is after the call.
 PLACES = {
     **dict.fromkeys(("record", "recorded"), (Ledger, "record")),
-    **dict.fromkeys(("seal", "sealed"), (Ledger, "seal")),
     **dict.fromkeys(("reduce", "reduced"), (Reduction, "finish")),
-    **dict.fromkeys(("noise", "noised"), (dualdp_torch.training.step, "noised_mean")),
+    **dict.fromkeys(("noise", "noised"), (NoiseSource, "noisy_mean")),
     **dict.fromkeys(("write", "replaced"), (checkpoint.os, "replace")),
 }
 
@@ -67,7 +66,6 @@ def train(folder, die=None, dropout=0.2, stop=None):
     Returns:
         Parameters, what epsilon was at each turn, and what stopped the run, if something did.
     """
-    notes.own_machine(folder)
     several = dist.is_initialized()
     rank = dist.get_rank() if several else 0
     if die is not None and die[0] == rank:
@@ -88,7 +86,7 @@ def train(folder, die=None, dropout=0.2, stop=None):
                 module=module, optimizer=optimizer, data_loader=loader, plan=notes.plan(folder)
             )
             dpt.save_checkpoint(path, model=module, optimizer=optimizer, engine=engine)
-        notes.watch_noise(str(folder), "dualdp_torch.training.step")
+        notes.watch_noise(str(folder), "dualdp_torch.training.release")
         for x, y in loader.remaining():
             optimizer.zero_grad()
             F.cross_entropy(module(x), y).backward()
@@ -119,7 +117,7 @@ def hangs(folder):
     start, said = time.monotonic(), "nothing"
     if group.is_first:
         try:
-            group.gather("a test")
+            group.gather("a test", None)
         except RuntimeError as error:
             said = str(error)
     waited = time.monotonic() - start

@@ -12,12 +12,13 @@ from torch.utils.data import DataLoader, TensorDataset
 import dualdp_torch as dpt
 import dualdp_torch.training.engine
 import dualdp_torch.training.loader
-import dualdp_torch.training.step
 from dualdp import PrivacyPlan
 from dualdp.ledger.ledger import Ledger
 from dualdp.plan import schedules
-from dualdp.randomness import RootKey, run_registry
+from dualdp.randomness import SegmentBits, seeded_bits
+from dualdp_torch.noise.noise import NoiseSource
 from dualdp_torch.parallel import process_group
+from dualdp_torch.training import rank_consistency, release
 from dualdp_torch.training.loader import Share
 from dualdp_torch.training.release import Releaser
 
@@ -32,10 +33,6 @@ def start(ledger=None, **changes):
     model = nn.Sequential(nn.Linear(60, 100), nn.Tanh(), nn.Linear(100, 3)).double()
     data = TensorDataset(torch.randn(40, 60).double(), torch.randint(3, (40,)))
     engine = dpt.PrivacyEngine()
-    run_registry._secret.clear()  # one key for several runs is what no user can have
-    if "secret" in changes:  # a key that was made before the fork would be refused
-        changes = {**changes, "key": RootKey(changes["secret"])}
-        del changes["secret"]
     return engine, *engine.make_private(
         module=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
@@ -77,15 +74,25 @@ def replaced(owner, name, value):
         setattr(owner, name, before)
 
 
-def _without_noise(sums, plan, step, **options):
-    return {name: total / plan.expected_batch_size_at(step) for name, total in sums.items()}
+def _without_noise(self, sums, release, bits, **options):
+    return {name: total / release.expected_batch_size for name, total in sums.items()}
 
 
 def no_noise():
     """Rank 1 adds no noise."""
-    real = dualdp_torch.training.step.noised_mean
+    real = NoiseSource.noisy_mean
     mutant = _without_noise if dist.get_rank() else real
-    return replaced(dualdp_torch.training.step, "noised_mean", mutant)
+    return replaced(NoiseSource, "noisy_mean", mutant)
+
+
+@contextlib.contextmanager
+def known_bits():
+    """Secret bits that are the same in every run, as no user can have them."""
+    with (
+        replaced(release, "noise_bits", lambda seed, step: seeded_bits(9, "noise", step)),
+        replaced(rank_consistency, "SegmentBits", lambda seed, secret=None: SegmentBits(9)),
+    ):
+        yield
 
 
 @contextlib.contextmanager
@@ -101,7 +108,7 @@ def noise_before(seed_of):
 
     with (
         replaced(process_group.Reduction, "add", add),
-        replaced(dualdp_torch.training.step, "noised_mean", _without_noise),
+        replaced(NoiseSource, "noisy_mean", _without_noise),
     ):
         yield
 
@@ -125,12 +132,12 @@ def share(rank=None, size=None):
 
 def local_counts():
     """Rank 0 alone counts who lies below an adaptive bound."""
-    real = Releaser.finish
+    real = Releaser.record
 
-    def call(self, step, sums, *, counts=(), **rest):
-        return real(self, step, sums, counts=(0, 0) if dist.get_rank() else counts, **rest)
+    def call(self, step, counts):
+        return real(self, step, (0, 0) if dist.get_rank() else counts)
 
-    return replaced(Releaser, "finish", call)
+    return replaced(Releaser, "record", call)
 
 
 def empty_skipped():
@@ -149,10 +156,7 @@ MUTANTS = {
     "none": (contextlib.nullcontext, {}),
     "none, adaptive": (contextlib.nullcontext, ADAPTIVE),
     "none, portable": (contextlib.nullcontext, {"noise": "portable"}),
-    "none, secure": (
-        contextlib.nullcontext,
-        {"noise": "secure", "seed": None, "secret": bytes(range(16))},
-    ),
+    "none, secure": (known_bits, {"noise": "secure", "seed": None}),
     "a rank adds no noise": (no_noise, {}),
     "each rank adds its own noise": (
         lambda: noise_before(lambda rank, place: 10 * int(place.split()[1]) + rank),
@@ -181,7 +185,7 @@ def everything(folder):
         except Exception as error:  # noqa: BLE001
             found[name] = f"{type(error).__name__}: {error}"
         dist.barrier()
-    found["sealed before noise"] = order(folder / "order.ledger")
+    found["recorded before noise"] = order(folder / "order.ledger")
     found["sent"] = sent_early()
     found["one tensor twice"] = one_tensor_twice()
     return found
@@ -218,14 +222,14 @@ def one_tensor_twice():
 
 
 def order(path):
-    """For each step: whether the file of rank 0 held its seal when this rank drew noise."""
-    real, sealed = dualdp_torch.training.step.noised_mean, []
+    """For each step: whether the file of rank 0 held its release when this rank drew noise."""
+    real, recorded = NoiseSource.noisy_mean, []
 
-    def noted(sums, plan, step, **options):
-        kinds = {(r.get("kind"), r.get("step")) for r in Ledger.read(path)}
-        sealed.append({("release", step), ("seal", step)} <= kinds)
-        return real(sums, plan, step, **options)
+    def noted(self, sums, release, bits, **options):
+        steps = [record["r"][0] for record in Ledger.read(path) if "r" in record]
+        recorded.append(steps == list(range(release.step + 1)))
+        return real(self, sums, release, bits, **options)
 
-    with replaced(dualdp_torch.training.step, "noised_mean", noted):
+    with replaced(NoiseSource, "noisy_mean", noted):
         releases(ledger=path)
-    return sealed
+    return recorded

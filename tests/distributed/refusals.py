@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Worker: what processes disagree on, or do out of step, and what they say to it."""
 
-import dataclasses
 from functools import partial
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -11,7 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import dualdp_torch as dpt
+from dualdp import ExactnessError
 from dualdp_torch.parallel.process_group import Group, Reduction, unwrapped
+from dualdp_torch.training.step_checks import StepChecks
 
 from . import sharded_models as models
 
@@ -131,18 +133,45 @@ def refusals(folder):
             plan=models.plan(num_steps=3),
         )
     )
-    run = dataclasses.replace(models.plan(num_steps=3, seed=None), seed=None)
-    engine, *_ = start(run=run)
-    found["keys"] = engine.plan.root.sha256, repr(engine.plan.root)
-    used = engine.plan
-    engine.detach()
-    found["key again"] = said(lambda: start(run=used))
+    found["drawn"] = drawn(models.plan(num_steps=3, seed=None))
     found["steps out of place"] = said(lambda: out_of_place(folder, rank))
     found["learning rate later"] = said(lambda: drifting(rank))
     found["sums"] = said(lambda: faulty_link(rank))
+    found["a failed check"] = said(lambda: failing(rank))
     found["budget"] = said(over_budget)
-    found["a failed loop"] = said(lambda: Group().gather_results("a test", lambda: 1 / (1 - rank)))
+    found["a failed loop"] = said(lambda: Group().on_all("a test", lambda: 1 / (1 - rank)))
     return found
+
+
+def drawn(run):
+    """Rows that this rank draws of each batch, and the noise, without a seed."""
+    engine, model, optimizer, loader = start(run=run)
+    rows, releases = [], []
+    for draw, batch in loader.with_draws():
+        models.step(model, optimizer, batch)
+        rows.append(np.array(draw.indices)[draw.mask.numpy()].tolist())
+        releases.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    return rows, torch.stack(releases)
+
+
+def failing(rank):
+    """A check that fails on one rank; how many releases are on record then."""
+    engine, model, optimizer, loader = start()
+    real = StepChecks.criterion
+
+    def criterion(self, draw):
+        if rank and draw.step:
+            raise ExactnessError("A spot check failed: planted.")
+        return real(self, draw)
+
+    StepChecks.criterion = criterion
+    try:
+        for batch in loader:
+            models.step(model, optimizer, batch)
+    except ExactnessError as error:
+        raise ExactnessError(f"{error} {len(engine.ledger)} on record.") from error
+    finally:
+        StepChecks.criterion = real
 
 
 def out_of_place(folder, rank):

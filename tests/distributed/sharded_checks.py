@@ -2,7 +2,6 @@
 """What is asserted inside of sharded runs, by every process."""
 
 import contextlib
-import dataclasses
 import weakref
 
 import pytest
@@ -116,7 +115,7 @@ def planted_faults_are_seen(patch):
             if fault == "place":
                 shards = engine._step.recorder.shards
                 moved = {
-                    n: dataclasses.replace(piece, start=0) for n, piece in shards.pieces.items()
+                    n: piece._replace(start=0) for n, piece in shards.pieces.items()
                 }
                 planted.setattr(shards, "pieces", moved)
             models.step(model, optimizer, next(batches))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-import dualdp_torch.training.step
+from dualdp_torch.noise.noise import NoiseSource
 from dualdp_torch.parallel.fsdp import Shards
 from tests.kill import notes
 
@@ -51,10 +51,8 @@ def train(folder, die=None):
     )
     list(model)[2].register_forward_pre_hook(lambda *_: reached("gather"))
     call_before(Shards, "reduce", lambda: reached("reduce"))
-    call_before(dualdp_torch.training.step, "noised_mean", lambda: reached("noise"))
-    call_before(
-        dualdp_torch.training.step, "noised_mean", lambda: notes.write(str(folder), step=at[0])
-    )
+    call_before(NoiseSource, "noisy_mean", lambda: reached("noise"))
+    notes.watch_noise(str(folder), "dualdp_torch.training.release")
     said = {"stopped": None}
     try:
         for batch in loader:

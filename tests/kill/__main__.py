@@ -31,7 +31,7 @@ def main() -> int:
         "kills": report.kills,
         "resumes": len(report.resumes),
         "finished runs, bitwise equal to their undisturbed twins": report.finished,
-        "releases that were repeated as they were": report.replayed,
+        "releases of steps that ran again": report.repeated,
         "smallest epsilon said / epsilon released": min(
             (said / truth for said, truth in report.resumes if truth), default=None
         ),

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a run that may be killed leaves behind for its judge, beside checkpoint and ledger.
 
-A line for each release is on record before its noise is drawn, so the notes never lack a release
-that happened. Every line is one `write`, which a `SIGKILL` does not undo.
+A line for each release is written before its noise is drawn, so the notes never lack a release that
+happened. Every line is one `write`, which a `SIGKILL` does not undo.
 """
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import json
 import os
@@ -22,37 +21,28 @@ from dualdp.ledger.ledger import Ledger
 from dualdp.plan.plan import PrivacyPlan
 
 NUM_EXAMPLES = 160
-_NOTES, _PLAN, _KEY, _FINAL = "notes.jsonl", "plan.json", "plan.key", "final.npz"
+_NOTES, _PLAN, _FINAL = "notes.jsonl", "plan.json", "final.npz"
 
 
-def new_plan(num_steps: int) -> PrivacyPlan:
-    """The plan of one trial, with a key of its own."""
-    return PrivacyPlan(
-        num_examples=NUM_EXAMPLES,
-        expected_batch_size=16,
-        num_steps=num_steps,
-        noise_multiplier=1.0,
-        max_grad_norm=1.0,
-        delta=1e-5,
-        accountant="rdp",
-    )
+def new_plan(num_steps: int, **changes: Any) -> PrivacyPlan:
+    """The plan of one trial; with its seed a run that goes on ends where its twin ends."""
+    settings = {
+        **{"num_examples": NUM_EXAMPLES, "expected_batch_size": 16, "num_steps": num_steps},
+        **{"noise_multiplier": 1.0, "max_grad_norm": 1.0, "delta": 1e-5, "accountant": "rdp"},
+        "seed": 1,
+    }
+    return PrivacyPlan(**{**settings, **changes})
 
 
 def prepare(folder: Path, run: PrivacyPlan) -> None:
-    """Put plan and key into a new folder, without the marks that `save_key` would bring along."""
+    """Put the plan into a new folder."""
     folder.mkdir()
     (folder / _PLAN).write_text(run.to_json())
-    (folder / _KEY).write_text(run.root._text())
 
 
 def plan(folder: str) -> PrivacyPlan:
-    """The plan of a folder, with its key."""
-    return PrivacyPlan.from_json(Path(folder, _PLAN).read_text(), key=Path(folder, _KEY))
-
-
-def own_machine(folder: str | Path) -> None:
-    """Let the runs of a folder see no other's marks: a run and its twin have one key."""
-    os.environ["XDG_STATE_HOME"] = os.fspath(Path(folder, "state"))
+    """The plan of a folder."""
+    return PrivacyPlan.from_json(Path(folder, _PLAN).read_text())
 
 
 def write(folder: str, **facts: Any) -> None:
@@ -71,18 +61,10 @@ def read(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def forget_half_a_start(path: Path) -> None:
-    """Remove the ledger of a start that was killed before its first checkpoint was whole."""
-    left = Path(f"{path}.ledger")
-    if left.exists():
-        assert not any(record.get("kind") == "release" for record in Ledger.read(left))
-        left.unlink()
-
-
-def finish(folder: str, arrays: dict[str, Any], epsilon: float) -> None:
+def finish(folder: str, arrays: dict[str, Any], ledger: Ledger) -> None:
     """Keep what the run has learned."""
     np.savez(Path(folder, _FINAL), **arrays)
-    write(folder, finished=True, epsilon=epsilon)
+    write(folder, finished=len(ledger), epsilon=ledger.get_epsilon())
 
 
 def final(folder: Path) -> dict[str, bytes]:
@@ -92,32 +74,16 @@ def final(folder: Path) -> dict[str, bytes]:
 
 
 def watch_noise(folder: str, module: str) -> None:
-    """Note every release before its noise is drawn: the step, and a digest of the clipped sum.
-
-    Args:
-        folder: of the run.
-        module: where the backend calls `noised_mean(grads, plan, step, ...)`.
-    """
+    """Note the step of every release before its bits are drawn, where `module` draws them."""
     place = importlib.import_module(module)
-    real = place.noised_mean
+    real = place.noise_bits
 
-    def noted(grads: Any, run: PrivacyPlan, step: int, **options: Any) -> Any:
-        digest = hashlib.sha256()
-        for _, grad in sorted(_leaves(grads)):
-            digest.update(np.ascontiguousarray(grad).tobytes())
-        write(folder, step=int(step), sum=digest.hexdigest())
-        return real(grads, run, step, **options)
+    def noted(seed: int | None, step: int) -> bytes:
+        write(folder, step=int(step))
+        bits: bytes = real(seed, step)
+        return bits
 
-    place.noised_mean = noted
-
-
-def _leaves(grads: Any, path: str = "") -> list[tuple[str, Any]]:
-    """(path, array) of nested dicts and sequences."""
-    if isinstance(grads, dict):
-        return [leaf for k, g in grads.items() for leaf in _leaves(g, f"{path}/{k}")]
-    if isinstance(grads, list | tuple):
-        return [leaf for k, g in enumerate(grads) for leaf in _leaves(g, f"{path}/{k}")]
-    return [(path, np.asarray(grads))]
+    place.noise_bits = noted
 
 
 def die_at(die: tuple[str, int] | None) -> None:
@@ -125,22 +91,21 @@ def die_at(die: tuple[str, int] | None) -> None:
 
     Args:
         die: None, or a place and how often it is passed before: "record" (before a step is
-            recorded), "recorded", "seal", "sealed", "write" (a checkpoint is on the disk but not
-            yet in its place) or "written".
+            recorded), "recorded", "write" (a checkpoint is on the disk but not yet in its place) or
+            "written".
     """
     if die is None:
         return
     place, left = die
     owner, name = {
         **dict.fromkeys(("record", "recorded"), (Ledger, "record")),
-        **dict.fromkeys(("seal", "sealed"), (Ledger, "seal")),
         **dict.fromkeys(("write", "written"), (checkpoint.os, "replace")),
     }[place]
     real, count = getattr(owner, name), [left]
 
     def passed(*args: Any, **options: Any) -> Any:
         count[0] -= 1
-        if count[0] < 0 and not place.endswith("ed") and place != "written":
+        if count[0] < 0 and place in ("record", "write"):
             os.kill(os.getpid(), signal.SIGKILL)
         found = real(*args, **options)
         if count[0] < 0:

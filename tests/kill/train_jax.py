@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import numpy as np
 import optax
 
 import dualdp_jax as dpj
-from dualdp_jax.training.step import CompiledStep
 from tests.kill import notes
 
 EVERY = 3  # steps between two checkpoints
@@ -41,30 +39,20 @@ def loss_fn(params: Any, x: Any, y: Any, key: Any) -> Any:
 
 
 def watch_noise(folder: str) -> None:
-    """Note every release before its noise is drawn: the step, and a digest of the clipped sum."""
-    real = CompiledStep.release
-
-    def noted(run: CompiledStep, state: Any, totals: Any, step: int, seal: Any) -> Any:
-        digest = hashlib.sha256()
-        for leaf in totals.sums:
-            digest.update(np.asarray(leaf).tobytes())
-        notes.write(folder, step=step, sum=digest.hexdigest())
-        return real(run, state, totals, step, seal)
-
-    CompiledStep.release = noted  # type: ignore[method-assign]
+    """Note every release before its bits are drawn."""
+    notes.watch_noise(folder, "dualdp_jax.training.engine")
 
 
 def main(folder: str, die: tuple[str, int] | None = None) -> None:
     """Train to the plan's end in a folder that `notes.prepare` made.
 
     Args:
-        folder: holds plan, key, checkpoint and notes.
+        folder: holds plan, checkpoint and notes.
         die: where the process kills itself, see `notes.die_at`.
     """
     # Every start would compile anew, and most kills would hit the compiler.
     jax.config.update("jax_compilation_cache_dir", str(Path(folder).parent / "compiled"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    notes.own_machine(folder)
     notes.die_at(die)
     path = Path(folder, "run.safetensors")
     run = {"loss_fn": loss_fn, "params": params(), "optimizer": optax.adam(0.01), "data": data()}
@@ -75,7 +63,6 @@ def main(folder: str, die: tuple[str, int] | None = None) -> None:
         notes.write(folder, resumed=engine.ledger.position, epsilon=epsilon)
         step, state, loader = engine.resume(**run, needs_key=True)
     else:
-        notes.forget_half_a_start(path)
         engine = dpj.PrivacyEngine()
         step, state, loader = engine.make_private(**run, needs_key=True, plan=notes.plan(folder))
         dpj.save_checkpoint(path, state=state, engine=engine)
@@ -86,4 +73,4 @@ def main(folder: str, die: tuple[str, int] | None = None) -> None:
         if state.step % EVERY == 0:
             dpj.save_checkpoint(path, state=state, engine=engine)
     arrays = {name: np.asarray(leaf) for name, leaf in state.params.items()}
-    notes.finish(folder, arrays, engine.get_epsilon(delta=engine.plan.delta))
+    notes.finish(folder, arrays, engine.ledger)

@@ -29,11 +29,10 @@ def main(folder: str, die: tuple[str, int] | None = None) -> None:
     """Train to the plan's end in a folder that `notes.prepare` made.
 
     Args:
-        folder: holds plan, key, checkpoint and notes.
+        folder: holds plan, checkpoint and notes.
         die: where the process kills itself, see `notes.die_at`.
     """
     torch.set_num_threads(1)
-    notes.own_machine(folder)
     notes.die_at(die)
     path = Path(folder, "run.safetensors")
     torch.manual_seed(3)
@@ -45,14 +44,13 @@ def main(folder: str, die: tuple[str, int] | None = None) -> None:
         notes.write(folder, resumed=engine.ledger.position, epsilon=engine.get_epsilon())
         model, optimizer, loader = engine.resume(data_loader=loader)
     else:
-        notes.forget_half_a_start(path)
         engine = dpt.PrivacyEngine()
         model, optimizer, loader = engine.make_private(
             module=model, optimizer=optimizer, data_loader=loader, plan=notes.plan(folder)
         )
         dpt.save_checkpoint(path, model=model, optimizer=optimizer, engine=engine)
         notes.write(folder, started=True)
-    notes.watch_noise(folder, "dualdp_torch.training.step")
+    notes.watch_noise(folder, "dualdp_torch.training.release")
     for x, y in loader.remaining():
         optimizer.zero_grad()
         F.cross_entropy(model(x), y).backward()
@@ -60,4 +58,4 @@ def main(folder: str, die: tuple[str, int] | None = None) -> None:
         if engine.ledger.position % EVERY == 0:
             dpt.save_checkpoint(path, model=model, optimizer=optimizer, engine=engine)
     arrays = {name: p.detach().numpy() for name, p in model.named_parameters()}
-    notes.finish(folder, arrays, engine.get_epsilon())
+    notes.finish(folder, arrays, engine.ledger)

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-import dualdp.jax as dpj
 import dualdp.torch as dpt
 from dualdp import port
 
@@ -128,56 +127,6 @@ def test_a_fresh_optimizer_crosses_too(case):
             pure.step(grads)
             run.step(grads)
         assert_close(run.values(), pure.values(), "float64")
-
-
-@pytest.mark.parametrize("case", ["sgd", "momentum", "adam"])
-@pytest.mark.parametrize("since", [0, 2], ids=["from the start", "later"])
-def test_the_average_of_the_parameters_crosses_with_its_own_count(case, since):
-    """It may have begun later than the optimizer, and both stacks average alike."""
-    with jax.enable_x64(True):
-        pure, here = Torch(case, "float64"), Torch(case, "float64")
-        for number, grads in enumerate(gradients("float64")):
-            if number == since:
-                dpt.with_ema(pure.optimizer, decay=0.5)
-                dpt.with_ema(here.optimizer, decay=0.5)
-            if number == 4:
-                run = Jax(here)
-                run.optimizer = dpj.with_ema(run.optimizer, decay=0.5)
-                run.state = port.optimizer_to_jax(
-                    here.optimizer, here.model, like=run.optimizer.init(run.params),
-                    params=run.params, steps=4,
-                )  # fmt: skip
-                assert int(run.state.count) == 4 - since
-            if number == 9:
-                there, run = run, Torch(case, "float64")
-                dpt.with_ema(run.optimizer, decay=0.5)
-                run.model.load_state_dict(port.to_torch(there.params, like=run.model))
-                port.optimizer_to_torch(
-                    there.state, there.params, optimizer=run.optimizer, model=run.model, steps=9
-                )
-            pure.step(grads)
-            (here if number < 4 else run).step(grads)
-        for ours, theirs in zip(run.model.parameters(), pure.model.parameters(), strict=True):
-            found, expected = run.optimizer.state[ours], pure.optimizer.state[theirs]
-            torch.testing.assert_close(found["ema"], expected["ema"], rtol=1e-12, atol=1e-12)
-            assert found["ema_updates"] == expected["ema_updates"] == STEPS - since
-            assert not torch.equal(found["ema"], ours)
-
-
-@pytest.mark.parametrize("side", ["torch", "jax"])
-def test_an_average_that_one_side_lacks_is_refused(side):
-    here = Torch("momentum", "float32")
-    if side == "torch":
-        dpt.with_ema(here.optimizer)
-    for grads in list(gradients("float32"))[:2]:
-        here.step(grads)
-    run = Jax(here)
-    if side == "jax":
-        run.optimizer = dpj.with_ema(run.optimizer)
-    with pytest.raises(ValueError, match=r"keeps \[.*\] .*, but optax's state has \[.*\]"):
-        port.optimizer_to_jax(
-            here.optimizer, here.model, like=run.optimizer.init(run.params), params=run.params
-        )
 
 
 @pytest.mark.parametrize("case", ["momentum", "adam", "rmsprop_centered"])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Deterministic bound for balls-in-bins sampling (random allocation of one step out of t).
+"""Balls-in-bins sampling (random allocation of one step out of t): a dominating pair of one epoch.
 
 One epoch: every example draws one of t steps. With the noise of all steps seen at once, the pair is
 P = mean_i N(e_i, s^2 I_t) against Q = N(0, s^2 I_t), with the likelihood ratio under Q
@@ -20,20 +20,14 @@ depend on earlier outputs; the bound by convex order is ours.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from scipy import fft
 from scipy.special import ndtr, ndtri
 
-from dualdp.accountants.pld_engine.discretize import U
-from dualdp.accountants.pld_engine.dominating_pairs import NDTR_ERROR, Atoms, quantile
-from dualdp.accountants.pld_engine.fft import fft_error
-
-Array = npt.NDArray[Any]
+from dualdp.accountants.pld_engine.composition import fft_error
+from dualdp.accountants.pld_engine.pairs import NDTR_ERROR, Array, Atoms, Index, U, quantile
 
 _MAX_POINTS = 1 << 21
 _MANY = 1 << 14
@@ -44,7 +38,6 @@ _CELLS = 1 << 10  # of the geometric grid
 _LARGEST = 300.0  # log X on the geometric grid
 
 
-@functools.lru_cache(maxsize=64)  # of 10 MB at most
 def one_epoch(sigma: float, bins: int, tail: float) -> Atoms:
     """Return the dominating pair of one epoch of `bins` >= 2 steps, as atoms at losses log X.
 
@@ -117,7 +110,8 @@ def _doubled(sigma: float, bins: int, tail: float) -> Atoms:
     error = _CELL_ERROR + 64 * sigma * U + 4 * NDTR_ERROR * below / max(below - at_first, 1e-300)
     merges = 2 * bins.bit_length()
     least = 1e-5 * tail / (merges * _CELLS * bins) * math.exp(-max(last, 0.0))
-    one, mean = q, q
+    one: Array = q
+    mean: Array = q
     number = 1
     for bit in f"{bins:b}"[1:]:
         mean = _mean(mean, mean, 1.0, h, least)
@@ -173,13 +167,13 @@ def _mean(one: Array, other: Array, ratio: float, h: float, least: float) -> Arr
     return mean
 
 
-def _losses(index: Array, step: float) -> Array:
+def _losses(index: Index, step: float) -> Array:
     """Logarithms of the likelihood ratios index * step."""
     with np.errstate(divide="ignore"):
         return np.asarray(np.log(index * step))
 
 
-def _thinned(p: Array, q: Array, first: int, step: float) -> tuple[Array, Array, Array]:
+def _thinned(p: Array, q: Array, first: int, step: float) -> tuple[Index, Array, Array]:
     """(kept indices, P-masses, Q-masses), with the points in between spread onto the kept ones.
 
     A likelihood ratio i between the kept k and m goes to m with probability (i - k) / (m - k) under
@@ -201,7 +195,7 @@ def _thinned(p: Array, q: Array, first: int, step: float) -> tuple[Array, Array,
     return kept, masses[0], masses[1]
 
 
-def _kept(p: Array, index: Array, step: float) -> Array:
+def _kept(p: Array, index: Index, step: float) -> Index:
     """Kept indices: all where losses are sparse, one per `spacing` of loss elsewhere, both ends."""
     first, last = int(index[0]), int(index[-1])
     loss = _losses(np.maximum(index, 1), step)
@@ -214,7 +208,7 @@ def _kept(p: Array, index: Array, step: float) -> Array:
     return kept[np.diff(kept, prepend=-1) > 0]
 
 
-def _merged_errors(kept: Array) -> Array:
+def _merged_errors(kept: Index) -> Array:
     """(kept,) number of point errors that the error of a kept point may amount to.
 
     In a gap of n points the lower end takes at most (n + 1) / 2 errors, the upper end (n - 1) / 2

@@ -7,10 +7,8 @@ denominator.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from scipy import fft
 
 Vector = NDArray[np.float64]
@@ -23,14 +21,14 @@ def impulse(n: int) -> Vector:
     return column
 
 
-def filtered(numerator: Any, denominator: Any, values: Vector) -> Vector:
+def filtered(numerator: ArrayLike, denominator: ArrayLike, values: Vector) -> Vector:
     """Return (n,) the product of the filter's matrix with `values`, O(n) for each coefficient."""
     from scipy.signal import lfilter  # half a second that `import dualdp` does without
 
     return np.asarray(lfilter(numerator, denominator, values)) if len(values) else values
 
 
-def transposed(numerator: Any, denominator: Any, values: Vector) -> Vector:
+def transposed(numerator: ArrayLike, denominator: ArrayLike, values: Vector) -> Vector:
     """Return (n,) the product of the transposed matrix with `values`: the filter in reverse."""
     return filtered(numerator, denominator, values[::-1])[::-1]
 

@@ -9,16 +9,16 @@ adjoint the same filter over the steps in reverse. As C^-1 C = 1, a change dC ch
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from dualdp import _validate
 from dualdp.plan.correlated import strategies
 from dualdp.plan.correlated.filters import filtered, impulse, transposed
-from dualdp.plan.correlated.sensitivity import comb, enlarged, participations
+from dualdp.plan.correlated.sensitivity import column_sums, falling, participations
 from dualdp.plan.correlated.strategies import BLT, Band, Strategy, Window
 from dualdp.plan.correlated.workloads import MOST_STEPS, checked_workload
 
@@ -54,7 +54,7 @@ def optimise(
     buffers: int | None = None,
     min_separation: int = 1,
     max_participations: int | None = 1,
-    workload: Any = None,
+    workload: ArrayLike | None = None,
     objective: str = "mean",
 ) -> Strategy:
     """Return the strategy of a family with the least error times squared sensitivity.
@@ -123,13 +123,13 @@ def _error(
 
 
 def graded_sensitivity(c: Vector, separation: int, count: int) -> Graded:
-    """Return the bound of `squared_sensitivity` by the enlarged column, and its gradient."""
+    """Return the bound of `squared_sensitivity` by the falling column, and its gradient."""
     n = len(c)
-    h, origin = enlarged(c, separation) if count > 1 else (np.abs(c), np.arange(n))
-    tooth = comb(h, separation, count)
-    slope = 2 * comb(tooth[::-1], separation, count)[::-1]
+    h, origin = falling(c, separation) if count > 1 else (np.abs(c), np.arange(n))
+    rows = column_sums(h, separation, count)
+    slope = 2 * column_sums(rows[::-1], separation, count)[::-1]
     by_origin = np.bincount(origin, slope, minlength=n)
-    return float(tooth @ tooth), np.where(c < 0, -by_origin, by_origin)
+    return float(rows @ rows), np.where(c < 0, -by_origin, by_origin)
 
 
 def _loss(error: Graded, sensitivity: Graded) -> Graded:
@@ -206,7 +206,11 @@ def blt_loss(decays: Vector, scales: Vector, problem: Problem) -> Graded:
     return _loss((error, by_error.ravel()), (sensitivity, by_sensitivity.ravel()))
 
 
-def _best(loss: Callable[[Vector], Graded], start: Vector, bounds: Any) -> Vector:
+def _best(
+    loss: Callable[[Vector], Graded],
+    start: Vector,
+    bounds: Sequence[tuple[float | None, float | None]],
+) -> Vector:
     """Parameters of the least loss that L-BFGS meets from `start`."""
     from scipy.optimize import minimize  # a tenth of a second that `import dualdp` does without
 

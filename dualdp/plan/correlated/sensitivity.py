@@ -9,8 +9,6 @@ Matrix Factorization", eq. 5), with equality where C'C >= 0 and all g_t are equa
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -22,7 +20,9 @@ PATTERNS = ("min_separation", "fixed")
 MOST_WORK = 2 * 10**8
 
 
-def participations(num_steps: int, min_separation: Any, max_participations: Any) -> tuple[int, int]:
+def participations(
+    num_steps: int, min_separation: int, max_participations: int | None
+) -> tuple[int, int]:
     """Return (b, count): the least gap, at most num_steps, and the most steps that one unit joins.
 
     >>> participations(10, 4, None)
@@ -37,10 +37,10 @@ def participations(num_steps: int, min_separation: Any, max_participations: Any)
     return separation, min(fitting, most)
 
 
-def comb(c: Vector, separation: int, count: int) -> Vector:
+def column_sums(c: Vector, separation: int, count: int) -> Vector:
     """Return (n,) the sum of the columns 0, b, ..., (count - 1) b of C.
 
-    >>> comb(np.array([3.0, 2.0, 1.0]), separation=1, count=2)
+    >>> column_sums(np.array([3.0, 2.0, 1.0]), separation=1, count=2)
     array([3., 5., 3.])
     """
     n = len(c)
@@ -53,10 +53,10 @@ def comb(c: Vector, separation: int, count: int) -> Vector:
     return sums.reshape(-1)[:n]
 
 
-def enlarged(c: Vector, separation: int) -> tuple[Vector, NDArray[np.int64]]:
+def falling(c: Vector, separation: int) -> tuple[Vector, NDArray[np.int64]]:
     """Return (n,) the least column above |c| that falls from c_b on, and the index of each entry.
 
-    >>> enlarged(np.array([0.0, -1.0, 2.0, 1.0]), separation=1)
+    >>> falling(np.array([0.0, -1.0, 2.0, 1.0]), separation=1)
     (array([0., 2., 2., 1.]), array([0, 2, 2, 3]))
     """
     n, h = len(c), np.abs(c)
@@ -90,15 +90,15 @@ def squared_sensitivity(c: Vector, separation: int, count: int, pattern: str) ->
     sequence above it that does not. With fixed gaps a later start cuts off entries, in any order.
     """
     h = np.abs(c)
-    tooth = comb(h, separation, count)
-    bound = float(tooth @ tooth)
+    rows = column_sums(h, separation, count)
+    bound = float(rows @ rows)
     if pattern == "fixed":
         signed = c.min() < 0 and len(c) * count <= MOST_WORK
         return min(bound, _fixed_gaps(c, separation, count)) if signed else bound
     if count == 1 or not np.any(np.diff(h[separation:]) > 0):
         return bound
-    tooth = comb(enlarged(c, separation)[0], separation, count)
-    above = float(tooth @ tooth)
+    rows = column_sums(falling(c, separation)[0], separation, count)
+    above = float(rows @ rows)
     if len(c) ** 2 * count > MOST_WORK or above <= bound * (1 + 1e-12):
         return above  # long, or it rises by rounding only
     return min(above, _any_gaps(h, separation, count))
@@ -115,7 +115,7 @@ def _fixed_gaps(c: Vector, separation: int, count: int) -> float:
         lag = gap * separation
         # [n - 1 - t]: entry (t - lag, t) of C'C, a sum over the rows that both columns have.
         entries = np.abs(np.cumsum(c[: n - lag] * c[lag:]))
-        totals[lag:] += (2 if gap else 1) * comb(entries, separation, count - gap)
+        totals[lag:] += (2 if gap else 1) * column_sums(entries, separation, count - gap)
     return float(totals.max())
 
 

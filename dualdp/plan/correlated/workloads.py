@@ -7,10 +7,8 @@ parameters. A is given by its first column, or whole where it is not Toeplitz.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from dualdp import _validate
 from dualdp.plan.correlated.filters import convolved, matrix
@@ -21,7 +19,9 @@ MOST_STEPS = 10**7
 _MOST_ROWS = 4096
 
 
-def workload(num_steps: int, *, momentum: float = 0.0, learning_rates: Any = None) -> Array:
+def workload(
+    num_steps: int, *, momentum: float = 0.0, learning_rates: ArrayLike | None = None
+) -> Array:
     """Return the workload of SGD, for `workload=` of the errors and of `optimise`.
 
     Args:
@@ -52,7 +52,7 @@ def workload(num_steps: int, *, momentum: float = 0.0, learning_rates: Any = Non
     return np.cumsum(rates[:, None] * matrix(velocity), axis=0)
 
 
-def checked_workload(workload: Any, n: int) -> Array | None:
+def checked_workload(workload: ArrayLike | None, n: int) -> Array | None:
     """Return a workload of n steps: its first column (n,), a matrix (n, n), or None."""
     if workload is None:
         return None
@@ -80,7 +80,7 @@ def row_errors(inverse: Array, workload: Array | None) -> Array:
     return np.cumsum(column**2)
 
 
-def numbers(name: str, values: Any) -> Array:
+def numbers(name: str, values: ArrayLike) -> Array:
     """Return a float64 array of finite numbers; raise on anything else."""
     try:
         array = np.asarray(values)

@@ -35,7 +35,7 @@ COMMON = {
     "sampler": st.sampled_from(
         ["poisson", "truncated_poisson", "fixed_size", "balls_in_bins", "shuffle"]
     ),
-    "accountant": st.sampled_from(["pld", "rdp", "prv", "gdp"]),
+    "accountant": st.sampled_from(["pld", "rdp", "prv"]),
     "neighboring_relation": st.sampled_from(["add_or_remove", "replace", "zero_out"]),
 }
 JUNK = st.sampled_from(

@@ -1,19 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calibration: never over the target, close to it, for every quantity; and the two commands."""
+"""Calibration: never over the target, close to it, for every quantity."""
 
-import json
 import math
-import re
-import sys
-import time
 
 import pytest
-from typer.testing import CliRunner
 
 import dualdp
 from dualdp import AccountingError
 from dualdp.accountants import solve
-from dualdp_tools.cli import app
+from dualdp.accountants.search import smallest_scale
 from tests.cases import accounting as cases
 
 TARGETS = [
@@ -35,9 +30,7 @@ def spent(target, **run):
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_calibrated_noise_meets_the_target(target):
-    start = time.process_time()
     sigma = dualdp.get_noise_multiplier(**target)
-    assert time.process_time() - start < 3  # 0.3 s on a quiet core
     epsilon = spent(target, noise_multiplier=sigma)
     assert 0.998 * target["target_epsilon"] <= epsilon <= target["target_epsilon"]
 
@@ -87,12 +80,6 @@ def test_a_whole_schedule_is_scaled():
     assert 1.99 < made.get_epsilon(delta=1e-5) <= 2.0
 
 
-@pytest.mark.parametrize("step", [(1.0, 0.1), None, 3.0, "abc"])
-def test_a_schedule_is_made_of_triples(step):
-    with pytest.raises(ValueError, match=r"steps\[1\]=.* Expected triples"):
-        solve.get_schedule_scale(target_epsilon=1.0, target_delta=1e-5, steps=[(1.0, 0.1, 1), step])
-
-
 @pytest.mark.parametrize("sampler", ["balls_in_bins", "fixed_size", "truncated_poisson", "shuffle"])
 def test_every_sampler_is_calibrated(sampler):
     """Noise, steps and rate: within the target, and the next whole step is not."""
@@ -128,10 +115,10 @@ def test_nothing_released_needs_no_noise():
         ({"target_delta": 0.0}, "strictly between 0 and 1"),
         ({"target_delta": 1.0}, "strictly between 0 and 1"),
         ({"sample_rate": 1.2}, "sample_rate=1.2 is not a probability"),
-        ({"accountant": "prd"}, "Expected one of gdp, pld, prv, rdp"),
+        ({"accountant": "prd"}, "Expected one of pld, prv, rdp"),
         ({"neighboring_relation": "swap"}, "Expected one of add_or_remove"),
         ({"sampler": "uniform"}, "sampler='uniform' is unknown"),
-        ({"accountant": "gdp"}, "Pass approximate=True"),
+        ({"accountant": "gdp"}, "accountants.gdp_epsilon gives the number of papers"),
         ({"sampler": "balls_in_bins", "sample_rate": 0.3}, "Use 1/3 or 1/4"),
     ],
 )
@@ -140,134 +127,32 @@ def test_bad_targets(change, text):
         dualdp.get_noise_multiplier(**(TARGETS[0] | change))
 
 
+def test_noise_that_no_number_reaches_is_refused():
+    with pytest.raises(AccountingError, match="no noise multiplier up to 1e9 decides it"):
+        dualdp.get_noise_multiplier(
+            target_epsilon=1e-12, target_delta=1e-30, sample_rate=1.0, num_steps=10**6
+        )
+
+
+def test_a_search_evaluates_what_it_returns():
+    asked = []
+
+    def spent(noise):
+        asked.append(noise)
+        return 3 / noise if noise else math.inf
+
+    for target in (1e-3, 0.7, 3.0, 90.0):
+        asked.clear()
+        found = smallest_scale(spent, target, 1e-5)
+        assert found in asked
+        assert len(asked) == len(set(asked)) < 25
+        assert 3 / found <= target <= 3 / found * (1 + 1e-9)
+    assert smallest_scale(lambda noise: 0.0, 1.0, 1e-5) == 0
+    assert smallest_scale(lambda noise: 1e-9 / noise if noise else math.inf, 1e9, 0.1) < 1e-8
+
+
 def test_a_misspelt_word_is_refused():
     with pytest.raises(TypeError, match="no argument 'smapler'"):
         dualdp.get_epsilon(
             noise_multiplier=1.0, sample_rate=0.1, num_steps=1, delta=1e-5, smapler="poisson"
         )
-
-
-RUN = ["--num-examples", "60000", "--batch-size", "256", "--epochs", "2", "--delta", "1e-5"]
-
-
-def command(*words):
-    return CliRunner().invoke(app, list(words))
-
-
-@pytest.mark.slow
-def test_the_command_epsilon(tmp_path):
-    picture = tmp_path / "epsilon.png"
-    result = command("epsilon", "--noise-multiplier", "1.1", *RUN, "--json", "--plot", str(picture))
-    assert result.exit_code == 0, result.output
-    record = json.loads(result.stdout)
-    assert record["num_steps"] == 470
-    assert record["epsilon"] == dualdp.get_epsilon(
-        noise_multiplier=1.1, sample_rate=256 / 60000, num_steps=470, delta=1e-5
-    )
-    assert 0 < record["lower_bound"] <= record["epsilon"]
-    assert picture.stat().st_size > 5_000
-    table = command(
-        "epsilon", "--noise-multiplier", "1.1", "--sample-rate", "0.01", "--steps", "10",
-        "--delta", "1e-5", "--accountant", "rdp",
-    )  # fmt: skip
-    assert table.exit_code == 0
-    words = " ".join(re.sub("[│┌┐└┘─]", " ", table.output).split())
-    found = float(re.search(r"epsilon ([\d.]+) any outcome", words).group(1))
-    said = float(re.search(r"any outcome is at most ([\d.]+) times as likely", words).group(1))
-    assert math.exp(found) <= said <= 1.001 * math.exp(found) + 1e-3
-    assert "add_or_remove the data with and without any one example" in words
-
-
-def test_the_commands_call_an_approximation_one():
-    run = ["epsilon", "--noise-multiplier", "1", *RUN, "--accountant", "gdp", "--json"]
-    for words in (
-        run,
-        ["calibrate", "--target-epsilon", "3", *RUN, "--accountant", "gdp", "--json"],
-    ):
-        refused = command(*words)
-        assert refused.exit_code == 2
-        assert "can lie far below the true epsilon" in refused.output
-        record = json.loads(command(*words, "--approximate").stdout)
-        assert record["certified"] is False
-        assert 0 < record["epsilon"] <= 3
-
-
-def test_a_plot_needs_matplotlib(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    words = ("epsilon", "--noise-multiplier", "1", *RUN, "--plot", str(tmp_path / "x.png"))
-    result = command(*words)
-    assert result.exit_code == 2
-    assert "--plot needs matplotlib" in result.output
-
-
-@pytest.mark.slow
-def test_a_plot_shows_both_bounds(tmp_path, monkeypatch):
-    from matplotlib.axes import Axes
-
-    drawn, plot = [], Axes.plot
-    monkeypatch.setattr(Axes, "plot", lambda *a, **k: drawn.append((a[1], a[2])) or plot(*a, **k))
-    picture = tmp_path / "epsilon.pdf"
-    words = ("--target-epsilon", "3", *RUN, "--plot", str(picture), "--json")
-    record = json.loads(command("calibrate", *words).stdout)
-    assert picture.read_bytes()[:4] == b"%PDF"
-    (steps, upper), (same, lower) = drawn
-    assert steps == same
-    assert steps[-1] == record["num_steps"] == 470
-    assert upper[-1] == record["epsilon"]
-    assert upper == sorted(upper)
-    assert all(0 < low <= high <= 1.02 * low for low, high in zip(lower, upper, strict=True))
-
-
-def test_the_command_calibrate():
-    result = command("calibrate", "--target-epsilon", "3", *RUN, "--json")
-    assert command("calibrate", "--epsilon", "3", *RUN, "--json").stdout == result.stdout
-    record = json.loads(result.stdout)
-    assert 2.99 < record["epsilon"] <= 3
-    known = ["--noise-multiplier", "1.5", "--delta", "1e-5", "--target-epsilon", "3", "--json"]
-    steps = json.loads(command("calibrate", *known, "--sample-rate", "0.01").stdout)
-    assert 2.9 < steps["epsilon"] <= 3
-    rate = json.loads(command("calibrate", *known, "--steps", "1000").stdout)
-    assert 2.9 < rate["epsilon"] <= 3
-
-
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [
-        (
-            ["epsilon", "--noise-multiplier", "1", "--delta", "1e-5", "--steps", "3"],
-            "rate is missing",
-        ),
-        (
-            ["epsilon", "--noise-multiplier", "1", "--delta", "1e-5", "--sample-rate", "0.1"],
-            "Give one of --steps and --epochs",
-        ),
-        (
-            ["epsilon", "--noise-multiplier", "-1", "--delta", "1e-5", "--sample-rate", "0.1",
-             "--steps", "3"],
-            "noise_multiplier=-1.0 is out of range",
-        ),
-        (
-            ["epsilon", "--noise-multiplier", "1", "--delta", "1e-5", "--sample-rate", "0.1",
-             "--epochs", "3"],
-            "--epochs needs --num-examples",
-        ),
-        (
-            ["epsilon", "--noise-multiplier", "1", "--delta", "1e-5", "--sample-rate", "0.1",
-             "--batch-size", "3", "--steps", "2"],
-            "both say the rate",
-        ),
-        (
-            ["calibrate", "--target-epsilon", "3", "--noise-multiplier", "1", *RUN],
-            "Nothing is left to look for",
-        ),
-        (
-            ["epsilon", "--noise-multiplier", "1", *RUN, "--plot", "/nowhere/x.png"],
-            "lies in no existing folder",
-        ),
-    ],
-)  # fmt: skip
-def test_commands_refuse_in_one_line(words, text):
-    result = command(*words)
-    assert result.exit_code == 2
-    assert text in result.output
-    assert "Traceback" not in result.output

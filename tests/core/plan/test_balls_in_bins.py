@@ -9,8 +9,7 @@ import pytest
 
 import dualdp
 from dualdp import accountants, correlated, mechanisms
-from dualdp.ledger.verify import verify
-from dualdp.plan import accounting, participation
+from dualdp.plan import accounting
 
 BASE = {
     **{"num_examples": 60, "expected_batch_size": 10, "num_steps": 15, "noise_multiplier": 2.0},
@@ -37,13 +36,12 @@ def make(**changes):
     return dualdp.PrivacyPlan(**{**BASE, **changes})
 
 
-def modes(column, times, gap):
-    """(gap, rows) what a unit of each bin may add to each row that was released, by plain loops."""
-    rows = [step for step, count in enumerate(times) for _ in range(count)]
+def modes(column, steps, gap):
+    """(gap, steps) what a unit of each bin may add to each row, by plain loops."""
     return np.array(
         [
-            [sum(abs(column[t - j]) for j in range(i, t + 1, gap)) for t in rows]
-            for i in range(min(gap, len(times)))
+            [sum(abs(column[t - j]) for j in range(i, t + 1, gap)) for t in range(steps)]
+            for i in range(min(gap, steps))
         ]
     )
 
@@ -79,7 +77,7 @@ def test_no_bound_is_below_monte_carlo(name):
     plan = one_sensitivity(correlation)
     epsilon = plan.epsilon()
     assert epsilon == pytest.approx(published, abs=0.01)
-    mode = modes(correlation.strategy(400), [1] * 400, 100)
+    mode = modes(correlation.strategy(400), 400, 100)
     stddev = plan.noise_multiplier_at(0) * plan.sensitivity
     rng = np.random.default_rng(0)
     for value, error in deltas(rng, mode, stddev, epsilon, 10_000):
@@ -90,11 +88,11 @@ def test_no_bound_is_below_monte_carlo(name):
 
 def test_what_bins_have_in_common_is_counted(monkeypatch):
     """The test above can fail: without the common Gaussian the bound is below Monte Carlo."""
-    plan, splits = one_sensitivity(correlated.square_root()), participation._splits
+    plan, splits = one_sensitivity(correlated.square_root()), accounting._splits
     monkeypatch.setattr(
-        participation, "_splits", lambda *a: [(bins, 0.0, alone) for bins, _, alone in splits(*a)]
+        accounting, "_splits", lambda *a: [(bins, 0.0, alone) for bins, _, alone in splits(*a)]
     )
-    mode = modes(correlated.square_root().strategy(400), [1] * 400, 100)
+    mode = modes(correlated.square_root().strategy(400), 400, 100)
     stddev = plan.noise_multiplier_at(0) * plan.sensitivity
     found = deltas(np.random.default_rng(0), mode, stddev, plan.epsilon(), 10_000)
     assert max(value - 3 * error for value, error in found) > plan.delta
@@ -103,7 +101,7 @@ def test_what_bins_have_in_common_is_counted(monkeypatch):
 @pytest.mark.parametrize("epochs", [1, 3])
 def test_independent_noise_is_balls_in_bins(epochs):
     plan = make(num_steps=6 * epochs, correlation=FAMILIES["identity"])
-    _, ((event, count),) = participation.releases(plan, np.ones(6 * epochs, dtype=np.int64))
+    _, ((event, count),) = accounting.pattern(plan.cost(), 6 * epochs)
     assert (event.num_bins, count) == (6, 6)
     assert event.noise_multiplier == pytest.approx(epochs**-0.5, rel=1e-11)
     spent = accountants.create("pld")
@@ -113,7 +111,7 @@ def test_independent_noise_is_balls_in_bins(epochs):
 
 def test_bands_of_bins_that_do_not_meet_are_balls_in_fewer_bins():
     plan = one_sensitivity(correlated.band((1.0, 0.8, 0.6, 0.5)))
-    _, ((event, count),), *_ = participation.releases(plan, np.ones(400, dtype=np.int64))
+    _, ((event, count),), *_ = accounting.pattern(plan.cost(), 400)
     assert (event.num_bins, count) == (25, 25)
     assert event.noise_multiplier == pytest.approx(0.5, rel=1e-11)  # four participations
 
@@ -121,34 +119,29 @@ def test_bands_of_bins_that_do_not_meet_are_balls_in_fewer_bins():
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("gap", [5, 6, 12])
 def test_every_inner_product_of_two_bins_is_covered(family, gap):
-    """Prefixes, unequal bins and steps that were run again, against all bins by plain loops."""
+    """Prefixes and unequal bins, against all bins by plain loops."""
     plan = make(num_examples=10 * gap, correlation=FAMILIES[family])
-    column, rng, checked = plan.correlation.strategy(15), np.random.default_rng(gap), 0
+    column, checked = plan.correlation.strategy(15), 0
     for stop in (1, 4, gap, gap + 1, 15):
-        times = np.ones(min(stop, 15), dtype=np.int64)
-        for extra in (0, 2):
-            times = times + rng.integers(0, extra + 1, len(times))
-            mode = modes(column, times, gap)
-            gram, bins = mode @ mode.T, range(len(mode))
-            known, *hidden = participation.releases(plan, times)
-            assert [type(event) for event, _ in known] == [mechanisms.Gaussian]
-            checked += len(hidden)
-            for releases in hidden:
-                *shared, (own, count) = releases
-                assert count == own.num_bins
-                common = sum(
-                    (plan.sensitivity / event.noise_multiplier) ** 2 for event, _ in shared
+        mode = modes(column, min(stop, 15), gap)
+        gram, bins = mode @ mode.T, range(len(mode))
+        known, *hidden = accounting.pattern(plan.cost(), min(stop, 15))
+        assert [type(event) for event, _ in known] == [mechanisms.Gaussian]
+        checked += len(hidden)
+        for releases in hidden:
+            *shared, (own, count) = releases
+            assert count == own.num_bins
+            common = sum((plan.sensitivity / event.noise_multiplier) ** 2 for event, _ in shared)
+            top = common + (plan.sensitivity / own.noise_multiplier) ** 2
+            assert any(  # some split has that many bins in each class, and is covered
+                gap // r == count
+                and all(
+                    gram[i, k] <= (top if i == k else common) * (1 + 1e-9) + 1e-12
+                    for i, k in itertools.product(bins, bins)
+                    if i % r == k % r
                 )
-                top = common + (plan.sensitivity / own.noise_multiplier) ** 2
-                assert any(  # some split has that many bins in each class, and is covered
-                    gap // r == count
-                    and all(
-                        gram[i, k] <= (top if i == k else common) * (1 + 1e-9) + 1e-12
-                        for i, k in itertools.product(bins, bins)
-                        if i % r == k % r
-                    )
-                    for r in range(1, gap + 1)
-                )
+                for r in range(1, gap + 1)
+            )
     assert checked
 
 
@@ -157,7 +150,7 @@ def test_gradients_that_follow_the_releases_cost_no_more():
     column, rng, samples, stddev = BAND.strategy(9), np.random.default_rng(1), 100_000, 2.0
     fixed, adaptive = np.zeros((2, 3, samples))  # log likelihood ratios under N(0)
     gradients, seen = np.zeros((9, 3, samples, 2)), np.zeros((samples, 2))
-    mode = modes(column, [1] * 9, 3)
+    mode = modes(column, 9, 3)
     for t in range(9):
         y = rng.standard_normal((samples, 2))
         angle = np.arctan2(seen[:, 1], seen[:, 0]) + (seen[:, 0] > 0) * t
@@ -187,26 +180,24 @@ def test_epsilon_of_prefixes_is_monotone_and_below_what_is_told(family):
     assert all(low <= high * (1 + 1e-9) for low, high in itertools.pairwise(spent))
     told = make(correlation=FAMILIES[family], accountant="rdp")
     gaussian = accountants.create("pld")
-    ((event, _),) = participation.releases(plan, np.ones(15, dtype=np.int64))[0]
+    ((event, _),) = accounting.pattern(plan.cost(), 15)[0]
     gaussian.step(noise_multiplier=2.0 * event.noise_multiplier, sample_rate=1.0)
     assert spent[-1] < gaussian.get_epsilon(delta=1e-5) <= told.epsilon()
 
 
 def test_what_is_run_again_costs_more():
     plan = make(correlation=FAMILIES["bisr"])
-    steps = [*range(15)]
-    last = plan.epsilon()
-    for more in (9, 10, 9):
-        steps.append(more)
-        spent = accounting.spent_by(plan, [{"step": step} for step in steps])
-        epsilon = spent.get_epsilon(delta=plan.delta)
+    segments, last = [accounting.Segment(0, 15)], plan.epsilon()
+    for start in (9, 10, 9):
+        segments.append(accounting.Segment(start, start + 1))
+        epsilon = accounting.spent_by(plan.cost(), segments).get_epsilon(delta=plan.delta)
         assert last < epsilon
         last = epsilon
 
 
 def test_replacement_is_not_amplified():
     plan = make(correlation=FAMILIES["bisr"], neighboring_relation="replace")
-    ((event, _),) = participation.releases(plan, np.ones(15, dtype=np.int64))[0]
+    ((event, _),) = accounting.pattern(plan.cost(), 15)[0]
     spent = accountants.create("pld", neighboring_relation="replace")
     spent.step(noise_multiplier=2.0 * event.noise_multiplier, sample_rate=1.0)
     assert plan.epsilon() == spent.get_epsilon(delta=1e-5)
@@ -217,15 +208,3 @@ def test_plans_calibrate():
     arguments = {name: value for name, value in BASE.items() if name != "noise_multiplier"}
     plan = dualdp.PrivacyPlan.calibrate(target_epsilon=1.5, **arguments, correlation=BAND)
     assert 1.49 < plan.epsilon() <= 1.5
-
-
-def test_ledgers_verify(tmp_path):
-    plan = make(correlation=BAND)
-    ledger = dualdp.Ledger(plan, path=tmp_path / "run.ledger")
-    for step in range(8):
-        ledger.record(step)
-        ledger.seal(step, [np.full(3, 1.0)])
-    assert ledger.get_epsilon() == plan.epsilon(8)
-    found = verify(ledger.to_json(), allow_seed=True)
-    assert found.passed, found.findings
-    assert found.epsilons["pld"] == pytest.approx(plan.epsilon(8))

@@ -7,14 +7,15 @@ from scipy import stats
 
 from dualdp import mechanisms
 from dualdp.plan import samplers
-from dualdp.plan.participation import PATTERNED
-from dualdp.randomness import RootKey, bits, fold_in
+from dualdp.plan.cost import PATTERNED
+from dualdp.randomness import SegmentBits, fold_in
+from dualdp.randomness.threefry import bits
 
-ROOT = RootKey.from_seed(5)
+SEEDED = SegmentBits(5)
 
 
 def words(step, stream, size):
-    key = ROOT.step_key("sampling", step)
+    key = SEEDED.key("sampling", step)
     return bits(fold_in(key, stream) if stream else key, size, width=64)
 
 

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints on JAX: what comes back is what was saved, and a resumed run is the same run."""
+"""Checkpoints on JAX: what comes back is what was saved, and a resumed run begins a segment."""
 
-import os
-import stat
+import shutil
 
 import equinox as eqx
 import jax
@@ -103,75 +102,69 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, noise, adaptive):
     assert len(loader) == 3
     assert again.ledger.max_grad_norm == bound
     assert_same(train(step, resumed, loader), end)
-    assert len(again.ledger) == STEPS
-    assert again.get_epsilon(delta=1e-3) == spent == pytest.approx(engine.plan.epsilon())
+    assert spent == pytest.approx(engine.plan.epsilon())
+    assert len(again.ledger) == STEPS + 3  # steps that ran again were released again
+    assert again.get_epsilon(delta=1e-3) > spent
 
 
-def test_a_changed_replay_gets_new_noise_and_both_are_accounted(tmp_path):
-    """known_failures 17: another learning rate, so that the sums differ one step later."""
+def test_steps_that_run_again_are_further_releases(tmp_path):
+    """known_failures 17: with other noise and other batches, and all of them accounted."""
     path = tmp_path / "run.ckpt"
-    engine, step, state, loader = start()
+    engine, step, state, loader = start(make_plan(seed=None))
     state = train(step, state, loader, 3)
     dpj.save_checkpoint(path, state=state, engine=engine)
     train(step, state, loader, 2)  # steps 3 and 4, after the checkpoint
     spent = engine.get_epsilon(delta=1e-3)
     engine.detach()
-
-    again, step, state, loader = load(path, rate=0.2)
-    batches = iter(loader)
-    state, _ = step(state, next(batches))  # step 3: the same parameters, so the same release
-    assert len(again.ledger) == 5
-    assert again.get_epsilon(delta=1e-3) == pytest.approx(spent)
-    step(state, next(batches))  # step 4: moved by another learning rate
-    assert [(e["step"], e["branch"]) for e in again.ledger.entries][4:] == [(4, 0), (4, 1)]
+    again, step, state, loader = load(path)
+    train(step, state, loader, 2)
+    assert [entry["step"] for entry in again.ledger.entries] == [0, 1, 2, 3, 4, 3, 4]
     assert again.get_epsilon(delta=1e-3) > 1.02 * spent
 
-    stages = again.stages()
-    same_noise = dpj.noisy_mean(stages.unprotected_sum, again.plan, 4)
-    for mine, other in zip(*map(jax.tree.leaves, (stages.noisy_mean, same_noise)), strict=True):
-        assert not np.allclose(mine, other, atol=1e-3)
 
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"data": (X + 1e-3, Y)},
-        {"method": "two_pass"},
-        {"params": jax.tree.map(jnp.ones_like, params())},
-    ],
-    ids=["data", "method", "structure only"],
-)
-def test_what_changes_the_sums_changes_the_branch(tmp_path, changes):
+def test_two_resumed_runs_differ(tmp_path):
+    """In noise and batches, from copies of one checkpoint, each with a ledger of its own."""
     path = tmp_path / "run.ckpt"
-    engine, step, state, loader = start()
-    dpj.save_checkpoint(path, state=state, engine=engine)
-    train(step, state, loader, 1)
-    engine.detach()
-    again, step, state, loader = load(path, **changes)
-    train(step, state, loader, 1)
-    sums_differ = "params" not in changes  # resume takes the loaded numbers, not these
-    assert len(again.ledger) == 1 + sums_differ
-
-
-def test_a_fresh_key_lies_in_its_own_file(tmp_path):
-    path = tmp_path / "run.ckpt"
-    engine, step, state, loader = start(make_plan(seed=None))
+    plan = make_plan(seed=None, noise_multiplier=1.0, max_grad_norm=0.5, expected_batch_size=30)
+    engine, step, state, loader = start(plan)
     dpj.save_checkpoint(path, state=train(step, state, loader, 2), engine=engine)
     engine.detach()
-    secret = engine.plan.root.secret.hex()
-    assert stat.S_IMODE(os.stat(f"{path}.key").st_mode) == 0o600
-    assert secret in (tmp_path / "run.ckpt.key").read_text()
-    for name in ("run.ckpt", "run.ckpt.ledger"):
-        data = (tmp_path / name).read_bytes()
-        assert secret.encode() not in data
-        assert engine.plan.root.secret not in data
-    again, _, _, loader = load(path)
-    assert len(loader) == STEPS - 2
-    again.detach()
-    (tmp_path / "run.ckpt.key").unlink()
-    with pytest.raises(FileNotFoundError, match="Expected the key file of the run; pass key="):
-        load(path)
+    ends, drawn = [], []
+    for name in "ab":
+        copied = shutil.copy(f"{path}.ledger", tmp_path / f"{name}.ledger")
+        given = arguments()
+        like = dpj.TrainState.create(given["params"], given["optimizer"])
+        _, again = dpj.load_checkpoint(path, like=like, ledger=copied)
+        step, state, loader = again.resume(**given)
+        batch = next(iter(loader))
+        state, _ = step(state, batch)
+        ends.append(state.params["w"])
+        drawn.append(batch.indices[batch.mask].tolist())
+        assert [entry["step"] for entry in again.ledger.entries] == [0, 1, 2]
+    assert (ends[0] != ends[1]).all()
+    assert drawn[0] != drawn[1]
+
+
+def test_a_resumed_run_may_be_recalibrated(tmp_path):
+    """Two steps ran twice, and all planned steps fit the target all the same."""
+    path, plan = tmp_path / "run.ckpt", make_plan(seed=None, noise_multiplier=2.0)
+    plan = make_plan(seed=None, noise_multiplier=2.0, target_epsilon=1.05 * plan.epsilon())
+    engine, step, state, loader = start(plan)
+    dpj.save_checkpoint(path, state=state, engine=engine)
+    train(step, state, loader, 2)
+    engine.detach()
+    given = arguments()
+    like = dpj.TrainState.create(given["params"], given["optimizer"])
+    _, again = dpj.load_checkpoint(path, like=like)
+    step, state, loader = again.resume(**given, recalibrate=True)
+    with pytest.raises(AccountingError, match="Expected the engine of load_checkpoint, once"):
+        again.resume(**given)
+    assert train(step, state, loader).step == STEPS
+    assert again.ledger.segments[-1].noise_scale > 1
+    assert 0.9 * plan.target_epsilon < again.get_epsilon() <= plan.target_epsilon
+    found = again._last.release
+    assert found.noise_multiplier == pytest.approx(2.0 * again.ledger.segments[-1].noise_scale)
+    assert again._last.noise.source.stddev == pytest.approx(found.draw_stddev)
 
 
 class Net(nnx.Module):
@@ -285,8 +278,8 @@ def test_a_loop_of_your_own_goes_on_where_the_ledger_ends(tmp_path):
     again.detach()
     stale = dpj.load_checkpoint(path, like=like)[1]
     stale.make_loader(data=(X, Y))
-    with pytest.raises(AccountingError, match="Step 2 was released before, after the checkpoint"):
-        stale.record()
+    assert stale.record() == range(2, 3)
+    assert [entry["step"] for entry in stale.ledger.entries] == [0, 1, 2, 2]
 
 
 @pytest.mark.parametrize(
@@ -308,7 +301,7 @@ def test_broken_files_are_refused_by_what_is_wrong(tmp_path, damage, text):
 def test_a_broken_ledger_is_refused(tmp_path):
     path = saved(tmp_path)
     file = tmp_path / "run.ckpt.ledger"
-    file.write_text(file.read_text().replace('"noise_multiplier": 1.0', '"noise_multiplier": 9.0'))
+    file.write_text(file.read_text().replace('{"r":[0,1.0', '{"r":[0,9.0'))
     with pytest.raises(ValueError, match="is broken at line"):
         load(path)
 

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Correlated noise on JAX: the filter of the strategy over the normals of all steps, bit for bit
-the same however it is reached, and its rows nowhere to be read."""
+"""Correlated noise on JAX: the filter of the strategy over the normals of a segment, bit for bit
+the same however it is reached, and what is kept of it nowhere to be read."""
 
 import copy
-import gc
-import logging
+import os
 import pickle
 from contextlib import nullcontext
 
@@ -16,12 +15,11 @@ import pytest
 
 import dualdp_jax as dpj
 from dualdp import AccountingError, PrivacyPlan, correlated
+from dualdp.ledger.ledger import Release
 from dualdp.plan.correlated import filters
-from dualdp.plan.correlated import noise as core_noise
-from dualdp.plan.correlated.noise import branch_at
-from dualdp.randomness import threefry
-from dualdp_jax.noise import noise, recursion
-from dualdp_jax.noise.noise import noised_mean, release_at
+from dualdp.randomness import fresh_bits, key_of, noise_bits, seeded_bits, threefry
+from dualdp_jax.noise import correlated as kept_noise
+from dualdp_jax.noise.noise import NoiseSource
 
 STEPS = 7
 STRATEGIES = {
@@ -35,7 +33,6 @@ STRATEGIES = {
 SUMS = {"b": np.zeros((3, 5)), "a": None, "c": np.zeros(())}
 every_strategy = pytest.mark.parametrize("name", STRATEGIES)
 families = pytest.mark.parametrize("name", ["window", "band", "blt"])
-with_rows = pytest.mark.parametrize("name", ["band", "blt"])
 
 
 def make_plan(strategy, **changes):
@@ -59,21 +56,38 @@ def zeros(dtype="float32", sums=SUMS):
     return jax.tree.map(lambda total: jnp.asarray(total, dtype), sums)
 
 
-def normals(plan, path, leaf, shape, dtype):
+def normals(plan, leaf, shape, dtype):
     """(steps, *shape) z of a leaf by NumPy, in float64."""
-    keys = [plan.step_key("noise", t, branch_at(path, t)) for t in range(STEPS)]
+    keys = [key_of(seeded_bits(plan.seed, "noise", t)) for t in range(STEPS)]
     kind = np.dtype(dtype).type
     drawn = [threefry.normal(threefry.fold_in(key, leaf), shape, dtype=kind) for key in keys]
     return np.stack(drawn).astype(np.float64)
 
 
-def by_definition(plan, path=((0, 0),), dtype="float32", sums=SUMS):
-    """Per leaf (steps, *shape) stddev C^-1 z in float64, from C alone."""
-    matrix = np.linalg.inv(filters.matrix(plan.correlation.strategy(STEPS)))
+def by_definition(plan, start=0, dtype="float32", sums=SUMS):
+    """Per leaf (steps, *shape) stddev C^-1 z of a segment, in float64, from C alone."""
+    matrix = np.linalg.inv(filters.matrix(plan.correlation.strategy(STEPS - start)))
     stddev = plan.draw_stddev(0, 2.0)
     shapes = [np.shape(leaf) for leaf in jax.tree.leaves(sums)]
-    drawn = [normals(plan, path, leaf, shape, dtype) for leaf, shape in enumerate(shapes)]
+    drawn = [normals(plan, leaf, shape, dtype)[start:] for leaf, shape in enumerate(shapes)]
     return [stddev * np.einsum("ts,s...->t...", matrix, z) for z in drawn]
+
+
+def release(plan, step, segment=0, start=0):
+    """Release of a step of a segment."""
+    bound = plan.max_grad_norm_at(step)
+    sigma, stddev = plan.noise_multiplier_at(step), plan.draw_stddev(step, bound)
+    return Release(step, segment, start, bound, sigma, stddev, plan.expected_batch_size_at(step))
+
+
+def drawn(source, plan, steps, sums=SUMS, **segment):
+    """Leaves of the noisy means of these steps, in this order."""
+    means = []
+    for step in steps:
+        bits = noise_bits(plan.seed, step)
+        mean = source.noisy_mean(zeros(sums=sums), release(plan, step, **segment), bits)
+        means.append([np.asarray(leaf) for leaf in jax.tree.leaves(mean)])
+    return means
 
 
 def noises(means):
@@ -101,23 +115,6 @@ def test_noise_is_the_filter_of_the_normals(name, dtype):
     assert_close(noises(means), by_definition(plan, dtype=dtype), rtol)
 
 
-@every_strategy
-def test_noise_inside_jit_is_the_filter_of_the_normals(name):
-    """One program for all steps, which `add_noise` and a traced `noisy_mean` share."""
-    plan = make_plan(STRATEGIES[name])
-    tx = dpj.add_noise(plan)
-    update = jax.jit(tx.update)
-    sums, means = zeros(), []
-    state = tx.init(sums)
-    for _ in range(STEPS):
-        mean, state = update(sums, state)
-        means.append(jax.tree.leaves(mean))
-    assert update._cache_size() == 1
-    assert_close(noises(means), by_definition(plan), 1e-6)
-    text = update.lower(sums, state).as_text()
-    assert all(str(word) not in text for t in range(STEPS) for word in plan.step_key("noise", t))
-
-
 def assert_covariance(plan, size):
     """Over `size` numbers each entry is within five standard errors of that of C^-1 C^-T."""
     sums = {"a": jnp.zeros(size)}
@@ -134,61 +131,40 @@ def test_covariance_over_the_steps_is_that_of_the_strategy(name):
     assert_covariance(make_plan(STRATEGIES[name]), 100_000)
 
 
-#: What is wrong with the terms of a window, (place, term) -> term.
-WRONG_TERMS = {
-    "nothing": lambda i, term: term,
-    "one z for all": lambda i, term: term._replace(step=term.step + i),
-    "z of another step": lambda i, term: term._replace(step=max(0, term.step - (i == 1))),
-    "a shifted window": lambda i, term: term._replace(step=max(0, term.step - 1)),
-    "a term less": lambda i, term: term._replace(weight=term.weight * (i != 2)),
-    "a sign": lambda i, term: term._replace(weight=abs(term.weight)),
+#: What is wrong with the sum over what is kept, (leaves, kept, weights) -> arguments.
+FAULTS = {
+    "nothing": lambda z, kept, weights: (z, kept, weights),
+    "the oldest first": lambda z, kept, weights: (z, kept[::-1], weights),
+    "one row for all": lambda z, kept, weights: (z, kept[:1] * len(kept), weights),
+    "a term less": lambda z, kept, weights: (z, kept[:-1], weights[: len(kept) - 1]),
+    "a sign": lambda z, kept, weights: (z, kept, [-weight for weight in weights]),
 }
 
 
-@pytest.mark.parametrize("what", WRONG_TERMS)
-def test_wrong_terms_are_seen(what, monkeypatch):
-    real = noise.window_terms
-    wrong = lambda *given: [WRONG_TERMS[what](*each) for each in enumerate(real(*given))]  # noqa: E731
-    monkeypatch.setattr(noise, "window_terms", wrong)
+@pytest.mark.parametrize("what", FAULTS)
+@pytest.mark.parametrize("name", ["window", "band"])
+def test_wrong_sums_over_what_is_kept_are_seen(name, what, monkeypatch):
+    real = kept_noise._plus
+    monkeypatch.setattr(kept_noise, "_plus", lambda *given: real(*FAULTS[what](*given)))
     with nullcontext() if what == "nothing" else pytest.raises(AssertionError):
-        assert_covariance(make_plan(STRATEGIES["window"]), 10_000)
-
-
-#: What is wrong with the rows of a band, order of its rows -> order.
-WRONG_ORDERS = {
-    "nothing": lambda order: order,
-    "the oldest first": lambda order: order[::-1].copy(),
-    "a row twice": lambda order: order[[0, 0, 2]],
-    "two rows swapped": lambda order: order[[1, 0, 2]],
-}
-
-
-@pytest.mark.parametrize("what", WRONG_ORDERS)
-def test_wrong_rows_are_seen(what, monkeypatch):
-    real = recursion.Rows._order
-    wrong = lambda self, step: WRONG_ORDERS[what](real(self, step))  # noqa: E731
-    monkeypatch.setattr(recursion.Rows, "_order", wrong)
-    with nullcontext() if what == "nothing" else pytest.raises(AssertionError):
-        assert_covariance(make_plan(STRATEGIES["band"]), 10_000)
+        assert_covariance(make_plan(STRATEGIES[name]), 10_000)
 
 
 @pytest.mark.parametrize("mode", ["fast", "portable"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_weight_one_is_the_noise_without_a_correlation(mode, dtype):
-    """Bit for bit, on the host and inside jit."""
+    """Bit for bit."""
     changes = {"sampler": "poisson", "noise": mode}
     plans = [make_plan(s, **changes) for s in (None, correlated.identity())]
     sums = zeros(dtype)
     for step in (0, STEPS - 1):
-        key = plans[0].step_key("noise", step)
+        key = key_of(seeded_bits(5, "noise", step))
         words = jax.random.wrap_key_data(jnp.asarray(key), impl="threefry2x32")
         for leaf, total in enumerate(jax.tree.leaves(sums)):
             z = jax.random.normal(jax.random.fold_in(words, leaf), total.shape)
             expected = (total.astype(jnp.float32) + np.float32(3.0) * z) / np.float32(20)
             found = [jax.tree.leaves(dpj.noisy_mean(sums, plan, step))[leaf] for plan in plans]
             np.testing.assert_array_equal(found, [expected] * 2)
-        inside = [jax.jit(lambda s, t, p=p: dpj.noisy_mean(s, p, t))(sums, step) for p in plans]
-        jax.tree.map(np.testing.assert_array_equal, *inside)
 
 
 def test_sums_in_low_precision_get_the_noise_of_wide_ones():
@@ -201,90 +177,74 @@ def test_sums_in_low_precision_get_the_noise_of_wide_ones():
 # ---------------------------------------------------------------------- however it is reached
 
 
-def drawn(plan, steps, path=((0, 0),), rows=None, sums=SUMS):
-    """Leaves of the noisy means of these steps, in this order."""
-    sums, rows = zeros(sums=sums), rows or recursion.rows_for(plan)
-    means = {}
-    for step in steps:
-        release = release_at(plan, step, branch=path, like=sums, rows=rows)
-        means[step] = [np.asarray(leaf) for leaf in jax.tree.leaves(noised_mean(sums, release))]
-    return means
-
-
 @families
 def test_any_order_of_the_steps_gives_the_same_noise(name):
+    """Of a plan with a seed."""
     plan = make_plan(STRATEGIES[name])
-    expected = drawn(plan, range(STEPS))
-    sums = zeros()
-    for step in (3, 4, 4, 1, 0, 6, 5):  # with the rows of `noisy_mean`
-        found = jax.tree.leaves(dpj.noisy_mean(sums, plan, step))
+    expected, source = drawn(NoiseSource(plan), plan, range(STEPS)), NoiseSource(plan)
+    for step in (3, 4, 4, 1, 0, 6, 5):
+        (found,) = drawn(source, plan, [step])
         jax.tree.map(np.testing.assert_array_equal, found, expected[step])
+        free = jax.tree.leaves(dpj.noisy_mean(zeros(), plan, step))
+        jax.tree.map(np.testing.assert_array_equal, free, expected[step])
 
 
 @families
-def test_a_restart_takes_back_old_noise_and_adds_new(name):
-    """From step 3 on branch 1: z of steps 0 to 2 of the old key, and of 3 on of the new."""
-    plan, path = make_plan(STRATEGIES[name]), ((0, 0), (3, 1))
-    rows = recursion.rows_for(plan)
-    first = drawn(plan, range(STEPS), rows=rows)
-    again = drawn(plan, range(STEPS), path, rows=rows)  # the same rows, moved to another path
-    alone = drawn(plan, [STEPS - 1], path)
-    jax.tree.map(np.testing.assert_array_equal, [first[2], again[6]], [again[2], alone[6]])
-    assert all((a != b).all() for a, b in zip(first[3], again[3], strict=True))
-    assert_close(noises(again[t] for t in range(STEPS)), by_definition(plan, path), 1e-6)
-
-
-@with_rows
-def test_rows_of_other_shapes_are_not_used(name):
-    plan, other = make_plan(STRATEGIES[name]), {"b": np.zeros((5, 3)), "c": np.zeros(2)}
-    expected = drawn(plan, [2]), drawn(plan, [2], sums=other)
-    rows = recursion.rows_for(plan)
-    found = drawn(plan, [1, 2], rows=rows), drawn(plan, [2], rows=rows, sums=other)
-    jax.tree.map(
-        np.testing.assert_array_equal, (found[0][2], found[1][2]), (expected[0][2], expected[1][2])
-    )
-
-
-@with_rows
-def test_rows_that_were_lost_on_the_way_are_drawn_again(name, monkeypatch):
-    """The program takes over the memory of the rows, so a call that fails has lost them."""
+def test_a_segment_counts_from_its_first_step(name):
     plan = make_plan(STRATEGIES[name])
-    expected, rows = drawn(plan, [4])[4], recursion.rows_for(plan)
-    drawn(plan, [3], rows=rows)
-    real = type(plan).step_key
-    with monkeypatch.context() as patch:
-        patch.setattr(type(plan), "step_key", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            drawn(plan, [4], rows=rows)
-    assert type(plan).step_key is real
-    jax.tree.map(np.testing.assert_array_equal, drawn(plan, [4], rows=rows)[4], expected)
+    source = NoiseSource(plan)
+    drawn(source, plan, range(3))
+    again = drawn(source, plan, range(3, STEPS), segment=1, start=3)
+    assert_close(noises(again), by_definition(plan, start=3), 1e-6)
 
 
-def test_noise_that_takes_too_long_is_refused_and_what_takes_long_is_told(monkeypatch, caplog):
-    plan = make_plan(STRATEGIES["band"])
-    rows = recursion.rows_for(plan)
-    drawn(plan, [2], rows=rows)
-    monkeypatch.setattr(core_noise, "_MOST_DRAWS", 63)
-    with pytest.raises(
-        AccountingError, match=r"noise of step 4 depends on.*draw 4 times 16 normal"
-    ):
-        drawn(plan, [4])
-    drawn(plan, [3], rows=rows)
-    with pytest.raises(AccountingError, match="Expected at most 6e.01: plan long runs of large mo"):
-        drawn(plan, [5], ((0, 1),), rows=rows)
-    drawn(plan, [4], rows=rows)  # a refusal loses nothing
-    monkeypatch.setattr(recursion, "_SECONDS", -1.0)
-    with caplog.at_level(logging.WARNING, "dualdp"):
-        drawn(plan, [3])
-    assert "Correlated noise is drawn again: step 2 of 3." in caplog.text
-    assert "step 3 of 3" not in caplog.text
+@families
+def test_a_fork_begins_anew(name, monkeypatch):
+    """What the parent kept is not the child's, whose ledger begins a segment too."""
+    plan = make_plan(STRATEGIES[name], seed=None)
+    source = NoiseSource(plan)
+    drawn(source, plan, range(3))
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    (noisy,) = drawn(source, plan, [3], segment=1, start=3)
+    assert all(np.any(leaf) for leaf in noisy)
+    assert source._held.owner == (1, 1)
+
+
+@families
+def test_a_step_whose_release_failed_leaves_its_place(name):
+    """Step 1 is on record and drew nothing: step 2 takes normals of its own in its place."""
+    plan = make_plan(STRATEGIES[name], seed=None)
+    source, bits = NoiseSource(plan), [fresh_bits() for _ in range(3)]
+    sums, found = {"a": jnp.zeros(2000)}, {}
+    for step in (0, 2):
+        mean = source.noisy_mean(sums, release(plan, step), bits[step])["a"]
+        found[step] = np.asarray(mean, np.float64) * 20 / plan.draw_stddev(0, 2.0)
+    weights = plan.correlation.inverse(3)
+    assert found[2].std() == pytest.approx(np.sqrt(weights @ weights), rel=0.1)
+    assert found[0] @ found[2] / 2000 == pytest.approx(weights[0] * weights[2], abs=0.2)
+
+
+@families
+def test_sums_of_other_shapes_are_refused(name):
+    plan, source = make_plan(STRATEGIES[name]), None
+    source = NoiseSource(plan)
+    drawn(source, plan, [0])
+    with pytest.raises(ValueError, match="other shapes, dtypes or shardings than at the step befo"):
+        drawn(source, plan, [1], sums={"b": np.zeros((5, 3)), "c": np.zeros(2)})
 
 
 def test_a_bound_that_is_not_the_plans_is_refused():
     plan = make_plan(STRATEGIES["window"])
     dpj.noisy_mean(zeros(), plan, 0, max_grad_norm=2.0)
-    with pytest.raises(ValueError, match=r"max_grad_norm=1.0 with correlated noise, which takes b"):
+    with pytest.raises(ValueError, match=r"max_grad_norm=1.0 with correlated noise, which holds t"):
         dpj.noisy_mean(zeros(), plan, 1, max_grad_norm=1.0)
+
+
+def test_correlated_noise_is_not_drawn_inside_jit():
+    plan = make_plan(STRATEGIES["band"])
+    mean = jax.jit(lambda key: dpj.noisy_mean(zeros(), plan, 0, key=key))
+    with pytest.raises(ValueError, match="correlated noise, which holds.*Expected noisy_mean outs"):
+        mean(np.zeros(2, np.uint32))
 
 
 # ---------------------------------------------------------------------- the engine
@@ -297,7 +257,7 @@ def settings(slope=0.0):
         "params": zeros(sums={"b": np.zeros((3, 5)), "c": np.zeros(())}),
         "optimizer": optax.GradientTransformation(
             lambda p: jax.tree.map(jnp.zeros_like, p),
-            lambda mean, _, p=None: (jax.tree.map(jnp.zeros_like, mean), mean),
+            lambda mean, _, p=None: (jax.tree.map(lambda x: 0 * x, mean), mean),
         ),
         "data": (np.ones(60, np.float32),),
         "checks": 0,
@@ -346,42 +306,22 @@ def test_the_step_adds_the_noise_of_its_strategy_by_one_program(name):
 
 
 @families
-def test_a_resumed_run_has_the_same_noise(name, tmp_path):
-    """Of steps that were not released yet, and of all of them once more."""
+def test_a_resumed_run_begins_a_segment(name, tmp_path):
+    """With a seed: the same z, of which the strategy takes back those of its segment alone."""
     plan, path = make_plan(STRATEGIES[name]), tmp_path / "run.safetensors"
-    expected = run(plan)[1]
     engine, before = run(plan, stop=4, save=(4, path))
     engine.detach()
-    for _ in range(2):
+    spent = engine.get_epsilon()
+    for count in range(2):
         engine, after = resumed(path)
-        jax.tree.map(np.testing.assert_array_equal, before + after, expected)
-        assert len(engine.ledger) == STEPS
+        assert_close(noises(before), [noise[:4] for noise in by_definition(plan)], 1e-6)
+        assert_close(noises(after), by_definition(plan, start=4), 1e-6)
+        assert len(engine.ledger) == STEPS + count * (STEPS - 4)
+        assert engine.get_epsilon() > spent
+        spent = engine.get_epsilon()
 
 
-@families
-def test_a_restart_with_other_gradients_takes_back_old_noise_and_adds_new(name, tmp_path):
-    plan, slope, path = make_plan(STRATEGIES[name]), 1e-3, tmp_path / "run.safetensors"
-    engine, before = run(plan, save=(3, path))
-    engine.detach()
-    again, after = resumed(path, slope)
-    found = noises([*before[:3], *([leaf - slope for leaf in mean] for mean in after)])
-    assert_close(found, by_definition(plan, ((0, 0), (3, 1))), 2e-6)
-    assert len(again.ledger) == STEPS + 4
-    assert again.get_epsilon() > engine.get_epsilon()
-
-
-def test_a_run_that_can_not_be_resumed_is_told_before_it_goes_on(tmp_path, monkeypatch):
-    path = tmp_path / "run.safetensors"
-    engine, _ = run(make_plan(STRATEGIES["blt"]), stop=4, save=(4, path))
-    engine.detach()
-    with monkeypatch.context() as patch:
-        patch.setattr(core_noise, "_MOST_DRAWS", 63)
-        with pytest.raises(AccountingError, match=r"step 4 depends on.*draw 4 times 16 normals"):
-            resumed(path)
-    assert len(resumed(path)[1]) == STEPS - 4
-
-
-def test_runs_of_one_plan_that_take_turns_keep_their_own_rows():
+def test_runs_of_one_plan_that_take_turns_keep_their_own_noise():
     plan = make_plan(STRATEGIES["band"])
     expected, runs, states = run(plan)[1], [], []
     for _ in range(2):
@@ -394,67 +334,35 @@ def test_runs_of_one_plan_that_take_turns_keep_their_own_rows():
             jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(states[i].opt_state), mean)
 
 
-@pytest.mark.parametrize("jit", [False, True])
 @families
-def test_a_loop_of_ones_own_gets_the_noise_of_its_record(name, jit):
-    """With a secret key, by `noisy_mean`: each step on record, once."""
-    plan, engine = make_plan(STRATEGIES[name], seed=None), dpj.PrivacyEngine()
+def test_a_loop_of_ones_own_gets_the_noise_of_its_record(name):
+    """With a seed, the noise of a run; each step that is on record, once."""
+    plan, engine = make_plan(STRATEGIES[name]), dpj.PrivacyEngine()
     engine.make_loader(data=(np.ones(60, np.float32),), plan=plan)
-    mean = lambda step: jax.tree.leaves(dpj.noisy_mean(zeros(), plan, step))  # noqa: E731
-    mean, means = jax.jit(mean) if jit else mean, []
+    means = []
     for step in range(STEPS):
         engine.record()
-        means.append(mean(step))
-        with pytest.raises(Exception, match="was handed out before"):
-            jax.block_until_ready(mean(step))
+        means.append(jax.tree.leaves(dpj.noisy_mean(zeros(), plan, step)))
+        with pytest.raises(AccountingError, match="no release on record whose noise is still"):
+            dpj.noisy_mean(zeros(), plan, step)
     assert_close(noises(means), by_definition(plan), 1e-6)
 
 
-@with_rows
-def test_rows_are_in_nothing_that_is_saved(name, tmp_path):
-    plan = make_plan(STRATEGIES[name])
+@families
+def test_a_source_is_in_no_pickle_and_no_repr(name, tmp_path):
+    plan = make_plan(STRATEGIES[name], seed=None)
     path = tmp_path / "run.safetensors"
     engine, _ = run(plan, save=(STEPS - 1, path), ledger=tmp_path / "ledger")
-    dpj.noisy_mean(zeros(), plan, STEPS - 1)
-    rows = engine._run._rows
-    kept = rows._kept
-    secrets = [np.asarray(leaf) for leaf in [*kept.noise, *kept.rows] if leaf.size > 4]
-    assert len(secrets) == 2
-    assert all(secret.all() for secret in secrets)
-    saved = [path.read_bytes(), (tmp_path / "ledger").read_bytes()]
-    shown = [saved, pickle.dumps(rows), pickle.dumps(plan), *map(repr, (rows, kept, engine, plan))]
-    shown += [repr(engine._run), repr(vars(engine)), repr(engine.stages())]
-    for secret in secrets:
+    source = engine._source
+    kept = [np.asarray(leaf) for row in source._held.kept for leaf in row if leaf.size > 4]
+    assert kept
+    assert all(secret.all() for secret in kept)
+    files = [path.read_bytes(), (tmp_path / "ledger").read_bytes()]
+    shown = repr((source, engine, plan, engine._run, vars(engine)["_ledger"]))
+    for secret in kept:
         for part in secret.reshape(-1, secret.shape[-1]):
-            assert all(part.tobytes() not in text for text in [*saved, *shown[1:3]])
-            assert all(f"{number:.6g}" not in text for text in shown[3:] for number in part)
-    for other in (copy.copy(rows), copy.deepcopy(rows), pickle.loads(pickle.dumps(rows))):
-        assert other._kept is None
-        jax.tree.map(
-            np.testing.assert_array_equal, drawn(plan, [6], rows=other), drawn(plan, [6], rows=rows)
-        )
-
-
-@with_rows
-def test_no_variable_of_a_failed_call_is_a_row(name, monkeypatch):
-    plan = make_plan(STRATEGIES[name])
-    rows = recursion.rows_for(plan)
-    drawn(plan, [2], rows=rows)
-    monkeypatch.setattr(recursion.Rows, "_order", lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError) as caught:
-        release_at(plan, 3, like=zeros(), rows=rows)
-    frames = [entry.frame for entry in caught.traceback if "dualdp_jax" in str(entry.path)]
-    values = [value for frame in frames for value in frame.f_locals.values()]
-    found = [leaf for leaf in jax.tree.leaves(values) if isinstance(leaf, jax.Array | np.ndarray)]
-    assert len(frames) >= 2
-    assert all(not np.any(leaf) for leaf in found)  # the sums
-
-
-def test_rows_go_with_their_plan():
-    plan = make_plan(STRATEGIES["blt"])
-    dpj.noisy_mean(zeros(), plan, 0)
-    assert id(plan) in recursion._of_plan
-    gone = id(plan)
-    del plan
-    gc.collect()
-    assert gone not in recursion._of_plan
+            assert all(part.tobytes() not in content for content in files)
+            assert all(f"{number:.6g}" not in shown for number in part)
+    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="A noise source can't be copied"):
+            copied(source)

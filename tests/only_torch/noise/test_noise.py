@@ -1,42 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Noise: its size, its key, its streams."""
+"""Noise: its size, its bits, its streams."""
 
+import copy
+import os
+import pickle
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
 import dualdp_torch as dpt
 from dualdp import AccountingError
-from dualdp.ledger.ledger import Ledger
-from dualdp.plan.plan import PrivacyPlan
-from dualdp.randomness import threefry
-from dualdp_torch.noise import generators as generators
-from dualdp_torch.noise import noise
+from dualdp.randomness import key_of, seeded_bits, threefry
+from dualdp_torch.noise import generators, noise
 from dualdp_torch.noise.generators import Normals, keyed_generator
+from dualdp_torch.noise.noise import NoiseSource
 
-
-def plan(**changes):
-    """A small plan with a fixed key."""
-    arguments = {
-        "num_examples": 1000,
-        "expected_batch_size": 50,
-        "num_steps": 10,
-        "noise_multiplier": 1.3,
-        "max_grad_norm": 0.7,
-        "delta": 1e-5,
-        "seed": 3,
-        "accountant": "rdp",
-    }
-    return PrivacyPlan(**{**arguments, **changes})
-
+from .releases import flat, plan, release, released
 
 ZEROS = {"a": torch.zeros(300, 200), "b": torch.zeros(40_000, dtype=torch.float64)}
 
 
 @pytest.mark.parametrize("mode", ["fast", "portable"])
-def test_noise_is_a_function_of_key_and_step(mode):
+def test_noise_is_a_function_of_seed_and_step(mode):
     first = dpt.noisy_mean(ZEROS, plan(noise=mode), 2)
     torch.manual_seed(123)
     again = dpt.noisy_mean(ZEROS, plan(noise=mode), 2)
@@ -48,8 +36,63 @@ def test_noise_is_a_function_of_key_and_step(mode):
         for name in ZEROS:
             overlap = np.corrcoef(first[name].flatten(), other[name].flatten())[0, 1]
             assert abs(overlap) < 0.03
-    flat = first["b"][:10_000].numpy(), first["a"].flatten()[:10_000].numpy()
-    assert abs(np.corrcoef(*flat)[0, 1]) < 0.05
+    one, two = first["b"][:10_000].numpy(), first["a"].flatten()[:10_000].numpy()
+    assert abs(np.corrcoef(one, two)[0, 1]) < 0.05
+
+
+def declared(stddev, numbers):
+    """True if the deviation of normals is the declared one, within 5 standard errors."""
+    return abs(numbers.std() / stddev - 1) < 5 / np.sqrt(2 * numbers.size)
+
+
+def independent(one, other):
+    """True if two arrays of normals have no correlation, within 5 standard errors."""
+    return abs(np.corrcoef(one, other)[0, 1]) < 5 / np.sqrt(one.size)
+
+
+@pytest.mark.parametrize("mode", ["fast", "portable", "secure"])
+def test_releases_share_no_noise(mode):
+    """Thousands of releases without a seed: between steps, parameters, segments and copies."""
+    count = 10_000 if mode == "fast" else 2000
+    run = plan(noise=mode, seed=None, num_steps=count)
+    sums, source = {"w": torch.zeros(2), "v": torch.zeros(1)}, NoiseSource(run)
+    half, found = count // 2, []
+    for step in range(count):
+        where = {"segment": step // half, "start": half * (step // half)}
+        found.append(flat(released(sums, run, step, source, **where)))
+    drawn = np.stack(found)  # (steps, parameters)
+    assert declared(run.draw_stddev(0, 0.7), drawn)
+    for column in range(3):
+        assert independent(drawn[:-1, column], drawn[1:, column])
+        assert independent(drawn[:half, column], drawn[half:, column])
+        assert independent(drawn[:, column], drawn[:, (column + 1) % 3])
+
+
+@pytest.mark.parametrize("mode", ["fast", "portable", "secure"])
+def test_a_fork_draws_noise_of_its_own(mode):
+    run, sums = plan(noise=mode, seed=None), {"w": torch.zeros(20_000)}
+    source = NoiseSource(run)
+    released(sums, run, 0, source)
+    here, there = os.pipe()
+    child = os.fork()
+    if not child:
+        os.write(there, pickle.dumps(flat(released(sums, run, 1, source))[:1000]))
+        os._exit(0)
+    mine = flat(released(sums, run, 1, source))[:1000]
+    os.waitpid(child, 0)
+    theirs = pickle.loads(os.read(here, 1 << 16))
+    for end in (here, there):
+        os.close(end)
+    assert declared(run.draw_stddev(1, 0.7), theirs)
+    assert independent(mine, theirs)
+
+
+@pytest.mark.parametrize("mode", ["fast", "portable", "secure"])
+def test_noise_has_the_declared_scale(mode):
+    run = plan(noise=mode, seed=None)
+    found = flat(released(ZEROS, run, 1))
+    assert declared(1.3 * 0.7, found[:60_000])
+    assert declared(1.3 * 0.7, found[60_000:])
 
 
 def test_noise_depends_on_the_whole_key():
@@ -58,7 +101,7 @@ def test_noise_depends_on_the_whole_key():
     keys = [np.array([high, 7], np.uint32) for high in (0, 1, 2)]
     for draw in (
         lambda key: torch.randn(1000, generator=keyed_generator(key, device)),
-        lambda key: Normals([(key, 1.0)], 1000, zeros).add_at(0, zeros),
+        lambda key: Normals(key, 1.0, 1000, zeros).between(0, 1000),
     ):
         drawn = [draw(key) for key in keys]
         assert not torch.equal(drawn[0], drawn[1])
@@ -78,12 +121,12 @@ def test_devices_and_dtypes_have_keys_of_their_own(monkeypatch):
     keys = []
 
     class Kept(Normals):
-        def __init__(self, terms, *rest):
-            keys.append(tuple(terms[0][0]))
-            super().__init__(terms, *rest)
+        def __init__(self, key, *rest):
+            keys.append(tuple(key))
+            super().__init__(key, *rest)
 
     monkeypatch.setattr(noise, "Normals", Kept)
-    dpt.noisy_mean({name: total.clone() for name, total in ZEROS.items()}, plan(), 0)
+    dpt.noisy_mean(ZEROS, plan(), 0)
     assert len(set(keys)) == len(ZEROS)
 
 
@@ -91,13 +134,13 @@ def test_devices_and_dtypes_have_keys_of_their_own(monkeypatch):
 def test_noise_does_not_depend_on_threads(mode, monkeypatch):
     """Blocks of fixed size, each with its own generator: bit for bit, and no block twice."""
     monkeypatch.setattr(generators, "_FEW", 0)  # so that these blocks are drawn in parallel, too
-    run = plan(noise=mode, seed=None)
+    run, bits = plan(noise=mode, seed=None), bytes(range(64))
     sums = {"a": torch.zeros(200_000), "b": torch.zeros(3, 70_000, dtype=torch.float64)}
     before, found = torch.get_num_threads(), []
     try:
         for threads in (1, 2, 5):
             torch.set_num_threads(threads)
-            found.append(noise.noised_mean(sums, run, 2))
+            found.append(released(sums, run, 2, bits=bits))
     finally:
         torch.set_num_threads(before)
     for name in sums:
@@ -120,17 +163,17 @@ def test_every_layout_of_the_sums_gets_its_own_noise(mode):
         "g": torch.ones(2, requires_grad=True),
     }
     run = plan(noise=mode, seed=None, noise_multiplier=1e-6)
-    found = noise.noised_mean(sums, run, 0)
+    found = released(sums, run, 0)
     assert list(found) == list(sums)
     for name, total in sums.items():
         expected = (total.detach() / 50).to(torch.promote_types(total.dtype, torch.float32))
         torch.testing.assert_close(found[name], expected, rtol=1e-3, atol=1e-4)
     assert torch.equal(wide, torch.arange(12.0).view(3, 4))
-    assert noise.noised_mean({}, run, 0) == {}
+    assert released({}, run, 0) == {}
 
 
 def test_noise_is_the_counter_generator():
-    key = plan().step_key("noise", 4)
+    key = key_of(seeded_bits(3, "noise", 4))
     grads = {"a": torch.ones(3, 2), "b": torch.ones(5, dtype=torch.float64)}
     found = dpt.noisy_mean(grads, plan(noise="portable"), 4)
     for index, (name, dtype) in enumerate([("a", np.float32), ("b", np.float64)]):
@@ -141,7 +184,7 @@ def test_noise_is_the_counter_generator():
 
 def test_layout_draws_in_the_other_stacks_shapes():
     leaf = SimpleNamespace(torch_name="a", normals=lambda draw: draw(6, (2, 3)).T)
-    key = plan().step_key("noise", 4)
+    key = key_of(seeded_bits(3, "noise", 4))
     found = dpt.noisy_mean({"a": torch.zeros(3, 2)}, plan(noise="portable"), 4, layout=(leaf,))
     normals = threefry.normal(threefry.fold_in(key, 6), (2, 3), dtype=np.float32)
     torch.testing.assert_close(found["a"], torch.from_numpy(normals.T.copy()) * (1.3 * 0.7) / 50)
@@ -164,77 +207,70 @@ def test_a_step_past_the_plan_is_refused():
         dpt.noisy_mean(ZEROS, plan(), -1)
 
 
+def test_a_noise_source_is_not_copied():
+    source = NoiseSource(plan(seed=None))
+    for take in (pickle.dumps, copy.copy, copy.deepcopy):
+        with pytest.raises(TypeError, match="A noise source can't be copied"):
+            take(source)
+
+
 # ---------------------------------------------------------------------- who may draw it
 
 
-def on_record(run, num_steps):
-    """A ledger in which so many steps are on record."""
-    ledger = Ledger(run)
-    for step in range(num_steps):
-        ledger.record(step)
-        ledger.seal(step, None)
-    return ledger
+def loop(run):
+    """A loop of one's own that is open on a plan: engine."""
+    engine = dpt.PrivacyEngine()
+    engine.make_loader(data_loader=DataLoader(TensorDataset(torch.zeros(1000, 1))), plan=run)
+    return engine
 
 
-def test_noise_of_a_secret_key_is_handed_out_once_for_releases_on_record():
+def test_noise_is_handed_out_once_for_releases_on_record():
     """known_failures 79, 85: noisy_mean twice for a step, and for one that nobody recorded."""
-    run = plan(seed=None)
-    ledger, sums = on_record(run, 1), {"w": torch.ones(3)}
-    dpt.noisy_mean(sums, run, 0)
-    with pytest.raises(AccountingError, match="The noise of step=0 was handed out before"):
-        dpt.noisy_mean({"w": torch.zeros(3)}, run, 0)
-    with pytest.raises(AccountingError, match="noise of step=1, but that release is not on record"):
-        dpt.noisy_mean(sums, run, 1)
-    with pytest.raises(AccountingError, match="noise of step=1, which is not on record, so this"):
-        ledger.get_epsilon()
-    ledger.record(1)
-    ledger.seal(1, None)
-    dpt.noisy_mean(sums, run, 1)
-    assert ledger.get_epsilon() > 0
-
-
-def test_a_secret_key_that_nobody_records_for_ends_after_one_step():
     run, sums = plan(seed=None), {"w": torch.ones(3)}
-    dpt.noisy_mean(sums, run, 0)
-    with pytest.raises(AccountingError, match="step=0 was drawn by noisy_mean and nobody recorded"):
-        dpt.noisy_mean(sums, run, 1)
-    with pytest.raises(AccountingError, match="noise of this plan was given to noisy_mean, and"):
-        on_record(run, 1)
+    with pytest.raises(AccountingError, match="no loop that is open records the releases of this"):
+        dpt.noisy_mean(sums, run, 0)
+    engine = loop(run)
+    with pytest.raises(AccountingError, match="step=0"):
+        dpt.noisy_mean(sums, run, 0)
+    engine.record()
+    first = dpt.noisy_mean(sums, run, 0)
+    with pytest.raises(AccountingError, match="step=0"):
+        dpt.noisy_mean({"w": torch.zeros(3)}, run, 0)
+    engine.record()
+    assert not torch.equal(dpt.noisy_mean(sums, run, 1)["w"], first["w"])
+    assert engine.ledger.get_epsilon() > 0
 
 
-def test_a_seeded_plan_keeps_the_rules_within_a_run_with_a_ledger():
-    """Without a ledger its noise is free, as tests and comparisons need it."""
+def test_a_plan_can_be_used_twice_each_time_with_noise_of_its_own():
+    run, sums = plan(seed=None), {"w": torch.zeros(30)}
+    found = []
+    for _ in range(2):
+        engine = loop(run)
+        engine.record()
+        found.append(dpt.noisy_mean(sums, run, 0)["w"])
+        assert len(engine.ledger) == 1
+        engine.detach()
+    assert not torch.equal(*found)
+
+
+def test_noise_of_a_seed_is_free_without_a_loop():
     run, sums = plan(), {"w": torch.ones(3)}
     free = [dpt.noisy_mean(sums, run, 0)["w"] for _ in range(2)]
     assert torch.equal(*free)
-    for _ in range(2):  # each ledger is another run of the plan
-        ledger = on_record(run, 1)
-        assert torch.equal(dpt.noisy_mean(sums, run, 0)["w"], free[0])
-        with pytest.raises(AccountingError, match="The noise of step=0 was handed out before"):
-            dpt.noisy_mean(sums, run, 0)
-        ledger.close()
-    assert torch.equal(dpt.noisy_mean(sums, plan(), 0)["w"], free[0])
+    engine = loop(run)
+    with pytest.raises(AccountingError, match="step=0"):
+        dpt.noisy_mean(sums, run, 0)
+    engine.record()
+    assert torch.equal(dpt.noisy_mean(sums, run, 0)["w"], free[0])
+    engine.detach()
+    assert torch.equal(dpt.noisy_mean(sums, run, 0)["w"], free[0])
 
 
-def test_a_changed_step_gets_the_noise_of_its_branch(tmp_path):
-    """A loop of one's own that resumes: the old noise is not added to another sum."""
-    run = plan(seed=None)
-    ledger = Ledger(run, path=tmp_path / "ledger")
-    state = ledger.state()
-    ledger.record(0)
-    ledger.seal(0, [np.ones(3)])
-    first = dpt.noisy_mean({"w": torch.ones(3)}, run, 0)
-    ledger.close()
-    again = Ledger.resume(run, state, tmp_path / "ledger")
-    again.record(0)
-    with pytest.raises(AccountingError, match="The noise of step=0|not on record"):
-        dpt.noisy_mean({"w": torch.zeros(3)}, run, 0)
-    seal = again.seal(0, [np.zeros(3)])
-    with pytest.raises(AccountingError, match="The noise of step=0 was handed out before"):
-        dpt.noisy_mean({"w": torch.zeros(3)}, run, 0, branch=0)
-    second = dpt.noisy_mean({"w": torch.zeros(3)}, run, 0, branch=seal.branch)
-    assert seal.branch == 1
-    assert not torch.allclose(50 * first["w"] - 1, 50 * second["w"])
+def test_another_bound_than_that_on_record_is_refused():
+    run, sums = plan(seed=None), {"w": torch.ones(3)}
+    loop(run).record()
+    with pytest.raises(ValueError, match=r"max_grad_norm=0.9 came for a release that is on record"):
+        dpt.noisy_mean(sums, run, 0, max_grad_norm=0.9)
 
 
 def test_noise_inside_vmap_is_refused():
@@ -250,11 +286,10 @@ def test_noise_inside_a_cuda_graph_is_refused(monkeypatch):
         dpt.noisy_mean(ZEROS, plan(), 0)
 
 
-def test_noise_that_can_not_be_made_is_handed_out_again():
-    """An error while it is drawn is no release."""
-    run = plan(seed=None, noise="portable")
-    ledger = on_record(run, 1)
-    with pytest.raises(ValueError, match="layout lacks the parameters"):
-        dpt.noisy_mean({"w": torch.ones(3)}, run, 0, layout=())
-    dpt.noisy_mean({"w": torch.ones(3)}, run, 0)
-    ledger.close()
+def test_what_is_no_sum_is_refused():
+    for wrong, text in (([1.0], "grads is a list"), ({"w": 1.0}, r"grads\['w'\] is a float")):
+        with pytest.raises(TypeError, match=text):
+            dpt.noisy_mean(wrong, plan(), 0)
+    with pytest.raises(TypeError, match="plan is an int"):
+        dpt.noisy_mean(ZEROS, 3, 0)
+    assert release(plan(), 2).draw_stddev == 1.3 * 0.7

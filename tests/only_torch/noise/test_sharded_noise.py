@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The noise of the pieces that processes hold is the noise that one process would add."""
 
+import numpy as np
 import pytest
 import torch
 
 from dualdp.randomness import grid_noise, threefry
 from dualdp_torch.noise import generators
-from dualdp_torch.noise.noise import Piece, noised_mean
+from dualdp_torch.noise.noise import Piece
 
-from .test_noise import plan
+from .releases import plan, released
 
 SUMS = {
     "table": torch.randn(700, 201),
@@ -33,12 +34,12 @@ def pieces(rank, size):
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("mode", ["fast", "portable", "secure"])
 def test_noise_of_pieces_is_that_of_the_whole(mode, size):
-    run = plan(noise=mode, seed=None)
-    whole = noised_mean({name: total.clone() for name, total in SUMS.items()}, run, 3, branch=1)
+    run, bits = plan(noise=mode, seed=None), bytes(range(64))
+    whole = released({name: total.clone() for name, total in SUMS.items()}, run, 3, bits=bits)
     found = []
     for rank in range(size):
         sums, places = pieces(rank, size)
-        found.append(noised_mean(sums, run, 3, branch=1, pieces=places))
+        found.append(released(sums, run, 3, bits=bits, pieces=places))
     for name, mean in whole.items():
         joined = torch.cat([part[name] for part in found])
         assert joined.dtype == mean.dtype
@@ -65,35 +66,31 @@ def test_a_piece_draws_its_own_blocks_only(mode, monkeypatch):
 
     def seen_block(self, block, out):
         drawn.append(len(out))
-        draw_block(self, block, out)
+        return draw_block(self, block, out)
 
     monkeypatch.setattr(generators.Normals, "_draw", seen_block)
     length, numel = 100, 10_000_000
     sums = {"w": torch.zeros(length)}
-    noised_mean(sums, plan(noise=mode, seed=None), 0, pieces={"w": Piece(5_000_000, numel)})
+    released(sums, plan(noise=mode, seed=None), 0, pieces={"w": Piece(5_000_000, numel)})
     assert 0 < sum(drawn) <= 2 << 16
 
 
 def test_a_layout_of_jax_is_refused_for_pieces():
     sums, places = pieces(0, 2)
     with pytest.raises(ValueError, match="layout came with pieces.*Consolidate the checkpoint"):
-        noised_mean(sums, plan(noise="portable"), 0, layout=(), pieces=places)
+        released(sums, plan(noise="portable"), 0, layout=(), pieces=places)
 
 
 def test_other_devices_draw_in_blocks_too(monkeypatch):
     """As on a GPU: each block by a generator of its own, of which a piece draws what it meets."""
     monkeypatch.setattr(generators, "_DEVICE_BLOCK", 1000)
-    size, like = 4321, torch.empty(0, dtype=torch.float64)
-    terms = [([3, 4], 2.0), ([3, 5], -0.5), ([7, 4], 0.25)]
-    whole = torch.zeros(size, dtype=like.dtype)
-    for key, factor in terms:
-        for block, part in enumerate(whole.split(1000)):
-            generator = generators._block_generator(key, block, like.device)
-            part += torch.empty_like(part).normal_(0.0, abs(factor), generator=generator) * (
-                1 if factor > 0 else -1
-            )
+    size, like, key = 4321, torch.empty(0, dtype=torch.float64), np.array([3, 4], np.uint32)
+    blocks = [
+        part.normal_(0.0, 2.0, generator=generators._block_generator(key, block, like.device))
+        for block, part in enumerate(torch.zeros(size, dtype=like.dtype).split(1000))
+    ]
+    whole = torch.cat(blocks)
     for start, stop in ((0, size), (999, 1001), (4000, size), (70, 70)):
-        drawn = generators.Normals(terms, size, like)
+        drawn = generators.Normals(key, 2.0, size, like)
         drawn._on_host = False
-        sums = torch.randn(stop - start, dtype=like.dtype)
-        assert torch.equal(drawn.add_at(start, sums), whole[start:stop] + sums)
+        assert torch.equal(drawn.between(start, stop), whole[start:stop])

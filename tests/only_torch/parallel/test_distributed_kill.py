@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A rank that dies stops the others; from the checkpoint the run goes on as if nothing had been."""
 
-import dataclasses
 import functools
 import re
 
@@ -11,7 +10,7 @@ import torch
 from tests.distributed import killed
 from tests.distributed.spawn import together
 from tests.kill import notes
-from tests.kill.driver import _epsilon as epsilon_of
+from tests.kill.driver import epsilon_of
 
 # JAX, which other tests bring into this process, warns of every fork.
 pytestmark = [
@@ -29,9 +28,7 @@ def undisturbed(tmp_path_factory):
 
     @functools.cache
     def twins(size):
-        run = notes.new_plan(STEPS)
-        if size == 4:
-            run = dataclasses.replace(run, key=run.root, noise="secure")
+        run = notes.new_plan(STEPS, noise="portable" if size == 4 else "fast")
         folder = tmp_path_factory.mktemp("twins") / "run"
         notes.prepare(folder, run)
         return run, together(killed.train, size, folder)
@@ -46,16 +43,16 @@ def same(one, other):
 
 
 def truth(folder):
-    """Epsilon of all that was released: every sum to which noise was added, on any rank."""
-    lines = [line for line in notes.read(folder) if "step" in line]
-    return epsilon_of(notes.plan(str(folder)), {(line["step"], line["sum"]) for line in lines})
+    """Epsilon of all that was released: rank 0 draws the bits of each release."""
+    releases = [line for line in notes.read(folder) if "step" in line]
+    return epsilon_of(notes.plan(str(folder)), len(releases))
 
 
 @pytest.mark.parametrize(
     ("size", "die"),
     [
+        (2, (0, "record", 4)),
         (2, (0, "recorded", 4)),
-        (2, (0, "sealed", 4)),
         (2, (0, "write", 1)),
         (2, (1, "reduce", 4)),
         (2, (1, "noise", 5)),
@@ -79,9 +76,8 @@ def test_a_killed_rank_stops_the_others(size, die, undisturbed, tmp_path):
     for rank, twin in zip(ranks, twins, strict=True):
         assert rank["resumed"][1] >= before > 0
         assert same(rank, twin)
-        assert rank["epsilon"] == twin["epsilon"] >= truth(folder)
-        assert rank["ledger"] == ranks[0]["ledger"]
-        assert rank["releases"] == STEPS
+        assert rank["epsilon"] == ranks[0]["epsilon"] >= truth(folder) >= twin["epsilon"]
+        assert rank["releases"] == ranks[0]["releases"] >= STEPS
 
 
 @pytest.mark.parametrize(("first", "second"), [(4, 1), (1, 2), (2, 4)])

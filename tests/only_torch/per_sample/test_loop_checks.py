@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import dualdp.plan.clipping
 import dualdp_torch as dpt
 from dualdp import AccountingError, ExactnessError, UnsupportedLayerError
+from dualdp_torch.noise.noise import NoiseSource
 from dualdp_torch.per_sample import clip, gradients, recorder, use_gradients
 from dualdp_torch.rules import RULES, together
 from dualdp_torch.training import step as private_step
@@ -496,7 +497,7 @@ PLACES = {
     "norms": (private_step, "clip_factors"),
     "sums": (private_step, "clipped_sums"),
     "before them": (recorder, "check_use"),
-    "noise": (private_step, "noised_mean"),
+    "noise": (NoiseSource, "noisy_mean"),
 }
 
 

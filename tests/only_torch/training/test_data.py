@@ -24,6 +24,7 @@ from torch.utils.data import (
 
 import dualdp_torch as dpt
 from dualdp import AccountingError, get_epsilon
+from dualdp.randomness import SegmentBits
 from dualdp_torch.training.loader import PlannedLoader, Share, draws
 from tests.only_torch.checks import data
 from tests.only_torch.loop import NUM, build, by_hand, dataset, first_batch, plan, start, train
@@ -66,7 +67,7 @@ class Mixing(Dataset):
 @pytest.mark.parametrize("make", [Mixing, lambda: Subset(Mixing(), range(NUM))])
 def test_items_are_fetched_one_at_a_time(make):
     run = plan()
-    loader = PlannedLoader(DataLoader(make(), batch_size=12), run, None)
+    loader = PlannedLoader(DataLoader(make(), batch_size=12), run, SegmentBits(run.seed), None)
     assert isinstance(loader.dataset, Mixing | Subset)
     for step, (_, batch) in enumerate(loader.of_steps(0, 3)):
         assert torch.equal(batch, data(NUM, 6)[run.batch_indices(step)])
@@ -79,7 +80,8 @@ def named(worker):
 @forks
 def test_a_worker_sees_the_attributes_of_its_data_set():
     loader = DataLoader(Mixing(), batch_size=12, num_workers=1, worker_init_fn=named)
-    assert len(list(PlannedLoader(loader, plan(), None).of_steps(0, 2))) == 2
+    planned = PlannedLoader(loader, plan(), SegmentBits(None), None)
+    assert len(list(planned.of_steps(0, 2))) == 2
 
 
 class Pair(NamedTuple):
@@ -540,7 +542,8 @@ def test_a_dataset_of_one_tensor_and_a_module_of_one_weight():
 def test_shares_are_the_batch_cut_in_pieces(ranks, size):
     """Every example once, on one process, and as many physical batches on each."""
     run = plan(expected_batch_size=2)
-    shares = [list(draws(run, 0, 6, size, Share(rank, ranks))) for rank in range(ranks)]
+    bits = SegmentBits(run.seed)
+    shares = [list(draws(run, bits, 0, 6, size, Share(rank, ranks))) for rank in range(ranks)]
     assert len({len(share) for share in shares}) == 1
     seen = {step: [] for step in range(6)}
     for share in shares:
@@ -571,9 +574,9 @@ class Noisy(torch.utils.data.Dataset):
 def test_workers_of_other_processes_draw_other_numbers():
     """Augmentation in worker processes, whose seeds come from the plan."""
     loader = DataLoader(Noisy(), batch_size=12, num_workers=1)
-    first = []
+    first, bits = [], SegmentBits(None)
     for rank in (0, 1, 1):
-        batches = PlannedLoader(loader, plan(), None, Share(rank, 2))
+        batches = PlannedLoader(loader, plan(), bits, None, Share(rank, 2))
         first.append(next(batches.of_steps(0, 1))[1][0])
     assert not torch.equal(first[0], first[1])
     assert torch.equal(first[1], first[2])

@@ -16,7 +16,7 @@ import dualdp_torch as dpt
 from dualdp import AccountingError
 from dualdp.plan import schedules
 from dualdp.plan.clipping import clip_factors
-from dualdp_torch.training import step as private_step
+from dualdp_torch.noise.noise import NoiseSource
 from tests.only_torch.checks import randomise
 from tests.only_torch.loop import NUM, build, by_hand, dataset, first_batch, plan, start, train
 
@@ -201,11 +201,11 @@ def test_frozen_parameters_cost_and_release_nothing(holds_all, monkeypatch):
     held = [p for p in model.parameters() if holds_all or p.requires_grad]
     parts = model, torch.optim.SGD(held, lr=0.5), build()[2]
     noised = []
-    real = private_step.noised_mean
+    real = NoiseSource.noisy_mean
     monkeypatch.setattr(
-        private_step,
-        "noised_mean",
-        lambda grads, *a, **k: (noised.append(set(grads)), real(grads, *a, **k))[1],
+        NoiseSource,
+        "noisy_mean",
+        lambda self, sums, *a, **k: (noised.append(set(sums)), real(self, sums, *a, **k))[1],
     )
     engine, model, optimizer, loader = start(parts, plan=plan())
     held = []
@@ -236,7 +236,7 @@ def test_frozen_parameters_cost_and_release_nothing(holds_all, monkeypatch):
             y[rows],
             max_grad_norm=0.5,
         )
-        mean = real(found.grads, plan(), step)
+        mean = dpt.noisy_mean(found.grads, plan(), step)
         with torch.no_grad():
             for name, g in mean.items():
                 before.get_parameter(name).sub_(0.5 * g)
@@ -305,8 +305,10 @@ def test_schedules_and_adaptive_bounds_come_through_make_private():
     engine, model, optimizer, loader = start(
         noise_multiplier=schedules.Exponential(2.0, 0.9), max_grad_norm=schedules.Step(1.0, 0.5, 2)
     )
-    train(model, optimizer, loader)
-    bounds = [entry["max_grad_norm"] for entry in engine.ledger.entries]
+    bounds = []
+    for batch in loader:
+        bounds.append(engine.ledger.max_grad_norm)
+        train(model, optimizer, [batch])
     assert bounds == [1.0, 1.0, 0.5, 0.5, 0.25]
     noises = [entry["noise_multiplier"] for entry in engine.ledger.entries]
     np.testing.assert_allclose(noises, 2.0 * 0.9 ** np.arange(5))

@@ -12,7 +12,6 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import dualdp_torch as dpt
-from dualdp.ledger.verify import verify
 from dualdp_torch.per_sample.checks.replay import Rows
 from dualdp_torch.per_sample.one_forward import Forward
 from dualdp_torch.training.items import ItemCollate
@@ -302,14 +301,6 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path):
     assert torch.equal(end_of(model), end_of(whole))
 
 
-def test_the_record_says_what_an_item_is(tmp_path):
-    engine, model, optimizer, loader = start(ledger=tmp_path / "run.jsonl")
-    train(model, optimizer, loader)
-    found = verify(tmp_path / "run.jsonl")
-    text = " ".join(str(finding) for finding in found.findings)
-    assert "One item of 2 rows of the data is what is protected" in text
-
-
 def test_the_loader_of_a_loop_of_ones_own_gives_rows_in_turn():
     engine, (model, _, data_loader) = dpt.PrivacyEngine(), parts()
     chunk = next(iter(engine.make_loader(data_loader=data_loader, plan=plan()))).chunks[0]
@@ -318,8 +309,6 @@ def test_the_loader_of_a_loop_of_ones_own_gives_rows_in_turn():
     assert rows[1::2].tolist() == [row + 1 for row in rows[::2].tolist()]
     with pytest.raises(ValueError, match="The loader gave 2 rows for each unit, but the call has"):
         dpt.clipped_grad_sum(lambda m, x: score(m(x)), model, x, max_grad_norm=C)
-    with pytest.raises(ValueError, match=r"contribution_map\(..., rows_per_unit=2\)"):
-        dpt.contribution_map(rows, 2 * N, mask=None)
     found = dpt.clipped_grad_sum(
         lambda m, x: preference(m(x)), model, x, max_grad_norm=C, rows_per_unit=2
     )

@@ -142,6 +142,6 @@ def test_gaps_longer_than_the_run_cost_nothing():
 
 
 def test_stored_strategies_have_the_same_sensitivity():
-    stored = {"family": "window", "weights": [(1.0).hex(), (-0.3).hex()]}
+    stored = {"family": "window", "weights": [1.0, -0.3]}
     loaded = from_json("correlation", stored)
     assert loaded.sensitivity(50, 5, 3) == correlated.window([1, -0.3]).sensitivity(50, 5, 3)

@@ -1,0 +1,552 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dominating pair (P, Q) of each mechanism, as masses in cells of the privacy loss.
+
+A table (`Cells`) is all that the engine knows of a mechanism: masses of P and Q in cells of the
+privacy loss L = log(P/Q). Edges g_0 < g_1 < ... are multiples of one lattice spacing h; with
+a = g_j, b = g_{j+1} a cell [a, b) holds
+
+    p_j = P(a <= L < b),  q_j = Q(same),  surplus_j = p_j - e^a q_j,  deficit_j = q_j - e^-b p_j,
+
+the last two >= 0 and, for subsampled mechanisms, computed without the cancellation of their
+definition. Each number has an error bound, so that later results can be rounded in the safe
+direction. Swapping P and Q negates the loss and swaps surplus with deficit: `flip`.
+
+Why these pairs dominate: docs/accounting.md, section 2.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import ndtr
+
+from dualdp.accountants.closed_forms import log_mixture
+from dualdp.accountants.search import bisect_arrays
+
+Array = NDArray[np.floating[Any]]
+Index = NDArray[np.int64]
+
+U = 2.0**-53
+# Relative error of scipy.special.ndtr for |z| < 38 [test_ndtr_is_as_accurate_as_assumed].
+NDTR_ERROR = 4e-13
+
+
+@dataclasses.dataclass(frozen=True)
+class Side:
+    """Masses of P, or of Q, of several mechanisms (rows) in the same cells.
+
+    `excess` is the surplus of P, or the deficit of Q. `bottom` and `top`
+    are the masses at finite losses outside the edges, `infinite` that where the other one is 0.
+    """
+
+    mass: Array  # (rows, cells)
+    excess: Array
+    mass_error: Array
+    excess_error: Array
+    bottom: Array  # (rows,)
+    top: Array
+    infinite: Array
+
+    def reversed(self) -> Side:
+        """Return the same masses, the loss negated."""
+        return Side(
+            self.mass[:, ::-1],
+            self.excess[:, ::-1],
+            self.mass_error[:, ::-1],
+            self.excess_error[:, ::-1],
+            self.top,
+            self.bottom,
+            self.infinite,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Cells:
+    """Mass tables of P and Q; `slack` (rows,) bounds |loss - edge| at the edges."""
+
+    index: Index  # (edges,) multiples of the spacing
+    spacing: float
+    p: Side
+    q: Side
+    slack: Array
+
+
+def flip(cells: Cells) -> Cells:
+    """Return the table of the other direction: P and Q swapped, the loss negated."""
+    p, q = cells.q.reversed(), cells.p.reversed()
+    return Cells(-cells.index[::-1], cells.spacing, p, q, cells.slack)
+
+
+class PairFamily(Protocol):
+    """Dominating pairs of several mechanisms of one kind, one per row."""
+
+    def span(self, tail: float) -> tuple[Array, Array]:
+        """Return the (rows,) losses below and above which P and Q hold at most about `tail`."""
+        ...
+
+    def variance(self) -> Array:
+        """Return the (rows,) approximate variance of the loss, for the choice of the grid."""
+        ...
+
+    def cells(self, rows: Index, index: Index, spacing: float) -> Cells:
+        """Return the mass table of some rows on the edges `index * spacing`."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Term:
+    """Term of a sum of losses: (rows,) pairs and how often each; `flipped` swaps P and Q."""
+
+    pairs: PairFamily
+    counts: Array
+    flipped: bool = False
+
+
+def _normal_masses(z: Array) -> tuple[Array, Array, Array, Array]:
+    """(rows, edges) increasing z -> masses between edges, their errors, mass below, mass above.
+
+    Each mass is a difference on the side of the smaller tail: its error is at most the relative
+    error of `ndtr` times the tails involved.
+    """
+    tail, right = ndtr(-np.abs(z)), z > 0
+    left_tail, right_tail = tail[:, :-1], tail[:, 1:]
+    inside = np.where(
+        right[:, :-1],
+        left_tail - right_tail,
+        np.where(right[:, 1:], (1.0 - left_tail) - right_tail, right_tail - left_tail),
+    )
+    # a cell across 0 is a difference from 1, whose few ulps NDTR_ERROR covers
+    error = NDTR_ERROR * (left_tail + right_tail)
+    below = np.where(right[:, 0], 1 - tail[:, 0], tail[:, 0])
+    above = np.where(right[:, -1], tail[:, -1], 1 - tail[:, -1])
+    return np.maximum(inside, 0.0), error, below, above
+
+
+@dataclasses.dataclass(frozen=True)
+class Subsampled:
+    """P = (1-q) N(0, s^2) + q N(1, s^2) against Q = N(0, s^2): Poisson sampling, example removed.
+
+    With u_g = 1 + (e^g - 1)/q the loss exceeds g where (2x - 1)/(2 s^2) > log u_g, and
+        surplus = q (m1 - u_a m0),   deficit = q e^-b (u_b m0 - m1),
+    with m0, m1 the masses of N(0) and N(1): the large terms (1-q) m0 cancel algebraically.
+    """
+
+    sigma: Array
+    rate: Array
+
+    def span(self, tail: float) -> tuple[Array, Array]:
+        """Return the loss at the lower `tail` quantile of N(0) and at the upper one of N(1)."""
+        z, scale = quantile(tail) * self.sigma, 2 * self.sigma * self.sigma
+        exponent = np.stack([2 * -z - 1, 2 * (1 + z) - 1]) / scale
+        low, high = log_mixture(self.rate, exponent)
+        return low, high
+
+    def variance(self) -> Array:
+        """Return the smaller of the chi-square divergence and the Gaussian's variance."""
+        inverse = self.sigma**-2.0
+        chi = self.rate**2 * np.expm1(np.minimum(inverse, 50.0))
+        return np.asarray(np.minimum(chi, inverse + 0.25 * inverse**2))
+
+    def cells(self, rows: Index, index: Index, spacing: float) -> Cells:
+        """Return the mass table of some rows."""
+        s, q = self.sigma[rows, None], self.rate[rows, None]
+        g = index * spacing
+        # u_g, negative where no x has so small a loss. By expm1 near g = 0, by e^g - (1-q) far
+        # below: the error of q u_g is a few ulps of e^g in both cases, hence a few of the loss.
+        far = (np.exp(np.minimum(g, 0.0)) - (1 - q)) / q
+        ratio = np.where(g < -0.5, far, 1 + np.expm1(g) / q)
+        with np.errstate(divide="ignore"):
+            z0 = s * np.log(np.maximum(ratio, 0.0)) + 0.5 / s
+        m0, e0, below0, above0 = _normal_masses(z0)
+        m1, e1, below1, above1 = _normal_masses(z0 - 1 / s)
+        lower, upper = ratio[:, :-1], np.maximum(ratio[:, 1:], 0.0)
+        shrunk = q * np.exp(-g[1:])
+        p = (1 - q) * m0 + q * m1
+        slack = 16 * U * (2 + self.sigma[rows] ** -2.0 + max(abs(g[0]), abs(g[-1])))
+        zero = np.zeros(rows.size)
+        rates = self.rate[rows]
+        return Cells(
+            index,
+            spacing,
+            Side(
+                p,
+                excess=np.maximum(q * (m1 - lower * m0), 0.0),
+                mass_error=(1 - q) * e0 + q * e1,
+                excess_error=q * (e1 + np.abs(lower) * e0) + slack[:, None] * p,
+                bottom=(1 - rates) * below0 + rates * below1,
+                top=(1 - rates) * above0 + rates * above1,
+                infinite=zero,
+            ),
+            Side(
+                m0,
+                excess=np.maximum(shrunk * (upper * m0 - m1), 0.0),
+                mass_error=e0,
+                excess_error=shrunk * (upper * e0 + e1) + slack[:, None] * m0,
+                bottom=below0,
+                top=above0,
+                infinite=zero,
+            ),
+            slack,
+        )
+
+
+def quantile(tail: float) -> float:
+    """Return z with P(N(0,1) > z) <= tail, from the bound e^{-z^2/2} / 2."""
+    return math.sqrt(-2 * math.log(2 * min(tail, 0.1)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Monotone:
+    """One mechanism on the real line whose loss grows with x, given by its distribution functions.
+
+    `cut(g)` is the x at which the loss passes g (up to `slack` in the loss); `p_tails(x)` and
+    `q_tails(x)` are (mass below x, mass above x), each with relative error NDTR_ERROR.
+    """
+
+    cut: Callable[[Array], Array]
+    p_tails: Callable[[Array], tuple[Array, Array]]
+    q_tails: Callable[[Array], tuple[Array, Array]]
+    ends: Callable[[float], tuple[float, float]]
+    size: float
+    slack: float = 64 * U
+
+    def span(self, tail: float) -> tuple[Array, Array]:
+        """Return the losses outside which about `tail` is left."""
+        low, high = self.ends(tail)
+        return np.array([low]), np.array([high])
+
+    def variance(self) -> Array:
+        """Return the variance passed as `size`."""
+        return np.array([self.size])
+
+    def cells(self, rows: Index, index: Index, spacing: float) -> Cells:
+        """Return the mass table."""
+        g = index * spacing
+        x = self.cut(g)
+        p, q = _between_cuts(*self.p_tails(x)), _between_cuts(*self.q_tails(x))
+        slack = self.slack * (2 + max(abs(g[0]), abs(g[-1])))
+        return _from_masses(index, spacing, p, q, infinite=(0.0, 0.0), slack=slack)
+
+
+#: (1, cells) masses and their errors, (1,) masses below and above the edges.
+Masses = tuple[Array, Array, Array, Array]
+
+
+def _between_cuts(below: Array, above: Array) -> Masses:
+    """(edges,) tails -> (1, cells) masses, errors and both end masses, from the smaller tails."""
+    small = np.minimum(below, above)
+    rising, falling = np.diff(below), -np.diff(above)
+    mass = np.where(above[:-1] < below[:-1], falling, np.where(below[1:] < above[1:], rising, 0.0))
+    across = (above[:-1] >= below[:-1]) & (below[1:] >= above[1:])
+    mass = np.where(across, (1.0 - below[:-1]) - above[1:], mass)
+    error = NDTR_ERROR * (small[:-1] + small[1:]) + 4 * U * mass
+    return np.maximum(mass, 0.0)[None], error[None], below[:1], above[-1:]
+
+
+def _from_masses(
+    index: Index, spacing: float, p: Masses, q: Masses, infinite: tuple[float, float], slack: float
+) -> Cells:
+    """Table whose surplus and deficit are computed by subtraction, with the error of doing so."""
+    g = index * spacing
+
+    def side(own: Masses, other: Masses, ratio: Array, beyond: float) -> Side:
+        (mass, error, bottom, top), (theirs, their_error, *_) = own, other
+        return Side(
+            mass,
+            excess=np.maximum(mass - ratio * theirs, 0.0),
+            mass_error=error,
+            excess_error=error + ratio * their_error + (8 * U + slack) * (mass + ratio * theirs),
+            bottom=bottom,
+            top=top,
+            infinite=np.array([beyond]),
+        )
+
+    sides = side(p, q, np.exp(g[:-1]), infinite[0]), side(q, p, np.exp(-g[1:]), infinite[1])
+    return Cells(index, spacing, *sides, np.array([slack]))
+
+
+@dataclasses.dataclass(frozen=True)
+class Atoms:
+    """One mechanism with finitely many outcomes: the P- and Q-mass and the loss of each.
+
+    `error` bounds the relative, `p_error`/`q_error` (outcomes,) the absolute error of the masses.
+    The loss is log(p/q) unless given: +inf where q = 0, -inf where p = 0. `spread` is mass that may
+    be in any cell. `left_p`/`left_q` is unresolved mass, counted as infinite loss.
+    """
+
+    p: Array
+    q: Array
+    error: float = 4 * U
+    loss: Array | None = None
+    p_error: Array | None = None
+    q_error: Array | None = None
+    spread: float = 0.0
+    left_p: float = 0.0
+    left_q: float = 0.0
+
+    def losses(self) -> Array:
+        """Return (outcomes,) log(p/q)."""
+        if self.loss is not None:
+            return self.loss
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return np.asarray(np.log(self.p) - np.log(self.q))
+
+    @functools.cached_property
+    def _tails(self) -> tuple[Array, Array, Array]:
+        """(finite outcomes,) sorted losses, Q-mass up to each, P-mass summed from the top."""
+        loss = self.losses()
+        order = np.argsort(loss, kind="stable")
+        order = order[np.isfinite(loss[order])]
+        return loss[order], np.cumsum(self.q[order]), np.cumsum(self.p[order[::-1]])
+
+    def span(self, tail: float) -> tuple[Array, Array]:
+        """Return the losses of all outcomes but tails of mass less than `tail`."""
+        loss, below, above = self._tails
+        if loss.size == 0:
+            return np.zeros(1), np.zeros(1)
+        low = min(int(np.searchsorted(below, tail)), loss.size - 1)
+        high = max(loss.size - 1 - int(np.searchsorted(above, tail)), 0)
+        return np.array([min(loss[low], 0.0)]), np.array([max(loss[high], 0.0)])
+
+    def variance(self) -> Array:
+        """Return the second moment of the finite losses under P."""
+        loss = self.losses()
+        keep = np.isfinite(loss)
+        return np.array([max(float(np.sum(self.p[keep] * loss[keep] ** 2)), 1e-280)])
+
+    def cells(self, rows: Index, index: Index, spacing: float) -> Cells:
+        """Return the mass table."""
+        loss, g = self.losses(), index * spacing
+        finite = np.isfinite(loss)
+        cell = np.searchsorted(g, loss[finite], side="right")
+
+        def summed(mass: Array, absolute: Array | None) -> Masses:
+            total = 1.0 * np.bincount(cell, weights=mass[finite], minlength=index.size + 1)
+            error = (self.error + 2 * U * mass.size) * total + self.spread
+            if absolute is not None:
+                error += np.bincount(cell, weights=absolute[finite], minlength=index.size + 1)
+            outside = total + error
+            return total[None, 1:-1], error[None, 1:-1], outside[:1], outside[-1:]
+
+        always = self.p[loss == np.inf].sum() + self.left_p
+        never = self.q[loss == -np.inf].sum() + self.left_q
+        slack = self.error + 8 * U * (2 + max(abs(g[0]), abs(g[-1])))
+        p, q = summed(self.p, self.p_error), summed(self.q, self.q_error)
+        return _from_masses(index, spacing, p, q, infinite=(always, never), slack=slack)
+
+
+def laplace(scale: float) -> Atoms | Monotone:
+    """Return the pair of Laplace noise of scale b: atoms at -1/b and 1/b, a density between.
+
+    P(L >= g) = 1 - e^{(g - 1/b)/2} / 2 for g in (-1/b, 1/b).
+    """
+    top = 1 / scale
+
+    def p_tails(g: Array) -> tuple[Array, Array]:
+        # below(g) = P(L < g): 0 up to -top, e^{(g-top)/2}/2 inside, 1 above top
+        inside = 0.5 * np.exp((np.clip(g, -top, top) - top) / 2)
+        below = np.where(g <= -top, 0.0, np.where(g > top, 1.0, inside))
+        return below, 1 - below
+
+    def q_tails(g: Array) -> tuple[Array, Array]:
+        above = np.where(
+            g <= -top, 1.0, np.where(g > top, 0.0, 0.5 * np.exp((-np.clip(g, -top, top) - top) / 2))
+        )
+        return 1 - above, above
+
+    return Monotone(
+        cut=lambda g: g,
+        p_tails=p_tails,
+        q_tails=q_tails,
+        ends=lambda tail: (-top, top),
+        size=min(top * top, 2 * top),
+    )
+
+
+def mixture(sigma: float, rate: float, group: int) -> Monotone:
+    """Return the pair of a group of k: sum_i Binom(k, q)(i) N(i, s^2) against N(0, s^2).
+
+    Source: module docstring; Ganesh 2024 (arXiv 2401.10294), Theorem 3.1.
+    """
+    sizes = np.arange(group + 1, dtype=float)
+    log_rest = math.log1p(-rate) if rate < 1 else -math.inf
+    weights = np.array(
+        [
+            math.comb(group, i) * rate**i * (math.exp((group - i) * log_rest) if i < group else 1.0)
+            for i in range(group + 1)
+        ]
+    )
+    scale = 1 / sigma**2
+
+    def loss(x: Array) -> Array:
+        with np.errstate(divide="ignore"):
+            terms = np.log(weights) + np.multiply.outer(x, sizes * scale) - 0.5 * sizes**2 * scale
+        return np.asarray(np.logaddexp.reduce(terms, axis=-1))
+
+    def cut(g: Array) -> Array:
+        low = np.full_like(g, -45 * sigma - 1)
+        high = np.full_like(g, group + 45 * sigma + 1)
+        inside = bisect_arrays(loss, g, low, high)
+        return np.where(loss(low) >= g, -np.inf, np.where(loss(high) < g, np.inf, inside))
+
+    def p_tails(x: Array) -> tuple[Array, Array]:
+        z = (x[:, None] - sizes) / sigma
+        return ndtr(z) @ weights, ndtr(-z) @ weights
+
+    def ends(tail: float) -> tuple[float, float]:
+        # of the upper tail: a group of 16 seldom has all 16 in one batch
+        reach = np.array([quantile(tail) * sigma])
+        x = bisect_arrays(lambda x: -p_tails(x)[1], np.array([-tail]), -reach, group + reach)
+        low, high = loss(np.concatenate([-reach, x]))
+        return float(low), float(high)
+
+    # twice the Kullback-Leibler divergence E_P(L - 1 + e^-L), by 16 Gauss-Hermite nodes for
+    # each number of hits that occurs
+    often = weights > 1e-12
+    nodes, shares = np.polynomial.hermite_e.hermegauss(16)
+    at = loss(np.add.outer(sizes[often], sigma * nodes))
+    with np.errstate(over="ignore"):
+        twice_kl = 2 * weights[often] @ (at + np.expm1(-at)) @ shares / math.sqrt(2 * math.pi)
+    steep = 1 + group * scale * (group + 45 * sigma + 1)
+    return Monotone(
+        cut=cut,
+        p_tails=p_tails,
+        q_tails=lambda x: (ndtr(x / sigma), ndtr(-x / sigma)),
+        ends=ends,
+        size=max(float(twice_kl), 1e-280),
+        slack=64 * U * steep + 4 * group * U,
+    )
+
+
+def substitution(sigma: float, rate: float) -> Monotone:
+    """Return the pair of one replaced example: (1-q) N(0) + q N(1) against (1-q) N(0) + q N(-1).
+
+    The loss grows with x and is g where sinh(x/s^2 - g/2) = sinh(g/2) (1-q) e^{1/2s^2} / q.
+    The pair is its own reverse (x -> -x).
+    Source: module docstring, with the advanced joint convexity of
+    Balle, Barthe & Gaboardi 2018: q H(N_1 || l N_-1 + (1-l) N_0) for both orders of the pair.
+    """
+    weight = (1 - rate) / rate * math.exp(min(0.5 / sigma**2, 600.0))
+
+    def cut(g: Array) -> Array:
+        half = g / 2
+        return np.asarray(sigma**2 * (half + np.arcsinh(weight * np.sinh(half))))
+
+    def tails(x: Array, center: float) -> tuple[Array, Array]:
+        z0, z1 = x / sigma, (x - center) / sigma
+        below, above = ((1 - rate) * ndtr(s * z0) + rate * ndtr(s * z1) for s in (1, -1))
+        return below, above
+
+    def ends(tail: float) -> tuple[float, float]:
+        x = 1 + quantile(tail) * sigma
+        above, below = log_mixture(rate, np.array([2 * x - 1, -2 * x - 1]) / (2 * sigma**2))
+        return float(below - above), float(above - below)
+
+    inverse = sigma**-2.0
+    chi = 2 * rate**2 * math.expm1(min(inverse, 50.0))
+    return Monotone(
+        cut=cut,
+        p_tails=lambda x: tails(x, 1.0),
+        q_tails=lambda x: tails(x, -1.0),
+        ends=ends,
+        size=min(chi, 4 * inverse + 4 * inverse**2),
+        slack=64 * U * (1 + inverse),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class FixedSize:
+    """Sampling without replacement, one example replaced: the larger curve of both directions.
+
+    With s' = s/2 and delta_r, delta_a those of (1-q) N(0) + q N(1) against N(0) and its reverse,
+    delta_r holds for epsilon >= 0 and delta_a for epsilon < 0. Joined at 0, where they agree (total
+    variation), they form a convex curve, hence a pair: the remove pair's cells above 0, the add
+    pair's cells below 0, and the missing mass, (1-q)(Phi(1/2s') - Phi(-1/2s')), as an atom at 0.
+
+    Source: Zhu, Dong & Wang 2022 (arXiv 2106.08567), Proposition 30 and Theorem 11 (subsampling
+    under replacement); Balle, Barthe & Gaboardi 2018, Theorem 11.
+    """
+
+    sigma: Array  # already halved
+    rate: Array
+
+    def span(self, tail: float) -> tuple[Array, Array]:
+        """Return an interval of losses symmetric around 0."""
+        _, high = Subsampled(self.sigma, self.rate).span(tail)
+        return -high, high
+
+    def variance(self) -> Array:
+        """Return about twice the variance of one direction."""
+        return 2 * Subsampled(self.sigma, self.rate).variance()
+
+    def cells(self, rows: Index, index: Index, spacing: float) -> Cells:
+        """Return the mass table, joined at loss 0."""
+        one = Subsampled(self.sigma, self.rate)
+        above = one.cells(rows, index[index >= 0], spacing)
+        below = flip(one.cells(rows, -index[index <= 0][::-1], spacing))
+        s, q = self.sigma[rows], self.rate[rows]
+        atom = ((1 - q) * (ndtr(0.5 / s) - ndtr(-0.5 / s)))[:, None]
+        first = np.zeros(above.p.mass.shape[1])
+        first[0] = 1.0
+        width = -math.expm1(-float(above.index[1] * spacing))
+
+        error = atom * 4 * NDTR_ERROR
+
+        def join(low: Side, high: Side, excess: Array | float) -> Side:
+            def joined(left: Array, right: Array, added: Array | float) -> Array:
+                return np.concatenate([left, right + added * first], axis=1)
+
+            return Side(
+                joined(low.mass, high.mass, atom),
+                excess=joined(low.excess, high.excess, excess),
+                mass_error=joined(low.mass_error, high.mass_error, error),
+                excess_error=joined(low.excess_error, high.excess_error, error),
+                bottom=low.bottom,
+                top=high.top,
+                infinite=low.infinite,
+            )
+
+        sides = join(below.p, above.p, 0.0), join(below.q, above.q, atom * width)
+        return Cells(index, spacing, *sides, np.maximum(below.slack, above.slack))
+
+
+def discrete_gaussian(sigma: float, shift: int) -> Atoms:
+    """Return the pair of integer Gaussians around `shift` and 0; far outcomes have infinite loss.
+
+    Source: Canonne, Kamath & Steinke 2020, definition 1.
+    """
+    reach = math.ceil(40 * sigma) + shift + 2
+    x = np.arange(-reach, reach + shift + 1, dtype=float)
+    p, q = np.exp(-0.5 * ((x - shift) / sigma) ** 2), np.exp(-0.5 * (x / sigma) ** 2)
+    # the tails beyond 40 sigma hold less than e^-790, which underflows a double
+    return Atoms(p / p.sum(), q / q.sum(), error=1e-12)
+
+
+def randomized_response(noise: float, buckets: int) -> Atoms:
+    """Return the pair of k-ary randomised response of two different true values."""
+    lie = noise / buckets
+    truth = 1 - noise + lie
+    rest = (buckets - 2) * lie
+    return Atoms(np.array([truth, lie, rest]), np.array([lie, truth, rest]))
+
+
+def black_box(epsilon: float, delta: float) -> Atoms:
+    """Return the pair of (epsilon, delta)-DP: delta at infinity, the rest randomised response.
+
+    Source: Kairouz, Oh & Viswanath 2015, Theorem 3.4 (it dominates every such mechanism).
+    """
+    high = (1 - delta) / (1 + math.exp(-epsilon))
+    low = high * math.exp(-epsilon)
+    return Atoms(np.array([delta, high, low, 0.0]), np.array([0.0, low, high, delta]))
+
+
+def table(p: tuple[float, ...], q: tuple[float, ...]) -> Atoms:
+    """Return the pair of the user's masses, normalised."""
+    first, second = np.array(p), np.array(q)
+    return Atoms(first / first.sum(), second / second.sum(), error=4 * U * (len(p) + 4))

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loops of one's own: which releases on record have not got their noise yet.
+
+    open_loop(plan, ledger).source = NoiseSource(plan)    # engine.make_loader
+    ledger.record(step)                                   # engine.record
+    loop_of(plan).take(step)                              # noisy_mean(grads, plan, step)
+
+`noisy_mean` and `add_noise` are given nothing but the plan, which leads to its open loop here.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+from dualdp import _validate
+from dualdp._validate import AccountingError
+from dualdp.ledger.ledger import Ledger, Release
+from dualdp.plan.plan import PrivacyPlan
+
+
+class OwnLoop:
+    """Releases of a loop of one's own whose noise was not drawn yet; its ledger holds it.
+
+    Attributes:
+        plan: `PrivacyPlan` of the run.
+        source: noise source of the backend, or None.
+    """
+
+    def __init__(self, plan: PrivacyPlan, ledger: Ledger) -> None:
+        self.plan, self.source = plan, object()
+        self._ledger = weakref.ref(ledger)
+        self._num_read = ledger.num_lines
+        self._waiting: dict[int, Release] = {}  # by step
+
+    @property
+    def waiting(self) -> dict[int, Release]:
+        """Releases on record whose noise was not drawn, by step; none from before a fork.
+
+        Raises:
+            AccountingError: the run has ended, or belongs to another process.
+        """
+        ledger = self._ledger()
+        if ledger is None:
+            raise AccountingError(
+                "The run of this loop has ended with its engine. Expected the engine to live as "
+                "long as its noise is asked for."
+            )
+        ledger.require_process()
+        for record in ledger.chain.records(self._num_read):
+            if "segment" in record:
+                self._waiting = {}
+            elif "r" in record:
+                release = ledger.release_on_record(*record["r"])
+                self._waiting[release.step] = release
+        self._num_read = ledger.num_lines
+        return self._waiting
+
+    def take(self, step: int) -> Release:
+        """Return the release of a step, once.
+
+        Raises:
+            AccountingError: the step is not on record, or its noise was drawn before.
+        """
+        found = self.waiting.pop(_validate.integer("step", step), None)
+        if found is None:
+            raise AccountingError(
+                f"step={step} has no release on record whose noise is still to be drawn. Expected "
+                "engine.record() before each noisy sum, and the noise of a step once."
+            )
+        return found
+
+
+_OPEN: weakref.WeakValueDictionary[int, OwnLoop] = weakref.WeakValueDictionary()
+
+
+def open_loop(plan: PrivacyPlan, ledger: Ledger) -> OwnLoop:
+    """Return the loop of a ledger, to which its plan leads as long as the ledger lives."""
+    loop = ledger.own_loop = OwnLoop(plan, ledger)
+    _OPEN[id(plan)] = loop  # the loop holds the plan, so that no other one has its id
+    return loop
+
+
+def loop_of(plan: PrivacyPlan) -> OwnLoop | None:
+    """Return the open loop of a plan, that which was opened last, or None."""
+    return _OPEN.get(id(plan))
+
+
+def take_any(num_releases: int) -> list[tuple[int | None, Release]]:
+    """Return (seed, release) of the next releases of all open loops, each release once.
+
+    Raises:
+        AccountingError: there are fewer whose noise was not drawn.
+    """
+    count = _validate.integer("num_releases", num_releases)
+    there = [(loop, step) for loop in list(_OPEN.values()) for step in sorted(loop.waiting)]
+    if len(there) < count:
+        raise AccountingError(
+            f"Noise of {count} releases was asked for, and {len(there)} are on record whose noise "
+            "was not drawn. Expected engine.record(num_steps=...) before."
+        )
+    return [(loop.plan.seed, loop.take(step)) for loop, step in there[:count]]

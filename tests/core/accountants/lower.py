@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Certified lower bounds on epsilon: what the accountants' upper bounds are compared with.
+
+The same mass tables and the same composition as above, rounded to the other side: neighbouring
+cells are merged (post-processing, so the result is dominated), masses are taken too small, and what
+the window wraps in is taken off.
+"""
+
+import dataclasses
+import math
+
+import numpy as np
+
+from dualdp import mechanisms
+from dualdp.accountants.base import as_gaussian, units
+from dualdp.accountants.pld_engine import certified, composition, pairs
+from dualdp.accountants.pld_engine.certified import Curve, Direction
+from dualdp.accountants.pld_engine.composition import Grid, Pmf, Sum, TiltError, Window
+from dualdp.accountants.pld_engine.pairs import Subsampled, Term, U
+
+#: Mechanisms whose dominating pair no data set attains, so that it gives no lower bound.
+NOT_ATTAINED = (mechanisms.BallsInBinsGaussian, mechanisms.FixedSizeSubsampledGaussian)
+
+
+def lower_pmf(cells, counts):
+    """Return a dominated pmf by merging neighbouring cells; second order for a smooth density.
+
+    The fraction alpha of a cell below the edge g and beta of the cell above it, merged, have
+    likelihood ratio e^g exactly if alpha (e^g q_j - p_j) = beta (p_{j+1} - e^g q_{j+1}), and at
+    least e^g if "<=" holds: alpha = s / (e^g deficit_j), beta = s / surplus_{j+1}, any s >= 0.
+    """
+    g = cells.index * cells.spacing
+    p = np.maximum(cells.p.mass - cells.p.mass_error, 0.0)
+    deficit = (cells.q.excess + cells.q.excess_error) * np.exp(g[1:])
+    surplus = np.maximum(cells.p.excess - cells.p.excess_error, 0.0)
+    alpha, beta = flux(deficit, surplus)
+    used = np.zeros_like(p)
+    used[:, :-1] += alpha
+    used[:, 1:] += beta
+    mass = np.zeros((p.shape[0], g.size))
+    mass[:, 1:-1] = alpha * p[:, :-1] + beta * p[:, 1:]
+    mass[:, :-1] += np.maximum(1 - used, 0.0) * p  # the rest goes down to its lower edge
+    infinite = cells.p.infinite * (1 - 1e-12)
+    return Pmf(mass * (1 - 1e-14), cells.index, infinite, cells.slack, counts)
+
+
+def flux(deficit, surplus):
+    """Fractions of the cells below and above each inner edge, at most 1 together in each cell."""
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        below = np.where(deficit[:, :-1] > 0, 1 / deficit[:, :-1], 0.0)
+        above = np.where(surplus[:, 1:] > 0, 1 / surplus[:, 1:], 0.0)
+        below[~np.isfinite(below)] = 0.0
+        above[~np.isfinite(above)] = 0.0
+        half = deficit * surplus / (deficit + surplus)
+        half[~np.isfinite(half)] = 0.0
+        lifted = np.sqrt(half[:, :-1] * half[:, 1:])
+        lifted[(below == 0) | (above == 0)] = 0.0
+
+    def usage(lifted):
+        total = np.zeros_like(deficit)
+        total[:, :-1] += lifted * below
+        total[:, 1:] += lifted * above
+        return total
+
+    for _ in range(3):  # towards full use of every cell
+        total = usage(lifted)
+        total[total <= 0] = 1.0
+        lifted = lifted * 2 / (total[:, :-1] + total[:, 1:])
+    total = np.maximum(usage(lifted) * (1 + 1e-14), 1.0)
+    lifted = lifted / np.maximum(total[:, :-1], total[:, 1:])
+    return lifted * below, lifted * above
+
+
+def lower_pmfs(terms, grid, tail):
+    """Yield dominated pmfs of all terms, 64 rows at a time."""
+    most = composition.MAX_LOSS
+    for term in terms:
+        low, high = term.pairs.span(tail)
+        low, high = max(float(low.min()), -most), min(float(high.max()), most)
+        ends = (
+            math.floor(min(0, low) / grid.spacing) - 1,
+            math.ceil(max(0, high) / grid.spacing) + 1,
+        )
+        for start in range(0, term.counts.size, 64):
+            rows = np.arange(start, min(start + 64, term.counts.size))
+            table = term.pairs.cells(rows, grid.edges(*ends), grid.spacing)
+            yield lower_pmf(pairs.flip(table) if term.flipped else table, term.counts[rows])
+
+
+def wrapped(composed):
+    """Return a bound on the delta that mass outside the window adds inside it."""
+    window, length = composed.window, composed.window.size * composed.spacing
+    decay = (window.chernoff - window.tilt) * length
+    if window.tilt <= 0 or decay <= 0:
+        return math.inf
+    outside = composed.log_mgf_chernoff - window.chernoff * window.start * composed.spacing
+    left = math.exp(-window.tilt * length) / -math.expm1(-window.tilt * length)
+    right = math.exp(min(outside + composed.relative - decay, 700)) / -math.expm1(-decay)
+    return left + right
+
+
+class LowerCurve(Curve):
+    """Delta of a composed pmf with every error taken off it."""
+
+    def __init__(self, composed):
+        super().__init__(dataclasses.replace(composed, slack=-composed.slack))
+        window = composed.window
+        exponents = (window.tilt + 1) * window.size * composed.spacing
+        error = U * (2 * window.size + 8 * min(exponents, 750.0) + 64)
+        mass = np.maximum(composed.mass - composed.rounding, 0.0)
+        first, second = certified.tail_sums(composed, mass)
+        self.first, self.second = first * (1 - error), second * (1 + error)
+        self.scale -= 2 * composed.relative
+        self.constant = -math.expm1(composed.log_finite) * (1 - 1e-12) - wrapped(composed)
+
+    def epsilon(self, delta):
+        """Return an epsilon below which delta is larger for certain; -inf if none is known."""
+        found, is_at_start = super().epsilon(delta)
+        if self.constant > delta:
+            return math.inf
+        return -math.inf if is_at_start or found == math.inf else found
+
+    def delta(self, epsilon):
+        """Return a lower bound on delta at an epsilon in the window."""
+        return super().delta(epsilon) if self.is_resolved else 0.0
+
+
+def composed(terms, grid, tail, window):
+    """Compose dominated pmfs in a window."""
+    total = Sum(window, grid.spacing)
+    total.add(lower_pmfs(terms, grid, tail))
+    return total.composed(window.start)
+
+
+def plan(guide, leak, start):
+    """(tilt, length, chernoff) of the shortest window that leaks at most `leak` into itself."""
+    theta, value, _, _ = guide.resolved()
+    if theta.size < 2:
+        raise TiltError
+    log_leak = math.log(leak)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        gaps = theta[None, :] - theta[:, None]
+        right = (value - theta * start - log_leak)[None, :] / gaps
+    right[gaps <= 0] = np.inf
+    length = np.maximum(-log_leak / theta, right.min(axis=1))
+    best = int(np.argmin(length[:-1]))
+    return theta[best], length[best], theta[int(np.argmin(right[best]))]
+
+
+def lower_epsilon(terms, delta, upper, rtol=1e-2):
+    """A certified lower bound on epsilon of composed pairs, 0 if none is known.
+
+    `upper` is an upper bound, below which the window is placed. The lattice is made finer until the
+    bounds differ by `rtol`, a few times at most.
+    """
+    direction, best = Direction(terms), 0.0
+    leak = min(1e-3, 0.1 * rtol) * delta
+    guide, spacing = direction.guide(delta), direction.base_spacing(1e-2) / 2
+    reach = min(float(np.mean(np.abs(term.pairs.span(0.1)[0]))) for term in terms)
+    spacing = min(spacing, max(0.05 * reach, 0.01 * spacing))
+    margin = 0.04 * upper + 4 * spacing
+    for _ in range(6):
+        start = max(upper - margin, 0.0)
+        try:
+            tilt, length, chernoff = plan(guide, leak, start)
+            fine = max(spacing, length / (1 << 20))
+            size = 1 << max(6, math.ceil(math.log2(length / fine + 4)))
+            window = Window(float(tilt), math.floor(start / fine), size, float(chernoff))
+            made = composed(terms, Grid(fine, 128), direction.tail(leak), window)
+        except TiltError:
+            break
+        found = LowerCurve(made).epsilon(delta)
+        best = max(best, found)
+        if upper - best <= max(rtol * upper, 1e-6) or fine > spacing:
+            break
+        if found == -math.inf and start > 0:
+            margin *= 3  # epsilon is below the window
+        else:
+            spacing /= 3
+    return min(best, upper)
+
+
+def lower(made, delta, rtol=1e-2):
+    """A certified lower bound on epsilon of an accountant's history, 0 if none is known."""
+    upper = made.epsilon_bounds(delta=delta, rtol=rtol)[2]
+    events = [(e, units(e, n)) for e, n in made.history if n and not isinstance(e, NOT_ATTAINED)]
+    if not events or not 0 < upper < math.inf:
+        return 0.0
+    views = [(made, False, False), (made, True, False)]
+    if made.neighboring_relation == "replace":
+        views = [(made, False, True)]
+    terms = [
+        [Term(*pair, flipped) for pair in attained(made, events, exact)]
+        for made, flipped, exact in views
+    ]
+    return max(lower_epsilon(one, delta, upper, rtol) for one in terms)
+
+
+def attained(made, events, exact):
+    """Pairs of all events that some data sets attain, with their counts."""
+    group = made.group_size
+    factor = group * (2 if made.neighboring_relation == "replace" else 1)
+    rows, found = [], []
+    for event, number in events:
+        sigma = as_gaussian(event)
+        match event:
+            case _ if sigma is not None:
+                rows.append((sigma / factor, 1.0, number))
+                continue
+            case mechanisms.PoissonSubsampledGaussian(sigma, rate) if group == 1 and not exact:
+                rows.append((sigma, rate, number))
+                continue
+            case mechanisms.PoissonSubsampledGaussian(sigma, rate):
+                family = pairs.mixture(sigma, rate, group)
+                family = pairs.substitution(sigma, rate) if exact else family
+            case mechanisms.Laplace(scale):
+                family = pairs.laplace(scale / factor)
+            case mechanisms.DiscreteGaussian(sigma):
+                family = pairs.discrete_gaussian(sigma, factor)
+            case mechanisms.RandomizedResponse(noise, buckets):
+                family = pairs.randomized_response(noise, buckets)
+            case mechanisms.ApproximateDP(epsilon, delta):
+                family = pairs.black_box(epsilon, delta)
+            case mechanisms.MassTable(p, q):
+                family = pairs.table(p, q)
+        found.append((family, np.array([float(number)])))
+    if rows:
+        sigmas, rates, counts = np.array(rows, dtype=float).T
+        found.append((Subsampled(sigmas, rates), counts))
+    return found
