@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A function of one's own gets a rule, so that its per-sample gradients cost no `vmap`.
 
-Without the rule it is exact already; with it, it is fast. See docs/adding_a_rule.md.
+Without the rule it is exact already; with it, it is fast. See docs/architecture.md.
 """
 
 import sys

@@ -2,7 +2,7 @@
 """Optimizer state in both backends, and its conversion.
 
 Torch counts steps in one float per parameter and has no momentum before the first step; optax
-counts in one integer and starts from zeros. docs/porting.md lists the settings that agree.
+counts in one integer and starts from zeros. docs/resuming.md lists the settings that agree.
 """
 
 from __future__ import annotations
