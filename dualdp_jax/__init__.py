@@ -17,6 +17,7 @@ from dualdp_jax.noise.noise import noisy_mean as noisy_mean
 from dualdp_jax.noise.optax_noise import AddNoiseState as AddNoiseState
 from dualdp_jax.noise.optax_noise import add_noise as add_noise
 from dualdp_jax.per_sample.api import ClippedGradSum as ClippedGradSum
+from dualdp_jax.per_sample.api import check as check
 from dualdp_jax.per_sample.api import clipped_grad_sum as clipped_grad_sum
 from dualdp_jax.per_sample.api import per_sample_grads as per_sample_grads
 from dualdp_jax.per_sample.api import per_sample_norms as per_sample_norms

@@ -23,9 +23,8 @@ from dualdp_jax.noise.recursion import rows_for
 from dualdp_jax.parallel.mesh import DataMesh, shardings, whole
 from dualdp_jax.per_sample import clip
 from dualdp_jax.per_sample.call import Answer, Call, Options, build, split_batch
-from dualdp_jax.per_sample.methods import check_method, choose, prepared
+from dualdp_jax.per_sample.methods import SUM, Request, answer, check_method, choose, prepared
 from dualdp_jax.per_sample.parameters import Parameters, split
-from dualdp_jax.per_sample.request import SUM, Request, answer
 from dualdp_jax.rules.arrays import widen
 from dualdp_jax.training import adam_bc
 from dualdp_jax.training.loader import LogicalBatch, PlannedLoader
@@ -76,6 +75,7 @@ class Rows(NamedTuple):
     mask: Any  # (examples,) bool, False for padding
     indices: Any  # (examples,) index of each example
     weights: Any = None  # (examples K,) weight of a row in the loss of its example; None for a mean
+    factors: Any = None  # (examples,) nan for the clip factors, else weights that a check takes
 
 
 class ComputedStep(NamedTuple):
@@ -139,6 +139,7 @@ class CompiledStep:
         else:
             zeros, numbers = self.data_mesh.zeros(trained, numbers)
         self._nothing = Totals(zeros, *numbers)
+        self.program: Any = None  # `Program` of the loss, which all compiled functions share
 
     @property
     def rows_of_each(self) -> int:
@@ -188,16 +189,25 @@ class CompiledStep:
         """Totals summed over the shards of a mesh."""
         return unreduced if self.data_mesh is None else self._jitted["collect"](unreduced)
 
-    def sums(
-        self, trained: Any, others: Any, rows: Any, dropout: Any, bound: float, after: Totals | None
-    ) -> list[Any]:
-        """Return the clipped sums of a chunk, added to unreduced totals (None: to zeros).
+    def weighted_sum(self, step: ComputedStep, weights: list[np.ndarray]) -> list[Any]:
+        """Return the sum of a step's gradients with these weights, per chunk (examples,).
 
         The compiled program is the one that computes the totals of a step.
         """
-        limit, start = np.asarray(bound, self.parameters.dtype), after or self._nothing
-        totals, _ = self._jitted["add"](trained, others, start, rows, dropout, limit)
+        limit, totals = np.asarray(step.bound, self.parameters.dtype), self._nothing
+        for (arrays, rows), part in zip(step.inputs, weights, strict=True):
+            chosen = rows._replace(factors=self.put(part))
+            totals, _ = self._jitted["add"](*arrays, totals, chosen, step.dropout, limit)
         return self._collected(totals).sums
+
+    @property
+    def zeros(self) -> list[Any]:
+        """Leaves like the sums, all zero."""
+        return self._collected(self._nothing).sums
+
+    def put(self, rows: Any) -> Any:
+        """Return an array of rows on the devices of the mesh."""
+        return rows if self.data_mesh is None else self.data_mesh.rows(rows)
 
     def release(
         self, state: TrainState, totals: Totals, step: int, seal: Any
@@ -234,13 +244,13 @@ class CompiledStep:
     def _inputs(self, params: Any, batch: LogicalBatch) -> tuple[list[Any], Any]:
         """Per chunk (arrays of the model, `Rows`), and the key data for dropout."""
         arrays = self.parameters.arrays(params)
-        put = (lambda rows: rows) if self.data_mesh is None else self.data_mesh.rows
-        rows = []
+        put, rows = self.put, []
         for c in batch.chunks:
             weights = None
             if self.has_weights:
                 weights = put(np.asarray(c.row_weights, self.parameters.dtype))
-            rows.append(Rows(split_batch(c.args)[0], put(c.mask), put(c.indices), weights))
+            factors = put(np.full(len(c.mask), np.nan, self.parameters.dtype))
+            rows.append(Rows(split_batch(c.args)[0], put(c.mask), put(c.indices), weights, factors))
         return [(arrays, row) for row in rows], self.plan.step_key("dropout", batch.step)
 
     def _numbers(self, step: int, seal: Any, sums: list[Any]) -> Release:
@@ -277,8 +287,11 @@ class CompiledStep:
             positions=positions,
             rows_per_unit=rows_per_unit,
             row_weights=rows.weights,
+            program=self.program,
         )
-        return build(loss_fn, parameters, self.rebuild(arrays), options)
+        call = build(loss_fn, parameters, self.rebuild(arrays), options)
+        self.program = call.program
+        return call
 
     def clipper(self, parameters: Parameters, bound: Any) -> clip.Clip:
         """Return the clipping of a step with the bound C."""
@@ -301,7 +314,8 @@ class CompiledStep:
         """Sums, the other `Totals` of some rows as a triple, and their norms, factors and aux."""
         call, mask = self.call(trained, others, rows, dropout), rows.mask
         request = Request(SUM, self.method, self.clipper(call.parameters, bound))
-        result = answer(request, prepared(call, self.method), mask, call.num_examples)
+        prepared_call, size = prepared(call, self.method), call.num_examples
+        result = answer(request, prepared_call, mask, size, rows.factors)
         numbers = (
             result.losses.sum().astype(self.parameters.dtype),
             mask.sum(dtype=jnp.int32),
