@@ -6,28 +6,8 @@ Letters: n examples, l loop steps, b blocks (independent products), t positions,
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
-
-_as_if: ContextVar[int | None] = ContextVar("num_examples", default=None)
-
-
-def num_examples(array: Any) -> int:
-    """Return the number of examples for cost choices: axis 0 of (n, ...), or that of `as_if`."""
-    found = _as_if.get()
-    return int(array.shape[0]) if found is None else found
-
-
-@contextlib.contextmanager
-def as_if(number: int) -> Iterator[None]:
-    """Context in which cost choices are made for `number` examples, in this thread."""
-    token = _as_if.set(number)
-    try:
-        yield
-    finally:
-        _as_if.reset(token)
 
 
 class Spec(NamedTuple):
@@ -57,13 +37,10 @@ class Choice(NamedTuple):
     Attributes:
         form: str, short name of the formula for its norm.
         keeps: bool, True if "auto" keeps the per-sample gradients.
-        is_small: bool, True if `vmap(grad)` is as fast here; "auto" takes it for a model all of
-            whose uses are small.
     """
 
     form: str = "gradients"
     keeps: bool = False
-    is_small: bool = False
 
 
 class Rule(NamedTuple):

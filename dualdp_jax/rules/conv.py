@@ -18,10 +18,14 @@ import numpy as np
 
 from dualdp import costs
 from dualdp_jax import compat
-from dualdp_jax.rules import small
 from dualdp_jax.rules.arrays import HIGHEST, drop, scaled, sq_norm, widen
-from dualdp_jax.rules.base import Choice, Rule, Spec, num_examples
+from dualdp_jax.rules.base import Choice, Rule, Spec
 from dualdp_jax.rules.estimate import Estimate, beside, of_gradients, of_gram, rounding
+
+#: Elements of kept gradients that fit a processor's cache: keeping costs next to nothing.
+CACHED = 2**18
+#: Elements of patches of few channels beyond which writing them costs as much as thin products.
+PATCHES = 2**22
 
 
 def _accepts(params: Mapping[str, Any], position: int, shapes: Sequence[Any]) -> bool:
@@ -120,8 +124,8 @@ def _prefers_patches(spec: Spec, grads_out: Any) -> bool:
     positions = math.prod(grads_out.shape[1:]) // grads_out.shape[1 + out[1]]
     channels = spec.shape[rhs[1]]
     inputs = channels * spec.params["feature_group_count"]
-    numbers = num_examples(grads_out) * positions * inputs * _num_offsets(spec)
-    return small.prefers_patches(channels, numbers)
+    numbers = grads_out.shape[0] * positions * inputs * _num_offsets(spec)
+    return channels == 1 or (channels <= 16 and numbers <= PATCHES)
 
 
 def _by_loop(function: Callable[..., Any], combine: Callable[[Any], Any]) -> Callable[..., Any]:
@@ -246,16 +250,13 @@ def _sizes(spec: Spec, x: Any, grads_out: Any) -> dict[str, int]:
 
 
 def choice(spec: Spec, others: tuple[Any, ...], grads_out: Any) -> Choice:
-    """Return the form of the cheapest norm, and whether to keep the gradients (outside loops).
-
-    Never small: XLA's partitioner gives wrong numbers for `vmap(grad)` of convolutions.
-    """
+    """Return the form of the cheapest norm, and whether to keep the gradients (outside loops)."""
     if spec.loops:
         return Choice()
     sizes = _sizes(spec, others[0], grads_out)
     if costs.convolution_prefers_gram(**sizes):
         return Choice("gram")
-    fits = num_examples(grads_out) * math.prod(spec.shape) <= small.CACHED
+    fits = grads_out.shape[0] * math.prod(spec.shape) <= CACHED
     return Choice("gradients", fits or costs.keeps_convolution(t=sizes["t"]))
 
 

@@ -13,9 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from dualdp import costs
-from dualdp_jax.rules import small
 from dualdp_jax.rules.arrays import HIGHEST, outer, weighted_outer, widen
-from dualdp_jax.rules.base import Choice, Rule, Spec, num_examples
+from dualdp_jax.rules.base import Choice, Rule, Spec
 from dualdp_jax.rules.estimate import Estimate, of_gradients, of_gram, of_lengths
 
 
@@ -113,12 +112,10 @@ def choice(spec: Spec, others: tuple[Any, ...], grads_out: Any) -> Choice:
     """Return the form of the cheapest norm, and whether to keep the gradients."""
     acts, grads = jax.eval_shape(partial(factors, spec), others, grads_out)
     _, _, t, d_in = acts.shape
-    n, sizes = num_examples(acts), {"t": t, "d_in": d_in, "d_out": grads.shape[3]}
-    is_kept = costs.keeps_gradient(n=n, **sizes)
-    steps = math.prod(grads_out.shape[1 : 1 + len(spec.loops)])
-    is_small = small.is_small("product" if t == 1 else "products", math.prod(spec.shape), n * steps)
+    sizes = {"t": t, "d_in": d_in, "d_out": grads.shape[3]}
     form = "gram" if costs.prefers_gram(**sizes) else "gradients"
-    return Choice("lengths" if t == 1 else form, is_kept, is_small or (is_kept and not spec.loops))
+    is_kept = costs.keeps_gradient(n=acts.shape[0], **sizes)
+    return Choice("lengths" if t == 1 else form, is_kept)
 
 
 def outer_products(spec: Spec, others: tuple[Any, ...], grads_out: Any) -> Any:

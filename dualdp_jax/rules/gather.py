@@ -12,9 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from dualdp_jax import compat
-from dualdp_jax.rules import small
 from dualdp_jax.rules.arrays import scaled, sq_norm, widen
-from dualdp_jax.rules.base import Choice, Rule, Spec, num_examples
+from dualdp_jax.rules.base import Choice, Rule, Spec
 from dualdp_jax.rules.estimate import Estimate, of_lengths, rounding
 
 
@@ -205,10 +204,8 @@ def weighted_sum(spec: Spec, others: tuple[Any, ...], grads_out: Any, weights: A
 
 
 def choice(spec: Spec, others: tuple[Any, ...], grads_out: Any) -> Choice:
-    """Return the form of the norm, and whether a table per example and step is small."""
-    copies = num_examples(grads_out) * math.prod(grads_out.shape[1 : 1 + len(spec.loops)])
-    form = "counts" if _adds_all_rows(spec, others[0]) else "rows"
-    return Choice(form, False, small.is_small("lookup", math.prod(spec.shape), copies))
+    """Return the form of the norm; tables of gradients are never kept."""
+    return Choice("counts" if _adds_all_rows(spec, others[0]) else "rows")
 
 
 def outer_products(spec: Spec, others: tuple[Any, ...], grads_out: Any) -> Any:

@@ -26,9 +26,8 @@ from dualdp_jax.noise.noise import Noise, noised_mean
 from dualdp_jax.parallel.mesh import DataMesh, shardings, whole
 from dualdp_jax.per_sample import clip
 from dualdp_jax.per_sample.call import Answer, Call, Options, build
-from dualdp_jax.per_sample.methods import check_method, choose, prepared
+from dualdp_jax.per_sample.methods import SUM, Request, answer, check_method, choose, prepared
 from dualdp_jax.per_sample.parameters import Parameters, split
-from dualdp_jax.per_sample.request import SUM, Request, answer
 from dualdp_jax.rules.arrays import widen
 from dualdp_jax.training.loader import PlannedLoader
 from dualdp_jax.training.views import loss_of_view
@@ -141,6 +140,8 @@ class CompiledStep:
         else:
             zeros, numbers = self.data_mesh.zeros(trained, numbers)
         self._nothing = Totals(zeros, *numbers)
+        self.program: Any = None  # `Program` of the loss, which all compiled functions share
+        self._no_factors: Any = None  # (examples,) nan of one chunk, on the devices
 
     @property
     def rows_of_each(self) -> int:
@@ -181,7 +182,11 @@ class CompiledStep:
         """
         unreduced, answers, add = self._nothing, list[Answer](), self._jitted["add"]
         limit, arrays = np.asarray(bound, self.dtype), self.arrays(params)
+        if self._no_factors is None:
+            none = np.full(len(batch.parts[0].mask), np.nan, self.dtype)
+            self._no_factors = self.put(none)
         parts = batch.parts if self.data_mesh is None else [*map(self._placed, batch.parts)]
+        parts = [rows._replace(factors=self._no_factors) for rows in parts]
         for rows in parts:
             unreduced, answer = add(*arrays, unreduced, rows, dropout, limit)
             answers.append(answer)
@@ -200,16 +205,26 @@ class CompiledStep:
         assert self.data_mesh is not None
         return Rows(part.arrays, *jax.tree.map(self.data_mesh.rows, part[1:]))
 
-    def sums(
-        self, trained: Any, others: Any, rows: Any, dropout: Any, bound: float, after: Totals | None
-    ) -> list[Any]:
-        """Return the clipped sums of a chunk, added to unreduced totals (None: to zeros).
+    def weighted_sum(self, step: ComputedStep, weights: list[np.ndarray]) -> list[Any]:
+        """Return the sum of a step's gradients with these weights, per chunk (examples,).
 
         The compiled program is the one that computes the totals of a step.
         """
-        limit, start = np.asarray(bound, self.dtype), after or self._nothing
-        totals, _ = self._jitted["add"](trained, others, start, rows, dropout, limit)
+        limit, totals = np.asarray(step.bound, self.dtype), self._nothing
+        for (arrays, rows), part in zip(step.inputs, weights, strict=True):
+            chosen = rows._replace(factors=self.put(part))
+            totals, _ = self._jitted["add"](*arrays, totals, chosen, step.dropout, limit)
         return (totals if self.data_mesh is None else self._jitted["collect"](totals)).sums
+
+    @property
+    def zeros(self) -> list[Any]:
+        """Leaves like the sums, all zero."""
+        nothing = self._nothing
+        return (nothing if self.data_mesh is None else self._jitted["collect"](nothing)).sums
+
+    def put(self, rows: Any) -> Any:
+        """Return an array of rows on the devices of the mesh."""
+        return rows if self.data_mesh is None else self.data_mesh.rows(rows)
 
     def release(
         self,
@@ -279,8 +294,11 @@ class CompiledStep:
             positions=positions,
             rows_per_unit=rows_per_unit,
             row_weights=None if rows.weights is None else rows.weights.astype(parameters.dtype),
+            program=self.program,
         )
-        return build(loss_fn, parameters, self.rebuild(arrays), options)
+        call = build(loss_fn, parameters, self.rebuild(arrays), options)
+        self.program = call.program
+        return call
 
     def clipper(self, parameters: Parameters, bound: Any) -> clip.Clip:
         """Return the clipping of a step with the bound C."""
@@ -303,7 +321,8 @@ class CompiledStep:
         """Sums, the other `Totals` of some rows as a triple, and their norms, factors and aux."""
         call, mask = self.call(trained, others, rows, dropout), rows.mask
         request = Request(SUM, self.method, self.clipper(call.parameters, bound))
-        result = answer(request, prepared(call, self.method), mask, call.num_examples)
+        prepared_call, size = prepared(call, self.method), call.num_examples
+        result = answer(request, prepared_call, mask, size, rows.factors)
         numbers = (
             result.losses.sum().astype(self.dtype),
             mask.sum(dtype=jnp.int32),
