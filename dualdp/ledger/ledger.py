@@ -22,6 +22,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, NoReturn, Self
@@ -180,7 +181,7 @@ class Ledger:
             "accountant": name,
             "columns": COLUMNS if plan.is_adaptive else COLUMNS[:3],
             "version": __version__,
-            "id": fresh_bits(8).hex(),  # tells two runs of one plan apart
+            "id": secrets.token_hex(8),  # public, tells two runs of one plan apart
         }
         self._open(plan, name, Chain())
         self.chain.append(header)
@@ -298,7 +299,7 @@ class Ledger:
 
     def _begin(self, step: int, noise_scale: float, bound: float | None) -> None:
         """Append the line of a new segment."""
-        record: Record = {"segment": step, "noise_scale": noise_scale, "id": fresh_bits(8).hex()}
+        record: Record = {"segment": step, "noise_scale": noise_scale, "id": secrets.token_hex(8)}
         if self.plan.is_adaptive:
             record["max_grad_norm"] = _validate.positive("bound", bound)
         self.chain.append(record)

@@ -22,12 +22,14 @@ import dualdp.units
 import dualdp_jax as dpj
 from dualdp import ExactnessError, UnsupportedLayerError, checkpoint, correlated
 from dualdp.plan.schedules import AdaptiveNorm
+from dualdp.randomness import bits, noise_bits
 from dualdp_jax.checkpoint.sharded import (
     consolidate_checkpoint,
     load_sharded_checkpoint,
     save_sharded_checkpoint,
 )
-from dualdp_jax.noise import noise, recursion
+from dualdp_jax.noise import correlated as correlated_noise
+from dualdp_jax.noise import noise
 from dualdp_jax.parallel.mesh import DataMesh
 from tests.only_jax.workers import launch
 from tests.only_jax.workers.models import (
@@ -240,15 +242,12 @@ def _noise_alone(kind, mesh=None, split=None, steps=2, **changes):
     model = params, lambda p, x, y: 0.0 * (p["w"].sum() + p["b"].sum() + p["odd"].sum()), mlp()[2]
     keeper = optax.GradientTransformation(
         lambda p: jax.tree.map(jnp.zeros_like, p),
-        lambda g, s, p=None: (jax.tree.map(jnp.zeros_like, g), g),
+        lambda g, s, p=None: (jax.tree.map(lambda x: 0 * x, g), g),
     )
     seed = None if kind == "secure" else 5
-    run = plan(noise=kind, num_steps=steps, seed=seed, key=_KEY, **changes)
+    run = plan(noise=kind, num_steps=steps, seed=seed, **changes)
     _, step, state, loader = begin(model, mesh, split, run=run, optimizer=keeper)
     return train(step, state, loader).opt_state
-
-
-_KEY = None
 
 
 #: Where parameters lie: on one device, on each of eight, and split over eight and over four.
@@ -264,21 +263,17 @@ def _same_bits(found):
     for other in found[1:]:
         for one, two in zip(*map(jax.tree.leaves, (found[0], other)), strict=True):
             np.testing.assert_array_equal(np.asarray(one), np.asarray(two))
-    assert found[2]["w"].sharding.spec == P("data", None)
+    assert found[2]["w"].sharding.spec[0] == "data"
 
 
 def noise_is_that_of_one_device_bitwise():
-    from dualdp.randomness import RootKey
-
-    global _KEY
-    for kind in ("fast", "secure"):
-        found = []
-        for at in _PLACES:
-            _KEY = RootKey(b"a key of 16 byte") if kind == "secure" else None
-            _forget(_KEY)
-            found.append(_noise_alone(kind, *at()))
-        _KEY = None
-        _same_bits(found)
+    """Of the same bits, which are fresh otherwise."""
+    plain, bits.fresh_bits = bits.fresh_bits, lambda size=64: bytes(range(size))
+    try:
+        for kind in ("fast", "secure"):
+            _same_bits([_noise_alone(kind, *at()) for at in _PLACES])
+    finally:
+        bits.fresh_bits = plain
 
 
 CORRELATED = {
@@ -297,20 +292,13 @@ def correlated_noise_is_that_of_one_device_bitwise():
         for at in _PLACES[:3]:
             here = place(sums, *at(), "float32") if at() else jax.tree.map(jnp.float32, sums)
             run = plan(correlation=CORRELATED[name], **changes)
-            release = noise.release_at(run, 3, like=here, rows=recursion.rows_for(run))
-            placed = jax.tree.map(lambda leaf: leaf.sharding, here) if at() else None
-            found.append(jax.jit(noise.noised_mean, out_shardings=placed)(here, release))
+            drawn = noise.NoiseSource(run).drawn(
+                jax.tree.leaves(here), noise._free(run, 3, None), noise_bits(5, 3)
+            )
+            found.append(jax.tree.unflatten(jax.tree.structure(here), drawn.source))
         _same_bits(found)
     changes = {"steps": 4, "sampler": "fixed_order", "correlation": CORRELATED["band"]}
     _same_bits([_noise_alone("fast", *at(), **changes) for at in _PLACES[:3]])
-
-
-def _forget(key):
-    """Let several runs have one key, which only a test may."""
-    from dualdp.randomness import run_registry
-
-    if key is not None:
-        run_registry._secret.pop(key.sha256, None)
 
 
 def stddev_of_noise(mesh=None, split=None):
@@ -330,16 +318,15 @@ def noise_of_every_shard_would_be_seen():
     """The wrong twin: each shard adds noise of its own, and the sum of all is taken."""
     plain = noise.noised_mean
 
-    def eight_times(grads, release):
-        key = jax.random.wrap_key_data(release.source.keys[0], impl="threefry2x32")
+    def eight_times(sums, drawn):
+        key = jax.random.wrap_key_data(drawn.source.key, impl="threefry2x32")
         for shard in range(7):
             other = jax.random.key_data(jax.random.fold_in(key, 1000 + shard))
-            source = release.source._replace(keys=other[None])
-            zero = jax.tree.map(jnp.zeros_like, grads)
-            more = plain(zero, release._replace(source=source))
-            size = release.expected_batch_size
-            grads = jax.tree.map(lambda g, m: g + m * size, grads, more)  # noqa: B023
-        return plain(grads, release)
+            zero = jax.tree.map(jnp.zeros_like, sums)
+            more = plain(zero, drawn._replace(source=drawn.source._replace(key=other)))
+            size = drawn.expected_batch_size
+            sums = jax.tree.map(lambda g, m: g + m * size, sums, more)  # noqa: B023
+        return plain(sums, drawn)
 
     from dualdp_jax.training import step
 
@@ -362,22 +349,22 @@ def _programs(split, **changes):
     at = {"mesh": mesh_of((8,)), "split": split}
     engine, step, state, loader = begin(model, run=plan(num_steps=1, **changes), **at)
     run, batch = engine._run, next(iter(loader))
-    inputs, dropout = run._inputs(state.params, batch)
-    (arrays, rows), *_ = inputs
-    totals = run._nothing
+    computed = run.computed(state.params, batch, np.zeros(2, np.uint32), 0.5)
+    (arrays, rows), *_ = computed.inputs
+    totals, dropout = run._nothing, np.zeros(2, np.uint32)
     add = run._jitted["add"].lower(*arrays, totals, rows, dropout, np.float32(1)).compile()
     collect = run._jitted["collect"].lower(totals).compile()
     whole = run._jitted["collect"](totals)
-    from dualdp.ledger.release_record import Seal
-
-    numbers = run._numbers(0, Seal(0, 0, 0.5, 1.0, 24.0, False), whole.sums)
-    update = run._jitted["update"].lower(arrays[0], state.opt_state, whole, numbers).compile()
+    release = engine.ledger.record(0)
+    drawn = engine._source.drawn(whole.sums, release, noise_bits(5, 0))
+    update = run._jitted["update"].lower(arrays[0], state.opt_state, whole, drawn).compile()
     texts = {"add": add.as_text(), "collect": collect.as_text(), "update": update.as_text()}
-    if run._rows is not None:
-        layout = recursion._layout_of(run.parameters.like(whole.sums))
-        _, following = recursion._programs(run._rows._recursion, layout)
-        kept, key, order = run._rows._kept, np.zeros(2, np.uint32), run._rows._order(1)
-        texts["rows"] = following.lower(kept.rows, key, order).compile().as_text()
+    if run.plan.is_correlated:
+        held = engine._source._held
+        key = np.zeros(2, np.uint32)
+        texts["normals"] = noise._drawing(held.layout).lower(key).compile().as_text()
+        given = (list(drawn.source), tuple(held.kept), np.zeros(len(held.kept)))
+        texts["filter"] = correlated_noise._added.lower(*given).compile().as_text()
     return texts, 4 * sum(leaf.size for leaf in params.values())
 
 
@@ -420,14 +407,13 @@ def no_device_holds_the_whole_noise():
 def no_device_draws_the_correlated_noise_of_another():
     for name, strategy in CORRELATED.items():
         texts, _ = _programs("data", sampler="fixed_order", correlation=strategy)
-        for program in {"update", "rows"} & texts.keys():
+        for program in ("update", "normals", "filter"):
             assert "8,48" in texts[program]
             assert not re.search(r"\[(\d+,)?(64,48|48,8|3072|384)\]", texts[program]), (
                 name,
                 program,
             )
             assert moved(texts[program]) == {}
-        assert ("rows" in texts) == (name != "window")
 
 
 # ---------------------------------------------------------------------- loops of the user's own
@@ -446,25 +432,21 @@ def own_loop():
         params = given["params"]
 
         @jax.jit
-        def update(params, opt_state, sums):
-            updates, opt_state = optimizer.update(sums, opt_state, params)  # noqa: B023
+        def update(params, opt_state, sums, key):
+            updates, opt_state = optimizer.update(sums, opt_state, params, key=key)  # noqa: B023
             return optax.apply_updates(params, updates), opt_state
-
-        def sums(params, chunk, loss=given["loss_fn"]):
-            return dpj.clipped_grad_sum(
-                loss, params, *chunk.args, max_grad_norm=0.5, mask=chunk.mask
-            ).grads
 
         opt_state = optimizer.init(params)
         for batch in loader.remaining():
             engine.record()
-            total = [sums(params, chunk) for chunk in batch.chunks]
+            total = [dpj.clipped_grad_sum(given["loss_fn"], params, c).grads for c in batch.chunks]
             total = jax.tree.map(lambda *parts: sum(parts), *total)
             if batch.step == 0:
                 # Another plan object, since the noise of this run is handed out once.
                 ends.append(dpj.noisy_mean(total, plan(num_steps=6, physical_batch_size=8), 0))
-            params, opt_state = update(params, opt_state, total)
+            params, opt_state = update(params, opt_state, total, dpj.noise_keys(1)[0])
         ends.append(params)
+        engine.detach()
     assert distance(ends[2], ends[0]) <= 1e-5
     assert distance(ends[3], ends[1]) <= 1e-5
 
@@ -519,7 +501,7 @@ def _goes_on(load, path, at, state, expected):
     step, found, loader = engine.resume(**given)
     again = train(step, found, loader)
     assert distance(again.params, expected.params) <= 1e-5
-    assert (again.step, len(engine.ledger)) == (6, 6)
+    assert (again.step, len(engine.ledger)) == (6, 6)  # nothing ran again
     engine.detach()
 
 
@@ -541,7 +523,7 @@ def a_consolidated_folder_is_the_file():
         (theirs, document), (ours, other) = (
             checkpoint.read(path) for path in (folder / "file", folder / "elsewhere" / "file")
         )
-        assert other.pop("ledger_file") == "../" + document.pop("ledger_file")
+        assert other["ledger"].pop("file") == "../" + document["ledger"].pop("file")
         assert other == document
         assert ours.keys() == theirs.keys()
         for key, array in ours.items():
@@ -583,7 +565,7 @@ def an_interrupted_sharded_save_leaves_the_older_one():
         assert distance(found.params, first.params) == 0
         step, found, loader = engine.resume(**given)
         found = train(step, found, loader, 1)
-        assert len(engine.ledger) == 2, "a replay"
+        assert len(engine.ledger) == 3, "the second step ran again"
         save_sharded_checkpoint(path, state=found, engine=engine)
         assert [entry.name for entry in path.iterdir() if entry.name.isdigit()] == ["2"]
 
