@@ -23,7 +23,9 @@ from dualdp._validate import AccountingError
 _count = functools.partial(_validate.integer, minimum=1)
 _CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
     "noise_multiplier": _validate.non_negative,
-    "sample_rate": lambda name, value: _validate.sample_rate(value),
+    "sample_rate": functools.partial(
+        _validate.probability, hint="use expected_batch_size / num_examples"
+    ),
     "num_examples": _count,
     "max_batch_size": _count,
     "num_bins": _count,
@@ -47,8 +49,9 @@ class Mechanism:
 
     def __post_init__(self) -> None:
         """Validate every field by its name; a name has one meaning in all mechanisms."""
-        names = [name for name in self.__dataclass_fields__ if name in _CHECKS]
-        self._set(**{name: _CHECKS[name](name, getattr(self, name)) for name in names})
+        for name in self.__dataclass_fields__:
+            if name in _CHECKS:
+                object.__setattr__(self, name, _CHECKS[name](name, getattr(self, name)))
 
     def _set(self, **values: object) -> None:
         """Set validated values on the frozen dataclass."""
@@ -257,8 +260,6 @@ def event(
     ShuffledGaussian(noise_multiplier=1.0, num_batches=100)
     """
     name = _validate.choice("sampler", sampler, SAMPLERS)
-    noise = _validate.non_negative("noise_multiplier", noise_multiplier)
-    rate = _validate.sample_rate(sample_rate)
     if max_batch_size is not None and name != "truncated_poisson":
         raise AccountingError(
             f"max_batch_size={max_batch_size!r} with sampler={name!r}, whose epsilon does not hold "
@@ -270,16 +271,20 @@ def event(
             "anew in each pass. Use sampler='balls_in_bins', or no epochs_per_assignment."
         )
     if name == "poisson":
-        return PoissonSubsampledGaussian(noise, rate)
+        return PoissonSubsampledGaussian(noise_multiplier, sample_rate)
     if name == "fixed_size":
-        return FixedSizeSubsampledGaussian(noise, rate)
+        return FixedSizeSubsampledGaussian(noise_multiplier, sample_rate)
     if name == "truncated_poisson":
         if num_examples is None or max_batch_size is None:
             raise AccountingError(
                 "sampler='truncated_poisson' needs num_examples and max_batch_size: its epsilon "
                 "depends on how often a batch is cut. Give both, or use sampler='poisson'."
             )
-        return TruncatedPoissonSubsampledGaussian(noise, rate, num_examples, max_batch_size)
+        return TruncatedPoissonSubsampledGaussian(
+            noise_multiplier, sample_rate, num_examples, max_batch_size
+        )
+    noise = _validate.non_negative("noise_multiplier", noise_multiplier)
+    rate = _validate.sample_rate(sample_rate)
     if name == "balls_in_bins":
         bins = 0 if rate == 0 else round(1 / rate)
         if bins < 1 or abs(bins * rate - 1) > 1e-9:

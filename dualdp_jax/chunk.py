@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, NamedTuple, ParamSpec, TypeVar
@@ -37,11 +37,28 @@ class Rows(NamedTuple):
 
 
 class Origin:
-    """What all chunks of one loader have in common; compiled functions are those of one loader."""
+    """What all chunks of one loader have in common; compiled functions are those of one loader.
 
-    def __init__(self, plan: PrivacyPlan, rebuild: Callable[[list[Any]], tuple[Any, ...]]) -> None:
-        self.plan, self.rebuild = plan, rebuild
+    Args:
+        plan: `PrivacyPlan` that draws them.
+        data: arguments of the loss after the parameters, with the whole data in the place of rows.
+    """
+
+    def __init__(self, plan: PrivacyPlan, data: tuple[Any, ...]) -> None:
+        leaves, self._treedef = jax.tree.flatten(data)
+        self._others = [None if _is_array(leaf) else (leaf,) for leaf in leaves]
+        self.plan = plan
         self._loop: weakref.ref[OwnLoop] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_loop": None}  # a pickle leads to no run
+
+    def rebuild(self, arrays: Iterable[Any]) -> tuple[Any, ...]:
+        """Return the arguments of the loss with these arrays in the place of those of the data."""
+        rest = iter(arrays)
+        leaves = [next(rest) if other is None else other[0] for other in self._others]
+        found: tuple[Any, ...] = jax.tree.unflatten(self._treedef, leaves)
+        return found
 
     @property
     def loop(self) -> OwnLoop | None:
@@ -168,6 +185,10 @@ def taking_chunks(function: Callable[P, T]) -> Callable[P, T]:
         return function(*args, **given)
 
     return call
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array | np.ndarray)
 
 
 def _joined(columns: Any) -> Any:

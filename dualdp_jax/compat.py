@@ -35,8 +35,13 @@ def in_trace() -> bool:
     return not _core.trace_state_clean()
 
 
+def is_of_this_trace(value: jax.Array) -> bool:
+    """True for a traced value that does not come from outside of the innermost transformation."""
+    return getattr(value, "_trace", None) is _core.trace_ctx.trace
+
+
 def wrap_key(data: Any) -> Any:
-    """Return a typed threefry key from (2,) uint32 key data of `plan.step_key`."""
+    """Return a typed threefry key from (2,) uint32 key data."""
     return jax.random.wrap_key_data(data, impl="threefry2x32")
 
 

@@ -9,11 +9,11 @@
 
 A file holds one JSON object a line (`dualdp.ledger.chain`):
 
-    {"dualdp_ledger":2, "plan":..., "accountant":..., "columns":..., "version":...}
+    {"dualdp_ledger":2, "plan":..., "accountant":..., "columns":..., "version":..., "id":...}
     {"r":[step, noise_multiplier, sample_rate]}           a release; the columns are the header's
     {"check":step}                                        a check that passed
     {"check":step, "failed":{...}}                        one that did not
-    {"segment":step, "noise_scale":1.0}                   the run was resumed at this step
+    {"segment":step, "noise_scale":1.0, "id":...}         the run was resumed at this step
     {"note":{...}}                                        a public fact about the run
 """
 
@@ -180,6 +180,7 @@ class Ledger:
             "accountant": name,
             "columns": COLUMNS if plan.is_adaptive else COLUMNS[:3],
             "version": __version__,
+            "id": fresh_bits(8).hex(),  # tells two runs of one plan apart
         }
         self._open(plan, name, Chain())
         self.chain.append(header)
@@ -297,7 +298,7 @@ class Ledger:
 
     def _begin(self, step: int, noise_scale: float, bound: float | None) -> None:
         """Append the line of a new segment."""
-        record: Record = {"segment": step, "noise_scale": noise_scale}
+        record: Record = {"segment": step, "noise_scale": noise_scale, "id": fresh_bits(8).hex()}
         if self.plan.is_adaptive:
             record["max_grad_norm"] = _validate.positive("bound", bound)
         self.chain.append(record)

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from dualdp import accountants
+from dualdp import accountants, mechanisms
 from dualdp._validate import AccountingError
 from dualdp.accountants.base import Accountant
 from dualdp.accountants.search import check_target, smallest_scale
@@ -116,7 +116,7 @@ def _compose(
     event = _event(cost, noise, cost.expected_batch_size_at(0) if size is None else size)
     if cost.sampler == "shuffle":  # B / n would count a batch less where B does not divide n
         event["sample_rate"] = 1 / cost.separation
-    spent.step(num_steps=count, **event)
+    spent.compose(mechanisms.event(**event), count)
 
 
 def _by_passes(cost: Cost, segment: Segment) -> list[int]:
@@ -188,9 +188,9 @@ def stretches(cost: Cost, start: int, stop: int) -> list[tuple[float, float, int
     """
     if stop <= start:
         return []
-    schedules = cost.noise_multiplier, cost.expected_batch_size
-    if all(isinstance(schedule, Constant) for schedule in schedules):
-        return [(cost.noise_multiplier_at(0), cost.expected_batch_size_at(0), stop - start)]
+    schedules = noise, size = cost.noise_multiplier, cost.expected_batch_size
+    if isinstance(noise, Constant) and isinstance(size, Constant):
+        return [(float(noise), float(size), stop - start)]
     settled = max(start, *(settles_at(schedule) for schedule in schedules))
     tail = stop if settled >= stop else int(settled)
     if tail - start > _MOST_TABULATED:
@@ -199,11 +199,11 @@ def stretches(cost: Cost, start: int, stop: int) -> list[tuple[float, float, int
             f"Expected at most {_MOST_TABULATED}, or a schedule that settles, such as 'linear'."
         )
     index = np.arange(start, tail + (stop > tail))  # includes one of the steps with constant values
-    noise = values_at("noise_multiplier", schedules[0], index, cost.num_examples)
-    size = values_at("expected_batch_size", schedules[1], index, cost.num_examples)
+    noises = values_at("noise_multiplier", noise, index, cost.num_examples)
+    sizes = values_at("expected_batch_size", size, index, cost.num_examples)
     counts = np.ones(index.size, dtype=np.int64)
     counts[tail - start :] = stop - tail
-    pairs, index_of = np.unique(noise + 1j * size, return_inverse=True)
+    pairs, index_of = np.unique(noises + 1j * sizes, return_inverse=True)
     totals = np.zeros(pairs.size, dtype=np.int64)
     np.add.at(totals, index_of, counts)
     return [(p.real, p.imag, n) for p, n in zip(pairs.tolist(), totals.tolist(), strict=True)]

@@ -406,6 +406,12 @@ def _check_trace(grads: Any, key: Any) -> None:
             "of the compiled function would add the same noise. Expected key=, a row of "
             "dpj.noise_keys(n) that is an argument of that function, or the call outside of it."
         )
+    if not compat.is_of_this_trace(key):
+        raise TypeError(
+            "noisy_mean (or add_noise) is inside scan, vmap, grad or another jit, and its key "
+            "comes from outside of that: every turn would add the same noise. Expected a key for "
+            "each turn, such as the xs of the scan, or the call outside of it."
+        )
     if axes := sorted(compat.manual_axes(grads)):
         raise TypeError(
             f"noisy_mean (or add_noise) is inside shard_map or pmap, over {axes}: each device "

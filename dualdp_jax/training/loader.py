@@ -79,12 +79,12 @@ class PlannedLoader:
         interrupted: int = 0,
         users: UserRows | None = None,
     ) -> None:
-        self.arrays, num_rows, rebuild = split_batch(data)
+        self.arrays, num_rows, _ = split_batch(data)
         refuse_unsplit_numbers(data, num_rows)
         require_units(plan, num_rows, users)
         _require_items(self.arrays, plan.rows_per_item)
         self.plan, self.bits, self.users, self._data_mesh = plan, bits, users, data_mesh
-        self._span, self._bound, self.origin = span, bound, Origin(plan, rebuild)
+        self._span, self._bound, self.origin = span, bound, Origin(plan, data)
         self.handed_out = HandedOut(pass_end=interrupted)
         self._interrupted, self._is_whole = interrupted, False
         shards = 1 if data_mesh is None else data_mesh.num_shards

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints: whole or refused by what is wrong with them; the key never inside."""
+"""Checkpoints: whole or refused by what is wrong with them, and without any secret."""
 
-import os
+import json
 
 import numpy as np
 import pytest
@@ -9,6 +9,8 @@ from safetensors.numpy import save_file
 
 import dualdp
 from dualdp import checkpoint
+from dualdp.plan.accounting import Segment
+from dualdp.plan.schedules import AdaptiveNorm
 from tests.core.ledger.test_ledger import release
 from tests.core.plan.test_plan import make
 
@@ -19,13 +21,27 @@ ARRAYS = {
 }
 
 
+def save(path, ledger, **changes):
+    """Write a checkpoint of a run."""
+    known = {"stack": "none", "settings": {"checks": 0.5}, "trained": ["a"]}
+    document = checkpoint.describe_run(
+        ledger, path, **{**known, "parameters": ["a", "b"], **changes}
+    )
+    checkpoint.write(path, ARRAYS, document)
+
+
 def saved(path, steps=3, **changes):
-    """A run of some steps, saved; its ledger and key lie beside."""
+    """A run of some steps, saved; its ledger lies beside."""
     ledger = dualdp.Ledger(make(**changes))
     for step in range(steps):
         release(ledger, step)
-    checkpoint.write(path, ARRAYS, {"stack": "none", **checkpoint.pack_run(ledger, path)})
+    save(path, ledger)
     return ledger
+
+
+def opened(path, **options):
+    """The ledger of a saved run that goes on."""
+    return checkpoint.open_run(checkpoint.read(path)[1], path, **options)
 
 
 def test_what_is_written_is_read(tmp_path):
@@ -36,104 +52,128 @@ def test_what_is_written_is_read(tmp_path):
     for name, array in ARRAYS.items():
         np.testing.assert_array_equal(arrays[name], array)
         assert (arrays[name].dtype, arrays[name].shape) == (array.dtype, array.shape)
+    assert document == {
+        "dualdp_checkpoint": 3,
+        "stack": "none",
+        "plan": json.loads(ledger.plan.to_json()),
+        "position": 3,
+        "pass_end": 0,
+        "bound": None,
+        "ledger": {"file": "run.ledger", "num_lines": 4, "hash": ledger.chain.last_hash},
+        "settings": {"checks": 0.5},
+        "trained": ["a"],
+        "parameters": ["a", "b"],
+    }
     ledger.close()
-    again = checkpoint.unpack_run(document, path)
-    assert (again.position, again.plan) == (3, ledger.plan)
+    again = opened(path)
+    assert (again.position, again.plan, again.segment) == (3, ledger.plan, 1)
     assert again.entries == ledger.entries
-    assert again.plan.step_key("noise", 5).tolist() == ledger.plan.step_key("noise", 5).tolist()
-
-
-def test_the_key_lies_apart(tmp_path):
-    path = tmp_path / "run"
-    ledger = saved(path)
-    secret = ledger.plan.root.secret
-    for file in (path, tmp_path / "run.ledger"):
-        data = file.read_bytes()
-        assert secret not in data
-        assert secret.hex().encode() not in data
-    assert os.stat(tmp_path / "run.key").st_mode & 0o777 == 0o600
-    ledger.close()
-    (tmp_path / "run.key").rename(tmp_path / "elsewhere")
-    _, document = checkpoint.read(path)
-    with pytest.raises(FileNotFoundError, match="run.key does not exist. Expected the key file"):
-        checkpoint.unpack_run(document, path)
-    again = checkpoint.unpack_run(document, path, key=tmp_path / "elsewhere")
-    assert again.plan.root == ledger.plan.root
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["run", "run.ledger"]
 
 
 def test_what_came_after_the_checkpoint_is_known(tmp_path):
     path = tmp_path / "run"
     ledger = saved(path)
     for step in (3, 4):
-        release(ledger, step, [np.zeros(2)])
+        release(ledger, step)
     ledger.close()
-    _, document = checkpoint.read(path)
-    assert len(checkpoint.unpack_run(document, path)) == 5
+    again = opened(path)
+    assert again.segments == (Segment(0, 5), Segment(3, 3))
+    again.close()
     (tmp_path / "run.ledger").rename(tmp_path / "moved")
     with pytest.raises(FileNotFoundError, match="run.ledger does not exist. Expected the ledger"):
-        checkpoint.unpack_run(document, path)
-    assert len(checkpoint.unpack_run(document, path, ledger=tmp_path / "moved")) == 5
+        opened(path)
+    assert len(opened(path, ledger=tmp_path / "moved")) == 5
 
 
-def test_a_later_checkpoint_shares_ledger_and_key(tmp_path):
+def test_a_checkpoint_resumed_twice_has_one_ledger(tmp_path):
+    path = tmp_path / "run"
+    saved(path).close()
+    first = opened(path)
+    with pytest.raises(ValueError, match="run.ledger is in use by another run"):
+        opened(path)
+    release(first, 3)
+    first.close()
+    second = opened(path)
+    release(second, 3)
+    assert len(second) == 5
+
+
+def test_a_copied_checkpoint_goes_on_with_its_own_ledger(tmp_path):
+    saved(tmp_path / "run").close()
+    folder = tmp_path / "copy"
+    folder.mkdir()
+    for name in ("run", "run.ledger"):
+        (folder / name).write_bytes((tmp_path / name).read_bytes())
+    runs = opened(tmp_path / "run"), opened(folder / "run")
+    for run in runs:
+        release(run, 3)
+    assert [len(run) for run in runs] == [4, 4]
+    assert runs[0].path != runs[1].path
+
+
+def test_a_bound_and_a_recalibration_are_handed_on(tmp_path):
+    path = tmp_path / "run"
+    ledger = saved(path, max_grad_norm=AdaptiveNorm(0.1))
+    bound = ledger.max_grad_norm
+    release(ledger, 3)
+    ledger.close()
+    again = opened(path, recalibrate=True)
+    assert (again.max_grad_norm, again.position) == (bound, 3)
+    assert again.segments[-1].noise_scale > 1
+
+
+def test_a_later_checkpoint_shares_the_ledger(tmp_path):
     ledger = saved(tmp_path / "first")
     release(ledger, 3)
-    checkpoint.write(tmp_path / "second", {}, checkpoint.pack_run(ledger, tmp_path / "second"))
+    save(tmp_path / "second", ledger, pass_end=20)
     ledger.close()
-    again = checkpoint.unpack_run(checkpoint.read(tmp_path / "second")[1], tmp_path / "second")
+    assert checkpoint.read(tmp_path / "second")[1]["pass_end"] == 20
+    again = opened(tmp_path / "second")
     assert again.position == 4
     assert again.path == str(tmp_path / "first.ledger")
 
 
+def test_no_ledger_is_overwritten(tmp_path):
+    """A notebook's cell that was run twice saves another run under the same name."""
+    path = tmp_path / "run"
+    first, second = saved(path, 2), saved(path, 3)
+    assert (tmp_path / "run.ledger").read_text() == first.to_json()
+    assert second.path == f"{path}.ledger.2"
+    second.close()
+    assert opened(path).path == second.path
+
+
 def test_a_checkpoint_holds_a_position_and_a_hash_of_the_ledger(tmp_path):
     """The text of 200,000 steps made a header that no reader of the format accepts."""
-    path = tmp_path / "run"
-    sizes = []
+    path, sizes = tmp_path / "run", []
     for steps in (1, 300):
-        folder = tmp_path / str(steps)
-        folder.mkdir()
-        saved(folder / "run", steps, num_steps=1000).close()
-        sizes.append((folder / "run").stat().st_size)
+        (tmp_path / str(steps)).mkdir()
+        saved(tmp_path / str(steps) / "run", steps, num_steps=1000).close()
+        sizes.append((tmp_path / str(steps) / "run").stat().st_size)
     assert sizes[1] - sizes[0] < 20
-    ledger = saved(path)
-    state = checkpoint.read(path)[1]["ledger"]
-    assert set(state) == {"position", "branch", "max_grad_norm", "num_lines", "hash"}
-    assert (state["num_lines"], state["hash"]) == (7, ledger.chain.last_hash)
-    ledger.close()
-    other = saved(tmp_path / "other")
-    other.close()
-    _, document = checkpoint.read(path)
+    saved(path).close()
+    saved(tmp_path / "other").close()
     with pytest.raises(ValueError, match="other.ledger does not continue the ledger that was"):
-        checkpoint.unpack_run(document, path, ledger=tmp_path / "other.ledger")
+        opened(path, ledger=tmp_path / "other.ledger")
     lines = (tmp_path / "run.ledger").read_text().splitlines(keepends=True)
-    (tmp_path / "run.ledger").write_text("".join(lines[:5]))
+    (tmp_path / "run.ledger").write_text("".join(lines[:2]))
     with pytest.raises(ValueError, match="run.ledger does not continue the ledger that was"):
-        checkpoint.unpack_run(document, path)
+        opened(path)
 
 
 def test_the_ledger_is_found_beside_a_checkpoint_that_was_moved(tmp_path):
     ledger = dualdp.Ledger(make(), path=tmp_path / "elsewhere.ledger")
     release(ledger, 0)
-    path = tmp_path / "run"
-    checkpoint.write(path, ARRAYS, {"stack": "none", **checkpoint.pack_run(ledger, path)})
+    save(tmp_path / "run", ledger)
     ledger.close()
     folder = tmp_path / "moved"
     folder.mkdir()
-    for old, new in (("run", "run"), ("run.key", "run.key"), ("elsewhere.ledger", "run.ledger")):
+    for old, new in (("run", "run"), ("elsewhere.ledger", "run.ledger")):
         (tmp_path / old).rename(folder / new)
-    again = checkpoint.unpack_run(checkpoint.read(folder / "run")[1], folder / "run")
-    assert again.path == str(folder / "run.ledger")
-
-
-@pytest.mark.slow
-def test_a_checkpoint_does_not_grow_with_the_steps(tmp_path):
-    """The ledger's lines were in it once: past 100 MB, 200,000 steps, it could not be read."""
-    path = tmp_path / "run"
-    ledger = saved(path, 20_000, num_steps=20_000)
-    ledger.close()
-    again = checkpoint.unpack_run(checkpoint.read(path)[1], path)
-    assert (again.position, len(again)) == (20_000, 20_000)
-    assert path.stat().st_size < 10_000
+    assert opened(folder / "run").path == str(folder / "run.ledger")
+    moved = checkpoint.relocated(checkpoint.read(folder / "run")[1], tmp_path / "x", folder / "run")
+    assert moved["ledger"]["file"] == "../elsewhere.ledger"
 
 
 def test_a_plan_with_a_long_table_is_saved(tmp_path):
@@ -143,14 +183,7 @@ def test_a_plan_with_a_long_table_is_saved(tmp_path):
     ledger.close()
     with path.open("rb") as file:
         assert int.from_bytes(file.read(8), "little") < 1000  # bytes of the header
-    assert checkpoint.unpack_run(checkpoint.read(path)[1], path).plan == ledger.plan
-
-
-def test_another_runs_key_is_not_overwritten(tmp_path):
-    saved(tmp_path / "run").close()
-    (tmp_path / "run.ledger").unlink()
-    with pytest.raises(ValueError, match="run.key holds the key of another run"):
-        saved(tmp_path / "run")
+    assert opened(path).plan == ledger.plan
 
 
 def test_a_failed_save_leaves_the_old_checkpoint(tmp_path, monkeypatch):
@@ -191,7 +224,8 @@ def test_broken_files_are_refused_by_what_is_wrong(tmp_path):
         checkpoint.read(path)
     for text, message in (
         ('{"dualdp_checkpoint": 7}', "is a checkpoint of format 7, and this version of dualdp re"),
-        ('{"dualdp_checkpoint": "x"}', "has version 'x' of the checkpoint's format. Expected one"),
+        ('{"dualdp_checkpoint": 2}', "is a checkpoint of format 2, and this version of dualdp re"),
+        ('{"dualdp_checkpoint": "x"}', "has version 'x' of the checkpoint's format. Expected 3"),
         ("[]", "holds no JSON object that says what it is"),
         ("[" * 100_000, "holds no JSON object that says what it is"),
     ):
@@ -200,6 +234,6 @@ def test_broken_files_are_refused_by_what_is_wrong(tmp_path):
         with pytest.raises(ValueError, match=message):
             checkpoint.read(path)
     with pytest.raises(ValueError, match="run is a checkpoint of format 7"):
-        checkpoint.unpack_run({"dualdp_checkpoint": 7}, path)
+        checkpoint.open_run({"dualdp_checkpoint": 7}, path)
     with pytest.raises(ValueError, match="says nothing of its run"):
-        checkpoint.unpack_run({}, path)
+        checkpoint.open_run({"dualdp_checkpoint": 3}, path)

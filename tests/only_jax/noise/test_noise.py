@@ -87,7 +87,7 @@ def test_secure_noise_compiles_once_and_keeps_its_structure():
     """Noise comes in as data, like the key of the other modes."""
     plan = make_plan(noise="secure", seed=None)
     sums = {"b": jnp.ones((3, 2), jnp.bfloat16), "a": None, "c": jnp.zeros(()), "e": jnp.zeros(0)}
-    source, update = NoiseSource(plan), jax.jit(noised_mean)
+    source, update = NoiseSource(plan), jax.jit(lambda sums, drawn: noised_mean(sums, drawn))
     engine = on_record(plan)
     for step in range(3):
         release = engine.ledger.record(step)
@@ -275,7 +275,7 @@ def test_noise_inside_vmap_is_refused(axis, jit):
     for call in (mean, update):
         call = jax.jit(call) if jit else call
         with pytest.raises(
-            TypeError, match="is inside vmap, where one release|a key that is a con"
+            TypeError, match="is inside vmap|is inside scan, vmap|key that is a con"
         ):
             call(sums, key)
 
@@ -294,6 +294,30 @@ def test_a_key_that_is_used_twice_is_refused():
     with pytest.raises(AccountingError, match="key= came twice"):
         jax.jit(lambda s, k: both.update(s, both.init(s), s, key=k))(sums, third)
     assert engine.ledger.get_epsilon() > 0
+
+
+TWO_SUMS = {
+    "twice": lambda mean, a, b, key: (mean(a, key), mean(b, key)),
+    "a helper": lambda mean, a, b, key: [jax.jit(lambda g: mean(g, key))(g) for g in (a, b)],
+    "scan": lambda mean, a, b, key: jax.lax.scan(
+        lambda c, g: (c, mean(g, key)), 0, jnp.stack([a, b])
+    ),
+    "map": lambda mean, a, b, key: jax.lax.map(lambda g: mean(g, key), jnp.stack([a, b])),
+}
+
+
+@pytest.mark.parametrize("way", TWO_SUMS)
+def test_one_noise_is_not_given_to_two_sums_of_a_program(way):
+    plan = make_plan(seed=None)
+    engine = on_record(plan, 1)
+
+    def mean(sums, key):
+        return dpj.noisy_mean(sums, plan, 0, key=key)
+
+    program = jax.jit(lambda a, b, key: TWO_SUMS[way](mean, a, b, key))
+    with pytest.raises((AccountingError, TypeError), match="came twice|comes from outside of that"):
+        program(jnp.zeros(3), jnp.ones(3), dpj.noise_keys(1)[0])
+    assert len(engine.ledger) == 1
 
 
 @pytest.mark.parametrize(

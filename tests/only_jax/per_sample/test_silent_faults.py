@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ordinary programs whose numbers were wrong without a word (known_failures, part F)."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,8 +8,6 @@ import optax
 import pytest
 
 import dualdp_jax as dpj
-from dualdp import PrivacyPlan
-from dualdp.ledger.ledger import Ledger
 from dualdp_jax.per_sample.methods import METHODS
 from tests.only_jax.workers import launch, spread
 from tests.pairwise import pairwise
@@ -311,46 +307,6 @@ def test_a_shard_map_with_its_defaults():
     """74: the gradient of a replicated parameter was summed over the devices."""
     (found,) = launch.reports("spread", "fast", processes=1, devices=4, seconds=200)
     assert found == {check.__name__: "held" for check in spread.FAST}
-
-
-# ---------------------------------------------------------------------- one noise for two sums
-
-
-def twice(mean, a, b, step):
-    helper = jax.jit(lambda g: mean(g, step))
-    return helper(a), helper(b)
-
-
-def scanned(mean, a, b, step):
-    return jax.lax.scan(lambda c, g: (c, mean(g, step)), 0, jnp.stack([a, b]))[1]
-
-
-def mapped(mean, a, b, step):
-    return jax.lax.map(lambda g: mean(g, step), jnp.stack([a, b]))
-
-
-@pytest.mark.parametrize("seed", [None, 3])
-@pytest.mark.parametrize("way", [twice, scanned, mapped])
-def test_one_noise_is_not_given_to_two_sums_of_a_program(way, seed):
-    """XLA makes one call of two that are equal, unless they have effects."""
-    plan = PrivacyPlan(
-        num_examples=20,
-        expected_batch_size=4,
-        num_steps=3,
-        noise_multiplier=1.0,
-        max_grad_norm=1.0,
-        delta=1e-5,
-        accountant="rdp",
-        seed=seed,
-    )
-    ledger = Ledger(plan)
-    ledger.record(0)
-    ledger.seal(0, None)
-    mean = lambda g, step: dpj.noisy_mean({"w": g}, plan, step)["w"]  # noqa: E731
-    program = jax.jit(functools.partial(way, mean))
-    a, b = jnp.zeros(3), jnp.ones(3)
-    with pytest.raises(Exception, match="handed out"):
-        jax.block_until_ready(program(a, b, 0))
 
 
 @pytest.mark.parametrize("method", ["auto", "vmap", "loop", "book_keeping"])

@@ -11,7 +11,6 @@ import pytest
 
 import dualdp_jax as dpj
 from dualdp.plan.plan import PrivacyPlan
-from dualdp_jax.parallel import sum_hash
 
 RNG = np.random.default_rng(0)
 SHAPES = {"table": (5, 3), "w": (6, 4), "b": (4,)}
@@ -56,7 +55,7 @@ def test_no_method_leaves_the_device(method):
     assert host_calls(clipped, PARAMS, *DATA) == []
 
 
-def test_no_program_of_an_engine_leaves_the_device(tmp_path, monkeypatch):
+def test_no_program_of_an_engine_leaves_the_device(tmp_path):
     engine, found = dpj.PrivacyEngine(), {}
     step, state, loader = engine.make_private(
         loss_fn=loss, params=PARAMS, optimizer=optax.adam(0.1), data=DATA, plan=plan(), checks=0,
@@ -72,22 +71,11 @@ def test_no_program_of_an_engine_leaves_the_device(tmp_path, monkeypatch):
 
     run = engine._attached()
     run._jitted = {name: watched(name, function) for name, function in run._jitted.items()}
-    monkeypatch.setattr(sum_hash, "_hashed", watched("hash", sum_hash._hashed))
     step(state, next(iter(loader)))
     engine.detach()
-    assert found == {"add": [], "hash": [], "update": []}
+    assert found == {"add": [], "update": []}
 
 
-def test_noise_inside_a_program_asks_the_host_once():
-    noisy = jax.make_jaxpr(lambda sums, step: dpj.noisy_mean(sums, plan(), step))
-    assert str(noisy(PARAMS, jnp.int32(0))).count("callback[") == 1
-
-
-def test_the_key_of_the_hash_is_no_constant_of_its_program():
-    sums, layout = [jnp.ones(5000)], [("float32", (5000,))]
-    texts = {
-        sum_hash._hashed.lower(sum_hash._keys(bytes([byte]) * 64, layout), *sums).as_text()
-        for byte in range(2)
-    }
-    assert len(texts) == 1
-    assert sum_hash.hash_sums(b"0" * 64, sums) != sum_hash.hash_sums(b"1" * 64, sums)
+def test_noise_inside_a_program_asks_nobody():
+    noisy = jax.jit(lambda sums, key: dpj.noisy_mean(sums, plan(), 0, key=key))
+    assert host_calls(noisy, PARAMS, np.zeros(2, np.uint32)) == []

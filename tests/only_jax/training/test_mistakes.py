@@ -88,8 +88,11 @@ def test_calls_refuse_the_same_mistakes():
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda step, state, batch: jax.jit(step)(state, batch), "handed to jit, or"),
-        (lambda step, state, batch: jax.jit(step, donate_argnums=0)(state, batch), "handed to jit"),
+        (lambda step, state, batch: jax.jit(step)(state, batch), "called inside jit"),
+        (
+            lambda step, state, batch: jax.jit(step, donate_argnums=0)(state, batch),
+            "called inside jit",
+        ),
         (lambda step, state, batch: jax.jit(lambda s: step(s, batch))(state), "called inside jit"),
         (
             lambda step, state, batch: jax.lax.scan(lambda s, _: step(s, batch), state, None, 2),

@@ -9,11 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-BITWISE = (
-    "tests/backends/test_noise.py",
-    "tests/only_jax/noise/test_noise.py",
-    "tests/only_jax/noise/test_normals.py",
-)
+BITWISE = ("tests/backends/test_noise.py", "tests/only_jax/noise")
 
 
 @pytest.mark.slow

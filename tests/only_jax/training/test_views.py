@@ -10,6 +10,7 @@ import pytest
 import dualdp_jax as dpj
 from dualdp.exactness import ExactnessError
 from dualdp.plan.plan import PrivacyPlan
+from dualdp.randomness import SegmentBits
 from dualdp_jax.compat import wrap_key
 from dualdp_jax.rules import RULES
 
@@ -70,7 +71,7 @@ def train(step, state, loader, num_steps=4):
 
 def by_hand(params, plan, step, loss_fn, needs_key):
     """Sum of clipped means over the views, one `jax.grad` for each view; norms in draw order."""
-    key = wrap_key(plan.step_key("dropout", step))
+    key = wrap_key(SegmentBits(plan.seed).key("dropout", step))
     grad, total, norms = jax.jit(jax.grad(loss_fn)), jax.tree.map(np.zeros_like, params), []
     for example in plan.batch_indices(step):
         views = []
