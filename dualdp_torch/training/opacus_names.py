@@ -85,7 +85,7 @@ TABLES = """\
 | `create_accountant` | `dualdp.accountants.create` |  |
 | `RDPAccountant` | `dualdp.accountants.create` | `"rdp"`: orders up to 4,096, better conversion |
 | `PRVAccountant` | `dualdp.accountants.create` | `"pld"`: a certified bound, for any schedule, in milliseconds |
-| `GaussianAccountant` | `dualdp.accountants.create` | `"gdp"`: an approximation, refused unless you write `approximate=True` |
+| `GaussianAccountant` | `dualdp.accountants.create` | `accountants.gdp_epsilon` gives its number, which bounds nothing |
 | `register_accountant` | `dualdp.accountants.register` |  |
 | `opacus.accountants` | `dualdp.accountants` |  |
 | `get_noise_multiplier` | `dualdp.get_noise_multiplier` | `num_steps` instead of epochs; also `dualdp.get_num_steps`, `dualdp.get_sample_rate` |
