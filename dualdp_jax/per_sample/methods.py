@@ -32,6 +32,8 @@ GRADS, NORMS, SUM = "gradients", "norms", "sum"  # kinds of request
 #: Elements of all per-sample gradients up to which "auto" takes `vmap(grad)`, a program of few
 #: operations: below it XLA's overhead per operation decides.
 SMALL = 2**14
+#: Elements of a model for which this holds for any number of examples, as in loops.
+TINY = 2**8
 
 
 class Method(NamedTuple):
@@ -121,7 +123,8 @@ def is_small(call: Call, n: int) -> bool:
 
     Never with convolutions: XLA's partitioner gives wrong numbers for their `vmap(grad)`.
     """
-    if n * sum(leaf.size for leaf in call.parameters.trained) > SMALL:
+    numbers = sum(leaf.size for leaf in call.parameters.trained)
+    if numbers > TINY and n * numbers > SMALL:
         return False
     return CONVOLUTION not in {e.primitive.name for e in compat.equations(call.program.jaxpr)}
 
@@ -284,7 +287,6 @@ def _in_chunks(
     )
 
     def step(sums: list[jax.Array], chunk: tuple[Row, jax.Array, jax.Array | None]) -> tuple:
-        values: Answer
         if may_skip:
             added, values = jax.lax.cond(chunk[1].any(), work, lambda *_: empty, *chunk)
         else:
@@ -294,5 +296,6 @@ def _in_chunks(
     def joined(leaf: jax.Array) -> jax.Array:
         return leaf.reshape(chunks * size, *leaf.shape[2:])[:num_rows]
 
+    values: Answer
     sums, values = jax.lax.scan(step, empty[0], parts)
     return sums, jax.tree.map(joined, values)

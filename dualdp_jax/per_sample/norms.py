@@ -17,6 +17,7 @@ from dualdp_jax.per_sample.capture import Capture, CapturedUse, capture
 from dualdp_jax.per_sample.clip import Clip
 from dualdp_jax.per_sample.squared_norms import Accuracy, AccurateNorms, LeafNorms, accurate
 from dualdp_jax.rules.arrays import weighted_sum, widen
+from dualdp_jax.rules.base import form_of
 from dualdp_jax.rules.estimate import Estimate, of_gradients
 
 Keeps = Callable[[CapturedUse], bool]  # True if the per-sample gradients of a use are kept
@@ -24,7 +25,7 @@ Keeps = Callable[[CapturedUse], bool]  # True if the per-sample gradients of a u
 
 def by_cost(use: CapturedUse) -> bool:
     """Return the cost model's decision whether to keep the gradients of a use."""
-    return use.choice.keeps
+    return form_of("kept" if use.choice.keeps else "dropped", "kept", "dropped") == "kept"
 
 
 def never(_: CapturedUse) -> bool:

@@ -6,8 +6,33 @@ Letters: n examples, l loop steps, b blocks (independent products), t positions,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any, NamedTuple
+
+_forced: ContextVar[frozenset[str]] = ContextVar("forced", default=frozenset())
+
+
+@contextlib.contextmanager
+def forced(*forms: str) -> Iterator[None]:
+    """Context that takes these forms wherever they are possible, to test and to compare them.
+
+    Forms of norms: "gram" or "gradients", of one position also "lengths"; "pairs" or "formed" for
+    weights with several uses; "patches" or "offsets" of convolutions; "table" or "sort" of lookups.
+    "kept" or "dropped" says whether "auto" keeps per-sample gradients. It must be active while a
+    call is traced.
+    """
+    token = _forced.set(frozenset(forms))
+    try:
+        yield
+    finally:
+        _forced.reset(token)
+
+
+def form_of(usual: str, *possible: str) -> str:
+    """Return the forced one of the forms that are possible, or else the usual one."""
+    return next((form for form in possible if form in _forced.get()), usual)
 
 
 class Spec(NamedTuple):

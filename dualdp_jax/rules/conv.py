@@ -19,7 +19,7 @@ import numpy as np
 from dualdp import costs
 from dualdp_jax import compat
 from dualdp_jax.rules.arrays import HIGHEST, drop, scaled, sq_norm, widen
-from dualdp_jax.rules.base import Choice, Rule, Spec
+from dualdp_jax.rules.base import Choice, Rule, Spec, form_of
 from dualdp_jax.rules.estimate import Estimate, beside, of_gradients, of_gram, rounding
 
 #: Elements of kept gradients that fit a processor's cache: keeping costs next to nothing.
@@ -125,7 +125,8 @@ def _prefers_patches(spec: Spec, grads_out: Any) -> bool:
     channels = spec.shape[rhs[1]]
     inputs = channels * spec.params["feature_group_count"]
     numbers = grads_out.shape[0] * positions * inputs * _num_offsets(spec)
-    return channels == 1 or (channels <= 16 and numbers <= PATCHES)
+    is_thin = channels == 1 or (channels <= 16 and numbers <= PATCHES)
+    return form_of("patches" if is_thin else "offsets", "patches", "offsets") == "patches"
 
 
 def _by_loop(function: Callable[..., Any], combine: Callable[[Any], Any]) -> Callable[..., Any]:
@@ -168,9 +169,15 @@ def weight_grads(spec: Spec, others: tuple[Any, ...], grads_out: Any) -> Any:
 def weight_norms(spec: Spec, others: tuple[Any, ...], grads_out: Any) -> Estimate:
     """Return norms, (n,), by the cheapest form."""
     x, grads_out = widen(others[0]), widen(grads_out)
-    if costs.convolution_prefers_gram(**_sizes(spec, x, grads_out)):
+    if _form(**_sizes(spec, x, grads_out)) == "gram":
         return _gram(spec, x, grads_out)
     return _formed(spec, x, grads_out)
+
+
+def _form(**sizes: int) -> str:
+    """Cheapest form of a norm, or the forced one."""
+    is_gram = costs.convolution_prefers_gram(**sizes)
+    return form_of("gram" if is_gram else "gradients", "gram", "gradients")
 
 
 def _formed(spec: Spec, x: Any, grads_out: Any) -> Estimate:
@@ -254,7 +261,7 @@ def choice(spec: Spec, others: tuple[Any, ...], grads_out: Any) -> Choice:
     if spec.loops:
         return Choice()
     sizes = _sizes(spec, others[0], grads_out)
-    if costs.convolution_prefers_gram(**sizes):
+    if _form(**sizes) == "gram":
         return Choice("gram")
     fits = grads_out.shape[0] * math.prod(spec.shape) <= CACHED
     return Choice("gradients", fits or costs.keeps_convolution(t=sizes["t"]))

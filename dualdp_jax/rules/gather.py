@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from dualdp_jax import compat
 from dualdp_jax.rules.arrays import scaled, sq_norm, widen
-from dualdp_jax.rules.base import Choice, Rule, Spec
+from dualdp_jax.rules.base import Choice, Rule, Spec, form_of
 from dualdp_jax.rules.estimate import Estimate, of_lengths, rounding
 
 
@@ -143,6 +143,9 @@ def _sq_norms(numbers: Any, rows: Any, total: int) -> Any:
     """Squared norms (n,) of rows (n, t, d), added up where their numbers (n, t) are equal."""
     by_table = partial(_sq_norms_by_table, total=total)
     by_sort = partial(_sq_norms_by_sort, total=total)
+    form = form_of("of the platform", "table", "sort")
+    if form != "of the platform":
+        return by_table(numbers, rows) if form == "table" else by_sort(numbers, rows)
     return jax.lax.platform_dependent(numbers, rows, cpu=by_table, default=by_sort)
 
 

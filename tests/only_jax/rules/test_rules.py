@@ -16,7 +16,7 @@ from jax.interpreters import ad, batching, mlir
 import dualdp
 import dualdp_jax as dpj
 from dualdp_jax import rules
-from dualdp_jax.rules import Rule, arrays, dot_general, small
+from dualdp_jax.rules import Rule, arrays, conv, dot_general
 from dualdp_jax.rules.estimate import Estimate
 from tests.tiers import first
 
@@ -230,7 +230,7 @@ def test_a_planted_wrong_rule_is_seen(monkeypatch, primitive, field):
 @pytest.mark.parametrize("patches", [False, True])
 def test_both_forms_of_a_convolutions_gradients_agree(monkeypatch, patches, n):
     """By kernel offset as wide convolutions are done, by patches as thin ones; plain for one."""
-    monkeypatch.setattr(small, "prefers_patches", lambda channels, numbers: patches)
+    monkeypatch.setattr(conv, "_prefers_patches", lambda spec, grads_out: patches)
     options = {"padding": [(2, 1), (0, 1)], "rhs_dilation": (1, 2), "feature_group_count": 2}
     rng = np.random.default_rng(0)
     with jax.enable_x64(True):
