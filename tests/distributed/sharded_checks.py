@@ -114,9 +114,7 @@ def planted_faults_are_seen(patch):
             engine, model, optimizer, batches = began(dtype=torch.float64)
             if fault == "place":
                 shards = engine._step.recorder.shards
-                moved = {
-                    n: piece._replace(start=0) for n, piece in shards.pieces.items()
-                }
+                moved = {n: piece._replace(start=0) for n, piece in shards.pieces.items()}
                 planted.setattr(shards, "pieces", moved)
             models.step(model, optimizer, next(batches))
             found.append({n: p.grad.full_tensor() for n, p in model.named_parameters()})
