@@ -3,7 +3,6 @@
 
 import json
 
-import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -55,7 +54,6 @@ def test_verify_and_its_report_say_whom_epsilon_protects(tmp_path, unit, words):
     ledger = Ledger(plan, path=tmp_path / "run.jsonl")
     for step in range(2):
         ledger.record(step)
-        ledger.seal(step, [np.full(3, step)])
     page = tmp_path / "page.md"
     said = run(f"verify {tmp_path / 'run.jsonl'} --report {page}").output
     assert f"It protects any one {words}." in said
