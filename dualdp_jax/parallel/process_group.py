@@ -115,7 +115,11 @@ class Group:
         for rank, theirs in enumerate(values):
             if theirs != values[0]:
                 field, ours, other = _difference(values[0], theirs, what)
-                says = f"is {ours!r} on process 0 and {other!r}" if shown else "differs on process 0 and"
+                says = (
+                    f"is {ours!r} on process 0 and {other!r}"
+                    if shown
+                    else "differs on process 0 and"
+                )
                 raise ValueError(
                     f"The processes disagree: {field} {says} on process {rank}. Expected the "
                     f"same on all {self.size}. {hint}"
