@@ -23,7 +23,7 @@ class Pairs(Trials):
     def __init__(self, folder, kind, num_steps=12):
         super().__init__("jax", folder, num_steps, seed=1)
         self.kind, self.folder = kind, folder
-        self.twin = self.prepared("twin")
+        self.twin = self.prepared("undisturbed")
         self.begin(self.twin)
 
     def prepared(self, name):

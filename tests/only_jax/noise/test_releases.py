@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Noise of thousands of releases: of the planned deviation, and independent of each other."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import dualdp_jax as dpj
+from dualdp.ledger.ledger import Release
+from dualdp.plan.plan import PrivacyPlan
+from dualdp.randomness import noise_bits
+from dualdp_jax.noise.noise import NoiseSource, noised_mean
+
+SUMS = {"w": jnp.zeros(2), "v": jnp.zeros(1)}
+
+
+def make_plan(**changes):
+    arguments = {
+        "num_examples": 1000,
+        "expected_batch_size": 50,
+        "num_steps": 10,
+        "noise_multiplier": 1.3,
+        "max_grad_norm": 0.7,
+        "delta": 1e-5,
+        "accountant": "rdp",
+    }
+    return PrivacyPlan(**{**arguments, **changes})
+
+
+def declared(stddev, numbers):
+    """True if the deviation of normals is the declared one, within 5 standard errors."""
+    return abs(numbers.std() / stddev - 1) < 5 / np.sqrt(2 * numbers.size)
+
+
+def independent(one, other):
+    """True if two arrays of normals have no correlation, within 5 standard errors."""
+    return abs(np.corrcoef(one, other)[0, 1]) < 5 / np.sqrt(one.size)
+
+
+def assert_independent(drawn):
+    """Noise (releases, numbers), between releases, halves and numbers."""
+    half = len(drawn) // 2
+    for column in range(drawn.shape[1]):
+        assert independent(drawn[:-1, column], drawn[1:, column])
+        assert independent(drawn[:half, column], drawn[half:, column])
+        assert independent(drawn[:, column], drawn[:, (column + 1) % drawn.shape[1]])
+
+
+@pytest.mark.parametrize("mode", ["fast", "portable", "secure"])
+def test_releases_share_no_noise(mode):
+    """Without a seed: between steps, leaves and segments, whose steps have the same numbers."""
+    count = 10_000 if mode == "fast" else 2000
+    plan, mean, half, found = make_plan(noise=mode), jax.jit(noised_mean), count // 2, []
+    source, stddev = NoiseSource(plan), 1.3 * 0.7
+    for number in range(count):
+        step = number % half  # the second segment runs all steps again
+        release = Release(step, number // half, 0, 0.7, 1.3, stddev, 50.0)
+        drawn = source.drawn(jax.tree.leaves(SUMS), release, noise_bits(None, step))
+        found.append(mean(SUMS, drawn))
+    leaves = [np.stack(leaf) for leaf in zip(*map(jax.tree.leaves, found), strict=True)]
+    drawn = 50 * np.concatenate(leaves, axis=1).astype(np.float64)  # (releases, 3)
+    assert declared(stddev, drawn)
+    assert_independent(drawn)
+
+
+def test_keys_inside_jit_share_no_noise():
+    """10^4 releases of one scan."""
+    count = 10_000
+    plan, engine = make_plan(num_steps=count), dpj.PrivacyEngine()
+    engine.make_loader(data=np.zeros((1000, 1), "f"), plan=plan)
+    engine.record(num_steps=count)
+
+    def body(step, key):
+        return step + 1, dpj.noisy_mean(SUMS, plan, step, key=key)
+
+    _, means = jax.jit(lambda keys: jax.lax.scan(body, 0, keys))(dpj.noise_keys(count))
+    drawn = 50 * np.concatenate([np.asarray(leaf, np.float64) for leaf in means.values()], axis=1)
+    assert declared(1.3 * 0.7, drawn)
+    assert_independent(drawn)
+    engine.detach()
+
+
+def keeper():
+    """An optimizer that keeps the noisy mean and moves nothing."""
+    return optax.GradientTransformation(
+        lambda params: jax.tree.map(jnp.zeros_like, params),
+        lambda mean, _, params=None: (jax.tree.map(lambda leaf: 0 * leaf, mean), mean),
+    )
+
+
+def test_runs_of_one_checkpoint_share_no_noise(tmp_path):
+    """The same steps, from copies of one checkpoint and in the run that wrote it."""
+    given = {
+        "loss_fn": lambda p, x: 0.0 * (p["w"].sum() * x),
+        "params": {"w": jnp.zeros(5000)},
+        "optimizer": keeper(),
+        "data": (np.ones(1000, np.float32),),
+        "checks": 0,
+    }
+    plan, found = make_plan(), []
+
+    def steps(step, state, loader):
+        for batch in loader.remaining():
+            state, _ = step(state, batch)
+            found.append(50 * np.asarray(state.opt_state["w"], np.float64))
+            if batch.step == 2:
+                return
+
+    engine = dpj.PrivacyEngine()
+    step, state, loader = engine.make_private(plan=plan, **given)
+    dpj.save_checkpoint(tmp_path / "run", state=state, engine=engine)
+    text = (tmp_path / "run.ledger").read_text()
+    steps(step, state, loader)
+    engine.detach()
+    for name in "ab":
+        copied = tmp_path / f"{name}.ledger"
+        copied.write_text(text)
+        like = dpj.TrainState.create(given["params"], keeper())
+        _, again = dpj.load_checkpoint(tmp_path / "run", like=like, ledger=copied)
+        steps(*again.resume(**given))
+        again.detach()
+    assert len(found) == 9
+    for number, one in enumerate(found):
+        assert declared(1.3 * 0.7, one)
+        assert all(independent(one, other) for other in found[:number])
