@@ -75,7 +75,7 @@ def lookup_sum(p, i):
 
 
 def lookup_in_a_scan(p, i):
-    step = lambda h, k: (jnp.tanh(h + p["w"][k]), None)  # noqa: E731
+    step = lambda h, k: (jnp.tanh(h + p["w"][k].sum(0)), None)  # noqa: E731
     return jnp.sum(jax.lax.scan(step, jnp.zeros(6), i)[0] ** 2)
 
 
@@ -107,7 +107,7 @@ CASES = {
     "lookup": (lookup, (5, 6), words(5, 7), ROWS),
     "lookup of few": (lookup, (9, 3), words(3, 2, 4), ROWS),
     "sum of rows": (lookup_sum, (5, 6), words(5, 7), ROWS),
-    "lookup in a scan": (lookup_in_a_scan, (5, 6), words(5, 7), ROWS),
+    "lookup in a scan": (lookup_in_a_scan, (5, 6), words(5, 4, 2), ROWS),
     "beyond the table": (lookup, (5, 6), words(7, 7), ROWS),
     "tied head": (tied_head, (7, 6), words(7, 5), TIED),
     "used twice": (used_twice, (6, 6), draw(N, 4, 6), TIED),

@@ -182,7 +182,7 @@ def test_a_rule_of_the_users_is_used(cubic_product):
         dpj.per_sample_grads(loss, params, x, method="materialize")["w"], exact, rtol=1e-5
     )
     dpj.register_rule(cubic_product, rule)
-    with pytest.raises(dualdp.ExactnessError, match="differs from plain autodiff of that example"):
+    with pytest.raises(dualdp.ExactnessError, match="differs from plain autodiff by"):
         dpj.per_sample_grads(loss, params, x, method="materialize")
     found = dpj.per_sample_grads(loss, params, x, method="materialize", check="off")["w"]
     np.testing.assert_allclose(found, jnp.einsum("nti,nto->nio", x, jnp.ones((4, 5, 2))), rtol=1e-5)
