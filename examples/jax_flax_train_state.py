@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Your own loop with Flax' TrainState: three lines make it private.
 
-`clipped_grad_sum` in the place of `jax.grad`, `add_noise` in front of the optimizer, and
-`engine.record()` before each release. The loader draws what the accountant assumes.
+`clipped_grad_sum` in the place of `jax.grad`, `engine.record()` before each
+release, and `noisy_mean` before the optimizer. The loader draws what the accountant assumes.
 """
 
 import sys
@@ -50,7 +50,7 @@ def main():
     state = TrainState.create(
         apply_fn=model.apply,
         params=model.init(jax.random.key(0), images[0]),
-        tx=optax.chain(dpj.add_noise(plan), optax.adam(1e-2)),
+        tx=optax.adam(1e-2),
     )
 
     def loss_fn(params, image, label):
@@ -59,19 +59,16 @@ def main():
 
     @jax.jit
     def add_chunk(sums, params, chunk):
-        part = dpj.clipped_grad_sum(
-            loss_fn, params, *chunk.args, mask=chunk.mask, max_grad_norm=plan.max_grad_norm_at(0)
-        )
-        return jax.tree.map(jnp.add, sums, part.grads)
+        return jax.tree.map(jnp.add, sums, dpj.clipped_grad_sum(loss_fn, params, chunk).grads)
 
-    update = jax.jit(lambda state, sums: state.apply_gradients(grads=sums))
+    update = jax.jit(lambda state, grads: state.apply_gradients(grads=grads))
 
     for batch in loader.remaining():
-        engine.record()  # before anything of this step is computed
         sums = jax.tree.map(jnp.zeros_like, state.params)
         for chunk in batch.chunks:
             sums = add_chunk(sums, state.params, chunk)
-        state = update(state, sums)
+        engine.record()  # before its noise is drawn
+        state = update(state, dpj.noisy_mean(sums, batch))
 
     accuracy = (jax.vmap(model.apply, (None, 0))(state.params, images).argmax(-1) == labels).mean()
     print(f"training accuracy {accuracy:.1%} at epsilon {engine.get_epsilon(delta=DELTA):.2f}")

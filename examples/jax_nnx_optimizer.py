@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Your own loop with `nnx.Module` and `nnx.Optimizer`: the noise is the first link of the chain."""
+"""Your own loop with `nnx.Module` and `nnx.Optimizer`: the optimizer sees the noisy mean."""
 
 import sys
 
@@ -49,24 +49,21 @@ def main():
     engine = dpj.PrivacyEngine()
     loader = engine.make_loader(data=(images, labels), plan=plan)
     model = MLP(nnx.Rngs(0))
-    optimizer = nnx.Optimizer(
-        model, optax.chain(dpj.add_noise(plan), optax.adam(1e-2)), wrt=nnx.Param
-    )
+    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
 
     @nnx.jit
     def chunk_sum(model, chunk):
-        return dpj.clipped_grad_sum(
-            loss_fn, model, *chunk.args, mask=chunk.mask, max_grad_norm=plan.max_grad_norm_at(0)
-        ).grads
+        return dpj.clipped_grad_sum(loss_fn, model, chunk).grads
 
     @nnx.jit
-    def update(model, optimizer, sums):
-        optimizer.update(model, sums)
+    def update(model, optimizer, mean):
+        optimizer.update(model, mean)
 
     for batch in loader.remaining():
-        engine.record()  # before anything of this step is computed
         parts = [chunk_sum(model, chunk) for chunk in batch.chunks]
-        update(model, optimizer, jax.tree.map(lambda *leaves: sum(leaves), *parts))
+        sums = jax.tree.map(lambda *leaves: sum(leaves), *parts)
+        engine.record()  # before its noise is drawn
+        update(model, optimizer, dpj.noisy_mean(sums, batch))
 
     accuracy = (model(images).argmax(-1) == labels).mean()
     print(f"training accuracy {accuracy:.1%} at epsilon {engine.get_epsilon(delta=DELTA):.2f}")

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run that is stopped and resumed is, bit for bit, the run that was never stopped.
+"""A run that is killed after its checkpoint, and resumed: what was released stays accounted.
 
-Beside the checkpoint lie the run's ledger, which knows of every release, and its secret key.
+The second half is trained twice, with other batches and other noise, so the ledger beside the
+checkpoint has all releases of both.
 """
 
 import sys
 import tempfile
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -57,9 +57,9 @@ def main():
     for batch in loader.remaining():
         resumed, _ = step(resumed, batch)
 
-    same = jax.tree.map(lambda a, b: bool((a == b).all()), state.params, resumed.params)
-    print(f"{len(engine.ledger)} releases, epsilon {engine.get_epsilon(delta=DELTA):.2f}")
-    print(f"the same numbers: {all(jax.tree.leaves(same))}")
+    releases, epsilon = len(engine.ledger), engine.get_epsilon(delta=DELTA)
+    print(f"{STEPS} steps of {releases} releases, epsilon {epsilon:.2f}")
+    assert releases == STEPS + STEPS - (STEPS // 2 + 1)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One private run on handwritten digits that changes from PyTorch to JAX in the middle.
 
-Weights, optimizer, plan, step and ledger go through one checkpoint; batches and noise are functions
-of (plan, step), so the run ends where it would have ended on PyTorch alone, at the same epsilon.
+Weights, optimizer, plan, step and ledger go through one checkpoint. From a seed batches and noise
+are the same on both stacks, so the run ends where it would have ended on PyTorch alone.
 """
 
 import sys
@@ -63,7 +63,7 @@ def train_on_torch(x, y, params, steps, path=None):
         max_grad_norm=0.5,
         delta=1e-4,
         noise="portable",
-        seed=0,  # for the comparison; without it the key is secret and lies beside the checkpoint
+        seed=0,  # for the comparison; a real run has none
     )
     torch.manual_seed(0)
     model = TorchMLP()

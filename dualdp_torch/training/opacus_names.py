@@ -21,58 +21,58 @@ TABLES = """\
 
 | Opacus | dualdp | what is different |
 |---|---|---|
-| `PrivacyEngine` | `dpt.PrivacyEngine` | `accountant="prv"` means "pld", a certified bound; "gdp" bounds nothing and is refused |
-| `PrivacyEngine.make_private` | `dpt.PrivacyEngine.make_private` | always three values; the module comes back as it went in, without a wrapper |
-| `PrivacyEngine.make_private_with_epsilon` | `dpt.PrivacyEngine.make_private_with_epsilon` | the noise never misses the target; a pass beyond the planned ones is refused |
+| `PrivacyEngine` | `dpt.PrivacyEngine` | `accountant="prv"` means "pld"; "gdp" is refused |
+| `PrivacyEngine.make_private` | `dpt.PrivacyEngine.make_private` | always three values; the module is not wrapped |
+| `PrivacyEngine.make_private_with_epsilon` | `dpt.PrivacyEngine.make_private_with_epsilon` | never misses the target |
 | `PrivacyEngine.get_epsilon` | `dpt.PrivacyEngine.get_epsilon` | an upper bound |
-| `PrivacyEngine.save_checkpoint` | `dpt.save_checkpoint` | a function; one safetensors file and no pickle, the ledger goes on beside it |
-| `PrivacyEngine.load_checkpoint` | `dpt.load_checkpoint` | a function that returns the engine; steps that are run again are further releases, with batches and noise drawn anew |
-| `PrivacyEngine.validate`, `PrivacyEngine.is_compatible` | `dpt.validate` | a function; it returns what it found, nothing if the model can be trained |
+| `PrivacyEngine.save_checkpoint` | `dpt.save_checkpoint` | a function; one safetensors file, the ledger beside it |
+| `PrivacyEngine.load_checkpoint` | `dpt.load_checkpoint` | a function; steps that run again are further releases |
+| `PrivacyEngine.validate`, `PrivacyEngine.is_compatible` | `dpt.validate` | a function; returns what it found |
 | `PrivacyEngine.get_compatible_module` | `dpt.fix` | a function |
-| `PrivacyEngine.attach`, `PrivacyEngine.get_privacy_spent` (before 1.0) | `dpt.PrivacyEngine.make_private` | takes model, optimizer and loader; `engine.get_epsilon(delta)` says what was spent |
+| `PrivacyEngine.attach`, `PrivacyEngine.get_privacy_spent` (before 1.0) | `dpt.PrivacyEngine.make_private` | takes model, optimizer and loader |
 
 ## Its arguments
 
 | Opacus | dualdp | what is different |
 |---|---|---|
-| `criterion=` | - | the criterion stays in your loop, as it is; three values come back with `grad_sample_mode="ghost"`, too |
+| `criterion=` | - | the criterion stays in your loop, with "ghost" too |
 | `poisson_sampling=False` | `dualdp.PrivacyPlan` | means `sampler="shuffle"`, accounted without amplification |
-| `grad_sample_mode="hooks"`, `"ew"`, `"functorch"`, `"ghost"` | the same words | they mean "materialize", "materialize", "vmap", "two_pass"; leave it out for "auto" |
-| `clipping="per_layer"` with a list | `dualdp.PrivacyPlan` | max_grad_norm is one number, the bound C of the whole gradient, or a mapping from module to bound; Opacus' list bounds each parameter by itself, here a module is one group |
+| `grad_sample_mode="hooks"`, `"ew"`, `"functorch"`, `"ghost"` | the same words | "materialize", "materialize", "vmap", "two_pass"; leave it out for "auto" |
+| `clipping="per_layer"` with a list | `dualdp.PrivacyPlan` | one number, or a mapping from module to bound: a module is one group, in Opacus each parameter is |
 | `clipping="adaptive"`, `target_unclipped_quantile=`, `clipbound_learning_rate=`, `max_clipbound=`, `min_clipbound=`, `unclipped_num_std=` | `dualdp.schedules.AdaptiveNorm` | as max_grad_norm; the noisy count is accounted |
-| `batch_first=` | - | where the examples lie inside the model is found by itself |
-| `noise_generator=` | - | noise comes from the operating system and never follows torch.manual_seed; seed= fixes it, for tests |
-| `wrap_model=` | - | the model comes back without a wrapper, as with `wrap_model=False`; `engine.detach()` cleans up |
-| `rand_on_empty=` | - | an empty draw comes as one masked example, so nothing has to be made up |
+| `batch_first=` | - | found by itself |
+| `noise_generator=` | - | noise comes from the operating system; seed= fixes it, for tests |
+| `wrap_model=` | - | never wrapped; `engine.detach()` cleans up |
+| `rand_on_empty=` | - | an empty draw comes as one masked example |
 | `secure_mode=True` | `dpt.PrivacyEngine` | needs the extra `[secure]`; noise lies on a public grid |
 
 ## Around it
 
 | Opacus | dualdp | what is different |
 |---|---|---|
-| `ModuleValidator` | `dpt.ModuleValidator` | also `dpt.validate` and `dpt.fix`; mixing that no list of layers knows is found by comparing an example with itself alone |
-| `register_module_validator`, `register_module_fixer` | `dpt.fix` | replace the module yourself before make_private; what mixes examples is found without a list |
-| `BatchMemoryManager` | `dpt.BatchMemoryManager` | `len` of its loader is true; leaving it midway leaves no half sum |
-| `wrap_data_loader`, `BatchSplittingSampler`, `DPOptimizer.signal_skip_step` | `dpt.BatchMemoryManager` | or `max_physical_batch_size=` of make_private: both say by themselves which `optimizer.step()` ends a logical batch |
-| `GradSampleModule`, `GradSampleHooks`, `GradSampleModuleNoOp`, `prepare_module` | `dpt.per_sample_grads` | a function; nothing is hung on parameters. Around your own loop: `dpt.record_per_sample` |
+| `ModuleValidator` | `dpt.ModuleValidator` | also `dpt.validate` and `dpt.fix` |
+| `register_module_validator`, `register_module_fixer` | `dpt.fix` | replace the module yourself before make_private |
+| `BatchMemoryManager` | `dpt.BatchMemoryManager` | `len` of its loader is true |
+| `wrap_data_loader`, `BatchSplittingSampler`, `DPOptimizer.signal_skip_step` | `dpt.BatchMemoryManager` | or `max_physical_batch_size=` of make_private |
+| `GradSampleModule`, `GradSampleHooks`, `GradSampleModuleNoOp`, `prepare_module` | `dpt.per_sample_grads` | a function; around your own loop `dpt.record_per_sample` |
 | `GradSampleModuleFastGradientClipping`, `DPLossFastGradientClipping` | `dpt.clipped_grad_sum` | `method="two_pass"`; for losses of shape (n,) |
 | `GradSampleModuleExpandedWeights` | `dpt.per_sample_grads` | `method="materialize"`; any `nn.Module` |
-| `register_grad_sampler`, `register_norm_sampler` | `dpt.register_rule` | rules belong to functions, not to classes, so a subclass can't be taken for its parent |
-| `DPOptimizer`, `DistributedDPOptimizer`, `DPPerLayerOptimizer`, `AdaClipDPOptimizer`, `DPOptimizerFastGradientClipping` | `torch.optim.Optimizer` | your own optimizer, with its schedulers and hooks, given to `dpt.PrivacyEngine` |
-| `DPOptimizer.noise_multiplier`, `DPOptimizer.max_grad_norm`, `DPOptimizer.expected_batch_size` | `dpt.PrivacyEngine.plan` | to be read at your optimizer, too; a value that changes is a schedule (`dualdp.schedules`) or a callable of the step, given to make_private before the run |
-| `DPOptimizer.attach_step_hook` | `torch.optim.Optimizer.register_step_post_hook` | the account is kept by the ledger, without a hook |
-| `DPDataLoader` | `dpt.PlannedLoader` | make_private makes it; a sampler of your own is refused by name |
-| `DPDataLoader.sample_rate`, `DPDataLoader.batch_size`, `DPDataLoader.batch_sampler` | `dpt.PrivacyEngine.plan` | `plan.sample_rate`, `plan.expected_batch_size`, and `plan.batch_indices(step)` |
-| `UniformWithReplacementSampler`, `DistributedUniformWithReplacementSampler` | `dualdp.PrivacyPlan.batch_indices` | a pure function of (seed, step); without a seed the loader draws the batches |
-| `DifferentiallyPrivateDistributedDataParallel` | `torch.nn.parallel.DistributedDataParallel` | torch's own wrapper, or none ([several devices](distributed.md)) |
+| `register_grad_sampler`, `register_norm_sampler` | `dpt.register_rule` | rules belong to functions, not to classes |
+| `DPOptimizer`, `DistributedDPOptimizer`, `DPPerLayerOptimizer`, `AdaClipDPOptimizer`, `DPOptimizerFastGradientClipping` | `torch.optim.Optimizer` | your own optimizer, with its schedulers and hooks |
+| `DPOptimizer.noise_multiplier`, `DPOptimizer.max_grad_norm`, `DPOptimizer.expected_batch_size` | `dpt.PrivacyEngine.plan` | a value that changes is a schedule or a callable of the step, given before the run |
+| `DPOptimizer.attach_step_hook` | `torch.optim.Optimizer.register_step_post_hook` | the ledger keeps the account |
+| `DPDataLoader` | `dpt.PlannedLoader` | make_private makes it; a sampler of your own is refused |
+| `DPDataLoader.sample_rate`, `DPDataLoader.batch_size`, `DPDataLoader.batch_sampler` | `dpt.PrivacyEngine.plan` | `plan.sample_rate`, `plan.expected_batch_size` |
+| `UniformWithReplacementSampler`, `DistributedUniformWithReplacementSampler` | `dualdp.PrivacyPlan.batch_indices` | with a seed; else the loader draws the batches |
+| `DifferentiallyPrivateDistributedDataParallel` | `torch.nn.parallel.DistributedDataParallel` | or none ([several devices](distributed.md)) |
 | `DPLSTM` | `torch.nn.LSTM` | as it is |
 | `DPGRU` | `torch.nn.GRU` | as it is |
 | `DPRNN` | `torch.nn.RNN` | as it is |
 | `DPMultiheadAttention` | `torch.nn.MultiheadAttention` | as it is |
-| `ExponentialNoise` | `dualdp.schedules.Exponential` | as noise_multiplier; read by noise and ledger alike |
+| `ExponentialNoise` | `dualdp.schedules.Exponential` | as noise_multiplier |
 | `StepNoise` | `dualdp.schedules.Step` | as noise_multiplier |
-| `LambdaNoise` | `dualdp.PrivacyPlan` | any callable of the step as noise_multiplier, tabulated when the plan is made |
-| `ExponentialGradClip` | `dualdp.schedules.Exponential` | as max_grad_norm; clipping, noise and ledger read one value |
+| `LambdaNoise` | `dualdp.PrivacyPlan` | any callable of the step as noise_multiplier |
+| `ExponentialGradClip` | `dualdp.schedules.Exponential` | as max_grad_norm |
 | `StepGradClip` | `dualdp.schedules.Step` | as max_grad_norm |
 | `LambdaGradClip` | `dualdp.PrivacyPlan` | any callable of the step as max_grad_norm |
 | `opacus.utils`, `opacus.validators`, `opacus.layers`, `opacus.grad_sample`, `opacus.optimizers`, `opacus.schedulers`, `opacus.data_loader`, `opacus.distributed` | `dualdp.torch` | one module, as in `from dualdp.torch import BatchMemoryManager` |
@@ -83,12 +83,12 @@ TABLES = """\
 | Opacus | dualdp | what is different |
 |---|---|---|
 | `create_accountant` | `dualdp.accountants.create` |  |
-| `RDPAccountant` | `dualdp.accountants.create` | `"rdp"`: orders up to 4,096, better conversion |
-| `PRVAccountant` | `dualdp.accountants.create` | `"pld"`: a certified bound, for any schedule, in milliseconds |
-| `GaussianAccountant` | `dualdp.accountants.create` | `accountants.gdp_epsilon` gives its number, which bounds nothing |
+| `RDPAccountant` | `dualdp.accountants.create` | `"rdp"` |
+| `PRVAccountant` | `dualdp.accountants.create` | `"pld"`: a certified bound |
+| `GaussianAccountant` | `dualdp.accountants.create` | no bound, so no accountant: `dualdp.accountants.gdp_epsilon` gives the number of papers |
 | `register_accountant` | `dualdp.accountants.register` |  |
 | `opacus.accountants` | `dualdp.accountants` |  |
-| `get_noise_multiplier` | `dualdp.get_noise_multiplier` | `num_steps` instead of epochs; also `dualdp.get_num_steps`, `dualdp.get_sample_rate` |
+| `get_noise_multiplier` | `dualdp.get_noise_multiplier` | `num_steps` instead of epochs |
 """
 _ROWS = {
     name: (ours, different)

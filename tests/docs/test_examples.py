@@ -9,8 +9,8 @@ from tests.docs import programs
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-#: They run at full size in test_docs_porting.py.
-IN_FULL = {"port_digits.py", "port_gpt2.py", "port_resnet18.py"}
+#: It runs at full size in test_docs_porting.py.
+IN_FULL = {"port_digits.py"}
 
 
 def example(path):

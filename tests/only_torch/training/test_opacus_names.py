@@ -46,7 +46,7 @@ def test_missing_names_of_the_module_answer_with_their_row():
             exec(f"from dualdp.torch import {name}")
         assert str(imported.value) == str(asked.value)
     with pytest.raises(
-        AttributeError, match=r"Expected dpt.per_sample_grads: a function; nothing is hung on"
+        AttributeError, match=r"Expected dpt.per_sample_grads: a function; around your own"
     ):
         _ = dpt.GradSampleModule
     with pytest.raises(ImportError, match=r"Expected dpt.PlannedLoader: make_private makes it"):
@@ -99,7 +99,7 @@ def test_the_optimizer_shows_the_plan_and_nothing_stays():
         AttributeError, match=r"The optimizer has no signal_skip_step. Expected dpt"
     ):
         optimizer.signal_skip_step(do_skip=True)
-    with pytest.raises(AttributeError, match="the account is kept by the ledger"):
+    with pytest.raises(AttributeError, match="the ledger keeps the account"):
         optimizer.attach_step_hook(print)
     for batch in loader:
         backward(model, batch)
@@ -144,11 +144,11 @@ def test_an_attribute_of_the_users_optimizer_is_left_alone():
 
 
 REFUSED = [
-    ({"wrap_model": True}, "wrap_model=True is not supported. Expected it left out: the model com"),
+    ({"wrap_model": True}, "wrap_model=True is not supported. Expected it left out: never wrapped"),
     ({"rand_on_empty": True}, "rand_on_empty=True is not supported. Expected it left out"),
     ({"batch_first": False}, "batch_first=False is not supported. Expected it left out"),
     ({"criterion": F.mse_loss}, "is not supported. Expected it left out: the criterion stays in"),
-    ({"noise_generator": torch.Generator()}, "Expected it left out: noise has its own key"),
+    ({"noise_generator": torch.Generator()}, "Expected it left out: noise comes from the op"),
     ({"clipping": "adaptive"}, r"clipping='adaptive' is .* Expected dualdp.schedules.AdaptiveNorm"),
     ({"max_clipbound": 9.0}, r"max_clipbound=9.0 is .* Expected dualdp.schedules.AdaptiveNorm"),
 ]
