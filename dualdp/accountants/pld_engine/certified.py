@@ -234,7 +234,7 @@ class Direction:
             ("guide", tail, spacing, theta.size, float(theta[0])),
             self.terms,
             lambda: LogMoments(theta, spacing),
-            lambda terms: discretize([_thinned(t) for t in terms], Grid(spacing, 16), tail),
+            lambda terms: discretize(map(_thinned, terms), Grid(spacing, 16), tail),
         )
 
     def spacing(self, tail: float, length: float) -> float:
@@ -351,12 +351,9 @@ class Curve:
         self.composed, self.points = composed, composed.points
         self.first, self.second = first * (1 + error), second * (1 - error)
         self.scale = composed.log_mgf - window.tilt * self.points[0] + composed.relative
+        # e^scale and its inverse are far from overflow; unused otherwise
+        self.is_resolved = bool(abs(self.scale) < 600)
         self.constant, self.slope = above_window(composed) + infinite + truncation, truncation
-
-    @property
-    def is_resolved(self) -> bool:
-        """True if e^scale and its inverse are far from overflow; otherwise unused."""
-        return bool(abs(self.scale) < 600)
 
     def epsilon(self, delta: float) -> tuple[float, bool]:
         """Return (epsilon with delta(epsilon) <= delta for certain, is it the window's start).

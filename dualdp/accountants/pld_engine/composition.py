@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -105,7 +105,7 @@ def connect_the_dots(cells: Cells, counts: Array) -> Pmf:
     return Pmf(mass, cells.index, infinite, cells.slack, counts)
 
 
-def discretize(terms: Sequence[Term], grid: Grid, tail: float) -> Iterator[Pmf]:
+def discretize(terms: Iterable[Term], grid: Grid, tail: float) -> Iterator[Pmf]:
     """Yield dominating pmfs of all terms, a chunk of rows at a time.
 
     Rows are sorted by their largest loss, so that the rows of a chunk need about the same edges.

@@ -111,6 +111,7 @@ class LowerCurve(Curve):
         first, second = certified.tail_sums(composed, mass)
         self.first, self.second = first * (1 - error), second * (1 + error)
         self.scale -= 2 * composed.relative
+        self.is_resolved = bool(abs(self.scale) < 600)
         self.constant = -math.expm1(composed.log_finite) * (1 - 1e-12) - wrapped(composed)
 
     def epsilon(self, delta):
