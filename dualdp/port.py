@@ -27,12 +27,6 @@ def _backends() -> tuple[Any, Any]:
     return dpj, dpt
 
 
-def _require(value: Any, name: str, attribute: str, expected: str) -> None:
-    """Refuse an object without the attribute that shows its kind, since no backend is imported."""
-    if isinstance(value, type) or not hasattr(value, attribute):
-        raise TypeError(f"{name} is {_validate.kind(value)}. Expected {expected}.")
-
-
 def match(model: Any, params: Any, mapping: Mapped | None = None) -> tuple[ParameterMap, ...]:
     """Match the parameters of a torch module with the leaves of a JAX model.
 
@@ -53,23 +47,6 @@ def match(model: Any, params: Any, mapping: Mapped | None = None) -> tuple[Param
     return matching.match(
         **dpt.weights.description(model), jax_leaves=dpj.weights.leaves(params), mapping=mapping
     )
-
-
-def suggest(model: Any, params: Any) -> dict[str, str]:
-    """Return a `mapping` by structure for modules without a match by name, to be reviewed.
-
-    The mapping must be passed explicitly: layers of equal size in another order would be swapped.
-
-    Args:
-        model: `nn.Module`.
-        params: parameters of the JAX model, see `match`.
-
-    Returns:
-        Mapping from torch module to JAX path, without unmatched modules.
-    """
-    dpj, dpt = _backends()
-    leaves = dpj.weights.leaves(params)
-    return matching.Matcher(**dpt.weights.description(model), jax_leaves=leaves).suggestion()
 
 
 def to_jax(model: Any, like: Any, mapping: Mapped | None = None) -> Any:
@@ -117,12 +94,15 @@ def to_optax(optimizer: Any) -> Any:
     """Return the optax transformation with the settings, not the state, of a torch optimizer.
 
     Args:
-        optimizer: SGD, Adam, AdamW or RMSprop of torch.optim, or AdamBC, with one parameter group.
+        optimizer: SGD, Adam or AdamW of torch.optim, or AdamBC, with one parameter group.
 
     Raises:
         ValueError: another optimizer, several groups, or settings that optax does not have.
     """
-    _require(optimizer, "optimizer", "param_groups", "an optimizer of torch.optim")
+    if isinstance(optimizer, type) or not hasattr(optimizer, "param_groups"):
+        raise TypeError(
+            f"optimizer is {_validate.kind(optimizer)}. Expected an optimizer of torch.optim."
+        )
     groups = optimizer.param_groups
     if len(groups) != 1:
         raise ValueError(
@@ -185,7 +165,6 @@ def optimizer_to_torch(
     optimizer: Any,
     model: Any,
     mapping: Mapped | None = None,
-    steps: int | None = None,
 ) -> None:
     """Load the state of an optax transformation into a torch optimizer.
 
@@ -195,7 +174,6 @@ def optimizer_to_torch(
         optimizer: optimizer of torch.optim; its state is overwritten, its settings are kept.
         model: `nn.Module` with the optimizer's parameters.
         mapping: mapping for names that differ, see `match`.
-        steps: number of updates, if torch counts them and optax does not (RMSprop).
 
     Raises:
         ValueError: the two optimizers do not keep the same numbers.
@@ -205,7 +183,6 @@ def optimizer_to_torch(
         dpj.weights.optimizer_state.to_named(state),
         match(model, params, mapping),
         _torch_state(optimizer, model),
-        steps,
     )
     dpt.weights.load_optimizer(optimizer, model, arrays)
 
@@ -221,8 +198,7 @@ def checkpoint(
 ) -> None:
     """Convert a checkpoint of one backend to the other's format; loading does so automatically.
 
-    The key is copied to `<out>.key` (mode 0600) if it is beside the first file; the ledger file of
-    the run is not copied.
+    The ledger file of the run is not copied.
 
     Args:
         path: path of the checkpoint.
@@ -241,31 +217,3 @@ def checkpoint(
     backend = importlib.import_module(f"dualdp_{to}.checkpoint.single_file")
     converted, new_document = backend.converted(arrays, document, like, mapping)
     files.write(out, converted, files.relocated(new_document, path, out))
-
-
-def array_to_jax(tensor: Any) -> Any:
-    """Return a torch tensor as a JAX array, by DLPack without a copy if the device is shared.
-
-    Shared memory changes with the tensor: do not write to the tensor while the array is in use.
-    JAX copies arrays that it can't share: strides other than a permutation of a whole array,
-    unaligned memory, and 64-bit numbers unless `jax_enable_x64` is set.
-
-    Args:
-        tensor: tensor on any device, detached before conversion.
-    """
-    _require(tensor, "tensor", "detach", "a torch tensor")
-    dpj, dpt = _backends()
-    return dpj.weights.from_foreign(tensor.detach(), lambda: dpt.weights.as_numpy(tensor))
-
-
-def array_to_torch(array: Any) -> Any:
-    """Return a JAX array as a torch tensor, by DLPack without a copy if the device is shared.
-
-    JAX arrays are immutable, so clone the tensor before you write to it.
-
-    Args:
-        array: concrete array on one device.
-    """
-    _require(array, "array", "__dlpack__", "a JAX array")
-    dpj, dpt = _backends()
-    return dpt.weights.from_foreign(array, lambda: dpj.weights.as_numpy(array))

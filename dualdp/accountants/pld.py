@@ -147,11 +147,14 @@ class PLDAccountant(Accountant):
 
     def _mu(self, events: Events) -> float | None:
         """Mu of the history if all events are plain Gaussians, else None."""
-        sigmas = [as_gaussian(event) for event, _ in events]
-        if any(sigma is None for sigma in sigmas):
-            return None
+        sigmas = []
+        for event, _ in events:
+            sigma = as_gaussian(event)
+            if sigma is None:
+                return None
+            sigmas.append(sigma)
         counts = np.array([number for _, number in events], dtype=float)
-        return self._sensitivity() * closed_forms.gaussian_mu(np.array(sigmas, dtype=float), counts)
+        return self._sensitivity() * closed_forms.gaussian_mu(np.array(sigmas), counts)
 
     def _mu_without_sampling(self, events: Events) -> float | None:
         """Mu of the Gaussians without amplification (joint convexity), always an upper bound."""

@@ -14,13 +14,14 @@ from numpy.typing import NDArray
 from dualdp import _validate
 from dualdp.audit import statistics
 from dualdp.audit.protocol import Claims, PrivateStep
-from dualdp.audit.report import Check, Report, at_most, not_run, p_value
-from dualdp.audit.sampling import participation, sampler_checks
+from dualdp.audit.report import Check, Report, at_most, p_value
+from dualdp.plan.samplers import WHOLE_PASS
 
 Array = NDArray[np.float64]
+Taken = NDArray[np.bool_]
 
 FALSE_ALARM = 1e-6
-_P_VALUES = 25  # largest number of p-values in a report, which share the false-alarm rate
+_P_VALUES = 8  # largest number of p-values in a report, which share the false-alarm rate
 _TOLERANCE = 1e-4  # of a contribution's norm, relative to C: contract.md, 1
 _MOST = 1 << 15  # number of coordinates whose noise is kept, equally many of every leaf
 _PATHS = 20_000  # simulated canaries for the reference of the log-likelihood ratio
@@ -42,38 +43,34 @@ class Setting:
 
 def check_sensitivity(step: PrivateStep, setting: Setting) -> Iterator[Check]:
     """Check without noise that one example's contribution is bounded and independent of others."""
-    names = ("contribution is bounded", "a broken example counts for nothing")
     bound = step.claims.max_grad_norm
     others = [k % step.num_examples for k in range(1, 8)]
+
+    def contribution(beside: list[int], factor: float) -> Array:
+        """What an example adds to the sum of others, as a float64 vector."""
+        rows, ones = [*beside, 0], [1.0] * len(beside)
+        with_it, without = step.clipped_sum(rows, [*ones, factor]), step.clipped_sum(beside, ones)
+        return np.subtract(with_it, without, dtype=np.float64).ravel()
+
     try:
-        few, many = _sum(step, others[:2]), _sum(step, others)
+        few = {factor: contribution(others[:2], factor) for factor in _FACTORS}
     except NotImplementedError as error:
-        yield from (not_run(name, str(error)) for name in names)
+        yield Check("contribution is bounded", None, detail=str(error))
         return
-    added = {f: _sum(step, [*others[:2], 0], [1.0, 1.0, f]) - few for f in _FACTORS}
-    largest = max(_norm(added[f]) for f in (1.0, 1e6)) / bound
-    yield at_most(names[0], largest, 1 + _TOLERANCE, "largest contribution / max_grad_norm")
-    broken = max(_norm(added[f]) for f in (math.nan, math.inf, 0.0)) / bound
-    yield at_most(names[1], broken, 1 + _TOLERANCE, "nan, inf or no gradient / max_grad_norm")
-    differences = [
-        _norm(_sum(step, [*others, 0], [1.0] * 7 + [f]) - many - added[f]) / bound
-        for f in (1.0, 1e6, 1e-3)
-    ]
+    largest = max(map(_norm, few.values())) / bound
+    yield at_most(
+        "contribution is bounded",
+        largest,
+        1 + _TOLERANCE,
+        "largest contribution / max_grad_norm, with losses of 0 to 1e6 times their size, or nan",
+    )
+    apart = max(_norm(contribution(others, f) - few[f]) for f in (1.0, 1e6, 1e-3)) / bound
     yield at_most(
         "contribution does not depend on others",
-        max(differences),
+        apart,
         20 * _TOLERANCE,
         "difference beside 2 and beside 7 others / max_grad_norm",
     )
-    once = _sum(step, [0], [1e6])
-    eight = _sum(step, [0] * 8, [1e6] * 8)
-    yield at_most("eight equal examples add up", _norm(eight - 8 * once) / bound, 20 * _TOLERANCE)
-
-
-def _sum(step: PrivateStep, rows: list[int], factors: list[float] | None = None) -> Array:
-    """Clipped sum as a float64 vector."""
-    found = step.clipped_sum(rows, [1.0] * len(rows) if factors is None else factors)
-    return np.asarray(found, dtype=np.float64).ravel()
 
 
 def _norm(vector: Array) -> float:
@@ -88,8 +85,8 @@ class Seen:
     inside: Array  # (steps, examples) coordinates of the canaries with an example, in units of C
     noise: Array  # (steps, numbers) coordinates with noise only, divided by the claimed stddev
     starts: tuple[int, ...]  # of each parameter in `noise`, after the free canaries, and its end
-    taken: NDArray[np.bool_] | None  # (steps, examples) participations
-    signal: Array | None  # (steps, examples) the part of the examples in `inside`
+    taken: Taken | None  # (steps, examples) participations
+    rest: Array | None  # (steps, examples) `inside` without the examples, divided by the stddev
     sigma: float  # standard deviation of the noise in `inside`
 
 
@@ -98,12 +95,15 @@ def observe(step: PrivateStep, setting: Setting, num_steps: int, batch_size: flo
 
     Correlated noise is made independent: the releases are multiplied by C.
     """
-    n, bound = setting.num_examples, step.claims.max_grad_norm
-    rows = n + np.arange(n)
+    n, claims = setting.num_examples, step.claims
     inside, noise, taken = [], [], []
     starts: list[int] = []
     for release in step.releases(
-        num_steps, rows=rows, num_canaries=2 * n, expected_batch_size=batch_size, seed=setting.seed
+        num_steps,
+        rows=n + np.arange(n),
+        num_canaries=2 * n,
+        expected_batch_size=batch_size,
+        seed=setting.seed,
     ):
         canaries = np.asarray(release.canaries, dtype=np.float64).ravel()
         leaves = [np.ravel(leaf) for leaf in release.leaves]
@@ -111,35 +111,44 @@ def observe(step: PrivateStep, setting: Setting, num_steps: int, batch_size: flo
         kept = [np.asarray(leaf[:share], dtype=np.float64) for leaf in leaves if leaf.size]
         arrays = [canaries[:n], *kept]
         starts = np.cumsum([0, *map(len, arrays)]).tolist()
-        inside.append(canaries[n:] / bound)
-        noise.append(np.concatenate(arrays) / step.claims.noise_stddev)
+        inside.append(canaries[n:] / claims.max_grad_norm)
+        noise.append(np.concatenate(arrays) / claims.noise_stddev)
         if release.indices is not None:
             taken.append(np.isin(np.arange(n), release.indices))
     steps = len(inside)
-    c, scale = step.claims.strategy(steps), step.claims.noise_scale(steps, batch_size / n)
+    c, scale = claims.strategy(steps), claims.noise_scale(steps, batch_size / n)
+    x, sigma = c @ np.reshape(inside, (steps, n)), claims.noise_multiplier * scale
     joined = np.array(taken) if taken and len(taken) == steps else None
     return Seen(
-        c @ np.reshape(inside, (steps, n)),
+        x,
         c @ np.reshape(noise, (steps, -1)) / scale if noise else np.zeros((0, 0)),
         tuple(starts),
         joined,
-        None if joined is None else c @ joined,
-        step.claims.noise_multiplier * scale,
+        None if joined is None else (x - c @ joined) / sigma,
+        sigma,
     )
 
 
 def check_run(step: PrivateStep, setting: Setting) -> Iterator[Check]:
     """Check noise, sampler, canaries and accounting of one run."""
-    batch_size = setting.sample_rate * setting.num_examples
+    batch_size, limit = setting.sample_rate * setting.num_examples, setting.limit
     seen = observe(step, setting, setting.num_steps, batch_size)
     yield from _account(step, seen, setting.num_steps, batch_size / setting.num_examples, "")
     if len(seen.inside) < 2:
         return
-    yield from _noise(seen, setting.limit)
-    classes = step.claims.min_separation
-    sampler, rate = step.claims.sampler, setting.sample_rate
-    yield from sampler_checks(sampler, seen.taken, rate, setting.limit, classes)
-    yield from _canaries(step, seen, setting)
+    yield from _noise(seen, limit)
+    name = "batches are drawn as claimed"
+    if seen.taken is None:
+        yield Check(name, None, detail="the implementation does not say who joined")
+    else:
+        found = batches(step.claims, seen.taken, setting.sample_rate)
+        oddest = min(found, key=lambda key: found[key])
+        yield p_value(name, statistics.smallest(found.values()), limit, f"oddest: {oddest}")
+    if seen.rest is not None:
+        p = statistics.chi_square(seen.rest)
+        yield p_value("release is of the drawn batch", p, limit)
+    if not step.claims.is_patterned:  # the steps of an example are independent draws
+        yield _privacy_loss(step.claims.sampler, seen, setting)
 
 
 def _account(
@@ -169,52 +178,74 @@ def _rounds(claims: Claims, num_steps: int, rate: float) -> list[tuple[float, fl
 
 def _noise(seen: Seen, limit: float) -> Iterator[Check]:
     """Checks that coordinates without a gradient are independent normals of the claimed stddev."""
-    z, steps = seen.noise, range(len(seen.noise))
+    z = seen.noise
     leaves = [z[:, a:b] for a, b in zip(seen.starts[:-1], seen.starts[1:], strict=True)]
     scale = float(np.sqrt((z**2).mean()))
-    yield p_value("noise scale", statistics.chi_square(z), limit, f"{scale:.5f} of what is claimed")
-    by_leaf = statistics.smallest(statistics.chi_square(leaf) for leaf in leaves)
-    yield p_value("noise scale of each parameter", by_leaf, limit)
-    by_step = statistics.smallest(statistics.chi_square(z[t]) for t in steps)
-    yield p_value("noise scale of each step", by_step, limit)
+    p = statistics.smallest(statistics.chi_square(part) for part in (z, *leaves, *z))
+    detail = f"{scale:.5f} of what is claimed; also that of each parameter and step"
+    yield p_value("noise scale", p, limit, detail)
     yield p_value("noise is normal", statistics.normality(z[:, :: max(1, z.size >> 18)]), limit)
     yield p_value("noise is never used twice", statistics.repetition(z), limit)
-    if seen.signal is not None:  # then the noise of the used canaries is known too
-        free, parameters = z[:, : seen.starts[1]], z[:, seen.starts[1] :]
-        z = np.hstack([free, (seen.inside - seen.signal) / seen.sigma, parameters])
+    if seen.rest is not None:  # the noise of the used canaries, between free ones and parameters
+        z = np.hstack([z[:, : seen.starts[1]], seen.rest, z[:, seen.starts[1] :]])
     yield p_value("noise is independent in a step", statistics.autocorrelation(z), limit)
 
 
-def _canaries(step: PrivateStep, seen: Seen, setting: Setting) -> Iterator[Check]:
-    """Checks of the canaries' distribution in each release, and of their privacy loss."""
-    sigma, rate, limit = seen.sigma, setting.sample_rate, setting.limit
-    x, free = seen.inside, seen.noise[:, : seen.starts[1]] * sigma
-    if seen.signal is not None:
-        rest = (x - seen.signal) / sigma
-        yield p_value("release is of the drawn batch", statistics.chi_square(rest), limit)
-        height = (rest * seen.signal).sum() / max(1.0, float(np.linalg.norm(seen.signal)))
-        p = statistics.normality_of_one(float(height))
-        yield p_value("canaries have the claimed norm", p, limit)
-    if step.claims.is_patterned:  # the steps of an example are no independent draws
-        return
-    spread = math.sqrt(x.size * (sigma**2 + rate * (1 - rate)))
-    p = statistics.normality_of_one(float((x - rate).sum()) / spread)
-    if step.claims.sampler in ("poisson", "fixed_size"):
-        yield p_value("canaries on average", p, limit)
-    marginal = statistics.uniformity(statistics.mixture_uniforms(x, rate, sigma))
-    yield p_value("canaries in single steps", marginal, limit)
-    rng, shape = np.random.default_rng(setting.seed), (len(x), _PATHS)
-    noise = sigma * rng.standard_normal(shape)
-    taken = participation(step.claims.sampler, shape, rate, rng)
-    for name, found, reference in (
-        ("privacy loss without the example", free, noise),
-        ("privacy loss with the example", x, noise + taken),
-    ):
-        p = statistics.two_samples(
-            statistics.log_likelihood_ratio(found, rate, sigma),
-            statistics.log_likelihood_ratio(reference, rate, sigma),
-        )
-        yield p_value(name, p, limit)
+def batches(claims: Claims, taken: Taken, rate: float) -> dict[str, float]:
+    """Return p-values of `taken`, the (steps, examples) participations, 0 for what can not be."""
+    (steps, examples), sizes = taken.shape, taken.sum(1)
+    sampler = claims.sampler
+    found: dict[str, float] = {}
+    if sampler == "poisson":
+        found["sample rate"] = statistics.total(int(taken.sum()), taken.size, rate)
+        found["batch sizes"] = statistics.dispersion(sizes, examples, rate)
+    elif sampler == "fixed_size":
+        found["batches have one size"] = float(np.abs(sizes - rate * examples).max() < 0.5)
+    elif sampler == "truncated_poisson":
+        over = float(taken.sum() - taken.size * rate) / math.sqrt(taken.size * rate * (1 - rate))
+        found["sample rate"] = statistics.normality_of_one(max(over, 0.0))
+    elif sampler == "cyclic_poisson":
+        classes, within = claims.min_separation, claims.min_separation * rate
+        turns = steps // classes
+        by_class = taken[: turns * classes].reshape(turns, classes, -1).sum(0)
+        found["every example joins one class"] = float(((by_class > 0).sum(0) <= 1).all())
+        found["sample rate"] = statistics.total(int(by_class.sum()), turns * examples, within)
+        found["participations"] = statistics.dispersion(by_class.max(0), turns, within)
+    else:
+        bins = _bins(rate)
+        whole = taken[: steps // bins * bins].reshape(-1, bins, examples)
+        found["every example once a pass"] = float((whole.sum(1) == 1).all())
+        if sampler != "balls_in_bins":
+            found["batches have one size"] = float(np.ptp(sizes) <= 1)
+        if sampler == "fixed_order":
+            found["every pass has the same order"] = float((whole == whole[:1]).all())
+    if sampler in ("poisson", "fixed_size"):  # different steps and examples are independent
+        found["participations"] = statistics.dispersion(taken.sum(0), steps, rate)
+        found["batches share members"] = statistics.shared_members(taken, rate)
+        found["neighbours"] = statistics.neighbours(taken, rate)
+    return found
+
+
+def _privacy_loss(sampler: str, seen: Seen, setting: Setting) -> Check:
+    """Check the canaries' privacy loss over the run against that of simulated ones."""
+    rng, rate = np.random.default_rng(setting.seed), setting.sample_rate
+    shape = (len(seen.inside), _PATHS)
+    joined = rng.random(shape) < rate
+    if sampler in WHOLE_PASS:
+        bins = _bins(rate)
+        chosen = rng.integers(bins, size=(-(-shape[0] // bins), 1, _PATHS))
+        drawn = np.arange(bins)[None, :, None] == chosen
+        joined = drawn.reshape(-1, _PATHS)[: shape[0]]
+    losses = (
+        statistics.log_likelihood_ratio(x, rate, seen.sigma)
+        for x in (seen.inside, seen.sigma * rng.standard_normal(shape) + joined)
+    )
+    return p_value("privacy loss", statistics.two_samples(*losses), setting.limit)
+
+
+def _bins(rate: float) -> int:
+    """Number of batches of one pass."""
+    return max(1, math.ceil(1 / rate - 1e-9))
 
 
 def check_empty(step: PrivateStep, setting: Setting) -> Iterator[Check]:
@@ -222,7 +253,7 @@ def check_empty(step: PrivateStep, setting: Setting) -> Iterator[Check]:
     try:
         seen = observe(step, setting, _EMPTY_STEPS, _EMPTY_BATCH)
     except NotImplementedError as error:
-        yield not_run("noise of empty batches", str(error))
+        yield Check("noise of empty batches", None, detail=str(error))
         return
     rate = _EMPTY_BATCH / setting.num_examples
     yield from _account(step, seen, _EMPTY_STEPS, rate, ", empty batches")

@@ -31,8 +31,8 @@ class Check:
     def __str__(self) -> str:
         verdict = {True: "pass", False: "FAIL", None: "not run"}[self.passed]
         kind = "p" if self.is_p_value else "value"
-        numbers = "" if self.passed is None else f"{kind}={self.statistic:.3g}"
-        limit = "" if self.passed is None else f"limit {self.threshold:.3g}"
+        numbers = f"{kind}={self.statistic:.3g}" if self.passed is not None else ""
+        limit = f"limit {self.threshold:.3g}" if self.passed is not None else ""
         return f"{verdict:8s}{self.name:40s}{numbers:17s}{limit:16s}{self.detail}".rstrip()
 
 
@@ -78,8 +78,3 @@ def p_value(name: str, p: float, threshold: float, detail: str = "") -> Check:
 def at_most(name: str, value: float, threshold: float, detail: str = "") -> Check:
     """Return the result of an exact check; nan fails."""
     return Check(name, bool(value <= threshold), value, threshold, detail=detail)
-
-
-def not_run(name: str, why: str) -> Check:
-    """Return the result of a check that the implementation does not support."""
-    return Check(name, None, detail=why)

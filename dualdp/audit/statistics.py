@@ -33,19 +33,14 @@ def chi_square(z: Any) -> float:
 
 def normality(z: Any) -> float:
     """Return the Kolmogorov-Smirnov p-value against the standard normal distribution."""
-    return uniformity(ndtr(np.ravel(z).astype(np.float64)))
+    if not np.isfinite(z).all():
+        return 0.0
+    return float(stats.kstest(np.ravel(z).astype(np.float64), ndtr, method="asymp").pvalue)
 
 
 def normality_of_one(z: float) -> float:
     """Return the p-value of one standard normal number."""
     return float(2 * stats.norm.sf(abs(z))) if np.isfinite(z) else 0.0
-
-
-def uniformity(u: Any) -> float:
-    """Return the Kolmogorov-Smirnov p-value against the uniform distribution on (0, 1)."""
-    if not np.isfinite(u).all():
-        return 0.0
-    return float(stats.kstest(np.ravel(u), "uniform", method="asymp").pvalue)
 
 
 def repetition(z: Array) -> float:
@@ -112,11 +107,6 @@ def two_samples(found: Any, expected: Any) -> float:
     if not np.isfinite(found).all():
         return 0.0
     return float(stats.ks_2samp(found, expected, method="asymp").pvalue)
-
-
-def mixture_uniforms(x: Array, rate: float, sigma: float) -> Array:
-    """Return the distribution function of (1 - rate) N(0, sigma^2) + rate N(1, sigma^2) at x."""
-    return np.asarray((1 - rate) * ndtr(x / sigma) + rate * ndtr((x - 1) / sigma))
 
 
 def log_likelihood_ratio(x: Array, rate: float, sigma: float) -> Array:

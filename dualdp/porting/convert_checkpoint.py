@@ -82,8 +82,7 @@ def to_torch(
     named = parameter_map.to_torch(maps, _below(values, "params/", "/"))
     found = {_stored(name, wanted): array for name, array in named.items()}
     state = optimizer_state.TorchState.of({}, like["optimizer"], like["trained"])
-    theirs, step = _below(values, "optimizer/", "/"), int(document["position"])
-    slots = optimizer_state.to_torch(theirs, maps, state, step)
+    slots = optimizer_state.to_torch(_below(values, "optimizer/", "/"), maps, state)
     of_torch = _leaves(maps, like["trained"])
     apart = of_torch ^ {*document["trained"]}
     if apart:
@@ -96,7 +95,7 @@ def to_torch(
         # torch keeps a slot in its parameter's dtype, and counts in float32
         f"optimizer/{path}": (
             (),
-            "float32" if slot in optimizer_state.COUNTED else wanted[f"params/{name}"][1],
+            "float32" if slot == "step" else wanted[f"params/{name}"][1],
         )
         for path in slots
         for slot, name in [path.split("/", 1)]

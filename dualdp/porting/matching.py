@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -124,37 +123,6 @@ class Matcher:
             maps.append(ParameterMap(name, shape, tuple(numbered), len(self.index) + number))
         return tuple(maps)
 
-    def suggestion(self) -> dict[str, str]:
-        """Return module -> path by structure, for the modules without a partner by name.
-
-        Each torch module gets the first free JAX module, numbers in names compared as numbers,
-        whose leaves are exactly its parameters.
-        """
-        free, unmatched = set(self.shapes), []
-        for (module, kind), locals_ in self.modules.items():
-            named = {
-                path
-                for line in layouts.lines_for(kind, locals_)
-                for path in self._paths(module, line)
-            }
-            free -= named
-            if module and not named:
-                unmatched.append((module, kind, locals_))
-        found: dict[str, str] = {}
-        for module, kind, locals_ in unmatched:
-            own = [name for name in locals_.values() if layouts.split(name, kind)[0] == module]
-            shapes = {name: self.torch_shapes[name] for name in own}
-            prefixes = {prefix for path in free for prefix in _prefixes(path.split("/"), "/")[:-1]}
-            for prefix in sorted(prefixes, key=_natural):
-                below = {path for path in free if path.startswith(f"{prefix}/")}
-                leaves = [(tuple(path.split("/")), self.shapes[path]) for path in below]
-                with contextlib.suppress(ValueError):  # the two do not fit
-                    match(shapes, dict.fromkeys(own, kind), leaves, {module: prefix})
-                    found[module] = prefix
-                    free -= below
-                    break
-        return found
-
     def _paths(self, module: str, line: Line) -> list[str]:
         """JAX leaves that a line finds for a module: none or one."""
         components = module.split(".") if module else []
@@ -258,8 +226,3 @@ def _rows(shape: tuple[int, ...], block: tuple[int, int] | None) -> tuple[int, i
 def _prefixes(words: list[str], joint: str) -> list[str]:
     """Prefixes of a path: "a", "a.b" and "a.b.c" of ["a", "b", "c"]."""
     return list(accumulate(words, lambda above, word: f"{above}{joint}{word}"))
-
-
-def _natural(path: str) -> list[tuple[int, str]]:
-    """Sort key that puts Dense_10 after Dense_2."""
-    return [(int(word), "") if word.isdigit() else (-1, word) for word in re.split(r"(\d+)", path)]

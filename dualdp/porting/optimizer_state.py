@@ -26,13 +26,8 @@ SLOTS: Mapping[str, Mapping[str, str]] = {
     "Adam": {"exp_avg": "mu", "exp_avg_sq": "nu"},
     "AdamW": {"exp_avg": "mu", "exp_avg_sq": "nu"},
     "AdamBC": {"exp_avg": "mu", "exp_avg_sq_corrected": "nu_corrected"},
-    "RMSprop": {"square_avg": "nu", "grad_avg": "mu", "momentum_buffer": "trace"},
 }
 COUNTERS = ("count", "step")  # optax's fields with the number of updates
-#: Average of the parameters that `with_ema` adds to any of them: its slots, and the JAX backend's.
-AVERAGE, AVERAGED = {"ema": "average"}, "ema_updates"
-COUNTED = ("step", AVERAGED)  # slots with a number of updates
-HAS_STEP = ("Adam", "AdamW", "AdamBC", "RMSprop")
 _MODULES = ("torch.optim", "dualdp_torch.")  # of the classes
 
 
@@ -52,9 +47,6 @@ class TorchState:
         for path, array in arrays.items():
             slot, name = path.split("/", 1)
             slots.setdefault(slot, {})[name] = array
-        for name, values in described["plain"].items():
-            if AVERAGED in values:
-                slots.setdefault(AVERAGED, {})[name] = np.asarray(values[AVERAGED])
         options = {
             name: {key: _number(value) for key, value in group["options"].items()}
             for group in described["groups"]
@@ -66,21 +58,18 @@ class TorchState:
     @property
     def steps(self) -> int | None:
         """Number of updates, the same for all parameters; None if the state has no counter."""
-        return self.count("step", None if any(self.slots.values()) else 0)
-
-    def count(self, slot: str, usual: int | None) -> int | None:
-        """Return the number in a slot, the same for all parameters, or `usual` without the slot."""
-        counts = sorted({int(count) for count in self.slots.get(slot, {}).values()})
+        counts = sorted({int(count) for count in self.slots.get("step", {}).values()})
         if len(counts) > 1:
             raise ValueError(
                 f"The optimizer's parameters have seen {counts} updates. Expected one number."
             )
-        return counts[0] if counts else usual
+        return counts[0] if counts else None if any(self.slots.values()) else 0
 
     @property
     def fields(self) -> Mapping[str, str]:
-        """Slot -> the other stack's field, of all that such an optimizer may keep."""
-        return {**SLOTS[self.kind], **AVERAGE}
+        """Slot -> optax's field, of all that torch keeps with these settings."""
+        has_momentum = any(group.get("momentum") for group in self.options.values())
+        return SLOTS[self.kind] if has_momentum or self.kind != "SGD" else {}
 
 
 def _number(value: Any) -> Any:
@@ -121,73 +110,49 @@ def to_jax(
     `wanted` maps the path of every leaf of optax's state, joined by "/", to its shape. `steps` is
     the number of updates so far, for optax's counters.
     """
-    fields = _fields(state, wanted, maps, averages=bool(state.slots.get("ema")))
-    slots = _filled(state, maps)
+    fields, slots = _fields(state, wanted, maps), _filled(state, maps)
     found: dict[str, Array] = {}
     for (prefix, field), paths in fields.items():
+        if field in COUNTERS and steps is None:
+            raise ValueError(
+                f"optax's {prefix} counts updates, which torch's state does not. Expected steps=."
+            )
         if field in COUNTERS:
-            seen = state.count(AVERAGED, None) if _is_of_average(prefix, fields) else steps
-            found[prefix] = np.asarray(_known(seen, f"optax's {prefix}"))
+            found[prefix] = np.asarray(steps)
             continue
-        scale = _trace_scale(prefix, fields, state)
-        named = {name: scale(name, array) for name, array in slots[field].items()}
-        trained = [parameter for parameter in maps if parameter.torch_name in named]
-        arrays = parameter_map.to_jax(trained, named)
+        trained = [parameter for parameter in maps if parameter.torch_name in slots[field]]
+        arrays = parameter_map.to_jax(trained, slots[field])
         _same_trained(set(arrays), set(paths))
         found |= {path: arrays[leaf] for leaf, path in paths.items()}
     return found
 
 
-def to_torch(
-    arrays: Named, maps: Sequence[ParameterMap], like: TorchState, steps: int | None = None
-) -> dict[str, Array]:
+def to_torch(arrays: Named, maps: Sequence[ParameterMap], like: TorchState) -> dict[str, Array]:
     """Return the arrays of a torch optimizer's state, by "slot/parameter".
 
     `arrays` are those of optax's state, by path joined by "/"; `like` has kind and settings of the
-    torch optimizer. `steps` is needed if torch counts updates and optax does not.
+    torch optimizer.
     """
     fields = _fields(like, {path: array.shape for path, array in arrays.items()}, maps)
-    found: dict[str, Array] = {}
-    counters = [prefix for prefix, field in fields if field in COUNTERS]
-    averaged = [prefix for prefix in counters if _is_of_average(prefix, fields)]
-    counts = {int(arrays[prefix]) for prefix in counters if prefix not in averaged}
-    if len(counts) > 1:
+    counts = {int(arrays[prefix]) for prefix, field in fields if field in COUNTERS}
+    if len(counts) > 1 or (like.kind != "SGD" and not counts):
         raise ValueError(
             f"optax's state counts {sorted(counts)} updates in different places. Expected one "
             "number."
         )
-    names = {field: slot for slot, field in like.fields.items()}
-    for (prefix, field), paths in fields.items():
-        if field in COUNTERS:
-            continue
-        trained = [parameter for parameter in maps if parameter.torch_name in like.options]
-        held = {leaf: arrays[path] for leaf, path in paths.items()}
-        _same_trained({s.path for parameter in trained for s in parameter.slices}, set(held))
-        named = parameter_map.to_torch(trained, held)
-        scale = _trace_scale(prefix, fields, like, inverse=True)
-        found |= {f"{names[field]}/{name}": scale(name, a) for name, a in named.items()}
-    if like.kind in HAS_STEP:
-        count = np.float32(_known(next(iter(counts), steps), f"torch's {like.kind}"))
-        found |= {f"step/{name}": np.asarray(count) for name in like.options}
-    for prefix in averaged:
-        seen = np.asarray(arrays[prefix], np.float32)
-        found |= {f"{AVERAGED}/{name}": seen for name in like.options}
+    trained = [parameter for parameter in maps if parameter.torch_name in like.options]
+    slots = {field: slot for slot, field in like.fields.items()}
+    found: dict[str, Array] = {}
+    for (_, field), paths in fields.items():
+        if field not in COUNTERS:
+            held = {leaf: arrays[path] for leaf, path in paths.items()}
+            _same_trained({s.path for parameter in trained for s in parameter.slices}, set(held))
+            named = parameter_map.to_torch(trained, held)
+            found |= {f"{slots[field]}/{name}": array for name, array in named.items()}
+    if like.kind != "SGD":
+        count = np.asarray(counts.pop(), np.float32)
+        found |= {f"step/{name}": count for name in like.options}
     return found
-
-
-def _is_of_average(prefix: str, fields: Fields) -> bool:
-    """True if a counter of optax's state counts the updates of the parameters' average."""
-    path = prefix.removesuffix("count")
-    return all((f"{path}{field}", field) in fields for field in ("count", *AVERAGE.values()))
-
-
-def _known(steps: int | None, where: str) -> int:
-    """Number of updates, which must be known."""
-    if steps is None:
-        raise ValueError(
-            f"{where} counts updates, which the other stack's state does not. Expected steps=."
-        )
-    return steps
 
 
 Fields = dict[tuple[str, str], dict[str, str]]
@@ -197,17 +162,14 @@ def _fields(
     state: TorchState,
     wanted: Mapping[str, tuple[int, ...]],
     maps: Sequence[ParameterMap],
-    averages: bool | None = None,
 ) -> Fields:
     """(path of a field, its name) -> JAX leaf -> whole path; empty for a counter.
-
-    `averages` tells if torch's optimizer averages the parameters; None: as optax's does.
 
     Raises unless both optimizers keep the same slots, by settings that both have, and no two
     trained biases would share one momentum in JAX.
     """
     check(state)
-    expected = _expected(state)
+    expected = set(state.fields.values())
     for parameter in maps if expected else ():
         if parameter.torch_name in state.options and any(s.is_added for s in parameter.slices):
             raise ValueError(
@@ -227,7 +189,7 @@ def _fields(
         if leaf is None and not (field in COUNTERS and shape == ()):
             raise ValueError(
                 f"optax's state has {path} {shape}, which torch.optim does not keep. Expected "
-                f"{sorted({f for s in (*SLOTS.values(), AVERAGE) for f in s.values()})} for each "
+                f"{sorted({f for slots in SLOTS.values() for f in slots.values()})} for each "
                 "parameter, and counters."
             )
         paths = found.setdefault((prefix, field), {})
@@ -239,8 +201,6 @@ def _fields(
             f"optax's state has {kept}, one of them twice. Expected each once: which is torch's "
             "can't be told."
         )
-    average = set(AVERAGE.values())
-    expected |= average if averages else average & set(kept) if averages is None else set()
     if set(kept) != expected:
         raise ValueError(
             f"torch's {state.kind} keeps {sorted(expected)} (in optax's words), but optax's state "
@@ -249,52 +209,14 @@ def _fields(
     return found
 
 
-def _trace_scale(prefix: str, fields: Fields, state: TorchState, inverse: bool = False) -> Any:
-    """Function (name, array) -> array that rescales a slot.
-
-    optax.rmsprop accumulates updates already multiplied by -learning rate, in a trace two positions
-    after the second moment in its chain. A trace directly after it accumulates as torch does.
-    """
-    if state.kind != "RMSprop" or not prefix.endswith("trace"):
-        return lambda name, array: array
-    second = next(path for path, field in fields if field == "nu")
-    *chain, position, _ = second.split("/")
-    distances = {
-        "/".join([*chain, str(int(position) + k), "trace"]): k for k in (1, 2) if position.isdigit()
-    }
-    if prefix not in distances:
-        raise ValueError(
-            f"optax's state has {prefix} beside {second}. Expected the chain of optax.rmsprop, or "
-            "the trace right behind the second moment."
-        )
-    if distances[prefix] == 1:
-        return lambda name, array: array
-    sign = -1 if inverse else 1
-    return lambda name, array: array * np.asarray(-state.options[name]["lr"], array.dtype) ** sign
-
-
-def _expected(state: TorchState) -> set[str]:
-    """Slots that torch keeps with these settings, by optax's names."""
-    needed = {"momentum_buffer": "momentum", "grad_avg": "centered"}
-    options = list(state.options.values())
-    return {
-        field
-        for slot, field in SLOTS[state.kind].items()
-        if slot not in needed or any(group.get(needed[slot]) for group in options)
-    }
-
-
 def _filled(state: TorchState, maps: Sequence[ParameterMap]) -> dict[str, Named]:
-    """Slot by optax's name -> parameter -> array; zeros before the first step."""
+    """Optax's field -> parameter -> array; zeros before the first step."""
     shapes = {parameter.torch_name: parameter.torch_shape for parameter in maps}
     dampened = any(group.get("dampening") for group in state.options.values())
     found = {}
-    expected = _expected(state) | {f for slot, f in AVERAGE.items() if slot in state.slots}
     for slot, field in state.fields.items():
         named = state.slots.get(slot, {})
         missing = sorted(set(state.options) - set(named))
-        if field not in expected:
-            continue
         if missing and (named or dampened):
             raise ValueError(
                 f"torch's state lacks {slot!r} for {missing}. Expected it for every trained "

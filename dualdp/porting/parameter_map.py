@@ -210,25 +210,3 @@ def from_json(data: Sequence[Mapping[str, Any]]) -> tuple[ParameterMap, ...]:
         )
         for parameter in data
     )
-
-
-class _Verbatim(str):
-    """Text that is its own `repr`."""
-
-    def __repr__(self) -> str:
-        return str(self)
-
-
-def ledger_text(maps: Sequence[ParameterMap] | None) -> str:
-    """Return the text by which a ledger knows a layout of noise; the same in every version."""
-    if maps is None:
-        return "None"
-    texts = []
-    for leaf in maps:
-        places = tuple(_Verbatim(repr(s).replace("LeafSlice(", "Place(", 1)) for s in leaf.slices)
-        text = (
-            f"Leaf(torch_name={leaf.torch_name!r}, torch_shape={leaf.torch_shape!r}, "
-            f"places={places!r}, noise_stream={leaf.noise_stream!r})"
-        )
-        texts.append(_Verbatim(text))
-    return repr(tuple(texts))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`dualdp audit`: empirical lower bounds on epsilon from canaries, against the claimed epsilon."""
+"""`dualdp audit`: an empirical lower bound on epsilon from canaries, against the claimed one."""
 
 from __future__ import annotations
 
@@ -33,18 +33,17 @@ def audit(
     sample_rate: Annotated[float, typer.Option(help="Of the run with canaries.")] = 0.1,
     steps: Annotated[int, typer.Option(help="Noise releases of a run.")] = 100,
     canaries: Annotated[int, typer.Option(help="Inserted, each by a fair coin.")] = 1000,
-    runs: Annotated[int, typer.Option(help="Further runs with and without one canary.")] = 0,
     delta: Annotated[float, typer.Option(help="At which epsilon is claimed and bounded.")] = 1e-5,
-    confidence: Annotated[float, typer.Option(help="Of each lower bound.")] = 0.95,
+    confidence: Annotated[float, typer.Option(help="Of the lower bound.")] = 0.95,
     noise: Annotated[str, typer.Option(help="fast, portable or secure.")] = "fast",
-    seed: Annotated[int | None, typer.Option(help="Fixes coins and runs.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Fixes coins and run.")] = None,
     check: Annotated[bool, typer.Option("--check", help="Also run check_private_step.")] = False,
     as_json: Json = False,
 ) -> None:
     """Bound epsilon from below by canaries; exit code 1 if the claim is refuted."""
     with working("Preparing"):
         tested = _own(step) if step is not None else _ours(stack, noise_multiplier, noise)
-    with working("Training with canaries", steps * (1 + runs)) as advance:
+    with working("Training with canaries", steps) as advance:
         watched: Any = _Watched(tested, advance)
         found = run_audit(
             watched,
@@ -52,7 +51,6 @@ def audit(
             num_canaries=canaries,
             sample_rate=sample_rate,
             delta=delta,
-            runs=runs,
             confidence=confidence,
             seed=seed,
         )
@@ -114,21 +112,16 @@ def _own(name: str) -> PrivateStep:
 
 
 def _text(found: Audit, report: Report | None) -> str:
-    """Text of all bounds and the verdict, one line each."""
+    """Text of the bound and the verdict, one line each."""
+    limit = found.false_alarm
+    p = f"< {limit:.1g}" if found.is_refuted else f"= {found.p_value:.2g}"
     lines = [
         f"claimed: epsilon = {found.claimed_epsilon:.3f} of one example at "
-        f"delta = {found.delta:g}, {found.num_steps} steps"
-    ]
-    limit = found.false_alarm / len(found.bounds)
-    for bound in found.bounds:
-        p = f"< {limit:.1g}" if bound.p_value < limit else f"= {bound.p_value:.2g}"
-        lines.append(
-            f"{bound.method:16s} epsilon is at least {bound.epsilon:.3f} with "
-            f"{found.confidence:.0%} confidence; p {p}"
-        )
-    lines += [
+        f"delta = {found.delta:g}, {found.num_steps} steps",
+        f"seen: epsilon is at least {found.epsilon:.3f} with {found.confidence:.0%} confidence; "
+        f"p {p}",
         f"p: probability of guesses as good as these if the claim is true; below {limit:.1g} it "
-        f"refutes the claim. At most one correct step in {1 / found.false_alarm:,.0f} is refuted.",
+        f"refutes the claim. At most one correct step in {1 / limit:,.0f} is refuted.",
         "",
         found.verdict,
     ]

@@ -684,8 +684,6 @@ ON_TORCH = {
         TypeError,
         "optimizer is a str. Expected an optimizer of torch.optim",
     ),
-    "list to JAX": (lambda k: port.array_to_jax([1.0]), TypeError, "tensor is a list. Expected a "),
-    "None to torch": (lambda k: port.array_to_torch(None), TypeError, "array is None. Expected a"),
     "stack to port to": (
         lambda k: port.checkpoint(k.at / "run", k.at / "new", to="tf", like=None),
         ValueError,

@@ -153,40 +153,6 @@ def test_a_table_with_layouts():
     assert torch.equal(port.to_torch(ported, like=net, mapping=mapping)["weight"], net.weight)
 
 
-def test_a_table_by_structure_is_suggested_and_not_used_by_itself(tower):
-    """Flax's own names count per class, torch's are the user's: Dense_10 comes after Dense_2."""
-
-    class Compact(linen.Module):
-        @linen.compact
-        def __call__(self, x):
-            for _ in range(11):
-                x = jnp.tanh(linen.Dense(3)(x))
-            return linen.RNN(linen.GRUCell(2))(linen.LayerNorm()(x))
-
-    class Named(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.steps = nn.ModuleList([nn.Linear(3, 3) for _ in range(11)])
-            self.norm, self.memory = nn.LayerNorm(3), nn.GRU(3, 2)
-
-    net = Named()
-    like = Compact().init(jax.random.key(0), jnp.zeros((4, 3)))
-    table = port.suggest(net, like)
-    assert table == {
-        **{f"steps.{k}": f"params/Dense_{k}" for k in range(11)},
-        "norm": "params/LayerNorm_0",
-        "memory.l0": "params/GRUCell_0",
-    }
-    with pytest.raises(ValueError, match="No partner"):
-        port.to_jax(net, like=like)
-    back = port.to_torch(port.to_jax(net, like=like, mapping=table), like=net, mapping=table)
-    assert torch.equal(back["steps.10.weight"], net.steps[10].weight)
-    assert port.suggest(tower, linen_like()) == {}
-    params = {**linen_like()["params"], "Dense_7": {"kernel": jnp.zeros((4, 5))}}
-    params.pop("blocks_0")
-    assert port.suggest(tower, params) == {}
-
-
 def test_layers_of_an_rnn_in_the_table():
     net = nn.LSTM(3, 4, num_layers=2, batch_first=True)
 
@@ -302,35 +268,3 @@ def test_frozen_leaves_draw_no_noise():
     assert [s.noise_index for s in second.slices] == [0]
     assert second.jax_index == 1
     assert first.slices[0].noise_index == -1
-
-
-# ---------------------------------------------------------------------- arrays
-
-
-def test_arrays_cross_without_a_copy():
-    tensor = torch.arange(4096.0).reshape(64, 64)
-    array = port.array_to_jax(tensor)
-    assert array.unsafe_buffer_pointer() == tensor.data_ptr()
-    np.testing.assert_array_equal(array, tensor.numpy())
-    again = port.array_to_torch(array)
-    assert again.data_ptr() == tensor.data_ptr()
-    assert torch.equal(again, tensor)
-
-
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        torch.arange(12.0).reshape(3, 4)[:, 1:],  # strides that JAX does not take
-        torch.arange(12.0).reshape(3, 4).T,
-        torch.ones(3, 4, dtype=torch.bfloat16)[:, ::2],
-        torch.ones(3, dtype=torch.bool),
-        torch.ones(2, 3, requires_grad=True),
-        torch.arange(5),
-    ],
-)
-def test_arrays_that_cannot_be_shared_are_copied(tensor):
-    array = port.array_to_jax(tensor)
-    assert array.shape == tuple(tensor.shape)
-    np.testing.assert_array_equal(np.asarray(array, np.float64), tensor.detach().double().numpy())
-    back = port.array_to_torch(array)
-    assert torch.equal(back.double(), tensor.detach().double())

@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 
 from dualdp.porting import layouts, matching
-from dualdp.porting.parameter_map import Axes, LeafSlice, ParameterMap, ledger_text
 
 SHAPES = {
     "conv.weight": (8, 3, 5, 4),
@@ -95,21 +94,3 @@ def test_a_parameter_of_several_leaves_is_no_single_one():
 def test_a_line_that_is_none_is_refused():
     with pytest.raises(ValueError, match=r"'weight\[1of4\]' is no line of LAYOUTS"):
         layouts.Term.parse("weight[1of4]")
-
-
-def test_a_ledger_knows_a_layout_by_the_same_text_in_every_version():
-    """A run of version 0.1 that goes on repeats its releases, and is charged for none twice."""
-    kernel = Axes((("o",), ("i",)), ("i", "o"), {"o": 2, "i": 3})
-    halves = [LeafSlice(f"p/{h}", h, h, (h, h + 1), kernel, h == 1) for h in (0, 1)]
-    maps = (ParameterMap("a", (2, 3), tuple(halves), 2), ParameterMap("b", (2, 3), (halves[0],), 3))
-    place = (
-        "Place(path='p/{0}', index={0}, noise_index={0}, rows=({0}, {1}), axes=Axes(torch=(('o',), "
-        "('i',)), jax=('i', 'o'), sizes={{'o': 2, 'i': 3}}), is_added={2}, zero=None)"
-    )
-    first, second = place.format(0, 1, False), place.format(1, 2, True)
-    assert ledger_text(maps) == (
-        f"(Leaf(torch_name='a', torch_shape=(2, 3), places=({first}, {second}), noise_stream=2), "
-        f"Leaf(torch_name='b', torch_shape=(2, 3), places=({first},), noise_stream=3))"
-    )
-    assert ledger_text(maps[:1]).endswith("noise_stream=2),)")
-    assert (ledger_text(()), ledger_text(None)) == ("()", "None")
