@@ -85,11 +85,7 @@ TABLES = """\
 | `create_accountant` | `dualdp.accountants.create` |  |
 | `RDPAccountant` | `dualdp.accountants.create` | `"rdp"` |
 | `PRVAccountant` | `dualdp.accountants.create` | `"pld"`: a certified bound |
-<<<<<<< HEAD
-| `GaussianAccountant` | `dualdp.accountants.create` | no bound, so no accountant: `dualdp.accountants.gdp_epsilon` gives the number of papers |
-=======
 | `GaussianAccountant` | `dualdp.accountants.create` | `accountants.gdp_epsilon` gives its number, which bounds nothing |
->>>>>>> wip-g
 | `register_accountant` | `dualdp.accountants.register` |  |
 | `opacus.accountants` | `dualdp.accountants` |  |
 | `get_noise_multiplier` | `dualdp.get_noise_multiplier` | `num_steps` instead of epochs |
