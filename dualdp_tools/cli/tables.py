@@ -136,7 +136,7 @@ def noise(run: Run, batch_size: int, num_steps: int) -> Comparison:
     per coordinate: for SGD with learning rate 1 the distance from the model without noise.
     """
     batches = run.num_examples // batch_size
-    found = [("independent", "poisson", None)]
+    found: list[tuple[str, str, Any]] = [("independent", "poisson", None)]
     for family, size, sampler in CANDIDATES:
         is_cyclic = sampler == "cyclic_poisson"
         if size > num_steps or (is_cyclic and size * batch_size > run.num_examples):
@@ -147,7 +147,7 @@ def noise(run: Run, batch_size: int, num_steps: int) -> Comparison:
         strategy = correlated.optimise(family=family, num_steps=num_steps, **sizes)
         found.append((f"{family} of {size}", sampler, strategy))
     lines = []
-    for name, sampler, strategy in found:
+    for name, sampler, kind in found:
         plan = PrivacyPlan.calibrate(
             target_epsilon=run.target_epsilon,
             delta=run.delta,
@@ -156,12 +156,12 @@ def noise(run: Run, batch_size: int, num_steps: int) -> Comparison:
             num_steps=num_steps,
             max_grad_norm=1.0,
             sampler=sampler,
-            correlation=strategy,
-            min_separation=len(strategy.weights) if sampler == "cyclic_poisson" else None,
+            correlation=kind,
+            min_separation=len(kind.weights) if sampler == "cyclic_poisson" else None,
             accountant=run.accountant,
             neighboring_relation=run.neighboring_relation,
         )
-        squared = (strategy or correlated.identity()).mean_error(num_steps)
+        squared = (kind or correlated.identity()).mean_error(num_steps)
         error = plan.draw_stddev(0, 1.0) * math.sqrt(squared) / batch_size
         lines.append((name, sampler, plan.noise_multiplier_at(0), error, error))
     first = lines[0][3]

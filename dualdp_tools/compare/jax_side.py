@@ -73,7 +73,7 @@ class JaxRun:
     def _put(self, split: digits.Split) -> tuple[jax.Array, jax.Array]:
         """Images and labels as JAX arrays."""
         arrays = split.x.astype(self.dtype), split.y.astype(np.int32)
-        return tuple(map(jnp.asarray, arrays))
+        return jnp.asarray(arrays[0]), jnp.asarray(arrays[1])
 
     def start(self, params: Any) -> None:
         """Set the parameters, in the run's dtype, and reset the optimizer."""
