@@ -24,6 +24,7 @@ from dualdp_jax import Stages as Stages
 from dualdp_jax import TrainState as TrainState
 from dualdp_jax import adam_bc as adam_bc
 from dualdp_jax import add_noise as add_noise
+from dualdp_jax import check as check
 from dualdp_jax import clipped_grad_sum as clipped_grad_sum
 from dualdp_jax import consolidate_checkpoint as consolidate_checkpoint
 from dualdp_jax import dpo_loss as dpo_loss

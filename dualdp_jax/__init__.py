@@ -19,6 +19,7 @@ from dualdp_jax.noise.noise import add_noise as add_noise
 from dualdp_jax.noise.noise import noise_keys as noise_keys
 from dualdp_jax.noise.noise import noisy_mean as noisy_mean
 from dualdp_jax.per_sample.api import ClippedGradSum as ClippedGradSum
+from dualdp_jax.per_sample.api import check as check
 from dualdp_jax.per_sample.api import clipped_grad_sum as clipped_grad_sum
 from dualdp_jax.per_sample.api import per_sample_grads as per_sample_grads
 from dualdp_jax.per_sample.api import per_sample_norms as per_sample_norms

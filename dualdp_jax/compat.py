@@ -13,6 +13,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
+import jaxlib
 from jax._src import core as _core
 from jax._src.interpreters import partial_eval as _partial_eval
 from jax.extend import core as _extend
@@ -224,13 +225,20 @@ def _closure_of(function: Any) -> Iterator[Any]:
             yield cell.cell_contents
 
 
-def compiled(function: Callable[..., Any], inputs: Sequence[Any], options: Any) -> Any:
-    """Compile a function for inputs like these, with the options if the compiler has them."""
-    lowered = jax.jit(function).lower(*inputs)
-    try:
-        return lowered.compile(compiler_options=options)
-    except (jax.errors.JaxRuntimeError, ValueError):
-        return lowered.compile()
+def compiled_quickly(jaxpr: Any) -> dict[str, bool | int] | None:
+    """Return compiler options of a program that runs seldom: compiling is what it costs.
+
+    XLA's older way to make code for a CPU is quicker to compile; with indices narrower than 32 bits
+    it may write beyond an array (found in jaxlib 0.10.2).
+    """
+    if jax.default_backend() != "cpu":
+        return None
+    options = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+    narrow = any(jnp.issubdtype(d, jnp.integer) and d.itemsize < 4 for d in dtypes_of(jaxpr))
+    if jaxlib.__version__.startswith("0.10.") and not narrow:  # others may not know these options
+        quick = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1}
+        options.update(quick)
+    return options
 
 
 def evaluated(jaxpr: Any, consts: Any, *inputs: Any) -> list[Any]:
@@ -274,19 +282,6 @@ def as_user() -> contextlib.AbstractContextManager[None]:
     """Context with the promotion that the user chose, for their loss."""
     users = _users_promotion.get()
     return contextlib.nullcontext() if users is None else _promotion(*users, None)
-
-
-def thread_settings() -> list[contextlib.AbstractContextManager[Any]]:
-    """Return contexts that give another thread the numeric settings of this one."""
-    return [
-        jax.enable_x64(setting("jax_enable_x64")),
-        jax.default_matmul_precision(setting("jax_default_matmul_precision")),
-        jax.numpy_dtype_promotion(setting("jax_numpy_dtype_promotion")),
-        jax.numpy_rank_promotion("allow"),
-        jax.debug_nans(False),
-        jax.debug_infs(False),
-        jax.transfer_guard("allow"),
-    ]
 
 
 def inputs_in_use(jaxpr: Any, outputs: Sequence[bool]) -> list[bool]:
@@ -360,6 +355,37 @@ def primitives_of(eqn: Any) -> set[str]:
 def has_own_backward(eqn: Any) -> bool:
     """True if an equation contains a user's backward pass (`custom_vjp`), at any depth."""
     return any(name.startswith("custom_vjp_call") for name in primitives_of(eqn))
+
+
+Map = Callable[[Callable[..., Any]], Callable[..., Any]]  # function of one example -> of all
+
+
+def mapping(convolves: Callable[[], bool], arrays: Any) -> Map:
+    """Return the map from a function of one example to one of all: `jax.vmap` where XLA is right.
+
+    `convolves` () is True if examples have kernels, or kernel gradients, of their own.
+    Convolutions with a kernel per example become one with batch groups, of which XLA's partitioner
+    loses most when arrays are spread over devices (found in jax 0.10.2; a test watches it). There,
+    and for an operation without a batching rule (`jax.lax.ragged_dot`), examples go one by one.
+    """
+    return one_by_one if may_span_devices(arrays) and convolves() else all_at_once
+
+
+def all_at_once(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Map a function of one example over all by `jax.vmap`, or one by one if jax cannot."""
+
+    def each(rows: Any) -> Any:
+        try:
+            return jax.vmap(function)(rows)
+        except NotImplementedError:  # an operation without a batching rule
+            return one_by_one(function)(rows)
+
+    return each
+
+
+def one_by_one(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Map a function of one example over all with `jax.lax.map`."""
+    return lambda rows: jax.lax.map(function, rows)
 
 
 def _shardings(values: Any) -> list[Any]:

@@ -3,25 +3,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
-
-import jax.numpy as jnp
-import numpy as np
 
 from dualdp import _validate
 from dualdp.exactness import CHECKS
 from dualdp_jax import compat
 from dualdp_jax.chunk import taking_chunks
-from dualdp_jax.parallel.mesh import whole
 from dualdp_jax.per_sample import clip
 from dualdp_jax.per_sample.call import Answer, Call, Options, build, traced
-from dualdp_jax.per_sample.checks import spot_check, trials
-from dualdp_jax.per_sample.methods import check_method, prepared
-from dualdp_jax.per_sample.request import GRADS, NORMS, SUM, Request, answer, chunk_size
-from dualdp_jax.rules.estimate import stable_norm
-
-_draws = np.random.default_rng(0)  # draws the examples to check; not noise
+from dualdp_jax.per_sample.checks import calls
+from dualdp_jax.per_sample.methods import (
+    GRADS,
+    NORMS,
+    SUM,
+    Request,
+    answer,
+    check_method,
+    chunk_size,
+    prepared,
+)
 
 
 class ClippedGradSum(NamedTuple):
@@ -82,9 +83,9 @@ def per_sample_grads(
         row_weights: (n * K,) real numbers; the loss of a unit is the sum of its rows' losses times
             these, instead of the mean; 0 marks padding. They may depend on rows of the same unit
             and on public facts only: normalized over the batch they void the bound. None for means.
-        check: str; "first" compares two examples with plain `jax.grad` at the first call for a
-            loss, parameters and shapes (without n), "always" at every call, "off" never. Inside
-            `jit`, stand-in inputs are compared during tracing; `explain` reports the result.
+        check: str; "first" compares the result with plain autodiff at the first call for a loss,
+            parameters and shapes (without n), "always" at every call, "off" never. A call inside
+            `jit` is not compared: it warns once, unless one of its kind was; see `check`.
 
     Returns:
         Pytree like `what`, leaves (n, *shape), None at untrained leaves; with `has_aux` the pair
@@ -170,7 +171,7 @@ def clipped_grad_sum(
     - `clipping`: str, "flat", "per_layer" or "automatic".
     - `mask`: (n,) bool, False for padding; None without padding.
 
-    The check compares the contributions of two examples, and the sum over all, with plain autodiff.
+    The check compares norms of some examples, and sums over all, with plain autodiff.
 
     Returns:
         `ClippedGradSum`. With n = 0 it holds zeros and `loss_fn` is not called (aux is None).
@@ -217,31 +218,50 @@ def _answered(
     if check == "off" or call.num_examples == 0:
         return answer(request, call, mask, size)
     call = traced(call)
+    kind = calls.kind_of(request, call, is_cut=size < call.num_examples)
     if compat.in_trace() or compat.is_traced(call.rows, call.parameters.trained, mask):
-        trials.examine(request, call, size, where, again=check == "always")
+        calls.warn_of_traced(kind, where)
         return answer(request, call, mask, size)
     found = answer(request, call, mask, size)
-    code = getattr(loss_fn, "__code__", None)  # a lambda in a loop is one function
-    kind = (code, trials.kind_of(request, call), size < call.num_examples)
-    if check == "always" or not trials.is_known(kind):
-        rows = _chosen_rows(found, call.num_examples, mask)
-        if rows:
-            answered = spot_check.AnsweredCall(request, call, mask, size, found)
-            spot_check.examine(answered, rows, where)
-            trials.remember(kind)
+    if check == "always" or not calls.was_compared(kind):
+        calls.check(request, call, mask, size, found, kind)
     return found
 
 
-def _chosen_rows(found: Answer, num_examples: int, mask: Any) -> Sequence[int]:
-    """Indices of the examples to check: one drawn at random, and the one with the largest norm."""
-    counted = np.arange(num_examples)
-    if mask is not None:
-        counted = counted[np.asarray(whole(jnp.asarray(mask)))]
-    if not len(counted):
-        return ()
-    norms = found.norms
-    if norms is None:
-        of_leaves = [stable_norm(leaf).astype(jnp.float32) for leaf in found.leaves]
-        norms = stable_norm(jnp.stack(of_leaves, 1))
-    sizes = np.nan_to_num(np.asarray(whole(norms))[counted], nan=-1, posinf=-1)
-    return sorted({int(_draws.choice(counted)), int(counted[np.argmax(sizes)])})
+@compat.promoting
+def check(
+    loss_fn: Callable[..., Any],
+    what: Any,
+    *batch: Any,
+    max_grad_norm: Any = 1.0,
+    clipping: str = "flat",
+    mask: Any = None,
+    method: str = "auto",
+    physical_batch_size: int | None = None,
+    max_memory: int | None = None,
+    has_aux: bool = False,
+    key: Any = None,
+    trainable: Any = None,
+    keep_batch_dim: bool = False,
+    rows_per_unit: int | None = None,
+    row_weights: Any = None,
+) -> None:
+    """Compare a clipped sum with plain autodiff, as an engine does on its first batch.
+
+    The arguments are those of `clipped_grad_sum`, whose calls of this kind need not be compared
+    again, also inside `jit`: same loss, parameters, shapes (without n), method and clipping.
+
+    Raises:
+        ExactnessError: it differs by more than rounding.
+        TypeError: inside `jit`, where there are no numbers.
+        ValueError: no example.
+    """
+    options = Options(has_aux, key, trainable, keep_batch_dim, rows_per_unit, row_weights)
+    call = build(loss_fn, what, batch, options)
+    if compat.in_trace() or compat.is_traced(call.rows, call.parameters.trained):
+        raise TypeError("check was called inside jit, where there are no numbers. Call it outside.")
+    if call.num_examples == 0:
+        raise ValueError("The batch has no examples. Expected at least one to compare.")
+    request = Request(SUM, method, clip.clipper(call.parameters, clipping, max_grad_norm))
+    sizes = (physical_batch_size, max_memory)
+    _answered(loss_fn, call, request, sizes, "always", "check", mask)

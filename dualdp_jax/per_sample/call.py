@@ -17,6 +17,7 @@ from dualdp_jax import compat
 from dualdp_jax.per_sample import units
 from dualdp_jax.per_sample.parameters import Parameters, split
 
+PyTree = Any
 Row = tuple[list[Any], Any]  # arrays of one example, and its position in the batch
 
 
@@ -36,7 +37,8 @@ class Answer(NamedTuple):
 class Program(NamedTuple):
     """Traced jaxpr of the loss of one example."""
 
-    #: open jaxpr over (trained leaves, row); its first result is the loss, the rest is aux.
+    #: open jaxpr over (trained leaves, shared arrays, row); its first result is the loss, the
+    #: rest is aux.
     jaxpr: Any
     consts: Sequence[Any]  # arrays that the loss closes over
     structure: Any  # treedef of (loss, aux)
@@ -48,8 +50,9 @@ class Call(NamedTuple):
     parameters: Parameters  # `Parameters` of the model
     rows: Row  # arrays (n, ...) and positions (n,); `jax.vmap` over both gives single examples
     num_examples: int  # int n
-    #: callable (trained leaves, row) -> (loss (), aux) of one example.
-    loss: Callable[[list[Any], Row], tuple[Any, Any]]
+    shared: Any  # pytree of what all examples share beside the parameters: other arrays, key
+    #: callable (trained leaves, shared, row) -> (loss (), aux) of one example.
+    loss_of: Callable[[list[Any], Any, Row], tuple[Any, Any]]
     live: Any = None  # (n,) bool, False for units whose rows all have weight 0; None for no such
     known: Program | None = None  # `Program` cached by `traced`, or None
     analysis: Any = None  # `capture.Analysis` cached by `methods.prepared`, or None
@@ -59,14 +62,18 @@ class Call(NamedTuple):
         """Traced loss for rows of these shapes."""
         if self.known is not None:
             return self.known
-        types = jax.tree.map(compat.type_of_row, self.rows)
-        return program_of(self.loss, self.parameters.trained, types)
+        row = jax.tree.map(compat.type_of_row, self.rows)
+        closed, structure = compat.trace(self.loss_of, self.parameters.trained, self.shared, row)
+        return Program(*compat.open_jaxpr(closed), structure)
 
+    def loss(self, trained: list[Any], row: Row) -> tuple[Any, Any]:
+        """Return (loss (), aux) of one example by the user's function."""
+        return self.loss_of(trained, self.shared, row)
 
-def program_of(loss: Callable[..., Any], trained: list[Any], row: Any) -> Program:
-    """Trace a loss for parameters and a row of these types."""
-    closed, structure = compat.trace(loss, trained, row)
-    return Program(*compat.open_jaxpr(closed), structure)
+    def traced_loss(self, trained: list[Any], row: Row) -> Any:
+        """Return the loss () of one example by the traced program; nothing is traced again."""
+        inputs = jax.tree.leaves((trained, self.shared, row))
+        return compat.evaluated(self.program.jaxpr, self.program.consts, *inputs)[0]
 
 
 def traced(call: Call) -> Call:
@@ -84,6 +91,7 @@ class Options(NamedTuple):
     rows_per_unit: int | None = None
     row_weights: Any = None
     positions: Any = None  # (rows,) integers folded into `key`, one per row; None for 0, 1, ...
+    program: Program | None = None  # of an earlier call with arguments of the same types
 
 
 def build(loss_fn: Callable[..., Any], what: Any, batch: tuple[Any, ...], options: Options) -> Call:
@@ -91,7 +99,7 @@ def build(loss_fn: Callable[..., Any], what: Any, batch: tuple[Any, ...], option
 
     `what` may be `Parameters` from an earlier split. The examples of the call are the units.
     """
-    has_aux, key, trainable, keep_batch_dim, rows_per_unit, row_weights, positions = options
+    has_aux, key, trainable, keep_batch_dim, rows_per_unit, row_weights, positions, _ = options
     parameters = what if isinstance(what, Parameters) else split(what, trainable)
     arrays, num_rows, rebuild = split_batch(batch)
     if positions is None:  # else the engine's, which looked at all of the data
@@ -109,11 +117,11 @@ def build(loss_fn: Callable[..., Any], what: Any, batch: tuple[Any, ...], option
     if positions is None:
         positions = np.arange(num_rows, dtype=np.uint32)
 
-    def loss(trained: list[Any], row: Row) -> tuple[Any, Any]:
-        example, position = row
+    def loss(trained: list[Any], shared: Any, row: Row) -> tuple[Any, Any]:
+        (others, key), (example, position) = shared, row
         kwargs = {} if key is None else {"key": jax.random.fold_in(key, position)}
         arguments = rebuild([leaf[None] for leaf in example] if keep_batch_dim else example)
-        result = parameters.call(of_one, trained, parameters.others, position, arguments, kwargs)
+        result = parameters.call(of_one, trained, others, position, arguments, kwargs)
         return _checked_loss(result, has_aux, keep_batch_dim)
 
     def of_one(model: Any, *arguments: Any, **kwargs: Any) -> Any:
@@ -126,10 +134,12 @@ def build(loss_fn: Callable[..., Any], what: Any, batch: tuple[Any, ...], option
             raise _failure_of_one(error, arguments, keep_batch_dim) from error
 
     rows = ([jnp.asarray(leaf) for leaf in arrays], jnp.asarray(positions))
-    call = Call(parameters, rows, num_rows, loss)
+    shared = (parameters.others, key)
+    call = Call(parameters, rows, num_rows, shared, loss, known=options.program)
     if rows_per_unit > 1 or weights is not None:
-        rows, loss_of_unit, live = units.grouped(rows, loss, rows_per_unit, weights)
-        call = Call(parameters, rows, num_rows // rows_per_unit, loss_of_unit, live)
+        rows, loss_of, live = units.grouped(rows, loss, rows_per_unit, weights)
+        count = num_rows // rows_per_unit
+        call = call._replace(rows=rows, num_examples=count, loss_of=loss_of, live=live)
     inside = compat.manual_axes((rows, parameters.trained, parameters.others, key))
     return _of_each_device(call, inside) if inside and call.num_examples else call
 

@@ -22,7 +22,6 @@ from dualdp_jax import compat
 from dualdp_jax.per_sample.call import Call, Program, Row, traced
 from dualdp_jax.per_sample.expressions import Derived, parameter
 from dualdp_jax.per_sample.jaxpr import ParameterUse, ResultType, Scope, run
-from dualdp_jax.per_sample.mapping import mapping
 from dualdp_jax.rules import Choice
 from dualdp_jax.rules.arrays import weighted_sum
 from dualdp_jax.rules.estimate import Estimate, of_gradients
@@ -97,7 +96,7 @@ def analyze(call: Call) -> Analysis:
     scope = Scope(trained, trained)
 
     def operands(row: Row) -> list[tuple[Any, ...]]:
-        _forward(program, scope, row)
+        _forward(call, program, scope, row)
         return scope.operands
 
     types = jax.eval_shape(operands, jax.tree.map(compat.type_of_row, call.rows))
@@ -133,23 +132,24 @@ def capture(call: Call, rows: Row) -> Capture:
         def probed(probes: list[Any], own: dict[int, Any]) -> tuple[Any, Any]:
             values = [p + own[i] if i in own else p for i, p in enumerate(trained)]
             scope = Scope(trained, values, probes, plans=found.plans)
-            loss, aux = _forward(found.program, scope, row)
+            loss, aux = _forward(call, found.program, scope, row)
             return loss, (scope.operands, aux)
 
         loss, pull, (operands, aux) = jax.vjp(probed, zeros, own_zeros, has_aux=True)
         cotangents, kept = pull(jnp.ones_like(loss))
         return loss, aux, operands, cotangents, kept
 
-    each = mapping(lambda: found.convolves, (rows, trained))
+    each = compat.mapping(lambda: found.convolves, (rows, trained))
     losses, aux, operands, cotangents, kept = each(one)(rows)
     uses = list(map(CapturedUse, found.uses, operands, cotangents))
     return Capture(losses, aux, uses, kept, found.convolves)
 
 
-def _forward(program: Program, scope: Scope, row: Row) -> tuple[Any, Any]:
+def _forward(call: Call, program: Program, scope: Scope, row: Row) -> tuple[Any, Any]:
     """Loss and aux of one example, whose uses the scope records."""
     parameters = [parameter(index, value) for index, value in enumerate(scope.values)]
-    results = run(scope, program.jaxpr, program.consts, [*parameters, *jax.tree.leaves(row)])
+    arguments = [*parameters, *jax.tree.leaves((call.shared, row))]
+    results = run(scope, program.jaxpr, program.consts, arguments)
     plain = [x.value if isinstance(x, Derived) else scope.enter(x) for x in results[1:]]
     loss, aux = jax.tree.unflatten(program.structure, [scope.enter(results[0]), *plain])
     return loss, aux

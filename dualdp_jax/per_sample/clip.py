@@ -46,18 +46,24 @@ class Clip:
         floors = [AUTOMATIC_OFFSET if automatic else self.bounds[group] for group in self.groups]
         return Accuracy(self.groups, floors, self.margin)
 
-    def __call__(self, found: AccurateNorms, mask: Any) -> tuple[Any, dict[str, Any]]:
+    def __call__(
+        self, found: AccurateNorms, mask: Any, given: Any = None
+    ) -> tuple[Any, dict[str, Any]]:
         """Return the norms of the examples, (n,), and their factors, (n,) per group.
 
         A factor is 0 where the mask is False or the norm is not finite; such an example must be
-        dropped, not multiplied (0 * nan = nan).
+        dropped, not multiplied (0 * nan = nan). `given` (n,) holds weights that a check takes in
+        the place of the factors, nan for the factors.
         """
         sq_norms = total(found.sq_norms)
         valid = mask & jnp.isfinite(sq_norms)
         factors = {}
         for group in dict.fromkeys(self.groups):  # one order in every process
             members = [i for i, own in enumerate(self.groups) if own == group]
-            factors[group] = jnp.where(valid, self._factors(group, found, members), 0)
+            factor = self._factors(group, found, members)
+            if given is not None:
+                factor = jnp.where(jnp.isnan(given), factor, given)
+            factors[group] = jnp.where(valid, factor, 0)
         return jnp.where(mask, jnp.sqrt(sq_norms), 0), factors
 
     def factor(self, group: str, norm: float) -> float:

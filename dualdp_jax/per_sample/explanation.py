@@ -1,20 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Report of how `clipped_grad_sum` treats a model, and of its exactness check."""
+"""Report of how `clipped_grad_sum` treats a model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from dualdp import _validate
-from dualdp.exactness import ExactnessError
 from dualdp_jax import compat
-from dualdp_jax.per_sample import clip, norms
-from dualdp_jax.per_sample.call import Call, Options, build
+from dualdp_jax.per_sample import norms
+from dualdp_jax.per_sample.call import Options, build
 from dualdp_jax.per_sample.capture import analyzed
-from dualdp_jax.per_sample.checks import trials
 from dualdp_jax.per_sample.methods import BY_COST, METHODS, check_method, is_small
-from dualdp_jax.per_sample.request import SUM, Request
 
 
 @compat.promoting
@@ -23,14 +19,12 @@ def explain(
     what: Any,
     *batch: Any,
     method: str = "auto",
-    clipping: str = "flat",
     has_aux: bool = False,
     key: Any = None,
     trainable: Any = None,
     keep_batch_dim: bool = False,
     rows_per_unit: int | None = None,
     row_weights: Any = None,
-    check: str = "first",
 ) -> dict[str, Any]:
     """Return how `clipped_grad_sum` treats a model, as plain data that can be saved.
 
@@ -38,16 +32,13 @@ def explain(
     every process and a resumed run choose alike.
 
     The arguments are those of `clipped_grad_sum`, with a batch of the physical batch size.
-    `check="first"` reports the check that such a call makes while `jit` traces it, and runs that
-    check if it has not run before; "off" computes nothing.
 
     Returns:
-        `{"method", "way", "uses", "instantiated", "check"}`. "way" is "vmap" or "loop" for a model
+        `{"method", "way", "uses", "instantiated"}`. "way" is "vmap" or "loop" for a model
         that is differentiated as a whole, else "uses". "uses" lists each parameter use with its
         "parameters", "primitive", "form" of the norm, and "keeps": True if its per-sample
         gradients are kept. Parameters under "instantiated" have uses without a rule, so their
-        gradients are formed. "check" has a "status" ("passed", "failed", "not checked" or "off"),
-        a "reason" unless it passed, and "trials", the outcome of each kind of stand-in inputs.
+        gradients are formed.
 
     Raises:
         ValueError: the batch has no examples.
@@ -58,10 +49,7 @@ def explain(
     >>> found = explain(loss, params, jnp.ones((8, 900)))
     >>> found["uses"][0]["primitive"], found["uses"][0]["form"], found["instantiated"]
     ('dot_general', 'lengths', ['b'])
-    >>> found["check"]["status"]
-    'passed'
     """
-    _validate.choice("check", check, ("first", "off"))
     options = Options(has_aux, key, trainable, keep_batch_dim, rows_per_unit, row_weights)
     call = build(loss_fn, what, batch, options)
     if call.num_examples == 0:
@@ -89,15 +77,4 @@ def explain(
         "way": way,
         "uses": uses,
         "instantiated": [names[index] for index in call.analysis.kept],
-        "check": {"status": "off"} if check == "off" else _checked(call, method, clipping),
     }
-
-
-def _checked(call: Call, method: str, clipping: str) -> dict[str, Any]:
-    """Outcome of the exactness check of such a call."""
-    request = Request(SUM, method, clip.clipper(call.parameters, clipping, 1.0))
-    try:
-        found = trials.examine(request, call, call.num_examples, "clipped_grad_sum")
-    except ExactnessError as error:
-        return {"status": "failed", "reason": str(error), "trials": {}}
-    return found._asdict()

@@ -15,9 +15,9 @@ from dualdp_jax.per_sample import tied
 from dualdp_jax.per_sample.call import Answer, Call, Row
 from dualdp_jax.per_sample.capture import Capture, CapturedUse, capture
 from dualdp_jax.per_sample.clip import Clip
-from dualdp_jax.per_sample.mapping import mapping
 from dualdp_jax.per_sample.squared_norms import Accuracy, AccurateNorms, LeafNorms, accurate
 from dualdp_jax.rules.arrays import weighted_sum, widen
+from dualdp_jax.rules.base import form_of
 from dualdp_jax.rules.estimate import Estimate, of_gradients
 
 Keeps = Callable[[CapturedUse], bool]  # True if the per-sample gradients of a use are kept
@@ -25,7 +25,7 @@ Keeps = Callable[[CapturedUse], bool]  # True if the per-sample gradients of a u
 
 def by_cost(use: CapturedUse) -> bool:
     """Return the cost model's decision whether to keep the gradients of a use."""
-    return use.choice.keeps
+    return form_of("kept" if use.choice.keeps else "dropped", "kept", "dropped") == "kept"
 
 
 def never(_: CapturedUse) -> bool:
@@ -144,15 +144,17 @@ def sq_norms(keeps: Keeps, call: Call, rows: Row, accuracy: Accuracy) -> Any:
     return _norms_of(call, found, accuracy).sq_norms, found.capture.losses, found.capture.aux
 
 
-def clipped(keeps: Keeps, call: Call, rows: Row, mask: Any, clip: Clip) -> Answer:
+def clipped(
+    keeps: Keeps, call: Call, rows: Row, mask: Any, clip: Clip, weights: Any = None
+) -> Answer:
     """Clipped sums from one forward pass, one backward pass, and one product per parameter use."""
     found = form(call, rows, keeps)
-    norms, factors = clip(_norms_of(call, found, clip.accuracy, mask), mask)
+    norms, factors = clip(_norms_of(call, found, clip.accuracy, mask), mask, weights)
     sums = [_sum_of(call, found, i, factors[group]) for i, group in enumerate(clip.groups)]
     return Answer(sums, norms, factors, found.capture.losses, found.capture.aux)
 
 
-def reweighted(call: Call, rows: Row, mask: Any, clip: Clip) -> Answer:
+def reweighted(call: Call, rows: Row, mask: Any, clip: Clip, weights: Any = None) -> Answer:
     """Clipped sums in two passes: norms, then one backward pass of the factor-weighted losses.
 
     Rows with factor 0 are replaced by a row with a nonzero factor, so that their values, perhaps
@@ -162,8 +164,8 @@ def reweighted(call: Call, rows: Row, mask: Any, clip: Clip) -> Answer:
     """
     _check_second_pass(call, rows)
     found = form(call, rows, never)
-    norms, factors = clip(_norms_of(call, found, clip.accuracy, mask), mask)
-    each = mapping(lambda: found.capture.convolves, (rows, call.parameters.trained))
+    norms, factors = clip(_norms_of(call, found, clip.accuracy, mask), mask, weights)
+    each = compat.mapping(lambda: found.capture.convolves, (rows, call.parameters.trained))
     sums: list[Any] = [None] * len(clip.groups)
     for group, factor in factors.items():
         members = [i for i, own in enumerate(clip.groups) if own == group]
@@ -184,7 +186,7 @@ def _check_second_pass(call: Call, rows: Row) -> None:
             "method='two_pass' multiplies the loss by the clip factor, and a custom_vjp in it may "
             f"not hand that factor on, so that contributions would exceed the bound. {advice}"
         )
-    backward, _ = compat.trace(jax.grad(lambda *args: call.loss(*args)[0]), trained, shapes)
+    backward, _ = compat.trace(jax.grad(call.traced_loss), trained, shapes)
     low = compat.low_precision_dtypes(compat.open_jaxpr(backward)[0])
     low |= compat.low_precision_dtypes(forward)
     if low:
@@ -207,7 +209,7 @@ def _second_pass(
         values = list(trained)
         for member, part in zip(members, parts, strict=True):
             values[member] = part
-        losses = each(lambda row: call.loss(values, row)[0])(rows)
+        losses = each(lambda row: call.traced_loss(values, row))(rows)
         return jnp.sum(widen(losses) * factor.astype(widen(losses).dtype))
 
     grads = jax.grad(total)([trained[member] for member in members])

@@ -206,8 +206,7 @@ def _from_module(nnx: Any, module: Any, trainable: Any) -> Parameters:
     def call(loss_fn: Any, trained: Any, others: Any, position: Any, args: Any, kwargs: Any) -> Any:
         others = rekey(others, lambda i, keys: _fold_in(keys, position))
         parts = slots.fill(trained, others)
-        run = lambda copy: loss_fn(copy, *args, **kwargs)  # noqa: E731
-        return _run_unchanged(nnx, graphdef, parts, run, rewritten)
+        return _run_unchanged(nnx, graphdef, parts, loss_fn, (args, kwargs), rewritten)
 
     return Parameters(
         trained=slots.trained,
@@ -242,18 +241,30 @@ def variable_name(path: KeyPath) -> str:
 
 
 def _run_unchanged(
-    nnx: Any, graphdef: Any, parts: Any, function: Callable[[Any], Any], rewritten: tuple[str, ...]
+    nnx: Any,
+    graphdef: Any,
+    parts: Any,
+    function: Callable[..., Any],
+    arguments: tuple[tuple[Any, ...], dict[str, Any]],
+    rewritten: tuple[str, ...],
 ) -> Any:
     """Call the function on the module of these parts; refuse a call that changes a variable.
 
     The next example would not see the change, as it would in a plain loop. What `sow` keeps for
-    the loss (`nnx.Intermediate`) may change, and parameters under the paths `rewritten`.
+    the loss (`nnx.Intermediate`) may change, parameters under the paths `rewritten`, and counters:
+    variables whose new value depends on no example, parameter or random key.
     """
     leaves, treedef = jax.tree.flatten(parts)
+    given, given_tree = jax.tree.flatten(arguments)
+    arrays = [leaf for leaf in given if _is_array(leaf)]
 
-    def run(leaves: list[Any]) -> tuple[Any, Any]:
+    def run(leaves: list[Any], arrays: list[Any]) -> tuple[Any, Any]:
         copy = nnx.merge(graphdef, *jax.tree.unflatten(treedef, leaves))
-        result = function(copy)
+        filled = iter(arrays)
+        args, kwargs = jax.tree.unflatten(
+            given_tree, [next(filled) if _is_array(leaf) else leaf for leaf in given]
+        )
+        result = function(copy, *args, **kwargs)
         filters = nnx.Param, nnx.RngState, nnx.Intermediate
         _, params, _, _, rest = nnx.split(copy, *filters, ...)
         return result, (params, rest)
@@ -262,7 +273,7 @@ def _run_unchanged(
         params, _, rest = jax.tree.unflatten(treedef, leaves)
         return params, rest
 
-    result, after = run(leaves)
+    result, after = run(leaves, arrays)
     states = guarded(leaves), after
     old, new = (dict(jax.tree_util.tree_flatten_with_path(state)[0]) for state in states)
     wrong = [path for path in [*old, *new] if path not in old or path not in new]
@@ -274,12 +285,21 @@ def _run_unchanged(
         ]
     if wrong and old.keys() == new.keys() and all(map(_is_array, leaves)):
         # Transformations of nnx return variables as new arrays: look whether a variable provably
-        # is the array that came in.
+        # is the array that came in, or one that moves alike whatever the example.
         indices = jax.tree.leaves(guarded(range(len(leaves))))
-        jaxpr, _ = compat.open_jaxpr(compat.trace(lambda leaves: run(leaves)[1], leaves)[0])
-        triples = zip(new, jaxpr.outvars, indices, strict=True)
-        same = {path for path, var, i in triples if compat.input_behind(jaxpr, var) == i}
-        wrong = [path for path in wrong if path not in same]
+        own = set(jax.tree.leaves(guarded(range(len(leaves)))[1]))  # no parameters, no random state
+        closed, _ = compat.trace(lambda *inputs: run(*inputs)[1], leaves, arrays)
+        jaxpr, consts = compat.open_jaxpr(closed)
+
+        def is_kept(position: int) -> bool:
+            if compat.input_behind(jaxpr, jaxpr.outvars[position]) == indices[position]:
+                return True
+            used = compat.inputs_in_use(jaxpr, [i == position for i in range(len(indices))])
+            known = not any(map(compat.is_traced, consts))
+            return known and {i for i, flag in enumerate(used) if flag} <= own
+
+        places = {path: position for position, path in enumerate(new)}
+        wrong = [path for path in wrong if not is_kept(places[path])]
     if wrong:
         raise UnsupportedLayerError(
             f"loss_fn changed the variable {variable_name(wrong[0][1:])!r} of the "

@@ -83,8 +83,11 @@ def accurate(sources: Sequence[LeafNorms], accuracy: Accuracy, mask: Any = None)
         )
         for i, sq_norms in zip(agains, again, strict=True):
             found[i] = sq_norms
-    for i in fine.keys() - agains.keys():
-        found[i] = _by_forming(sources[i], found[i], fine[i])
+    formed = [i for i in fine if i not in agains]
+    if formed:
+        known = [(sources[i], found[i], fine[i]) for i in formed]
+        for i, sq_norms in zip(formed, _by_forming(known), strict=True):
+            found[i] = sq_norms
     return AccurateNorms(found, [estimate.rounding for estimate in estimates])
 
 
@@ -114,18 +117,26 @@ def _fine(estimates: Sequence[Estimate], accuracy: Accuracy, mask: Any) -> dict[
     return fine if mask is None else {i: good | ~mask for i, good in fine.items()}
 
 
-def _by_forming(source: LeafNorms, sq_norms: Any, fine: Any) -> Any:
-    """Squared norms (n,), where not fine from the formed gradients, one example at a time."""
-    formed = source.formed
-    assert formed is not None
+def _by_forming(known: Sequence[tuple[LeafNorms, Any, Any]]) -> list[Any]:
+    """Squared norms (n,) of (source, estimate, is fine) of each leaf, from the formed gradients.
 
-    def form(row: Any) -> Any:
-        return jnp.square(stable_norm(formed(row))[0])
+    Gradients are formed one example at a time, for those of which one estimate is not fine, and of
+    all these leaves: few branches are quick to compile.
+    """
+    sources, estimates, fine = map(list, zip(*known, strict=True))
+    is_fine = jnp.stack(fine).all(0)  # (n,)
 
-    def one(example: Any) -> Any:
-        known, is_fine, row = example
-        lifted = jax.tree.map(lambda x: x[None], row)
-        return jax.lax.cond(is_fine, lambda: known, lambda: form(lifted).astype(known.dtype))
+    def form(arrays: list[Any]) -> list[Any]:
+        lifted = jax.tree.map(lambda x: x[None], arrays)
+        grads = [source.formed(part) for source, part in zip(sources, lifted, strict=True)]
+        return [jnp.square(stable_norm(grad)[0]) for grad in grads]
 
-    again = lambda: jax.lax.map(one, (sq_norms, fine, source.arrays))  # noqa: E731
-    return jax.lax.cond(fine.all(), lambda: sq_norms, again)
+    def one(example: Any) -> list[Any]:
+        old, fine, arrays = example
+        dtypes = [sq_norm.dtype for sq_norm in old]
+        new = lambda: [sq.astype(d) for sq, d in zip(form(arrays), dtypes, strict=True)]  # noqa: E731
+        return jax.lax.cond(fine, lambda: old, new)
+
+    arrays = [source.arrays for source in sources]
+    again = lambda: jax.lax.map(one, (estimates, is_fine, arrays))  # noqa: E731
+    return list(jax.lax.cond(is_fine.all(), lambda: estimates, again))

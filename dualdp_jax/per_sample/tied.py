@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from dualdp import costs
 from dualdp_jax.per_sample.capture import CapturedUse
 from dualdp_jax.rules.arrays import HIGHEST, widen
+from dualdp_jax.rules.base import form_of
 from dualdp_jax.rules.estimate import Estimate, of_gram
 
 
@@ -47,7 +48,7 @@ def outer_products(captured: CapturedUse) -> OuterProducts | None:
 
 
 def prefers_pairs(uses: Sequence[CapturedUse]) -> bool:
-    """True if pairs of positions are cheaper than the gradients of all uses, from shapes."""
+    """True if pairs of positions are cheaper than the gradients of all uses, or forced."""
     shapes = [
         jax.eval_shape(lambda *arrays, use=use: outer_products(CapturedUse(use, *arrays)), *arrays)
         for use, *arrays in uses
@@ -56,7 +57,8 @@ def prefers_pairs(uses: Sequence[CapturedUse]) -> bool:
         return False
     rows, columns = uses[0].use.spec.shape
     t = sum(shape.right.shape[1] for shape in shapes)
-    return costs.prefers_gram(t=t, d_in=rows, d_out=columns)
+    is_cheap = costs.prefers_gram(t=t, d_in=rows, d_out=columns)
+    return form_of("pairs" if is_cheap else "formed", "pairs", "formed") == "pairs"
 
 
 def norms(uses: Sequence[CapturedUse]) -> Estimate:

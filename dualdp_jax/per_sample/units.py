@@ -16,7 +16,6 @@ import numpy as np
 
 from dualdp import _validate
 from dualdp_jax import compat
-from dualdp_jax.per_sample.mapping import all_at_once
 from dualdp_jax.rules.arrays import widen
 
 
@@ -24,14 +23,14 @@ class Units(NamedTuple):
     """Batch of U units of K rows each."""
 
     rows: tuple[list[Any], Any]  # arrays (U, K, ...) and positions (U, K)
-    #: callable (trained leaves, one unit of `rows`) -> (loss () of the unit, aux (K, ...)).
-    loss: Callable[[list[Any], Any], tuple[Any, Any]]
+    #: callable (trained leaves, shared, one unit of `rows`) -> (loss () of the unit, aux (K, ...)).
+    loss: Callable[[list[Any], Any, Any], tuple[Any, Any]]
     live: Any  # (U,) bool, False for a unit whose weights are all 0; None without weights
 
 
 def grouped(
     rows: tuple[list[Any], Any],
-    loss_of_row: Callable[[list[Any], Any], tuple[Any, Any]],
+    loss_of_row: Callable[[list[Any], Any, Any], tuple[Any, Any]],
     rows_per_unit: int,
     row_weights: Any,
 ) -> Units:
@@ -45,17 +44,17 @@ def grouped(
     cut = lambda leaf: leaf.reshape(num_units, rows_per_unit, *leaf.shape[1:])  # noqa: E731
     arrays, positions = jax.tree.map(cut, rows)
 
-    def losses_of(trained: list[Any], arrays: list[Any], positions: Any) -> tuple[Any, Any]:
-        losses, aux = all_at_once(lambda row: loss_of_row(trained, row))((arrays, positions))
+    def losses_of(trained: list[Any], shared: Any, rows: Any) -> tuple[Any, Any]:
+        losses, aux = compat.all_at_once(lambda row: loss_of_row(trained, shared, row))(rows)
         return widen(losses), aux
 
-    def mean(trained: list[Any], unit: Any) -> tuple[Any, Any]:
-        losses, aux = losses_of(trained, *unit)
+    def mean(trained: list[Any], shared: Any, unit: Any) -> tuple[Any, Any]:
+        losses, aux = losses_of(trained, shared, unit)
         return losses.mean(), aux
 
-    def weighted(trained: list[Any], unit: Any) -> tuple[Any, Any]:
+    def weighted(trained: list[Any], shared: Any, unit: Any) -> tuple[Any, Any]:
         (*arrays, weights), positions = unit
-        losses, aux = losses_of(trained, arrays, positions)
+        losses, aux = losses_of(trained, shared, (arrays, positions))
         return (weights.astype(losses.dtype) * losses).sum(), aux
 
     if row_weights is None:

@@ -11,23 +11,28 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
-_as_if: ContextVar[int | None] = ContextVar("num_examples", default=None)
-
-
-def num_examples(array: Any) -> int:
-    """Return the number of examples for cost choices: axis 0 of (n, ...), or that of `as_if`."""
-    found = _as_if.get()
-    return int(array.shape[0]) if found is None else found
+_forced: ContextVar[frozenset[str]] = ContextVar("forced", default=frozenset())
 
 
 @contextlib.contextmanager
-def as_if(number: int) -> Iterator[None]:
-    """Context in which cost choices are made for `number` examples, in this thread."""
-    token = _as_if.set(number)
+def forced(*forms: str) -> Iterator[None]:
+    """Context that takes these forms wherever they are possible, to test and to compare them.
+
+    Forms of norms: "gram" or "gradients", of one position also "lengths"; "pairs" or "formed" for
+    weights with several uses; "patches" or "offsets" of convolutions; "table" or "sort" of lookups.
+    "kept" or "dropped" says whether "auto" keeps per-sample gradients. It must be active while a
+    call is traced.
+    """
+    token = _forced.set(frozenset(forms))
     try:
         yield
     finally:
-        _as_if.reset(token)
+        _forced.reset(token)
+
+
+def form_of(usual: str, *possible: str) -> str:
+    """Return the forced one of the forms that are possible, or else the usual one."""
+    return next((form for form in possible if form in _forced.get()), usual)
 
 
 class Spec(NamedTuple):
@@ -57,13 +62,10 @@ class Choice(NamedTuple):
     Attributes:
         form: str, short name of the formula for its norm.
         keeps: bool, True if "auto" keeps the per-sample gradients.
-        is_small: bool, True if `vmap(grad)` is as fast here; "auto" takes it for a model all of
-            whose uses are small.
     """
 
     form: str = "gradients"
     keeps: bool = False
-    is_small: bool = False
 
 
 class Rule(NamedTuple):

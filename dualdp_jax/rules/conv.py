@@ -18,10 +18,14 @@ import numpy as np
 
 from dualdp import costs
 from dualdp_jax import compat
-from dualdp_jax.rules import small
 from dualdp_jax.rules.arrays import HIGHEST, drop, scaled, sq_norm, widen
-from dualdp_jax.rules.base import Choice, Rule, Spec, num_examples
+from dualdp_jax.rules.base import Choice, Rule, Spec, form_of
 from dualdp_jax.rules.estimate import Estimate, beside, of_gradients, of_gram, rounding
+
+#: Elements of kept gradients that fit a processor's cache: keeping costs next to nothing.
+CACHED = 2**18
+#: Elements of patches of few channels beyond which writing them costs as much as thin products.
+PATCHES = 2**22
 
 
 def _accepts(params: Mapping[str, Any], position: int, shapes: Sequence[Any]) -> bool:
@@ -120,8 +124,9 @@ def _prefers_patches(spec: Spec, grads_out: Any) -> bool:
     positions = math.prod(grads_out.shape[1:]) // grads_out.shape[1 + out[1]]
     channels = spec.shape[rhs[1]]
     inputs = channels * spec.params["feature_group_count"]
-    numbers = num_examples(grads_out) * positions * inputs * _num_offsets(spec)
-    return small.prefers_patches(channels, numbers)
+    numbers = grads_out.shape[0] * positions * inputs * _num_offsets(spec)
+    is_thin = channels == 1 or (channels <= 16 and numbers <= PATCHES)
+    return form_of("patches" if is_thin else "offsets", "patches", "offsets") == "patches"
 
 
 def _by_loop(function: Callable[..., Any], combine: Callable[[Any], Any]) -> Callable[..., Any]:
@@ -164,9 +169,15 @@ def weight_grads(spec: Spec, others: tuple[Any, ...], grads_out: Any) -> Any:
 def weight_norms(spec: Spec, others: tuple[Any, ...], grads_out: Any) -> Estimate:
     """Return norms, (n,), by the cheapest form."""
     x, grads_out = widen(others[0]), widen(grads_out)
-    if costs.convolution_prefers_gram(**_sizes(spec, x, grads_out)):
+    if _form(**_sizes(spec, x, grads_out)) == "gram":
         return _gram(spec, x, grads_out)
     return _formed(spec, x, grads_out)
+
+
+def _form(**sizes: int) -> str:
+    """Cheapest form of a norm, or the forced one."""
+    is_gram = costs.convolution_prefers_gram(**sizes)
+    return form_of("gram" if is_gram else "gradients", "gram", "gradients")
 
 
 def _formed(spec: Spec, x: Any, grads_out: Any) -> Estimate:
@@ -246,16 +257,13 @@ def _sizes(spec: Spec, x: Any, grads_out: Any) -> dict[str, int]:
 
 
 def choice(spec: Spec, others: tuple[Any, ...], grads_out: Any) -> Choice:
-    """Return the form of the cheapest norm, and whether to keep the gradients (outside loops).
-
-    Never small: XLA's partitioner gives wrong numbers for `vmap(grad)` of convolutions.
-    """
+    """Return the form of the cheapest norm, and whether to keep the gradients (outside loops)."""
     if spec.loops:
         return Choice()
     sizes = _sizes(spec, others[0], grads_out)
-    if costs.convolution_prefers_gram(**sizes):
+    if _form(**sizes) == "gram":
         return Choice("gram")
-    fits = num_examples(grads_out) * math.prod(spec.shape) <= small.CACHED
+    fits = grads_out.shape[0] * math.prod(spec.shape) <= CACHED
     return Choice("gradients", fits or costs.keeps_convolution(t=sizes["t"]))
 
 

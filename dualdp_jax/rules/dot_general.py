@@ -13,9 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from dualdp import costs
-from dualdp_jax.rules import small
 from dualdp_jax.rules.arrays import HIGHEST, outer, weighted_outer, widen
-from dualdp_jax.rules.base import Choice, Rule, Spec, num_examples
+from dualdp_jax.rules.base import Choice, Rule, Spec, form_of
 from dualdp_jax.rules.estimate import Estimate, of_gradients, of_gram, of_lengths
 
 
@@ -86,13 +85,21 @@ def weight_norms(spec: Spec, others: tuple[Any, ...], grads_out: Any) -> Estimat
     Source: Li et al. 2022, eq. 3 (Gram form); Goodfellow 2015 (one position).
     """
     acts, grads = map(widen, factors(spec, others, grads_out))
-    t, d_in, d_out = acts.shape[2], acts.shape[3], grads.shape[3]
-    if t == 1:
+    form = _form(acts.shape[2], acts.shape[3], grads.shape[3])
+    if form == "lengths":
         return of_lengths(acts[:, :, 0], grads[:, :, 0])
-    if costs.prefers_gram(t=t, d_in=d_in, d_out=d_out):
+    if form == "gram":
         return gram_norms(acts, grads)
     lengths = [jnp.sqrt(jnp.square(x).sum(3)) for x in (acts, grads)]
     return of_gradients(outer(acts, grads), lengths[0] * lengths[1])
+
+
+def _form(t: int, d_in: int, d_out: int) -> str:
+    """Cheapest form of a norm, or the forced one."""
+    if t == 1:
+        return form_of("lengths", "lengths", "gram", "gradients")
+    is_gram = costs.prefers_gram(t=t, d_in=d_in, d_out=d_out)
+    return form_of("gram" if is_gram else "gradients", "gram", "gradients")
 
 
 def gram_norms(acts: Any, grads: Any) -> Estimate:
@@ -113,12 +120,9 @@ def choice(spec: Spec, others: tuple[Any, ...], grads_out: Any) -> Choice:
     """Return the form of the cheapest norm, and whether to keep the gradients."""
     acts, grads = jax.eval_shape(partial(factors, spec), others, grads_out)
     _, _, t, d_in = acts.shape
-    n, sizes = num_examples(acts), {"t": t, "d_in": d_in, "d_out": grads.shape[3]}
-    is_kept = costs.keeps_gradient(n=n, **sizes)
-    steps = math.prod(grads_out.shape[1 : 1 + len(spec.loops)])
-    is_small = small.is_small("product" if t == 1 else "products", math.prod(spec.shape), n * steps)
-    form = "gram" if costs.prefers_gram(**sizes) else "gradients"
-    return Choice("lengths" if t == 1 else form, is_kept, is_small or (is_kept and not spec.loops))
+    sizes = {"t": t, "d_in": d_in, "d_out": grads.shape[3]}
+    is_kept = costs.keeps_gradient(n=acts.shape[0], **sizes)
+    return Choice(_form(**sizes), is_kept)
 
 
 def outer_products(spec: Spec, others: tuple[Any, ...], grads_out: Any) -> Any:

@@ -12,9 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from dualdp_jax import compat
-from dualdp_jax.rules import small
 from dualdp_jax.rules.arrays import scaled, sq_norm, widen
-from dualdp_jax.rules.base import Choice, Rule, Spec, num_examples
+from dualdp_jax.rules.base import Choice, Rule, Spec, form_of
 from dualdp_jax.rules.estimate import Estimate, of_lengths, rounding
 
 
@@ -144,6 +143,9 @@ def _sq_norms(numbers: Any, rows: Any, total: int) -> Any:
     """Squared norms (n,) of rows (n, t, d), added up where their numbers (n, t) are equal."""
     by_table = partial(_sq_norms_by_table, total=total)
     by_sort = partial(_sq_norms_by_sort, total=total)
+    form = form_of("of the platform", "table", "sort")
+    if form != "of the platform":
+        return by_table(numbers, rows) if form == "table" else by_sort(numbers, rows)
     return jax.lax.platform_dependent(numbers, rows, cpu=by_table, default=by_sort)
 
 
@@ -205,10 +207,8 @@ def weighted_sum(spec: Spec, others: tuple[Any, ...], grads_out: Any, weights: A
 
 
 def choice(spec: Spec, others: tuple[Any, ...], grads_out: Any) -> Choice:
-    """Return the form of the norm, and whether a table per example and step is small."""
-    copies = num_examples(grads_out) * math.prod(grads_out.shape[1 : 1 + len(spec.loops)])
-    form = "counts" if _adds_all_rows(spec, others[0]) else "rows"
-    return Choice(form, False, small.is_small("lookup", math.prod(spec.shape), copies))
+    """Return the form of the norm; tables of gradients are never kept."""
+    return Choice("counts" if _adds_all_rows(spec, others[0]) else "rows")
 
 
 def outer_products(spec: Spec, others: tuple[Any, ...], grads_out: Any) -> Any:

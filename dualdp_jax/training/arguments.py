@@ -75,8 +75,7 @@ def check_loss(run: CompiledStep, examples: tuple[Any, ...]) -> None:
     def loss(trained: list[Any], others: list[Any], rows: Any, key: Any) -> Any:
         if run.augment is not None:
             check_augment(run.augment, rebuild([x[0] for x in rows.arrays]), compat.wrap_key(key))
-        call = run.call(trained, others, rows, key)
-        return call.loss(trained, jax.tree.map(lambda leaf: leaf[0], call.rows))[0]
+        return run.call(trained, others, rows, key).rows[1]
 
     parameters = run.parameters
     rows = Rows(shapes, None, index, weights)

@@ -26,9 +26,8 @@ from dualdp_jax.noise.noise import Noise, noised_mean
 from dualdp_jax.parallel.mesh import DataMesh, shardings, whole
 from dualdp_jax.per_sample import clip
 from dualdp_jax.per_sample.call import Answer, Call, Options, build
-from dualdp_jax.per_sample.methods import check_method, choose, prepared
+from dualdp_jax.per_sample.methods import SUM, Request, answer, check_method, choose, prepared
 from dualdp_jax.per_sample.parameters import Parameters, split
-from dualdp_jax.per_sample.request import SUM, Request, answer
 from dualdp_jax.rules.arrays import widen
 from dualdp_jax.training.loader import PlannedLoader
 from dualdp_jax.training.views import loss_of_view
@@ -141,6 +140,7 @@ class CompiledStep:
         else:
             zeros, numbers = self.data_mesh.zeros(trained, numbers)
         self._nothing = Totals(zeros, *numbers)
+        self.program: Any = None  # `Program` of the loss, which all compiled functions share
 
     @property
     def rows_of_each(self) -> int:
@@ -181,11 +181,11 @@ class CompiledStep:
         """
         unreduced, answers, add = self._nothing, list[Answer](), self._jitted["add"]
         limit, arrays = np.asarray(bound, self.dtype), self.arrays(params)
-        parts = batch.parts if self.data_mesh is None else [*map(self._placed, batch.parts)]
+        parts = [*map(self._placed, batch.parts)]
         for rows in parts:
             unreduced, answer = add(*arrays, unreduced, rows, dropout, limit)
             answers.append(answer)
-        totals = unreduced if self.data_mesh is None else self._jitted["collect"](unreduced)
+        totals = self._collected(unreduced)
         masks = [part.mask for part in batch.parts]
         inputs = [(arrays, rows) for rows in parts]
         return ComputedStep(inputs, dropout, masks, answers, unreduced, totals, bound)
@@ -196,20 +196,36 @@ class CompiledStep:
         return trained, others if self.data_mesh is None else self.data_mesh.others(others)
 
     def _placed(self, part: Rows) -> Rows:
-        """Rows of a chunk on the devices of the mesh, where its arrays are already."""
-        assert self.data_mesh is not None
-        return Rows(part.arrays, *jax.tree.map(self.data_mesh.rows, part[1:]))
+        """Rows of a chunk on the devices of the mesh, clipped by their own factors."""
+        own = np.full(len(part.mask), np.nan, self.dtype)
+        rest = (part.mask, part.indices, part.weights, own)
+        return Rows(part.arrays, *(rest if self.data_mesh is None else map(self.put, rest)))
 
-    def sums(
-        self, trained: Any, others: Any, rows: Any, dropout: Any, bound: float, after: Totals | None
-    ) -> list[Any]:
-        """Return the clipped sums of a chunk, added to unreduced totals (None: to zeros).
+    def _collected(self, unreduced: Totals) -> Totals:
+        """Totals summed over the shards of a mesh."""
+        return unreduced if self.data_mesh is None else self._jitted["collect"](unreduced)
+
+    def weighted_sum(self, step: ComputedStep, weights: list[np.ndarray]) -> list[Any]:
+        """Return the sum of a step's gradients with these weights, per chunk (examples,).
 
         The compiled program is the one that computes the totals of a step.
         """
-        limit, start = np.asarray(bound, self.dtype), after or self._nothing
-        totals, _ = self._jitted["add"](trained, others, start, rows, dropout, limit)
-        return (totals if self.data_mesh is None else self._jitted["collect"](totals)).sums
+        limit, totals = np.asarray(step.bound, self.dtype), self._nothing
+        for (arrays, rows), part in zip(step.inputs, weights, strict=True):
+            chosen = rows._replace(factors=self.put(part))
+            totals, _ = self._jitted["add"](*arrays, totals, chosen, step.dropout, limit)
+        return self._collected(totals).sums
+
+    @property
+    def zeros(self) -> list[Any]:
+        """Leaves like the sums, all zero."""
+        return self._collected(self._nothing).sums
+
+    def put(self, rows: Any) -> Any:
+        """Return an array of rows, or None, on the devices of the mesh."""
+        if rows is None or self.data_mesh is None:
+            return rows
+        return self.data_mesh.rows(rows)
 
     def release(
         self,
@@ -279,8 +295,11 @@ class CompiledStep:
             positions=positions,
             rows_per_unit=rows_per_unit,
             row_weights=None if rows.weights is None else rows.weights.astype(parameters.dtype),
+            program=self.program,
         )
-        return build(loss_fn, parameters, self.rebuild(arrays), options)
+        call = build(loss_fn, parameters, self.rebuild(arrays), options)
+        self.program = call.program
+        return call
 
     def clipper(self, parameters: Parameters, bound: Any) -> clip.Clip:
         """Return the clipping of a step with the bound C."""
@@ -303,7 +322,8 @@ class CompiledStep:
         """Sums, the other `Totals` of some rows as a triple, and their norms, factors and aux."""
         call, mask = self.call(trained, others, rows, dropout), rows.mask
         request = Request(SUM, self.method, self.clipper(call.parameters, bound))
-        result = answer(request, prepared(call, self.method), mask, call.num_examples)
+        prepared_call, size = prepared(call, self.method), call.num_examples
+        result = answer(request, prepared_call, mask, size, rows.factors)
         numbers = (
             result.losses.sum().astype(self.dtype),
             mask.sum(dtype=jnp.int32),

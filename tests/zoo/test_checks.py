@@ -24,6 +24,7 @@ import dualdp_torch as dpt
 import dualdp_torch.per_sample.api
 from dualdp import ExactnessError, PrivacyPlan, exactness
 from dualdp_jax.per_sample import clip as jax_bounds
+from dualdp_jax.per_sample.checks import identity as jax_identity
 from dualdp_jax.rules import RULES as JAX_RULES
 from dualdp_torch.per_sample import clip as torch_clip
 from dualdp_torch.per_sample.checks.spot_check import Comparison
@@ -196,14 +197,15 @@ def test_steps_in_torch_raise_nothing(entry, in_torch):
 @pytest.fixture
 def in_jax(monkeypatch):
     """Counts examples and sums that were compared."""
-    count, is_wrong = Count(), exactness.is_wrong
+    count = Count()
+    for name in ("_check_row", "_compare"):
+        right = getattr(jax_identity, name)
 
-    def counted(*arguments):
-        found = is_wrong(*arguments)
-        count.number += 1
-        return found
+        def counted(*arguments, right=right):
+            right(*arguments)
+            count.number += 1
 
-    monkeypatch.setattr(exactness, "is_wrong", counted)
+        monkeypatch.setattr(jax_identity, name, counted)
     return count
 
 
@@ -326,8 +328,8 @@ def torch_rule_wrong(patch, error):
 def jax_norm_wrong(patch, error):
     right = jax_bounds.Clip.__call__
 
-    def wrong(self, found, mask):
-        norms, factors = right(self, found, mask)
+    def wrong(self, found, mask, given=None):
+        norms, factors = right(self, found, mask, given)
         return one_wrong(norms, error, jnp), factors
 
     patch.setattr(jax_bounds.Clip, "__call__", wrong)

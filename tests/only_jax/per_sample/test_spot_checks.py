@@ -18,10 +18,10 @@ import dualdp_jax as dpj
 from dualdp import AccountingError
 from dualdp.ledger.verify import verify
 from dualdp.plan.plan import PrivacyPlan
-from dualdp_jax.per_sample import clip, methods, norms, request, squared_norms, tied
+from dualdp_jax.per_sample import clip, methods, norms, squared_norms, tied
+from dualdp_jax.per_sample.checks import identity
 from dualdp_jax.rules import RULES, arrays, gather
 from dualdp_jax.training import step
-from dualdp_jax.training.step_checks import StepChecks
 from tests.tiers import first
 
 N, ROWS, STEPS = 64, 16, 220
@@ -176,8 +176,8 @@ def second_pass_with(change):
 
 
 def mask_forgotten(patch):
-    right = request.checked_mask
-    patch.setattr(request, "checked_mask", lambda mask, n: jnp.ones_like(right(mask, n)))
+    right = methods.checked_mask
+    patch.setattr(methods, "checked_mask", lambda mask, n: jnp.ones_like(right(mask, n)))
 
 
 def only_the_last_chunk(patch):
@@ -274,7 +274,7 @@ def plan_of(**changes):
         "delta": 1e-3,
         "accountant": "rdp",
         "physical_batch_size": 24,
-        "seed": 4,  # of which a whole batch is looked at in step 139
+        "seed": 4,
     }
     return PrivacyPlan(**{**given, **changes})
 
@@ -380,13 +380,13 @@ def test_a_failed_check_tells_nothing_of_the_data(monkeypatch, tmp_path):
     path = tmp_path / "run.ledger"
     engine, _, _, _, error, _ = failing(monkeypatch, ledger=path)
     details = error.unprotected_details
-    assert set(details) >= {"norm", "expected_norm"}
+    assert set(details) == {"norm", "error"}
     copy = pickle.loads(pickle.dumps(error))
     told = [str(error), repr(error), repr(copy), path.read_text()]
     told += traceback.format_exception(error)
     assert error.__cause__ is None
     assert error.__context__ is None
-    for number in (details["norm"], details["expected_norm"], *details["gaps"].values()):
+    for number in details.values():
         assert number == 0 or not any(f"{number:.4g}"[:5] in text for text in told)
 
 
@@ -455,31 +455,25 @@ def test_the_ledger_says_how_many_steps_are_checked(tmp_path):
 
 
 def test_later_checks_compare_less_than_the_first(monkeypatch):
-    """One contribution in place of two if the whole batch is checked, else norms alone."""
-    seen, example, chunk = [], StepChecks._check_example, StepChecks._check_chunk
+    """Four norms in place of sixteen, and the released sum or that with random signs."""
+    seen = []
+    for name in ("_check_row", "_check_signs", "_compare"):
+        right = getattr(identity, name)
 
-    def note_example(self, step, at, norm, *, with_contribution):
-        seen[-1]["norms"] += 1
-        seen[-1]["contributions"] += with_contribution
-        example(self, step, at, norm, with_contribution=with_contribution)
+        def noted(*arguments, right=right, name=name):
+            seen[-1][name] += 1
+            return right(*arguments)
 
-    def note_chunk(self, step, due):
-        seen[-1]["sums"] += 1
-        chunk(self, step, due)
-
-    monkeypatch.setattr(StepChecks, "_check_example", note_example)
-    monkeypatch.setattr(StepChecks, "_check_chunk", note_chunk)
-    _, step, state, loader = begin(mlp(), checks=1, plan=plan_of(num_steps=60))
+        monkeypatch.setattr(identity, name, noted)
+    _, step, state, loader = begin(mlp(), checks=1, plan=plan_of(num_steps=40))
     for batch in loader.remaining():
         seen.append(Counter())
         state, _ = step(state, batch)
-    assert seen[0]["sums"]
-    assert seen[0]["contributions"]
-    assert seen[0]["norms"] >= 2
-    later = [(found["contributions"], found["sums"]) for found in seen[1:]]
-    assert set(later) == {(0, 0), (1, 1)}
-    assert later.count((0, 0)) >= 44
-    assert all(1 <= found["norms"] <= 2 for found in seen[1:] if not found["sums"])
+    assert seen[0]["_check_row"] > 4
+    assert (seen[0]["_check_signs"], seen[0]["_compare"]) == (1, 2)
+    assert {found["_compare"] for found in seen[1:]} == {1}
+    assert {found["_check_row"] for found in seen[1:]} == {4}
+    assert 10 <= sum(found["_check_signs"] for found in seen[1:]) <= 29
 
 
 def test_a_check_waits_for_the_first_example():

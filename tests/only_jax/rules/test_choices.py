@@ -40,7 +40,7 @@ MODELS = {
     "a few products": (dense, {"w": (6, 4), "b": (4,)}, (6,), "vmap", "lengths"),
     "a large product": (dense, {"w": (900, 400), "b": (400,)}, (900,), "uses", "lengths"),
     "few positions": (dense, {"w": (300, 200), "b": (200,)}, (4, 300), "uses", "gram"),
-    "many positions": (dense, {"w": (40, 30), "b": (30,)}, (300, 40), "vmap", "gradients"),
+    "many positions": (dense, {"w": (40, 30), "b": (30,)}, (300, 40), "uses", "gradients"),
     "a small convolution": (convolution, {"w": (3, 2, 4)}, (9, 2), "uses", "gradients"),
     "a convolution of few pixels": (convolution, {"w": (3, 64, 64)}, (4, 64), "uses", "gram"),
     "a small recurrence": (recurrence, {"w": (8, 8)}, (8, 8), "vmap", "gradients"),
@@ -60,7 +60,6 @@ def test_the_record_says_what_auto_does(name, monkeypatch):
     loss, params, x, way, form = made(name)
     found = dpj.explain(loss, params, x)
     assert (found["way"], found["uses"][0]["form"]) == (way, form)
-    assert found["check"]["status"] == "passed", found["check"]
     assert json.loads(json.dumps(found)) == found
     calls = []
     vmap = methods.METHODS["vmap"]
@@ -86,7 +85,6 @@ def test_the_record_names_every_use_and_what_is_instantiated():
     w, b, table = arrays((900, 400), (400,), (5000, 900))
     loss = lambda p, i: jnp.sum(p["table"][i].sum(0) @ p["w"] + p["b"])  # noqa: E731
     found = dpj.explain(loss, {"w": w, "b": b, "table": table}, jnp.zeros((8, 5), int))
-    assert found.pop("check")["status"] == "passed"
     assert found == {
         "method": "auto",
         "way": "uses",
@@ -104,10 +102,7 @@ def test_choices_depend_on_shapes_alone_and_nothing_is_run():
         return dense(p, x)
 
     _, params, x, *_ = made("few positions")
-    found = dpj.explain(loss, params, x, check="off")
-    assert found == dpj.explain(loss, params, 1e3 * x, check="off")
-    assert found["check"] == {"status": "off"}
-    assert "side effects" in dpj.explain(loss, params, x)["check"]["reason"]
+    assert dpj.explain(loss, params, x) == dpj.explain(loss, params, 1e3 * x)
     jax.effects_barrier()
 
 

@@ -181,15 +181,6 @@ def split_parameters_are_refused():
         run(params, jnp.ones((8, 3)))
 
 
-def a_check_in_a_shard_map_is_made():
-    from dualdp_jax.per_sample.checks import trials
-
-    trials.forget()
-    loss, params, batch = models()["recurrent"]
-    on_devices(loss, params, batch, "book_keeping", check="first")
-    assert {verdict.status for verdict in trials._verdicts.values()} == {"passed"}, trials._verdicts
-
-
 # ---------------------------------------------------------------------- jit
 
 
@@ -227,7 +218,7 @@ FAST = [every_method_in_a_shard_map_is_right]
 CHECKS = [
     every_model_in_a_shard_map_is_right, outside_jit_and_without_types_too,
     examples_on_one_of_two_axes, a_masked_chunk_is_left_out, exchanges_inside_a_loss_are_refused,
-    split_parameters_are_refused, a_check_in_a_shard_map_is_made,
+    split_parameters_are_refused,
     kernels_are_right_where_jit_spreads_the_batch,
 ]  # fmt: skip
 

@@ -1,0 +1,370 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Comparison of what is about to be released with its definition, by plain autodiff.
+
+For random s_k of both signs, 1/2 <= |s_k| <= 1, and the clip factors c_k of the call or step,
+
+    sum_k s_k c_k g_k  (ours)   =   gradient of  sum_k s_k c_k loss_k  (plain autodiff)
+
+An error in any row, or in the way rows are added up, breaks it (Freivalds' argument). The factors
+stand on both sides, so norms are compared too, with those of the gradients of rows alone. In jax a
+loss gets one example and `vmap` keeps examples apart, so replacing the other rows shows nothing.
+
+One program of plain autodiff serves all comparisons: it subtracts the gradient of the weighted
+losses of some rows from what it is given. A row alone is a batch with one weight that is not 0.
+
+Source: Freivalds 1977 (random identities).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+from dualdp.exactness import ROUNDING, TOLERANCE, UNIT, ExactnessError, power_of_ten
+from dualdp.plan.clipping import AUTOMATIC_OFFSET
+from dualdp_jax import compat
+from dualdp_jax.parallel.mesh import whole
+from dualdp_jax.per_sample.call import Call, Program, Row
+from dualdp_jax.per_sample.clip import Clip
+from dualdp_jax.per_sample.squared_norms import RESOLUTION
+from dualdp_jax.rules.arrays import widen
+
+Floats = NDArray[np.float64]
+Array = jax.Array | NDArray[np.generic]
+Leaves = list[jax.Array]
+Change = Callable[[Array], Array]
+
+ADVICE = 'Use method="vmap" or "loop", which are plain autodiff, and report the model.'
+#: Rounding allowed between two sums, in units of the sum's norm times the tolerance.
+OF_SUM = {"float64": 0.02, "float32": 0.02, "tf32": 1.0, "float16": 1.0, "bfloat16": 1.0}
+#: Rows whose signs are not 0 in reduced precision, so that one wrong row stands out of rounding.
+FEW = 64
+#: Rows whose norms are compared: on the first batch, and on later checks.
+ROWS_OF_FIRST, ROWS = 16, 4
+LARGEST = 1e-3 * math.sqrt(float(np.finfo(np.float32).max))  # norms whose squares are float32
+_DRAWS = 4  # random perturbations in `Reference.moved`
+
+
+class Numbers(NamedTuple):
+    """What a call or a step gives, of n rows with those of padding.
+
+    Attributes:
+        names: name of each trained leaf.
+        counts: (n,) bool, False for padding.
+        norms: (n,) norm of each row's whole gradient.
+        leaf_norms: per trained leaf (n,), if a caller gets norms or gradients of leaves; else None.
+        clip: `Clip` of a sum; None without clipping.
+        factors: mapping from clipping group to factors (n,).
+        weighted_sum: callable, weights (n,) -> sum of weight times gradient, by our method; None if
+            only norms are given.
+        sums: leaves, the sum as it is released; None without one.
+    """
+
+    names: list[str]
+    counts: NDArray[np.bool_]
+    norms: Floats
+    leaf_norms: list[Floats] | None = None
+    clip: Clip | None = None
+    factors: dict[str, Floats] = {}
+    weighted_sum: Callable[[Floats], Leaves] | None = None
+    sums: Leaves | None = None
+
+
+def block_size(num_rows: int) -> int:
+    """Return the number of rows of which the reference computes the gradient at once."""
+    return min(num_rows, max(8, num_rows // 16))
+
+
+def without_gradient(
+    call: Call,
+    start: Leaves,
+    index: jax.Array,
+    weights: jax.Array,
+    num_blocks: jax.Array,
+) -> Leaves:
+    """Return `start` minus the gradient of the sum of weight times loss of the rows at `index`.
+
+    Args:
+        call: `Call` of n rows.
+        start: leaves like the sums.
+        index: (m,) positions of rows, m a multiple of `block_size(n)`; see `blocks_of`.
+        weights: (m,) weight of each of these rows.
+        num_blocks: () number of blocks that hold a weight.
+    """
+    size = block_size(call.num_examples)
+    is_linear = not any(map(compat.has_own_backward, call.program.jaxpr.eqns))
+
+    def total(trained: Leaves, rows: Row, shares: jax.Array) -> jax.Array:
+        losses = widen(compat.all_at_once(lambda row: call.traced_loss(trained, row))(rows))
+        return jnp.sum(losses * shares.astype(losses.dtype))
+
+    def one_after_another(trained: Leaves, rows: Row, shares: jax.Array) -> Leaves:
+        grads = compat.one_by_one(lambda row: jax.grad(call.traced_loss)(trained, row))(rows)
+        return [jnp.einsum("n,n...->...", shares.astype(g.dtype), g) for g in map(widen, grads)]
+
+    gradient = jax.grad(total) if is_linear else one_after_another
+
+    def subtract(block: jax.Array, rest: Leaves) -> Leaves:
+        at, shares = (
+            jax.lax.dynamic_slice_in_dim(array, block * size, size) for array in (index, weights)
+        )
+        rows = jax.tree.map(lambda leaf: leaf[at], call.rows)
+        grads = gradient(call.parameters.trained, rows, shares)
+        counts = (shares != 0).any()
+        return [old - jnp.where(counts, widen(g), 0) for old, g in zip(rest, grads, strict=True)]
+
+    return list(jax.lax.fori_loop(0, num_blocks, subtract, start))
+
+
+def lengths(leaves: Leaves) -> Leaves:
+    """Return the L2 norm of each leaf, inf if its square is beyond the dtype."""
+    return [jnp.sqrt(jnp.square(leaf).sum()) for leaf in leaves]
+
+
+def blocks_of(weights: Floats, num_shards: int = 1) -> tuple[NDArray[np.int32], Floats, np.int32]:
+    """Return index, weights and blocks of `without_gradient`, for weights (n,) of a chunk.
+
+    Rows of weight 0 are left out by position: their numbers, perhaps nan, are not read. Each shard
+    of the rows has positions of its own.
+    """
+    parts = weights.reshape(num_shards, -1)
+    size = block_size(parts.shape[1])
+    length = -(-parts.shape[1] // size) * size
+    index, shares = np.zeros((num_shards, length), np.int32), np.zeros((num_shards, length))
+    most = 0
+    for shard, part in enumerate(parts):
+        at = np.flatnonzero(part)
+        if len(at):
+            index[shard] = at[0]
+            index[shard, : len(at)], shares[shard, : len(at)] = at, part[at]
+            most = max(most, -(-len(at) // size))
+    return index.ravel(), shares.ravel(), np.int32(most)
+
+
+def unchanged(leaf: Array) -> Array:
+    """Return an array as it is."""
+    return leaf
+
+
+def perturbed(leaf: Array, unit: float, rng: np.random.Generator) -> Array:
+    """Return a floating array changed by relative errors of at most `unit`; others as they are."""
+    if not jnp.issubdtype(leaf.dtype, jnp.floating):
+        return leaf
+    wide = np.asarray(whole(leaf), np.float64)
+    changed = (wide * (1 + unit * rng.uniform(-1, 1, leaf.shape))).astype(leaf.dtype)
+    if isinstance(leaf, np.ndarray):
+        return changed
+    return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda at: changed[at])
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Plain autodiff of the rows of a call or step.
+
+    Attributes:
+        subtract: callable (chunk, start, weights of its rows, change) -> (leaves of start minus the
+            gradient of the weighted losses, their norms); `change` is applied to each array of
+            parameters and rows.
+        sizes: number of rows of each chunk.
+        zeros: leaves like the sums.
+        precision: what the loss computes in, a key of `TOLERANCE`.
+    """
+
+    subtract: Callable[[int, Leaves, Floats, Change], tuple[Leaves, Leaves]]
+    sizes: Sequence[int]
+    zeros: Leaves
+    precision: str
+
+    def rest(
+        self, start: Leaves, weights: Floats, change: Change = unchanged
+    ) -> tuple[Leaves, Floats]:
+        """Return start minus the gradient of all weighted losses, and its norm by leaf."""
+        parts = np.split(weights, np.cumsum(self.sizes)[:-1])
+        chosen = [chunk for chunk, part in enumerate(parts) if part.any()] or [0]
+        for chunk in chosen:
+            start, norms = self.subtract(chunk, start, parts[chunk], change)
+        return start, np.array([float(whole(norm)) for norm in norms], np.float64)
+
+    def moved(self, weights: Floats) -> Floats:
+        """Return the change of the gradient, by leaf, when parameters and rows are rounded anew."""
+        start = self.rest(self.zeros, weights)[0]
+        changes = []
+        for draw in range(_DRAWS):
+            rng = np.random.default_rng(draw)  # the same in all processes
+            change = partial(perturbed, unit=UNIT[self.precision], rng=rng)
+            changes.append(self.rest(start, -weights, change)[1])
+        finite = [change for change in changes if np.isfinite(change).all()]
+        largest = max(finite, key=np.linalg.norm, default=np.zeros(len(start)))
+        # A loss that is not deterministic changes without a perturbation: no excuse.
+        again = self.rest(start, -weights)[1]
+        return largest if 10 * np.linalg.norm(again) < np.linalg.norm(largest) else 0 * largest
+
+
+def check(
+    reference: Reference, numbers: Numbers, *, seed: int, is_first: bool, released: bool
+) -> bool:
+    """Compare the numbers of a call or step with plain autodiff; False if no row counts.
+
+    The first check makes all comparisons; later ones compare four norms, and the released sum where
+    `released` is True, else a sum with random signs.
+
+    Raises:
+        ExactnessError: they differ by more than rounding.
+    """
+    if not numbers.counts.any():
+        return False
+    rng = np.random.default_rng(seed)
+    for k in _rows(numbers, rng, ROWS_OF_FIRST if is_first else ROWS):
+        _check_row(reference, numbers, k)
+    if numbers.weighted_sum is not None and (is_first or not released):
+        _check_signs(reference, numbers, numbers.weighted_sum, rng)
+    if numbers.sums is not None and (is_first or released):
+        group = sorted(numbers.factors)[int(rng.integers(len(numbers.factors)))]
+        weights = np.where(numbers.counts, numbers.factors[group], 0)
+        of_group = [own == group for own in numbers.clip.groups] if numbers.clip else None
+        _compare(reference, numbers, numbers.sums, weights, "the sum", of_group)
+    return True
+
+
+def _rows(numbers: Numbers, rng: np.random.Generator, most: int) -> list[int]:
+    """Rows whose norms are compared: largest, smallest, one that is not finite, and drawn ones."""
+    rows = np.flatnonzero(numbers.counts)
+    norms = numbers.norms[rows]
+    finite = rows[np.isfinite(norms)]
+    chosen = list(rng.permutation(rows[~np.isfinite(norms)])[:1])
+    if len(finite):
+        order = finite[np.argsort(numbers.norms[finite])]
+        chosen += [order[-1], order[0]]
+    chosen += list(rng.permutation(rows))
+    return [int(k) for k in dict.fromkeys(chosen)][:most]
+
+
+def _check_row(reference: Reference, numbers: Numbers, k: int) -> None:
+    """Compare the norm and the factors of a row with those of its gradient alone."""
+    alone = np.zeros(len(numbers.norms))
+    alone[k] = 1
+    _, plain = reference.rest(reference.zeros, alone)
+    error = _error_of_row(numbers, k, plain)
+    if not error > TOLERANCE[reference.precision]:
+        return
+    scale = max(float(np.linalg.norm(plain)), _unit(numbers))
+    if error * ROUNDING <= np.linalg.norm(reference.moved(alone)) / scale:
+        return
+    what = "the norm or clip factor of an example"
+    raise _failure(what, error, numbers, plain, {"norm": float(numbers.norms[k])})
+
+
+def _error_of_row(numbers: Numbers, k: int, plain: Floats) -> float:
+    """Relative error of a row's norm and factors; `plain` holds its leaves' true norms."""
+    norm, ours, clip = float(np.linalg.norm(plain)), float(numbers.norms[k]), numbers.clip
+    if not norm < LARGEST:  # also nan
+        is_dropped = clip is None or not any(f[k] for f in numbers.factors.values())
+        return 0.0 if is_dropped or ours >= LARGEST else math.inf
+    if not math.isfinite(ours):
+        return math.inf
+    errors = [abs(ours - norm) / max(norm, _unit(numbers))]
+    for size, own in zip(numbers.leaf_norms or (), plain, strict=False):
+        errors.append(abs(size[k] - own) / max(own, RESOLUTION))
+    if clip is not None:
+        for group, factors in numbers.factors.items():
+            members = [size for size, own in zip(plain, clip.groups, strict=True) if own == group]
+            own = float(np.linalg.norm(members))
+            bound = float(whole(clip.bounds[group]))
+            errors.append(abs(factors[k] - clip.factor(group, own)) * own / bound)
+    return math.inf if any(map(math.isnan, errors)) else max(errors)
+
+
+def _unit(numbers: Numbers) -> float:
+    """Norm below which an error of a norm does not matter: what the factor is computed from."""
+    if numbers.clip is None:
+        return RESOLUTION
+    if numbers.clip.clipping == "automatic":
+        return AUTOMATIC_OFFSET
+    return math.hypot(*(float(whole(bound)) for bound in numbers.clip.bounds.values()))
+
+
+def _check_signs(
+    reference: Reference,
+    numbers: Numbers,
+    weighted_sum: Callable[[Floats], Leaves],
+    rng: np.random.Generator,
+) -> None:
+    """Compare the sum of the gradients times random signs, with the smallest factor of each row."""
+    smallest = np.min([*numbers.factors.values()], 0)
+    rows = np.flatnonzero(numbers.counts & (smallest > 0))
+    if reference.precision not in ("float64", "float32"):
+        rows = rng.permutation(rows)[:FEW]
+    weights = np.zeros(len(smallest))
+    signs = rng.choice([-1.0, 1.0], len(rows)) * rng.uniform(0.5, 1, len(rows))
+    weights[rows] = signs * smallest[rows]
+    _compare(reference, numbers, weighted_sum(weights), weights, "the sum with random signs")
+
+
+def _compare(
+    reference: Reference,
+    numbers: Numbers,
+    ours: Leaves,
+    weights: Floats,
+    what: str,
+    of_group: list[bool] | None = None,
+) -> None:
+    """Compare our weighted sum with plain autodiff, optionally only the leaves of one group.
+
+    The scale of the tolerance is the largest contribution: the smaller of C and the largest norm.
+    """
+    chosen = np.ones(len(ours), bool) if of_group is None else np.array(of_group)
+    _, gaps = reference.rest(ours, weights)
+    at = np.flatnonzero(weights)
+    largest = float(np.max(np.abs(weights[at]) * numbers.norms[at], initial=0.0))
+    bounds = {} if numbers.clip is None else numbers.clip.bounds
+    if of_group is not None:
+        largest = min(largest, max(float(whole(bound)) for bound in bounds.values()))
+    largest = max(largest, 1e-6 * max((float(whole(b)) for b in bounds.values()), default=0.0))
+    tolerance, gap = TOLERANCE[reference.precision], float(np.linalg.norm(gaps[chosen]))
+    if gap <= tolerance * largest:
+        return
+    of_sum = np.linalg.norm(reference.rest(reference.zeros, weights)[1][chosen])
+    if gap <= tolerance * (largest + OF_SUM[reference.precision] * of_sum):
+        return
+    if gap * ROUNDING <= np.linalg.norm(reference.moved(weights)[chosen]):
+        return
+    error = gap / max(largest, RESOLUTION)
+    raise _failure(f"{what} of the clipped gradients", error, numbers, gaps * chosen, {"gap": gap})
+
+
+def _failure(
+    what: str, error: float, numbers: Numbers, by_leaf: Floats, details: dict[str, float]
+) -> ExactnessError:
+    """Error of a failed check; it names the leaves that differ most, and no private number."""
+    order = sorted(zip(-np.nan_to_num(by_leaf, nan=np.inf), numbers.names, strict=True))
+    names = [name for size, name in order if size <= 0.1 * order[0][0]][:5]
+    size = power_of_ten(error)
+    return ExactnessError(
+        f"A spot check failed: {what} differs from plain autodiff by {size} of its scale "
+        f"(parameters {', '.join(map(repr, names))}). Nothing was released for this batch. "
+        f"{ADVICE}",
+        parameters=names,
+        relative_error=size,
+        unprotected_details={**details, "error": error},
+    )
+
+
+def precision_of(program: Program) -> str:
+    """Return the precision that a loss computes in, a key of `TOLERANCE`."""
+    jaxpr = program.jaxpr
+    low = compat.low_precision_dtypes(jaxpr)
+    if low:
+        return "float16" if low == {"float16"} else "bfloat16"
+    if np.dtype(np.float32) not in compat.dtypes_of(jaxpr):
+        return "float64"
+    # Accelerators multiply float32 matrices in fewer bits where the program does not forbid it.
+    rounds = jax.default_backend() != "cpu" and compat.multiplies_by_default(jaxpr)
+    return "tf32" if rounds else "float32"
