@@ -17,8 +17,10 @@ from flax import nnx
 
 import dualdp_jax as dpj
 from dualdp import AccountingError
+from dualdp.exactness import check_at
 from dualdp.plan.plan import PrivacyPlan
 from dualdp.plan.schedules import AdaptiveNorm, Cosine, Exponential, Linear, Step, Warmup
+from dualdp.randomness import SegmentBits
 from dualdp_jax.training.loader import default_rows
 from tests.closeness import factors_of
 from tests.tiers import first
@@ -922,6 +924,8 @@ def test_groups_have_bounds_of_their_own_on_jax():
 def test_a_step_makes_few_calls_of_ours():
     """After the first; a step is checks of its arguments, two programs, a line of the ledger."""
     _, step, state, loader = private(plan=make_plan(num_steps=9, seed=None), checks=0.02)
+    loader.bits = SegmentBits(1, None)  # which draws no check of step 3
+    assert check_at(loader.bits, 3, 0.02) is None
     batches = iter(loader.remaining())
     for _ in range(3):
         state, _ = step(state, next(batches))
