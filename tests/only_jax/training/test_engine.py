@@ -924,7 +924,7 @@ def test_groups_have_bounds_of_their_own_on_jax():
 def test_a_step_makes_few_calls_of_ours():
     """After the first; a step is checks of its arguments, two programs, a line of the ledger."""
     _, step, state, loader = private(plan=make_plan(num_steps=9, seed=None), checks=0.02)
-    loader.bits = SegmentBits(1, None)  # which draws no check of step 3
+    loader.bits = SegmentBits(None, bytes(16))  # which draws no check of step 3
     assert check_at(loader.bits, 3, 0.02) is None
     batches = iter(loader.remaining())
     for _ in range(3):
