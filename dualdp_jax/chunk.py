@@ -34,7 +34,7 @@ class Rows(NamedTuple):
     mask: Any  # (examples,) bool, False for padding
     indices: Any  # (examples,) index of each example in the data, or of each user; 0 for padding
     weights: Any = None  # (examples K,) weight of a row in the loss of its example; None for a mean
-    factors: Any = None  # (examples,) in a step: nan for the clip factors, else a check's weights
+    factors: Any = None  # (examples,) nan for the clip factors, else weights that a check takes
 
 
 class Origin:

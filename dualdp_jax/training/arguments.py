@@ -80,6 +80,8 @@ def check_loss(run: CompiledStep, examples: tuple[Any, ...]) -> None:
     parameters = run.parameters
     rows = Rows(shapes, None, index, weights)
     jax.eval_shape(loss, parameters.trained, parameters.others, rows, key)
+    if run.data_mesh is not None:
+        run.program = None  # that of a shard is traced inside of the shard_map
 
 
 def check_optimizer(run: CompiledStep, state: TrainState) -> None:

@@ -182,15 +182,11 @@ class CompiledStep:
         """
         unreduced, answers, add = self._nothing, list[Answer](), self._jitted["add"]
         limit, arrays = np.asarray(bound, self.dtype), self.arrays(params)
-        if self._no_factors is None:
-            none = np.full(len(batch.parts[0].mask), np.nan, self.dtype)
-            self._no_factors = self.put(none)
-        parts = batch.parts if self.data_mesh is None else [*map(self._placed, batch.parts)]
-        parts = [rows._replace(factors=self._no_factors) for rows in parts]
+        parts = [*map(self._placed, batch.parts)]
         for rows in parts:
             unreduced, answer = add(*arrays, unreduced, rows, dropout, limit)
             answers.append(answer)
-        totals = unreduced if self.data_mesh is None else self._jitted["collect"](unreduced)
+        totals = self._collected(unreduced)
         masks = [part.mask for part in batch.parts]
         inputs = [(arrays, rows) for rows in parts]
         return ComputedStep(inputs, dropout, masks, answers, unreduced, totals, bound)
@@ -201,9 +197,14 @@ class CompiledStep:
         return trained, others if self.data_mesh is None else self.data_mesh.others(others)
 
     def _placed(self, part: Rows) -> Rows:
-        """Rows of a chunk on the devices of the mesh, where its arrays are already."""
-        assert self.data_mesh is not None
-        return Rows(part.arrays, *jax.tree.map(self.data_mesh.rows, part[1:]))
+        """Rows of a chunk on the devices of the mesh, clipped by their own factors."""
+        own = np.full(len(part.mask), np.nan, self.dtype)
+        rest = (part.mask, part.indices, part.weights, own)
+        return Rows(part.arrays, *(rest if self.data_mesh is None else map(self.put, rest)))
+
+    def _collected(self, unreduced: Totals) -> Totals:
+        """Totals summed over the shards of a mesh."""
+        return unreduced if self.data_mesh is None else self._jitted["collect"](unreduced)
 
     def weighted_sum(self, step: ComputedStep, weights: list[np.ndarray]) -> list[Any]:
         """Return the sum of a step's gradients with these weights, per chunk (examples,).
@@ -214,7 +215,7 @@ class CompiledStep:
         for (arrays, rows), part in zip(step.inputs, weights, strict=True):
             chosen = rows._replace(factors=self.put(part))
             totals, _ = self._jitted["add"](*arrays, totals, chosen, step.dropout, limit)
-        return (totals if self.data_mesh is None else self._jitted["collect"](totals)).sums
+        return self._collected(totals).sums
 
     @property
     def zeros(self) -> list[Any]:
@@ -223,8 +224,10 @@ class CompiledStep:
         return (nothing if self.data_mesh is None else self._jitted["collect"](nothing)).sums
 
     def put(self, rows: Any) -> Any:
-        """Return an array of rows on the devices of the mesh."""
-        return rows if self.data_mesh is None else self.data_mesh.rows(rows)
+        """Return an array of rows, or None, on the devices of the mesh."""
+        if rows is None or self.data_mesh is None:
+            return rows
+        return self.data_mesh.rows(rows)
 
     def release(
         self,

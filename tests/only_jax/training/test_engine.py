@@ -196,9 +196,9 @@ def test_length_is_true():
     ],
     ids=["plain", "bfloat16", "adaptive", "schedules"],
 )
-@pytest.mark.parametrize(("checks", "programs"), [(0, 2), (1, 7)])
+@pytest.mark.parametrize(("checks", "programs"), [(0, 2), (1, 3)])
 def test_two_compilations_serve_every_draw(changes, dtype, checks, programs):
-    """And five more all checks: an example's rows and gradient, a chunk's, two comparisons."""
+    """And one more all checks, which compare the step's own programs with plain autodiff."""
     plan = make_plan(
         **{"expected_batch_size": 3, "physical_batch_size": 2, "num_steps": 12} | changes
     )
