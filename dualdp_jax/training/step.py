@@ -141,7 +141,6 @@ class CompiledStep:
             zeros, numbers = self.data_mesh.zeros(trained, numbers)
         self._nothing = Totals(zeros, *numbers)
         self.program: Any = None  # `Program` of the loss, which all compiled functions share
-        self._no_factors: Any = None  # (examples,) nan of one chunk, on the devices
 
     @property
     def rows_of_each(self) -> int:
