@@ -63,6 +63,7 @@ def main():
 
     update = jax.jit(lambda state, grads: state.apply_gradients(grads=grads))
 
+    dpj.check(loss_fn, state.params, images[:16], labels[:16])  # once, outside of jit
     for batch in loader.remaining():
         sums = jax.tree.map(jnp.zeros_like, state.params)
         for chunk in batch.chunks:

@@ -59,6 +59,7 @@ def main():
     def update(model, optimizer, mean):
         optimizer.update(model, mean)
 
+    dpj.check(loss_fn, model, images[:16], labels[:16])  # once, outside of jit
     for batch in loader.remaining():
         parts = [chunk_sum(model, chunk) for chunk in batch.chunks]
         sums = jax.tree.map(lambda *leaves: sum(leaves), *parts)

@@ -54,6 +54,8 @@ class JaxRun:
     def __init__(
         self, settings: ExperimentOptions, train: digits.Split, held_out: digits.Split
     ) -> None:
+        if settings.dtype == "float64":
+            jax.config.update("jax_enable_x64", True)
         self.dtype = jnp.dtype(settings.dtype)
         model: Any = MODELS[settings.model]()
 
