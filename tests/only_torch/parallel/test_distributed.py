@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Several processes end where one ends: same parameters, same noise, same epsilon."""
 
+import json
 import re
 import subprocess
 import sys
@@ -25,6 +26,12 @@ def distance(found, expected):
     return max(float((found[name] - p).abs().max() / p.abs().max()) for name, p in expected.items())
 
 
+def releases(text):
+    """Releases of a ledger's text, in order."""
+    records = map(json.loads, text.splitlines())
+    return [record["r"] for record in records if "r" in record]
+
+
 def assert_ends_alike(name, ranks):
     """All ranks ended where one process ends, and have its epsilon and its record."""
     parameters, epsilon, ledger = parallel.whole(name)
@@ -33,8 +40,8 @@ def assert_ends_alike(name, ranks):
         ended, spent, text = rank[name]
         assert distance(ended, parameters) <= limit
         assert spent == epsilon
-        assert text == ranks[0][name][2]  # every rank has the record that rank 0 wrote
-        assert text.count('{"r":') == ledger.count('{"r":')
+        # Headers have an id of their own, on which the hashes depend.
+        assert releases(text) == releases(ranks[0][name][2]) == releases(ledger)
 
 
 @pytest.mark.slow
