@@ -24,7 +24,7 @@ PLAN = dualdp.PrivacyPlan(
 #: Name -> arguments of the callback: one pass by a plan, and passes by the host's own numbers.
 RUNS = {
     "plan": {"plan": PLAN},
-    "own": {"max_grad_norm": 1.0, "target_epsilon": 3.0, "target_delta": 1e-4, "seed": 3},
+    "own": {"max_grad_norm": 1.0, "noise_multiplier": 1.0, "target_delta": 1e-4, "seed": 3},
 }
 
 
