@@ -43,7 +43,7 @@ class AnalysisCache(dict[Any, "Analysis"]):
         super().__init__()
         self.bytes_each: dict[str, int] = {}  # gradients that are kept -> bytes per example
         self.checked: set[Any] = set()  # calls that were compared with plain autograd
-        self.writes: set[str] = set()  # buffers that a forward writes, the same on every batch
+        self._seed = 0
         self.passes_differ = False  # True if a second forward is another function than the first
         # True if the model returns a number beside its outputs, such as its loss.
         self.returns_number: bool | None = None
@@ -52,6 +52,11 @@ class AnalysisCache(dict[Any, "Analysis"]):
     def is_alive(self) -> bool:
         """True if all objects that the key holds by id still exist."""
         return all(referent() is not None for referent in self._referents)
+
+    def next_seed(self) -> int:
+        """Return the seed of the next check, which draws others than the one before."""
+        self._seed += 1
+        return self._seed
 
     @property
     def problem(self) -> str | None:

@@ -28,7 +28,6 @@ from dualdp_torch.per_sample.independence import (
     with_reached_uses,
 )
 from dualdp_torch.per_sample.model_checks import refuse_mixing_modules, require_module
-from dualdp_torch.per_sample.model_state import Start, State, refuse_written, restored
 from dualdp_torch.per_sample.parameter_use import (
     USE_LOOP,
     ChangedInPlaceError,
@@ -37,7 +36,7 @@ from dualdp_torch.per_sample.parameter_use import (
     eagerly,
     trainable_parameters,
 )
-from dualdp_torch.per_sample.random_state import untouched_generators
+from dualdp_torch.per_sample.random_state import Start, on_copies, untouched_generators
 from dualdp_torch.per_sample.tensor_parallel import refuse_vmap, same_draws, whole_norms
 from dualdp_torch.per_sample.units import of_units
 from dualdp_torch.per_sample.vmap_and_loop import by_loop, by_vmap, gradients_set_aside
@@ -81,7 +80,7 @@ class Call:
         purpose: name and variant of the called function; the first call of each is checked.
         is_checked: True if the numbers of this chunk are to be compared with plain autograd.
         was_compared: True once they were compared.
-        drawn: number in [0, 1) that selects the compared example, or None for a random one.
+        drawn: seed of what is compared, or None for the next one of the cache.
         start: state before the forward that the gradients come from, or None if it was not kept.
         split: pieces of a tensor parallel model, or None for another model.
     """
@@ -100,7 +99,7 @@ class Call:
     purpose: tuple[str, ...] = ()
     is_checked: bool = False
     was_compared: bool = False
-    drawn: float | None = None
+    drawn: int | None = None
     start: Start | None = None
     split: TensorParallel | None = None
 
@@ -172,17 +171,15 @@ class Call:
     def chunks(self) -> Iterator[Call]:
         """Yield a call for every chunk of the batch."""
         self.choose_chunk_size()
-        is_due = (
-            not (self.check == "off" or self.method == "loop")
-            and self.batch.n > 1
-            and bool(self.parameters)
-            and (self.check == "always" or self.purpose not in self.cache.checked)
-        )
+        if self.batch.n == 1:
+            self.purpose = (*self.purpose, "alone")
+        is_due = self.check == "always" or self.purpose not in self.cache.checked
+        is_due = is_due and self.check != "off" and bool(self.parameters)
         for rows, batch in self.batch.chunks(self.chunk):
             mask = None if self.mask is None else self.mask[rows]
             whole = batch is self.batch
             chunk = self if whole else replace(self, batch=batch, mask=mask, chunk=None)
-            chunk.is_checked = is_due and batch.n > 1 and (mask is None or bool(mask.any()))
+            chunk.is_checked = is_due and (mask is None or bool(mask.any()))
             yield chunk
             is_due = is_due and not chunk.was_compared
 
@@ -230,7 +227,7 @@ class Call:
         with (
             eagerly(),
             untouched_generators(self.model),
-            restored(self.model, self.cache.writes),
+            on_copies(self.model),
             torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor),
             Capture(names, model=self.model) as capture,
             contextlib.suppress(RuntimeError, SecondOrderError),  # the forward differentiates
@@ -262,21 +259,20 @@ class Call:
             eagerly(),
             torch.enable_grad(),
             untouched_generators(self.model),
-            restored(self.model, self.cache.writes),
+            on_copies(self.model),
         ):
             yield
+
+    @property
+    def is_definition(self) -> bool:
+        """True if each example runs alone, which is the definition."""
+        return self.method == "loop" or self.batch.n == 1
 
     def gradients(self) -> tuple[Gradients, Tensor, Any]:
         """Return the gradients, the losses (n,), and aux."""
         with eagerly(), torch.enable_grad(), gradients_set_aside(self.parameters):
-            before = State(self.model)
             with same_draws(self.split, self.model):
                 gradients, losses, aux = self._by_method()
-            written, allowed = before.written(), self.cache.writes
-            if not allowed.issuperset(written):
-                run = lambda batch: self.loss_fn(self.model, *batch.arguments())  # noqa: E731
-                refuse_written(self.model, run, self.batch, written)
-                allowed.update(written)
         return whole_norms(gradients, self.split, self.batch.n), losses, aux
 
     def _by_method(self) -> tuple[Gradients, Tensor, Any]:
@@ -288,8 +284,7 @@ class Call:
             elif not self.cache:
                 self.analyze()
             self._begin_forward()
-            by_loops = self.method == "loop" or self.batch.n == 1
-            return by_loop(*arguments) if by_loops else by_vmap(*arguments)
+            return by_loop(*arguments) if self.is_definition else by_vmap(*arguments)
         try:
             found = self.captured()
         except (_NoCapture, ChangedInPlaceError, SecondOrderError) as problem:
@@ -308,7 +303,7 @@ class Call:
     def _begin_forward(self) -> None:
         """Save the state before the forward (`start`), if the forward may be run again."""
         if self.is_checked or self.method == "two_pass":
-            self.start = Start.of(self.model, self.cache.writes)
+            self.start = Start.of(self.model, is_checked=self.is_checked)
 
     def analyze(self) -> Analysis | None:
         """Analyse the model on this batch, and cache the analysis if it is complete."""
@@ -320,7 +315,6 @@ class Call:
                 self.parameters,
                 self.mask,
                 self.has_aux,
-                self.cache.writes,
             )
         if analysis is not None and analysis.complete:
             self.cache.add(analysis)

@@ -150,9 +150,8 @@ class ForwardAnalysis:
 
     def _analyze(self, batch: Batch) -> None:
         """Analyse the model on a batch, and cache the result if it may be reused."""
-        writes = self.cache.writes
         with self._pause(), gradients_set_aside(self._inside), torch.enable_grad():
-            found = analyze(self._model, self._loss, batch, self._inside, writes=writes)
+            found = analyze(self._model, self._loss, batch, self._inside)
         theirs, ours = batch.signature(), self._batch.signature()
         is_ours = theirs == ours or (self._batch.n == 1 and theirs[:2] == ours[:2])
         if is_ours and found is not None and (found.complete or found.signatures):

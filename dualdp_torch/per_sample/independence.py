@@ -11,16 +11,13 @@ fails (b) or (c) has no per-sample gradient and is refused.
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from dualdp import exactness
 from dualdp._validate import UnsupportedLayerError
@@ -29,14 +26,16 @@ from dualdp_torch.per_sample.batch import Batch, check_losses, split_aux
 from dualdp_torch.per_sample.batch_axis import BatchAxis, belongs_to, candidates
 from dualdp_torch.per_sample.capture import Capture
 from dualdp_torch.per_sample.model_checks import refuse_mixing_modules
-from dualdp_torch.per_sample.model_state import (
-    State,
-    refuse_written,
-    restored,
-    unchanged_by_forward,
-)
 from dualdp_torch.per_sample.parameter_use import SecondOrderError, Use, eagerly
-from dualdp_torch.per_sample.random_state import RandomState, seed_generators, untouched_generators
+from dualdp_torch.per_sample.random_state import (
+    NoRandomness,
+    RandomState,
+    checksums,
+    on_copies,
+    refuse_written,
+    seed_generators,
+    untouched_generators,
+)
 from dualdp_torch.rules.base import Tensor
 
 #: Number of examples in the analysis, and of seeds for a model that draws random numbers.
@@ -83,53 +82,6 @@ class Analysis:
         return all(found or i in self.unreached for i, found in enumerate(self.batch_axes))
 
 
-class NoRandomness(TorchFunctionMode):
-    """Mode without dropout, in which random draws return a constant."""
-
-    _constant = True
-
-    @classmethod
-    @contextlib.contextmanager
-    def of_dropout(cls) -> Iterator[None]:
-        """Context in which an active mode switches off dropout only."""
-        cls._constant = False
-        try:
-            yield
-        finally:
-            cls._constant = True
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = dict(kwargs or {})
-        if func in _DROPOUT:
-            return args[0] if args else kwargs["input"]
-        if func in _WITH_DROPOUT:
-            at, name = _WITH_DROPOUT[func]
-            at += func in _RECURRENT and isinstance(args[3], list)  # packed: one argument more
-            args = (*args[:at], *(0.0 for _ in args[at : at + 1]), *args[at + 1 :])
-            kwargs |= {name: 0.0} if name in kwargs else {}
-        out = func(*args, **kwargs)
-        return out.detach().fill_(0.5) if self._constant and func in _RANDOM else out
-
-
-_RECURRENT = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
-#: Functions with dropout inside: its position and name among the arguments.
-_WITH_DROPOUT = {
-    F.scaled_dot_product_attention: (4, "dropout_p"),
-    F.multi_head_attention_forward: (10, "dropout_p"),
-    **{function: (5, "dropout") for function in _RECURRENT},
-}
-_DROPOUT = {
-    *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout),
-    *(torch.dropout, torch.alpha_dropout, torch.feature_dropout, torch.feature_alpha_dropout),
-}
-_RANDOM = {
-    *(torch.rand, torch.randn, torch.rand_like, torch.randn_like, torch.normal, torch.bernoulli),
-    *(torch.Tensor.normal_, torch.Tensor.uniform_, torch.Tensor.bernoulli_),
-}
-
-
 def analyze(
     model: nn.Module,
     loss_fn: Callable[..., Any],
@@ -137,32 +89,21 @@ def analyze(
     parameters: Mapping[str, Tensor],
     mask: Tensor | None = None,
     has_aux: bool = False,
-    writes: set[str] | None = None,
 ) -> Analysis | None:
     """Analyse a model on a few examples of a batch, n >= 2; None if fewer than two are usable.
 
-    Names of buffers that a forward writes, with the same values on every batch, join `writes`.
-    Losses that depend on other examples, and buffers that change otherwise, are refused.
+    Losses that depend on other examples are refused.
     """
     refuse_mixing_modules(model)
     split = TensorParallel.of(model)
     losses_of = _losses_of(model, loss_fn, has_aux)
     tolerance = _tolerance(model, parameters, batch)
-    with eagerly(), untouched_generators(model), restored(model), NoRandomness():
-        before = State(model)
+    before = checksums(model)
+    with eagerly(), untouched_generators(model), NoRandomness():
         drawn = RandomState.of(model)
         whole = _without_graph(losses_of, batch)
-        has_drawn, written = not drawn.is_as_before(model), before.written()
-        if written:
-            refuse_written(model, losses_of, batch, written)
-        if writes is not None:
-            writes.update(written)
-
-        def in_one_state(batch: Batch) -> Tensor:
-            """Losses by a forward that leaves the buffers as they are."""
-            with unchanged_by_forward(model, written) if written else contextlib.nullcontext():
-                return losses_of(batch)
-
+        has_drawn = not drawn.is_as_before(model)
+        refuse_written(before, model)
         good = whole.isfinite() if mask is None else whole.isfinite() & mask.to(whole.device)
         chosen = good.nonzero().flatten()
         if len(chosen) > EXAMPLES:  # evenly spread, with the first and the last
@@ -174,15 +115,11 @@ def analyze(
         nested = None
         try:
             with Capture(names, model=model) as capture:
-                losses = in_one_state(few)
+                losses = losses_of(few)
         except SecondOrderError as error:
-            nested, losses = str(error), _without_graph(in_one_state, few)
+            nested, losses = str(error), _without_graph(losses_of, few)
         problem = None
-        if written and not has_drawn:
-            for _ in range(DRAWS):  # in as many consecutive states
-                problem = problem or _mixes(in_one_state, batch, chosen, tolerance)
-                _without_graph(losses_of, few)
-        elif not has_drawn:  # a batch of another size would draw other numbers
+        if not has_drawn:  # a batch of another size would draw other numbers
             problem = _apart(losses.detach(), whole[chosen], tolerance, "in a smaller batch")
             problem = problem or _differs_alone(losses_of, few, losses.detach(), tolerance)
         if problem and not _agrees_in_double(model, loss_fn, batch, chosen, has_aux, losses):
@@ -205,7 +142,7 @@ def analyze(
                 return Analysis((), (), _NOT_APART.format(found))
             skip |= {found.position}
             with Capture(names, skip=skip, model=model) as capture:
-                losses = in_one_state(few)
+                losses = losses_of(few)
 
 
 def _losses_of(
@@ -214,7 +151,8 @@ def _losses_of(
     """Return a function from a batch to its (n,) losses."""
 
     def losses_of(batch: Batch) -> Tensor:
-        out = loss_fn(model, *batch.arguments())
+        with on_copies(model):
+            out = loss_fn(model, *batch.arguments())
         return check_losses(split_aux(out, has_aux)[0], batch.n)
 
     return losses_of

@@ -692,7 +692,7 @@ def test_an_interrupt_leaves_everything_as_it_was(place, mode, monkeypatch):
         monkeypatch.setattr(owner, name, pressed)
 
     press(private_step, "clip_factors", "step")
-    press(private_step.BatchNumbers, "groups", "check")
+    press(private_step.Numbers, "weights", "check")
     press(F, "cross_entropy", "criterion")
     model = randomise(Interruptible())
     if mode == "functorch" and place == "backward":
