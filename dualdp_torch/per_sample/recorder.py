@@ -433,7 +433,7 @@ class Recorder:
                     "The model checkpoints activations under fully_shard, which gathers parameters "
                     "once more in the backward. Use one of the two."
                 )
-            axes = self._analysis.batch_axes(mode, outputs)
+            axes = self._analysis.batch_axes(mode)
             forward.hear(mode, axes, next(self._numbers))
             self._begin_layers(forward)
             if self.shards is not None and (self.layered or self.method == "two_pass"):
@@ -468,6 +468,7 @@ class Recorder:
         mode, self._mode = self._mode, None
         if mode is not None:
             remove_mode(mode)
+        self.twins.end()
         self._eager.close()
         if self._without_graph:
             self._without_graph = False

@@ -18,7 +18,7 @@ from dualdp.plan.plan import PrivacyPlan
 from dualdp.plan.units.rows import UserRows, rows_of_data
 from dualdp_torch.parallel.fsdp import check_sharded
 from dualdp_torch.parallel.tensor_parallel import refuse_fused, split_of
-from dualdp_torch.per_sample.checks.criterion_check import REDUCTIONS
+from dualdp_torch.per_sample.checks.twin import REDUCTIONS
 from dualdp_torch.per_sample.clip import clipping_bounds, refuse_two_pass
 from dualdp_torch.per_sample.model_checks import refuse_mixing_modules, require_module
 from dualdp_torch.per_sample.parameter_use import trainable_parameters

@@ -430,7 +430,7 @@ class PrivacyEngine:
         # With tensor parallelism every process works on the whole batch.
         is_shared = group is not None and not is_tensor_parallel(model)
         share = Share(group.rank, group.size) if group and is_shared else SINGLE_PROCESS
-        return PlannedLoader(loader, plan, passes, share, settings.checks, views, users)
+        return PlannedLoader(loader, plan, passes, share, views, users)
 
     def _span(self, most: int | None, until: int, is_whole: bool) -> tuple[int, int]:
         """Steps (start, stop) of the coming pass, or of the rest of the plan.

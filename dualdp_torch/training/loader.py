@@ -28,7 +28,6 @@ from dualdp.plan.plan import require_units
 from dualdp.plan.units.rows import UserRows, draw_rows
 from dualdp.randomness import threefry
 from dualdp_torch.noise.generators import keyed_generator
-from dualdp_torch.per_sample.checks.collate_check import CheckedCollate
 from dualdp_torch.rules.base import Tensor
 from dualdp_torch.training.items import ItemCollate, refuse_views_of_items
 from dualdp_torch.training.opacus_names import missing_in
@@ -181,8 +180,7 @@ class PlannedLoader:
     """Copy of the user's loader that yields the plan's batches.
 
     One pass is an epoch, or what is left of the plan; `remaining` is the rest of the plan. Workers,
-    collate function and pinned memory are kept; in a share `checks` of the batches the collate
-    function is checked. Without `passes` only `of_steps` can be called.
+    collate function and pinned memory are kept. Without `passes` only `of_steps` can be called.
 
     Guarantees:
         `len` is the number of batches of the pass that runs, else of the coming one; of the last
@@ -200,7 +198,6 @@ class PlannedLoader:
         plan: Any,
         passes: Passes | None,
         share: Share = SINGLE_PROCESS,
-        checks: float = 0.0,
         views: Views | None = None,
         users: UserRows | None = None,
     ) -> None:
@@ -211,10 +208,8 @@ class PlannedLoader:
         self._options = {name: getattr(loader, name) for name in _KEPT if hasattr(loader, name)}
         if not loader.pin_memory_device:
             self._options.pop("pin_memory_device", None)
-        period = round(1 / checks) if checks else 0
-        collate = CheckedCollate(loader.collate_fn, period)
+        collate = loader.collate_fn
         self._drawn: Any = one_by_one(self.dataset)
-        self._options["collate_fn"] = collate
         self._views: Views | None = None
         if plan.rows_per_item is not None:
             self._options["collate_fn"] = ItemCollate(collate, plan.rows_per_item)
