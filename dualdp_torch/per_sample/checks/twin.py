@@ -58,6 +58,7 @@ _RANDOM = {
     *("_standard_gamma", "_sample_dirichlet", "scaled_dot_product_attention", "lstm", "gru"),
     "multi_head_attention_forward",
 }
+_WITH_STATE = ("batch_norm", "instance_norm")  # which write running statistics
 _FROM_LISTS = ("tensor", "as_tensor", "asarray")
 _READS = ("item", "__float__", "tolist", "numpy", "__array__")
 _WEIGHTED = (
@@ -219,6 +220,7 @@ class Twin:
         self, n: int, k: int, units: Tensor, position: int, reading: Reading, **options: bool
     ) -> None:
         self.n, self.k, self.reading, unit = n, k, reading, int(units[position])
+        self.units = units
         self.index = (units[:, None] * k + torch.arange(k)).flatten()
         self.own, self.at = slice(unit * k, unit * k + k), slice(position * k, position * k + k)
         self.is_alone = len(units) < n
@@ -239,10 +241,16 @@ class Twin:
         return tensor.to(_HOST) if self.is_alone else tensor
 
     def pick(self, tensor: Tensor, axis: int | None = 0) -> Tensor:
-        """Return a copy of the twin's rows of a tensor, or the tensor if it has no such axis."""
-        if axis is None or tensor.dim() <= axis or tensor.shape[axis] != self.n * self.k:
+        """Return a copy of the twin's rows or units of a tensor; the tensor if it has none."""
+        size = tensor.shape[axis] if axis is not None and tensor.dim() > axis else 0
+        index = {self.n: self.units, self.n * self.k: self.index}.get(size)
+        if index is None or axis is None:
             return self.placed(tensor)
-        return self.placed(tensor.detach().index_select(axis, self.index.to(tensor.device)))
+        return self.placed(tensor.detach().index_select(axis, index.to(tensor.device)))
+
+    def keep(self, tensor: Tensor, axis: int | None = 0) -> None:
+        """Keep a copy of the twin's part of a tensor of the loop, which the twin may write to."""
+        self.tensors[tensor] = self.pick(tensor.detach(), axis).clone()
 
     def of(self, value: Any, number: Callable[[float], float], by_rows: bool) -> Any:
         """Return this twin's argument in the place of `value`."""
@@ -565,7 +573,7 @@ class Twins(TorchFunctionMode):
         """Give a tensor's own rows to the twins."""
         self._led[tensor] = True
         for twin in self.twins:
-            twin.tensors[tensor] = twin.pick(tensor, axis)
+            twin.keep(tensor, axis)
 
     # ------------------------------------------------------------------ functions
 
@@ -632,7 +640,7 @@ class Twins(TorchFunctionMode):
                 self._prepare(kwargs.get("out", args[0] if args else None))
             return True
         rows = self._n * self.k
-        if not self.is_inside and any(_may_be_rows(tensor, rows) for tensor in tensors):
+        if not self.is_inside and any(_may_be_rows(tensor, self._n, self.k) for tensor in tensors):
             return not writes
         numbers = _numbers((args, kwargs))
         if name in _FROM_LISTS and len(numbers) >= rows > 1:
@@ -642,7 +650,7 @@ class Twins(TorchFunctionMode):
     def _look_for_arrays(self, tensor: Tensor) -> None:
         """Note rows that come back from NumPy or lists, where nobody saw what was done to them."""
         is_met = tensor in self._led or tensor in self._known
-        if self._was_read and not is_met and _may_be_rows(tensor, self._n * self.k):
+        if self._was_read and not is_met and _may_be_rows(tensor, self._n, self.k):
             self._note(BACK)
 
     def _prepare(self, target: Any) -> None:
@@ -652,15 +660,18 @@ class Twins(TorchFunctionMode):
                 self._led[tensor] = True
                 for twin in self.twins:
                     axis = None if twin.is_whole or _is_parameter(tensor) else 0
-                    twin.tensors[tensor] = twin.pick(tensor.detach(), axis).clone()
+                    twin.keep(tensor, axis)
 
     def _lead(
         self, func: Any, name: str, args: Any, kwargs: Any, out: Any, state: Any, writes: bool
     ) -> None:
         """Call a function on every twin's tensors, after the loop's call returned `out`."""
         led = [tensor for tensor in _tensors((args, kwargs)) if tensor in self._led]
-        is_drawn = all(t in self._drawn for t in led) and bool(led or state)
         first, numbers = len(self.numbers.seen), _numbers((args, kwargs))
+        is_drawn = all(t in self._drawn for t in led) and bool(led or state)
+        is_drawn = is_drawn and not any(value in self.twins[0].reads for value in numbers)
+        if writes and led and not is_drawn and led[0] in self._drawn:
+            self._drawn.clear()  # by rows of the batch, maybe through a view
         place = f"model: {name}" if self.is_inside else name
         self.numbers.seen += [(place, value) for value in numbers]
         is_taken = is_drawn or name in _TAKEN or (state is not None and writes)
@@ -681,6 +692,8 @@ class Twins(TorchFunctionMode):
                             self._take_drawn(twin, tensor, is_drawn, writes)
                         continue
                     given = self._arguments(twin, place, first, (args, kwargs))
+                    if name in _WITH_STATE:
+                        given = pytree.tree_map_only(Tensor, torch.clone, given)
                     with self._as_the_loop(twin):
                         if state is not None:
                             ours = state.repeated(twin, func, (args, kwargs), given)
@@ -694,11 +707,12 @@ class Twins(TorchFunctionMode):
 
     def _take_drawn(self, twin: Twin, tensor: Tensor, is_drawn: bool, writes: bool) -> None:
         """Give a twin its rows of what the loop drew; of a draw by size they may be anything."""
-        picked = twin.pick(tensor, None if twin.is_whole and is_drawn else 0)
+        axis = None if twin.is_whole and is_drawn else 0
+        picked = twin.pick(tensor.detach(), axis)
         if writes and tensor in twin.tensors and twin.tensors[tensor].shape == picked.shape:
             twin.tensors[tensor].data.copy_(picked)
         else:
-            twin.tensors[tensor] = picked
+            twin.keep(tensor, axis)
 
     def _arguments(self, twin: Twin, name: str, first: int, given: Any) -> Any:
         """Return a twin's arguments, with its readings of Python numbers, the first at `first`."""
@@ -734,21 +748,23 @@ class Twins(TorchFunctionMode):
         given: dict[str, Any] = dict(zip(names, args, strict=False)) | kwargs
         losses, weights = _listed(given[names[0]]), _listed(given.get(names[-1]))
         weights += [None] * (len(losses) - len(weights))
-        if func is not torch.autograd.grad and not self.is_inside:
-            self._has_backward = True
-            for twin in self.twins:
-                if twin.problem is None:
-                    try:
-                        twin.backward(losses, weights)
-                    except Exception as error:  # noqa: BLE001
-                        twin.problem = f"backward can't be called on one row ({error})"
         self._is_busy = True
         try:
             out = func(*args, **kwargs)
         finally:
             self._is_busy = False
-        if func is torch.autograd.grad and not self.is_inside:
+        if self.is_inside:
+            return out
+        if func is torch.autograd.grad:
             self._differentiate(func, args, kwargs, out)
+            return out
+        self._has_backward = True
+        for twin in self.twins:
+            if twin.problem is None:
+                try:
+                    twin.backward(losses, weights)
+                except Exception as error:  # noqa: BLE001 - of this row alone
+                    twin.problem = f"backward can't be called on one row ({error})"
         return out
 
     def _differentiate(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
@@ -946,10 +962,10 @@ def _is_parameter(tensor: Tensor) -> bool:
     return isinstance(tensor, nn.Parameter)
 
 
-def _may_be_rows(tensor: Tensor, rows: int) -> bool:
-    """True if a tensor of unknown origin may hold rows of the batch."""
+def _may_be_rows(tensor: Tensor, n: int, k: int) -> bool:
+    """True if a tensor of unknown origin may hold rows of the batch, or a value for each unit."""
     is_named = _is_parameter(tensor) or (tensor.requires_grad and tensor.is_leaf)
-    return tensor.shape[:1] == (rows,) and not is_named
+    return tensor.shape[:1] in ((n,), (n * k,)) and not is_named
 
 
 def _axis_of(tensor: Tensor, rows: int) -> int | None:
