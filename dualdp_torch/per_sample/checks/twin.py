@@ -142,36 +142,41 @@ def _is_long(value: float) -> bool:
 class Numbers:
     """Python numbers that a loop hands to its functions, in this batch and in the one before.
 
-    Between batches of two sizes the meaning of a number shows: constant, m n, or m / n.
+    Between batches of two sizes the meaning of a number shows: a constant, m n, or m / n.
+
+    Attributes:
+        first_read: how many numbers came before data were read from the batch.
+        was_carried: True if one of many digits that came after it changed since the batch before.
     """
 
     def __init__(self) -> None:
-        self.first_read = math.inf  # how many numbers came before data was read
-        self.was_carried = False
-        self.seen, self.meanings = list[tuple[str, float]](), dict[int, Reading]()
-        self.reads, self._reads_before = dict[int, float](), dict[int, float]()
+        self.first_read, self.was_carried = math.inf, False
+        self.seen, self.reads = list[tuple[str, float]](), dict[int, float]()
+        self._meanings, self._reads_before = dict[int, tuple[str, float]](), dict[int, float]()
         self._before: tuple[int, list[tuple[str, float]]] = 0, []
 
     def end_batch(self, n: int) -> None:
-        """Learn from the numbers of a batch of n units; begin the next one."""
+        """Learn from the numbers of a batch of n units."""
         then, before = self._before
-        later = range(int(min(self.first_read, len(self.seen))), min(len(before), len(self.seen)))
-        self.was_carried = any(
-            _is_long(self.seen[at][1]) and self.seen[at][1] != before[at][1] for at in later
-        )
-        self.first_read = math.inf
         if [name for name, _ in before] != [name for name, _ in self.seen]:
-            self.meanings = {}
+            self._meanings = {}
         elif then != n:
             for at, ((_, old), (_, new)) in enumerate(zip(before, self.seen, strict=True)):
                 if new == old:
-                    self.meanings[at] = as_constant
-                elif new * then == old * n:
-                    self.meanings[at] = lambda value, n, k: type(value)(value / n)
-                elif math.isclose(new * n, old * then, rel_tol=1e-12):
-                    self.meanings[at] = lambda value, n, k: value * n
-        self._before, self.seen = (n, self.seen), []
-        self._reads_before, self.reads = self.reads, {}
+                    self._meanings[at] = "is", new
+                elif type(new) is int and not new % n and new * then == old * n:
+                    self._meanings[at] = "times", new // n
+                elif type(new) is float and math.isclose(new * n, old * then, rel_tol=1e-12):
+                    self._meanings[at] = "over", new * n
+        later = [i for i in range(min(len(before), len(self.seen))) if i >= self.first_read]
+        self.was_carried = any(
+            _is_long(self.seen[i][1]) and self.seen[i][1] != before[i][1] for i in later
+        )
+        self._before, self._reads_before = (n, self.seen), self.reads
+
+    def next_batch(self) -> None:
+        """Begin a batch."""
+        self.seen, self.reads, self.first_read = [], {}, math.inf
 
     def is_read(self, at: int, value: float) -> bool:
         """True for a number equal to one that the loop read from the batch, if not by chance.
@@ -181,21 +186,35 @@ class Numbers:
         self.reads[at] = value
         return _is_long(value) or self._reads_before.get(at, value) != value
 
-    def meaning(self, at: int, name: str) -> Reading | None:
-        """Return the meaning of the number at a position, if the same function took it before."""
-        is_same = at < len(self._before[1]) and self._before[1][at][0] == name
-        return self.meanings.get(at) if is_same else None
+    def learned(self, at: int, name: str, value: float, n: int) -> float | None:
+        """Return a number for one unit, as earlier batches read it; None if they don't say."""
+        if at >= len(self._before[1]) or self._before[1][at][0] != name:
+            return None
+        kind, number = self._meanings.get(at, ("", 0.0))
+        fits = {"is": value == number, "times": value == number * n}
+        fits["over"] = math.isclose(value * n, number, rel_tol=1e-12)
+        return number if fits.get(kind) else None
 
     def are_unclear(self, n: int, k: int) -> bool:
         """True if two numbers may be counts of examples or constants, each for itself."""
         doubtful = [
             at
             for at, (name, value) in enumerate(self.seen)
-            if not name.startswith("model: ")
-            and self.meaning(at, name) is None
-            and as_multiple(value, n, k) != value
+            if self.learned(at, name, value, n) is None and as_multiple(value, n, k) != value
         ]
         return len(doubtful) > 1
+
+    def are_read_alike(self, n: int, k: int) -> bool:
+        """True if counts and multiples of n are the same readings of this batch's numbers."""
+        return all(as_count(v, n, k) == as_multiple(v, n, k) for _, v in self.seen)
+
+    def refutes(self, reading: Reading, n: int, k: int) -> bool:
+        """True if a reading is none of the meanings that this batch and the one before show."""
+        found = [
+            (self.learned(at, name, value, n), reading(value, n, k))
+            for at, (name, value) in enumerate(self.seen)
+        ]
+        return any(known is not None and known != read for known, read in found)
 
 
 # ---------------------------------------------------------------------- one twin
@@ -397,7 +416,8 @@ class Twins(TorchFunctionMode):
 
     def __init__(self, rows_per_unit: int = 1) -> None:
         super().__init__()
-        self.k, self.numbers, self.has_passed = rows_per_unit, Numbers(), False
+        self.k, self.has_passed = rows_per_unit, False
+        self.numbers, self._of_model = Numbers(), Numbers()
         self.rows_of: Callable[[int], Sequence[int]] | None = None
         self.leads_model = self._gives_number = False
         self.is_on = self._has_left = False
@@ -431,7 +451,8 @@ class Twins(TorchFunctionMode):
         self._above = self._n = 0
         self._led, self._drawn, self._made = (WeakIdKeyDictionary() for _ in range(3))
         self._known = WeakIdKeyDictionary()
-        self.numbers.seen = []
+        self.numbers.next_batch()
+        self._of_model.next_batch()
 
     def leave_loader(self) -> None:
         """Stop to lead until the model is called: the loader ended, as next(iter(loader)) does."""
@@ -667,13 +688,13 @@ class Twins(TorchFunctionMode):
     ) -> None:
         """Call a function on every twin's tensors, after the loop's call returned `out`."""
         led = [tensor for tensor in _tensors((args, kwargs)) if tensor in self._led]
-        first, numbers = len(self.numbers.seen), _numbers((args, kwargs))
+        known = self._of_model if self.is_inside else self.numbers
+        first, numbers = len(known.seen), _numbers((args, kwargs))
         is_drawn = all(t in self._drawn for t in led) and bool(led or state)
         is_drawn = is_drawn and not any(value in self.twins[0].reads for value in numbers)
         if writes and led and not is_drawn and led[0] in self._drawn:
             self._drawn.clear()  # by rows of the batch, maybe through a view
-        place = f"model: {name}" if self.is_inside else name
-        self.numbers.seen += [(place, value) for value in numbers]
+        known.seen += [(name, value) for value in numbers]
         is_taken = is_drawn or name in _TAKEN or (state is not None and writes)
         for tensor in _tensors(out):
             self._led[tensor] = True
@@ -691,7 +712,7 @@ class Twins(TorchFunctionMode):
                         for tensor in _tensors(out):
                             self._take_drawn(twin, tensor, is_drawn, writes)
                         continue
-                    given = self._arguments(twin, place, first, (args, kwargs))
+                    given = self._arguments(twin, known, name, first, (args, kwargs))
                     if name in _WITH_STATE:
                         given = pytree.tree_map_only(Tensor, torch.clone, given)
                     with self._as_the_loop(twin):
@@ -714,7 +735,7 @@ class Twins(TorchFunctionMode):
         else:
             twin.keep(tensor, axis)
 
-    def _arguments(self, twin: Twin, name: str, first: int, given: Any) -> Any:
+    def _arguments(self, twin: Twin, numbers: Numbers, name: str, first: int, given: Any) -> Any:
         """Return a twin's arguments, with its readings of Python numbers, the first at `first`."""
         at = first - 1
 
@@ -722,12 +743,13 @@ class Twins(TorchFunctionMode):
             nonlocal at
             at += 1
             is_followed = twin.follows_reads and value in twin.reads
-            if is_followed and self.numbers.is_read(at, value):
+            if is_followed and numbers.is_read(at, value):
                 twin.has_replaced = True
                 return twin.reads[value]
             if not twin.is_alone:
                 return value
-            return (self.numbers.meaning(at, name) or twin.reading)(value, twin.n, twin.k)
+            known = numbers.learned(at, name, value, twin.n)
+            return twin.reading(value, twin.n, twin.k) if known is None else known
 
         return twin.of(given, number, not self.is_inside)
 
@@ -785,32 +807,31 @@ class Twins(TorchFunctionMode):
     # ------------------------------------------------------------------ the verdict
 
     def verdict(self, cotangents: Sequence[Tensor | None], declared: str) -> Problem | None:
-        """Return what is wrong with the loop, or None; then it is free of the batch.
+        """Return what is wrong with the loop, or None.
 
         Args:
             cotangents: gradient of each differentiable output of the forwards, in order.
             declared: "mean" or "sum", the reduction of the examples' losses.
         """
         self.end()
-        tolerance = self._tolerance(cotangents)
-        found = None
-        if not self._has_backward:
-            self._note(UNSEEN)
-        elif all(twin.problem for twin in self.twins if twin.is_alone):
-            self._note(LOST.format(reason=self.twins[0].problem))
-        if self._has_backward:
-            by_unit: dict[int, list[Twin]] = {}
-            for twin in self.twins:
-                by_unit.setdefault(twin.own.start, []).append(twin)
-            for twins in by_unit.values():
-                found = found or self._among(twins, cotangents, declared, tolerance)
-                found = found or self._alone(twins, cotangents, declared, tolerance)
-        if any(twin.decides_otherwise for twin in self.twins):
-            self._note(DECIDED)
         self.numbers.end_batch(self._n)
-        if self.numbers.was_carried:
-            self._note(CARRIED)
-        self.has_passed |= found is None and self._has_backward
+        self._of_model.end_batch(self._n)
+        seen = {
+            UNSEEN: not self._has_backward,
+            DECIDED: any(twin.decides_otherwise for twin in self.twins),
+            CARRIED: self.numbers.was_carried,
+        }
+        self.notes += [text for text, is_true in seen.items() if is_true]
+        if not self._has_backward:
+            return None
+        if all(twin.problem for twin in self.twins if twin.is_alone):
+            self.notes.append(LOST.format(reason=self.twins[0].problem))
+        tolerance, found = self._tolerance(cotangents), None
+        for start in dict.fromkeys(twin.own.start for twin in self.twins):
+            twins = [twin for twin in self.twins if twin.own.start == start]
+            found = found or self._among(twins, cotangents, declared, tolerance)
+            found = found or self._alone(twins, cotangents, declared, tolerance)
+        self.has_passed |= found is None
         return found
 
     def _tolerance(self, cotangents: Sequence[Tensor | None]) -> float:
@@ -851,12 +872,18 @@ class Twins(TorchFunctionMode):
             return None
         errors = {twin: twin.errors(cotangents, declared, False) for twin in ran}
         wrong = [t for t in ran if errors[t][declared] > tolerance or t.has_other_inputs]
-        # The last twin differs from the first in numbers that were read alone.
-        is_read = alone[0] in wrong and alone[0].has_replaced and alone[-1] not in wrong
-        if len(wrong) < len(ran) and not is_read:
+        # The last twin, or the second, differs from the first in numbers that were read alone.
+        is_same = self.numbers.are_read_alike(self._n, self.k) and alone[1] in ran
+        others = [alone[-1], *([alone[1]] if is_same else [])]
+        is_read = alone[0] in wrong and alone[0].has_replaced
+        is_read &= any(twin not in wrong for twin in others)
+        refuted = [t for t in ran if self.numbers.refutes(t.reading, self._n, self.k)]
+        if any(twin not in refuted for twin in ran if twin not in wrong) and not is_read:
             return None
-        if len(wrong) == len(ran) and self.numbers.are_unclear(self._n, self.k):
+        if not wrong or self.numbers.are_unclear(self._n, self.k):
             return None  # looked at again in a batch of another size
+        if len(refuted) == len(ran):
+            return None  # counts and constants together: the next batch knows which
         if all(twin.has_other_inputs for twin in wrong):
             return Problem(
                 "What the model gets for one example is another one when the example is alone"

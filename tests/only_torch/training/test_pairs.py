@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import dualdp_torch as dpt
+from dualdp import ExactnessError
 from dualdp.ledger.verify import verify
 from dualdp_torch.per_sample.one_forward import Forward
 from dualdp_torch.training.items import ItemCollate
@@ -372,7 +373,7 @@ def test_a_constant_that_is_the_number_of_rows_once_is_no_mean():
     plans = (plan(expected_batch_size=4, num_steps=2, seed=seed) for seed in range(1000))
     run = next(p for p in plans if [len(p.batch_indices(i)) for i in range(2)] == [4, 2])
     engine, model, optimizer, loader = start(plan=run)
-    with pytest.raises(ValueError, match="the loss is a sum"):
+    with pytest.raises(ExactnessError, match="the loss is a sum"):
         train(model, optimizer, loader, lambda out: preference(out) / 4, "sum")
     assert len(engine.ledger) == 1
 
