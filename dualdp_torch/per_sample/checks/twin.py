@@ -26,6 +26,13 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 from dualdp.exactness import TOLERANCE, ExactnessError, power_of_ten
+from dualdp_torch.per_sample.checks.readings import (
+    Numbers,
+    Reading,
+    as_constant,
+    as_count,
+    as_multiple,
+)
 from dualdp_torch.per_sample.modes import autocast_as, autocast_dtypes, insert_mode, remove_mode
 from dualdp_torch.per_sample.random_state import TorchState
 from dualdp_torch.rules.base import Tensor
@@ -79,6 +86,22 @@ CARRIED = (
     "A number that the loop hands to its functions changes from batch to batch after data were "
     "read, as by .item(): if it is made of them, other examples enter the loss by it."
 )
+_INPUTS = (
+    "What the model gets for one example is another one when the other examples are replaced or "
+    "left out{first}. Prepare each example by itself, in the data set or with public numbers."
+)
+_MIXES = (
+    "The loss mixes the examples of a batch: with the other rows replaced, the gradient of one "
+    "example's outputs is another one (by {error} of it{first}). "
+)
+_WEIGHS = (
+    "What one example weighs in the loss depends on how many others there are, or on what they "
+    "are: alone, the gradient of its outputs is another one (by {error} of it{first}). "
+)
+_DECLARED = (
+    "loss_reduction={declared!r}, but the loss is a {other}. Declare loss_reduction={other!r}: the "
+    "clipping bound depends on it."
+)
 BACK = "Rows of the batch went through NumPy or Python lists; the loss is checked without them."
 DECIDED = "The loop decides by data of the batch, as in `if loss > 1`, before its backward."
 UNSEEN = "A backward of the loop was not seen (another thread, compiled code): it is not checked."
@@ -101,120 +124,6 @@ class Problem(NamedTuple):
             relative_error=power_of_ten(self.error),
             unprotected_details={"error": self.error},
         )
-
-
-# ---------------------------------------------------------------------- Python numbers
-
-#: A number for one unit of k rows, where the batch has n units.
-Reading = Callable[[float, int, int], float]
-
-
-def as_count(value: float, n: int, k: int) -> float:
-    """Read n as 1, n k as k, and their inverses; other numbers as constants."""
-    if type(value) is int:
-        return {n * k: k, n: 1}.get(value, value)
-    for rows in (1, k):
-        if math.isclose(value * n * rows, 1, rel_tol=1e-12):
-            return 1 / rows
-    return value
-
-
-def as_multiple(value: float, n: int, k: int) -> float:
-    """Read m n as m, and m / n as m if m has few digits and m / n has many."""
-    if value and value % n == 0:
-        return type(value)(value // n)
-    counted = as_count(value, n, k)
-    return (
-        value * n if counted == value and _is_long(value) and not _is_long(value * n) else counted
-    )
-
-
-def as_constant(value: float, n: int, k: int) -> float:
-    """Read every number as a constant."""
-    return value
-
-
-def _is_long(value: float) -> bool:
-    """True for a number that nobody writes by hand."""
-    return type(value) is float and math.isfinite(value) and len(repr(value)) > 9
-
-
-class Numbers:
-    """Python numbers that a loop hands to its functions, in this batch and in the one before.
-
-    Between batches of two sizes the meaning of a number shows: a constant, m n, or m / n.
-
-    Attributes:
-        first_read: how many numbers came before data were read from the batch.
-        was_carried: True if one of many digits that came after it changed since the batch before.
-    """
-
-    def __init__(self) -> None:
-        self.first_read, self.was_carried = math.inf, False
-        self.seen, self.reads = list[tuple[str, float]](), dict[int, float]()
-        self._meanings, self._reads_before = dict[int, tuple[str, float]](), dict[int, float]()
-        self._before: tuple[int, list[tuple[str, float]]] = 0, []
-
-    def end_batch(self, n: int) -> None:
-        """Learn from the numbers of a batch of n units."""
-        then, before = self._before
-        if [name for name, _ in before] != [name for name, _ in self.seen]:
-            self._meanings = {}
-        elif then != n:
-            for at, ((_, old), (_, new)) in enumerate(zip(before, self.seen, strict=True)):
-                if new == old:
-                    self._meanings[at] = "is", new
-                elif type(new) is int and not new % n and new * then == old * n:
-                    self._meanings[at] = "times", new // n
-                elif type(new) is float and math.isclose(new * n, old * then, rel_tol=1e-12):
-                    self._meanings[at] = "over", new * n
-        later = [i for i in range(min(len(before), len(self.seen))) if i >= self.first_read]
-        self.was_carried = any(
-            _is_long(self.seen[i][1]) and self.seen[i][1] != before[i][1] for i in later
-        )
-        self._before, self._reads_before = (n, self.seen), self.reads
-
-    def next_batch(self) -> None:
-        """Begin a batch."""
-        self.seen, self.reads, self.first_read = [], {}, math.inf
-
-    def is_read(self, at: int, value: float) -> bool:
-        """True for a number equal to one that the loop read from the batch, if not by chance.
-
-        It has many digits, or at this position was another number, read too, in the batch before.
-        """
-        self.reads[at] = value
-        return _is_long(value) or self._reads_before.get(at, value) != value
-
-    def learned(self, at: int, name: str, value: float, n: int) -> float | None:
-        """Return a number for one unit, as earlier batches read it; None if they don't say."""
-        if at >= len(self._before[1]) or self._before[1][at][0] != name:
-            return None
-        kind, number = self._meanings.get(at, ("", 0.0))
-        fits = {"is": value == number, "times": value == number * n}
-        fits["over"] = math.isclose(value * n, number, rel_tol=1e-12)
-        return number if fits.get(kind) else None
-
-    def are_unclear(self, n: int, k: int) -> bool:
-        """True if two numbers may be counts of examples or constants, each for itself."""
-        doubtful = [
-            at
-            for at, (name, value) in enumerate(self.seen)
-            if self.learned(at, name, value, n) is None and as_multiple(value, n, k) != value
-        ]
-        return len(doubtful) > 1
-
-    def are_read_alike(self, n: int, k: int) -> bool:
-        """True if counts and multiples of n are the same readings of this batch's numbers."""
-        return all(as_count(v, n, k) == as_multiple(v, n, k) for _, v in self.seen)
-
-    def refutes(self, reading: Reading, n: int, k: int) -> bool:
-        """True if a reading is none of the meanings that this batch and the one before show."""
-        found = [
-            (self.learned(at, name, value, n), reading(value, n, k))
-            for at, (name, value) in enumerate(self.seen)
-        ]
-        return any(known is not None and known != read for known, read in found)
 
 
 # ---------------------------------------------------------------------- one twin
@@ -271,30 +180,31 @@ class Twin:
         """Keep a copy of the twin's part of a tensor of the loop, which the twin may write to."""
         self.tensors[tensor] = self.pick(tensor.detach(), axis).clone()
 
-    def of(self, value: Any, number: Callable[[float], float], by_rows: bool) -> Any:
-        """Return this twin's argument in the place of `value`."""
-        if isinstance(value, Tensor):
-            if value in self.tensors:
-                ours: Tensor = self.tensors[value]
-                if value.requires_grad and not ours.requires_grad and torch.is_grad_enabled():
-                    raise LostError("its gradient passes a function that was not seen")
-                return ours
-            if by_rows and value.requires_grad and not value.is_leaf:
-                raise LostError("a tensor with a gradient was made where nobody saw it")
-            by_rows = by_rows and not (self.is_whole or value.requires_grad)
-            return self.pick(value, 0 if by_rows and not _is_parameter(value) else None)
-        if type(value) in (int, float):
-            return number(value)
-        if type(value) is slice:
-            return slice(*[self.of(v, number, by_rows) for v in _parts(value)])
-        if isinstance(value, tuple | list):
-            parts = [self.of(part, number, by_rows) for part in value]
-            return parts if type(value) is list else tuple(parts)
-        if isinstance(value, dict):
-            return {name: self.of(part, number, by_rows) for name, part in value.items()}
-        if self.is_alone and (isinstance(value, torch.device) or _is_device(value)):
-            return _HOST
-        return value
+    def of(self, value: Any, number: Callable[[float], float] = float, by_rows: bool = True) -> Any:
+        """Return this twin's arguments in the place of those in nested containers."""
+
+        def own(leaf: Any) -> Any:
+            if isinstance(leaf, Tensor):
+                return self._of_tensor(leaf, by_rows)
+            if type(leaf) in (int, float):
+                return number(leaf)
+            is_device = isinstance(leaf, torch.device) or (
+                type(leaf) is str and leaf.split(":")[0] in ("cuda", "mps", "xpu")
+            )
+            return _HOST if is_device and self.is_alone else leaf
+
+        return _mapped(own, value)
+
+    def _of_tensor(self, tensor: Tensor, by_rows: bool) -> Tensor:
+        if tensor in self.tensors:
+            ours: Tensor = self.tensors[tensor]
+            if tensor.requires_grad and not ours.requires_grad and torch.is_grad_enabled():
+                raise LostError("its gradient passes a function that was not seen")
+            return ours
+        if by_rows and tensor.requires_grad and not tensor.is_leaf:
+            raise LostError("a tensor with a gradient was made where nobody saw it")
+        is_fixed = self.is_whole or tensor.requires_grad or _is_parameter(tensor)
+        return self.pick(tensor, None if is_fixed or not by_rows else 0)
 
     def note(self, name: str, out: Any, ours: Any) -> None:
         """Keep what a call gave: tensors, numbers that were read, decisions."""
@@ -315,21 +225,17 @@ class Twin:
 
     def backward(self, losses: Sequence[Any], weights: Sequence[Any]) -> None:
         """Add the gradients of weighted losses to those of the outputs."""
-        pairs = [(self.of(loss, float, True), w) for loss, w in zip(losses, weights, strict=True)]
-        live = [
-            (loss, torch.ones_like(loss) if w is None else self.of(w, float, True))
-            for loss, w in pairs
-            if isinstance(loss, Tensor) and loss.requires_grad
-        ]
-        leaves = [leaf for some in self.leaves for leaf in some]
+        ours = [self.of(loss) for loss in losses]
+        live = [i for i, loss in enumerate(ours) if getattr(loss, "requires_grad", False)]
+        leaves = sum(self.leaves, [])
         if not live or not leaves:
             return
+        total = [ours[i] for i in live]
+        given = [
+            torch.ones_like(ours[i]) if weights[i] is None else self.of(weights[i]) for i in live
+        ]
         found = iter(
-            torch.autograd.grad(
-                *([loss for loss, _ in live], leaves, [w for _, w in live]),
-                retain_graph=True,
-                allow_unused=True,
-            )
+            torch.autograd.grad(total, leaves, given, retain_graph=True, allow_unused=True)
         )
         for grads in self.grads:
             for i, before in enumerate(grads):
@@ -344,19 +250,14 @@ class Twin:
         `of_all` compares every row of a twin of many: each is a row of the batch elsewhere.
         """
         every = of_all and not self.is_alone
-        at = slice(None) if every else self.at
         own = self.index if every else torch.arange(self.own.start, self.own.stop)
-        count = len(own) // self.k
-        ours, theirs, square = (
-            [torch.zeros(count, 1).double()],
-            [torch.zeros(count, 1).double()],
-            0.0,
-        )
+        count, square = len(own) // self.k, 0.0
+        ours, theirs = ([torch.zeros(count, 1).double()] for _ in range(2))
         leaves, grads = sum(self.leaves, []), sum(self.grads, [])
         for leaf, grad, cotangent in zip(leaves, grads, cotangents, strict=True):
             if leaf.dim() and len(leaf) == len(self.index):
-                grad = torch.zeros_like(leaf) if grad is None else grad
-                ours.append(_flat(grad[at], count))
+                whole = torch.zeros_like(leaf) if grad is None else grad
+                ours.append(_flat(whole if every else whole[self.at], count))
                 if cotangent is None:
                     theirs.append(ours[-1] * 0)
                 else:
@@ -450,7 +351,6 @@ class Twins(TorchFunctionMode):
         self.is_inside = self._leads_inside = False
         self._above = self._n = 0
         self._led, self._drawn, self._made = (WeakIdKeyDictionary() for _ in range(3))
-        self._known = WeakIdKeyDictionary()
         self.numbers.next_batch()
         self._of_model.next_batch()
 
@@ -555,13 +455,6 @@ class Twins(TorchFunctionMode):
         self.end()
         self.is_inside = False
 
-    def _own_output(self, twin: Twin, made: Tensor) -> Tensor:
-        """Return a twin's rows of an output: as led through the model, if that went right."""
-        picked, led = twin.pick(made).detach(), twin.tensors.get(made)
-        if led is not None and led.shape == picked.shape and _is_near(led, picked):
-            return led
-        return picked if picked is not made else picked.clone()
-
     def drop(self, index: int) -> None:
         """Forget one forward, whose gradient does not count."""
         for twin in self.twins:
@@ -635,9 +528,8 @@ class Twins(TorchFunctionMode):
             self._made[tensor] = True
         if is_ours:
             self._lead(func, name, args, kwargs, out, state, writes)
-        elif self._was_read and name not in _FROM_LISTS:
-            for tensor in _tensors(out):
-                self._known[tensor] = True
+        elif not tensors:  # keeps its place among the numbers where it is no multiple of n
+            self.numbers.seen += [(name, value) for value in _numbers((args, kwargs))]
         return out
 
     def _listen(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
@@ -660,19 +552,18 @@ class Twins(TorchFunctionMode):
             if writes:
                 self._prepare(kwargs.get("out", args[0] if args else None))
             return True
-        rows = self._n * self.k
         if not self.is_inside and any(_may_be_rows(tensor, self._n, self.k) for tensor in tensors):
             return not writes
         numbers = _numbers((args, kwargs))
-        if name in _FROM_LISTS and len(numbers) >= rows > 1:
-            return False  # rows of their own
-        return not tensors and any(as_multiple(v, self._n, self.k) != v for v in numbers)
+        if tensors or (name in _FROM_LISTS and isinstance(args[0], list | tuple)):
+            return False  # values, and no sizes
+        return any(as_multiple(v, self._n, self.k) != v for v in numbers)
 
     def _look_for_arrays(self, tensor: Tensor) -> None:
         """Note rows that come back from NumPy or lists, where nobody saw what was done to them."""
-        is_met = tensor in self._led or tensor in self._known
-        if self._was_read and not is_met and _may_be_rows(tensor, self._n, self.k):
-            self._note(BACK)
+        is_new = self._was_read and tensor not in self._led
+        if is_new and BACK not in self.notes and _may_be_rows(tensor, self._n, self.k):
+            self.notes.append(BACK)
 
     def _prepare(self, target: Any) -> None:
         """Give a tensor that rows of the batch are written to a twin of its own."""
@@ -768,7 +659,7 @@ class Twins(TorchFunctionMode):
         """Run a backward, and those of the twins."""
         names = _BACKWARDS[func]
         given: dict[str, Any] = dict(zip(names, args, strict=False)) | kwargs
-        losses, weights = _listed(given[names[0]]), _listed(given.get(names[-1]))
+        losses, weights = (pytree.tree_leaves(given.get(name)) for name in (names[0], names[-1]))
         weights += [None] * (len(losses) - len(weights))
         self._is_busy = True
         try:
@@ -795,14 +686,10 @@ class Twins(TorchFunctionMode):
             self._take(tensor, 0)
         for twin in self.twins:
             with contextlib.suppress(Exception):  # it leads through the model
-                given = twin.of((args, kwargs), float, True)
+                given = twin.of((args, kwargs))
                 ours = func(*given[0], **given[1])
                 if all(isinstance(part, Tensor) for part in ours):
                     twin.note("grad", out, ours)
-
-    def _note(self, text: str) -> None:
-        if text not in self.notes:
-            self.notes.append(text)
 
     # ------------------------------------------------------------------ the verdict
 
@@ -826,11 +713,11 @@ class Twins(TorchFunctionMode):
             return None
         if all(twin.problem for twin in self.twins if twin.is_alone):
             self.notes.append(LOST.format(reason=self.twins[0].problem))
-        tolerance, found = self._tolerance(cotangents), None
+        limit, found = self._tolerance(cotangents), None
         for start in dict.fromkeys(twin.own.start for twin in self.twins):
             twins = [twin for twin in self.twins if twin.own.start == start]
-            found = found or self._among(twins, cotangents, declared, tolerance)
-            found = found or self._alone(twins, cotangents, declared, tolerance)
+            found = found or self._among(twins, cotangents, declared, limit)
+            found = found or self._alone(twins, cotangents, declared, limit)
         self.has_passed |= found is None
         return found
 
@@ -840,70 +727,48 @@ class Twins(TorchFunctionMode):
             kinds.add("tf32")
         return max([TOLERANCE.get(kind, 3e-2) for kind in kinds], default=1e-3)
 
-    def _among(
-        self, twins: Any, cotangents: Any, declared: str, tolerance: float
-    ) -> Problem | None:
+    def _among(self, twins: Any, cotangents: Any, declared: str, limit: float) -> Problem | None:
         """Compare the row among other rows."""
         ran = [twin for twin in twins if not twin.is_alone and twin.problem is None]
-        errors = [twin.errors(cotangents, declared, not self._has_drawn)[declared] for twin in ran]
+        errors = [t.errors(cotangents, declared, not self._has_drawn)[declared] for t in ran]
         pairs = zip(errors, ran, strict=True)
-        if not ran or not all(e > tolerance or twin.has_other_inputs for e, twin in pairs):
+        if not ran or not all(e > limit or twin.has_other_inputs for e, twin in pairs):
             return None
         if all(twin.has_other_inputs for twin in ran):
-            return Problem(
-                "What the model gets for one example changes with the other examples"
-                f"{_first(ran)}. Prepare each example by itself, in the data set or with public "
-                "numbers."
-            )
-        return Problem(
-            "The loss mixes the examples of a batch: with the other rows replaced, the gradient of "
-            f"one example's outputs is another one (by {power_of_ten(min(errors))} of it"
-            f"{_first(ran)}). {self._way_out(declared)}",
-            min(errors),
-        )
+            return Problem(_INPUTS.format(first=_first(ran)))
+        text = _MIXES.format(error=power_of_ten(min(errors)), first=_first(ran))
+        return Problem(text + self._way_out(declared), min(errors))
 
-    def _alone(
-        self, twins: Any, cotangents: Any, declared: str, tolerance: float
-    ) -> Problem | None:
+    def _alone(self, twins: Any, cotangents: Any, declared: str, limit: float) -> Problem | None:
         """Compare the row alone, by all readings of numbers: one that agrees is enough."""
         alone = [twin for twin in twins if twin.is_alone]
-        ran = [twin for twin in alone if twin.problem is None]
-        if not ran:
+        errors = {t: t.errors(cotangents, declared, False) for t in alone if t.problem is None}
+        wrong = [t for t, e in errors.items() if e[declared] > limit or t.has_other_inputs]
+        if not wrong or not (self._uses_read(alone, wrong) or self._are_refuted(errors, wrong)):
             return None
-        errors = {twin: twin.errors(cotangents, declared, False) for twin in ran}
-        wrong = [t for t in ran if errors[t][declared] > tolerance or t.has_other_inputs]
-        # The last twin, or the second, differs from the first in numbers that were read alone.
-        is_same = self.numbers.are_read_alike(self._n, self.k) and alone[1] in ran
-        others = [alone[-1], *([alone[1]] if is_same else [])]
-        is_read = alone[0] in wrong and alone[0].has_replaced
-        is_read &= any(twin not in wrong for twin in others)
-        refuted = [t for t in ran if self.numbers.refutes(t.reading, self._n, self.k)]
-        if any(twin not in refuted for twin in ran if twin not in wrong) and not is_read:
-            return None
-        if not wrong or self.numbers.are_unclear(self._n, self.k):
-            return None  # looked at again in a batch of another size
-        if len(refuted) == len(ran):
-            return None  # counts and constants together: the next batch knows which
         if all(twin.has_other_inputs for twin in wrong):
-            return Problem(
-                "What the model gets for one example is another one when the example is alone"
-                f"{_first(wrong)}. Prepare each example by itself, in the data set or with public "
-                "numbers."
-            )
+            return Problem(_INPUTS.format(first=_first(wrong)))
         error = min(errors[twin][declared] for twin in wrong)
         other = "sum" if declared == "mean" else "mean"
-        if any(errors[twin][other] <= tolerance for twin in wrong):
-            return Problem(
-                f"loss_reduction={declared!r}, but the loss is a {other}. Declare "
-                f"loss_reduction={other!r}: the clipping bound depends on it.",
-                error,
-            )
-        return Problem(
-            "What one example weighs in the loss depends on how many others there are, or on what "
-            f"they are: alone, the gradient of its outputs is another one (by "
-            f"{power_of_ten(error)} of it{_first(wrong)}). {self._way_out(declared)}",
-            error,
-        )
+        if any(errors[twin][other] <= limit for twin in wrong):
+            return Problem(_DECLARED.format(declared=declared, other=other), error)
+        text = _WEIGHS.format(error=power_of_ten(error), first=_first(wrong))
+        return Problem(text + self._way_out(declared), error)
+
+    def _uses_read(self, alone: Sequence[Twin], wrong: Sequence[Twin]) -> bool:
+        """True if numbers that were read make the first twin wrong, and nothing else does."""
+        others = [alone[-1]]
+        if self.numbers.are_read_alike(self._n, self.k):
+            others.append(alone[1])
+        is_right = any(twin not in wrong and twin.problem is None for twin in others)
+        return is_right and alone[0] in wrong and alone[0].has_replaced
+
+    def _are_refuted(self, ran: Mapping[Twin, Any], wrong: Sequence[Twin]) -> bool:
+        """True if no reading by which the row is right can be meant, and one of the others can."""
+        refuted = [t for t in ran if self.numbers.refutes(t.reading, self._n, self.k)]
+        if any(twin not in wrong and twin not in refuted for twin in ran):
+            return False
+        return len(refuted) < len(ran) and not self.numbers.are_unclear(self._n, self.k)
 
     def _way_out(self, declared: str) -> str:
         text = _WAY_OUT.format(declared=declared)
@@ -919,43 +784,41 @@ class _Draws:
 
     def repeated(self, twin: Twin, func: Any, loops: Any, ours: Any) -> Any:
         """Draw once more as the loop did, with the twin's rows in the place of its own."""
-        axes = set[int]()
-        args, kwargs = self._spread(twin, loops, ours, axes) if twin.is_alone else ours
-        now, own = TorchState.now(), [(g, g.get_state()) for g, _ in self._own]
+        axes, rows = set[int](), torch.arange(twin.own.start, twin.own.stop)
+
+        def spread(theirs: Any, own: Any) -> Any:
+            if not isinstance(theirs, Tensor):
+                return theirs
+            sizes = enumerate(zip(theirs.shape, own.shape, strict=True))
+            axis = next((i for i, (whole, some) in sizes if whole != some), None)
+            own = own.to(theirs.device)
+            if axis is None:
+                return own
+            axes.add(axis)
+            return theirs.detach().index_copy(axis, rows.to(theirs.device), own)
+
+        def own_rows(tensor: Any) -> Any:
+            axis = min(axes, default=0)
+            if not isinstance(tensor, Tensor):
+                return tensor
+            if tensor.dim() > axis and tensor.shape[axis] == twin.n * twin.k:
+                tensor = tensor.index_select(axis, rows.to(tensor.device))
+            return twin.placed(tensor)
+
+        args, kwargs = _mapped(spread, loops, ours) if twin.is_alone else ours
+        now = _Draws([generator for generator, _ in self._own])
+        self.put()
         try:
-            self._state.put()
-            for generator, state in self._own:
-                generator.set_state(state)
             found = func(*args, **kwargs)
         finally:
             now.put()
-            for generator, state in own:
-                generator.set_state(state)
-        axis, rows = min(axes, default=0), torch.arange(twin.own.start, twin.own.stop)
+        return _mapped(own_rows, found) if twin.is_alone else found
 
-        def own_rows(tensor: Tensor) -> Tensor:
-            has_rows = tensor.dim() > axis and tensor.shape[axis] == twin.n * twin.k
-            found = tensor.index_select(axis, rows.to(tensor.device)) if has_rows else tensor
-            return twin.placed(found)
-
-        return pytree.tree_map_only(Tensor, own_rows, found) if twin.is_alone else found
-
-    def _spread(self, twin: Twin, theirs: Any, ours: Any, axes: set[int]) -> Any:
-        """Return the loop's arguments with the twin's rows in the place of its own."""
-        if isinstance(theirs, tuple | list) and not isinstance(theirs, torch.Size):
-            parts = [self._spread(twin, *pair, axes) for pair in zip(theirs, ours, strict=True)]
-            return parts if type(theirs) is list else tuple(parts)
-        if isinstance(theirs, dict):
-            return {k: self._spread(twin, v, ours[k], axes) for k, v in theirs.items()}
-        if not isinstance(theirs, Tensor):
-            return theirs
-        sizes = zip(theirs.shape, ours.shape, strict=True)
-        axis = next((i for i, (whole, some) in enumerate(sizes) if whole != some), None)
-        if axis is None:
-            return ours.to(theirs.device)
-        axes.add(axis)
-        rows = torch.arange(twin.own.start, twin.own.stop, device=theirs.device)
-        return theirs.detach().index_copy(axis, rows, ours.to(theirs.device))
+    def put(self) -> None:
+        """Restore the generators to this state."""
+        self._state.put()
+        for generator, state in self._own:
+            generator.set_state(state)
 
 
 # ---------------------------------------------------------------------- small things
@@ -1000,40 +863,31 @@ def _axis_of(tensor: Tensor, rows: int) -> int | None:
     return next((axis for axis, size in enumerate(tensor.shape) if size == rows), None)
 
 
-def _is_device(value: Any) -> bool:
-    return type(value) is str and value.split(":")[0] in ("cuda", "mps", "xpu")
+def _mapped(function: Callable[..., Any], value: Any, *others: Any) -> Any:
+    """Return nested containers of plain types with `function` of their leaves, also of slices."""
+    if type(value) is slice:
+        ends = zip(*[(v.start, v.stop, v.step) for v in (value, *others)], strict=True)
+        return slice(*[_mapped(function, *end) for end in ends])
+    if isinstance(value, dict):
+        return {k: _mapped(function, v, *[o[k] for o in others]) for k, v in value.items()}
+    if not isinstance(value, tuple | list):
+        return function(value, *others)
+    parts = [_mapped(function, *part) for part in zip(value, *others, strict=True)]
+    return parts if type(value) is list else tuple(parts)
 
 
-def _parts(value: slice) -> tuple[Any, Any, Any]:
-    return value.start, value.stop, value.step
+def _leaves(value: Any) -> list[Any]:
+    found = list[Any]()
+    _mapped(found.append, value)
+    return found
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    """Return the tensors in nested containers of plain types."""
-    if isinstance(value, Tensor):
-        return [value]
-    if type(value) is slice:
-        value = _parts(value)
-    if isinstance(value, dict):
-        value = list(value.values())
-    elif not isinstance(value, tuple | list):
-        return []
-    return [tensor for part in value for tensor in _tensors(part)]
+    return [leaf for leaf in _leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _numbers(value: Any) -> list[float]:
-    """Return the Python numbers in nested containers, in order."""
-    if type(value) is slice:
-        value = _parts(value)
-    if isinstance(value, dict):
-        value = tuple(value.values())
-    if isinstance(value, tuple | list):
-        return [number for part in value for number in _numbers(part)]
-    return [value] if type(value) in (int, float) else []
-
-
-def _listed(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, list | tuple) else [] if value is None else [value]
+    return [leaf for leaf in _leaves(value) if type(leaf) in (int, float)]
 
 
 def _tensors_in(value: Any, depth: int) -> Iterator[Tensor]:
