@@ -29,6 +29,7 @@ from dualdp.randomness import run_registry
 from dualdp_torch.parallel.fsdp import is_sharded, is_tensor_parallel
 from dualdp_torch.parallel.process_group import QUIET, Group, group_of, on_all, unwrapped
 from dualdp_torch.parallel.tensor_parallel import refuse_data_parallel
+from dualdp_torch.rules.base import Tensor
 from dualdp_torch.training.arguments import RunSettings, check, check_kinds, plan_of, rows_of
 from dualdp_torch.training.compiled_step import CompiledStep, compiled_sums
 from dualdp_torch.training.ema import averaged
@@ -42,6 +43,7 @@ from dualdp_torch.training.loader import (
 from dualdp_torch.training.opacus_names import missing_in
 from dualdp_torch.training.own_loop import OwnLoopLoader
 from dualdp_torch.training.rank_consistency import agreed
+from dualdp_torch.training.rehearsal import rehearse
 from dualdp_torch.training.run_ledger import open_ledger
 from dualdp_torch.training.step import PrivateStep, Stages
 from dualdp_torch.training.temporary_attributes import set_temporarily
@@ -559,6 +561,27 @@ class PrivacyEngine:
         """
         with self._require_step().pause():
             yield
+
+    def rehearse(self, step: Callable[[Any], Tensor], batch: Any) -> list[str]:
+        """Try a loss on single rows and on other rows; nothing is recorded or released.
+
+        The thorough look before a long run: it sees what goes through NumPy, Python numbers and
+        functions of one's own, too, which the checks of a run only note.
+
+        Args:
+            step: function of a batch that calls the model and returns the scalar loss.
+            batch: at least two examples as the loader gives them, of any data.
+
+        Returns:
+            Sentences that say what depends on other examples; none if nothing was found.
+
+        Raises:
+            AccountingError: the engine is not attached.
+            ValueError: fewer than two examples.
+        """
+        private = self._require_step()
+        with private.pause():
+            return rehearse(private.recorder.model, step, batch, self._settings.loss_reduction)
 
     def compile(
         self,
