@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -45,9 +46,7 @@ class _FromOutputs(torch.autograd.Function):
                 "labels).mean() of dualdp_torch.trainer); or use clipped_grad_sum."
             )
         with ctx.recorder.pause():
-            grads = torch.autograd.grad(
-                ctx.number, ctx.made, grad, retain_graph=True, allow_unused=True
-            )
+            grads = partial_gradients([ctx.number], ctx.made, [grad])
         return None, None, None, *grads
 
 
@@ -61,9 +60,36 @@ def from_outputs(
     return _FromOutputs.apply(recorder, number, made, *handed_out)  # type: ignore[no-any-return]
 
 
+def partial_gradients(
+    totals: Sequence[Tensor], tensors: Sequence[Tensor], given: Sequence[Tensor]
+) -> list[Tensor | None]:
+    """Return the gradient of each tensor by its own uses, and not by tensors made from it.
+
+    Where a model returns outputs that are made from each other, each gets the rest by its graph.
+    """
+    cut: dict[Any, set[int]] = {}
+    for tensor in tensors:
+        if tensor.grad_fn is not None:
+            cut.setdefault(tensor.grad_fn, set()).add(tensor.output_nr)
+
+    def stopped(at: set[int], grads: Any) -> Any:  # after the gradient was taken
+        parts = enumerate(grads)
+        return tuple([None if g is None else g * 0 if i in at else g for i, g in parts])
+
+    handles = [node.register_prehook(partial(stopped, at)) for node, at in cut.items()]
+    try:
+        return list(
+            torch.autograd.grad(totals, tensors, given, retain_graph=True, allow_unused=True)
+        )
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 def _is_determined(number: Tensor, made: Sequence[Tensor]) -> bool:
     """True if every path of the number's graph passes an output."""
-    seen, stack = {tensor.grad_fn for tensor in made}, [number.grad_fn]
+    cut = {(tensor.grad_fn, tensor.output_nr) for tensor in made}
+    seen, stack = set[Any](), [number.grad_fn]
     while stack:
         node = stack.pop()
         if node is None or node in seen:
@@ -71,5 +97,5 @@ def _is_determined(number: Tensor, made: Sequence[Tensor]) -> bool:
         seen.add(node)
         if not node.next_functions:  # a leaf
             return False
-        stack += [child for child, _ in node.next_functions]
+        stack += [child for child, i in node.next_functions if (child, i) not in cut]
     return number.grad_fn is not None

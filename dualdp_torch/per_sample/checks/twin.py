@@ -33,6 +33,7 @@ from dualdp_torch.per_sample.checks.readings import (
     as_count,
     as_multiple,
 )
+from dualdp_torch.per_sample.loss_inside import partial_gradients
 from dualdp_torch.per_sample.modes import autocast_as, autocast_dtypes, insert_mode, remove_mode
 from dualdp_torch.per_sample.random_state import TorchState
 from dualdp_torch.rules.base import Tensor
@@ -87,7 +88,7 @@ CARRIED = (
     "read, as by .item(): if it is made of them, other examples enter the loss by it."
 )
 _INPUTS = (
-    "What the model gets for one example is another one when the other examples are replaced or "
+    "What the model gets for one example is another one when the other rows are replaced or "
     "left out{first}. Prepare each example by itself, in the data set or with public numbers."
 )
 _MIXES = (
@@ -234,9 +235,7 @@ class Twin:
         given = [
             torch.ones_like(ours[i]) if weights[i] is None else self.of(weights[i]) for i in live
         ]
-        found = iter(
-            torch.autograd.grad(total, leaves, given, retain_graph=True, allow_unused=True)
-        )
+        found = iter(partial_gradients(total, leaves, given))
         for grads in self.grads:
             for i, before in enumerate(grads):
                 new = next(found)
@@ -420,7 +419,7 @@ class Twins(TorchFunctionMode):
         for twin in among[max(0, _MOST // max(numel, 1)) :]:
             self.twins.remove(twin)
         for twin in self.twins:
-            leaves = [self._hand_out(twin, made, out) for made, out in outputs]
+            leaves = [self._hand_out(twin, *pair, bool(numbers)) for pair in outputs]
             twin.leaves.append([leaf for leaf in leaves if leaf is not None])
             twin.grads.append([None] * len(twin.leaves[-1]))
             for made, out in numbers:
@@ -434,13 +433,13 @@ class Twins(TorchFunctionMode):
                 self._made.pop(tensor, None)
         insert_mode(self, self._above)
 
-    def _hand_out(self, twin: Twin, made: Tensor, out: Tensor) -> Tensor | None:
+    def _hand_out(self, twin: Twin, made: Tensor, out: Tensor, has_numbers: bool) -> Tensor | None:
         """Give a twin its rows of an output: as led through the model, if that went right.
 
         Return them if they have a gradient.
         """
         ours, led = twin.pick(made.detach()).detach(), twin.tensors.get(made)
-        if led is not None and twin.leads_inside:
+        if led is not None and twin.leads_inside and has_numbers:
             if led.shape == ours.shape and _is_near(led, ours):
                 ours = led
             else:

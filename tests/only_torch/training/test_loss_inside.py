@@ -263,3 +263,36 @@ def test_ragged_labels_of_hugging_face_are_refused(kind):
         with pytest.raises(ValueError, match="per_example_loss"):
             optimizer.step()
         return
+
+
+class Chained(nn.Module):
+    """Returns a loss, and outputs that are made from each other."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Embedding(V, 6), nn.Linear(6, V)
+
+    def forward(self, words, labels):
+        hidden = torch.tanh(self.table(words))
+        logits = self.head(hidden)
+        loss = F.cross_entropy(logits.transpose(1, 2), labels) + 0.1 * hidden.square().mean()
+        return {"loss": loss, "hidden": hidden, "logits": logits}
+
+
+def test_a_loss_of_outputs_made_from_each_other_counts_each_once():
+    engine, model, optimizer, loader = private(randomise(Chained()), ids(V, ROWS, T, seed=2))
+    for words, labels in loader:
+        before = copy.deepcopy(model)
+        model(words, labels)["loss"].backward()
+        optimizer.step()
+
+        def losses(model, words, labels):
+            found = model(words, labels)
+            each = F.cross_entropy(found["logits"].transpose(1, 2), labels, reduction="none")
+            return each.mean(1) + 0.1 * found["hidden"].square().mean((1, 2))
+
+        found = dpt.clipped_grad_sum(
+            losses, before, words, labels, max_grad_norm=0.5, method="loop"
+        )
+        for name, total in engine.stages().unprotected_sum.items():
+            torch.testing.assert_close(total, found.grads[name], rtol=1e-4, atol=1e-5)
