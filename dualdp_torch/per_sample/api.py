@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from dualdp.exactness import ExactnessError
 from dualdp_torch.per_sample.batch import Batch, check_losses, join_aux, split_aux
 from dualdp_torch.per_sample.call import Call
 from dualdp_torch.per_sample.checks import identity
@@ -288,8 +289,14 @@ def _of_chunks(
 ) -> Iterator[tuple[Call, Numbers, dict[str, Tensor]]]:
     """Yield (chunk, checked numbers, result) of every chunk; (aux, size) joins `auxes`."""
     for chunk in call.chunks():
-        numbers, result, aux = compute(chunk)
-        check_numbers(chunk, numbers, compute)
+        while True:
+            numbers, result, aux = compute(chunk)
+            try:
+                check_numbers(chunk, numbers, compute)
+                break
+            except ExactnessError as error:
+                if not chunk.falls_back(error):
+                    raise
         auxes.append((aux, chunk.batch.n))
         yield chunk, numbers, result
 

@@ -58,8 +58,8 @@ class NotCompiledError(Exception):
 class _TracedCall(Call):
     """Call on tensors without data, of which no example can be analysed."""
 
-    def analyze(self) -> NoReturn:
-        """Refuse a forward that uses parameters otherwise than the analysed one."""
+    def examine(self) -> NoReturn:
+        """Refuse a forward that uses parameters otherwise than the examined one."""
         raise NotCompiledError("the graph uses parameters otherwise than the eager forward")
 
 
@@ -357,9 +357,9 @@ class CompiledGradSum:
         call = request.call
         if call.batch.n < 2 or not call.parameters:
             return None, False
-        if not call.cache:
-            call.analyze()  # raises for a model that mixes examples
-        if not call.cache:  # too few examples to see it
+        if not call.cache.is_known:
+            call.examine()  # raises for a model that mixes examples
+        if not call.cache.is_known:  # too few examples to see it
             return None, False
         key = call.batch.n, id(call.cache)
         if key in self._failed:

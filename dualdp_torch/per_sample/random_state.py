@@ -121,7 +121,8 @@ def attributes_kept(model: nn.Module) -> Iterator[None]:
     for attributes in map(vars, modules_of(model)):
         kept.append((attributes, dict(attributes)))
         for key, v in attributes.items():
-            if isinstance(v, list | dict | set) and key != "_parameters":  # which FSDP exchanges
+            # FSDP exchanges parameters, and a hook may remove itself for good.
+            if isinstance(v, list | dict | set) and key != "_parameters" and "_hooks" not in key:
                 kept.append((v, v.copy()))
     try:
         yield
@@ -166,23 +167,31 @@ def on_copies(model: nn.Module, values: Mapping[str, Tensor] | None = None) -> I
         yield
 
 
-def checksums(model: nn.Module) -> dict[str, Tensor]:
-    """Return name -> () sum of the bits of every parameter, which a write to it changes."""
+def checksums(model: nn.Module) -> dict[tuple[str, int], Tensor]:
+    """Return (name, size) -> sum of the bits of every parameter, which a write to it changes.
+
+    The size is that of what lies here, since FSDP gathers some parameters and frees others.
+    """
     kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
     found = {}
     for name, p in model.named_parameters():
         held = p.detach()
         local = held.to_local() if hasattr(held, "to_local") else held  # type: ignore[operator]
         bits = local.contiguous().reshape(-1).view(kinds[local.element_size()])
-        found[name] = bits.sum(dtype=torch.int64)
+        found[name, len(bits)] = bits.sum(dtype=torch.int64)
     return found
 
 
-def refuse_written(before: Mapping[str, Tensor] | None, model: nn.Module) -> None:
+def _numbers_of(module: nn.Module) -> dict[str, float]:
+    """Return name -> number of the attributes that are one, such as a count of calls."""
+    return {key: v for key, v in vars(module).items() if type(v) is int or type(v) is float}
+
+
+def refuse_written(before: Mapping[tuple[str, int], Tensor] | None, model: nn.Module) -> None:
     """Refuse a model whose forward wrote a parameter since these checksums, if there are any."""
     now = checksums(model) if before is not None else {}
-    for name, total in (before or {}).items():
-        if name in now and total != now[name]:
+    for (name, size), total in (before or {}).items():
+        if (name, size) in now and total != now[name, size]:
             raise UnsupportedLayerError(
                 f"The parameter {name!r} is written in forward: which of its numbers change tells "
                 "of the examples, without noise. Compute the changed values as a tensor in forward "
@@ -192,20 +201,22 @@ def refuse_written(before: Mapping[str, Tensor] | None, model: nn.Module) -> Non
 
 @dataclass(frozen=True)
 class Start:
-    """State before a forward: generators, values of the buffers, and checksums of parameters.
+    """State before a forward: generators, buffers, and numbers that are attributes, by module.
 
-    The checksums are None where the forward is repeated without being checked.
+    `sums` are checksums of the parameters; None if the forward is repeated without being checked.
     """
 
     random: RandomState
     buffers: dict[str, Tensor]
-    sums: dict[str, Tensor] | None = None
+    numbers: list[dict[str, float]]
+    sums: dict[tuple[str, int], Tensor] | None = None
 
     @classmethod
     def of(cls, model: nn.Module, *, is_checked: bool = False) -> Start:
         """Return the state before the next forward."""
         sums = checksums(model) if is_checked else None
-        return cls(RandomState.of(model), buffers_of(model), sums)
+        numbers = [_numbers_of(module) for module in modules_of(model)]
+        return cls(RandomState.of(model), buffers_of(model), numbers, sums)
 
     def on(self, model: nn.Module) -> Start:
         """Return this state for a copy of the model, with the copy's own generators as they are."""
@@ -221,6 +232,8 @@ class Start:
         """Context that begins in this state, and restores the present state at its end."""
         with untouched_generators(model), on_copies(model, self.buffers):
             self.random.put()
+            for module, numbers in zip(modules_of(model), self.numbers, strict=False):
+                vars(module).update(numbers)
             yield
 
 

@@ -17,6 +17,7 @@ from dualdp_torch.parallel.fsdp import refuse_tensor_parallel
 from dualdp_torch.per_sample.analysis_cache import AnalysisCache
 from dualdp_torch.per_sample.call import METHODS
 from dualdp_torch.per_sample.checks import identity
+from dualdp_torch.per_sample.checks.identity import Numbers
 from dualdp_torch.per_sample.checks.twin import REDUCTIONS, Twins
 from dualdp_torch.per_sample.clip import (
     Terms,
@@ -59,24 +60,30 @@ class Record:
             problem = recorder.twins.verdict(recorder.cotangents, self._reduction)
             if problem is not None:
                 raise problem.raised(was_right=False)
-        if n > 1:
+        if n:
             gradients = self._read()
             if recorder.start is not None and recorder.parameters:
                 self._check_model(gradients)
         recorder.twins.clear()
 
     def _check_model(self, gradients: Gradients) -> None:
-        """Compare the recorded gradients with their definition."""
+        """Compare the recorded gradients with their definition; take another way if need be."""
         recorder, terms = self._recorder, Terms(self._scale, {}, "flat", None)
-        with recorder.unchanged():
+        is_first, compared = not recorder.was_checked(self.purpose), False
+        seed = recorder.analyses.next_seed()
+
+        def compare(numbers: Numbers) -> None:
+            nonlocal compared
+            reference, again = recorder.reference(terms), recorder.numbers_again(terms)
             compared = identity.check(
-                recorder.reference(terms),
-                numbers_of(gradients, recorder.losses(self._scale), terms),
-                recorder.numbers_again(terms),
-                seed=recorder.analyses.next_seed(),
-                is_first=not recorder.was_checked(self.purpose),
-                what="the gradient",
+                reference, numbers, again, seed=seed, is_first=is_first, what="the gradient"
             )
+
+        numbers = numbers_of(gradients, recorder.losses(self._scale), terms)
+        with recorder.unchanged():
+            found = recorder.tried(numbers, terms, compare, is_first=is_first)
+        if found is not numbers:
+            self._gradients = found.gradients
         if compared:
             recorder.note_checked(self.purpose)
 
@@ -88,7 +95,8 @@ class Record:
     def is_due(self, cache: AnalysisCache, several: bool = False) -> bool:
         """True if the gradients of the forward that begins are to be checked."""
         purpose = (*self.purpose, "several") if several else self.purpose
-        return self._check == "always" or (self._check == "first" and purpose not in cache.checked)
+        is_new = purpose not in cache.checked or cache.by_data
+        return self._check == "always" or (self._check == "first" and is_new)
 
     def _read(self) -> Gradients:
         """Return the gradients, taken from the recorder once."""

@@ -14,6 +14,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial, reduce
 from typing import Any
 
@@ -23,17 +24,16 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from dualdp._validate import UnsupportedLayerError
+from dualdp.exactness import ExactnessError
 from dualdp_torch.parallel.fsdp import Shards, check_sharded, is_tensor_parallel
 from dualdp_torch.parallel.tensor_parallel import local_of, split_of
 from dualdp_torch.per_sample.analysis_cache import AnalysisCache
-from dualdp_torch.per_sample.api import clipped_numbers
 from dualdp_torch.per_sample.batch import Batch
 from dualdp_torch.per_sample.call import Call
 from dualdp_torch.per_sample.capture import Capture
 from dualdp_torch.per_sample.checks.identity import Numbers, Reference
 from dualdp_torch.per_sample.checks.twin import Twins
 from dualdp_torch.per_sample.clip import (
-    Factors,
     SecondPass,
     Terms,
     clip_factors,
@@ -80,6 +80,7 @@ from dualdp_torch.per_sample.tensor_parallel import (
 from dualdp_torch.per_sample.use_gradients import check_use
 from dualdp_torch.per_sample.vmap_and_loop import (
     CHANGED,
+    again_by_loop,
     again_by_vmap,
     are_set_aside,
     gradients_set_aside,
@@ -120,6 +121,7 @@ class Recorder:
             with True as second argument, as one of several of a batch.
         require_inputs: function that refuses tensors which a forward may not get.
         forwards: recorded forwards, in order.
+        by_loop: True if each example runs alone, by the method or since nothing else was right.
         computes_loss: True if the model's forward computes the loss, too, so that only parameter
             uses are captured.
         shards: shards of a model under `fully_shard`, or None.
@@ -138,7 +140,7 @@ class Recorder:
         self.split = split_of(model, method)
         check_sharded(model, method)
         self.model, self.method, self.twins = model, method, twins or Twins()
-        self.rows_per_unit = rows_per_unit
+        self.rows_per_unit, self.by_loop = rows_per_unit, method == "loop"
         self.is_active, self.shards = True, Shards.of(model)
         self.terms: Terms | None = None
         self.row_factors: Tensor | None = None
@@ -309,7 +311,7 @@ class Recorder:
         if not self._records():
             return call(*args, **kwargs)
         call = self.model._call_impl
-        if self.method != "loop":
+        if not self.by_loop:
             return call(*args, **kwargs)
         forward, _ = self._begin(args, kwargs)
         self._refuse_gradients_of_inputs(forward)
@@ -423,6 +425,7 @@ class Recorder:
             self.abandon()
             return None
         mode, forward = self._mode, self.forwards[-1]
+        forward.has_drawn = forward.start is not None and forward.start.has_drawn(self.model)
         self._leave_forward()
         require_same_draws(self.split, self.model, self._before)
         if forward.by_vmap:
@@ -667,8 +670,17 @@ class Recorder:
                 raise ChangedInPlaceError(CHANGED)
             batch = self._batch((*forward.batch.arguments(), cotangents))
             loss = partial(projected_outputs, rows_per_unit=self.rows_per_unit)
+            again = self.model, loss, batch, self.parameters, forward.outputs
             with gradients_set_aside(self.parameters):
-                return again_by_vmap(self.model, loss, batch, self.parameters, forward.outputs)
+                try:
+                    return again_by_vmap(*again)
+                except UnsupportedLayerError as error:
+                    found = again_by_loop(*again) if self.method == "auto" else None
+                    if found is None:
+                        raise
+                    forward.cache.give_up_vmap(self.model, str(error))
+                    self.by_loop = True
+                    return found
 
     @property
     def start(self) -> Start | None:
@@ -790,10 +802,41 @@ class Recorder:
         batch = self._batch(tuple(each))
         return Reference(calls, self.model, batch, self.parameters, starts, mask=terms.mask)
 
-    def numbers_again(self, terms: Terms) -> Callable[[Reference], Numbers]:
-        """Return a function from another reference to numbers by the recorder's method."""
+    def numbers_again(
+        self, terms: Terms, method: str | None = None
+    ) -> Callable[[Reference], Numbers]:
+        """Return a function from another reference to numbers by a method, or the recorder's."""
         # No bound method, so that no reference cycle keeps the recorder's tensors alive.
-        return partial(_recorded if self.computes_loss else _called, self.method, terms)
+        again = _recorded if self.computes_loss else _called
+        return partial(again, method or self.method, terms)
+
+    def tried(
+        self, numbers: Numbers, terms: Terms, check: Callable[[Numbers], None], *, is_first: bool
+    ) -> Numbers:
+        """Return checked numbers; on a first batch of "auto" those of another way if need be.
+
+        Captured uses are tried first, then `vmap`, then the loop. A forward that draws random
+        numbers has only the first way, as the others would draw other ones.
+        """
+        try:
+            check(numbers)
+            return numbers
+        except ExactnessError as error:
+            drew = any(f.start is not None and f.has_drawn for f in self.forwards)
+            if self.method != "auto" or not is_first or self.computes_loss or drew:
+                raise
+            failure = error
+        for way in ("vmap", "loop"):
+            with contextlib.suppress(ExactnessError, UnsupportedLayerError):
+                other = self.numbers_again(terms, way)(self.reference(terms))
+                check(other)
+                for forward in self.forwards:
+                    forward.cache.give_up_uses(self.model, str(failure))
+                    if way == "loop":
+                        forward.cache.give_up_vmap(self.model, str(failure))
+                        self.by_loop = True
+                return other
+        raise failure
 
     @contextlib.contextmanager
     def unchanged(self) -> Iterator[None]:
@@ -847,35 +890,40 @@ class Zeroing:
 
 
 def numbers_of(gradients: Gradients, losses: Tensor, terms: Terms) -> Numbers:
-    """Return the numbers of a batch for a check: clipped, or summed as they are without bounds."""
-    if terms.bounds:
-        factors = clip_factors(gradients, len(losses), terms.bounds, terms.clipping, terms.mask)
-    else:
-        squares, norms = norms_of(gradients, Limits(), len(losses))
-        ones = dict.fromkeys(squares.of, torch.ones_like(norms))
-        factors = Factors(ones, norms, None, squares.of)
-    return Numbers(
-        factors.norms,
-        losses,
-        partial(weighted_sums, gradients),
-        factors=factors.of,
-        bounds=terms.bounds or None,
+    """Return the numbers of a batch for a check: clipped, or as they are without bounds."""
+    own = Numbers(
+        norms=losses,
+        losses=losses,
+        weighted_sum=partial(weighted_sums, gradients),
         clipping=terms.clipping,
+        gradients=gradients,
+        runs_examples=isinstance(gradients, Formed),
+        is_definition=len(losses) == 1,
+    )
+    if not terms.bounds:
+        norms = norms_of(gradients, Limits(), len(losses))[1]
+        return replace(own, norms=norms, doubt=gradients.doubt)
+    factors = clip_factors(gradients, len(losses), terms.bounds, terms.clipping, terms.mask)
+    return replace(
+        own,
+        norms=factors.norms,
+        factors=factors.of,
+        bounds=terms.bounds,
         sums=clipped_sums(gradients, factors),
         doubt=gradients.doubt,
     )
 
 
+def _projected(rows_per_unit: int, model: nn.Module, *calls: Any) -> Tensor:
+    """Return (n,) products of outputs and cotangents of several forwards."""
+    each = [projected_outputs(model, *call, rows_per_unit=rows_per_unit)[0] for call in calls]
+    return reduce(torch.add, each)
+
+
 def _called(method: str, terms: Terms, reference: Reference) -> Numbers:
     """Return the numbers of another reference, by the same method."""
-
-    def losses(model: nn.Module, *calls: Any) -> Tensor:
-        k = reference.batch.rows_per_unit
-        each = [projected_outputs(model, *call, rows_per_unit=k)[0] for call in calls]
-        return reduce(torch.add, each)
-
     call = Call.checked(
-        losses,
+        partial(_projected, reference.batch.rows_per_unit),
         reference.model,
         reference.batch,
         method=method,
@@ -886,8 +934,6 @@ def _called(method: str, terms: Terms, reference: Reference) -> Numbers:
     )
     call = call.on(reference.model, reference.batch, dict(reference.parameters))
     with reference.starts[0].replayed(reference.model):
-        if terms.bounds:
-            return clipped_numbers(call, terms.bounds, terms.clipping)[0]
         gradients, found, _ = call.gradients()
         return numbers_of(gradients, found, terms._replace(mask=reference.mask))
 

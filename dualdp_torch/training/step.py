@@ -34,6 +34,7 @@ from dualdp_torch.per_sample.clip import (
     weighted_sums,
 )
 from dualdp_torch.per_sample.compiled import CompiledGradSum
+from dualdp_torch.per_sample.gradients import Formed
 from dualdp_torch.per_sample.parameter_use import trainable_parameters
 from dualdp_torch.per_sample.recorder import Recorder, Zeroing
 from dualdp_torch.rules.base import Tensor
@@ -422,12 +423,15 @@ class PrivateStep:
             clipping=terms.clipping,
             sums=sums,
             doubt=None if passes else gradients.doubt,
+            runs_examples=isinstance(gradients, Formed),
             is_definition=recorder.method == "loop",
         )
-        self._check(lambda: self._checks.model(draw, numbers, terms))
+        found = [numbers]
+        self._check(lambda: found.append(self._checks.model(draw, numbers, terms)))
         self._begin(draw)
+        sums = dict(found[-1].sums or sums)
         self._sums = {name: added(name, total) for name, total in sums.items()}
-        return factors.norms
+        return found[-1].norms
 
     def _check(self, check: Callable[[], None]) -> None:
         """Run a check; with several processes its error is kept until `_begin` shares it."""

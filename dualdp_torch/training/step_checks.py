@@ -142,7 +142,8 @@ class StepChecks:
         if self._recorder.shards is not None:
             return False
         purpose = (*self._purpose, "several") if several else self._purpose
-        return self.due is not None or (self._may_check() and purpose not in known.checked)
+        is_new = purpose not in known.checked or known.by_data
+        return self.due is not None or (self._may_check() and is_new)
 
     def _is_first(self) -> bool:
         """True if this method and clipping were never checked on the model for such batches.
@@ -158,10 +159,11 @@ class StepChecks:
         """True if the gradients of the current batch have to be checked."""
         if self._recorder.shards is not None:
             return False
-        return self.due is not None or self._is_first()
+        is_moving = self._recorder.start is not None and self._recorder.analyses.by_data
+        return self.due is not None or self._is_first() or is_moving
 
-    def model(self, draw: Draw, numbers: Numbers, terms: Terms) -> None:
-        """Check the gradients of a batch, given the numbers that the engine computed for it.
+    def model(self, draw: Draw, numbers: Numbers, terms: Terms) -> Numbers:
+        """Return checked numbers of a batch: those that the engine computed, or by another way.
 
         Raises:
             ExactnessError: they are not what the definition says.
@@ -169,7 +171,10 @@ class StepChecks:
         recorder, is_first = self._recorder, self._is_first()
         check = self.due or self._drawn(draw.step, is_first=True)
         assert check is not None
-        with recorder.unchanged():
+        compared = False
+
+        def compare(numbers: Numbers) -> None:
+            nonlocal compared
             compared = identity.check(
                 recorder.reference(terms),
                 numbers,
@@ -179,9 +184,13 @@ class StepChecks:
                 what="the clipped contribution",
                 note=self._ledger.check_impossible,
             )
+
+        with recorder.unchanged():
+            numbers = recorder.tried(numbers, terms, compare, is_first=is_first)
         if compared:
             recorder.note_checked(self._purpose)
             self.has_passed = True
+        return numbers
 
     def of_compiled(self) -> tuple[str, int | None]:
         """Return when compiled graphs compare the current batch, and the seed of the check."""

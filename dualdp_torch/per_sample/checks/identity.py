@@ -26,7 +26,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
@@ -39,6 +39,7 @@ from dualdp.exactness import ExactnessError
 from dualdp.plan.clipping import AUTOMATIC_OFFSET, factors_for
 from dualdp_torch.per_sample.batch import Batch
 from dualdp_torch.per_sample.clip import group_of
+from dualdp_torch.per_sample.gradients import Gradients
 from dualdp_torch.per_sample.parameter_use import USE_LOOP
 from dualdp_torch.per_sample.random_state import (
     NoRandomness,
@@ -91,6 +92,7 @@ class Numbers:
         doubt: (n,) error bound of each norm in units of its tolerance, or None.
         lengths: name -> (n,) norms by parameter, if they were computed.
         runs_examples: True if the loss function ran on single examples, as under `vmap`.
+        gradients: what the weighted sums are made of, where it is needed after a check.
         is_definition: True if each row ran alone, so that only what rows leave behind is compared.
     """
 
@@ -105,6 +107,7 @@ class Numbers:
     lengths: Grads = field(default_factory=dict)
     runs_examples: bool = False
     is_definition: bool = False
+    gradients: Gradients | None = None
 
     def group(self, name: str) -> str:
         """Return the clipping group of a parameter."""
@@ -117,11 +120,14 @@ class Numbers:
     def weights(self) -> Tensor:
         """(n,) weights with which a row contributes at most C: the smallest of its factors.
 
-        Without clipping each row gets the weight that makes its norm 1.
+        Without clipping each row gets the weight that makes its norm 1, and one without a gradient
+        the smallest of these: it counts, too.
         """
         if self.factors is not None and self.bounds:
             return torch.stack([*{id(f): f for f in self.factors.values()}.values()]).amin(0)
-        return torch.where(self.norms > 0, 1 / self.norms.clamp(min=_SMALLEST), 0)
+        norms = self.norms.where(self.norms.isfinite(), 0)
+        largest = float(norms.max()) or 1.0
+        return 1 / norms.where(norms > 0, largest).clamp(min=_SMALLEST)
 
 
 class Run(NamedTuple):
@@ -269,11 +275,10 @@ def check(
         note: function that hears why a comparison was impossible.
 
     Raises:
-        ExactnessError: the numbers are not what the definition says, or rows meet.
-        UnsupportedLayerError: a forward wrote a parameter, or its examples into a buffer.
+        ExactnessError: the numbers are not what the definition says.
+        UnsupportedLayerError: rows meet, or a forward wrote a parameter, or its examples into a
+            buffer; an `ExactnessError` where that begins after the first batch.
     """
-    for start in reference.starts:
-        refuse_written(start.sums, reference.model)
     counts = numbers.norms.isfinite()
     if reference.mask is not None:
         counts = counts & reference.mask.to(counts.device)
@@ -285,12 +290,21 @@ def check(
         reference = reference.with_rows(index)
     draw, chosen = random.Random(seed), rows.tolist()
     comparison = _Comparison(reference, numbers, again, what, draw, chosen, note)
-    comparison.replaced(2 if is_first else 1)
-    if numbers.is_definition:
-        return True
-    comparison.alone(ROWS_FIRST if is_first else ROWS_LATER)
-    if reference.alone is None:
-        comparison.sums(is_signed=is_first or seed % 2 == 0, is_released=is_first or seed % 2 == 1)
+    try:
+        for start in reference.starts:
+            refuse_written(start.sums, reference.model)
+        comparison.replaced(2 if is_first else 1)
+        comparison.losses()
+        if numbers.is_definition:
+            return True
+        comparison.alone(ROWS_FIRST if is_first else ROWS_LATER)
+        if reference.alone is None:
+            is_released = is_first or seed % 2 == 1
+            comparison.sums(is_signed=is_first or not is_released, is_released=is_released)
+    except UnsupportedLayerError as error:
+        if is_first:
+            raise
+        raise ExactnessError(str(error)) from None
     return True
 
 
@@ -330,9 +344,26 @@ class _Comparison:
             if len(self.rows) > ROWS_REDUCED and not self._is_strict(self._gap(*signed)[0]):
                 if self._precision in ("bfloat16", "float16", "tf32"):
                     signed = self._signed(self.draw.sample(self.rows, ROWS_REDUCED))
+            if self.numbers.runs_examples and not self._tolerates(self._gap(*signed)[0]):
+                self._each_alone(what)
+                return
             self._judge(*signed, what)
         if is_released and self.numbers.sums is not None and self.numbers.factors is not None:
             self._judge(*self._released(), what)
+
+    def _each_alone(self, what: str) -> None:
+        """Compare a sum with that of each row alone, where a backward over the batch is another.
+
+        The backward may not be linear, as by `register_hook(lambda g: g / g.norm())`: then rows
+        that ran alone are right, if their outputs are those that they have in the batch.
+        """
+        rows = self.draw.sample(self.rows, min(len(self.rows), ROWS_REDUCED))
+        for row in rows:
+            one = self.reference.batch.rows(slice(row, row + 1))
+            apart = _apart(self._base.outputs, self.reference.run(one).outputs, row, 0)
+            if not self._base.has_drawn and not self._tolerates(apart / _CLOSER):
+                self._judge(*self._signed(self.rows), what)
+        self._judge(*self._of_rows(rows, Reference.gradient_alone), what)
 
     def _signed(self, rows: Sequence[int]) -> _Sides:
         """Sides of the sum of sign times factor times gradient."""
@@ -419,6 +450,21 @@ class _Comparison:
         if any(changed_buffers(a, b) for a, b in zip(started, base.buffers, strict=True)):
             self._refuse_written_buffers(base)
 
+    def losses(self) -> None:
+        """Compare the losses of rows that ran alone with those that they have in the batch."""
+        ran_alone = self.numbers.is_definition or self.numbers.runs_examples
+        if not ran_alone or self._base.has_drawn or self.reference.alone is not None:
+            return
+        apart = _apart([self._base.losses], [self.numbers.losses], self.rows)
+        if self._tolerates(apart / _CLOSER):
+            return
+        with contextlib.suppress(*CANT_REPEAT):
+            double = self.reference.in_double()
+            ours, theirs = double.run().losses, self.again(double).losses
+            if _apart([ours], [theirs], self.rows) <= exactness.REPEATED:
+                return
+        self._refuse_mixing(apart)
+
     def _refuse_outputs(self, index: Tensor, row: int) -> None:
         """Refuse outputs that moved with the other rows, unless by rounding or by the draws."""
         reference = self.reference
@@ -426,19 +472,26 @@ class _Comparison:
         def apart(reference: Reference) -> float:
             return _apart(reference.run().outputs, reference.with_rows(index).run().outputs, row)
 
+        if not self._tolerates(_apart(self._base.outputs, reference.run().outputs, row) / _CLOSER):
+            self.note(IMPOSSIBLE)  # the same rows give other outputs
+            return
         with contextlib.suppress(*CANT_REPEAT):
             if apart(reference.in_double()) <= exactness.REPEATED:
                 return
         if self._base.has_drawn and not self._draws_alike(index):
-            with NoRandomness():
-                if self._tolerates(apart(reference) / _CLOSER):
+            with NoRandomness():  # which switches off dropout, and not every function that draws
+                if reference.run().has_drawn or self._tolerates(apart(reference) / _CLOSER):
                     return
-        size = exactness.power_of_ten(apart(reference))
-        raise ExactnessError(
-            "A check failed: the outputs of one example depend on the other examples of the batch "
-            f"(by {size} of them). Nothing was released for this batch. Change what mixes examples "
-            "(statistics of the batch, a mean over it, attention over examples).",
-            relative_error=size,
+        self._refuse_mixing(apart(reference))
+
+    def _refuse_mixing(self, apart: float) -> NoReturn:
+        """Refuse outputs of a row that depend on other rows."""
+        size = exactness.power_of_ten(apart)
+        raise UnsupportedLayerError(
+            "A spot check failed: the outputs of one example depend on the other examples of the "
+            f"batch (by {size} of them), so no per-sample gradient exists. Nothing was released "
+            "for this batch. Change what mixes examples (statistics of the batch, a mean over it, "
+            "attention over examples)."
         )
 
     def _draws_alike(self, index: Tensor) -> bool:
@@ -475,7 +528,7 @@ class _Comparison:
             for name in changed_buffers(a, b):
                 raise UnsupportedLayerError(
                     f"The buffer {name!r} changes in forward, by what the examples are: it carries "
-                    "them into the state_dict without noise. Freeze it, or call the module's eval()."
+                    "them into the state_dict without noise. Freeze it, or call its eval()."
                 )
 
     # -------------------------------------------------------------- the judgement
@@ -556,8 +609,9 @@ class _Comparison:
                 return
         size = exactness.power_of_ten(error)
         raise ExactnessError(
-            f"A check failed: {what} differs from plain autodiff of the examples' own losses by "
-            f"{size} of the clipping bound (parameters {', '.join(map(repr, names)) or 'none'}). "
+            f"A spot check failed: {what} differs from plain autodiff of the examples' own losses "
+            f"by {size} of the clipping bound (parameters "
+            f"{', '.join(map(repr, names)) or 'none'}). "
             f"{_ADVICE}",
             parameters=names,
             relative_error=size,
@@ -672,7 +726,7 @@ def _length(tensor: Tensor) -> float:
 
 
 def _distance(ours: _Side, theirs: _Side) -> tuple[float, list[str]]:
-    """Return the largest difference of two sides, inf for nan, and the parameters with most of it."""
+    """Return the largest difference of two sides, and the parameters with most of it."""
     gaps = {name: _length(ours.parts[name] - part) for name, part in theirs.parts.items()}
     each = (ours.each - theirs.each).abs()
     error = max(math.hypot(*gaps.values()), float(each.max()) if len(each) else 0.0)
@@ -681,11 +735,15 @@ def _distance(ours: _Side, theirs: _Side) -> tuple[float, list[str]]:
     return (math.inf if math.isnan(error) or bool(each.isnan().any()) else error), names[:5]
 
 
-def _apart(whole: Sequence[Tensor], beside: Sequence[Tensor], row: int) -> float:
-    """Return the largest relative difference of a row's outputs in two batches."""
+def _apart(whole: Sequence[Tensor], beside: Sequence[Tensor], row: Any, place: Any = None) -> float:
+    """Return the largest relative difference of the outputs of a row, or rows, in two batches.
+
+    They are at `place` of the second batch; None for the same as in the first.
+    """
+    place = row if place is None else place
     worst = 0.0
     for a, b in zip(whole, beside, strict=True):
-        x, y = a.detach()[row].double(), b.detach()[row].double()
+        x, y = a.detach()[row].double(), b.detach()[place].double()
         if x.shape != y.shape:
             return math.inf
         size = float(a.detach()[a.isfinite()].abs().mean(dtype=wide(a.dtype)).nan_to_num())
