@@ -128,22 +128,16 @@ def attributes_kept(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for container, content in kept:
-            _refill(container, content)
-
-
-def _refill(container: Any, content: Any) -> None:
-    """Make a list, mapping or set hold the same objects again, if it does not."""
-    if isinstance(container, list):
-        container[:] = content
-        return
-    if isinstance(container, dict):
-        same_keys = container.keys() == content.keys()
-        is_same = same_keys and all(container[key] is content[key] for key in container)
-    else:
-        is_same = container == content
-    if not is_same:
-        container.clear()
-        container.update(content)
+            if isinstance(container, list):
+                container[:] = content
+            elif isinstance(container, set):
+                container.clear()
+                container.update(content)
+            elif [*map(id, container.values())] != [*map(id, content.values())] or (
+                container.keys() != content.keys()
+            ):
+                container.clear()
+                container.update(content)
 
 
 def buffers_of(model: nn.Module) -> dict[str, Tensor]:
