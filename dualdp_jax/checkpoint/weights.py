@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -66,14 +66,6 @@ def from_numpy(like: Any, arrays: Sequence[np.ndarray]) -> Any:
 def as_numpy(array: Any) -> np.ndarray:
     """Return a copy on the host; bfloat16, which torch does not take from NumPy, as float32."""
     return np.array(array, np.float32 if array.dtype == jnp.bfloat16 else None)
-
-
-def from_foreign(array: Any, as_numpy: Callable[[], np.ndarray]) -> jax.Array:
-    """Return an array of another library by DLPack, through NumPy if that fails."""
-    try:
-        return jnp.from_dlpack(array)
-    except (BufferError, RuntimeError):
-        return jnp.asarray(as_numpy())
 
 
 def _tree(params: Any) -> Any:

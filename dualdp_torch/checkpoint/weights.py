@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -150,14 +150,6 @@ def as_numpy(tensor: torch.Tensor) -> NDArray[Any]:
     whole: Any = tensor.detach()
     tensor = (whole.full_tensor() if is_sharded(whole) else whole).cpu()
     return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy().copy()
-
-
-def from_foreign(array: Any, as_numpy: Callable[[], NDArray[Any]]) -> torch.Tensor:
-    """Convert an array of another library by DLPack, through NumPy if that fails."""
-    try:
-        return torch.from_dlpack(array)
-    except (BufferError, RuntimeError):
-        return torch.from_numpy(as_numpy())
 
 
 def fold_biases(model: nn.Module) -> nn.Module:
