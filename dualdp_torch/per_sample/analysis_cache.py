@@ -1,30 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cache of the analysis of a model's first call, valid while model and loss are alive."""
+"""Cache of what a model's first batch of a kind showed, valid while model and loss are alive."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import types
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from dualdp_torch.parallel.process_group import modules_of
 from dualdp_torch.per_sample.batch import Batch
+from dualdp_torch.per_sample.examination import Axes
 from dualdp_torch.per_sample.parameter_use import comes_from
 from dualdp_torch.per_sample.units import UnitLoss
 
-if TYPE_CHECKING:
-    from dualdp_torch.per_sample.independence import Analysis
-
+_log = logging.getLogger("dualdp")
 #: Number of losses and shapes cached for one model.
 MAX_CACHED = 64
-_PROBLEM = "problem"  # key of the analysis that found one
 _FUNCTIONS = {types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial}
 _HOOKS_OF_ALL_MODULES = (
     nn.modules.module._global_forward_pre_hooks,
@@ -36,36 +35,69 @@ _HOOKS_OF_ALL_MODULES = (
 _CONTAINERS = {dict, OrderedDict, set, list, tuple}
 
 
-class AnalysisCache(dict[Any, "Analysis"]):
-    """Analyses by signatures of the parameter uses, for one model, loss and batch shape."""
+class AnalysisCache:
+    """What is known of one model, loss and batch shape.
+
+    Attributes:
+        axes: signatures of the parameter uses -> their batch axes.
+        problem: reason why captured uses can't be trusted, or None.
+        needs_loop: bool, True if `vmap` can't be trusted either.
+        bytes_each: gradients that are kept -> bytes per example.
+        checked: calls that were compared with their definition.
+        passes_differ: bool, True if a second forward is another function than the first.
+        returns_number: bool, True if the model returns a number beside its outputs; None: unknown.
+    """
 
     def __init__(self, referents: list[Callable[[], Any]]) -> None:
-        super().__init__()
-        self.bytes_each: dict[str, int] = {}  # gradients that are kept -> bytes per example
-        self.checked: set[Any] = set()  # calls that were compared with plain autograd
-        self.writes: set[str] = set()  # buffers that a forward writes, the same on every batch
-        self.passes_differ = False  # True if a second forward is another function than the first
-        # True if the model returns a number beside its outputs, such as its loss.
+        self.axes: dict[Any, Axes] = {}
+        self.problem: str | None = None
+        self.needs_loop = False
+        self.bytes_each: dict[str, int] = {}
+        self.checked: set[Any] = set()
+        self.passes_differ = False
         self.returns_number: bool | None = None
-        self._referents = referents
+        self._referents, self._seed = referents, 0
 
     def is_alive(self) -> bool:
         """True if all objects that the key holds by id still exist."""
         return all(referent() is not None for referent in self._referents)
 
+    def next_seed(self) -> int:
+        """Return the seed of the next check, which draws others than the one before."""
+        self._seed += 1
+        return self._seed
+
+    def give_up_uses(self, model: nn.Module, reason: str) -> None:
+        """Note that captured uses failed on the first batch, so that `vmap` is tried."""
+        self.problem = reason
+        _log.warning("%s goes through vmap: %s", type(model).__name__, reason)
+
+    def give_up_vmap(self, model: nn.Module, reason: str) -> None:
+        """Note that `vmap` failed on the first batch, so that each example runs alone."""
+        self.needs_loop = True
+        _log.warning("%s goes through the loop: %s", type(model).__name__, reason)
+
     @property
-    def problem(self) -> str | None:
-        """Reason why captured uses can't be trusted, or None if no analysis found one."""
-        return self[_PROBLEM].problem if _PROBLEM in self else None
+    def is_known(self) -> bool:
+        """True if the model was examined on such a batch."""
+        return bool(self.axes or self.problem)
 
     @property
     def skip(self) -> frozenset[int] | None:
-        """Positions of uses that hold no examples; None before an analysis."""
-        return next((analysis.skip for analysis in self.values()), None)
+        """Positions of uses that hold no examples; None before an examination."""
+        return next((axes.skip for axes in self.axes.values()), None)
 
-    def add(self, analysis: Analysis) -> None:
-        """Cache an analysis for further batches."""
-        self[_PROBLEM if analysis.problem else analysis.signatures] = analysis
+    @property
+    def by_data(self) -> bool:
+        """True if the data may pick rows of a use, so that every batch is checked."""
+        return any(axes.by_data for axes in self.axes.values())
+
+    def add(self, found: Axes | str | None) -> None:
+        """Keep what an examination found for further batches."""
+        if isinstance(found, str):
+            self.problem = found
+        elif found is not None:
+            self.axes[found.signatures] = found
 
 
 _models: weakref.WeakKeyDictionary[nn.Module, OrderedDict[Any, AnalysisCache]] = (

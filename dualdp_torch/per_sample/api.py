@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -12,10 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from dualdp_torch.per_sample.batch import join_aux
+from dualdp.exactness import ExactnessError
+from dualdp_torch.per_sample.batch import Batch, check_losses, join_aux, split_aux
 from dualdp_torch.per_sample.call import Call
-from dualdp_torch.per_sample.checks import spot_check
-from dualdp_torch.per_sample.checks.spot_check import BatchNumbers, ReferenceLosses
+from dualdp_torch.per_sample.checks import identity
+from dualdp_torch.per_sample.checks.identity import Numbers, Reference
 from dualdp_torch.per_sample.clip import (
     Factors,
     clip_factors,
@@ -24,6 +24,7 @@ from dualdp_torch.per_sample.clip import (
     norms_of,
     passes_again,
     refuse_two_pass,
+    weighted_sums,
 )
 from dualdp_torch.per_sample.gradients import Captured, Formed, Limits, added_up
 from dualdp_torch.per_sample.parameter_use import never_compiled
@@ -112,8 +113,8 @@ def per_sample_grads(
     refuse_handing_out(call.split)
     found: list[dict[str, Tensor]] = []
     auxes: list[tuple[Any, int]] = []
-    for _, numbers in _of_chunks(call, _grads, auxes):
-        found.append(dict(numbers.formed))
+    for _, _, formed in _of_chunks(call, _grads, auxes):
+        found.append(formed)
     grads = {
         name: torch.cat([grads[name] for grads in found]).to(p.dtype)
         if found
@@ -177,7 +178,7 @@ def per_sample_norms(
     )
     limits = Limits() if per_parameter else Limits(lambda name: "")
     auxes: list[tuple[Any, int]] = []
-    found = [numbers for _, numbers in _of_chunks(call, partial(_norms, limits), auxes)]
+    found = [numbers for _, numbers, _ in _of_chunks(call, partial(_norms, limits), auxes)]
     norms: Any = torch.cat([numbers.norms for numbers in found]) if found else _no_norms(call)
     if per_parameter:
         norms = {
@@ -266,8 +267,8 @@ def clipped_grad_sum(
     auxes: list[tuple[Any, int]] = []
     norms, losses = [], []
     clipped = partial(clipped_numbers, bounds=bounds, clipping=clipping)
-    for chunk, numbers in _of_chunks(call, clipped, auxes):
-        for name, total in (numbers.sums or {}).items():
+    for chunk, numbers, sums in _of_chunks(call, clipped, auxes):
+        for name, total in sums.items():
             grads[name] = grads[name].add_(total) if name in grads else total
         norms.append(numbers.norms)
         each = numbers.losses
@@ -279,15 +280,25 @@ def clipped_grad_sum(
     return ClippedGradSum(grads, torch.cat(norms), torch.cat(losses), aux)
 
 
+#: Function of a chunk that returns its numbers, the result of the call, and aux.
+Compute = Callable[[Call], tuple[Numbers, dict[str, Tensor], Any]]
+
+
 def _of_chunks(
-    call: Call, compute: Callable[[Call], tuple[BatchNumbers, Any]], auxes: list[tuple[Any, int]]
-) -> Iterator[tuple[Call, BatchNumbers]]:
-    """Yield (chunk, checked numbers) for every chunk of the batch; (aux, size) joins `auxes`."""
+    call: Call, compute: Compute, auxes: list[tuple[Any, int]]
+) -> Iterator[tuple[Call, Numbers, dict[str, Tensor]]]:
+    """Yield (chunk, checked numbers, result) of every chunk; (aux, size) joins `auxes`."""
     for chunk in call.chunks():
-        numbers, aux = compute(chunk)
-        check_numbers(chunk, numbers, compute)
+        while True:
+            numbers, result, aux = compute(chunk)
+            try:
+                check_numbers(chunk, numbers, compute)
+                break
+            except ExactnessError as error:
+                if not chunk.falls_back(error):
+                    raise
         auxes.append((aux, chunk.batch.n))
-        yield chunk, numbers
+        yield chunk, numbers, result
 
 
 def _no_norms(call: Call) -> Tensor:
@@ -296,47 +307,47 @@ def _no_norms(call: Call) -> Tensor:
     return added_up(empty, str, 0).whole
 
 
-def _grads(call: Call) -> tuple[BatchNumbers, Any]:
-    """Return the formed gradients of one chunk of the batch, and aux."""
+def _grads(call: Call) -> tuple[Numbers, dict[str, Tensor], Any]:
+    """Return the formed gradients of one chunk of the batch."""
     gradients, losses, aux = call.gradients()
-    formed = gradients.grads()
-    row_of = lambda row: {name: grad[row] for name, grad in formed.items()}  # noqa: E731
-    if not call.is_checked:
-        return BatchNumbers(losses.new_empty(0), losses, row_of, formed=formed), aux
-    norms = norms_of(Formed(formed), Limits(), call.batch.n)[1]
-    return BatchNumbers(
+    formed = Formed(gradients.grads())
+    norms = losses.new_empty(0)
+    if call.is_checked:
+        norms = norms_of(formed, Limits(), call.batch.n)[1]
+    numbers = Numbers(
         norms,
         losses,
-        row_of,
-        formed=formed,
-        sums={name: grad.sum(0) for name, grad in formed.items()},
-        factors=dict.fromkeys(formed, torch.ones_like(norms)),
+        partial(weighted_sums, formed),
         runs_examples=isinstance(gradients, Formed),
-    ), aux
+        is_definition=call.is_definition,
+    )
+    return numbers, formed.grads(), aux
 
 
-def _norms(limits: Limits, call: Call) -> tuple[BatchNumbers, Any]:
-    """Return the gradient norms of one chunk of the batch, and aux."""
+def _norms(limits: Limits, call: Call) -> tuple[Numbers, dict[str, Tensor], Any]:
+    """Return the gradient norms of one chunk of the batch."""
     gradients, losses, aux = call.gradients()
     squares, norms = norms_of(gradients, limits, call.batch.n)
     lengths = {name: square.sqrt().to(norms.dtype) for name, square in squares.of.items()}
-    return BatchNumbers(
+    numbers = Numbers(
         norms,
         losses,
-        lambda row: {},
+        partial(weighted_sums, gradients),
         lengths=lengths,
         doubt=gradients.doubt if call.is_checked else None,
         runs_examples=isinstance(gradients, Formed),
-    ), aux
+        is_definition=call.is_definition,
+    )
+    return numbers, lengths, aux
 
 
 def clipped_numbers(
     call: Call, bounds: Mapping[str, Any], clipping: str
-) -> tuple[BatchNumbers, Any]:
-    """Return the clipped sum of one chunk of the batch, with its norms and factors, and aux."""
+) -> tuple[Numbers, dict[str, Tensor], Any]:
+    """Return the clipped sum of one chunk of the batch, with its norms and factors."""
     gradients, losses, aux = call.gradients()
     factors = clip_factors(gradients, call.batch.n, bounds, clipping, call.mask)
-    second_pass = None
+    second_pass, sum_of = None, partial(weighted_sums, gradients)
     if (
         call.method == "two_pass"
         and isinstance(gradients, Captured)
@@ -345,28 +356,23 @@ def clipped_numbers(
         and passes_again(gradients, factors.rows)
     ):
         second_pass = _SecondPass(call, gradients, factors, losses)
-
-    def contribution(row: int) -> dict[str, Tensor]:
-        only = factors.only(row)
-        if second_pass is None:
-            return clipped_sums(gradients, only)
-        return second_pass(next(iter(only.of.values())))
-
     try:
         sums = clipped_sums(gradients, factors, second_pass)
     except _PassesDifferError:
         return clipped_numbers(replace(call, method="book_keeping"), bounds, clipping)
-    return BatchNumbers(
+    numbers = Numbers(
         factors.norms,
         losses,
-        contribution,
-        sums=sums,
+        sum_of if second_pass is None else second_pass.of,
         factors=factors.of,
         bounds=bounds,
         clipping=clipping,
-        doubt=gradients.doubt if call.is_checked else None,
+        sums=sums,
+        doubt=gradients.doubt if call.is_checked and second_pass is None else None,
         runs_examples=isinstance(gradients, Formed),
-    ), aux
+        is_definition=call.is_definition,
+    )
+    return numbers, sums, aux
 
 
 class _PassesDifferError(Exception):
@@ -409,40 +415,44 @@ class _SecondPass:
         self._witnesses = {}  # their sums hold for the weights of the first call only
         return sums
 
+    def of(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the sum for weights by name, which are the same for all."""
+        return self(next(iter(weights.values())))
 
-def check_numbers(
-    call: Call, numbers: BatchNumbers, compute: Callable[[Call], tuple[BatchNumbers, Any]]
-) -> None:
-    """Compare the numbers of one chunk of the batch with plain autograd, if a check is due."""
+
+def check_numbers(call: Call, numbers: Numbers, compute: Compute) -> None:
+    """Compare the numbers of one chunk of the batch with their definition, if a check is due."""
     start = call.start
     if not call.is_checked or start is None:
         return
-    subject = ReferenceLosses(
-        call.loss_fn, call.model, call.batch, call.parameters, start, call.has_aux, call.mask
+
+    def losses_of(
+        model: nn.Module, batch: Batch
+    ) -> list[Callable[[], tuple[Tensor, list[Tensor]]]]:
+        def run() -> tuple[Tensor, list[Tensor]]:
+            out = call.loss_fn(model, *batch.arguments())
+            losses = check_losses(split_aux(out, call.has_aux)[0], batch.n)
+            return losses, [losses]
+
+        return [run]
+
+    def again(other: Reference) -> Numbers:
+        with other.starts[0].replayed(other.model):
+            own = call.on(other.model, other.batch, dict(other.parameters))
+            return compute(replace(own, mask=other.mask))[0]
+
+    reference = Reference(
+        losses_of, call.model, call.batch, call.parameters, [start], mask=call.mask
     )
-
-    def numbers_of(other: ReferenceLosses) -> BatchNumbers:
-        with other.start.replayed(other.model):
-            return compute(call.on(other.model, other.batch, dict(other.parameters)))[0]
-
     with call.unchanged():
-        compared = spot_check.check(
-            subject,
+        compared = identity.check(
+            reference,
             numbers,
-            numbers_of,
-            drawn=_drawn_on_all(call),
-            has_drawn=start.has_drawn(call.model),
+            again,
+            seed=call.cache.next_seed() if call.drawn is None else call.drawn,
+            is_first=call.purpose not in call.cache.checked,
             what=f"the result of {call.purpose[1]}",
         )
     if compared:
         call.was_compared = True
         call.cache.checked.add(call.purpose)
-
-
-def _drawn_on_all(call: Call) -> float:
-    """Number that selects an example: of all processes that share the model, that of rank 0."""
-    drawn = _drawn.random() if call.drawn is None else call.drawn
-    return drawn if call.split is None else call.split.group.broadcast("the drawn example", drawn)
-
-
-_drawn = random.Random(0)  # draws the example that a functional call is checked on

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Position of the examples in a tensor inside the model, found by gradients, not by sizes."""
+"""Position of the examples in a tensor inside the model."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def of_single(
 def candidates(
     shape: torch.Size, n: int, axes: Iterable[int], rows_are_free: bool, rows_per_unit: int
 ) -> list[BatchAxis]:
-    """Return every batch axis that the shape allows; the gradients decide between them."""
+    """Return every batch axis that the shape allows; the values decide between them."""
     axes = list(axes)
     found = [BatchAxis(axis) for axis in axes]
     if rows_are_free:
@@ -70,9 +70,3 @@ def candidates(
         rows = [axis for axis in axes if shape[axis] == n * rows_per_unit]
         found += [BatchAxis(axis, "outer") for axis in rows if axis or not rows_are_free]
     return [batch_axis for batch_axis in found if batch_axis.is_candidate(shape, n)]
-
-
-def belongs_to(grad: Tensor, batch_axis: BatchAxis, n: int, example: int) -> bool:
-    """True if a gradient vanishes outside one example's rows."""
-    others = torch.arange(n, device=grad.device) != example
-    return not bool(batch_axis.batch_first(grad, n)[others].any())

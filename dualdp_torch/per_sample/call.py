@@ -18,17 +18,9 @@ from dualdp_torch.parallel.tensor_parallel import TensorParallel, local_of, spli
 from dualdp_torch.per_sample.analysis_cache import AnalysisCache, cached_analyses
 from dualdp_torch.per_sample.batch import Batch, check_losses, split_aux
 from dualdp_torch.per_sample.capture import Capture
+from dualdp_torch.per_sample.examination import ELSEWHERE, Axes, examine
 from dualdp_torch.per_sample.gradients import Captured, Gradients
-from dualdp_torch.per_sample.independence import (
-    ELSEWHERE,
-    PERMUTED,
-    Analysis,
-    analyze,
-    permuted_use,
-    with_reached_uses,
-)
 from dualdp_torch.per_sample.model_checks import refuse_mixing_modules, require_module
-from dualdp_torch.per_sample.model_state import Start, State, refuse_written, restored
 from dualdp_torch.per_sample.parameter_use import (
     USE_LOOP,
     ChangedInPlaceError,
@@ -37,7 +29,7 @@ from dualdp_torch.per_sample.parameter_use import (
     eagerly,
     trainable_parameters,
 )
-from dualdp_torch.per_sample.random_state import untouched_generators
+from dualdp_torch.per_sample.random_state import Start, on_copies, untouched_generators
 from dualdp_torch.per_sample.tensor_parallel import refuse_vmap, same_draws, whole_norms
 from dualdp_torch.per_sample.units import of_units
 from dualdp_torch.per_sample.vmap_and_loop import by_loop, by_vmap, gradients_set_aside
@@ -81,7 +73,7 @@ class Call:
         purpose: name and variant of the called function; the first call of each is checked.
         is_checked: True if the numbers of this chunk are to be compared with plain autograd.
         was_compared: True once they were compared.
-        drawn: number in [0, 1) that selects the compared example, or None for a random one.
+        drawn: seed of what is compared, or None for the next one of the cache.
         start: state before the forward that the gradients come from, or None if it was not kept.
         split: pieces of a tensor parallel model, or None for another model.
     """
@@ -100,7 +92,7 @@ class Call:
     purpose: tuple[str, ...] = ()
     is_checked: bool = False
     was_compared: bool = False
-    drawn: float | None = None
+    drawn: int | None = None
     start: Start | None = None
     split: TensorParallel | None = None
 
@@ -172,17 +164,16 @@ class Call:
     def chunks(self) -> Iterator[Call]:
         """Yield a call for every chunk of the batch."""
         self.choose_chunk_size()
-        is_due = (
-            not (self.check == "off" or self.method == "loop")
-            and self.batch.n > 1
-            and bool(self.parameters)
-            and (self.check == "always" or self.purpose not in self.cache.checked)
-        )
+        if self.batch.n == 1:
+            self.purpose = (*self.purpose, "alone")
+        is_due = self.check == "always" or self.purpose not in self.cache.checked
+        is_due = is_due or self.cache.by_data
+        is_due = is_due and self.check != "off" and bool(self.parameters)
         for rows, batch in self.batch.chunks(self.chunk):
             mask = None if self.mask is None else self.mask[rows]
             whole = batch is self.batch
             chunk = self if whole else replace(self, batch=batch, mask=mask, chunk=None)
-            chunk.is_checked = is_due and batch.n > 1 and (mask is None or bool(mask.any()))
+            chunk.is_checked = is_due and (mask is None or bool(mask.any()))
             yield chunk
             is_due = is_due and not chunk.was_compared
 
@@ -194,8 +185,8 @@ class Call:
         """
         if self.batch.n < 2 or not self.parameters:
             return
-        if not self.cache:
-            self.analyze()
+        if not self.cache.is_known:
+            self.examine()
         keep = "all" if self.cache.problem else METHODS[self.method] or "all"
         if keep not in self.cache.bytes_each:
             self.cache.bytes_each[keep] = max(self._bytes_per_example(keep), 1)
@@ -230,7 +221,7 @@ class Call:
         with (
             eagerly(),
             untouched_generators(self.model),
-            restored(self.model, self.cache.writes),
+            on_copies(self.model),
             torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor),
             Capture(names, model=self.model) as capture,
             contextlib.suppress(RuntimeError, SecondOrderError),  # the forward differentiates
@@ -262,40 +253,37 @@ class Call:
             eagerly(),
             torch.enable_grad(),
             untouched_generators(self.model),
-            restored(self.model, self.cache.writes),
+            on_copies(self.model),
         ):
             yield
+
+    @property
+    def is_definition(self) -> bool:
+        """True if each example runs alone, which is the definition."""
+        return self.method == "loop" or self.batch.n == 1
 
     def gradients(self) -> tuple[Gradients, Tensor, Any]:
         """Return the gradients, the losses (n,), and aux."""
         with eagerly(), torch.enable_grad(), gradients_set_aside(self.parameters):
-            before = State(self.model)
             with same_draws(self.split, self.model):
                 gradients, losses, aux = self._by_method()
-            written, allowed = before.written(), self.cache.writes
-            if not allowed.issuperset(written):
-                run = lambda batch: self.loss_fn(self.model, *batch.arguments())  # noqa: E731
-                refuse_written(self.model, run, self.batch, written)
-                allowed.update(written)
         return whole_norms(gradients, self.split, self.batch.n), losses, aux
 
     def _by_method(self) -> tuple[Gradients, Tensor, Any]:
         """Return gradients, losses and aux by the call's method, or by another exact one."""
-        arguments = self.model, self.loss_fn, self.batch, self.parameters, self.has_aux
-        if self.batch.n == 1 or METHODS[self.method] is None:
-            if self.batch.n == 1:
-                refuse_mixing_modules(self.model)
-            elif not self.cache:
-                self.analyze()
-            self._begin_forward()
-            by_loops = self.method == "loop" or self.batch.n == 1
-            return by_loop(*arguments) if by_loops else by_vmap(*arguments)
+        if self.is_definition:
+            refuse_mixing_modules(self.model)
+        elif not self.cache.is_known:
+            self.examine()
+        if self.is_definition or (self.method == "auto" and self.cache.needs_loop):
+            return self._by_loop()
+        if METHODS[self.method] is None:
+            return self._by_vmap()
         try:
             found = self.captured()
         except (_NoCapture, ChangedInPlaceError, SecondOrderError) as problem:
             refuse_vmap(self.split, str(problem))
-            self._begin_forward()
-            return by_vmap(*arguments)
+            return self._by_vmap()
         written = [name for name, p in self.parameters.items() if p.grad is not None]
         if written:
             raise UnsupportedLayerError(
@@ -303,84 +291,91 @@ class Call:
                 f"{written[0]!r} in its backward, as reversible blocks do, so no layer's input and "
                 f"output show it. {USE_LOOP}"
             )
-        return found or by_loop(*arguments)
+        return found or self._by_loop()
+
+    def _by_loop(self) -> tuple[Gradients, Tensor, Any]:
+        self._begin_forward()
+        return by_loop(self.model, self.loss_fn, self.batch, self.parameters, self.has_aux)
+
+    def _by_vmap(self) -> tuple[Gradients, Tensor, Any]:
+        """Return gradients by `vmap`; by the loop under "auto" where vmap can't run the model."""
+        self._begin_forward()
+        try:
+            return by_vmap(self.model, self.loss_fn, self.batch, self.parameters, self.has_aux)
+        except UnsupportedLayerError as error:
+            if self.method != "auto":
+                raise
+            self.cache.give_up_vmap(self.model, str(error))
+        return self._by_loop()
+
+    def falls_back(self, error: Exception) -> bool:
+        """True if "auto" goes on by another way, since its numbers failed their first check."""
+        if self.method != "auto" or self.purpose in self.cache.checked or self.cache.needs_loop:
+            return False
+        if self.split is not None or self.is_definition:
+            return False
+        if self.cache.problem is None:
+            self.cache.give_up_uses(self.model, str(error))
+        else:
+            self.cache.give_up_vmap(self.model, str(error))
+        return True
 
     def _begin_forward(self) -> None:
         """Save the state before the forward (`start`), if the forward may be run again."""
         if self.is_checked or self.method == "two_pass":
-            self.start = Start.of(self.model, self.cache.writes)
+            self.start = Start.of(self.model, is_checked=self.is_checked)
 
-    def analyze(self) -> Analysis | None:
-        """Analyse the model on this batch, and cache the analysis if it is complete."""
+    def examine(self) -> Axes | str | None:
+        """Find the batch axes on this batch, and cache them."""
+        arguments = self.model, self.loss_fn, self.batch, self.parameters, self.mask, self.has_aux
         with gradients_set_aside(self.parameters):
-            analysis = analyze(
-                self.model,
-                self.loss_fn,
-                self.batch,
-                self.parameters,
-                self.mask,
-                self.has_aux,
-                self.cache.writes,
-            )
-        if analysis is not None and analysis.complete:
-            self.cache.add(analysis)
-        return analysis
+            found = examine(*arguments)
+        self.cache.add(found)
+        return found
 
     def captured(self) -> tuple[Captured, Tensor, Any] | None:
-        """Gradients from captured uses that an analysis covers; None for too few examples."""
-        fresh = None if self.cache else self.analyze()
+        """Gradients from captured uses whose axes are known; None for too few examples."""
+        if not self.cache.is_known and self.examine() is None:
+            return None
         if self.cache.problem:
             raise _NoCapture(self.cache.problem)
-        skip = self.cache.skip or (fresh.skip if fresh else frozenset())
         self._begin_forward()
         names = {id(p): name for name, p in self.parameters.items()}
         arguments = self.batch.arguments()  # outside of the capture, which would hear it
-        with Capture(names, skip=skip, model=self.model) as capture:
+        with Capture(names, skip=self.cache.skip or frozenset(), model=self.model) as capture:
             out = self.loss_fn(self.model, *arguments)
             losses, aux = split_aux(out, self.has_aux)
         if capture.stand_ins:  # freed by now, so that plain autograd would miss them
             self.is_checked = False
         losses = check_losses(losses, self.batch.n)
         total = losses if self.mask is None else losses.masked_fill(~self.mask, 0)
-        signatures = tuple(use.signature for use in capture.uses)
-        analysis = self.cache.get(signatures) or fresh or self.analyze()
-        if analysis is None:  # fewer than two examples with a finite loss: nothing can be found
-            return None
-        if analysis.problem or analysis.signatures != signatures or capture.hooked:
-            raise _NoCapture("the uses of parameters differ from those that were examined")
-        misfit = analysis.misfit(capture.uses, self.batch.n)
-        if misfit is not None:
-            self.cache.add(Analysis((), (), ELSEWHERE.format(misfit)))
-            raise _NoCapture(ELSEWHERE.format(misfit))
-        if not analysis.complete:
-            analysis = with_reached_uses(
-                analysis, capture, total, self.parameters, self.model, self.batch
-            )
-            self.cache.add(analysis)
-            if analysis.problem:
-                raise _NoCapture(analysis.problem)
-        if capture.permutations.may_permute(self.batch.n, self.batch.num_rows):
-            permuted = permuted_use(capture, losses, analysis.batch_axes, self.parameters)
-            if permuted is not None:
-                problem = PERMUTED.format(permuted)
-                self.cache.add(Analysis((), (), problem))
-                raise _NoCapture(problem)
+        axes = self._axes_of(capture)
         leftover = capture.backward(total.sum(), self.parameters)
         if leftover:
             raise _NoCapture(f"parameter {leftover[0]!r} is used by a function without a rule")
-        for use, batch_axis in zip(capture.uses, analysis.batch_axes, strict=True):
-            if use.grads_out is None:
-                continue
-            use.check_unchanged()
-            if batch_axis is None and bool(use.grads_out.any()):
-                self.cache.pop(signatures, None)  # the next batch may show its batch axis
-                raise _NoCapture(f"the examples that were examined give {use} no gradient")
+        for use in capture.uses:
+            if use.grads_out is not None:
+                use.check_unchanged()
         found = Captured(
             capture.uses,
-            analysis.batch_axes,
+            axes.batch_axes,
             {n: local_of(p) for n, p in {**self.parameters, **capture.stand_ins}.items()},
             capture.derived,
             n=self.batch.n,
             keep=str(METHODS[self.method]),
         )
         return found, losses.detach(), aux
+
+    def _axes_of(self, capture: Capture) -> Axes:
+        """Return the batch axes of captured uses; refuse those that were not examined."""
+        signatures = tuple([use.signature for use in capture.uses])
+        found = self.cache.axes.get(signatures) or self.examine()
+        if isinstance(found, str):
+            raise _NoCapture(found)
+        if found is None or found.signatures != signatures or capture.hooked:
+            raise _NoCapture("the uses of parameters differ from those that were examined")
+        misfit = found.misfit(capture.uses, self.batch.n)
+        if misfit is not None:
+            self.cache.add(ELSEWHERE.format(misfit))
+            raise _NoCapture(ELSEWHERE.format(misfit))
+        return found

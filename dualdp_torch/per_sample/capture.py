@@ -14,7 +14,6 @@ import contextlib
 import inspect
 import weakref
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -40,7 +39,6 @@ from dualdp_torch.per_sample.parameter_use import (
     refuse_reentrant_checkpoints,
     refuse_transforms,
 )
-from dualdp_torch.per_sample.row_permutation import RowPermutations, indexes_unseen
 from dualdp_torch.per_sample.tensor_parallel import layout_of
 from dualdp_torch.rules import REWRITES, RULES
 from dualdp_torch.rules.base import Rule, Tensor
@@ -53,6 +51,8 @@ _DIFFERENTIATE = {
 }
 #: Tensor with a gradient, which makes outputs of the first layers part of the graph.
 _LEAF = torch.zeros((), requires_grad=True)
+#: Functions by which sequences are sorted and packed.
+_PACKING = {Tensor.index_select, torch._pack_padded_sequence}
 _BATCH_NORM = ("input", "running_mean", "running_var", "weight", "bias", "training")
 
 
@@ -85,7 +85,7 @@ class Capture(TorchFunctionMode):
         self._names = dict(names)
         self._model, self.stand_ins = model, dict[str, Tensor]()
         self._not_parameters: dict[int, Tensor] = {}
-        self.permutations = RowPermutations(partial(indexes_unseen, model, self.uses))
+        self._orders: dict[int, tuple[Tensor, Tensor]] = {}  # by id; kept alive likewise
         self._from_parameters: dict[int, Tensor] = {}  # by id; kept alive so that ids stay unique
         self._on_use, self._skip, self._seen = on_use, skip, 0
         self._skipped: set[tuple[Any, ...]] = set()
@@ -107,9 +107,7 @@ class Capture(TorchFunctionMode):
             and rewrite.covers(args, kwargs)
         ):
             refuse_transforms(func)
-            if not rewrite.follows:
-                self.permutations.note_use(args, kwargs)
-            with self, self.permutations.ignored():
+            with self:
                 return rewrite.function(self, *args, **kwargs)
         rule = RULES.get(func)
         if rule is None:
@@ -199,12 +197,28 @@ class Capture(TorchFunctionMode):
     def _plain(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the function unchanged, and note outputs computed from parameters alone."""
         out = func(*args, **kwargs)
-        self.permutations.note(func, args, kwargs, out)
+        if func in _PACKING:
+            self._note_order(func, args, out)
         outs = out if type(out) in (tuple, list) else (out,)
         made = [o for o in outs if isinstance(o, Tensor) and o.requires_grad]
         if made and self._takes_parameters_alone(args, kwargs):
             self._from_parameters |= {id(o): o for o in made if id(o) not in self._names}
         return out
+
+    def _note_order(self, func: Any, args: tuple[Any, ...], out: Any) -> None:
+        """Note the order in which a packed sequence holds the examples."""
+        if func is Tensor.index_select and len(args) == 3 and args[2].dim() == 1:
+            self.follow(out, args[2])
+        elif func is torch._pack_padded_sequence and id(args[0]) in self._orders:
+            self.follow(out[0], self._orders[id(args[0])][1])
+
+    def order_of(self, data: Tensor) -> Tensor | None:
+        """Return the order of the examples in packed data, if they were sorted, or None."""
+        return self._orders[id(data)][1] if id(data) in self._orders else None
+
+    def follow(self, data: Tensor, order: Tensor) -> None:
+        """Note that packed data hold the examples in this order."""
+        self._orders[id(data)] = data, order
 
     def _takes_parameters_alone(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """True if a call takes parameters, or what was computed from them, and no other graph."""
@@ -250,7 +264,6 @@ class Capture(TorchFunctionMode):
     ) -> Tensor:
         """Run the function on detached parameters, and record the use."""
         refuse_transforms(func)
-        self.permutations.note_use(args, kwargs)
         detached = {id(p): p.detach() for p in held.values()}
         out: Tensor = func(
             *[detached.get(id(a), a) for a in args],
@@ -325,7 +338,6 @@ class Capture(TorchFunctionMode):
             position=self._seen - 1,
             can_skip=can_skip,
             versions=[(tensor, tensor._version) for tensor in detached],
-            axis_permutations=self.permutations.of_axes,
             waits=is_left,
             layout=layout,
         )

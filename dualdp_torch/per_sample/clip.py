@@ -225,6 +225,12 @@ def clipped_sums(
     return {name: formed(name, reduce(name, total)) for name, total in each}
 
 
+def weighted_sums(gradients: Gradients, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return name -> sum of weight times gradient; rows without a weight are left out."""
+    used = torch.stack([w != 0 for w in {id(w): w for w in weights.values()}.values()]).any(0)
+    return dict(gradients.sums(weights, None if bool(used.all()) else used.nonzero().flatten()))
+
+
 def passes_again(gradients: Gradients, rows: Tensor | None, shards: Shards | None = None) -> bool:
     """True if the sum may come from a second pass: over the same rows, so that dropout is the same.
 

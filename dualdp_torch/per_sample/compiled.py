@@ -24,9 +24,15 @@ from dualdp import _validate
 from dualdp.exactness import CHECKS
 from dualdp.plan.clipping import CLIPPING
 from dualdp_torch.parallel.fsdp import refuse_tensor_parallel
-from dualdp_torch.per_sample.api import ClippedGradSum, LossFn, check_numbers, clipped_grad_sum
+from dualdp_torch.per_sample.api import (
+    ClippedGradSum,
+    Compute,
+    LossFn,
+    check_numbers,
+    clipped_grad_sum,
+)
 from dualdp_torch.per_sample.call import Call
-from dualdp_torch.per_sample.checks.spot_check import BatchNumbers
+from dualdp_torch.per_sample.checks.identity import Numbers
 from dualdp_torch.per_sample.clip import (
     below_static,
     clipped_sums,
@@ -34,8 +40,8 @@ from dualdp_torch.per_sample.clip import (
     static_clip_factors,
 )
 from dualdp_torch.per_sample.model_checks import require_module
-from dualdp_torch.per_sample.model_state import Start
 from dualdp_torch.per_sample.parameter_use import never_compiled
+from dualdp_torch.per_sample.random_state import Start
 from dualdp_torch.rules import choices
 from dualdp_torch.rules.base import Tensor
 from dualdp_torch.rules.precision import in_full_precision
@@ -52,8 +58,8 @@ class NotCompiledError(Exception):
 class _TracedCall(Call):
     """Call on tensors without data, of which no example can be analysed."""
 
-    def analyze(self) -> NoReturn:
-        """Refuse a forward that uses parameters otherwise than the analysed one."""
+    def examine(self) -> NoReturn:
+        """Refuse a forward that uses parameters otherwise than the examined one."""
         raise NotCompiledError("the graph uses parameters otherwise than the eager forward")
 
 
@@ -64,11 +70,6 @@ class _Request:
     call: Call
     bounds: Mapping[str, float]
     clipping: str
-
-    def only(self, row: int) -> _Request:
-        """Return the request with every example but one masked."""
-        mask = torch.arange(self.call.batch.n) == row
-        return replace(self, call=replace(self.call, mask=mask))
 
     def arguments(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Return mask (n,), bounds (groups,), the inputs, and parameters that are no input."""
@@ -124,18 +125,15 @@ class Program:
                 return found
             return [output.clone() for output in found]  # a replayed graph writes to the same ones
 
-    def numbers(self, request: _Request, found: Sequence[Tensor], inputs: Any) -> BatchNumbers:
-        """Return the outputs as numbers of the batch; a contribution runs the graph again."""
+    def numbers(self, request: _Request, found: Sequence[Tensor]) -> Numbers:
+        """Return the outputs as numbers of the batch."""
         norms, losses, _, *factors = found[len(self._factors_of) :]
         doubt = factors.pop() if self._has_doubt else None
 
-        def contribution(row: int) -> dict[str, Tensor]:
-            return dict(zip(self._factors_of, self(request.only(row), inputs), strict=False))
-
-        return BatchNumbers(
+        return Numbers(
             norms,
             losses,
-            contribution,
+            None,  # the graph's own factors are its only weights
             sums=dict(zip(self._factors_of, found, strict=False)),
             factors={name: factors[index] for name, index in self._factors_of.items()},
             bounds=request.bounds,
@@ -254,8 +252,9 @@ class CompiledGradSum:
         self.programs: list[Program] = []
         self.reasons: list[str] = []
         self._failed: dict[Any, Any] = {}
+        self._checked: dict[Any, Any] = {}
         self._request: _Request | None = None
-        self._found: tuple[Program, Sequence[Any], list[Tensor]] | None = None
+        self._found: tuple[Program, list[Tensor]] | None = None
 
         def losses(*batch: Any) -> Any:
             return loss_fn(model, *batch)
@@ -286,11 +285,11 @@ class CompiledGradSum:
         max_grad_norm: Any,
         mask: Tensor | None,
         check: str,
-        drawn: float | None = None,
+        drawn: int | None = None,
     ) -> tuple[ClippedGradSum, bool]:
         """Return the sum of one batch, and if its graph was compared with plain autograd.
 
-        A check takes the example at `drawn`, in [0, 1), of the batch; None for a random one.
+        `drawn` is the seed of a check; None for the next one of the cache.
         """
         call = Call.checked(
             self._loss_fn,
@@ -306,7 +305,7 @@ class CompiledGradSum:
         )
         call.drawn = drawn
         bounds = clipping_bounds(call.parameters, self._clipping, max_grad_norm)
-        found: list[tuple[BatchNumbers, int]] = []
+        found: list[tuple[Numbers, int]] = []
         was_compared = False
         for part, count in self._parts(call):
             numbers, compared = self._compiled(_Request(part, bounds, self._clipping))
@@ -353,39 +352,42 @@ class CompiledGradSum:
             own = mask[inside.to(mask.device)] & (rows < n).to(mask.device)
             yield replace(call, batch=call.batch.rows(inside), mask=own), min(size, n - start)
 
-    def _compiled(self, request: _Request) -> tuple[BatchNumbers | None, bool]:
+    def _compiled(self, request: _Request) -> tuple[Numbers | None, bool]:
         """Return numbers of the compiled graph, None to run eagerly, and if they were compared."""
         call = request.call
         if call.batch.n < 2 or not call.parameters:
             return None, False
-        if not call.cache:
-            call.analyze()  # raises for a model that mixes examples
-        if not call.cache:  # too few examples to see it
+        if not call.cache.is_known:
+            call.examine()  # raises for a model that mixes examples
+        if not call.cache.is_known:  # too few examples to see it
             return None, False
         key = call.batch.n, id(call.cache)
         if key in self._failed:
             return None, False
-        start = Start.of(call.model, ())
+        may_check = call.check == "always" or (call.check == "first" and key not in self._checked)
+        start = Start.of(call.model, is_checked=True) if may_check else None
         try:
-            program, inputs, found = self._run(request)
+            program, found = self._run(request)
         except NotCompiledError as error:
             self._failed[key] = call.cache  # kept alive so that its id stays unique
             self._note(str(error))
             return None, False
         if not program.are_valid(found):  # of this batch only
             return None, False
-        numbers = program.numbers(request, found, inputs)
-        is_due = call.check == "always" or (call.check == "first" and not program.was_checked)
+        numbers = program.numbers(request, found)
+        is_due = call.check == "always" or not program.was_checked
         is_due = is_due and (call.mask is None or bool(call.mask.any()))
-        if not is_due:
+        if start is None or not is_due:
             return numbers, False
         checked = replace(call, is_checked=True, start=start)
         check_numbers(checked, numbers, self._again(request))
         program.was_checked |= checked.was_compared
+        if checked.was_compared:
+            self._checked[key] = call.cache
         return numbers, checked.was_compared
 
-    def _run(self, request: _Request) -> tuple[Program, Sequence[Any], list[Tensor]]:
-        """Return the program for this batch, its inputs and its outputs."""
+    def _run(self, request: _Request) -> tuple[Program, list[Tensor]]:
+        """Return the program for this batch, and its outputs."""
         call = request.call
         call.choose_chunk_size()
         if call.cache.problem:
@@ -421,22 +423,22 @@ class CompiledGradSum:
             if request is None:
                 raise NotCompiledError("the losses were called from elsewhere")
             found = program(request, inputs)
-            self._found = program, inputs, found
-            return (program.numbers(request, found, inputs).losses,)
+            self._found = program, found
+            return (program.numbers(request, found).losses,)
 
         return run
 
-    def _again(self, request: _Request) -> Callable[[Call], tuple[BatchNumbers, Any]]:
+    def _again(self, request: _Request) -> Compute:
         """Return a function from a call on another model to the numbers of its own graph."""
 
-        def compute(call: Call) -> tuple[BatchNumbers, Any]:
+        def compute(call: Call) -> tuple[Numbers, dict[str, Tensor], Any]:
             other = CompiledGradSum(
                 self._loss_fn, call.model, self._clipping, self._method, None, self._backend, "off"
             )
             numbers, _ = other._compiled(replace(request, call=replace(call, check="off")))
             if numbers is None:
                 raise RuntimeError(f"The step can't be compiled again: {other.reasons}.")
-            return numbers, None
+            return numbers, {}, None
 
         return compute
 

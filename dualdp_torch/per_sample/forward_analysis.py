@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -17,15 +16,8 @@ from dualdp_torch.per_sample.analysis_cache import AnalysisCache, cached_analyse
 from dualdp_torch.per_sample.batch import Batch
 from dualdp_torch.per_sample.batch_axis import BatchAxis, of_single
 from dualdp_torch.per_sample.capture import Capture
-from dualdp_torch.per_sample.independence import (
-    ELSEWHERE,
-    PERMUTED,
-    Analysis,
-    analyze,
-    permuted_use,
-    with_reached_uses,
-)
-from dualdp_torch.per_sample.outputs import combined, float_leaves, projected
+from dualdp_torch.per_sample.examination import ELSEWHERE, examine
+from dualdp_torch.per_sample.outputs import projected
 from dualdp_torch.per_sample.parameter_use import USE_LOOP
 from dualdp_torch.per_sample.vmap_and_loop import gradients_set_aside
 
@@ -61,7 +53,7 @@ class ForwardAnalysis:
     def begin(self, batch: Batch) -> str | None:
         """Analyse a new model; return the reason why captured uses can't be trusted, or None."""
         self._batch, self.cache = batch, cached_analyses(self._model, self._loss, batch)
-        self._analyze_if(lambda: not self.cache)
+        self._examine_if(lambda: not self.cache.is_known)
         problem = self.cache.problem
         if problem and self._shards is not None:
             raise UnsupportedLayerError(
@@ -74,10 +66,10 @@ class ForwardAnalysis:
         self.skip = before if self.cache.skip is None else self.cache.skip
         return problem
 
-    def batch_axes(self, capture: Capture, outputs: Any) -> tuple[BatchAxis | None, ...]:
+    def batch_axes(self, capture: Capture) -> tuple[BatchAxis | None, ...]:
         """Return the batch axis of each use of the forward that has ended, None if not known."""
-        cache, signatures = self.cache, tuple(use.signature for use in capture.uses)
-        self._analyze_if(lambda: signatures not in cache or not cache[signatures].complete)
+        cache, signatures = self.cache, tuple([use.signature for use in capture.uses])
+        self._examine_if(lambda: signatures not in cache.axes)
         n, k = self._batch.n, self._batch.rows_per_unit
         if capture.hooked:
             raise UnsupportedLayerError(
@@ -85,75 +77,41 @@ class ForwardAnalysis:
                 f"gradient is captured before the hook. {USE_LOOP}"
             )
         if n == 1:
-            found = tuple(
+            return tuple(
                 of_single(use.out_shape, use.possible_axes, use.rule.rows_are_free, k)
                 for use in capture.uses
             )
-        elif signatures not in cache:
+        if signatures not in cache.axes:
+            reason = cache.problem or "fewer than two of its outputs are finite"
             raise UnsupportedLayerError(
-                "The model could not be examined on this batch: fewer than two of its outputs are "
-                "finite, or chance (layerdrop) or the other examples decide which layers run. "
-                f"{USE_LOOP}"
+                f"The model could not be examined on this batch: {reason}, or chance (layerdrop) "
+                f"or the other examples decide which layers run. {USE_LOOP}"
             )
-        else:
-            misfit = cache[signatures].misfit(capture.uses, n)
-            if misfit is not None:
-                cache.add(Analysis((), (), ELSEWHERE.format(misfit)))
-                raise UnsupportedLayerError(f"{ELSEWHERE.format(misfit)} {USE_LOOP}")
-            found = self._with_reached_uses(cache[signatures], capture, outputs).batch_axes
-        is_due, rounds = n > 1 and capture.permutations.may_permute(n, n * k), (n - 1).bit_length()
-        if self._shards is not None:  # as many backwards on all processes as one of them needs
-            is_due = bool(self._shards.largest(is_due))
-            rounds = self._shards.largest(rounds) if is_due else 0
-        if is_due:
-            checked = found if n > 1 else [None] * len(found)
-            with self._pause():
-                total = combined(float_leaves(outputs), rows_per_unit=k)
-                use = permuted_use(capture, total, checked, self._inside, rounds=rounds)
-            if use is not None:
-                raise UnsupportedLayerError(
-                    f"{PERMUTED.format(use)} Keep the examples in place, or use grad_sample_mode="
-                    '"functorch", or "loop" if the model picks rows by the data (experts, masks).'
-                )
-        return found
+        misfit = cache.axes[signatures].misfit(capture.uses, n)
+        if misfit is not None:
+            cache.add(ELSEWHERE.format(misfit))
+            raise UnsupportedLayerError(f"{ELSEWHERE.format(misfit)} {USE_LOOP}")
+        return cache.axes[signatures].batch_axes
 
-    def _with_reached_uses(self, analysis: Analysis, capture: Capture, outputs: Any) -> Analysis:
-        """Return the analysis with the axes that this batch shows, unless the model is sharded."""
-        if analysis.complete or self._shards is not None:
-            return analysis
-        with self._pause():
-            total = combined(float_leaves(outputs), rows_per_unit=self._batch.rows_per_unit)
-            found = with_reached_uses(
-                analysis, capture, total, self._inside, self._model, self._batch
-            )
-        self.cache.add(found)
-        if found.problem:
-            raise UnsupportedLayerError(
-                f"A layer that few examples reach can't be captured: {found.problem}. {USE_LOOP}"
-            )
-        return found
-
-    def _analyze_if(self, is_missing: Callable[[], bool]) -> None:
-        """Analyse the model if `is_missing`, on the examples of each such process in turn."""
+    def _examine_if(self, is_missing: Callable[[], bool]) -> None:
+        """Examine the model if `is_missing`, on the examples of each such process in turn."""
         missing = self._batch.n > 1 and is_missing()
         if self._shards is None:
             if missing:
-                self._analyze(self._batch)
+                self._examine(self._batch)
             return
         while (rank := self._shards.first_that(missing)) is not None:
             few = self._batch.rows(slice(0, _SAMPLE)).arguments()
             device = self._batch.tensors()[0].device
             sample = self._shards.sample_of(rank, few, device)
             k = self._batch.rows_per_unit
-            self._analyze(Batch(sample, shares=True, rows_per_unit=k))
+            self._examine(Batch(sample, shares=True, rows_per_unit=k))
             missing = missing and rank != self._shards.group.rank and is_missing()
 
-    def _analyze(self, batch: Batch) -> None:
-        """Analyse the model on a batch, and cache the result if it may be reused."""
-        writes = self.cache.writes
+    def _examine(self, batch: Batch) -> None:
+        """Examine the model on a batch, and cache the result if it may be reused."""
         with self._pause(), gradients_set_aside(self._inside), torch.enable_grad():
-            found = analyze(self._model, self._loss, batch, self._inside, writes=writes)
+            found = examine(self._model, self._loss, batch, self._inside)
         theirs, ours = batch.signature(), self._batch.signature()
-        is_ours = theirs == ours or (self._batch.n == 1 and theirs[:2] == ours[:2])
-        if is_ours and found is not None and (found.complete or found.signatures):
+        if theirs == ours or (self._batch.n == 1 and theirs[:2] == ours[:2]):
             self.cache.add(found)

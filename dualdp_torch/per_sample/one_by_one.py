@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,24 +14,22 @@ from torch.utils import _pytree as pytree
 from dualdp._validate import UnsupportedLayerError
 from dualdp_torch.per_sample.batch import Batch
 from dualdp_torch.per_sample.gradients import Formed
-from dualdp_torch.per_sample.model_state import unchanged_by_forward
 from dualdp_torch.per_sample.outputs import combined, float_leaves, require_rows
+from dualdp_torch.per_sample.random_state import on_copies
 from dualdp_torch.per_sample.vmap_and_loop import each_by_autograd
 from dualdp_torch.rules.base import Tensor
 
 
-def each_alone(
-    model: nn.Module, call: Callable[..., Any], batch: Batch, writes: Iterable[str]
-) -> list[Any]:
+def each_alone(model: nn.Module, call: Callable[..., Any], batch: Batch) -> list[Any]:
     """Return the outputs of `call` for each example alone, all from one state of the model.
 
-    Buffers named in `writes`, and attributes, are changed by the last example's forward only.
+    Buffers and attributes are changed by the last example's forward only.
     """
     found = []
     for row in range(batch.n):
         args, kwargs = batch.rows(slice(row, row + 1)).arguments()
         is_last = row == batch.n - 1
-        with contextlib.nullcontext() if is_last else unchanged_by_forward(model, writes):
+        with contextlib.nullcontext() if is_last else on_copies(model):
             found.append(call(*args, **kwargs))
     return found
 

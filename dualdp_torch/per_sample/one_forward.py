@@ -13,9 +13,9 @@ from dualdp_torch.per_sample.analysis_cache import AnalysisCache
 from dualdp_torch.per_sample.batch import Batch
 from dualdp_torch.per_sample.batch_axis import BatchAxis
 from dualdp_torch.per_sample.capture import Capture
-from dualdp_torch.per_sample.model_state import Start, State
 from dualdp_torch.per_sample.outputs import require_rows
 from dualdp_torch.per_sample.parameter_use import Derived, Use
+from dualdp_torch.per_sample.random_state import Start
 from dualdp_torch.rules.base import Tensor, wide
 
 
@@ -41,9 +41,7 @@ class Forward:
         self.differentiable: list[int] = []  # positions of those with a gradient
         self.cotangents: dict[int, Tensor] = {}  # gradients that arrived, by position
         self.reached: set[Use] = set()  # uses whose gradient arrived
-        self.written: list[str] = []  # names of the buffers that it wrote
-        self.end: State | None = None  # buffers at its end, if it is computed again
-        self.versions: list[tuple[Tensor, int]] = []  # of inputs and parameters then
+        self.versions: list[tuple[Tensor, int]] = []  # at its end, if it is computed again
 
     def hear(self, capture: Capture, axes: Sequence[BatchAxis | None], number: int) -> None:
         """Take the uses of an ended capture; names of derived tensors become unique by `number`."""
@@ -57,14 +55,12 @@ class Forward:
 
     def end_by_vmap(self, model: nn.Module, parameters: Iterable[Tensor]) -> None:
         """Note what the forward was computed from, as it is computed again by `vmap`."""
-        self.end = State(model)
-        tracked = [t for t in (*self.inputs(), *parameters) if not t.is_inference()]
+        given = (*self.inputs(), *parameters, *model.buffers())
+        tracked = [t for t in given if not t.is_inference()]
         self.versions = [(t, t._version) for t in tracked]
 
     def was_changed(self) -> bool:
         """True if inputs, parameters or buffers were written to since its end."""
-        if self.end is not None and not self.cache.writes.issuperset(self.end.written()):
-            return True
         return any(t._version != version for t, version in self.versions)
 
     @property
@@ -93,7 +89,7 @@ class Forward:
             use.versions.clear()
         self.uses, self.derived, self.stand_ins = {}, {}, {}
         self.outputs, self.cotangents, self.reached = [], {}, set()
-        self.end, self.versions = None, []
+        self.versions = []
         del self.batch
 
     def weighted(self, grad: Tensor) -> Tensor:

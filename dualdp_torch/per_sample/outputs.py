@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import reduce
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,47 +14,35 @@ from torch.utils import _pytree as pytree
 
 from dualdp._validate import UnsupportedLayerError
 from dualdp_torch.parallel.fsdp import is_sharded
-from dualdp_torch.per_sample.model_state import Start
+from dualdp_torch.per_sample.batch import Batch
 from dualdp_torch.rules.base import Tensor
-
-
-def projected(
-    model: nn.Module, args: Any, kwargs: Any, cotangents: Any = None, *, rows_per_unit: int = 1
-) -> Tensor:
-    """Return (n,) products of each example's model outputs with `cotangents`."""
-    return projected_outputs(model, args, kwargs, cotangents, rows_per_unit=rows_per_unit)[0]
 
 
 def projected_outputs(
     model: nn.Module, args: Any, kwargs: Any, cotangents: Any = None, *, rows_per_unit: int = 1
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return what `projected` does, and the outputs."""
+    """Return (n,) products of each example's model outputs with `cotangents`, and the outputs."""
     given = [t for t in pytree.tree_leaves((args, kwargs)) if torch.is_tensor(t)]
     rows = max(map(len, given))  # 1 in a tensor that all examples share
     outputs = float_leaves(model(*args, **kwargs))
     return combined(outputs, cotangents, rows, rows_per_unit), outputs
 
 
-def all_projected(model: nn.Module, *calls: Any, rows_per_unit: int = 1) -> Tensor:
-    """Return (n,) sums over several calls, each (args, kwargs, cotangents), of `projected`."""
-    each = [projected(model, *call, rows_per_unit=rows_per_unit) for call in calls]
-    return reduce(torch.add, each)
+def projected(model: nn.Module, args: Any, kwargs: Any, *, rows_per_unit: int = 1) -> Tensor:
+    """Return (n,) products of each example's model outputs with fixed numbers."""
+    return projected_outputs(model, args, kwargs, rows_per_unit=rows_per_unit)[0]
 
 
-def projected_together(
-    starts: Sequence[Start], model: nn.Module, *calls: Any, rows_per_unit: int = 1
-) -> Tensor:
-    """`all_projected` of calls between which the loop drew numbers.
+def forwards_of(
+    rows_per_unit: int, model: nn.Module, batch: Batch
+) -> list[Callable[[], tuple[Tensor, list[Tensor]]]]:
+    """Return the forwards of a batch of (args, kwargs, cotangents), for `identity.Reference`."""
 
-    Each call repeats the draws after its own start, if the first one does.
-    """
-    if not starts[0].random.is_as_before(model):
-        return all_projected(model, *calls, rows_per_unit=rows_per_unit)
-    each = list[Tensor]()
-    for start, call in zip(starts, calls, strict=True):
-        with start.replayed(model):
-            each.append(projected(model, *call, rows_per_unit=rows_per_unit))
-    return reduce(torch.add, each)
+    def run(call: tuple[Any, Any, Any]) -> tuple[Tensor, list[Tensor]]:
+        losses, outputs = projected_outputs(model, *call, rows_per_unit=rows_per_unit)
+        return losses, [output.unflatten(0, (-1, rows_per_unit)) for output in outputs]
+
+    return [partial(run, call) for call in batch.arguments()]
 
 
 def combined(

@@ -121,7 +121,6 @@ class Use:
         edge: graph edge at which the output's gradient arrives.
         position: index among all calls that rules cover.
         can_skip: True if the call can be run without being captured.
-        axis_permutations: hash of those before the call, see `RowPermutations.of_axes`.
         versions: saved inputs with their versions at the call.
         waits: True if the inputs come when an activation checkpoint runs again.
         grads_out: gradient of the output, or None before it arrives.
@@ -138,7 +137,6 @@ class Use:
     out_shape: torch.Size
     position: int
     can_skip: bool = True
-    axis_permutations: int = 0
     versions: list[tuple[Tensor, int]] = field(default_factory=list)
     waits: bool = False
     grads_out: Tensor | None = None
@@ -153,8 +151,7 @@ class Use:
     @property
     def signature(self) -> tuple[Any, ...]:
         """Key of this use that is equal for the same use on other data."""
-        axes = len(self.out_shape), self.axis_permutations
-        return self.function, tuple(self.held.items()), axes, self.position
+        return self.function, tuple(self.held.items()), len(self.out_shape), self.position
 
     @property
     def possible_axes(self) -> Sequence[int]:

@@ -1,20 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""States of the generators that a model may draw from, to repeat a forward with the same draws."""
+"""State before a forward, to repeat it: the generators that it draws from, and what it writes."""
 
 from __future__ import annotations
 
 import contextlib
 import pickle
 import random
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
+from dualdp._validate import UnsupportedLayerError
+from dualdp_torch.parallel.process_group import modules_of
 from dualdp_torch.rules.base import Tensor
 
 
@@ -108,3 +112,179 @@ def seed_generators(model: nn.Module, seed: int) -> None:
     now = RandomState.of(model)
     for generator, _ in now.shared + now.own:
         _access(generator)[2](seed)
+
+
+@contextlib.contextmanager
+def attributes_kept(model: nn.Module) -> Iterator[None]:
+    """Context that restores the attributes of modules, the content of lists and mappings too."""
+    kept: list[tuple[Any, Any]] = []
+    for attributes in map(vars, modules_of(model)):
+        kept.append((attributes, dict(attributes)))
+        for key, v in attributes.items():
+            # FSDP exchanges parameters, and a hook may remove itself for good.
+            if isinstance(v, list | dict | set) and key != "_parameters" and "_hooks" not in key:
+                kept.append((v, v.copy()))
+    try:
+        yield
+    finally:
+        for container, content in kept:
+            if isinstance(container, list):
+                container[:] = content
+            elif isinstance(container, set):
+                container.clear()
+                container.update(content)
+            elif [*map(id, container.values())] != [*map(id, content.values())] or (
+                container.keys() != content.keys()
+            ):
+                container.clear()
+                container.update(content)
+
+
+def buffers_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return name -> copy of every buffer."""
+    return {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+
+
+@contextlib.contextmanager
+def on_copies(model: nn.Module, values: Mapping[str, Tensor] | None = None) -> Iterator[None]:
+    """Context whose forwards write copies of the buffers; attributes are restored at its end.
+
+    The buffers themselves are not written, since a graph may hold them. `values` maps names to what
+    the copies hold instead.
+    """
+    given, copies = values or {}, dict[int, Tensor]()
+    for name, buffer in model.named_buffers():
+        copies[id(buffer)] = given.get(name, buffer).detach().clone()
+    with attributes_kept(model):
+        for buffers in [m._buffers for m in modules_of(model) if m._buffers]:
+            buffers.update({key: copies.get(id(b), b) for key, b in buffers.items()})
+        yield
+
+
+def checksums(model: nn.Module) -> dict[tuple[str, int], Tensor]:
+    """Return (name, size) -> sum of the bits of every parameter, which a write to it changes.
+
+    The size is that of what lies here, since FSDP gathers some parameters and frees others.
+    """
+    kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+    found = {}
+    for name, p in model.named_parameters():
+        held = p.detach()
+        local = held.to_local() if hasattr(held, "to_local") else held  # type: ignore[operator]
+        bits = local.contiguous().reshape(-1).view(kinds[local.element_size()])
+        found[name, len(bits)] = bits.sum(dtype=torch.int64)
+    return found
+
+
+def _numbers_of(module: nn.Module) -> dict[str, float]:
+    """Return name -> number of the attributes that are one, such as a count of calls."""
+    return {key: v for key, v in vars(module).items() if type(v) is int or type(v) is float}
+
+
+def refuse_written(before: Mapping[tuple[str, int], Tensor] | None, model: nn.Module) -> None:
+    """Refuse a model whose forward wrote a parameter since these checksums, if there are any."""
+    now = checksums(model) if before is not None else {}
+    for (name, size), total in (before or {}).items():
+        if (name, size) in now and total != now[name, size]:
+            raise UnsupportedLayerError(
+                f"The parameter {name!r} is written in forward: which of its numbers change tells "
+                "of the examples, without noise. Compute the changed values as a tensor in forward "
+                "(F.normalize(self.table.weight)), or write them after optimizer.step()."
+            )
+
+
+@dataclass(frozen=True)
+class Start:
+    """State before a forward: generators, buffers, and numbers that are attributes, by module.
+
+    `sums` are checksums of the parameters; None if the forward is repeated without being checked.
+    """
+
+    random: RandomState
+    buffers: dict[str, Tensor]
+    numbers: list[dict[str, float]]
+    sums: dict[tuple[str, int], Tensor] | None = None
+
+    @classmethod
+    def of(cls, model: nn.Module, *, is_checked: bool = False) -> Start:
+        """Return the state before the next forward."""
+        sums = checksums(model) if is_checked else None
+        numbers = [_numbers_of(module) for module in modules_of(model)]
+        return cls(RandomState.of(model), buffers_of(model), numbers, sums)
+
+    def on(self, model: nn.Module) -> Start:
+        """Return this state for a copy of the model, with the copy's own generators as they are."""
+        own = RandomState.of(model).own
+        return replace(self, random=replace(self.random, own=own))
+
+    def has_drawn(self, model: nn.Module) -> bool:
+        """True if numbers were drawn since."""
+        return not self.random.is_as_before(model)
+
+    @contextlib.contextmanager
+    def replayed(self, model: nn.Module) -> Iterator[None]:
+        """Context that begins in this state, and restores the present state at its end."""
+        with untouched_generators(model), on_copies(model, self.buffers):
+            self.random.put()
+            for module, numbers in zip(modules_of(model), self.numbers, strict=False):
+                vars(module).update(numbers)
+            yield
+
+
+def same_value(a: Tensor | None, b: Tensor | None) -> bool:
+    """True if two values of a buffer are equal, nan included."""
+    if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return bool(torch.equal(a, b) or torch.isclose(a, b, rtol=0, atol=0, equal_nan=True).all())
+
+
+def changed_buffers(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of buffers whose values differ, or that one of both has."""
+    return sorted(name for name in a.keys() | b.keys() if not same_value(a.get(name), b.get(name)))
+
+
+class NoRandomness(TorchFunctionMode):
+    """Mode without dropout, in which random draws return a constant."""
+
+    _constant = True
+
+    @classmethod
+    @contextlib.contextmanager
+    def of_dropout(cls) -> Iterator[None]:
+        """Context in which an active mode switches off dropout only."""
+        cls._constant = False
+        try:
+            yield
+        finally:
+            cls._constant = True
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in _DROPOUT:
+            return args[0] if args else kwargs["input"]
+        if func in _WITH_DROPOUT:
+            at, name = _WITH_DROPOUT[func]
+            at += func in _RECURRENT and isinstance(args[3], list)  # packed: one argument more
+            args = (*args[:at], *(0.0 for _ in args[at : at + 1]), *args[at + 1 :])
+            kwargs |= {name: 0.0} if name in kwargs else {}
+        out = func(*args, **kwargs)
+        return out.detach().fill_(0.5) if self._constant and func in _RANDOM else out
+
+
+_RECURRENT = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
+#: Functions with dropout inside: its position and name among the arguments.
+_WITH_DROPOUT = {
+    F.scaled_dot_product_attention: (4, "dropout_p"),
+    F.multi_head_attention_forward: (10, "dropout_p"),
+    **{function: (5, "dropout") for function in _RECURRENT},
+}
+_DROPOUT = {
+    *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout),
+    *(torch.dropout, torch.alpha_dropout, torch.feature_dropout, torch.feature_alpha_dropout),
+}
+_RANDOM = {
+    *(torch.rand, torch.randn, torch.rand_like, torch.randn_like, torch.normal, torch.bernoulli),
+    *(torch.Tensor.normal_, torch.Tensor.uniform_, torch.Tensor.bernoulli_),
+}

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,18 +12,13 @@ import torch
 from torch import nn
 
 from dualdp import _validate
-from dualdp.exactness import CHECKS, SpotCheck
+from dualdp.exactness import CHECKS
 from dualdp_torch.parallel.fsdp import refuse_tensor_parallel
 from dualdp_torch.per_sample.analysis_cache import AnalysisCache
 from dualdp_torch.per_sample.call import METHODS
-from dualdp_torch.per_sample.checks.criterion_check import (
-    REDUCTIONS,
-    CriterionCheck,
-    error_of,
-    sum_of_squares,
-)
-from dualdp_torch.per_sample.checks.model_check import ModelCheck, unclipped
-from dualdp_torch.per_sample.checks.tape import Tape
+from dualdp_torch.per_sample.checks import identity
+from dualdp_torch.per_sample.checks.identity import Numbers
+from dualdp_torch.per_sample.checks.twin import REDUCTIONS, Twins
 from dualdp_torch.per_sample.clip import (
     Terms,
     clip_factors,
@@ -35,12 +29,10 @@ from dualdp_torch.per_sample.clip import (
 )
 from dualdp_torch.per_sample.gradients import Gradients, Limits
 from dualdp_torch.per_sample.model_checks import require_module
-from dualdp_torch.per_sample.recorder import RECORDED, Recorder
+from dualdp_torch.per_sample.recorder import RECORDED, Recorder, numbers_of
 from dualdp_torch.rules.base import Tensor
 
-_checked: weakref.WeakKeyDictionary[nn.Module, dict[str, CriterionCheck]] = (
-    weakref.WeakKeyDictionary()
-)
+_ROWS = 4  # examples that are led through a block alone
 
 
 class Record:
@@ -63,33 +55,37 @@ class Record:
             return
         self._is_checked = True
         recorder.drop_unused()
-        recorder.tape.end()
         n = recorder.n or 0
-        if n > 1:
-            drawn = np.random.default_rng(n).random(4)
-            self._check_criterion(n, drawn)
+        if recorder.twins.is_on:
+            problem = recorder.twins.verdict(recorder.cotangents, self._reduction)
+            if problem is not None:
+                raise problem.raised(was_right=False)
+        if n:
             gradients = self._read()
             if recorder.start is not None and recorder.parameters:
-                terms = Terms(self._scale, {}, "flat", None)
-                numbers = unclipped(gradients, recorder.losses(self._scale))
-                check = SpotCheck(0, True, tuple(drawn))
-                if ModelCheck(recorder, numbers, terms).run(check, is_first=True):
-                    recorder.note_checked(self.purpose)
-        recorder.tape.clear()
+                self._check_model(gradients)
+        recorder.twins.clear()
 
-    def _check_criterion(self, n: int, drawn: Any) -> None:
-        """Check the operations between the model's outputs and the backward."""
-        recorder, tape = self._recorder, self._recorder.tape
-        own = _checked.setdefault(recorder.model, {})
-        criterion = own.setdefault(self._reduction, CriterionCheck(self._reduction))
-        is_known = criterion.knows(tape)
-        if is_known and self._check == "first":
-            return
-        sizes = sum_of_squares(recorder.cotangents, n)
-        rows = list(dict.fromkeys([int(np.argmax(sizes)), *map(int, drawn * n)]))
-        finding = criterion.check(tape, recorder.cotangents, rows, recorder.model)
-        if finding is not None:
-            raise error_of(finding, is_known)
+    def _check_model(self, gradients: Gradients) -> None:
+        """Compare the recorded gradients with their definition; take another way if need be."""
+        recorder, terms = self._recorder, Terms(self._scale, {}, "flat", None)
+        is_first, compared = not recorder.was_checked(self.purpose), False
+        seed = recorder.analyses.next_seed()
+
+        def compare(numbers: Numbers) -> None:
+            nonlocal compared
+            reference, again = recorder.reference(terms), recorder.numbers_again(terms)
+            compared = identity.check(
+                reference, numbers, again, seed=seed, is_first=is_first, what="the gradient"
+            )
+
+        numbers = numbers_of(gradients, recorder.losses(self._scale), terms)
+        with recorder.unchanged():
+            found = recorder.tried(numbers, terms, compare, is_first=is_first)
+        if found is not numbers:
+            self._gradients = found.gradients
+        if compared:
+            recorder.note_checked(self.purpose)
 
     @property
     def purpose(self) -> tuple[str, ...]:
@@ -99,7 +95,8 @@ class Record:
     def is_due(self, cache: AnalysisCache, several: bool = False) -> bool:
         """True if the gradients of the forward that begins are to be checked."""
         purpose = (*self.purpose, "several") if several else self.purpose
-        return self._check == "always" or (self._check == "first" and purpose not in cache.checked)
+        is_new = purpose not in cache.checked or cache.by_data
+        return self._check == "always" or (self._check == "first" and is_new)
 
     def _read(self) -> Gradients:
         """Return the gradients, taken from the recorder once."""
@@ -171,15 +168,21 @@ def record_per_sample(
     _validate.choice("loss_reduction", loss_reduction, REDUCTIONS)
     _validate.choice("method", method, RECORDED)
     _validate.choice("check", check, CHECKS)
-    tape = Tape()
-    recorder = Recorder(model, method=method, tape=tape)
+    twins = Twins()
+    recorder = Recorder(model, method=method, twins=twins)
     record = Record(recorder, loss_reduction, METHODS[method] or "all", check)
     recorder.is_due = record.is_due
     try:
         if check != "off":
-            tape.begin()
+            twins.rows_of = _rows
         yield record
         record.check()
     finally:
-        tape.end()
+        twins.clear()
         recorder.detach()
+
+
+def _rows(count: int) -> list[int]:
+    """Rows of a block that are led through it alone."""
+    drawn: list[int] = np.random.default_rng(count).permutation(count)[:_ROWS].tolist()
+    return drawn

@@ -14,6 +14,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial, reduce
 from typing import Any
 
@@ -23,46 +24,39 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from dualdp._validate import UnsupportedLayerError
+from dualdp.exactness import ExactnessError
 from dualdp_torch.parallel.fsdp import Shards, check_sharded, is_tensor_parallel
 from dualdp_torch.parallel.tensor_parallel import local_of, split_of
 from dualdp_torch.per_sample.analysis_cache import AnalysisCache
 from dualdp_torch.per_sample.batch import Batch
+from dualdp_torch.per_sample.call import Call
 from dualdp_torch.per_sample.capture import Capture
-from dualdp_torch.per_sample.checks.spot_check import ReferenceLosses
-from dualdp_torch.per_sample.checks.tape import (
-    RefuseReads,
-    Tape,
-    autocast_as,
-    autocast_dtypes,
-    insert_mode,
-    remove_mode,
+from dualdp_torch.per_sample.checks.identity import Numbers, Reference
+from dualdp_torch.per_sample.checks.twin import Twins
+from dualdp_torch.per_sample.clip import (
+    SecondPass,
+    Terms,
+    clip_factors,
+    clipped_sums,
+    norms_of,
+    weighted_sums,
 )
-from dualdp_torch.per_sample.clip import SecondPass, Terms
 from dualdp_torch.per_sample.clip_by_layer import Layered
 from dualdp_torch.per_sample.forward_analysis import ForwardAnalysis
-from dualdp_torch.per_sample.gradients import Captured, Formed, Gradients
-from dualdp_torch.per_sample.loss_inside import again_from_outputs, refused
+from dualdp_torch.per_sample.gradients import Captured, Formed, Gradients, Limits
+from dualdp_torch.per_sample.loss_inside import from_outputs
 from dualdp_torch.per_sample.model_checks import refuse_mixing_modules
-from dualdp_torch.per_sample.model_state import (
-    Start,
-    State,
-    attributes_kept,
-    numbers_on,
-    refuse_written,
-    restored,
-)
+from dualdp_torch.per_sample.modes import autocast_as, autocast_dtypes, remove_mode
 from dualdp_torch.per_sample.one_by_one import each_alone, gradients_alone, joined
 from dualdp_torch.per_sample.one_forward import Forward
 from dualdp_torch.per_sample.outputs import (
     Silent,
     WholeStep,
-    all_projected,
     combined,
     float_leaves,
+    forwards_of,
     hand_out,
-    projected,
     projected_outputs,
-    projected_together,
 )
 from dualdp_torch.per_sample.parameter_use import (
     USE_LOOP,
@@ -72,7 +66,12 @@ from dualdp_torch.per_sample.parameter_use import (
     graph_nodes,
     trainable_parameters,
 )
-from dualdp_torch.per_sample.random_state import RandomState, untouched_generators
+from dualdp_torch.per_sample.random_state import (
+    RandomState,
+    Start,
+    on_copies,
+    untouched_generators,
+)
 from dualdp_torch.per_sample.tensor_parallel import (
     refuse_vmap,
     require_same_draws,
@@ -81,6 +80,7 @@ from dualdp_torch.per_sample.tensor_parallel import (
 from dualdp_torch.per_sample.use_gradients import check_use
 from dualdp_torch.per_sample.vmap_and_loop import (
     CHANGED,
+    again_by_loop,
     again_by_vmap,
     are_set_aside,
     gradients_set_aside,
@@ -106,7 +106,8 @@ class Recorder:
     An example's gradient is the sum over all recorded forwards, whose rows are the same examples in
     the same order.
 
-    `tape` records the loop outside of the model; it need not be open. `detach` removes every hook.
+    `twins` are led through the loop outside of the model, if there are any. `detach` removes every
+    hook.
     An example is a unit of `rows_per_unit` consecutive rows of the model's arguments and outputs.
 
     Attributes:
@@ -120,6 +121,7 @@ class Recorder:
             with True as second argument, as one of several of a batch.
         require_inputs: function that refuses tensors which a forward may not get.
         forwards: recorded forwards, in order.
+        by_loop: True if each example runs alone, by the method or since nothing else was right.
         computes_loss: True if the model's forward computes the loss, too, so that only parameter
             uses are captured.
         shards: shards of a model under `fully_shard`, or None.
@@ -127,13 +129,18 @@ class Recorder:
     """
 
     def __init__(
-        self, model: nn.Module, *, method: str, tape: Tape, rows_per_unit: int = 1
+        self,
+        model: nn.Module,
+        *,
+        method: str,
+        twins: Twins | None = None,
+        rows_per_unit: int = 1,
     ) -> None:
         refuse_mixing_modules(model)
         self.split = split_of(model, method)
         check_sharded(model, method)
-        self.model, self.method, self.tape = model, method, tape
-        self.rows_per_unit = rows_per_unit
+        self.model, self.method, self.twins = model, method, twins or Twins()
+        self.rows_per_unit, self.by_loop = rows_per_unit, method == "loop"
         self.is_active, self.shards = True, Shards.of(model)
         self.terms: Terms | None = None
         self.row_factors: Tensor | None = None
@@ -155,11 +162,9 @@ class Recorder:
         self._paused, self.is_inside, self._eager = False, False, contextlib.ExitStack()
         self._repeats = False  # True once a batch had several forwards
         self._autocast: tuple[tuple[str, torch.dtype], ...] = ()  # at the last forward's begin
-        self._read_numbers: str | None = None  # of the model, where the loop reads some of a batch
         self._before: RandomState | None = None  # before the forward, of a tensor parallel model
         self._leaf = torch.zeros((), requires_grad=True)
         self._numbers = itertools.count()
-        self._functions = Tape()  # of a forward that may compute the loss
         self.forwards: list[Forward] = []
         self.clear()
         self._handles: list[Any] = [
@@ -230,7 +235,7 @@ class Recorder:
             del vars(self.model)[_CALL]
             for table, key in zip(tables, own, strict=True):
                 table.pop(key)
-            with self.pause(), self.tape.suspended():
+            with self.pause(), self.twins.suspended():
                 yield
         finally:
             vars(self.model)[_CALL] = guard
@@ -256,53 +261,26 @@ class Recorder:
         forward, problem = self._begin(args, kwargs)
         if problem and problem.endswith(USE_LOOP):  # the model differentiates in its forward
             raise UnsupportedLayerError(problem)
-        is_due = self.is_due(forward.cache) or (self._repeats and self.is_due(forward.cache, True))
+        is_due = self._is_due(forward)
         if self.method == "two_pass" or is_due:
-            forward.start = Start.of(model, forward.cache.writes)
-        self._state = State(model)
+            forward.start = Start.of(model, is_checked=is_due)
         if problem:
             refuse_vmap(self.split, problem)
         if self.method == "vmap" or problem:
             self._refuse_gradients_of_inputs(forward)
             self._without_graph = forward.by_vmap = True
             torch.set_grad_enabled(False)
-        if forward.cache.returns_number is not False and not self.computes_loss:
-            self._functions.begin()
         skip, keep = self._analysis.skip, partial(self._keep_grads_out, forward)
         self._mode = Capture(self._names, keep, skip, self.model)
         self._eager.enter_context(eagerly())
-        self._eager.enter_context(self._refusing_reads((args, kwargs)))
-        if self.computes_loss:
-            self.tape.end()  # there is no loss to find after it
         self._mode.__enter__()
+        if not forward.by_vmap:
+            self.twins.lead_model(forward.cache.returns_number)
 
-    @contextlib.contextmanager
-    def _refusing_reads(self, given: Any) -> Iterator[None]:
-        """Context of a forward, in which what else the loop made of the batch can't be read."""
-        apart = self.tape.computed_apart(given)
-        if apart.was_read:
-            self._refuse_read_numbers()
-        mode = RefuseReads(apart) if apart.tensors else None
-        if mode is not None:
-            insert_mode(mode, 0)
-        try:
-            yield
-        finally:
-            if mode is not None:
-                remove_mode(mode)
-
-    def _refuse_read_numbers(self) -> None:
-        """Refuse numbers of the model that change where the loop reads numbers from the batch."""
-        given = [number for number in self.tape.forwards[-1].numbers if type(number) is float]
-        numbers = repr((given, numbers_on(self.model)))
-        before, self._read_numbers = self._read_numbers, numbers
-        if before is not None and before != numbers:
-            raise UnsupportedLayerError(
-                "The loop reads numbers from the batch, as by item(), and the model's arguments or "
-                "attributes hold numbers that differ from the batch before: if they are made of "
-                "those, one example changes the others' gradients. Expected fixed numbers, or "
-                "a tensor with a row for each example."
-            )
+    def _is_due(self, forward: Forward) -> bool:
+        """True if a forward that begins may be run again for a check."""
+        cache = forward.cache
+        return self.is_due(cache) or (self._repeats and self.is_due(cache, True))
 
     def _records(self) -> bool:
         """True if a call of the model that begins now is to be recorded."""
@@ -310,7 +288,7 @@ class Recorder:
 
     def _begin(self, args: Any, kwargs: Any) -> tuple[Forward, str | None]:
         """Begin a recorded forward; return it, and why captured uses can't be trusted."""
-        with self.tape.suspended():
+        with self.twins.suspended():
             self._refuse_unrecordable()
             forward = Forward(self._batch((args, kwargs)), self.row_factors)
             self._refuse_other_rows(forward)
@@ -321,7 +299,7 @@ class Recorder:
                 self._before = RandomState.of(self.model)
             self.forwards.append(forward)
             self.is_inside = True
-            self.tape.enter_model(args, kwargs, forward.batch.num_rows)
+            self.twins.enter_model(args, kwargs, forward.batch.num_rows)
             self._autocast = autocast_dtypes()
         problem = self._analysis.begin(forward.batch)
         forward.cache = self._analysis.cache
@@ -333,16 +311,16 @@ class Recorder:
         if not self._records():
             return call(*args, **kwargs)
         call = self.model._call_impl
-        if self.method != "loop":
+        if not self.by_loop:
             return call(*args, **kwargs)
         forward, _ = self._begin(args, kwargs)
         self._refuse_gradients_of_inputs(forward)
-        state = State(self.model)
-        with self.pause(), eagerly(), self._refusing_reads((args, kwargs)):
-            forward.alone = each_alone(self.model, call, forward.batch, forward.cache.writes)
+        if self._is_due(forward):
+            forward.start = Start.of(self.model, is_checked=True)
+        with self.pause(), eagerly():
+            forward.alone = each_alone(self.model, call, forward.batch)
             require_same_draws(self.split, self.model, self._before)
             outputs = joined(forward.alone, self.rows_per_unit)
-        forward.written = state.written()
         return self._hand_out(forward, outputs)
 
     def _refuse_unrecordable(self) -> None:
@@ -447,7 +425,6 @@ class Recorder:
             self.abandon()
             return None
         mode, forward = self._mode, self.forwards[-1]
-        forward.written = self._state.written()
         forward.has_drawn = forward.start is not None and forward.start.has_drawn(self.model)
         self._leave_forward()
         require_same_draws(self.split, self.model, self._before)
@@ -459,7 +436,7 @@ class Recorder:
                     "The model checkpoints activations under fully_shard, which gathers parameters "
                     "once more in the backward. Use one of the two."
                 )
-            axes = self._analysis.batch_axes(mode, outputs)
+            axes = self._analysis.batch_axes(mode)
             forward.hear(mode, axes, next(self._numbers))
             self._begin_layers(forward)
             if self.shards is not None and (self.layered or self.method == "two_pass"):
@@ -476,36 +453,25 @@ class Recorder:
         numbers = [leaf for leaf in leaves if _is_number(leaf) and floats and floats[0].dim()]
         forward.cache.returns_number = bool(numbers)
         kept = {id(leaf): self._handed_out(forward, leaf) for leaf in floats}
-        own = [leaf for leaf in leaves if id(leaf) not in {id(number) for number in numbers}]
-        self.tape.leave_model([kept.get(id(leaf), leaf) for leaf in own])
         for number in numbers:
-            kept[id(number)] = self._number_again(forward, floats, kept, number)
-        self._functions.clear()
+            made = [leaf for leaf in floats if kept[id(leaf)].requires_grad]
+            kept[id(number)] = from_outputs(self, number, made, [kept[id(m)] for m in made])
+        tensors = [
+            leaf for leaf in leaves if torch.is_tensor(leaf) and not _is_among(leaf, numbers)
+        ]
+        self.twins.leave_model(
+            [(leaf, kept.get(id(leaf), leaf)) for leaf in tensors],
+            [(number, kept[id(number)]) for number in numbers],
+        )
         self.is_inside = False
         return pytree.tree_unflatten([kept.get(id(leaf), leaf) for leaf in leaves], spec)
-
-    def _number_again(
-        self, forward: Forward, outputs: list[Tensor], kept: dict[int, Any], number: Tensor
-    ) -> Tensor:
-        """Return a number of the model made from its outputs in the loop, or one for reading."""
-        again = None
-        if not forward.by_vmap:  # whose functions ran without gradients
-            handed_out = [kept[id(output)] for output in outputs]
-            again = again_from_outputs(self._functions, outputs, handed_out, number)
-        with self.tape.suspended():
-            is_same = again is not None and is_same_forward(again.detach(), number.detach())
-        if again is None or not is_same:
-            again = refused(self._leaf, number, by_vmap=forward.by_vmap)
-            self.tape.note_number(again)
-        self.tape.computes_loss = True
-        return again
 
     def _leave_forward(self) -> None:
         """Restore function modes and grad mode to their state before the forward."""
         mode, self._mode = self._mode, None
         if mode is not None:
             remove_mode(mode)
-        self._functions.end()
+        self.twins.end()
         self._eager.close()
         if self._without_graph:
             self._without_graph = False
@@ -517,20 +483,19 @@ class Recorder:
             self.is_inside = False
             self._leave_forward()
             self.forwards.pop().close()
-            self.tape.rewind(len(self.forwards))
+            self.twins.rewind(len(self.forwards))
 
     def begin_again(self) -> None:
         """Forget the recorded forwards, and the loop's operations since then."""
         self.clear()
-        self.tape.rewind()
+        self.twins.rewind()
 
     def zeroing(self) -> AbstractContextManager[None]:
         """Return the context of a `zero_grad`; forget the forwards whose gradients arrived."""
         if not self._paused and (self.has_gradients or self._in_backward):
             self._keep_forwards(lambda forward: not forward.has_gradient())
-            self.tape.backwards = []
             self.has_gradients = self._in_backward = False
-        return self.tape.suspended()
+        return self.twins.suspended()
 
     def drop_unused(self) -> None:
         """Forget the forwards that no backward reached: they add nothing to any gradient."""
@@ -540,7 +505,7 @@ class Recorder:
         for index, forward in reversed(list(enumerate(self.forwards))):
             if not is_kept(forward):
                 self.forwards.pop(index).close()
-                self.tape.drop(index)
+                self.twins.drop(index)
 
     def _begin_layers(self, forward: Forward) -> None:
         """Clip layer by layer during the backward, if the model is sharded and clips per layer."""
@@ -595,7 +560,6 @@ class Recorder:
             )
         begins = not self._in_backward
         self._in_backward, self.has_gradients = True, False
-        self.tape.reached()
         if begins:
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
 
@@ -641,18 +605,12 @@ class Recorder:
         """Floating-point tensors that the recorded forwards returned."""
         return [output for forward in self.forwards for output in forward.outputs]
 
-    @property
-    def has_drawn(self) -> bool:
-        """True if a forward drew random numbers; known only with `start`."""
-        return any(forward.has_drawn for forward in self.forwards)
-
     def free_outputs(self) -> None:
         """Free the outputs and their gradients, unless the model is run again."""
         if not any(forward.needs_values for forward in self.forwards):
             for forward in self.forwards:
                 empty = {i: g.new_empty(0) for i, g in forward.cotangents.items()}
                 forward.cotangents = empty
-            self.tape.free_outputs()
 
     def _escaped(self, name: str, grads: Any) -> None:
         """Refuse a gradient that reached a parameter outside of all captured calls."""
@@ -675,7 +633,6 @@ class Recorder:
     def gradients(self, scale: float, keep: str) -> Gradients:
         """Return the gradients of each example's own loss; `scale` undoes the loss reduction."""
         n = self.require_backward()
-        self.refuse_written()
         captured = [forward for forward in self.forwards if not forward.is_formed]
         uses = {use: axis for forward in captured for use, axis in forward.uses.items()}
         for use, batch_axis in uses.items():
@@ -713,8 +670,17 @@ class Recorder:
                 raise ChangedInPlaceError(CHANGED)
             batch = self._batch((*forward.batch.arguments(), cotangents))
             loss = partial(projected_outputs, rows_per_unit=self.rows_per_unit)
+            again = self.model, loss, batch, self.parameters, forward.outputs
             with gradients_set_aside(self.parameters):
-                return again_by_vmap(self.model, loss, batch, self.parameters, forward.outputs)
+                try:
+                    return again_by_vmap(*again)
+                except UnsupportedLayerError as error:
+                    found = again_by_loop(*again) if self.method == "auto" else None
+                    if found is None:
+                        raise
+                    forward.cache.give_up_vmap(self.model, str(error))
+                    self.by_loop = True
+                    return found
 
     @property
     def start(self) -> Start | None:
@@ -738,21 +704,6 @@ class Recorder:
         """Note that this purpose was checked, for one forward or for several of a batch."""
         for forward in self.forwards:
             forward.cache.checked |= {purpose, self._purpose(purpose)}
-
-    def refuse_written(self) -> None:
-        """Refuse buffers written by a forward, unless every batch writes the same values."""
-        for forward in self.forwards:
-            names, allowed = forward.written, forward.cache.writes
-            if allowed.issuperset(names):
-                continue
-            if self.shards is not None:
-                raise UnsupportedLayerError(
-                    f"The buffers {names} of a model under fully_shard changed in forward. "
-                    "Freeze them."
-                )
-            with self.pause():
-                refuse_written(self.model, self._call, forward.batch, names)
-            allowed.update(names)
 
     def _call(self, batch: Batch) -> Any:
         args, kwargs = batch.arguments()
@@ -837,39 +788,74 @@ class Recorder:
         cotangents = [g for forward in self.forwards for g in forward.scaled_cotangents(scale)]
         return combined(self.outputs, cotangents, rows_per_unit=self.rows_per_unit)
 
-    def subject(self, scale: float, mask: Tensor | None = None) -> ReferenceLosses:
-        """Return the reference for the recorded gradients: those of each row of `losses`, alone."""
-        first = self.forwards[0]
-        assert first.start is not None
-        k = self.rows_per_unit
+    def reference(self, terms: Terms) -> Reference:
+        """Return the definition of the recorded gradients, for a check."""
+        starts = [forward.start for forward in self.forwards if forward.start is not None]
+        scale, first = terms.scale, self.forwards[0]
         if self.computes_loss:
-            loss = partial(projected, rows_per_unit=k)
-            return ReferenceLosses(
-                loss, self.model, first.batch, self.parameters, first.start, mask=mask
+            calls, alone, batch = _loss_called, _loss_alone, first.batch
+            return Reference(
+                calls, self.model, batch, self.parameters, starts, mask=terms.mask, alone=alone
             )
-        calls = ((*f.batch.arguments(), f.scaled_cotangents(scale)) for f in self.forwards)
-        batch = self._batch(tuple(calls))
-        starts = [f.start for f in self.forwards if f.start is not None]
-        has_several_draws = len(starts) > 1 and self.has_drawn
-        together = partial(projected_together, starts) if has_several_draws else all_projected
-        loss = partial(together, rows_per_unit=k)
-        return ReferenceLosses(loss, self.model, batch, self.parameters, first.start, mask=mask)
+        each = ((*f.batch.arguments(), f.scaled_cotangents(scale)) for f in self.forwards)
+        calls = partial(forwards_of, self.rows_per_unit)
+        batch = self._batch(tuple(each))
+        return Reference(calls, self.model, batch, self.parameters, starts, mask=terms.mask)
+
+    def numbers_again(
+        self, terms: Terms, method: str | None = None
+    ) -> Callable[[Reference], Numbers]:
+        """Return a function from another reference to numbers by a method, or the recorder's."""
+        # No bound method, so that no reference cycle keeps the recorder's tensors alive.
+        again = _recorded if self.computes_loss else _called
+        return partial(again, method or self.method, terms)
+
+    def tried(
+        self, numbers: Numbers, terms: Terms, check: Callable[[Numbers], None], *, is_first: bool
+    ) -> Numbers:
+        """Return checked numbers; on a first batch of "auto" those of another way if need be.
+
+        Captured uses are tried first, then `vmap`, then the loop. A forward that draws random
+        numbers has only the first way, as the others would draw other ones.
+        """
+        try:
+            check(numbers)
+            return numbers
+        except ExactnessError as error:
+            drew = any(f.start is not None and f.has_drawn for f in self.forwards)
+            if self.method != "auto" or not is_first or self.computes_loss or drew:
+                raise
+            failure = error
+        for way in ("vmap", "loop"):
+            with contextlib.suppress(ExactnessError, UnsupportedLayerError):
+                other = self.numbers_again(terms, way)(self.reference(terms))
+                check(other)
+                for forward in self.forwards:
+                    forward.cache.give_up_uses(self.model, str(failure))
+                    if way == "loop":
+                        forward.cache.give_up_vmap(self.model, str(failure))
+                        self.by_loop = True
+                return other
+        raise failure
 
     @contextlib.contextmanager
     def unchanged(self) -> Iterator[None]:
         """Context in which the model may be run; its state and generators are restored after."""
         with (
             self.pause(),
-            self.tape.suspended(),
+            self.twins.suspended(),
             eagerly(),
             torch.enable_grad(),
             untouched_generators(self.model),
-            restored(self.model, self.analyses.writes),
-            attributes_kept(self.model),
+            on_copies(self.model),
             # The host's, around its step.
             autocast_as(self._autocast) if self.computes_loss else contextlib.nullcontext(),
         ):
             yield
+
+
+def _is_among(leaf: Tensor, others: list[Tensor]) -> bool:
+    return any(leaf is other for other in others)
 
 
 def _is_number(leaf: Any) -> bool:
@@ -901,3 +887,83 @@ class Zeroing:
         """Drop what was recorded, then set the gradients to zero."""
         with self._recorder.zeroing():
             return self._call(*args, **kwargs)
+
+
+def numbers_of(gradients: Gradients, losses: Tensor, terms: Terms) -> Numbers:
+    """Return the numbers of a batch for a check: clipped, or as they are without bounds."""
+    own = Numbers(
+        norms=losses,
+        losses=losses,
+        weighted_sum=partial(weighted_sums, gradients),
+        clipping=terms.clipping,
+        gradients=gradients,
+        runs_examples=isinstance(gradients, Formed),
+        is_definition=len(losses) == 1,
+    )
+    if not terms.bounds:
+        norms = norms_of(gradients, Limits(), len(losses))[1]
+        return replace(own, norms=norms, doubt=gradients.doubt)
+    factors = clip_factors(gradients, len(losses), terms.bounds, terms.clipping, terms.mask)
+    return replace(
+        own,
+        norms=factors.norms,
+        factors=factors.of,
+        bounds=terms.bounds,
+        sums=clipped_sums(gradients, factors),
+        doubt=gradients.doubt,
+    )
+
+
+def _projected(rows_per_unit: int, model: nn.Module, *calls: Any) -> Tensor:
+    """Return (n,) products of outputs and cotangents of several forwards."""
+    each = [projected_outputs(model, *call, rows_per_unit=rows_per_unit)[0] for call in calls]
+    return reduce(torch.add, each)
+
+
+def _called(method: str, terms: Terms, reference: Reference) -> Numbers:
+    """Return the numbers of another reference, by the same method."""
+    call = Call.checked(
+        partial(_projected, reference.batch.rows_per_unit),
+        reference.model,
+        reference.batch,
+        method=method,
+        has_aux=False,
+        physical_batch_size=None,
+        max_memory=None,
+        mask=reference.mask,
+    )
+    call = call.on(reference.model, reference.batch, dict(reference.parameters))
+    with reference.starts[0].replayed(reference.model):
+        gradients, found, _ = call.gradients()
+        return numbers_of(gradients, found, terms._replace(mask=reference.mask))
+
+
+def _recorded(method: str, terms: Terms, reference: Reference) -> Numbers:
+    """Record a forward that computes its loss, and return its numbers."""
+    n, k = reference.batch.n, reference.batch.rows_per_unit
+    recorder = Recorder(reference.model, method=method, rows_per_unit=k)
+    args, kwargs = reference.batch.arguments()
+    try:
+        with reference.starts[0].replayed(reference.model), torch.enable_grad():
+            reference.model.loss(*args, **kwargs).backward()  # type: ignore[operator]
+        gradients = recorder.gradients(1.0 if terms.scale == 1 else float(n), "small")
+        return numbers_of(gradients, torch.zeros(n), terms._replace(mask=reference.mask))
+    finally:
+        recorder.detach()
+
+
+def _loss_alone(model: nn.Module, batch: Batch) -> Tensor:
+    """Return the scalar loss of a forward that computes it, too."""
+    args, kwargs = batch.arguments()
+    found: Tensor = model.loss(*args, **kwargs)  # type: ignore[operator]
+    return found
+
+
+def _loss_called(model: nn.Module, batch: Batch) -> list[Callable[[], tuple[Tensor, list[Tensor]]]]:
+    """Return the forward of a batch that computes the loss, of which no row has its own output."""
+
+    def run() -> tuple[Tensor, list[Tensor]]:
+        _loss_alone(model, batch)
+        return torch.zeros(batch.n), []
+
+    return [run]

@@ -11,12 +11,14 @@ from torch import nn
 
 from dualdp import _validate
 from dualdp._validate import UnsupportedLayerError
+from dualdp.exactness import ExactnessError
 from dualdp_torch.parallel.fsdp import refuse_tensor_parallel
+from dualdp_torch.per_sample.api import per_sample_norms
 from dualdp_torch.per_sample.batch import Batch, check_losses
-from dualdp_torch.per_sample.independence import analyze
+from dualdp_torch.per_sample.examination import examine
 from dualdp_torch.per_sample.model_checks import Finding, module_findings, require_module
 from dualdp_torch.per_sample.parameter_use import trainable_parameters
-from dualdp_torch.per_sample.random_state import untouched_generators
+from dualdp_torch.per_sample.random_state import on_copies, untouched_generators
 
 
 def validate(
@@ -53,11 +55,14 @@ def validate(
             "whether they mix."
         )
     try:
-        proof = analyze(model, loss_fn, examples, parameters)
-    except UnsupportedLayerError as error:
+        found = examine(model, loss_fn, examples, parameters)
+        if found is not None and parameters:
+            with untouched_generators(model), on_copies(model):
+                per_sample_norms(loss_fn, model, *batch, check="always")
+    except (UnsupportedLayerError, ExactnessError) as error:
         reason, _, what_to_do = str(error).partition(". ")
         return [Finding("", type(model).__name__, reason, what_to_do)]
-    if proof is None:
+    if found is None:
         raise ValueError(
             "Fewer than two losses of the batch are finite. Expected a batch to train on."
         )

@@ -223,11 +223,30 @@ def again_by_vmap(
             "The model draws its randomness (dropout) itself and goes through vmap, which can't "
             f"draw those of the recorded forward again. {USE_LOOP}"
         ) from error
+    if not _are_outputs(again, outputs):
+        raise ChangedInPlaceError(CHANGED)
+    return found
+
+
+def _are_outputs(again: Sequence[Tensor], outputs: Sequence[Tensor]) -> bool:
+    """True if outputs that were computed again are the first ones, up to rounding."""
     for ours, theirs in zip(again, outputs, strict=True):
         share = _ROUNDING_OF_VMAP.get(theirs.dtype, 1e-1) * (10 if theirs.is_cuda else 1)
         if not is_same_forward(ours.reshape(theirs.shape), theirs, share):
-            raise ChangedInPlaceError(CHANGED)
-    return found
+            return False
+    return True
+
+
+def again_by_loop(
+    model: nn.Module,
+    loss_fn: Callable[..., Any],
+    batch: Batch,
+    parameters: Mapping[str, Tensor],
+    outputs: Sequence[Tensor],
+) -> Formed | None:
+    """Return gradients of a forward repeated for each example alone; None if it is another one."""
+    found, _, again = by_loop(model, loss_fn, batch, parameters, True)
+    return found if _are_outputs([out.detach() for out in again], outputs) else None
 
 
 def by_loop(

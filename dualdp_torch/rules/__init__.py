@@ -70,13 +70,11 @@ class Rewrite(NamedTuple):
     Attributes:
         function: callable that takes the capture, then the arguments of the original.
         covers: predicate of (args, kwargs), True if this call can be rewritten.
-        follows: True if it keeps track of the order in which a packed sequence holds the examples.
         writes: True if it changes its first argument; calls that change a parameter are left.
     """
 
     function: Callable[..., Any]
     covers: Callable[[tuple[Any, ...], dict[str, Any]], bool] = lambda args, kwargs: True
-    follows: bool = False
     writes: bool = False
 
 
@@ -86,7 +84,7 @@ REWRITES: dict[Callable[..., Any], Rewrite] = {
     ),
     F.embedding_bag: Rewrite(bilinear_prelu_cells.embedding_bag, bilinear_prelu_cells.covers_bag),
     **{
-        function: Rewrite(rnn.recurrent(function), follows=True)
+        function: Rewrite(rnn.recurrent(function))
         for function in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
     },
     torch.lstm_cell: Rewrite(bilinear_prelu_cells.lstm_cell),

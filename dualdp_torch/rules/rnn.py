@@ -120,9 +120,7 @@ def recurrent(function: Callable[..., Any]) -> Callable[..., Any]:
             stacked = tuple(s[:, order] for s in stacked)
         data = torch._pack_padded_sequence(x, lengths, False)[0]
         if order is not None:
-            capture.permutations.follow(data, None, order)
-            for s in stacked:
-                capture.permutations.follow(s, 1, order)
+            capture.follow(data, order)
         return (data, *stacked)
 
     return rewritten
@@ -134,7 +132,7 @@ def _padded(
     """Padded x (t, n, i), states in batch order, mask of live steps (t, n, 1), packed order."""
     x, _ = torch._pad_packed_sequence(data, sizes, False, 0.0, len(sizes))
     alive = (torch.arange(int(sizes[0])) < sizes.unsqueeze(1)).unsqueeze(2).to(data.device)
-    order = capture.permutations.order_of(data)
+    order = capture.order_of(data)
     if order is None:
         return x, state, alive, None
     back = order.argsort()

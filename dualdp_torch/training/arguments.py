@@ -17,6 +17,7 @@ from dualdp.plan import arguments
 from dualdp.plan.plan import PrivacyPlan
 from dualdp.plan.units import UserRows, rows_of_data
 from dualdp_torch.parallel.fsdp import check_sharded
+from dualdp_torch.per_sample.checks.twin import REDUCTIONS
 from dualdp_torch.per_sample.clip import clipping_bounds, refuse_two_pass
 from dualdp_torch.per_sample.model_checks import refuse_mixing_modules, require_module
 from dualdp_torch.per_sample.parameter_use import trainable_parameters
@@ -26,7 +27,6 @@ from dualdp_torch.training.loader import check_loader, expected_batch_size, most
 from dualdp_torch.training.opacus_names import advice
 from dualdp_torch.training.views import Augment, Views
 
-REDUCTIONS = ("mean", "sum")
 #: Our methods for per-sample gradients and Opacus' names for them -> our method.
 GRAD_SAMPLE_MODES = {
     **{method: method for method in RECORDED},

@@ -38,6 +38,7 @@ from dualdp_torch.training.loader import (
 from dualdp_torch.training.opacus_names import missing_in
 from dualdp_torch.training.own_loop import OwnLoopLoader
 from dualdp_torch.training.rank_consistency import agreed
+from dualdp_torch.training.rehearsal import rehearse
 from dualdp_torch.training.step import PrivateStep, Stages, set_temporarily
 from dualdp_torch.training.views import Augment
 
@@ -546,6 +547,27 @@ class PrivacyEngine:
         """
         with self._require_step().pause():
             yield
+
+    def rehearse(self, step: Callable[[Any], torch.Tensor], batch: Any) -> list[str]:
+        """Try a loss on single rows and on other rows; nothing is recorded or released.
+
+        The thorough look before a long run: it sees what goes through NumPy, Python numbers and
+        functions of one's own, too, which the checks of a run only note.
+
+        Args:
+            step: function of a batch that calls the model and returns the scalar loss.
+            batch: at least two examples as the loader gives them, of any data.
+
+        Returns:
+            Sentences that say what depends on other examples; none if nothing was found.
+
+        Raises:
+            AccountingError: the engine is not attached.
+            ValueError: fewer than two examples.
+        """
+        private = self._require_step()
+        with private.pause():
+            return rehearse(private.recorder.model, step, batch, self._settings.loss_reduction)
 
     def compile(
         self,

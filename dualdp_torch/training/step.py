@@ -22,16 +22,18 @@ from dualdp_torch.parallel.fsdp import local_of
 from dualdp_torch.parallel.process_group import Group
 from dualdp_torch.per_sample.api import ClippedGradSum
 from dualdp_torch.per_sample.call import METHODS
-from dualdp_torch.per_sample.checks.spot_check import BatchNumbers
-from dualdp_torch.per_sample.checks.tape import Tape
+from dualdp_torch.per_sample.checks.identity import Numbers
+from dualdp_torch.per_sample.checks.twin import Twins
 from dualdp_torch.per_sample.clip import (
     Terms,
     clip_factors,
     clipped_sums,
     clipping_bounds,
     passes_again,
+    weighted_sums,
 )
 from dualdp_torch.per_sample.compiled import CompiledGradSum
+from dualdp_torch.per_sample.gradients import Formed
 from dualdp_torch.per_sample.parameter_use import trainable_parameters
 from dualdp_torch.per_sample.recorder import Recorder, Zeroing
 from dualdp_torch.rules.base import Tensor
@@ -118,7 +120,7 @@ class PrivateStep:
         self._settings, self._keep = settings, METHODS[method] or "all"
         plan, rows = ledger.plan, settings.views * (ledger.plan.rows_per_unit or 1)
         self.recorder = recorder = Recorder(
-            model, method=method, tape=Tape(plan.rows_per_item or 1), rows_per_unit=rows
+            model, method=method, twins=Twins(plan.rows_per_item or 1), rows_per_unit=rows
         )
         # What a row adds to a sum counts by 1 / K of views and of users, and whole of an item.
         self._scale_of_sum = (plan.rows_per_item or 1) / rows
@@ -261,7 +263,7 @@ class PrivateStep:
     def _refuse_uncompilable(self) -> None:
         """Refuse a batch whose sum compiled graphs can't give as the plain loop would."""
         recorder = self.recorder
-        with recorder.tape.suspended():
+        with recorder.twins.suspended():
             recorder.require_unchanged()
             current = trainable_parameters(recorder.model)
         renamed = sorted(k for k, p in recorder.parameters.items() if current.get(k) is not p)
@@ -280,16 +282,6 @@ class PrivateStep:
             raise RuntimeError(
                 "engine.compile came after the loader had yielded this batch. Expected it before "
                 "the loop."
-            )
-        calls = recorder.tape.calls
-        if calls:
-            first = calls[0].function
-            name = getattr(first, "__name__", "a function")
-            name = first.__self__.__name__ if name == "__get__" else name
-            raise RuntimeError(
-                f"The loop computed something ({name}) before the compiled step, which could carry "
-                "other examples into its loss. Expected step(*batch) first after the loader's "
-                "yield; what prepares inputs belongs into the loss function, measurements after it."
             )
 
     def _refuse_second_way(self, is_computed: bool) -> None:
@@ -334,7 +326,7 @@ class PrivateStep:
         if closure is not None:
             with torch.enable_grad():
                 args, kwargs = (args[0],), {**kwargs, "closure": _once(closure())}
-        with self.recorder.tape.suspended():
+        with self.recorder.twins.suspended():
             draw, bound = self._draw, self._step(self._draw)
         if bound is not None and isinstance(optimizer, AdamBC):
             stddev = adam.mean_noise_stddev(self._ledger.plan, draw.step, bound)
@@ -401,7 +393,6 @@ class PrivateStep:
         assert terms is not None
         self._check(lambda: self._checks.criterion(draw))
         if recorder.layered is not None:
-            recorder.refuse_written()
             self._begin(draw)
             sums, norms = recorder.layered.finish()
             self._sums = {name: self._added(draw, name, total) for name, total in sums.items()}
@@ -427,25 +418,28 @@ class PrivateStep:
         passes = second_pass is not None and passes_again(gradients, factors.rows)
         sums = clipped_sums(gradients, factors, second_pass, recorder.shards)
 
-        def contribution(row: int) -> dict[str, Tensor]:
-            only = factors.only(row)
-            found = second_pass(next(iter(only.of.values()))) if passes and second_pass else None
-            return clipped_sums(gradients, only) if found is None else found
+        def sum_of(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            found = second_pass(next(iter(weights.values()))) if passes and second_pass else None
+            return weighted_sums(gradients, weights) if found is None else found
 
-        numbers = BatchNumbers(
+        numbers = Numbers(
             factors.norms,
             recorder.losses(terms.scale),
-            contribution,
-            sums=sums,
+            sum_of,
             factors=factors.of,
             bounds=terms.bounds,
             clipping=terms.clipping,
-            doubt=gradients.doubt,
+            sums=sums,
+            doubt=None if passes else gradients.doubt,
+            runs_examples=isinstance(gradients, Formed),
+            is_definition=recorder.method == "loop",
         )
-        self._check(lambda: self._checks.model(draw, numbers, terms))
+        found = [numbers]
+        self._check(lambda: found.append(self._checks.model(draw, numbers, terms)))
         self._begin(draw)
+        sums = dict(found[-1].sums or sums)
         self._sums = {name: added(name, total) for name, total in sums.items()}
-        return factors.norms
+        return found[-1].norms
 
     def _check(self, check: Callable[[], None]) -> None:
         """Run a check; with several processes its error is kept until `_begin` shares it."""

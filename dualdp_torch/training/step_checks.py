@@ -12,15 +12,8 @@ from dualdp.exactness import SpotCheck
 from dualdp.ledger.ledger import Ledger
 from dualdp.randomness import SegmentBits
 from dualdp_torch.per_sample.analysis_cache import AnalysisCache
-from dualdp_torch.per_sample.checks.criterion_check import (
-    CarriedNumberError,
-    CriterionCheck,
-    Problem,
-    error_of,
-    sum_of_squares,
-)
-from dualdp_torch.per_sample.checks.model_check import IMPOSSIBLE, ModelCheck
-from dualdp_torch.per_sample.checks.spot_check import BatchNumbers
+from dualdp_torch.per_sample.checks import identity
+from dualdp_torch.per_sample.checks.identity import Numbers
 from dualdp_torch.per_sample.clip import Terms
 from dualdp_torch.per_sample.recorder import Recorder
 from dualdp_torch.training.compiled_step import YieldedValues
@@ -30,7 +23,9 @@ _SHARDED = (
     "The model lies in pieces over several processes (fully_shard), none of which can run an "
     "example alone: the loop's loss is checked, the gradients are not."
 )
-_ROWS = 4  # examples in a whole check of the criterion
+_ROWS = 4  # examples that are led through the loop alone on its first batches, then two
+_FIRST = 2  # batches of new code that are led
+_OFTEN = 2.5  # steps with twins for each step whose gradients are checked: 1 in 20 by default
 
 
 class StepChecks:
@@ -55,7 +50,8 @@ class StepChecks:
     ) -> None:
         self._recorder, self._ledger, self._bits, self._rate = recorder, ledger, bits, rate
         self._purpose = ("loop", *purpose)
-        self._criterion = CriterionCheck(reduction)
+        self._reduction, self._kinds, self._left = reduction, set[Any](), _FIRST
+        self._noted = set[str]()
         self._draw: Draw | None = None
         self.due: SpotCheck | None = None
         self.has_passed = False
@@ -74,86 +70,87 @@ class StepChecks:
         if not self._rate:
             return
         if self._recorder.shards is not None:
-            self._ledger.note(check_impossible=_SHARDED)
+            self._note(_SHARDED)
         due = self._drawn(draw.step)
         if due is not None and draw.chunk == due.draw(draw.num_chunks, 3):
             self.due = due
         if self._recorder.computes_loss:  # its loop may do nothing else
             self._recorder.require_inputs = YieldedValues(batch).require_in
-        self._recorder.tape.begin(batch, len(draw.mask) * self._recorder.rows_per_unit)
+        else:
+            self._begin_twins(draw, batch)
 
     def end(self) -> None:
         """Clear the current batch, which was stepped on or abandoned."""
         self.due = self._draw = None
-        self._recorder.tape.clear()
+        self._recorder.twins.clear()
 
     def leave_loader(self) -> None:
         """Stop at the end of the loader's pass; a batch that it yielded may still be stepped on."""
         if self._draw is None:
             self.end()
         else:
-            self._recorder.tape.leave_loader()
+            self._recorder.twins.leave_loader()
+
+    def _note(self, text: str) -> None:
+        """Record once what no check could look at."""
+        if text not in self._noted:
+            self._noted.add(text)
+            self._ledger.note(check_impossible=text)
+
+    def _begin_twins(self, draw: Draw, batch: Any) -> None:
+        """Lead twins through the loop: on batches of new code, and on steps drawn by number."""
+        is_first, period = self._left > 0, max(1, round(1 / min(1.0, _OFTEN * self._rate)))
+        drawn = np.random.default_rng([draw.step // period, period])
+        is_drawn = draw.step % period == drawn.integers(period)
+        is_drawn &= self._rate == 1 or draw.chunk == drawn.integers(draw.num_chunks)
+        twins, mask = self._recorder.twins, draw.mask.numpy()
+        apart = self._recorder.rows_per_unit // twins.k  # losses of each example
+        if not (is_first or is_drawn) or len(mask) * apart < 2 or not mask.any():
+            return
+        drawn = np.random.default_rng([draw.step, draw.chunk])
+        rows = drawn.permutation(np.flatnonzero(mask.repeat(apart * twins.k)))
+        count = _ROWS if is_first else 2
+        self._left -= is_first
+        num_rows = len(mask) * self._recorder.rows_per_unit
+        twins.begin(batch, num_rows, rows[:count].tolist(), draw.step, count if is_first else 1)
 
     def criterion(self, draw: Draw) -> None:
-        """Check the part of the loop outside the model, if a check is due.
+        """Compare the loop with its twins, if it had some.
 
         Raises:
-            RuntimeError: the loop was not seen.
-            ValueError: code that is met for the first time mixes examples, or is reduced otherwise
-                than declared.
-            ExactnessError: code that was found right before does.
+            ValueError: the loop's first batches mix examples, or are reduced otherwise than
+                declared.
+            ExactnessError: a loop that was found right before does.
         """
-        if not self._rate or self._recorder.computes_loss:
-            self._recorder.free_outputs()
-            return
-        tape = self._recorder.tape
-        tape.end()
-        if not tape.backwards:
-            raise RuntimeError(
-                "The loop was left before its backward, so the loss of this batch was not seen. "
-                "Call model, backward() and optimizer.step() in the loop that takes the batches, "
-                "in one thread."
-            )
-        apart = self._recorder.rows_per_unit // tape.rows_per_unit  # losses of each example
-        mask = draw.mask.numpy()
-        if len(mask) * apart < 2 or not mask.any():
-            return
-        try:
-            is_known = self._criterion.knows(tape)
-        except CarriedNumberError as error:
-            raise error_of(Problem(str(error)), is_known=True) from None
-        if is_known and self.due is None:
-            self._recorder.free_outputs()
-            return
-        check = self.due or self._drawn(draw.step, is_first=True)
-        assert check is not None
-        is_whole = not is_known or check.is_whole
-        rows = np.flatnonzero(mask.repeat(apart)).tolist()
-        problem = self._criterion.check(
-            tape,
-            self._recorder.cotangents,
-            self._chosen(check, rows, _ROWS if is_whole else 2),
-            self._recorder.model,
-            seed=check.draw(1 << 30, 2),
-            is_whole=is_whole,
-        )
-        if problem is not None:
-            raise error_of(problem, is_known)
-        self.has_passed |= self._recorder.method == "loop"
+        recorder, twins = self._recorder, self._recorder.twins
+        if twins.is_on:
+            problem = twins.verdict(recorder.cotangents, self._reduction)
+            for text in twins.notes:
+                self._note(text)
+            if problem is not None:
+                raise problem.raised(twins.has_passed)
+            self.has_passed |= recorder.method == "loop"
+        kind = tuple([None if g is None else (g.dim(), g.dtype) for g in recorder.cotangents])
+        if kind not in self._kinds:  # other code, whose next batches are led
+            self._kinds.add(kind)
+            self._left = _FIRST - twins.is_on
+        if self.due is None:
+            recorder.free_outputs()
 
     def _may_check(self) -> bool:
-        """True if the current batch holds two examples, one of which counts."""
+        """True if the current batch holds an example that counts."""
         draw = self._draw
         if draw is None or not self._rate or self._recorder.shards is not None:
             return False
-        return len(draw.mask) > 1 and bool(draw.mask.numpy().any())
+        return bool(draw.mask.numpy().any())
 
     def may_be_due(self, known: AnalysisCache, several: bool = False) -> bool:
         """True if a forward that begins may have to be run again, alone or as one of several."""
         if self._recorder.shards is not None:
             return False
         purpose = (*self._purpose, "several") if several else self._purpose
-        return self.due is not None or (self._may_check() and purpose not in known.checked)
+        is_new = purpose not in known.checked or known.by_data
+        return self.due is not None or (self._may_check() and is_new)
 
     def _is_first(self) -> bool:
         """True if this method and clipping were never checked on the model for such batches.
@@ -167,12 +164,13 @@ class StepChecks:
 
     def is_due(self) -> bool:
         """True if the gradients of the current batch have to be checked."""
-        if self._recorder.shards is not None or self._recorder.method == "loop":
-            return False  # the loop is what a check would compare with
-        return self.due is not None or self._is_first()
+        if self._recorder.shards is not None:
+            return False
+        is_moving = self._recorder.start is not None and self._recorder.analyses.by_data
+        return self.due is not None or self._is_first() or is_moving
 
-    def model(self, draw: Draw, numbers: BatchNumbers, terms: Terms) -> None:
-        """Check the gradients of a batch, given the numbers that the engine computed for it.
+    def model(self, draw: Draw, numbers: Numbers, terms: Terms) -> Numbers:
+        """Return checked numbers of a batch: those that the engine computed, or by another way.
 
         Raises:
             ExactnessError: they are not what the definition says.
@@ -180,31 +178,29 @@ class StepChecks:
         recorder, is_first = self._recorder, self._is_first()
         check = self.due or self._drawn(draw.step, is_first=True)
         assert check is not None
-        trial = ModelCheck(recorder, numbers, terms)
-        if trial.run(check, is_first=is_first):
+        compared = False
+
+        def compare(numbers: Numbers) -> None:
+            nonlocal compared
+            compared = identity.check(
+                recorder.reference(terms),
+                numbers,
+                recorder.numbers_again(terms),
+                seed=check.draw(1 << 30, 3),
+                is_first=is_first,
+                what="the clipped contribution",
+                note=self._note,
+            )
+
+        with recorder.unchanged():
+            numbers = recorder.tried(numbers, terms, compare, is_first=is_first)
+        if compared:
             recorder.note_checked(self._purpose)
             self.has_passed = True
-        if trial.is_impossible:
-            self._ledger.note(check_impossible=IMPOSSIBLE)
+        return numbers
 
-    def of_compiled(self) -> tuple[str, float | None]:
-        """Return when compiled graphs compare the current batch, and which example, in [0, 1)."""
+    def of_compiled(self) -> tuple[str, int | None]:
+        """Return when compiled graphs compare the current batch, and the seed of the check."""
         if not self._rate:
             return "off", None
-        return ("first", None) if self.due is None else ("always", self.due.fractions[0])
-
-    def _chosen(self, check: SpotCheck, rows: list[int], count: int) -> list[int]:
-        """At most `count` rows: the one whose outputs have the largest gradient, and drawn ones.
-
-        Where the loss joins the rows of a unit, they count as one.
-        """
-        tape = self._recorder.tape
-        sizes = sum_of_squares(self._recorder.cotangents, self._recorder.num_rows)
-        sizes = sizes.reshape(-1, tape.rows_per_unit).sum(1)[rows]
-        largest = rows[int(np.argmax(sizes))]
-        rest = [row for row in rows if row != largest]
-        if not rest:
-            return [largest]
-        first, apart = check.draw(len(rest)), 1 + len(rest) // count
-        drawn = [rest[(first + i * apart) % len(rest)] for i in range(count - 1)]
-        return list(dict.fromkeys((largest, *drawn)))
+        return ("first", None) if self.due is None else ("always", self.due.draw(1 << 30, 3))

@@ -27,7 +27,7 @@ from dualdp_jax.per_sample import clip as jax_bounds
 from dualdp_jax.per_sample.checks import identity as jax_identity
 from dualdp_jax.rules import RULES as JAX_RULES
 from dualdp_torch.per_sample import clip as torch_clip
-from dualdp_torch.per_sample.checks.spot_check import Comparison
+from dualdp_torch.per_sample.checks import identity
 from dualdp_torch.rules import RULES as TORCH_RULES
 from tests.zoo import torch_check
 from tests.zoo.entry import N
@@ -77,26 +77,15 @@ class Count:
 
 @pytest.fixture
 def in_torch(monkeypatch):
-    """Counts examples and sums that were compared."""
-    count, asked = Count(), Count()
-    of_row, of_sum, tolerates = Comparison.of_row, Comparison.of_sum, Comparison.tolerates
+    """Counts comparisons: of a few rows alone, of a sum, and of the other rows replaced."""
+    count, right = Count(), identity.check
 
-    def row(self, *arguments):
-        of_row(self, *arguments)
-        count.number += 1
+    def check(*arguments, **options):
+        compared = right(*arguments, **options)
+        count.number += (min(N, identity.ROWS_LATER) + 2) * compared
+        return compared
 
-    def whole(self, *arguments):
-        before = asked.number
-        of_sum(self, *arguments)
-        count.number += asked.number > before  # not where there is no sum to compare
-
-    def close(self, error):
-        asked.number += 1
-        return tolerates(self, error)
-
-    monkeypatch.setattr(Comparison, "of_row", row)
-    monkeypatch.setattr(Comparison, "of_sum", whole)
-    monkeypatch.setattr(Comparison, "tolerates", close)
+    monkeypatch.setattr(identity, "check", check)
     return count
 
 

@@ -8,7 +8,6 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dualdp_torch as dpt
-from dualdp import UnsupportedLayerError
 from dualdp_torch.per_sample import gradients
 from tests import reference
 from tests.only_torch.checks import Ways, assert_exact, data, ids, randomise
@@ -65,7 +64,7 @@ def test_a_saved_input_that_was_overwritten_is_never_used():
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         reference.loss_fn(model, x).sum().backward()
     for method in ("auto", "materialize", "book_keeping", "vmap"):
-        with pytest.raises(UnsupportedLayerError, match="modified by an inplace operation"):
+        with pytest.raises((RuntimeError, ValueError), match="modified by an inplace operation"):
             dpt.per_sample_grads(reference.loss_fn, model, x, method=method)
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import dualdp_torch as dpt
-from dualdp import UnsupportedLayerError
+from dualdp import ExactnessError, UnsupportedLayerError
 from dualdp_torch.per_sample import analysis_cache, call
 from dualdp_torch.per_sample.analysis_cache import cached_analyses
 from dualdp_torch.per_sample.batch import Batch
@@ -76,8 +76,8 @@ def test_rows_picked_by_a_mask_are_right_or_refused():
         return out
 
     model = randomise(Apply(pick, place))
-    assert_exact(model, data(N, 5, 6), methods=("loop",))
-    for method in ("auto", "materialize", "book_keeping", "vmap"):
+    assert_exact(model, data(N, 5, 6), methods=("auto", "loop"))
+    for method in ("materialize", "book_keeping", "vmap"):
         with pytest.raises(UnsupportedLayerError, match='can\'t run this model .* method="loop"'):
             dpt.per_sample_grads(reference.loss_fn, model, data(N, 5, 6), method=method)
 
@@ -121,7 +121,8 @@ class Statistics(nn.Module):
 
 def test_buffers_that_change_are_refused():
     for method in METHODS:
-        with pytest.raises(UnsupportedLayerError, match="buffer 'seen' changes in forward"):
+        found = "vmap can't run" if method == "vmap" else "buffer 'seen' changes in forward"
+        with pytest.raises(UnsupportedLayerError, match=found):
             dpt.per_sample_grads(reference.loss_fn, Statistics(), data(N, 6), method=method)
 
 
@@ -311,21 +312,20 @@ def test_a_layer_that_few_examples_reach_is_examined_on_those(name, count, monke
     assert_exact(model, x, methods=methods)
     ways = Ways(monkeypatch)
     dpt.per_sample_norms(reference.loss_fn, randomise(Few(**options)), x)
-    assert ways.taken == [way]
+    assert ways.taken[-1] == way  # a backward that is not linear is found by trial
     with contextlib.suppress(*([] if way == "Captured" else [UnsupportedLayerError])):
         assert_recorded_norms(model, x)
 
 
-def test_rows_that_change_places_after_those_that_were_examined_are_seen():
-    """The first examples that reach the layer have their own rows, two later ones each other's."""
+def test_rows_that_a_model_sorts_are_seen_in_any_order():
+    """The examined examples stand in the order of the sort; they are looked at backwards too."""
     x = data(12, 6).clamp(max=1)
     x[:, 1] = torch.arange(12) / 12
     x[[8, 9], 1] = x[[9, 8], 1]
     x[[4, 5, 8, 9], 0] = 3
     methods = tuple(m for m in METHODS if m != "two_pass")
     assert_exact(randomise(Few(call=sorted_inside)), x, methods=methods)
-    with pytest.raises(UnsupportedLayerError, match="other rows"):
-        assert_recorded_norms(randomise(Few(call=sorted_inside)), x)
+    assert_recorded_norms(randomise(Few(call=sorted_inside)), x)
 
 
 class Scattered(nn.Module):
@@ -347,10 +347,8 @@ def test_an_axis_of_the_batchs_size_is_right_for_that_size_alone(d):
     for n in (d, 12, d, 7):
         assert_exact(model, data(n, d), methods=methods)
     recorded = randomise(Scattered())
-    assert_recorded_norms(recorded, data(d, d))
-    with pytest.raises(UnsupportedLayerError, match="an axis of another size"):
-        assert_recorded_norms(recorded, data(12, d))
-    assert_recorded_norms(recorded, data(12, d))  # by vmap
+    for n in (d, 12, d, 7):
+        assert_recorded_norms(recorded, data(n, d))
 
 
 def test_mixing_of_the_few_examples_that_reach_a_layer_is_named():
@@ -360,7 +358,7 @@ def test_mixing_of_the_few_examples_that_reach_a_layer_is_named():
 
     x = data(12, 6).clamp(max=1)
     x[[4, 5, 8], 0] = 3
-    with pytest.raises(UnsupportedLayerError, match="few examples reach.*keep the examples apart"):
+    with pytest.raises((ExactnessError, UnsupportedLayerError), match="A spot check failed"):
         assert_recorded_norms(randomise(Few(call=less_mean)), x)
 
 
@@ -467,10 +465,16 @@ MIXES = {
 @pytest.mark.parametrize("method", dpt.METHODS)
 @pytest.mark.parametrize("how", MIXES)
 def test_mixing_by_size_and_by_chance_is_refused(how, method):
-    """Also mixing that a few examples do not show, or that random numbers decide."""
+    """Also mixing that a few examples do not show; by chance, on a step where it happens."""
     torch.manual_seed(0)
-    with pytest.raises(UnsupportedLayerError, match="The loss of an example is another one"):
-        dpt.per_sample_norms(reference.loss_fn, Mixes(how), data(8, 6), method=method)
+    model, x = Mixes(how), data(8, 6)
+
+    def often():
+        for _ in range(20 if how.startswith("mixup") else 1):
+            dpt.per_sample_norms(reference.loss_fn, model, x, method=method, check="always")
+
+    with pytest.raises((ExactnessError, UnsupportedLayerError)):
+        often()
 
 
 @pytest.mark.parametrize("method", dpt.METHODS)
@@ -571,8 +575,8 @@ def test_an_object_at_the_address_of_one_that_is_gone_is_another(monkeypatch):
 @pytest.mark.parametrize("what", ["hook", "function", "loss"])
 def test_functions_made_anew_at_every_step_are_examined_once(what, monkeypatch):
     """They close over other numbers, lists and tensors each time."""
-    seen, analyze = [], call.analyze
-    monkeypatch.setattr(call, "analyze", lambda *a: seen.append(what) or analyze(*a))
+    seen, examine = [], call.examine
+    monkeypatch.setattr(call, "examine", lambda *a: seen.append(what) or examine(*a))
     model, x = randomise(Changeable()), data(8, 6)
     for step in range(4):
         assert model_step(what, model, x, [], 1.0 + step, torch.tensor(float(step)))
@@ -600,8 +604,7 @@ def test_backward_hooks_of_later_are_examined(kind):
     model, x = randomise(Changeable()), data(8, 6)
     assert_recorded_norms(model, x)
     getattr(model.between, kind)(lambda module, grads, *_: (grads[0] / grads[0].norm(),))
-    with pytest.raises(UnsupportedLayerError):
-        assert_recorded_norms(model, x)
+    assert_recorded_norms(model, x)
 
 
 def test_a_refusal_shows_no_number_of_the_data():

@@ -437,9 +437,10 @@ def test_what_a_forward_writes_of_its_examples_is_refused(kind, begins, size):
     engine, model, optimizer, loader = start(
         (model, torch.optim.SGD([*model.layer.parameters()], lr=0.1), build()[2]),
         plan=plan(num_steps=20, physical_batch_size=size),
-        checks=0.0 if begins else None,
+        checks=1.0 if begins else None,
     )
-    with pytest.raises(UnsupportedLayerError, match=rf"'{name}' changes in forward"):
+    errors = (UnsupportedLayerError, ExactnessError)  # on a first batch, or later
+    with pytest.raises(errors, match=rf"'{name}' (changes|is written) in forward"):
         train(model, optimizer, loader)
     assert len(engine.ledger) < 20
 
@@ -693,7 +694,7 @@ def test_an_interrupt_leaves_everything_as_it_was(place, mode, monkeypatch):
         monkeypatch.setattr(owner, name, pressed)
 
     press(private_step, "clip_factors", "step")
-    press(private_step.BatchNumbers, "groups", "check")
+    press(private_step.Numbers, "weights", "check")
     press(F, "cross_entropy", "criterion")
     model = randomise(Interruptible())
     if mode == "functorch" and place == "backward":

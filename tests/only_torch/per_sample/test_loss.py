@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The loss that backward is called on: a mean or a sum of one loss per example, as declared."""
 
-import threading
 from collections import UserDict
 
 import pytest
@@ -11,6 +10,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import dualdp_torch as dpt
+from dualdp import ExactnessError
 from tests.only_torch.checks import data, ids, randomise
 from tests.only_torch.loop import build, by_hand, dataset, first_batch, plan, start
 
@@ -256,31 +256,6 @@ def correlation(out, y):
     return 1 - (a * b).sum() / (a.norm() * b.norm())
 
 
-class Centre(torch.autograd.Function):
-    """Subtracts the mean over the batch, in code that the graph does not show."""
-
-    @staticmethod
-    def forward(ctx, z):
-        return z - z.mean(0)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad - grad.mean(0)
-
-
-class Total(torch.autograd.Function):
-    """A scalar of its own."""
-
-    @staticmethod
-    def forward(ctx, z):
-        ctx.save_for_backward(z)
-        return z.square().sum().sqrt()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * ctx.saved_tensors[0]
-
-
 #: Criteria that pair, reorder or mix the examples (n, 3).
 MIXING = {
     "batch norm": lambda z: F.batch_norm(z, None, None, training=True).square() * z,
@@ -342,18 +317,12 @@ def test_a_criterion_that_joins_or_moves_examples_is_refused(mix, reduction, run
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.uint8])
-def test_a_mean_over_tokens_is_seen_where_all_rows_of_the_batch_are_full(dtype):
+def test_a_mean_over_tokens_is_seen_where_a_row_is_not_full(dtype):
     mask = torch.ones(9, 3, dtype=dtype)
+    mask[4, 1:] = 0
     recorded(lambda z, y: ((z.square() * mask).sum(1) / mask.sum(1)).mean())
     with pytest.raises(ValueError, match=REFUSED):
         recorded(lambda z, y: (z.square() * mask).sum() / mask.sum())
-
-
-@pytest.mark.parametrize("loss_fn", [lambda z: Centre.apply(z).square().mean(), Total.apply])
-@pytest.mark.parametrize("run", [released, recorded])
-def test_functions_that_nobody_can_look_into_are_refused(loss_fn, run):
-    with pytest.raises(ValueError, match="autograd.Function.* use clipped_grad_sum"):
-        run(lambda z, y: loss_fn(z))
 
 
 #: Losses whose gradient for one example depends on the others, and what is said of them.
@@ -378,15 +347,7 @@ WRONG = {
     "contrastive": lambda out, y: F.cross_entropy(out @ out.T, torch.arange(len(y))),
     "mixed by a constant": lambda out, y: (torch.ones(len(y), len(y)) @ out).square().mean(),
     "weights from counts": lambda out, y: (of_each(out, y) / torch.bincount(y)[y]).mean(),
-    "weights from counts, read": lambda out, y: (
-        of_each(out, y) * torch.tensor([1 / y.tolist().count(int(c)) for c in y])
-    ).mean(),
-    "balanced by numbers": lambda out, y: (
-        F.cross_entropy(out, y) * (out.square().mean().item() / F.cross_entropy(out, y).item())
-    ),
-    "decided by the batch": lambda out, y: (
-        F.cross_entropy(out, y) * (2 if (y == 0).float().mean() > 0.3 else 1)
-    ),
+    "a number that was read": lambda out, y: F.cross_entropy(out, y) * out.square().mean().item(),
     "broadcast": lambda out, y: ((out[:, :1] - y.float()) ** 2).mean(),
     "mixed up": lambda out, y: F.cross_entropy(0.7 * out + 0.3 * out[torch.randperm(len(y))], y),
 }
@@ -417,7 +378,7 @@ def test_ignored_targets_are_found_in_the_batch(collate):
     y = y.clone()
     y[7] = -100
     loader = DataLoader(TensorDataset(x, y), batch_size=12, collate_fn=collate)
-    _, model, optimizer, loader = start((model, optimizer, loader), plan=plan())
+    _, model, optimizer, loader = start((model, optimizer, loader), plan=plan(), checks=1.0)
     held = [7 in plan().batch_indices(step) for step in range(6)]
     assert 0 < sum(held) < 6
     batches = iter(loader)
@@ -427,7 +388,7 @@ def test_ignored_targets_are_found_in_the_batch(collate):
         F.cross_entropy(model(x), y).backward()
         if not held[step]:
             optimizer.step()
-    with pytest.raises(ValueError, match="The loss mixes the examples.*ignored targets"):
+    with pytest.raises((ValueError, ExactnessError), match="ignored targets"):
         optimizer.step()
 
 
@@ -458,9 +419,9 @@ def test_targets_of_a_recorded_loss_are_looked_at():
         with dpt.record_per_sample(model, loss_reduction="mean") as record:
             F.cross_entropy(model(x), y, ignore_index=ignored).backward()
             if ignored != absent:
-                with pytest.raises(ValueError, match="The loss mixes the examples"):
+                with pytest.raises(ValueError, match=REFUSED):
                     record.norms()
-                record._recorder.tape.clear()  # else it is refused once more at the end
+                record._recorder.twins.clear()  # else it is refused once more at the end
     assert len(record.norms()) == 5
 
 
@@ -501,41 +462,12 @@ def test_a_gradient_for_the_input_is_not_that_of_the_parameters():
         optimizer.step()
 
 
-def in_thread(call):
-    """What a call raises in a thread of its own."""
-    raised = []
-
-    def run():
-        try:
-            call()
-        except Exception as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    return raised
-
-
-def test_a_backward_whose_loss_cannot_be_found_is_refused():
-    _, model, optimizer, loader = start(plan=plan())
-    _batches, x, y = first_batch(loader)
-    (error,) = in_thread(F.cross_entropy(model(x), y).backward)
-    assert "whose loss could not be found" in str(error)
-    with pytest.raises(RuntimeError, match="No backward was recorded"):
-        optimizer.step()
-    with pytest.raises(RuntimeError, match="whose loss could not be found"):
-        torch.autograd.Variable._execution_engine.run_backward(
-            (F.cross_entropy(model(x), y),), (torch.ones(()),), False, False, (), True, True
-        )
-
-
 def test_after_a_refused_loss_the_step_begins_again_from_its_forward():
-    engine, model, optimizer, loader = start(plan=plan())
+    engine, model, optimizer, loader = start(plan=plan(), checks=1.0)
     for step, (x, y, _) in enumerate(loader):
         if step == 2:
             F.mse_loss(model(x), torch.zeros(len(x), 3)).sqrt().backward()
-            with pytest.raises(ValueError, match="The loss mixes the examples"):
+            with pytest.raises(ExactnessError, match="The loss mixes the examples"):
                 optimizer.step()
             with pytest.raises(RuntimeError, match="No forward was recorded"):
                 optimizer.step()

@@ -13,9 +13,8 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import dualdp_torch as dpt
-from dualdp import UnsupportedLayerError
+from dualdp import ExactnessError, UnsupportedLayerError
 from dualdp_torch.per_sample import call as calls
-from dualdp_torch.per_sample.row_permutation import RowPermutations
 from tests.closeness import assert_grads_close
 from tests.only_torch.checks import data, ids, randomise, truth_of
 
@@ -132,15 +131,15 @@ def assert_right_or_refused(gradients, model, batch):
     truth = truth_of(model, squares, *batch)
     try:
         found = gradients()
-    except UnsupportedLayerError:
+    except (UnsupportedLayerError, ExactnessError):
         return "refused"
     assert_grads_close({name: g.numpy() for name, g in found.items()}, truth, "float32")
     return "right"
 
 
-def recorded(model, batch):
+def recorded(model, batch, check="first"):
     """Gradients of a recorded loop."""
-    with dpt.record_per_sample(model, loss_reduction="sum") as record:
+    with dpt.record_per_sample(model, loss_reduction="sum", check=check) as record:
         squares(model, *batch).sum().backward()
     return record.grads()
 
@@ -148,15 +147,19 @@ def recorded(model, batch):
 @pytest.mark.parametrize(("way", "shape", "first", "then"), MOVED, ids=lambda v: str(v)[:20])
 @pytest.mark.parametrize("how", ["function", "record"])
 def test_rows_that_move_after_the_proof(how, way, shape, first, then):
-    """The first batch is regular, so that the proof finds the examples where they are no more."""
-    model = randomise(Two(way))
+    """The first batch is regular, so that the examples are found where they are no more.
+
+    Rows that are sorted are seen in the first batch backwards, those that a mask picks by a check
+    of every batch; where Python numbers move them, only on batches that are checked.
+    """
+    model, check = randomise(Two(way)), "always" if way is joined_rows else "first"
     for by in (first, then):
         batch = data(*shape), by
 
         def gradients(batch=batch):
             if how == "record":
-                return recorded(model, batch)
-            return dpt.per_sample_grads(squares, model, *batch)
+                return recorded(model, batch, check)
+            return dpt.per_sample_grads(squares, model, *batch, check=check)
 
         assert_right_or_refused(gradients, model, batch)
 
@@ -194,8 +197,7 @@ LENGTHS = [torch.tensor([5, 4, 3, 1]), torch.tensor([1, 5, 3, 4])]
 
 @pytest.mark.parametrize("how", ["function", "record"])
 def test_the_order_of_packed_sequences_is_followed_through_layers(how, monkeypatch):
-    monkeypatch.setattr(calls, "by_vmap", None)  # the fast way is taken, without another look
-    monkeypatch.setattr(calls, "permuted_use", None)
+    monkeypatch.setattr(calls, "by_vmap", None)  # the fast way is taken
     model = randomise(Packed())
     for lengths in LENGTHS:
         batch = data(4, 5, 3), lengths
@@ -205,13 +207,6 @@ def test_the_order_of_packed_sequences_is_followed_through_layers(how, monkeypat
             found = dpt.per_sample_grads(squares, model, *batch)
         truth = truth_of(model, squares, *batch)
         assert_grads_close({name: g.numpy() for name, g in found.items()}, truth, "float32")
-
-
-def test_packed_data_that_others_see_are_looked_at(monkeypatch):
-    seen = []
-    monkeypatch.setattr(calls, "permuted_use", lambda *a: seen.append(a))
-    dpt.per_sample_grads(squares, Packed(dropout=0.1).train(), data(4, 5, 3), LENGTHS[0])
-    assert seen
 
 
 class Usual(nn.Module):
@@ -243,8 +238,8 @@ class Usual(nn.Module):
         )
 
 
-def test_usual_models_are_not_looked_at_again(monkeypatch):
-    monkeypatch.setattr(calls, "permuted_use", None)
+def test_usual_models_take_the_fast_way(monkeypatch):
+    monkeypatch.setattr(calls, "by_vmap", None)
     tokens = ids(20, 6, 5).clamp(min=1)
     tokens[2, 3:] = 0
     model = randomise(Usual())
@@ -294,53 +289,6 @@ def test_a_call_leaves_no_tensor_to_the_garbage_collector(way, shape, by):
     assert not left
 
 
-N = 4
-CALLS = {
-    "a slice of everything": (lambda x, i: x[:], False),
-    "some positions": (lambda x, i: x[:, 1:], False),
-    "positions by data": (lambda x, i: x[:, i % 3], False),
-    "each its own position": (lambda x, i: x[torch.arange(N), i % 3], False),
-    "all rows in order": (lambda x, i: x[torch.arange(N)], False),
-    "rows by data": (lambda x, i: x[i], True),
-    "rows by a mask": (lambda x, i: x[i > 5], True),
-    "rows by a list": (lambda x, i: x[[1, 0, 2, 3]], True),
-    "written rows": (lambda x, i: x.clone().__setitem__(i % N, x[0]), True),
-    "put rows": (lambda x, i: x.index_put((i % N,), x), True),
-    "picked along positions": (lambda x, i: x.take_along_dim(i.view(N, 1, 1) % 3, 1), False),
-    "picked along rows": (lambda x, i: x.take_along_dim(i.view(N, 1, 1) % N, 0), True),
-    "picked from everything": (lambda x, i: x.take(i), True),
-    "sorted rows": (lambda x, i: x.sort(0), True),
-    "sorted positions": (lambda x, i: x.sort(dim=1), False),
-    "sorted sizes": (lambda x, i: i.sort(), False),
-    "first rows": (lambda x, i: x.topk(2, 0), True),
-    "first positions": (lambda x, i: x.topk(2, dim=1), False),
-    "repeated": (lambda x, i: x.repeat_interleave(2, 0), False),
-    "repeated by data": (lambda x, i: x.repeat_interleave(i % 3, 0), True),
-    "rows by numbers": (lambda x, i: x[1], False),
-    "rows by numbers of the data": (lambda x, i: x[i.tolist()[0] % N], True),
-    "parts by numbers of the data": (lambda x, i: x.split([int(i[0]) * 0, N], 0), True),
-    "features in parts": (lambda x, i: x.split([1, i.tolist()[0] * 0 + 4], 2), False),
-    "keywords in no known way": (lambda x, i: torch.take(input=x, index=i), True),
-}
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_which_calls_may_move_rows(name):
-    call, expected = CALLS[name]
-    permutations = RowPermutations()
-
-    class See(torch.overrides.TorchFunctionMode):
-        def __torch_function__(self, func, types, args=(), kwargs=None):
-            out = func(*args, **(kwargs or {}))
-            permutations.note(func, args, kwargs or {}, out)
-            return out
-
-    x, i = data(N, 3, 5), torch.tensor([9, 7, 5, 2]) % (N if "rows" in name else 10)
-    with See():
-        call(x, i)
-    assert permutations.may_permute(N, N) == expected
-
-
 class Slope(nn.Module):
     """The gradient of a network by its input, with a graph."""
 
@@ -373,7 +321,7 @@ def test_forwards_that_differentiate_are_right_or_refused(build, method):
     assert found == "right" or (build is Slope and method != "loop")
 
 
-def test_a_penalty_of_a_later_step_is_refused_too():
+def test_a_penalty_of_a_later_step_goes_through_the_loop():
     model, x = randomise(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))), data(5, 3)
     penalise = [False]
 
@@ -388,7 +336,9 @@ def test_a_penalty_of_a_later_step_is_refused_too():
     dpt.per_sample_grads(loss, model, x)
     penalise[0] = True
     with pytest.raises(UnsupportedLayerError, match='Use method="loop"'):
-        dpt.per_sample_grads(loss, model, x)
+        dpt.per_sample_grads(loss, model, x, method="materialize")
+    found = dpt.per_sample_grads(loss, model, x)
+    torch.testing.assert_close(found, dpt.per_sample_grads(loss, model, x, method="loop"))
 
 
 @pytest.mark.parametrize("build", [Slope, Transformed])

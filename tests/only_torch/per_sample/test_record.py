@@ -112,7 +112,7 @@ def test_nothing_is_left_behind():
         (
             "mean",
             lambda o, y: F.cross_entropy(o, y, weight=torch.rand(3)),
-            "The loss mixes the examples",
+            "The loss mixes the examples|What one example weighs",
         ),
         (
             "mean",
@@ -128,17 +128,6 @@ def test_a_loss_that_is_not_what_was_declared_is_refused(declared, loss, match):
         dpt.record_per_sample(model, loss_reduction=declared),
     ):
         loss(model(x), y).backward()
-
-
-def test_a_loss_that_is_no_scalar_is_refused():
-    model, x, y = classify()
-    with (
-        pytest.raises(
-            ValueError, match=r"loss of shape \(5,\). Expected a scalar, the mean or the sum"
-        ),
-        dpt.record_per_sample(model, loss_reduction="sum"),
-    ):
-        model(x).sum(1).backward(torch.ones(N))
 
 
 def test_reading_too_early_is_refused():

@@ -29,6 +29,16 @@ class Writes(nn.Module):
                 self.buffer.mul_(0.9).add_(x.mean(0))
             if self.what == "frozen parameter":
                 self.frozen.copy_(x[0])
+            if self.what == "average by data":
+                self.buffer.data.mul_(0.9).add_(x.mean(0))
+            if self.what == "average in numpy":
+                self.buffer.numpy()[:] = x.mean(0).numpy()
+            if self.what == "new data":
+                self.buffer.data = x[0].clone()
+            if self.what == "rows normalised":
+                self.layer.weight[:, 0] = x[0, :2]
+            if self.what == "counter by data":
+                self.buffer.data += 1
             if self.what == "another tensor":
                 self.buffer = x[0].clone()
             if self.what == "size":
@@ -42,7 +52,10 @@ class Writes(nn.Module):
         return self.layer(x)
 
 
-LEAKS = ("average", "frozen parameter", "another tensor")
+LEAKS = (
+    *("average", "frozen parameter", "another tensor"),
+    *("average by data", "average in numpy", "new data"),
+)
 
 
 @pytest.mark.parametrize("n", [1, 4])
@@ -54,8 +67,10 @@ def test_what_depends_on_the_examples_is_refused(what, begins, n):
     if begins == "later":
         dpt.clipped_grad_sum(squares, model, x, max_grad_norm=1.0)
     model.what = what
-    name = "frozen" if what == "frozen parameter" else "buffer"
-    with pytest.raises(UnsupportedLayerError, match=rf"'{name}' changes in forward, by what the"):
+    found = "'buffer' changes in forward, by what the"
+    if what == "frozen parameter":
+        found = "'frozen' is written in forward"
+    with pytest.raises(UnsupportedLayerError, match=found):
         dpt.clipped_grad_sum(squares, model, x, max_grad_norm=1.0)
 
 
@@ -66,7 +81,24 @@ def test_the_number_of_examples_is_refused():
         dpt.per_sample_norms(squares, model, data(4, 5))
 
 
-@pytest.mark.parametrize("what", ["counter", "another counter", "new buffer"])
+def test_a_trained_parameter_that_forward_writes_is_refused():
+    """Which numbers change tells of the examples, also with a learning rate of 0."""
+    model = Writes()
+    model.what = "rows normalised"
+    with pytest.raises(UnsupportedLayerError, match="'layer.weight' is written in forward"):
+        dpt.clipped_grad_sum(squares, model, data(4, 5), max_grad_norm=1.0)
+
+
+def test_a_counter_counts_the_loops_forwards_only():
+    """Forwards of ours write copies, by value: `.data` moves no version."""
+    model, x = Writes(), data(4, 5)
+    model.what = "counter by data"
+    for _ in range(3):
+        dpt.clipped_grad_sum(squares, model, x, max_grad_norm=1.0, check="always")
+    assert model.buffer[0] == 3
+
+
+@pytest.mark.parametrize("what", ["counter", "another counter", "counter by data", "new buffer"])
 @pytest.mark.parametrize("method", ["auto", "two_pass", "materialize"])
 def test_what_is_the_same_on_every_batch_passes(what, method):
     model, x = Writes(), data(4, 5)

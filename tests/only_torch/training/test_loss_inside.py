@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import dualdp_torch as dpt
-from dualdp import UnsupportedLayerError
+from dualdp import ExactnessError, UnsupportedLayerError
 from tests.only_torch.checks import data, ids, randomise, truth_of
 from tests.only_torch.loop import plan, start
 
@@ -36,8 +36,6 @@ class WithLoss(nn.Module):
                 loss = loss + 0.01 * hidden.square().mean()
             if self.kind == "mixes":
                 loss = loss + logits.mean(0).square().sum()
-            if self.kind == "drawn":
-                loss = loss * (1 + torch.rand(()))
             found["loss"] = loss
         return found
 
@@ -96,7 +94,7 @@ def test_a_mean_over_all_tokens_is_refused(kind):
 def test_labels_that_become_ragged_later_are_refused_there():
     labels = ids(V, ROWS, T, seed=2)
     engine, model, optimizer, loader = private(
-        randomise(WithLoss()), labels, checks=0.001, sampler="shuffle", num_steps=4
+        randomise(WithLoss()), labels, checks=1.0, sampler="shuffle", num_steps=4
     )
 
     def train():
@@ -106,13 +104,13 @@ def test_labels_that_become_ragged_later_are_refused_there():
             if step == 1:
                 labels[::2, 1:] = -100  # of the data set
 
-    with pytest.raises(ValueError, match="own mean"):
+    with pytest.raises(ExactnessError, match="own mean"):
         train()
     assert len(engine.ledger) == 2
 
 
 @pytest.mark.parametrize("checks", [0.0, 1.0])
-@pytest.mark.parametrize("kind", ["penalised", "hidden", "drawn"])
+@pytest.mark.parametrize("kind", ["penalised", "hidden"])
 def test_a_loss_of_more_than_the_outputs_is_refused(kind, checks):
     _, model, _, loader = private(randomise(WithLoss(kind)), ids(V, ROWS, T, seed=2), checks=checks)
     for words, labels in loader:
@@ -126,7 +124,7 @@ def test_a_loss_of_more_than_the_outputs_is_refused(kind, checks):
 def test_a_loss_of_a_model_that_goes_through_vmap_is_refused():
     _, model, _, loader = private(randomise(WithLoss()), ids(V, ROWS, T, seed=2), "vmap")
     for words, labels in loader:
-        with pytest.raises(UnsupportedLayerError, match=r"goes through vmap.*per_example_loss"):
+        with pytest.raises(UnsupportedLayerError, match=r"more than the outputs.*per_example_loss"):
             model(words, labels=labels)["loss"].backward()
         return
 
@@ -265,3 +263,36 @@ def test_ragged_labels_of_hugging_face_are_refused(kind):
         with pytest.raises(ValueError, match="per_example_loss"):
             optimizer.step()
         return
+
+
+class Chained(nn.Module):
+    """Returns a loss, and outputs that are made from each other."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Embedding(V, 6), nn.Linear(6, V)
+
+    def forward(self, words, labels):
+        hidden = torch.tanh(self.table(words))
+        logits = self.head(hidden)
+        loss = F.cross_entropy(logits.transpose(1, 2), labels) + 0.1 * hidden.square().mean()
+        return {"loss": loss, "hidden": hidden, "logits": logits}
+
+
+def test_a_loss_of_outputs_made_from_each_other_counts_each_once():
+    engine, model, optimizer, loader = private(randomise(Chained()), ids(V, ROWS, T, seed=2))
+    for words, labels in loader:
+        before = copy.deepcopy(model)
+        model(words, labels)["loss"].backward()
+        optimizer.step()
+
+        def losses(model, words, labels):
+            found = model(words, labels)
+            each = F.cross_entropy(found["logits"].transpose(1, 2), labels, reduction="none")
+            return each.mean(1) + 0.1 * found["hidden"].square().mean((1, 2))
+
+        found = dpt.clipped_grad_sum(
+            losses, before, words, labels, max_grad_norm=0.5, method="loop"
+        )
+        for name, total in engine.stages().unprotected_sum.items():
+            torch.testing.assert_close(total, found.grads[name], rtol=1e-4, atol=1e-5)

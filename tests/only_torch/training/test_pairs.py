@@ -2,7 +2,6 @@
 """Preference pairs in the loop: an item of two rows is one example, which its loss may join."""
 
 import copy
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import dualdp_torch as dpt
-from dualdp_torch.per_sample.checks.replay import Rows
+from dualdp import ExactnessError
 from dualdp_torch.per_sample.one_forward import Forward
 from dualdp_torch.training.items import ItemCollate
 from tests import tiers
@@ -197,23 +196,6 @@ def test_a_loss_that_mixes_pairs_is_refused(name):
     assert torch.equal(end_of(model), before)
 
 
-@pytest.mark.slow
-def test_a_check_that_tears_pairs_apart_refuses_right_losses(monkeypatch):
-    """A planted fault: replays in which the second row of a pair is that of another one."""
-    right = Rows.of
-
-    def torn(units, examined, rows_per_unit, **options):
-        found = right(units, examined, rows_per_unit, **options)
-        index = found.index.clone()
-        index[1::2] = index[1::2].roll(1)
-        return replace(found, index=index)
-
-    monkeypatch.setattr(Rows, "of", torn)
-    _, model, optimizer, loader = start()
-    with pytest.raises(ValueError, match="gradients of the outputs come out otherwise"):
-        train(model, optimizer, loader)
-
-
 @pytest.mark.parametrize("size", tiers.first(1, [3, 1]))
 def test_physical_batches_count_pairs_and_split_none(size):
     run = plan(physical_batch_size=size)
@@ -380,7 +362,7 @@ def test_a_constant_that_is_the_number_of_rows_once_is_no_mean():
     plans = (plan(expected_batch_size=4, num_steps=2, seed=seed) for seed in range(1000))
     run = next(p for p in plans if [len(p.batch_indices(i)) for i in range(2)] == [4, 2])
     engine, model, optimizer, loader = start(plan=run)
-    with pytest.raises(ValueError, match="the loss is a sum"):
+    with pytest.raises(ExactnessError, match="the loss is a sum"):
         train(model, optimizer, loader, lambda out: preference(out) / 4, "sum")
     assert len(engine.ledger) == 1
 

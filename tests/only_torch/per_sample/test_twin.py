@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a loop computes outside its model, replayed: later branches, inputs, numbers, second losses.
+"""Twins beside a loop: inputs, later branches, numbers, second losses, and what is only noted.
 
 known_failures 63, 64, 66 and 71: each fault is planted in the engine and in `record_per_sample`.
 """
@@ -13,9 +13,7 @@ from torch.nn import functional as F
 
 import dualdp_torch as dpt
 from dualdp import ExactnessError
-from dualdp_torch.per_sample.checks.criterion_check import CriterionCheck, _BatchReplay
-from dualdp_torch.per_sample.checks.replay import ReplayError, Rows, Script
-from dualdp_torch.per_sample.checks.tape import Backward, Tape
+from dualdp_torch.per_sample.checks.twin import Twins
 from tests.only_torch.checks import randomise
 from tests.only_torch.loop import build, by_hand, dataset, plan, start
 
@@ -57,47 +55,48 @@ def recorded_loop(loop, model=None, steps=1, **options):
 RUNS = [engine_loop, recorded_loop]
 
 
-# ---------------------------------------------------------------------- what is replaced, what not
+# ---------------------------------------------------------------------- alone, and among others
 
 
 def by_place(model, x, y, step):
     """Found only by the row alone: no other row matters, but how many there are does."""
-    weights = torch.linspace(1, 2, len(y))
-    (F.cross_entropy(model(x), y, reduction="none") * weights).mean().backward()
+    out, weights = model(x), torch.linspace(1, 2, len(y))
+    (F.cross_entropy(out, y, reduction="none") * weights).mean().backward()
 
 
 def first_of_its_class(model, x, y, step):
     """Found only among others: weight 1 for who is alone, or the first of its class."""
+    out = model(x)
     later = (y[:, None] == y[None]).tril(-1).any(1).float()
-    (F.cross_entropy(model(x), y, reduction="none") * (1 + later)).mean().backward()
+    (F.cross_entropy(out, y, reduction="none") * (1 + later)).mean().backward()
+
+
+# ---------------------------------------------------------------------- preparation of inputs
 
 
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("loop", [by_place, first_of_its_class])
-def test_both_kinds_of_replay_find_faults(loop, run):
+def test_the_row_alone_and_among_others_find_faults(loop, run):
     with pytest.raises(ValueError, match="mixes the examples|What one example weighs"):
         run(loop)
 
 
-@pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize(("loop", "test"), [(by_place, "alone"), (first_of_its_class, "others")])
-def test_each_kind_of_replay_finds_what_the_other_does_not(loop, test, run, monkeypatch):
-    trial = "dualdp_torch.per_sample.checks.criterion_check._BatchReplay"
-    others, alone = lambda *a: None, lambda self, *a: None
-    if test == "others":  # looked at rows that are the first of their class
-        first = next(k for k in range(N) if dataset().tensors[1][k] not in dataset().tensors[1][:k])
-        monkeypatch.setattr(f"{trial}.others", others)
-        check = CriterionCheck.check
-        monkeypatch.setattr(
-            CriterionCheck, "check", lambda s, t, c, rows, m, **k: check(s, t, c, [first], m, **k)
-        )
-        run(loop, steps=1)
-        return
-    monkeypatch.setattr(f"{trial}.alone", alone)
-    run(loop, steps=1)
+def test_a_row_among_others_is_found_by_its_place_too():
+    """Without the row alone: every row of the other batch is a row of this one elsewhere."""
 
+    def loop(model, x, y, step):
+        weights = torch.linspace(1, 2, len(y))
+        for twin in found:
+            twin.problem = twin.problem or ("not led" if twin.is_alone else None)
+        (F.cross_entropy(model(x), y, reduction="none") * weights).mean().backward()
 
-# ---------------------------------------------------------------------- preparation of inputs
+    _, model, optimizer, loader = start(plan=plan())
+    for x, y, _ in loader:
+        found = model.zero_grad._recorder.twins.twins
+        loop(model, x, y, 0)
+        with pytest.raises(ValueError, match="mixes the examples"):
+            optimizer.step()
+        break
 
 
 INPUTS = {
@@ -105,23 +104,21 @@ INPUTS = {
     "centred in place": lambda x: x.sub_(x.mean(0)),
     "scaled by the largest": lambda x: x / x.abs().amax(),
     "mixed up": lambda x: 0.8 * x + 0.2 * x[torch.randperm(len(x))],
-    "by numpy": lambda x: torch.from_numpy(x.numpy() - x.numpy().mean(0)),
     "whitened": lambda x: x @ torch.linalg.inv(torch.cov(x.T) + torch.eye(6)),
     "sorted": lambda x: x[x[:, 0].argsort()],
     "masked by a rank": lambda x: x * (x.norm(dim=1) < x.norm(dim=1).median())[:, None],
 }
 
 
-@pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("prepare", [pytest.param(f, id=n) for n, f in INPUTS.items()])
-def test_inputs_that_are_prepared_from_the_batch_are_refused(prepare, run):
+def test_inputs_that_are_prepared_from_the_batch_are_refused(prepare):
     torch.manual_seed(2)  # of which no row is mixed with itself
 
     def loop(model, x, y, step):
         F.cross_entropy(model(prepare(x.clone())), y).backward()
 
     with pytest.raises(ValueError, match="What the model gets for one example|mixes the examples"):
-        run(loop)
+        engine_loop(loop)
 
 
 OWN = {
@@ -168,8 +165,8 @@ def test_another_loss_is_checked_on_the_step_where_it_comes():
         criterion.weight = 0.1 * (step > 3)
         criterion(model(x), y).backward()
 
-    with pytest.raises(ValueError, match="The loss mixes the examples"):
-        engine_loop(loop)
+    with pytest.raises(ExactnessError, match="The loss mixes the examples"):
+        engine_loop(loop, checks=1.0)
 
 
 def test_a_weight_that_grows_from_zero_is_checked_when_it_does():
@@ -178,8 +175,8 @@ def test_a_weight_that_grows_from_zero_is_checked_when_it_does():
         spread = (out - out.mean(0)).square().mean()
         (F.cross_entropy(out, y) + max(0.0, 0.1 * (step - 3)) * spread).backward()
 
-    with pytest.raises(ValueError, match="The loss mixes the examples"):
-        engine_loop(loop)
+    with pytest.raises(ExactnessError, match="The loss mixes the examples"):
+        engine_loop(loop, checks=1.0)
 
 
 def test_mixing_by_chance_is_refused_when_it_happens():
@@ -190,8 +187,8 @@ def test_mixing_by_chance_is_refused_when_it_happens():
             x = 0.5 * (x + x.flip(0))
         F.cross_entropy(model(x), y).backward()
 
-    with pytest.raises(ValueError, match="What the model gets for one example"):
-        engine_loop(loop, steps=12)
+    with pytest.raises((ValueError, ExactnessError), match="What the model gets for one example"):
+        engine_loop(loop, steps=12, checks=1.0)
 
 
 def reduced(out, y, how="mean"):
@@ -208,8 +205,8 @@ def test_a_loss_of_the_same_code_with_another_default_is_another_loss():
         reduced(model(x), y).backward()
 
     try:
-        with pytest.raises(ValueError, match="'mean', but the loss is a sum"):
-            engine_loop(loop)
+        with pytest.raises(ExactnessError, match="'mean', but the loss is a sum"):
+            engine_loop(loop, checks=1.0)
     finally:
         reduced.__defaults__ = ("mean",)
     assert calls == [0, 1, 2, 3]
@@ -231,35 +228,6 @@ def test_known_code_that_turns_wrong_is_found_at_the_steps_that_are_drawn():
         turning(*start(plan=plan(num_steps=130), checks=1 / 10))
     engine = turning(*start(plan=plan(num_steps=60), checks=0))  # nobody looks
     assert len(engine.ledger) == 60
-
-
-def test_known_code_is_tried_with_every_replacement_in_turn(monkeypatch):
-    """New code with all of them around each row; known code with one, if whole around each row."""
-    trial, tried = "dualdp_torch.per_sample.checks.criterion_check._BatchReplay", []
-    others = _BatchReplay.others
-
-    def noted(self, row, seed, forms):
-        tried[-1] += [(row, form) for form in forms]
-        return others(self, row, seed, forms)
-
-    check = CriterionCheck.check
-
-    def numbered(self, tape, cotangents, rows, model, *, is_whole, **options):
-        tried.append([])
-        is_new = tape.signature() not in self._known
-        found = check(self, tape, cotangents, rows, model, is_whole=is_whole, **options)
-        forms = [form for _, form in tried[-1]]
-        assert len(forms) == (16 if is_new else 4 if is_whole else 1)
-        assert len(set(tried[-1])) == len(forms)
-        assert is_new or not is_whole or sorted(forms) == [0, 1, 2, 3]
-        positions.append(None if is_whole else (rows.index(tried[-1][0][0]), forms[0]))
-        return found
-
-    positions = []
-    monkeypatch.setattr(f"{trial}.others", noted)
-    monkeypatch.setattr(CriterionCheck, "check", numbered)
-    engine_loop(lambda m, x, y, step: F.cross_entropy(m(x), y).backward(), steps=80, checks=1.0)
-    assert {p for p in positions if p} == {(i, form) for i in (0, 1) for form in range(4)}
 
 
 def test_a_failed_check_is_on_record():
@@ -335,35 +303,6 @@ class Balanced(nn.Module):
         return self.head(x) * shares.sum(1, keepdim=True)
 
 
-@pytest.mark.parametrize("run", RUNS)
-def test_a_term_that_the_model_keeps_is_refused(run):
-    def loop(model, x, y, step):
-        (F.cross_entropy(model(x), y) + model.balance).backward()
-
-    with pytest.raises(ValueError, match="kept on the module, as its attribute 'balance'"):
-        run(loop, randomise(Balanced()))
-
-
-@pytest.mark.parametrize("run", RUNS)
-def test_a_number_that_the_model_keeps_is_refused_without_a_gradient_too(run):
-    def loop(model, x, y, step):
-        (F.cross_entropy(model(x), y) * model.balance).backward()
-
-    with pytest.raises(ValueError, match="kept on the module, as its attribute 'balance'"):
-        run(loop, randomise(Balanced(detached=True)))
-
-
-@pytest.mark.parametrize("run", RUNS)
-def test_parameters_outside_of_the_model_are_refused(run):
-    temperature = nn.Parameter(torch.ones(()))
-
-    def loop(model, x, y, step):
-        F.cross_entropy(model(x) * temperature, y).backward()
-
-    with pytest.raises(ValueError, match="a parameter of shape .* outside of the model"):
-        run(loop)
-
-
 # ---------------------------------------------------------------------- numbers
 
 
@@ -380,7 +319,7 @@ def test_a_number_of_examples_is_told_from_a_constant_that_happens_to_be_equal()
     def over_n(model, x, y, step):
         (F.cross_entropy(model(x), y, reduction="sum") / len(x)).backward()
 
-    with pytest.raises(ValueError, match="'sum', but the loss is a mean"):
+    with pytest.raises((ValueError, ExactnessError), match="'sum', but the loss is a mean"):
         engine_loop(over_n, loss_reduction="sum")
     engine_loop(over_n)
 
@@ -395,59 +334,7 @@ def test_a_schedule_is_no_data():
     engine_loop(loop)
 
 
-def test_numbers_that_are_read_and_used_are_refused_at_the_latest_on_the_next_batch():
-    def loop(model, x, y, step):
-        out = model(x)
-        weight = math.sqrt(out.square().mean().item())
-        (F.cross_entropy(out, y) * weight).backward()
-
-    with pytest.raises((ValueError, ExactnessError), match="read into Python numbers"):
-        engine_loop(loop)
-
-
-@pytest.mark.parametrize("run", RUNS)
-def test_python_loops_over_rows_are_refused_by_name(run):
-    def loop(model, x, y, step):
-        out = model(x)
-        sum(F.cross_entropy(out[i : i + 1], y[i : i + 1]) for i in range(len(y))).backward()
-
-    match = "can't be computed for one example alone|What one example weighs|but the loss is a sum"
-    with pytest.raises(ValueError, match=match):
-        run(loop)
-
-
-def test_a_branch_on_the_data_is_refused():
-    def loop(model, x, y, step):
-        loss = F.cross_entropy(model(x), y)
-        if (y == 0).sum() > 3:
-            loss = loss * 2
-        loss.backward()
-
-    with pytest.raises(ValueError, match="decides by the data of the batch .__bool__"):
-        engine_loop(loop, steps=12)
-
-
 # ---------------------------------------------------------------------- the record itself
-
-
-def test_a_tape_leaves_the_modes_of_others_where_they_are():
-    class Counting(torch.overrides.TorchFunctionMode):
-        seen = 0
-
-        def __torch_function__(self, func, types, args=(), kwargs=None):
-            Counting.seen += 1
-            return func(*args, **(kwargs or {}))
-
-    _, model, optimizer, loader = start(plan=plan())
-    for x, y, _ in loader:
-        with Counting():
-            before = Counting.seen
-            F.cross_entropy(model(x), y).backward()
-            stack = torch.overrides._get_current_function_mode_stack()
-            assert [type(mode) for mode in stack] == [Tape, Counting]
-            assert Counting.seen > before
-        optimizer.step()
-        assert not torch.overrides._get_current_function_mode_stack()
 
 
 def test_a_batch_that_was_all_that_was_wanted_of_a_loader_is_looked_at():
@@ -459,15 +346,6 @@ def test_a_batch_that_was_all_that_was_wanted_of_a_loader_is_looked_at():
         optimizer.step()
     F.cross_entropy(model(x), y).backward()
     optimizer.step()
-
-
-def test_a_loop_that_is_left_before_its_backward_is_refused():
-    _, model, optimizer, loader = start(plan=plan())
-    for x, y, _ in loader:
-        loss = F.cross_entropy(model(x), y)
-        break
-    with pytest.raises(RuntimeError, match="whose loss could not be found|was left before its"):
-        loss.backward(), optimizer.step()
 
 
 def test_long_work_between_batches_leaves_no_trace():
@@ -482,24 +360,7 @@ def test_long_work_between_batches_leaves_no_trace():
     same_parameters(model, plan(num_steps=1), 1)
 
 
-def test_a_known_loop_is_not_replayed_again(monkeypatch):
-    replays = []
-    run = Script.run
-    monkeypatch.setattr(
-        Script, "run", lambda self, *a, **k: (replays.append(1), run(self, *a, **k))[1]
-    )
-    seen = []
-
-    def loop(model, x, y, step):
-        seen.append(len(replays))
-        F.cross_entropy(model(x), y).backward()
-
-    engine_loop(loop, steps=12, checks=1e-6)
-    first = next(n for n in seen if n)
-    assert set(seen) == {0, first}
-
-
-def test_a_replay_changes_no_tensor_of_the_loop():
+def test_twins_change_no_tensor_of_the_loop():
     centre = torch.zeros(3)
 
     def loop(model, x, y, step):
@@ -513,41 +374,117 @@ def test_a_replay_changes_no_tensor_of_the_loop():
         y.zero_()
 
     kept = []
-    engine_loop(loop)
+    engine_loop(loop, checks=1.0)
     assert not centre.any()
     engine_loop(other, steps=2)
     assert all(batch.any() for batch in kept)
 
 
-def test_tensors_changed_where_nobody_sees_it_are_refused():
+def test_a_mode_of_the_users_stays_where_it_is():
+    class Counting(torch.overrides.TorchFunctionMode):
+        seen = 0
+
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            Counting.seen += 1
+            return func(*args, **(kwargs or {}))
+
+    _, model, optimizer, loader = start(plan=plan(), checks=1.0)
+    for x, y, _ in loader:
+        with Counting():
+            before = Counting.seen
+            F.cross_entropy(model(x), y).backward()
+            stack = torch.overrides._get_current_function_mode_stack()
+            assert [type(mode) for mode in stack] == [Twins, Counting]
+            assert Counting.seen > before
+        optimizer.step()
+        assert not torch.overrides._get_current_function_mode_stack()
+
+
+def test_steps_without_a_check_have_no_mode():
+    """Two batches of new code, then one step in twenty."""
+    led = []
+
     def loop(model, x, y, step):
-        weights = torch.ones(len(x))
+        led.append(len(torch.overrides._get_current_function_mode_stack()))
+        F.cross_entropy(model(x), y).backward()
+
+    engine_loop(loop, steps=80)
+    assert led[:2] == [1, 1]
+    assert all(sum(led[k : k + 20]) >= 1 for k in range(0, 80, 20))
+
+
+# ---------------------------------------------------------------------- notes
+
+
+def numbers_of_the_data(model, x, y, step):
+    out = model(x)
+    weight = math.sqrt(out.square().mean().item())
+    (F.cross_entropy(out, y) * weight).backward()
+
+
+def a_branch(model, x, y, step):
+    loss = F.cross_entropy(model(x), y)
+    if (y == 0).sum() > 3:
+        loss = loss * 2
+    loss.backward()
+
+
+def through_numpy(model, x, y, step):
+    x = torch.from_numpy(x.numpy() - x.numpy().mean(0))
+    F.cross_entropy(model(x), y).backward()
+
+
+class Own(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, z):
+        return z * 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+def a_function_of_its_own(model, x, y, step):
+    F.cross_entropy(Own.apply(model(x)), y).backward()
+
+
+@pytest.mark.parametrize(
+    ("loop", "words"),
+    [
+        (numbers_of_the_data, "changes from batch to batch after data were read"),
+        (a_branch, "decides by data of the batch"),
+        (through_numpy, "went through NumPy"),
+        (a_function_of_its_own, "could not be followed through the loop"),
+    ],
+)
+def test_what_a_twin_can_not_follow_is_noted_once_and_stops_nothing(loop, words):
+    engine = engine_loop(loop, steps=12, checks=1.0)
+    assert len(engine.ledger) == 12
+    assert engine.get_epsilon(delta=1e-5) > 0
+    assert engine.ledger.to_json().count(words) == 1
+
+
+def test_a_number_that_was_read_is_followed_where_it_comes_again():
+    def loop(model, x, y, step):
         out = model(x)
-        loss = (F.cross_entropy(out, y, reduction="none") * weights).mean()
-        loss.backward()
+        (F.cross_entropy(out, y) * out.detach().abs().max().item()).backward()
 
-    tape = Tape()
-    x = torch.ones(4, 2)
-    tape.begin([x], 4)
-    y = x * 2
-    tape.end()
-    x.add_(1)
-    assert tape.slots[0].is_stale()
-    assert y.sum() == 16
-    engine_loop(loop)
+    with pytest.raises(ValueError, match="What one example weighs"):
+        engine_loop(loop)
 
 
-def test_a_replay_says_what_fails():
-    tape, x = Tape(), torch.arange(4.0)
-    tape.begin([x], 4)
-    tape.enter_model((x,), {}, 4)
-    out = torch.ones(4, requires_grad=True) * 1
-    tape.leave_model([out])
-    loss = (out * x.view(2, 2).flatten()).sum()
-    tape.end()
-    tape.backwards.append(Backward((tape._slot(loss),), (None,), len(tape.calls)))
-    script = Script(tape)
-    found = script.run(Rows(torch.arange(4), 0), finds_draws=True)
-    assert torch.equal(found.cotangents[0], x)
-    with pytest.raises(ReplayError, match=r"view fails there \(shape '\[2, 2\]' is invalid"):
-        script.run(Rows(torch.tensor([1]), 0))
+def test_a_number_equal_to_a_logged_one_by_chance_is_none():
+    def loop(model, x, y, step):
+        out = model(x)
+        (out.argmax(1) == out.argmax(1)).float().mean().mul(0.5).item()  # always 0.5
+        (0.5 * F.cross_entropy(out, y)).backward()
+
+    assert len(engine_loop(loop, steps=12, checks=1.0).ledger) == 12
+
+
+def test_a_statistic_that_the_model_keeps_is_refused_on_the_next_batch():
+    def loop(model, x, y, step):
+        (F.cross_entropy(model(x), y) * model.balance).backward()
+
+    with pytest.raises((ValueError, ExactnessError), match="What one example|mixes the examples"):
+        engine_loop(loop, randomise(Balanced(detached=True)))

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functional calls compare themselves with plain autograd: when, with what, and to which end."""
+"""The random identity: when a batch is compared with its definition, with what, to which end."""
 
 import random
+import re
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -16,8 +18,9 @@ import dualdp_torch.per_sample.api
 from dualdp import ExactnessError
 from dualdp_torch.per_sample import gradients
 from dualdp_torch.per_sample.call import METHODS
-from dualdp_torch.per_sample.checks import spot_check
+from dualdp_torch.per_sample.checks import identity
 from dualdp_torch.rules import RULES
+from dualdp_torch.rules.together import sq_norms_of
 from tests.only_torch.checks import Ways, data, ids
 from tests.only_torch.loop import plan, start
 
@@ -40,15 +43,15 @@ def net():
 
 @pytest.fixture
 def checks(monkeypatch):
-    """What is compared: the subject of every spot check."""
-    seen, real = [], spot_check.check
+    """What is compared: (reference, numbers, verdict) of every check."""
+    seen, real = [], identity.check
 
-    def watched(subject, *arguments, **options):
-        compared = real(subject, *arguments, **options)
-        seen.append((subject, compared))
+    def watched(reference, numbers, *arguments, **options):
+        compared = real(reference, numbers, *arguments, **options)
+        seen.append((reference, numbers, compared))
         return compared
 
-    monkeypatch.setattr(spot_check, "check", watched)
+    monkeypatch.setattr(identity, "check", watched)
     return seen
 
 
@@ -101,7 +104,7 @@ def test_what_is_new_is_checked(call, checks):
     CALLS[call](squares, model, x)
     CALLS[call](squares, model.double(), x.double())
     assert len(checks) == 8
-    assert all(compared for _, compared in checks)
+    assert all(compared for *_, compared in checks)
 
 
 def test_clipping_is_part_of_what_is_known(checks):
@@ -112,12 +115,13 @@ def test_clipping_is_part_of_what_is_known(checks):
 
 
 def test_the_loop_is_the_definition_and_off_is_off(checks):
+    """Of the loop, and of one example, only what a forward leaves behind is compared."""
     model, x = net(), data(4, 6)
     for call in CALLS.values():
         call(squares, model, x, method="loop")
         call(squares, model, data(1, 6))
         call(squares, model, x, check="off")
-    assert not checks
+    assert [numbers.is_definition for _, numbers, _ in checks] == [True] * 6
 
 
 def test_no_examples_and_padding_do_not_use_up_the_first_call(checks):
@@ -125,13 +129,12 @@ def test_no_examples_and_padding_do_not_use_up_the_first_call(checks):
     options = {"max_grad_norm": 0.1}
     dpt.clipped_grad_sum(squares, model, x[:0], **options)
     dpt.clipped_grad_sum(squares, model, x, mask=torch.zeros(4, dtype=torch.bool), **options)
-    dpt.clipped_grad_sum(squares, model, x[:1], **options)
     assert not checks
     dpt.clipped_grad_sum(squares, model, x * torch.nan, **options)
-    assert [compared for _, compared in checks] == [False]
+    assert [compared for *_, compared in checks] == [False]
     mask = torch.tensor([False, False, True, False])
     dpt.clipped_grad_sum(squares, model, x, mask=mask, **options)
-    assert [compared for _, compared in checks] == [False, True]
+    assert [compared for *_, compared in checks] == [False, True]
 
 
 def test_chunks_are_checked_once_and_not_where_all_is_padding(checks):
@@ -194,7 +197,7 @@ def test_checks_change_nothing(call, method):
 
 
 @pytest.mark.usefixtures("bias_is_off")
-@pytest.mark.parametrize("method", CAPTURED)
+@pytest.mark.parametrize("method", CAPTURED[1:])
 @pytest.mark.parametrize("call", CALLS)
 def test_a_fault_in_one_row_of_eight_is_found_by_the_sum(call, method):
     """Row 0 alone is wrong: two examples are looked at, and the sum over all."""
@@ -212,6 +215,31 @@ def test_a_fault_in_one_row_of_eight_is_found_by_the_sum(call, method):
     CALLS[call](squares, model, x, method=method, check="off")  # which misses it
 
 
+@pytest.mark.usefixtures("bias_is_off")
+@pytest.mark.parametrize("call", CALLS)
+def test_auto_goes_on_by_vmap_where_a_rule_is_wrong(call, monkeypatch, caplog):
+    """On the first batch of a kind, which is tried; the choice is kept."""
+    model, x, ways = net(), data(8, 6), Ways(monkeypatch)
+    found = [CALLS[call](squares, model, x) for _ in range(2)]
+    assert ways.taken[-2:] == ["by_vmap"] * 2
+    assert ways.taken.count("Captured") <= 3
+    assert "Sequential goes through vmap: A spot check failed" in caplog.text
+    expected = CALLS[call](squares, model, x, method="loop")
+    torch.testing.assert_close(found, [expected] * 2)
+
+
+def test_auto_goes_on_by_the_loop_where_vmap_cannot(monkeypatch):
+    class Reads(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) if float(x.detach().sum()) > 1e9 else x @ self.weight.T.sin()
+
+    model, x, ways = Reads(6, 3), data(8, 6), Ways(monkeypatch)
+    model.register_forward_hook(lambda m, a, out: out.register_hook(lambda g: g / g.norm()) and out)
+    found = dpt.per_sample_norms(squares, model, x)
+    assert ways.taken[-1] == "by_loop"
+    torch.testing.assert_close(found, dpt.per_sample_norms(squares, model, x, method="loop"))
+
+
 def test_a_fault_in_the_sum_alone_is_found(monkeypatch):
     """Norms and single contributions are right; the product over the batch leaves out one row."""
     real = gradients.Captured.sums
@@ -223,8 +251,8 @@ def test_a_fault_in_the_sum_alone_is_found(monkeypatch):
         return real(self, factors, rows)
 
     monkeypatch.setattr(gradients.Captured, "sums", sums)
-    with pytest.raises(ExactnessError, match="clipped_grad_sum over the batch differs"):
-        dpt.clipped_grad_sum(squares, net(), data(8, 6), max_grad_norm=0.1)
+    with pytest.raises(ExactnessError, match="clipped_grad_sum .* differs from plain"):
+        dpt.clipped_grad_sum(squares, net(), data(8, 6), max_grad_norm=0.1, method="book_keeping")
     dpt.clipped_grad_sum(squares, net(), data(8, 6), max_grad_norm=0.1, check="off")
 
 
@@ -251,17 +279,95 @@ def test_a_failure_says_nothing_of_the_data_and_what_to_do(monkeypatch):
     right = dualdp_torch.per_sample.clip.norms_of
     twice = lambda *a: tuple(x * 2 if torch.is_tensor(x) else x for x in right(*a))  # noqa: E731
     monkeypatch.setattr(dualdp_torch.per_sample.api, "norms_of", twice)
-    model, x = net(), data(8, 6) * 1.2345
     with pytest.raises(ExactnessError) as caught:
-        dpt.per_sample_norms(squares, model, x)
-    monkeypatch.undo()
+        dpt.per_sample_norms(squares, net(), data(8, 6) * 1.2345)
     error = caught.value
     assert 'Use method="loop"' in str(error)
-    norms = dpt.per_sample_norms(squares, model, x, method="loop")
-    assert any(abs(error.unprotected_details["expected_norm"] - n) < 1e-3 for n in norms.tolist())
-    digits = f"{error.unprotected_details['expected_norm']:.4g}"
-    assert digits not in str(error)
+    assert 0.4 < error.unprotected_details["error"] < 0.6
+    assert not re.search(r"\d\.\d", str(error))
     assert error.__cause__ is None
+
+
+def rule_with(fault, kind="grads", slot="weight"):
+    """The rule of a linear layer with a fault in the gradients, or the norms, of one slot."""
+    table = getattr(RULES_RIGHT, kind)
+
+    def wrong(acts, grads_out, **options):
+        return fault(table[slot](acts, grads_out, **options))
+
+    rest = {"sums": {}} if kind == "grads" else {}
+    return replace(RULES_RIGHT, pair=None, **rest, **{kind: {**table, slot: wrong}})
+
+
+def halved(row):
+    def fault(grads):
+        grads = grads.clone()
+        grads[row] /= 2
+        return grads
+
+    return fault
+
+
+@pytest.mark.parametrize("clipping", ["flat", "per_layer", "automatic"])
+def test_one_halved_row_of_1024_is_refused_on_the_first_batch(clipping, monkeypatch):
+    monkeypatch.setitem(RULES, F.linear, rule_with(halved(700)))
+    x = F.normalize(data(1024, 6), dim=1)  # norms alike, so that no row is a suspect
+    with pytest.raises(ExactnessError, match="over the batch differs"):
+        dpt.clipped_grad_sum(
+            squares, net(), x, max_grad_norm=1e-3, method="materialize", clipping=clipping
+        )
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_one_halved_row_of_64_is_refused_under_bfloat16(seed, monkeypatch):
+    monkeypatch.setitem(RULES, F.linear, rule_with(halved(seed)))
+    x = F.normalize(data(64, 6, seed=seed), dim=1)
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ExactnessError):
+        dpt.clipped_grad_sum(squares, model, x, max_grad_norm=1e-3, method="materialize")
+
+
+@pytest.mark.parametrize("row", [0, 7, 15])
+def test_a_short_gram_norm_in_one_row_of_16_is_refused(row, monkeypatch):
+    def short(described):
+        squares, error = sq_norms_of(described, 16)
+        return squares.clone().index_fill_(0, torch.tensor([row]), float(squares[row] * 0.8)), error
+
+    monkeypatch.setitem(RULES, F.linear, rule_with(short, "sq_norms"))
+    model = nn.Linear(40, 30)
+    loss = lambda m, x: m(x).square().sum((1, 2))  # noqa: E731
+    with pytest.raises(ExactnessError, match="of one example differs"):
+        dpt.clipped_grad_sum(loss, model, data(16, 3, 40), max_grad_norm=0.1, method="book_keeping")
+
+
+def test_two_swapped_rows_and_a_lost_bias_are_refused(monkeypatch):
+    swap = torch.tensor([0, 2, 1, *range(3, 16)])
+    for fault, slot in ((lambda g: g[swap], "weight"), (torch.zeros_like, "bias")):
+        with monkeypatch.context() as patch:
+            patch.setitem(RULES, F.linear, rule_with(fault, slot=slot))
+            with pytest.raises(ExactnessError):
+                dpt.clipped_grad_sum(
+                    squares, net(), data(16, 6), max_grad_norm=0.1, method="book_keeping"
+                )
+
+
+def test_a_fault_of_units_is_found_by_the_unit(monkeypatch):
+    """A row of the identity is a unit of K rows."""
+    monkeypatch.setitem(RULES, F.linear, rule_with(halved(5)))
+    call = partial(dpt.clipped_grad_sum, squares, net(), data(16, 6), max_grad_norm=0.01)
+    with pytest.raises(ExactnessError):
+        call(rows_per_unit=2, method="materialize")
+
+
+def test_rows_that_contribute_nothing_are_left_out_by_position(checks):
+    """nan and padding beside good rows: zero times nan would be nan."""
+    x = data(8, 6)
+    x[2], x[5] = torch.nan, torch.inf
+    mask = torch.arange(8) != 5
+    for _ in range(4):
+        dpt.clipped_grad_sum(squares, net(), x, max_grad_norm=0.1, mask=mask, check="always")
+    assert [compared for *_, compared in checks] == [True] * 4
 
 
 # ---------------------------------------------------------------------- no false alarm
@@ -333,16 +439,21 @@ HOOKS = {
 @pytest.mark.parametrize("on_layer", [True, False])
 @pytest.mark.parametrize("hook", HOOKS)
 def test_a_backward_that_a_hook_changes_is_that_of_each_alone(hook, on_layer, method):
-    """`g / |g|` of a batch is not that of its examples: seen before any check is made."""
+    """`g / |g|` of a batch is not that of its examples: found by trial, or refused."""
     model, x = Hooked(HOOKS[hook], on_layer), data(8, 6)
-    found = dpt.per_sample_grads(squares, model, x, method=method, check="off")
+    try:
+        found = dpt.per_sample_grads(squares, model, x, method=method)
+    except ExactnessError:
+        assert method in CAPTURED[1:]
+        assert not on_layer
+        return
     torch.testing.assert_close(found, of_each_alone(model, x), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("mode", ["auto", "ghost", "ew", "functorch"])
 @pytest.mark.parametrize("on_layer", [True, False])
 @pytest.mark.parametrize("hook", HOOKS)
-def test_hooks_are_right_in_an_engine_without_checks(hook, on_layer, mode):
+def test_hooks_are_right_in_an_engine_or_refused(hook, on_layer, mode):
     model, x = Hooked(HOOKS[hook], on_layer), data(8, 6)
     expected = of_each_alone(model, x)
     norms = torch.stack([g.flatten(1).norm(dim=1) for g in expected.values()]).norm(dim=0)
@@ -355,12 +466,16 @@ def test_hooks_are_right_in_an_engine_without_checks(hook, on_layer, mode):
             **{"max_grad_norm": bound, "noise_multiplier": 1e-6},
         ),
         grad_sample_mode=mode,
-        checks=0,
     )
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     for (rows,) in loader:
         squares(model, rows).mean().backward()
-        optimizer.step()
+        try:
+            optimizer.step()
+        except ExactnessError:
+            assert mode in ("ghost", "ew")
+            assert not on_layer
+            return
     for name, p in model.named_parameters():
         step = torch.einsum("n,n...->...", factors, expected[name]) / 8
         torch.testing.assert_close(before[name] - p.detach(), step, rtol=1e-3, atol=1e-4 * bound)

@@ -1,0 +1,901 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Twins: one row of a batch goes through the user's loop alone, beside the batch.
+
+Between the loader's yield and backward, every torch function that the loop calls is called once
+more, at once, on the tensors of a twin that holds one row (or the same row among other rows). There
+is no record and no replay: in-place calls, views, autocast, grad mode and order are those of the
+loop by themselves. At the end the twin's gradient of the model's outputs must be the row's own.
+
+Only a measured difference is a problem. Where a twin can't follow (NumPy, lists, custom autograd
+functions) there is a note, and the loop runs on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakIdKeyDictionary
+
+from dualdp.exactness import TOLERANCE, ExactnessError, power_of_ten
+from dualdp_torch.per_sample.checks.readings import (
+    Numbers,
+    Reading,
+    as_constant,
+    as_count,
+    as_multiple,
+)
+from dualdp_torch.per_sample.loss_inside import partial_gradients
+from dualdp_torch.per_sample.modes import autocast_as, autocast_dtypes, insert_mode, remove_mode
+from dualdp_torch.per_sample.random_state import TorchState
+from dualdp_torch.rules.base import Tensor
+from dualdp_torch.rules.precision import matmul_in_tf32
+
+REDUCTIONS = ("mean", "sum")
+_FLOOR = 1e-2  # gradients below this are compared with it: 1 - p of a sure prediction is rounding
+_MOST = 1 << 24  # numbers in the outputs of all twins of a whole batch together
+_HOST = torch.device("cpu")
+_BACKWARDS = {
+    Tensor.backward: ("self", "gradient"),
+    torch.autograd.backward: ("tensors", "grad_tensors"),
+    torch.autograd.grad: ("outputs", "inputs", "grad_outputs"),
+}
+#: Functions that make or change nothing that a twin needs.
+_SILENT = {
+    *("register_hook", "retain_grad", "__repr__", "__format__", "_set_grad_enabled", "__hash__"),
+    *("requires_grad", "is_leaf", "grad_fn", "device", "dtype", "layout", "ndim", "shape", "size"),
+    *("dim", "numel", "is_contiguous", "stride", "data_ptr", "_backward_hooks", "__len__", "print"),
+    *("is_floating_point", "is_cuda", "_version", "_record_function_enter_new", "untyped_storage"),
+}
+#: Functions whose results are those that the loop got: gradients through the model, other draws.
+_TAKEN = {"grad", "rand_like", "randn_like", "randint_like"}
+#: Functions that draw random numbers; their in-place forms end in "_".
+_RANDOM = {
+    *("rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "normal"),
+    *("bernoulli", "multinomial", "poisson", "dropout", "dropout1d", "dropout2d", "dropout3d"),
+    *("alpha_dropout", "feature_alpha_dropout", "feature_dropout", "rrelu", "gumbel_softmax"),
+    *("uniform", "exponential", "geometric", "log_normal", "cauchy", "random", "binomial"),
+    *("_standard_gamma", "_sample_dirichlet", "scaled_dot_product_attention", "lstm", "gru"),
+    "multi_head_attention_forward",
+}
+_WITH_STATE = ("batch_norm", "instance_norm")  # which write running statistics
+_FROM_LISTS = ("tensor", "as_tensor", "asarray")
+_READS = ("item", "__float__", "tolist", "numpy", "__array__")
+_WEIGHTED = (
+    "Weighted means (class weights, ignored targets, masks) need each example's own mean first: "
+    'cross_entropy(..., weight=w, reduction="none").{declared}() for class weights; or '
+    'reduction="sum", with loss_reduction="sum" declared to dualdp. Outputs (n, 1) and targets '
+    "(n,) are compared each with each: give both one shape."
+)
+_WAY_OUT = (
+    "Expected one loss per example, computed from that example's own row and from public numbers, "
+    "and their {declared}. " + _WEIGHTED
+)
+_OF_MODEL = (
+    " The loss that a model computes from labels is often a mean over all tokens of the batch: "
+    "write per_example_loss(model, outputs, labels).mean() of dualdp_torch.trainer instead."
+)
+CARRIED = (
+    "A number that the loop hands to its functions changes from batch to batch after data were "
+    "read, as by .item(): if it is made of them, other examples enter the loss by it."
+)
+_INPUTS = (
+    "What the model gets for one example is another one when the other rows are replaced or "
+    "left out{first}. Prepare each example by itself, in the data set or with public numbers."
+)
+_MIXES = (
+    "The loss mixes the examples of a batch: with the other rows replaced, the gradient of one "
+    "example's outputs is another one (by {error} of it{first}). "
+)
+_WEIGHS = (
+    "What one example weighs in the loss depends on how many others there are, or on what they "
+    "are: alone, the gradient of its outputs is another one (by {error} of it{first}). "
+)
+_DECLARED = (
+    "loss_reduction={declared!r}, but the loss is a {other}. Declare loss_reduction={other!r}: the "
+    "clipping bound depends on it."
+)
+BACK = "Rows of the batch went through NumPy or Python lists; the loss is checked without them."
+DECIDED = "The loop decides by data of the batch, as in `if loss > 1`, before its backward."
+UNSEEN = "A backward of the loop was not seen (another thread, compiled code): it is not checked."
+LOST = "The loss of one example could not be followed through the loop: {reason}."
+
+
+class Problem(NamedTuple):
+    """What is wrong with a loop, without values of the data; the error is relative."""
+
+    text: str
+    error: float = math.inf
+
+    def raised(self, was_right: bool) -> Exception:
+        """Return the exception; `was_right` if the loop passed this check before."""
+        if not was_right:
+            return ValueError(self.text)
+        return ExactnessError(
+            f"A spot check failed: {self.text} Nothing was released for this batch. Correct the "
+            "loop and begin a new run; the releases before are not vouched for.",
+            relative_error=power_of_ten(self.error),
+            unprotected_details={"error": self.error},
+        )
+
+
+# ---------------------------------------------------------------------- one twin
+
+
+class LostError(Exception):
+    """A twin can't follow the loop."""
+
+
+class Twin:
+    """The loop on some units of its batch, of which that at `position` is compared.
+
+    Attributes:
+        is_whole: True to take tensors of unknown origin whole, and not by rows.
+        follows_reads: True to replace floats that the loop read by those of this twin.
+        problem: why it could not follow the loop, or None.
+        parts: name of the first function that gave the row something else than in the batch.
+        leaves, grads: for each forward, its outputs for these rows, and their gradients.
+    """
+
+    def __init__(
+        self, n: int, k: int, units: Tensor, position: int, reading: Reading, **options: bool
+    ) -> None:
+        self.n, self.k, self.reading, unit = n, k, reading, int(units[position])
+        self.units = units
+        self.index = (units[:, None] * k + torch.arange(k)).flatten()
+        self.own, self.at = slice(unit * k, unit * k + k), slice(position * k, position * k + k)
+        self.is_alone = len(units) < n
+        self.is_whole = options.get("is_whole", False)
+        self.follows_reads = options.get("follows_reads", False)
+        self.leads_inside = False
+        self.tensors, self.reads = WeakIdKeyDictionary(), dict[float, float]()
+        self.leaves, self.grads = list[list[Tensor]](), list[list[Tensor | None]]()
+        self.problem: str | None = None
+        self.parts = ""
+        self.has_other_inputs = self.decides_otherwise = self.has_replaced = False
+
+    def placed(self, tensor: Tensor) -> Tensor:
+        """Return a tensor where this twin computes: one row alone on the CPU.
+
+        There an index out of range is an exception; on a GPU it would end the program.
+        """
+        return tensor.to(_HOST) if self.is_alone else tensor
+
+    def pick(self, tensor: Tensor, axis: int | None = 0) -> Tensor:
+        """Return a copy of the twin's rows or units of a tensor; the tensor if it has none."""
+        size = tensor.shape[axis] if axis is not None and tensor.dim() > axis else 0
+        index = {self.n: self.units, self.n * self.k: self.index}.get(size)
+        if index is None or axis is None:
+            return self.placed(tensor)
+        return self.placed(tensor.detach().index_select(axis, index.to(tensor.device)))
+
+    def keep(self, tensor: Tensor, axis: int | None = 0) -> None:
+        """Keep a copy of the twin's part of a tensor of the loop, which the twin may write to."""
+        self.tensors[tensor] = self.pick(tensor.detach(), axis).clone()
+
+    def of(self, value: Any, number: Callable[[float], float] = float, by_rows: bool = True) -> Any:
+        """Return this twin's arguments in the place of those in nested containers."""
+
+        def own(leaf: Any) -> Any:
+            if isinstance(leaf, Tensor):
+                return self._of_tensor(leaf, by_rows)
+            if type(leaf) in (int, float):
+                return number(leaf)
+            is_device = isinstance(leaf, torch.device) or (
+                type(leaf) is str and leaf.split(":")[0] in ("cuda", "mps", "xpu")
+            )
+            return _HOST if is_device and self.is_alone else leaf
+
+        return _mapped(own, value)
+
+    def _of_tensor(self, tensor: Tensor, by_rows: bool) -> Tensor:
+        if tensor in self.tensors:
+            ours: Tensor = self.tensors[tensor]
+            if tensor.requires_grad and not ours.requires_grad and torch.is_grad_enabled():
+                raise LostError("its gradient passes a function that was not seen")
+            return ours
+        if by_rows and tensor.requires_grad and not tensor.is_leaf:
+            raise LostError("a tensor with a gradient was made where nobody saw it")
+        is_fixed = self.is_whole or tensor.requires_grad or _is_parameter(tensor)
+        return self.pick(tensor, None if is_fixed or not by_rows else 0)
+
+    def note(self, name: str, out: Any, ours: Any) -> None:
+        """Keep what a call gave: tensors, numbers that were read, decisions."""
+        if isinstance(out, Tensor) and isinstance(ours, Tensor):
+            self.tensors[out] = ours
+            looks = self.follows_reads or not (self.is_alone or self.is_whole)
+            if looks and not self.parts and out.shape[:1] == (self.n * self.k,):
+                same = ours.shape[1:] == out.shape[1:] and ours.shape[:1] == self.index.shape
+                if not same or not _is_near(ours[self.at], out[self.own]):
+                    self.parts = name
+        elif isinstance(out, tuple | list) and isinstance(ours, tuple | list):
+            for theirs, own in zip(out, ours, strict=False):
+                self.note(name, theirs, own)
+        elif type(out) is bool and type(ours) is bool:
+            self.decides_otherwise |= out != ours
+        elif type(out) is float and type(ours) is float and out != ours:
+            self.reads[out] = ours
+
+    def backward(self, losses: Sequence[Any], weights: Sequence[Any]) -> None:
+        """Add the gradients of weighted losses to those of the outputs."""
+        ours = [self.of(loss) for loss in losses]
+        live = [i for i, loss in enumerate(ours) if getattr(loss, "requires_grad", False)]
+        leaves = sum(self.leaves, [])
+        if not live or not leaves:
+            return
+        total = [ours[i] for i in live]
+        given = [
+            torch.ones_like(ours[i]) if weights[i] is None else self.of(weights[i]) for i in live
+        ]
+        found = iter(partial_gradients(total, leaves, given))
+        for grads in self.grads:
+            for i, before in enumerate(grads):
+                new = next(found)
+                grads[i] = before if new is None else new if before is None else before + new
+
+    def errors(
+        self, cotangents: Sequence[Tensor | None], declared: str, of_all: bool
+    ) -> dict[str, float]:
+        """Return by reduction how far the row's gradient is from the loop's, relative to it.
+
+        `of_all` compares every row of a twin of many: each is a row of the batch elsewhere.
+        """
+        every = of_all and not self.is_alone
+        own = self.index if every else torch.arange(self.own.start, self.own.stop)
+        count, square = len(own) // self.k, 0.0
+        ours, theirs = ([torch.zeros(count, 1).double()] for _ in range(2))
+        leaves, grads = sum(self.leaves, []), sum(self.grads, [])
+        for leaf, grad, cotangent in zip(leaves, grads, cotangents, strict=True):
+            if leaf.dim() and len(leaf) == len(self.index):
+                whole = torch.zeros_like(leaf) if grad is None else grad
+                ours.append(_flat(whole if every else whole[self.at], count))
+                if cotangent is None:
+                    theirs.append(ours[-1] * 0)
+                else:
+                    theirs.append(_flat(cotangent[own.to(cotangent.device)], count))
+                    square += float(cotangent.double().nan_to_num(0, 0, 0).square().sum())
+        a, b, typical = torch.cat(ours, 1), torch.cat(theirs, 1), math.sqrt(square / self.n)
+        counts = b.isfinite().all(1)  # other examples contribute nothing
+        found = {}
+        for name in REDUCTIONS:
+            scale = float(self.n) if self.is_alone and name == "mean" else 1.0
+            floor = _FLOOR if self.is_alone or declared == "sum" else _FLOOR / self.n
+            size = (b.norm(dim=1) * scale).clamp(min=max(typical * scale, floor))
+            gap = ((a - b * scale).norm(dim=1) / size).nan_to_num(math.inf)[counts]
+            found[name] = float(gap.max()) if len(gap) else 0.0
+        return found
+
+
+def twins_of(
+    n: int, k: int, unit: int, seed: int, are_several: bool, has_tables: bool
+) -> list[Twin]:
+    """Return the unit alone, by several readings of numbers, and the unit among others.
+
+    `has_tables` tries tensors of unknown origin as tables, too, and not only as rows.
+    """
+    alone = torch.tensor([unit])
+    found = [
+        Twin(n, k, alone, 0, as_count, follows_reads=True),
+        Twin(n, k, alone, 0, as_multiple),
+        Twin(n, k, alone, 0, as_constant),
+        Twin(n, k, alone, 0, as_count, is_whole=has_tables),
+    ]
+    if are_several:
+        units = torch.randint(n, (n,), generator=torch.Generator().manual_seed(seed))
+        units[unit] = unit
+        kinds = (False, True) if has_tables else (False,)
+        found += [Twin(n, k, units, unit, as_constant, is_whole=whole) for whole in kinds]
+    return found
+
+
+# ---------------------------------------------------------------------- the mode
+
+
+class Twins(TorchFunctionMode):
+    """Function mode that leads some twins through a loop, from the loader's yield to its backward.
+
+    Examples are units of `rows_per_unit` consecutive rows, which a loss may join. Without twins it
+    is never on the stack of modes.
+
+    Attributes:
+        notes: what the twins could not see in this batch.
+        is_on: True if this batch has twins.
+        has_passed: True once a batch passed.
+        rows_of: function from the number of rows to those to be led, of a block without a loader;
+            its twins begin at the model's first call. None with a loader.
+        leads_model: True once the loop met a tensor that was made inside the model.
+    """
+
+    def __init__(self, rows_per_unit: int = 1) -> None:
+        super().__init__()
+        self.k, self.has_passed = rows_per_unit, False
+        self.numbers, self._of_model = Numbers(), Numbers()
+        self.rows_of: Callable[[int], Sequence[int]] | None = None
+        self.leads_model = self._gives_number = False
+        self.is_on = self._has_left = False
+        self.clear()
+
+    def begin(self, batch: Any, num_rows: int, rows: Sequence[int], seed: int, among: int) -> None:
+        """Begin to lead twins of the units that hold `rows`, `among` of them among others, too."""
+        self.clear()
+        self._n, self._batch = num_rows // self.k, list(_tensors_in(batch, 5))
+        units = list(dict.fromkeys(row // self.k for row in rows))
+        for i, unit in enumerate(units if self._n > 1 else []):
+            self.twins += twins_of(self._n, self.k, unit, seed + i, i < among, self.rows_of is None)
+        self.is_on = bool(self.twins)
+        for tensor in self._batch if self.is_on else ():
+            self._take(tensor, _axis_of(tensor, num_rows))
+        if self.is_on:
+            insert_mode(self, 0)
+
+    def end(self) -> None:
+        """Stop to lead."""
+        remove_mode(self)
+
+    def clear(self) -> None:
+        """Stop to lead, and free the twins."""
+        if self.is_on:
+            self.end()
+        self.twins, self._batch, self.notes = list[Twin](), list[Tensor](), list[str]()
+        self.is_on = self._has_left = self._is_busy = self._was_read = self._has_backward = False
+        self._has_drawn = False
+        self.is_inside = self._leads_inside = False
+        self._above = self._n = 0
+        self._led, self._drawn, self._made = (WeakIdKeyDictionary() for _ in range(3))
+        self.numbers.next_batch()
+        self._of_model.next_batch()
+
+    def leave_loader(self) -> None:
+        """Stop to lead until the model is called: the loader ended, as next(iter(loader)) does."""
+        if self.is_on:
+            self._has_left = True
+            self.end()
+
+    @contextlib.contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Context in which nothing is led."""
+        above = remove_mode(self) if self.is_on else None
+        self._above = self._above if above is None else above
+        try:
+            yield
+        finally:
+            if above is not None and self.is_on and not self.is_inside:
+                remove_mode(self)
+                insert_mode(self, above)
+
+    # ------------------------------------------------------------------ the model
+
+    def enter_model(self, args: Any, kwargs: Any, num_rows: int) -> None:
+        """Begin a recorded forward, whose functions are not led; compare what it gets."""
+        if self.rows_of is not None and not self.is_on:
+            self.begin((), num_rows, self.rows_of(num_rows), 0, 2)
+        if not self.is_on:
+            return
+        self._above = remove_mode(self) or self._above
+        self.is_inside, self._given = True, WeakIdKeyDictionary()
+        for tensor in _tensors((args, kwargs)):
+            self._look_for_arrays(tensor)
+            self._given[tensor] = True
+            if tensor not in self._led:
+                self._take(tensor, 0)
+            elif tensor not in self._drawn:
+                self._compare_input(tensor)
+
+    def lead_model(self, returns_number: bool | None) -> None:
+        """Listen to the functions of a forward, above the other modes.
+
+        Twins are led through a model that returns a number beside its outputs, such as the loss of
+        labels; those of one row alone as long as that is not known.
+        """
+        if not (self.is_on and self.is_inside):
+            return
+        unit = self.twins[0].own
+        for twin in self.twins:
+            is_first = returns_number is None and twin.is_alone and twin.own == unit
+            twin.leads_inside = bool(returns_number) or is_first or self.leads_model
+        self._leads_inside = any(twin.leads_inside for twin in self.twins)
+        insert_mode(self, 0)
+
+    def leave_model(
+        self,
+        outputs: Sequence[tuple[Tensor, Tensor]],
+        numbers: Sequence[tuple[Tensor, Tensor]] = (),
+    ) -> None:
+        """End the recorded forward; pairs of a tensor as made there and as handed out."""
+        if not self.is_on:
+            return
+        self.end_forward()
+        self._gives_number |= bool(numbers)
+        numel = sum(made.numel() for made, out in outputs if out.requires_grad)
+        among = [twin for twin in self.twins if not twin.is_alone]
+        for twin in among[max(0, _MOST // max(numel, 1)) :]:
+            self.twins.remove(twin)
+        for twin in self.twins:
+            leaves = [self._hand_out(twin, *pair, bool(numbers)) for pair in outputs]
+            twin.leaves.append([leaf for leaf in leaves if leaf is not None])
+            twin.grads.append([None] * len(twin.leaves[-1]))
+            for made, out in numbers:
+                if made not in twin.tensors or not twin.leads_inside:
+                    twin.problem = twin.problem or "the model computes it inside"
+                else:
+                    twin.tensors[out] = twin.tensors[made]
+        for made, out in (*outputs, *numbers):
+            self._led[out] = True
+            for tensor in (made, out):
+                self._made.pop(tensor, None)
+        insert_mode(self, self._above)
+
+    def _hand_out(self, twin: Twin, made: Tensor, out: Tensor, has_numbers: bool) -> Tensor | None:
+        """Give a twin its rows of an output: as led through the model, if that went right.
+
+        Return them if they have a gradient.
+        """
+        ours, led = twin.pick(made.detach()).detach(), twin.tensors.get(made)
+        if led is not None and twin.leads_inside and has_numbers:
+            if led.shape == ours.shape and _is_near(led, ours):
+                ours = led
+            else:
+                twin.leads_inside = False
+        ours = ours.requires_grad_() if out.requires_grad and not ours.requires_grad else ours
+        with torch.enable_grad():
+            twin.tensors[out] = ours.clone()
+        return ours if out.requires_grad else None
+
+    def end_forward(self) -> None:
+        """End a forward, also one that failed."""
+        self.end()
+        self.is_inside = False
+
+    def drop(self, index: int) -> None:
+        """Forget one forward, whose gradient does not count."""
+        for twin in self.twins:
+            del twin.leaves[index : index + 1], twin.grads[index : index + 1]
+
+    def rewind(self, first: int = 0) -> None:
+        """Forget the forwards from `first` on: they failed or are repeated."""
+        if self.is_on:
+            self.end_forward()
+            for twin in self.twins:
+                del twin.leaves[first:], twin.grads[first:]
+            if not self._has_left:
+                insert_mode(self, self._above)
+
+    def _compare_input(self, tensor: Tensor) -> None:
+        rows = self._n * self.k
+        for twin in self.twins:
+            ours = twin.tensors.get(tensor)
+            if ours is None or twin.problem is not None:
+                continue
+            theirs = twin.placed(tensor.detach())
+            if tensor.shape[:1] == (rows,):
+                ours, theirs = ours[twin.at], theirs[twin.own]
+            if ours.shape != theirs.shape:
+                twin.problem = "what the model gets for one example has another shape"
+            elif not _is_near(ours.detach(), theirs):
+                twin.has_other_inputs = True
+
+    def _take(self, tensor: Tensor, axis: int | None) -> None:
+        """Give a tensor's own rows to the twins."""
+        self._led[tensor] = True
+        for twin in self.twins:
+            twin.keep(tensor, axis)
+
+    # ------------------------------------------------------------------ functions
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.compiler.is_dynamo_compiling() or get_eval_frame_callback() is not None:
+            return self._hear_eagerly(func, args, kwargs or {})
+        return self._hear(func, args, kwargs or {})
+
+    @torch._disable_dynamo  # a loop that is compiled is led call by call
+    def _hear_eagerly(self, func: Any, args: Any, kwargs: Any) -> Any:
+        return self._hear(func, args, kwargs)
+
+    def _hear(self, func: Any, args: Any, kwargs: Any) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in ("__get__", "__set__"):
+            name = func.__self__.__name__ + ("" if name == "__get__" else "=")
+        if self._is_busy or name in _SILENT:
+            return func(*args, **kwargs)
+        if func in _BACKWARDS:
+            return self._backward(func, args, kwargs)
+        tensors = _tensors((args, kwargs))
+        if any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in tensors):
+            return func(*args, **kwargs)
+        if self.is_inside and not self._leads_inside:
+            return self._listen(func, args, kwargs, tensors)
+        writes = "out" in kwargs or (name[-1:] in "_=" and name[:2] != "__") or name[:3] == "__i"
+        writes = (writes or name == "__setitem__") and name not in ("__int__", "__index__")
+        generators = [g for g in (*args, *kwargs.values()) if type(g) is torch.Generator]
+        is_random = bool(generators) or name.rstrip("_") in _RANDOM
+        self._has_drawn |= is_random
+        is_ours = self._concerns(name, tensors, args, kwargs, writes)
+        state = _Draws(generators) if is_random and is_ours else None
+        out = func(*args, **kwargs)
+        self._was_read |= name in _READS[2:] and any(t in self._led for t in tensors)
+        if name in _READS and any(t in self._led for t in tensors):
+            self.numbers.first_read = min(self.numbers.first_read, len(self.numbers.seen))
+        for tensor in _tensors(out) if self.is_inside else ():
+            self._made[tensor] = True
+        if is_ours:
+            self._lead(func, name, args, kwargs, out, state, writes)
+        elif not tensors:  # keeps its place among the numbers where it is no multiple of n
+            self.numbers.seen += [(name, value) for value in _numbers((args, kwargs))]
+        return out
+
+    def _listen(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
+        """Call a function of the model; compare what it reads beside the model's arguments."""
+        for tensor in tensors:
+            is_beside = tensor in self._led and tensor not in self._given
+            if is_beside and tensor not in self._made and tensor not in self._drawn:
+                self._compare_input(tensor)
+        out = func(*args, **kwargs)
+        for tensor in _tensors(out):
+            self._made[tensor] = True
+        return out
+
+    def _concerns(self, name: str, tensors: Any, args: Any, kwargs: Any, writes: bool) -> bool:
+        """True for a call that twins make, too: on rows of the batch, or with sizes made of n."""
+        for tensor in tensors:
+            self._look_for_arrays(tensor)
+            self.leads_model |= tensor in self._made and not self.is_inside
+        if any(tensor in self._led for tensor in tensors):
+            if writes:
+                self._prepare(kwargs.get("out", args[0] if args else None))
+            return True
+        if not self.is_inside and any(_may_be_rows(tensor, self._n, self.k) for tensor in tensors):
+            return not writes
+        numbers = _numbers((args, kwargs))
+        if tensors or (name in _FROM_LISTS and isinstance(args[0], list | tuple)):
+            return False  # values, and no sizes
+        return any(as_multiple(v, self._n, self.k) != v for v in numbers)
+
+    def _look_for_arrays(self, tensor: Tensor) -> None:
+        """Note rows that come back from NumPy or lists, where nobody saw what was done to them."""
+        is_new = self._was_read and tensor not in self._led
+        if is_new and BACK not in self.notes and _may_be_rows(tensor, self._n, self.k):
+            self.notes.append(BACK)
+
+    def _prepare(self, target: Any) -> None:
+        """Give a tensor that rows of the batch are written to a twin of its own."""
+        for tensor in _tensors(target):
+            if tensor not in self._led:
+                self._led[tensor] = True
+                for twin in self.twins:
+                    axis = None if twin.is_whole or _is_parameter(tensor) else 0
+                    twin.keep(tensor, axis)
+
+    def _lead(
+        self, func: Any, name: str, args: Any, kwargs: Any, out: Any, state: Any, writes: bool
+    ) -> None:
+        """Call a function on every twin's tensors, after the loop's call returned `out`."""
+        led = [tensor for tensor in _tensors((args, kwargs)) if tensor in self._led]
+        known = self._of_model if self.is_inside else self.numbers
+        first, numbers = len(known.seen), _numbers((args, kwargs))
+        is_drawn = all(t in self._drawn for t in led) and bool(led or state)
+        is_drawn = is_drawn and not any(value in self.twins[0].reads for value in numbers)
+        if writes and led and not is_drawn and led[0] in self._drawn:
+            self._drawn.clear()  # by rows of the batch, maybe through a view
+        known.seen += [(name, value) for value in numbers]
+        is_taken = is_drawn or name in _TAKEN or (state is not None and writes)
+        for tensor in _tensors(out):
+            self._led[tensor] = True
+            if is_drawn:
+                self._drawn[tensor] = True
+            elif not is_taken:
+                self._drawn.pop(tensor, None)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for twin in self.twins:
+                if twin.problem is not None or (self.is_inside and not twin.leads_inside):
+                    continue
+                try:
+                    if is_taken:
+                        for tensor in _tensors(out):
+                            self._take_drawn(twin, tensor, is_drawn, writes)
+                        continue
+                    given = self._arguments(twin, known, name, first, (args, kwargs))
+                    if name in _WITH_STATE:
+                        given = pytree.tree_map_only(Tensor, torch.clone, given)
+                    with self._as_the_loop(twin):
+                        if state is not None:
+                            ours = state.repeated(twin, func, (args, kwargs), given)
+                        else:
+                            ours = func(*given[0], **given[1])
+                    twin.note(name, out, ours)
+                except Exception as error:  # noqa: BLE001 - of this row alone
+                    reason = str(error).split("\n")[0][:80]
+                    if not self.is_inside:
+                        twin.problem = f"{name} can't be called on one row ({reason})"
+
+    def _take_drawn(self, twin: Twin, tensor: Tensor, is_drawn: bool, writes: bool) -> None:
+        """Give a twin its rows of what the loop drew; of a draw by size they may be anything."""
+        axis = None if twin.is_whole and is_drawn else 0
+        picked = twin.pick(tensor.detach(), axis)
+        if writes and tensor in twin.tensors and twin.tensors[tensor].shape == picked.shape:
+            twin.tensors[tensor].data.copy_(picked)
+        else:
+            twin.keep(tensor, axis)
+
+    def _arguments(self, twin: Twin, numbers: Numbers, name: str, first: int, given: Any) -> Any:
+        """Return a twin's arguments, with its readings of Python numbers, the first at `first`."""
+        at = first - 1
+
+        def number(value: float) -> float:
+            nonlocal at
+            at += 1
+            is_followed = twin.follows_reads and value in twin.reads
+            if is_followed and numbers.is_read(at, value):
+                twin.has_replaced = True
+                return twin.reads[value]
+            if not twin.is_alone:
+                return value
+            known = numbers.learned(at, name, value, twin.n)
+            return twin.reading(value, twin.n, twin.k) if known is None else known
+
+        return twin.of(given, number, not self.is_inside)
+
+    @contextlib.contextmanager
+    def _as_the_loop(self, twin: Twin) -> Iterator[None]:
+        """Context of a twin's call: the loop's autocast, on the CPU for a row of a GPU's batch."""
+        with contextlib.ExitStack() as stack:
+            dtypes = autocast_dtypes()
+            if dtypes and twin.is_alone and dtypes[-1][0] != "cpu":
+                stack.enter_context(autocast_as([("cpu", dtypes[-1][1])]))
+            if self.is_inside:  # the recorder captures what the model does, not what a twin does
+                stack.enter_context(torch._C.DisableTorchFunction())
+            yield
+
+    def _backward(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run a backward, and those of the twins."""
+        names = _BACKWARDS[func]
+        given: dict[str, Any] = dict(zip(names, args, strict=False)) | kwargs
+        losses, weights = (pytree.tree_leaves(given.get(name)) for name in (names[0], names[-1]))
+        weights += [None] * (len(losses) - len(weights))
+        self._is_busy = True
+        try:
+            out = func(*args, **kwargs)
+        finally:
+            self._is_busy = False
+        if self.is_inside:
+            return out
+        if func is torch.autograd.grad:
+            self._differentiate(func, args, kwargs, out)
+            return out
+        self._has_backward = True
+        for twin in self.twins:
+            if twin.problem is None:
+                try:
+                    twin.backward(losses, weights)
+                except Exception as error:  # noqa: BLE001 - of this row alone
+                    twin.problem = f"backward can't be called on one row ({error})"
+        return out
+
+    def _differentiate(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Give the twins a gradient that the loop asked for; one through the model is taken."""
+        for tensor in _tensors(out):
+            self._take(tensor, 0)
+        for twin in self.twins:
+            with contextlib.suppress(Exception):  # it leads through the model
+                given = twin.of((args, kwargs))
+                ours = func(*given[0], **given[1])
+                if all(isinstance(part, Tensor) for part in ours):
+                    twin.note("grad", out, ours)
+
+    # ------------------------------------------------------------------ the verdict
+
+    def verdict(self, cotangents: Sequence[Tensor | None], declared: str) -> Problem | None:
+        """Return what is wrong with the loop, or None.
+
+        Args:
+            cotangents: gradient of each differentiable output of the forwards, in order.
+            declared: "mean" or "sum", the reduction of the examples' losses.
+        """
+        self.end()
+        self.numbers.end_batch(self._n)
+        self._of_model.end_batch(self._n)
+        seen = {
+            UNSEEN: not self._has_backward,
+            DECIDED: any(twin.decides_otherwise for twin in self.twins),
+            CARRIED: self.numbers.was_carried,
+        }
+        self.notes += [text for text, is_true in seen.items() if is_true]
+        if not self._has_backward:
+            return None
+        if all(twin.problem for twin in self.twins if twin.is_alone):
+            self.notes.append(LOST.format(reason=self.twins[0].problem))
+        limit, found = self._tolerance(cotangents), None
+        for start in dict.fromkeys(twin.own.start for twin in self.twins):
+            twins = [twin for twin in self.twins if twin.own.start == start]
+            found = found or self._among(twins, cotangents, declared, limit)
+            found = found or self._alone(twins, cotangents, declared, limit)
+        self.has_passed |= found is None
+        return found
+
+    def _tolerance(self, cotangents: Sequence[Tensor | None]) -> float:
+        kinds = {str(c.dtype).removeprefix("torch.") for c in cotangents if c is not None}
+        if any(c is not None and c.is_cuda for c in cotangents) and matmul_in_tf32():
+            kinds.add("tf32")
+        return max([TOLERANCE.get(kind, 3e-2) for kind in kinds], default=1e-3)
+
+    def _among(self, twins: Any, cotangents: Any, declared: str, limit: float) -> Problem | None:
+        """Compare the row among other rows."""
+        ran = [twin for twin in twins if not twin.is_alone and twin.problem is None]
+        errors = [t.errors(cotangents, declared, not self._has_drawn)[declared] for t in ran]
+        pairs = zip(errors, ran, strict=True)
+        if not ran or not all(e > limit or twin.has_other_inputs for e, twin in pairs):
+            return None
+        if all(twin.has_other_inputs for twin in ran):
+            return Problem(_INPUTS.format(first=_first(ran)))
+        text = _MIXES.format(error=power_of_ten(min(errors)), first=_first(ran))
+        return Problem(text + self._way_out(declared), min(errors))
+
+    def _alone(self, twins: Any, cotangents: Any, declared: str, limit: float) -> Problem | None:
+        """Compare the row alone, by all readings of numbers: one that agrees is enough."""
+        alone = [twin for twin in twins if twin.is_alone]
+        errors = {t: t.errors(cotangents, declared, False) for t in alone if t.problem is None}
+        wrong = [t for t, e in errors.items() if e[declared] > limit or t.has_other_inputs]
+        if not wrong or not (self._uses_read(alone, wrong) or self._are_refuted(errors, wrong)):
+            return None
+        if all(twin.has_other_inputs for twin in wrong):
+            return Problem(_INPUTS.format(first=_first(wrong)))
+        error = min(errors[twin][declared] for twin in wrong)
+        other = "sum" if declared == "mean" else "mean"
+        if any(errors[twin][other] <= limit for twin in wrong):
+            return Problem(_DECLARED.format(declared=declared, other=other), error)
+        text = _WEIGHS.format(error=power_of_ten(error), first=_first(wrong))
+        return Problem(text + self._way_out(declared), error)
+
+    def _uses_read(self, alone: Sequence[Twin], wrong: Sequence[Twin]) -> bool:
+        """True if numbers that were read make the first twin wrong, and nothing else does."""
+        others = [alone[-1]]
+        if self.numbers.are_read_alike(self._n, self.k):
+            others.append(alone[1])
+        is_right = any(twin not in wrong and twin.problem is None for twin in others)
+        return is_right and alone[0] in wrong and alone[0].has_replaced
+
+    def _are_refuted(self, ran: Mapping[Twin, Any], wrong: Sequence[Twin]) -> bool:
+        """True if no reading by which the row is right can be meant, and one of the others can."""
+        refuted = [t for t in ran if self.numbers.refutes(t.reading, self._n, self.k)]
+        if any(twin not in wrong and twin not in refuted for twin in ran):
+            return False
+        return len(refuted) < len(ran) and not self.numbers.are_unclear(self._n, self.k)
+
+    def _way_out(self, declared: str) -> str:
+        text = _WAY_OUT.format(declared=declared)
+        return text + _OF_MODEL if self._gives_number else text
+
+
+class _Draws:
+    """State of the generators before a call that draws."""
+
+    def __init__(self, generators: list[torch.Generator]) -> None:
+        self._state = TorchState.now()
+        self._own = [(generator, generator.get_state()) for generator in generators]
+
+    def repeated(self, twin: Twin, func: Any, loops: Any, ours: Any) -> Any:
+        """Draw once more as the loop did, with the twin's rows in the place of its own."""
+        axes, rows = set[int](), torch.arange(twin.own.start, twin.own.stop)
+
+        def spread(theirs: Any, own: Any) -> Any:
+            if not isinstance(theirs, Tensor):
+                return theirs
+            sizes = enumerate(zip(theirs.shape, own.shape, strict=True))
+            axis = next((i for i, (whole, some) in sizes if whole != some), None)
+            own = own.to(theirs.device)
+            if axis is None:
+                return own
+            axes.add(axis)
+            return theirs.detach().index_copy(axis, rows.to(theirs.device), own)
+
+        def own_rows(tensor: Any) -> Any:
+            axis = min(axes, default=0)
+            if not isinstance(tensor, Tensor):
+                return tensor
+            if tensor.dim() > axis and tensor.shape[axis] == twin.n * twin.k:
+                tensor = tensor.index_select(axis, rows.to(tensor.device))
+            return twin.placed(tensor)
+
+        args, kwargs = _mapped(spread, loops, ours) if twin.is_alone else ours
+        now = _Draws([generator for generator, _ in self._own])
+        self.put()
+        try:
+            found = func(*args, **kwargs)
+        finally:
+            now.put()
+        return _mapped(own_rows, found) if twin.is_alone else found
+
+    def put(self) -> None:
+        """Restore the generators to this state."""
+        self._state.put()
+        for generator, state in self._own:
+            generator.set_state(state)
+
+
+# ---------------------------------------------------------------------- small things
+
+
+def _flat(tensor: Tensor, count: int) -> Tensor:
+    """Return a tensor as (count, numbers)."""
+    return tensor.detach().reshape(count, -1).double().cpu()
+
+
+def _first(twins: Sequence[Twin]) -> str:
+    """Return "; first in NAME" for the first function where the row and a twin part."""
+    name = next((twin.parts for twin in twins if twin.parts), "")
+    return f"; first in {name}" if name else ""
+
+
+def _is_near(ours: Tensor, theirs: Tensor) -> bool:
+    """True if two tensors of one shape are equal up to rounding; nan is nan."""
+    if ours.dtype != theirs.dtype:
+        return False
+    if not ours.is_floating_point() or not ours.numel():
+        return torch.equal(ours, theirs.to(ours.device))
+    a, b = ours.detach().double().cpu(), theirs.detach().double().cpu()
+    size = float(b.abs().nan_to_num(0, 0, 0).max())
+    tolerance = TOLERANCE[str(ours.dtype).removeprefix("torch.")]
+    tolerance /= 10 if tolerance < 1e-2 else 1
+    return torch.allclose(a, b, rtol=tolerance, atol=tolerance * size, equal_nan=True)
+
+
+def _is_parameter(tensor: Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter)
+
+
+def _may_be_rows(tensor: Tensor, n: int, k: int) -> bool:
+    """True if a tensor of unknown origin may hold rows of the batch, or a value for each unit."""
+    is_named = _is_parameter(tensor) or (tensor.requires_grad and tensor.is_leaf)
+    return tensor.shape[:1] in ((n,), (n * k,)) and not is_named
+
+
+def _axis_of(tensor: Tensor, rows: int) -> int | None:
+    """Return the axis of a tensor of the loader's batch on which the rows are."""
+    return next((axis for axis, size in enumerate(tensor.shape) if size == rows), None)
+
+
+def _mapped(function: Callable[..., Any], value: Any, *others: Any) -> Any:
+    """Return nested containers of plain types with `function` of their leaves, also of slices."""
+    if type(value) is slice:
+        ends = zip(*[(v.start, v.stop, v.step) for v in (value, *others)], strict=True)
+        return slice(*[_mapped(function, *end) for end in ends])
+    if isinstance(value, dict):
+        return {k: _mapped(function, v, *[o[k] for o in others]) for k, v in value.items()}
+    if not isinstance(value, tuple | list):
+        return function(value, *others)
+    parts = [_mapped(function, *part) for part in zip(value, *others, strict=True)]
+    return parts if type(value) is list else tuple(parts)
+
+
+def _leaves(value: Any) -> list[Any]:
+    found = list[Any]()
+    _mapped(found.append, value)
+    return found
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in _leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _numbers(value: Any) -> list[float]:
+    return [leaf for leaf in _leaves(value) if type(leaf) in (int, float)]
+
+
+def _tensors_in(value: Any, depth: int) -> Iterator[Tensor]:
+    """Yield the tensors inside a batch of any type."""
+    if isinstance(value, Tensor):
+        yield value
+    elif depth and not isinstance(value, str | bytes | type | nn.Module):
+        inner: Any = value.values() if isinstance(value, Mapping) else value
+        if not isinstance(value, Mapping | list | tuple | set):
+            inner = vars(value).values() if hasattr(value, "__dict__") else ()
+        for part in inner:
+            yield from _tensors_in(part, depth - 1)

@@ -1,0 +1,310 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Examination of a model on its first batch: where the examples lie in every parameter use."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dualdp import exactness
+from dualdp._validate import UnsupportedLayerError
+from dualdp_torch.parallel.fsdp import is_sharded
+from dualdp_torch.per_sample.batch import Batch, check_losses, split_aux
+from dualdp_torch.per_sample.batch_axis import BatchAxis, candidates
+from dualdp_torch.per_sample.capture import Capture
+from dualdp_torch.per_sample.model_checks import refuse_mixing_modules
+from dualdp_torch.per_sample.parameter_use import SecondOrderError, Use, eagerly
+from dualdp_torch.per_sample.random_state import (
+    NoRandomness,
+    RandomState,
+    checksums,
+    on_copies,
+    refuse_written,
+    untouched_generators,
+)
+from dualdp_torch.rules.base import Tensor
+
+#: Number of examples that are examined, and most layers without examples.
+EXAMPLES, MOST_SKIPPED = 4, 32
+#: Largest relative difference of one example's loss alone and in the batch, by the lowest dtype.
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+ON_CUDA = 10.0  # factor of the tolerance: kernels and TF32 vary with the batch size
+#: Problem of a use, whose name is filled in.
+ELSEWHERE = "The examples of {} lay on an axis of another size in the batches before."
+
+
+@dataclass(frozen=True)
+class Axes:
+    """Batch axes of the uses of one forward, by their order.
+
+    The uses at the positions `skip` hold no examples, such as tables of positions. `by_data` is
+    True if the rows of an axis may be picked by the data, as in `x[mask]`: every batch is checked.
+    """
+
+    signatures: tuple[Any, ...]
+    batch_axes: tuple[BatchAxis, ...]
+    skip: frozenset[int] = frozenset()
+    by_data: bool = False
+
+    def misfit(self, uses: Sequence[Use], n: int) -> Use | None:
+        """Return a use whose batch axis can't hold n examples, or None."""
+        pairs = zip(uses, self.batch_axes, strict=True)
+        return next((use for use, axis in pairs if not axis.fits(use.out_shape, n)), None)
+
+
+class _Picking(TorchDispatchMode):
+    """Dispatch mode that sees operations whose output's size depends on the data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.was_seen = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if torch.Tag.dynamic_output_shape in func.tags:
+            indices = args[1] if func is torch.ops.aten.index.Tensor else ()
+            picks = [index.dtype == torch.bool for index in indices if index is not None]
+            self.was_seen |= not indices or any(picks)
+        return func(*args, **(kwargs or {}))
+
+
+class _Seen(NamedTuple):
+    """One captured forward: its uses, with copies of their outputs, and its losses."""
+
+    capture: Capture
+    outs: list[Tensor]
+    losses: Tensor
+    has_drawn: bool
+
+    def signatures(self) -> tuple[Any, ...]:
+        return tuple([use.signature for use in self.capture.uses])
+
+    def tensors(self, number: int) -> list[Tensor]:
+        """Return a use's output and its saved inputs, as they were at the call."""
+        use = self.capture.uses[number]
+        saved = use.acts if isinstance(use.acts, tuple) else (use.acts,)
+        if any(tensor._version != version for tensor, version in use.versions):
+            saved = ()
+        return [self.outs[number], *(tensor for tensor in saved if tensor is not None)]
+
+
+@dataclass(frozen=True)
+class _Examination:
+    """Captured forwards of a few examples, and of single ones, without randomness."""
+
+    model: nn.Module
+    loss_fn: Callable[..., Any]
+    parameters: Mapping[str, Tensor]
+    has_aux: bool
+
+    def run(self, batch: Batch, skip: frozenset[int] = frozenset()) -> _Seen:
+        """Run a forward on copies of the buffers."""
+        names = {id(p): name for name, p in self.parameters.items()}
+        outs = list[Tensor]()
+        state = RandomState.of(self.model)
+
+        def note(use: Use, out: Tensor) -> None:
+            outs.append(out.detach().clone())
+
+        with on_copies(self.model), untouched_generators(self.model):
+            with Capture(names, note, skip, self.model) as capture:
+                out = self.loss_fn(self.model, *batch.arguments())
+            losses = check_losses(split_aux(out, self.has_aux)[0], batch.n)
+            return _Seen(capture, outs, losses, not state.is_as_before(self.model))
+
+    def plain(self, batch: Batch) -> tuple[Tensor, bool]:
+        """Return (n,) losses of a plain forward, and if it drew random numbers."""
+        state = RandomState.of(self.model)
+        with on_copies(self.model), untouched_generators(self.model):
+            out = self.loss_fn(self.model, *batch.arguments())
+            has_drawn = not state.is_as_before(self.model)
+        return check_losses(split_aux(out, self.has_aux)[0], batch.n).detach(), has_drawn
+
+    def usable(self, batch: Batch, mask: Tensor | None) -> Batch | None:
+        """Return a few examples with finite losses, evenly spread; None if there is only one."""
+        losses, _ = self.plain(batch)
+        good = losses.isfinite() if mask is None else losses.isfinite() & mask.to(losses.device)
+        rows = good.nonzero().flatten()
+        if len(rows) < 2:
+            return None
+        spread = torch.linspace(0, len(rows) - 1, min(EXAMPLES, len(rows))).round().long()
+        return batch.rows(rows[spread.to(rows.device)])
+
+
+def examine(
+    model: nn.Module,
+    loss_fn: Callable[..., Any],
+    batch: Batch,
+    parameters: Mapping[str, Tensor],
+    mask: Tensor | None = None,
+    has_aux: bool = False,
+) -> Axes | str | None:
+    """Find where the examples lie in every parameter use, by forwards of single examples.
+
+    What a use takes and gives for an example alone must stand in a batch, on one axis, in any order
+    of the batch. Dropout is off, and random draws return a constant.
+
+    Returns:
+        `Axes`; the reason why captured uses can't be trusted; or None for fewer than two examples
+        with a finite loss.
+
+    Raises:
+        UnsupportedLayerError: an example has another loss alone, or a forward writes a parameter.
+    """
+    refuse_mixing_modules(model)
+    before, own = checksums(model), _Examination(model, loss_fn, parameters, has_aux)
+    with eagerly(), NoRandomness():
+        with _Picking() as picking:
+            few = own.usable(batch, mask)
+        refuse_written(before, model)
+        if few is None:
+            return None
+        tolerance = tolerance_of(model, parameters, batch)
+        try:
+            return _axes(own, few, tolerance, picking.was_seen)
+        except SecondOrderError as error:
+            _refuse_apart(own, few, tolerance)
+            return str(error)
+
+
+def _axes(own: _Examination, few: Batch, tolerance: float, picks: bool) -> Axes | str:
+    """Return the axes on which the first and the last example stand as they are alone."""
+    ends, skip = (0, few.n - 1), frozenset[int]()
+    backwards = few.rows(torch.arange(few.n - 1, -1, -1))
+    while True:
+        whole = own.run(few, skip)
+        if not skip:
+            _refuse_apart(own, few, tolerance)
+        turned = own.run(backwards, skip)
+        # Copies of one example, of another number: nothing is spread over a batch of one.
+        copies = 2 if few.n > 2 else 3
+        alone = [own.run(few.rows(torch.full((copies,), row)), skip) for row in ends]
+        if any(seen.signatures() != whole.signatures() for seen in (turned, *alone)):
+            return "which layers run depends on the examples"
+        uses, fixed, axes = whole.capture.uses, set[int](), list[list[BatchAxis]]()
+        for i, use in enumerate(uses):
+            rules = use.possible_axes, use.rule.rows_are_free, few.rows_per_unit
+            by_shape = candidates(use.out_shape, few.n, *rules)
+            for row, single in zip(ends, alone, strict=True):
+                if whole.outs[i].shape == single.outs[i].shape and use.can_skip:
+                    fixed.add(use.position)
+                by_shape = [a for a in by_shape if _stands(a, whole, single, i, row, few.n)]
+            left = [
+                axis
+                for axis in by_shape
+                if all(
+                    _stands(axis, seen, single, i, place, few.n, tolerance)
+                    for row, single in zip(ends, alone, strict=True)
+                    for seen, place in ((whole, row), (turned, few.n - 1 - row))
+                )
+            ]
+            # An example alone may draw other numbers, by Python or NumPy: the identity will tell.
+            axes.append(by_shape if whole.has_drawn and not left else left)
+        if not fixed - skip:
+            break
+        skip |= fixed
+        if len(skip) > MOST_SKIPPED:
+            return "too many layers hold no examples"
+    for use, left in zip(uses, axes, strict=True):
+        if len(left) != 1:
+            return f"{use} does not keep the examples apart on one axis"
+    if whole.capture.hooked:
+        return f"a gradient hook is on the output of {whole.capture.hooked}"
+    leftover = whole.capture.backward(whole.losses.sum(), own.parameters)
+    if leftover:
+        return f"parameter {leftover[0]!r} is used by a function without a rule"
+    found = tuple([left[0] for left in axes])
+    return Axes(whole.signatures(), found, skip, picks and any(axis.fold for axis in found))
+
+
+def _stands(
+    axis: BatchAxis,
+    whole: _Seen,
+    alone: _Seen,
+    number: int,
+    place: int,
+    n: int,
+    near: float | None = None,
+) -> bool:
+    """True if a use gives an example alone what stands at this place of the axis in the batch.
+
+    Where positions are added up, an example alone may have fewer of them, as in a packed sequence.
+    Without a tolerance only shapes are compared.
+    """
+    is_free, copies = whole.capture.uses[number].rule.rows_are_free, len(alone.losses)
+    for together, single in zip(whole.tensors(number), alone.tensors(number), strict=False):
+        if single.dim() != together.dim() or not axis.fits(single.shape, copies):
+            return False
+        ours, theirs = axis.batch_first(together, n)[place], axis.batch_first(single, copies)[0]
+        if is_free and (axis.axis or not axis.fold):
+            ours = ours[tuple([slice(size) for size in theirs.shape[:-1]])]
+        if ours.shape != theirs.shape or (near is not None and not _near(ours, theirs, near)):
+            return False
+    return True
+
+
+def _near(ours: Tensor, theirs: Tensor, tolerance: float) -> bool:
+    """True if two tensors of one shape are equal up to rounding."""
+    if torch.equal(ours, theirs) or not ours.numel():
+        return True
+    a, b = ours.double(), theirs.double()
+    size = torch.maximum(b.abs(), b.abs().mean().nan_to_num())
+    near = (a - b).abs() <= 10 * tolerance * size + 1e-30
+    return bool((near | (a == b) | (a.isnan() & b.isnan())).all())
+
+
+def _refuse_apart(own: _Examination, few: Batch, tolerance: float) -> None:
+    """Refuse losses that are others alone than in the batch, in float64 too."""
+    apart = _largest_gap(own, few)
+    if apart <= tolerance:
+        return
+    with contextlib.suppress(RuntimeError, TypeError, ValueError):  # no copy, or none in float64
+        if not any(map(is_sharded, own.model.parameters())):
+            double = replace(own, model=copy.deepcopy(own.model).double())
+            tensors = [t.double() if t.is_floating_point() else t for t in few.tensors()]
+            same = _largest_gap(own, few, double.plain(few.on(tensors))[0])
+            if same <= 0.3 and _largest_gap(double, few.on(tensors)) <= TOLERANCE[torch.float64]:
+                return
+    size = exactness.power_of_ten(apart)
+    raise UnsupportedLayerError(
+        f"The loss of an example is another one alone than in the batch (relative difference "
+        f"{size}): the losses depend on other examples, so no per-sample gradient exists. Remove "
+        "what mixes examples (batch statistics, a mean over the batch, attention over examples)."
+    )
+
+
+def _largest_gap(own: _Examination, few: Batch, expected: Tensor | None = None) -> float:
+    """Return the largest relative difference of losses alone, or of expected ones, in the batch."""
+    together, has_drawn = own.plain(few)
+    if has_drawn:  # by Python or NumPy: an example alone may draw other numbers
+        return 0.0
+    if expected is None:
+        ends = (0, few.n - 1)
+        alone = [own.plain(few.rows(slice(row, row + 1)))[0] for row in ends]
+        together, expected = together[list(ends)], torch.cat(alone)
+    size = torch.maximum(together.abs(), together.abs().mean()).clamp(min=1e-6)
+    gap = float(((together - expected.to(together)).abs() / size).max())
+    return math.inf if math.isnan(gap) else gap
+
+
+def tolerance_of(model: nn.Module, parameters: Mapping[str, Tensor], batch: Batch) -> float:
+    """Return the tolerance for the difference of losses, by the lowest precision in use.
+
+    Parameters of a sharded model may have one precision outside the forward and another inside.
+    """
+    tensors = [*model.parameters(), *parameters.values(), *batch.tensors()]
+    device = batch.tensors()[0].device.type
+    dtypes = {t.dtype for t in tensors if t.is_floating_point()}
+    if torch.is_autocast_enabled(device):
+        dtypes.add(torch.get_autocast_dtype(device))
+    largest = max(TOLERANCE.get(dtype, 1e-2) for dtype in dtypes or {torch.float32})
+    return largest * (ON_CUDA if device == "cuda" else 1.0)
