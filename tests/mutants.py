@@ -53,7 +53,40 @@ TARGETS: dict[str, tuple[str, ...]] = {
 }
 
 #: (file, text, what stands in its place): faults that a person would make.
-BY_HAND: tuple[tuple[str, str, str], ...] = ()
+BY_HAND: tuple[tuple[str, str, str], ...] = (
+    ("dualdp_torch/rules/linear.py", "product(g.T, a.T)", "product(g.T, a.T) * 0.99"),
+    ("dualdp_torch/rules/linear.py", "products(g.mT, a.mT)", "products(g.mT, a.mT.flip(0))"),
+    (
+        "dualdp_torch/rules/linear.py",
+        "products(x, x, out=out.squeeze(1))",
+        "products(x, x, out=out.squeeze(1)); out.mul_(0.8)",
+    ),
+    ("dualdp_jax/rules/arrays.py", '"nbti,nbto->nbio"', '"nbti,nbso->nbio"'),
+    ("dualdp_jax/rules/arrays.py", '"n,n...->...", factors', '"n,n...->...", factors[::-1]'),
+    (
+        "dualdp_torch/noise/noise.py",
+        "draw(key_of(bits), release.draw_stddev)",
+        "draw(key_of(bits), 0.9 * release.draw_stddev)",
+    ),
+    (
+        "dualdp_jax/noise/noise.py",
+        "np.asarray(release.draw_stddev, dtype)",
+        "np.asarray(release.draw_stddev * release.expected_batch_size, dtype)",
+    ),
+    (
+        "dualdp/plan/clipping.py",
+        "bound = max_grad_norm / (1 + margin_of(norms.dtype))",
+        "bound = max_grad_norm * (1 + margin_of(norms.dtype))",
+    ),
+    (
+        "dualdp/plan/accounting.py",  # a pass that is resumed in its middle is one more pass
+        "first = min(-segment.start % length, segment.stop - segment.start)",
+        "first = 0",
+    ),
+    ("dualdp/plan/samplers.py", "order[: draw.max_batch_size]", "order[: draw.max_batch_size + 1]"),
+    ("dualdp/ledger/chain.py", 'f"{previous}\\n{body}"', 'f"{body}"'),
+    ("dualdp/randomness/bits.py", 'seeded_bits(seed, "noise", step)', 'seeded_bits(seed, "noise", 0)'),
+)
 #: Text of a fault -> why no test can find it.
 SURVIVORS: dict[str, str] = {}
 
