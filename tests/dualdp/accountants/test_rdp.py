@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Renyi accountant, and the central limit: published numbers, 40-digit truth, bounds, refusals."""
+
+import json
+import math
+
+import mpmath as mp
+import numpy as np
+import pytest
+
+from dualdp import AccountingError, accountants, mechanisms
+from dualdp.accountants import gdp_epsilon, renyi
+from dualdp.accountants.rdp import rdp_to_epsilon
+from dualdp.accountants.solve import get_epsilon, get_noise_multiplier
+from tests.cases import accounting as cases
+from tests.dualdp.accountants.lower import lower
+
+RUN = {"noise_multiplier": 1.0, "sample_rate": 0.01, "num_steps": 1000, "delta": 1e-5}
+
+
+@pytest.mark.parametrize("row", cases.PUBLISHED["dp_sgd"], ids=lambda row: row["source"])
+def test_published_runs(row):
+    epsilon = get_epsilon(**cases.run_of(row), accountant="rdp")
+    if "rdp_cks" in row:
+        assert epsilon == pytest.approx(row["rdp_cks"], abs=6e-5)
+    if "opacus_rdp" in row:
+        assert epsilon == pytest.approx(row["opacus_rdp"], abs=1e-9)
+    assert epsilon >= row["bracket"][0]
+
+
+def binomial_series(sigma, rate, order, *, absolute):
+    """log E_Q (P/Q)^a by Newton's series on both sides of where q e^{..} = 1 - q.
+
+    With `absolute` every binomial coefficient loses its sign, as in the code behind the published
+    numbers: at fractional orders from 1 - 2 on some of them are negative, so that sum is too large.
+    Source: Mironov, Talwar & Zhang 2019, section 3.3.
+    """
+    mp.mp.dps = 30
+    s, q, a = mp.mpf(sigma), mp.mpf(rate), mp.mpf(order)
+    middle = s * s * mp.log(1 / q - 1) + mp.mpf(1) / 2
+
+    def part(count, weight, upper):
+        tail = mp.erfc(upper / (mp.sqrt(2) * s)) / 2
+        return weight * mp.e ** ((count * count - count) / (2 * s * s)) * tail
+
+    total = mp.mpf(0)
+    for i in range(80):
+        j, coefficient = a - i, mp.binomial(a, i)
+        coefficient = abs(coefficient) if absolute else coefficient
+        total += coefficient * part(i, q**i * (1 - q) ** j, i - middle)
+        total += coefficient * part(j, q**j * (1 - q) ** i, middle - j)
+    return float(mp.log(total))
+
+
+def test_published_curves():
+    row = cases.PUBLISHED["rdp_vector"]
+    made = accountants.create("rdp", orders=row["orders"])
+    made.step(noise_multiplier=2.5, sample_rate=0.01, num_steps=50)
+    assert made.rdp()[2:] == pytest.approx(row["rdp"][2:], rel=1e-5)
+    # at fractional orders the published digits are those of the series without its signs
+    for order, published, ours in zip(row["orders"][:2], row["rdp"], made.rdp(), strict=False):
+        scale = 50 / (order - 1)
+        theirs = scale * binomial_series(2.5, 0.01, order, absolute=True)
+        assert theirs == pytest.approx(published, rel=1e-5)
+        truth = scale * binomial_series(2.5, 0.01, order, absolute=False)
+        assert truth == pytest.approx(scale * moment(2.5, 0.01, order, False), rel=1e-12)
+        assert ours == pytest.approx(truth, rel=1e-9)
+        assert truth <= ours < published
+
+
+def test_published_order():
+    row = cases.PUBLISHED["opacus_rdp_doctest"]
+    made = accountants.create("rdp", orders=range(2, 33))
+    for rate, sigma, steps in row["history"]:
+        made.step(noise_multiplier=sigma, sample_rate=rate, num_steps=steps)
+    assert made.get_epsilon(delta=1e-5) == pytest.approx(row["epsilon"], abs=5e-4)
+    assert rdp_to_epsilon(np.array(made.orders), made.rdp(), 1e-5)[1] == row["order"]
+
+
+def test_published_calibration():
+    row = cases.PUBLISHED["opacus_get_noise_multiplier_eps8_delta1e-5_q0.04"]
+    target = {"target_epsilon": 8, "target_delta": 1e-5, "sample_rate": 0.04, "accountant": "rdp"}
+    assert get_noise_multiplier(**target, num_steps=2250) == pytest.approx(
+        row["rdp_90_epochs"], abs=5e-4
+    )
+    assert get_noise_multiplier(**target, num_steps=2000) == pytest.approx(
+        row["rdp_2000_steps"], abs=2e-4
+    )
+
+
+def moment(sigma, rate, order, substitute):
+    """log E_Q (P/Q)^a by quadrature in 30 digits."""
+    mp.mp.dps = 30
+    s, q, a = mp.mpf(sigma), mp.mpf(rate), mp.mpf(order)
+
+    def excess(x):
+        below = 1 - q + q * mp.e ** ((-2 * x - 1) / (2 * s * s)) if substitute else 1
+        ratio = (1 - q + q * mp.e ** ((2 * x - 1) / (2 * s * s))) / below
+        return mp.npdf(x, 0, s) * below * (ratio**a - 1 - a * (ratio - 1))
+
+    knots = [-1 - 12 * s + (2 + a + 24 * s) * i / mp.mpf(16) for i in range(17)]
+    return float(mp.log1p(mp.quad(excess, knots, maxdegree=5)))
+
+
+def check_curve(sigma, rate, orders):
+    """Our curve is above the truth by the margin it states."""
+    orders = np.array(orders)
+    row = (np.array([sigma]), np.array([rate]), orders)
+    ours = renyi.subsampled_gaussian(*row)[0] * (orders - 1)
+    doubled = renyi.subsampled_gaussian(*row, substitute=True)[0] * (orders - 1)
+    for value, twice, order in zip(ours, doubled, orders, strict=True):
+        truth = moment(sigma, rate, order, False)
+        assert truth * (1 - 1e-9) <= value <= truth * (1 + 1e-9)
+        truth = max(moment(sigma / 2, rate, order, False), moment(sigma, rate, order, True))
+        assert truth * (1 - 1e-9) <= twice <= truth * (1 + 1e-9)
+
+
+@pytest.mark.slow
+def test_curves_are_exact():
+    check_curve(1.5, 0.04, [1.5, 6.3])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("sigma", "rate"), [(2.5, 0.01), (0.6, 1e-3), (10.0, 1e-8), (0.4, 0.3)])
+def test_curves_are_exact_everywhere(sigma, rate):
+    check_curve(sigma, rate, [1.1, 1.5, 2.0, 2.5, 9.9])
+
+
+def test_many_rows_are_one_by_one():
+    rng = np.random.default_rng(0)
+    sigma, rate = rng.uniform(0.05, 5, 90), rng.uniform(0, 1, 90) ** 3
+    sigma[3], rate[5], rate[7] = 0.0, 0.0, 1.0
+    orders = np.array([1.25, 3.0, 7.5, 64.0, 4096.0])
+    together = renyi.subsampled_gaussian(sigma, rate, orders)
+    for i in range(90):
+        alone = renyi.subsampled_gaussian(sigma[i : i + 1], rate[i : i + 1], orders)[0]
+        assert together[i] == pytest.approx(alone, rel=1e-9)
+    assert np.all(together[3] == np.inf)
+    assert np.all(together[5] == 0)
+    assert together[7] == pytest.approx(orders / (2 * sigma[7] ** 2), rel=1e-9)
+
+
+def test_small_epsilons_have_their_orders():
+    run = {"noise_multiplier": 9.8, "sample_rate": 0.01, "num_steps": 1000, "delta": 1e-5}
+    assert get_epsilon(**run, accountant="rdp") < 0.12  # no floor of 0.13
+    assert get_epsilon(**(run | {"noise_multiplier": 1e3}), accountant="rdp") < 0.002
+
+
+def test_rdp_is_above_pld():
+    for run in cases.settings(25, seed=10, extreme=False):
+        made = accountants.create("pld")
+        run = dict(run)
+        delta = run.pop("delta")
+        made.step(**run)
+        assert get_epsilon(**run, delta=delta, accountant="rdp") >= lower(made, delta)
+
+
+def test_other_curves():
+    made = accountants.create("rdp")
+    made.compose(mechanisms.Laplace(1.0), 20)
+    assert made.get_epsilon(delta=1e-4) == pytest.approx(18.5465, rel=2e-3)  # dp-accounting 0.6.0
+    orders = np.arange(2.0, 33.0)
+    assert rdp_to_epsilon(orders, np.full(31, 1.1), 1e-5)[0] == pytest.approx(
+        1.32783806176, abs=1e-9
+    )
+    for event in (mechanisms.RandomizedResponse(0.5, 3), mechanisms.DiscreteGaussian(2.0)):
+        by_rdp, by_pld = accountants.create("rdp"), accountants.create("pld")
+        by_rdp.compose(event, 10)
+        by_pld.compose(event, 10)
+        below = lower(by_pld, 1e-5)
+        assert below <= by_rdp.get_epsilon(delta=1e-5) <= 1.4 * below
+    with pytest.raises(AccountingError, match="Use accountant='pld'"):
+        made.compose(mechanisms.ApproximateDP(1.0))
+    with pytest.raises(AccountingError, match="Use accountant='pld', or group_size=1"):
+        accountants.create("rdp", group_size=2).step(noise_multiplier=1.0, sample_rate=0.1)
+    with pytest.raises(ValueError, match="must not be empty"):
+        accountants.create("rdp", orders=[])
+    with pytest.raises(ValueError, match="Expected numbers > 1"):
+        accountants.create("rdp", orders=[0.5])
+
+
+def test_state_and_merge():
+    made = accountants.create("rdp", orders=[2.0, 4.0])
+    made.step(noise_multiplier=1.0, sample_rate=0.1, num_steps=3)
+    loaded = accountants.create("rdp")
+    loaded.load_state_dict(json.loads(json.dumps(made.state_dict())))
+    assert loaded == made == made.copy()
+    assert np.all(loaded.rdp() == made.rdp())
+    assert made.epsilon_bounds(delta=1e-5) == (0.0, *[made.get_epsilon(delta=1e-5)] * 2)
+    epsilon = made.get_epsilon(delta=1e-5)
+    assert made.get_delta(epsilon=epsilon) == pytest.approx(1e-5, rel=1e-6)
+    loaded.merge(made)
+    assert loaded.rdp() == pytest.approx(2 * made.rdp(), rel=1e-12)
+    before = loaded.state_dict()
+    with pytest.raises(ValueError, match="Expected those of state_dict"):
+        loaded.load_state_dict(None)
+    assert loaded.state_dict() == before
+
+
+def test_limits():
+    made = accountants.create("rdp")
+    assert made.get_epsilon(delta=1e-5) == 0
+    assert made.get_delta(epsilon=1.0) == 0
+    made.step(noise_multiplier=1.0, sample_rate=0.1)
+    assert made.get_epsilon(delta=0) == math.inf
+    assert made.get_epsilon(delta=1) == 0
+    made.step(noise_multiplier=0.0, sample_rate=0.1)
+    assert made.get_epsilon(delta=1e-5) == math.inf
+
+
+def test_gdp_is_a_function_and_no_accountant():
+    assert gdp_epsilon(**RUN) == pytest.approx(1.618, abs=1e-3)
+    whole = {"noise_multiplier": 1.0, "sample_rate": 1.0, "num_steps": 1, "delta": 1e-5}
+    assert gdp_epsilon(**whole) == pytest.approx(4.377178095681)
+    assert gdp_epsilon(**(whole | {"noise_multiplier": 0.0})) == math.inf
+    assert gdp_epsilon(**(whole | {"num_steps": 0})) == 0
+    with pytest.raises(
+        ValueError, match="accountant='gdp' is unknown.*gdp_epsilon gives the number"
+    ):
+        get_epsilon(**RUN, accountant="gdp")
+    with pytest.raises(ValueError, match="delta=2 is not a probability"):
+        gdp_epsilon(**(RUN | {"delta": 2}))
+
+
+def test_gdp_of_full_batches_is_exact():
+    run = {"noise_multiplier": 8.0, "sample_rate": 1.0, "num_steps": 9, "delta": 1e-5}
+    assert gdp_epsilon(**run) == pytest.approx(get_epsilon(**run), rel=1e-9)
+
+
+def test_the_central_limit_is_below_the_truth():
+    run = {"noise_multiplier": 0.7, "sample_rate": 1e-3, "num_steps": 1000}
+    made = accountants.create("pld")
+    made.step(**run)
+    assert lower(made, 1e-5) > 2.2 * gdp_epsilon(**run, delta=1e-5)
+
+
+def test_a_subclass_is_not_taken_for_its_parent():
+    class Wider(mechanisms.Laplace):
+        """Another mechanism, of which nothing is known here."""
+
+    with pytest.raises(AccountingError, match="Wider has no Renyi bound here"):
+        accountants.create("rdp").compose(Wider(1.0))
