@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a plan costs, against second formulas; schedules whose values are checked when used."""
 
+import dataclasses
 import math
 
 import mpmath as mp
@@ -52,7 +53,7 @@ def test_the_count_moves_by_what_is_accounted(relation):
 
 
 @pytest.mark.parametrize("relation", sorted(RELATIONS))
-def test_gradient_and_count_cost_what_their_joint_gaussian_costs(relation):
+def test_gradient_and_count_cost_their_joint_gaussian(relation):
     """Two Gaussians on one draw: mu is the length of both shifts (Balle & Wang 2018, theorem 8)."""
     noise, count_noise = 2.0, 0.7
     plan = make(
@@ -77,7 +78,7 @@ def test_gradient_and_count_cost_what_their_joint_gaussian_costs(relation):
         assert 1 - mp.mpf("1e-8") <= delta / mp.mpf(plan.delta) <= 1
 
 
-def test_zero_out_is_charged_more_than_add_or_remove_for_the_count():
+def test_zero_out_is_charged_more_for_the_count():
     """The case of known_failures 82: 4.65 was said for a true 10.17."""
     few = AdaptiveNorm(BOUND, count_noise_multiplier=0.4)
     plans = [
@@ -89,29 +90,24 @@ def test_zero_out_is_charged_more_than_add_or_remove_for_the_count():
     assert plain[0] == plain[1]
 
 
-CALIBRATED = {
-    "balls_in_bins": {"sampler": "balls_in_bins"},
-    "poisson": {},
-    "shuffle": {"sampler": "shuffle"},
-    "zero_out": {"neighboring_relation": "zero_out"},
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CALIBRATED)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"sampler": "shuffle"},
+        {"sampler": "balls_in_bins"},
+        {"neighboring_relation": "zero_out"},
+    ],
+    ids=["poisson", "shuffle", "balls_in_bins", "zero_out"],
+)
 @pytest.mark.parametrize("noise", ["fast", "secure"])
-@pytest.mark.parametrize("target", [0.3, 1.7])
-def test_a_calibrated_plan_was_evaluated(name, noise, target):
+def test_a_calibrated_plan_was_evaluated(changes, noise):
     """known_failures 83: its noise was solved from a formula, and spent more than the target."""
     base = {k: v for k, v in BASE.items() if k != "noise_multiplier"}
     bound = AdaptiveNorm(BOUND, count_noise_multiplier=60.0)
-    for max_grad_norm in (1.0, bound):
-        plan = dualdp.PrivacyPlan.calibrate(
-            **{**base, "accountant": "pld", "num_steps": 60, "noise": noise, **CALIBRATED[name]}
-            | {"max_grad_norm": max_grad_norm},
-            target_epsilon=target,
-        )
-        assert 0.98 * target < plan.epsilon() <= target
+    run = {**base, "accountant": "pld", "num_steps": 60, "noise": noise, "max_grad_norm": bound}
+    plan = dualdp.PrivacyPlan.calibrate(**run | changes, target_epsilon=1.7)
+    assert 0.98 * 1.7 < plan.epsilon() <= 1.7
 
 
 def test_a_count_that_spends_the_target_alone_is_named():
@@ -131,15 +127,12 @@ def test_a_count_that_spends_the_target_alone_is_named():
 @pytest.mark.parametrize(
     ("name", "read"),
     [
-        ("max_grad_norm", lambda plan, step: plan.max_grad_norm_at(step)),
-        ("noise_multiplier", lambda plan, step: plan.noise_multiplier_at(step)),
-        ("expected_batch_size", lambda plan, step: plan.expected_batch_size_at(step)),
+        ("max_grad_norm", lambda plan, step: plan.noise_stddev(step)),
         ("noise_multiplier", lambda plan, step: plan.epsilon(step + 1)),
         ("expected_batch_size", lambda plan, step: plan.batch_indices(step)),
-        ("max_grad_norm", lambda plan, step: plan.noise_stddev(step)),
     ],
 )
-def test_a_value_of_an_open_ended_schedule_is_checked_when_it_is_used(name, read):
+def test_values_of_an_open_end_are_checked_when_used(name, read):
     """known_failures 83: C of -0.8 at step 9."""
     plan = make(num_steps=None, seed=1, **{name: schedules.Linear(1.0, -1.0, over=10)})
     assert np.isfinite(read(plan, 4)).all()
@@ -197,33 +190,19 @@ def test_stretches_are_those_of_every_step():
             assert dict(found.history) == dict(single.history)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "noise",
-    [
-        schedules.Linear(1.0, 50.0, over=100),
-        schedules.Warmup(100.0, over=50),
-        schedules.Exponential(2.0, 1.001),
-        schedules.Exponential(1.0, 1.5),  # overflows at step 1750
-    ],
-    ids=lambda schedule: f"{type(schedule).__name__}",
+    "noise", [schedules.Warmup(100.0, over=50), schedules.Exponential(1.0, 1.5)]
 )
-def test_the_end_of_an_open_ended_run_is_found_in_bounded_memory(noise, monkeypatch):
-    """known_failures 83: 2^40 steps were tabulated, in 19 seconds and more."""
-    longest = []
-    for kind in (schedules.Linear, schedules.Warmup, schedules.Exponential):
-        real = kind.at
-        monkeypatch.setattr(
-            kind,
-            "at",
-            lambda self, steps, real=real: (longest.append(np.size(steps)), real(self, steps))[1],
-        )
-    plan = make(
-        num_steps=None, noise_multiplier=noise, target_epsilon=3.0, accountant="rdp", seed=1
+def test_an_open_ended_run_is_searched_in_bounded_memory(noise, monkeypatch):
+    """known_failures 83: 2^40 steps were tabulated; the second schedule overflows at step 1750."""
+    real, longest = type(noise).at, []
+    monkeypatch.setattr(
+        type(noise), "at", lambda self, steps: longest.append(np.size(steps)) or real(self, steps)
     )
-    ledger = dualdp.Ledger(plan)
+    plan = make(num_steps=None, noise_multiplier=noise, target_epsilon=3.0, accountant="rdp")
+    end = dualdp.Ledger(plan).end
     assert max(longest) <= 1 + accounting._HORIZON
-    assert ledger.end is None or plan.epsilon(ledger.end) <= 3.0 < plan.epsilon(ledger.end + 1)
+    assert end is None or plan.epsilon(end) <= 3.0 < plan.epsilon(end + 1)
 
 
 def test_an_end_beyond_the_horizon_is_found_when_it_comes_near(monkeypatch):
@@ -239,35 +218,6 @@ def test_an_end_beyond_the_horizon_is_found_when_it_comes_near(monkeypatch):
             ledger.record(step)
     assert ledger.end == len(ledger) > 32
     assert plan.epsilon(ledger.end) <= 2.0 < plan.epsilon(ledger.end + 1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("on_file", [60, 100, 105])
-def test_a_resumed_run_ends_where_all_on_record_has_the_target(monkeypatch, tmp_path, on_file):
-    """Steps that run again are further releases."""
-    monkeypatch.setattr(accounting, "_HORIZON", 16)
-    noise = schedules.Exponential(1.0, 0.99999)
-    plan = make(
-        num_examples=10_000,
-        expected_batch_size=300,
-        num_steps=None,
-        noise_multiplier=noise,
-        target_epsilon=2.6,
-        accountant="rdp",
-        seed=1,
-    )
-    ledger = dualdp.Ledger(plan, path=tmp_path / "ledger")
-    for step in range(on_file):
-        ledger.record(step)
-    ledger.close()
-    again = dualdp.Ledger.resume(tmp_path / "ledger", plan=plan, step=20)
-    while again.end is None or again.position < again.end:
-        again.record(again.position)
-    assert again.end == again.position
-    assert again.get_epsilon() <= 2.6
-    again.chain.close()
-    longer = [accounting.Segment(0, on_file), accounting.Segment(20, again.end + 1)]
-    assert accounting.epsilon(plan.cost(), longer) > 2.6
 
 
 def test_schedules_that_settle_are_accounted_however_far():
