@@ -86,19 +86,6 @@ def test_what_came_after_the_checkpoint_is_known(tmp_path):
     assert len(opened(path, ledger=tmp_path / "moved")) == 5
 
 
-def test_a_checkpoint_resumed_twice_has_one_ledger(tmp_path):
-    path = tmp_path / "run"
-    saved(path).close()
-    first = opened(path)
-    with pytest.raises(ValueError, match="run.ledger is in use by another run"):
-        opened(path)
-    release(first, 3)
-    first.close()
-    second = opened(path)
-    release(second, 3)
-    assert len(second) == 5
-
-
 def test_a_copied_checkpoint_goes_on_with_its_own_ledger(tmp_path):
     saved(tmp_path / "run").close()
     folder = tmp_path / "copy"
@@ -121,17 +108,6 @@ def test_a_bound_and_a_recalibration_are_handed_on(tmp_path):
     again = opened(path, recalibrate=True)
     assert (again.max_grad_norm, again.position) == (bound, 3)
     assert again.segments[-1].noise_scale > 1
-
-
-def test_a_later_checkpoint_shares_the_ledger(tmp_path):
-    ledger = saved(tmp_path / "first")
-    release(ledger, 3)
-    save(tmp_path / "second", ledger, pass_end=20)
-    ledger.close()
-    assert checkpoint.read(tmp_path / "second")[1]["pass_end"] == 20
-    again = opened(tmp_path / "second")
-    assert again.position == 4
-    assert again.path == str(tmp_path / "first.ledger")
 
 
 def test_no_ledger_is_overwritten(tmp_path):

@@ -60,7 +60,7 @@ def test_a_rate_is_a_share_of_the_steps():
 
 
 @pytest.mark.parametrize("precision", exactness.TOLERANCE)
-def test_a_fault_of_twice_the_tolerance_is_found_and_half_of_it_passes(precision):
+def test_twice_the_tolerance_is_found_and_half_passes(precision):
     tolerance = exactness.TOLERANCE[precision]
     for share, wrong in ((0.5, False), (2.0, True)):
         error = share * tolerance
@@ -80,7 +80,7 @@ def test_the_bound_of_a_group_measures_its_own_error():
     assert found.parameters == ["a.weight"]
 
 
-def test_rounding_that_the_loss_amplifies_is_excused_and_nothing_else():
+def test_only_rounding_that_the_loss_amplifies_is_excused():
     found = sides(gaps={"a.weight": 0.05, "b.weight": 0.0})
     assert not exactness.is_wrong(found, "float32", lambda: 1e-8, lambda: 0.03)
     assert exactness.is_wrong(found, "float32", lambda: 1e-8, lambda: 0.001)  # not rounding

@@ -30,29 +30,6 @@ def test_the_corpus_is_refused(name):
             function(value)
 
 
-def test_the_judge_is_awake():
-    def crash(value):
-        raise KeyError(value)
-
-    def silent(value):
-        raise ValueError
-
-    def endless(value):
-        while True:
-            pass
-
-    with pytest.raises(KeyError):
-        fuzz.judge("plan", crash, 1)
-    with pytest.raises(AssertionError, match="an error without a word"):
-        fuzz.judge("plan", silent, 1)
-    seconds, fuzz.SECONDS = fuzz.SECONDS, 1
-    try:
-        with pytest.raises(fuzz.TooSlowError):
-            fuzz.judge("plan", endless, 1)
-    finally:
-        fuzz.SECONDS = seconds
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -3,11 +3,9 @@
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 import dualdp
 from dualdp.log import RunLog, progress, read_log, statistics
-from dualdp_tools.cli import app
 from tests.dualdp.plan.test_plan import make
 
 
@@ -43,20 +41,6 @@ def test_secure_runs_log_no_unprotected(tmp_path):
     assert "unprotected" not in (tmp_path / "run.csv").read_text() + ledger.to_json()
 
 
-def test_a_writer_sees_every_number(tmp_path):
-    seen = []
-
-    class Board:
-        def add_scalar(self, tag, scalar_value, global_step):
-            seen.append((tag, scalar_value, global_step))
-
-    ledger = dualdp.Ledger(make())
-    with RunLog(tmp_path / "run.csv", ledger, writer=Board()) as log:
-        ledger.record(0)
-        log.write(accuracy=0.5)
-    assert seen == [("epsilon", ledger.get_epsilon(), 1), ("accuracy", 0.5, 1)]
-
-
 def test_bad_rows_are_refused(tmp_path):
     log = RunLog(tmp_path / "run.csv", dualdp.Ledger(make()))
     with pytest.raises(ValueError, match=r"Columns \['step'\] came. Expected other names"):
@@ -83,13 +67,6 @@ def test_statistics_of_a_step():
     assert found["unprotected_signal_to_noise"] == 2.0
     empty = statistics([], max_grad_norm=1.0, sum_norm=0.0, noise_norm=0.0)
     assert list(empty.values()) == [0.0, 0.0, float("inf")]
-
-
-def test_plot_draws_a_log(tmp_path):
-    logged(tmp_path / "run.csv", unprotected_loss=0.5, unprotected_median_norm=2.0)
-    result = CliRunner().invoke(app, ["plot", str(tmp_path / "run.csv")])
-    assert result.exit_code == 0, result.output
-    assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_progress_bar_shows_epsilon(capsys):

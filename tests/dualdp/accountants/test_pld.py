@@ -9,8 +9,6 @@ from scipy.special import ndtr
 
 from dualdp import AccountingError, accountants, mechanisms
 from dualdp.accountants.solve import get_delta, get_epsilon
-from dualdp.plan.plan import PrivacyPlan
-from dualdp.plan.schedules import AdaptiveNorm
 from tests.cases import accounting as cases
 from tests.dualdp.accountants.lower import lower
 
@@ -74,14 +72,6 @@ def test_a_replaced_example_costs_its_exact_pair():
     replaced = account((1.0, 0.01, 1000), relation="replace")
     assert 3.1 < lower(replaced, 1e-6) < 3.3
     assert replaced.get_epsilon(delta=1e-6) > 15
-
-
-def test_a_kept_assignment_is_one_epoch_with_less_noise():
-    kept = accountants.create("pld")
-    kept.compose(mechanisms.BallsInBinsGaussian(2.0, 50, epochs_per_assignment=4), 200)
-    one = accountants.create("pld")
-    one.compose(mechanisms.BallsInBinsGaussian(1.0, 50), 50)
-    assert kept.get_epsilon(delta=1e-5) == pytest.approx(one.get_epsilon(delta=1e-5), rel=1e-12)
 
 
 def test_shuffling_is_not_amplified():
@@ -276,23 +266,9 @@ def test_limits():
     assert account((1.0, 0.01, 1)).get_epsilon(delta=1.0) == 0
     assert account((10.0, 1e-4, 10)).get_epsilon(delta=0.1) < 1e-9
     assert account((1e-4, 0.5, 10)).get_epsilon(delta=1e-5) > 1e6
+    assert account((1e-320, 0.5, 10)).get_epsilon(delta=1e-5) > 1e16
     with pytest.raises(AccountingError, match="is below 1e-150"):
         account((1.0, 0.1, 2)).get_epsilon(delta=1e-200)
-
-
-@pytest.mark.parametrize("sampler", ["poisson", "balls_in_bins", "shuffle"])
-@pytest.mark.parametrize("noise_multiplier", [1e-320, 1e-100, 1e-12, 1e-9])
-def test_noise_that_hides_nothing_does_not_overflow(noise_multiplier, sampler):
-    sizes = {"num_examples": 1000, "expected_batch_size": 10, "num_steps": 5}
-    for bound in (1.0, AdaptiveNorm(1.0)):
-        plan = PrivacyPlan(
-            **sizes,
-            noise_multiplier=noise_multiplier,
-            max_grad_norm=bound,
-            delta=1e-5,
-            sampler=sampler,
-        )
-        assert plan.epsilon() > 1e16
 
 
 def test_bad_questions():
@@ -308,15 +284,6 @@ def test_bad_questions():
         accountants.create("plv")
     with pytest.raises(ValueError, match="Expected one of add_or_remove, replace, zero_out"):
         accountants.create("pld", neighboring_relation="add")
-
-
-def test_a_delta_and_its_epsilon_agree():
-    run = {"noise_multiplier": 1.0, "sample_rate": 0.01, "num_steps": 1000}
-    for delta in (1e-3, 1e-5, 1e-9):
-        epsilon = get_epsilon(**run, delta=delta)
-        back = get_delta(**run, epsilon=epsilon)
-        assert 0.9 * delta < back <= 1.05 * delta
-        assert get_delta(**run, epsilon=1.1 * epsilon) < back
 
 
 @pytest.mark.parametrize("row", cases.PUBLISHED["balls_in_bins_upper"])

@@ -50,11 +50,9 @@ def test_a_curve_of_epsilons_is_the_trade_off_function():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("sigma", "seeds"), [(1.0, range(3)), pytest.param(4.0, range(10), marks=pytest.mark.slow)]
-)
-def test_the_right_mechanism_is_never_accused(sigma, seeds):
-    for seed in seeds:
+@pytest.mark.parametrize("sigma", [1.0, 4.0])
+def test_the_right_mechanism_is_never_accused(sigma):
+    for seed in range(3):
         found = audit(NumpyStep(noise_multiplier=sigma), seed=seed, num_steps=60)
         assert not found.is_refuted, found
         assert found.verdict.startswith("Not refuted")
@@ -62,11 +60,11 @@ def test_the_right_mechanism_is_never_accused(sigma, seeds):
 
 @pytest.mark.slow
 def test_bounds_stay_below_the_truth():
-    """At 95 % each, of 10 bounds at most a few may fail; in fact none does."""
-    runs = [NumpyStep(noise_multiplier=2.0) for _ in range(10)]
+    """At 95 % each, of 5 bounds at most a few may fail; in fact none does."""
+    runs = [NumpyStep(noise_multiplier=2.0) for _ in range(5)]
     found = [audit(step, seed=seed, num_steps=40) for seed, step in enumerate(runs)]
     above = sum(one.epsilon > one.claimed_epsilon for one in found)
-    assert stats.binom.sf(above - 1, 10, 0.05) > 1e-3
+    assert stats.binom.sf(above - 1, 5, 0.05) > 1e-3
     assert max(one.epsilon for one in found) > 0.3, "and they are not idle"
 
 

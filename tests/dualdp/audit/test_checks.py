@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from dualdp.audit import statistics
 from dualdp.testing import Claims, check_private_step
 from tests.numpy_step import FAULTS, NumpyStep
 
@@ -13,11 +12,8 @@ SAMPLERS = ("poisson", "fixed_size", "balls_in_bins", "shuffle")
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
-@pytest.mark.parametrize("seed", range(3))
-def test_right_steps_pass(sampler, seed):
-    report = check_private_step(
-        NumpyStep(sampler=sampler), checks=["sensitivity", "run"], seed=seed
-    )
+def test_right_steps_pass(sampler):
+    report = check_private_step(NumpyStep(sampler=sampler), checks=["sensitivity", "run"], seed=0)
     assert report.passed, report
     assert report.false_alarm == 1e-6
     assert "All checks passed" in str(report)
@@ -25,27 +21,15 @@ def test_right_steps_pass(sampler, seed):
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize(
-    "seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]
-)
-def test_every_fault_is_found(fault, seed):
+def test_every_fault_is_found(fault):
     """And by the kind of check that is meant for it, alone."""
-    report = check_private_step(NumpyStep(fault), checks=[FAULTS[fault]], seed=seed)
+    report = check_private_step(NumpyStep(fault), checks=[FAULTS[fault]], seed=0)
     assert not report.passed, fault
     assert "FAIL" in str(report)
 
 
-@pytest.mark.slow
-def test_every_check_finds_something():
-    """No check is there for show: each fails for one fault at least, beside the right step."""
-    failed = set()
-    for fault in FAULTS:
-        failed |= set(check_private_step(NumpyStep(fault), seed=0).failures)
-    assert failed == {check.name for check in check_private_step(NumpyStep(), seed=0).checks}
-
-
 @pytest.mark.parametrize("sampler", ["fixed_size", "balls_in_bins", "shuffle"])
-def test_poisson_batches_are_not_taken_for_another_sampler(sampler):
+def test_poisson_is_not_taken_for_another_sampler(sampler):
     """The claim is what is tested, not one sampler."""
     step = NumpyStep()
     step.claims = Claims(1.0, 0.7, sampler)
@@ -134,28 +118,3 @@ def test_nan_releases_fail():
 def test_bad_arguments_are_one_sentence(arguments, message):
     with pytest.raises(ValueError, match=message):
         check_private_step(NumpyStep(), **arguments)
-
-
-def test_claims_are_checked():
-    with pytest.raises(ValueError, match="noise_multiplier=0.0 is out of range"):
-        Claims(0.0, 1.0)
-    with pytest.raises(ValueError, match="sampler='weighted' is unknown"):
-        Claims(1.0, 1.0, "weighted")
-
-
-def test_the_statistics_know_their_distributions():
-    rng = np.random.default_rng(0)
-    z = rng.normal(size=(20, 500))
-    for p in (statistics.chi_square, statistics.normality, statistics.repetition):
-        assert p(z) > 1e-3
-        assert p(np.full((20, 500), np.nan)) in (0.0, 1.0)
-    assert statistics.chi_square(z * 1.1) < 1e-6
-    assert statistics.normality(z + 0.1) < 1e-6
-    assert statistics.repetition(np.repeat(z[:10], 2, axis=0)) < 1e-6
-    shifted = z.copy()
-    shifted[:, 300:400] = shifted[:, :100]
-    assert statistics.autocorrelation(shifted) < 1e-6 < statistics.autocorrelation(z)
-    assert statistics.total(50, 100, 0.5) > 0.9 > 1e-6 > statistics.total(90, 100, 0.5)
-    assert statistics.dispersion(rng.binomial(50, 0.3, 200), 50, 0.3) > 1e-3
-    assert statistics.dispersion(np.full(200, 15), 50, 0.3) < 1e-6
-    assert statistics.smallest([]) == 1.0

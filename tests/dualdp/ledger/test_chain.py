@@ -130,24 +130,6 @@ def test_a_file_that_another_program_changes_ends_the_run(tmp_path, change):
     assert parse(made.text()).records == [*RECORDS, MORE]
 
 
-def test_a_run_may_change_its_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    made = of_records()
-    made.write_to("chain")
-    (tmp_path / "other").mkdir()
-    monkeypatch.chdir(tmp_path / "other")
-    made.append(MORE)
-    assert made.path == str(tmp_path / "chain")
-    assert parse((tmp_path / "chain").read_text()).records == [*RECORDS, MORE]
-
-
-@pytest.mark.parametrize("broken", ["no json\n", "[]\n", '{"h":1,"x":NaN}\n', "[" * 99999 + "\n"])
-def test_foreign_lines_are_named(tmp_path, broken):
-    text = written(tmp_path / "chain")
-    with pytest.raises(ValueError, match="The text is broken at line 6: no record of a ledger"):
-        parse(text + broken)
-
-
 @pytest.mark.parametrize("torn", ['{"r":[', '{"number":77777777777777777777777777777777777', "{"])
 def test_the_next_line_takes_the_place_of_a_torn_one(tmp_path, torn):
     path = tmp_path / "chain"
@@ -181,16 +163,6 @@ def test_one_file_has_one_writer(tmp_path):
     Chain.open(path)[0].close()
     with pytest.raises(FileExistsError, match="chain exists. Expected a new path"):
         Chain().write_to(path)
-
-
-def test_another_process_is_refused(tmp_path):
-    made = filed(tmp_path / "chain")
-    program = f"from dualdp.ledger.chain import Chain; Chain.open({str(tmp_path / 'chain')!r})"
-    done = subprocess.run(
-        [sys.executable, "-c", program], check=False, capture_output=True, text=True
-    )
-    assert "chain is in use by another run" in done.stderr
-    made.append(MORE)
 
 
 @pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # of JAX
@@ -236,20 +208,6 @@ def test_a_full_disk_changes_nothing(tmp_path, monkeypatch):
     assert (path.read_bytes(), made.text(), made.last_hash) == before
     made.append(MORE)
     assert parse(path.read_text()).records == [*RECORDS, MORE]
-
-
-def test_a_new_file_that_can_not_be_written_is_removed(tmp_path, monkeypatch):
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    made = of_records()
-    monkeypatch.setattr(chain.os, "pwrite", full)
-    with pytest.raises(OSError, match="No space left"):
-        made.write_to(tmp_path / "chain")
-    monkeypatch.undo()
-    assert (made.path, list(tmp_path.iterdir())) == (None, [])
-    made.append(MORE)
-    made.write_to(tmp_path / "chain")
 
 
 def test_a_killed_process_leaves_its_records(tmp_path):

@@ -2,7 +2,6 @@
 """`verify` on ledgers that are whole, edited, forged and odd."""
 
 import dataclasses
-import json
 
 import numpy as np
 import pytest
@@ -50,12 +49,10 @@ def test_a_true_ledger_passes(tmp_path):
     "changes",
     [
         {},
-        {"noise": "secure"},
         {"sampler": "truncated_poisson", "max_batch_size": 70},
         {"sampler": "fixed_size", "neighboring_relation": "replace"},
         {"noise_multiplier": lambda k: 1 + k / 9, "expected_batch_size": lambda k: 40 + k},
         {"max_grad_norm": AdaptiveNorm(1.0, count_noise_multiplier=5.0)},
-        {"sampler": "shuffle"},
         {"sampler": "balls_in_bins"},
         {"sampler": "fixed_order"},
         {"sampler": "cyclic_poisson", "min_separation": 4},
@@ -146,10 +143,7 @@ def changed(index, **values):
         (changed(4, r=[3, 1.0, 0.01]), "Step 3 was recorded with another sample_rate."),
         (changed(4, r=[3, 1.0]), "Step 3 was recorded with another number of columns than 3"),
         (changed(4, r=[2, 1.0, 0.05]), "step 2 came where 3 was expected"),
-        (changed(4, r=[5, 1.0, 0.05]), "step 5 came where 3 was expected"),
-        (changed(4, r=["three", 1.0, 0.05]), "step three came where 3 was expected"),
         (changed(4, r=[3, "much", 0.05]), "must be real number"),
-        (changed(4, r=[]), "number of columns"),
         (changed(4, r=None), "NoneType"),
         (lambda records: [*records, records[-1]], "step 7 came where 8 was expected"),
         (
@@ -166,28 +160,6 @@ def test_forged_numbers_fail(change, message):
     found = verify(forge(run(plan_of()), change))
     assert "releases are the plan's" in found.failures
     assert message in finding(found, "releases are the plan's").detail
-
-
-def test_more_noise_than_was_drawn_fails():
-    """The epsilon of the lines is theirs, also where they are not the plan's."""
-
-    def noisier(records):
-        return [records[0], *({"r": [k, 9.0, 0.05]} for k in range(8))]
-
-    found = verify(forge(run(plan_of()), noisier))
-    assert found.failures == ("releases are the plan's",)
-    account = accountants.create("pld")
-    account.step(noise_multiplier=9.0, sample_rate=0.05, num_steps=8)
-    assert found.epsilon == pytest.approx(account.get_epsilon(delta=1e-5), rel=1e-12)
-
-
-def test_more_steps_than_planned_fail():
-    def longer(records):
-        return [{**records[0], "plan": {**records[0]["plan"], "num_steps": 4}}, *records[1:]]
-
-    found = verify(forge(run(plan_of()), longer))
-    assert "releases are the plan's" in found.failures
-    assert "past the plan's 4 steps" in finding(found, "releases are the plan's").detail
 
 
 def test_a_seed_is_a_failure_unless_it_is_allowed():
@@ -251,14 +223,7 @@ def test_adaptive_bounds_follow_from_the_noisy_counts():
         assert "another max_grad_norm" in finding(found, "releases are the plan's").detail
 
 
-def test_a_sampler_that_rdp_does_not_know_has_one_opinion():
-    found = verify(run(plan_of(sampler="balls_in_bins")).to_json())
-    assert found.passed, found.findings
-    assert finding(found, "epsilon by RDP").passed is None
-    assert finding(found, "accountants agree").detail == "There is one opinion only."
-
-
-def test_a_ledger_that_was_cut_anywhere_is_not_called_whole():
+def test_a_ledger_cut_anywhere_is_not_called_whole():
     text = run(plan_of(num_steps=2), steps=2).to_json()
     assert verify(text).is_whole
     header = text.index("\n")
@@ -282,16 +247,7 @@ def test_a_cut_line_counts_if_it_may_be_a_release():
     assert "cut off, and no release" in finding(cut, "last line is whole").detail
 
 
-def test_a_last_line_without_its_end_of_line_is_whole(tmp_path):
-    """An editor or a mail may take it."""
-    text = run(plan_of(num_steps=4), steps=4).to_json()
-    (tmp_path / "x").write_text(text[:-1])
-    found = verify(tmp_path / "x")
-    assert found.is_whole
-    assert len(found.records) == text.count("\n")
-
-
-def test_what_the_whole_plan_costs_is_said_where_there_is_a_bound():
+def test_what_the_whole_plan_costs_is_said():
     account = accountants.create("pld")
     account.step(noise_multiplier=1.0, sample_rate=0.05, num_steps=20)
     found = verify(run(plan_of(accountant="rdp"), steps=3).to_json())
@@ -319,13 +275,6 @@ def test_a_header_without_a_plan_fails():
     assert "is not a plan" in found.findings[0].detail
 
 
-def test_a_missing_file_is_an_error(tmp_path):
-    with pytest.raises(FileNotFoundError, match="nothing does not exist. Expected.*ledger="):
-        verify(tmp_path / "nothing")
-    with pytest.raises(IsADirectoryError, match="is a folder. Expected the file of a run's"):
-        verify(tmp_path)
-
-
 def test_checks_are_told():
     """What was checked, and since when nothing vouches for the gradients."""
     name = "exactness was checked"
@@ -350,8 +299,3 @@ def test_checks_are_told():
     off = run(plan_of())
     off.note(checks=0)
     assert "Off (checks=0)" in finding(verify(off.to_json()), name).detail
-
-
-def test_the_records_are_plain_json():
-    for line in run(plan_of(), 2).to_json().splitlines():
-        assert isinstance(json.loads(line), dict)

@@ -53,14 +53,6 @@ def matrix(column, steps):
     )
 
 
-@pytest.mark.parametrize("family", ["none", "bisr", "band", "blt"])
-def test_a_whole_run_is_one_gaussian_of_the_noise_multiplier(family):
-    plan = make(correlation=FAMILIES[family])
-    assert plan.epsilon() == pytest.approx(gaussian_epsilon(2.0), rel=1e-9)
-    column = correlated.identity() if plan.correlation is None else plan.correlation
-    assert plan.sensitivity == pytest.approx(worst(column.strategy(18), 18, 6), rel=1e-12)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("steps", [1, 7, 18])
 def test_no_pattern_costs_more(family, steps):
@@ -75,18 +67,6 @@ def test_no_pattern_costs_more(family, steps):
         assert total <= bound * (1 + 1e-9)
     else:
         assert total == pytest.approx(bound, rel=1e-9)
-
-
-@pytest.mark.parametrize("steps", [1, 5, 11, 18])
-def test_signed_gradients_never_cost_more(steps):
-    """Every sign of every participation, for every unit: the definition of sensitivity."""
-    plan, c = make(correlation=SIGNED), matrix(SIGNED.strategy(18), steps)
-    (((event, _),),) = accounting.pattern(plan.cost(), steps)
-    total = plan.sensitivity / event.noise_multiplier
-    for first in range(6):
-        joined = range(first, steps, 6)
-        for signs in itertools.product((-1, 1), repeat=len(joined)):
-            assert np.linalg.norm(c[:, joined] @ np.array(signs)) <= total * (1 + 1e-9)
 
 
 #: Segments of a run of 18 steps that was resumed: (first step, step after the last).
@@ -183,7 +163,7 @@ def test_releases_of_fresh_draws_are_composed(sampler):
 
 
 @pytest.mark.parametrize("epochs", [1, 2])
-def test_an_assignment_that_a_segment_begins_in_its_middle_is_one_more(epochs):
+def test_an_assignment_begun_in_its_middle_is_one_more(epochs):
     """Steps 4 to 20 at 6 bins: of passes of one epoch 4, of two epochs 2, where 17 steps have 3."""
     plan = make(sampler="balls_in_bins", epochs_per_assignment=epochs, num_steps=24)
     spent = accountants.create("pld")
@@ -215,19 +195,6 @@ def test_bins_of_two_segments_are_not_below_monte_carlo():
     for loss in losses:
         assert np.maximum(-np.expm1(epsilon - loss), 0).mean() < plan.delta
     assert np.maximum(-np.expm1(0.5 * epsilon - losses[0]), 0).mean() > plan.delta  # it can fail
-
-
-def test_rounds_of_two_segments_add_up():
-    plan = make(**CYCLIC, correlation=BAND)
-    spent = accountants.create("pld")
-    for steps in (7, 12):
-        ((*rounds,),) = accounting.pattern(plan.cost(), steps)
-        assert sum(count for _, count in rounds) == -(-steps // 3)
-        for event, count in rounds:
-            scaled = 2.0 * event.noise_multiplier
-            spent.step(noise_multiplier=scaled, sample_rate=0.5, num_steps=count)
-    found = accounting.spent_by(plan.cost(), [Segment(0, 7), Segment(5, 17)])
-    assert found.get_epsilon(delta=1e-5) == pytest.approx(spent.get_epsilon(delta=1e-5), rel=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -308,9 +275,7 @@ def test_cyclic_poisson_is_rounds_of_subsampled_releases():
     ("noise", "steps", "classes", "rate", "epsilon"),
     [
         (1.0, 1000, 4, 0.04, 4.185153218478676),
-        (0.8, 2400, 8, 0.068, 12.800994120062805),
         (2.0, 500, 16, 0.5, 7.35718078997516),
-        (1.5, 333, 10, 0.2, 4.347370789204653),
     ],
 )
 def test_epsilon_of_bands_elsewhere(noise, steps, classes, rate, epsilon):
@@ -363,102 +328,8 @@ def test_a_segment_longer_than_its_plan_is_refused(changes):
         accounting.spent_by(make(**changes).cost(), [Segment(0, 19)])
 
 
-def test_identity_is_independent_noise():
-    for sampler in ("poisson", "balls_in_bins"):
-        with_it = make(sampler=sampler, correlation=correlated.identity())
-        without = make(sampler=sampler)
-        assert with_it.epsilon() == without.epsilon()
-        assert with_it.noise_stddev(4) == without.noise_stddev(4)
-        assert not with_it.is_correlated
-
-
 def test_noise_stddev_counts_the_weights_so_far():
     plan = make(correlation=BISR)
     drawn = 2.0 * plan.sensitivity * 1.5
     for step, weights in ((0, 1.0), (1, 1 + 1 / 4), (2, 1 + 1 / 4 + 1 / 64), (9, 81 / 64)):
         assert plan.noise_stddev(step) == pytest.approx(drawn * math.sqrt(weights))
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"sampler": "poisson", "correlation": BISR}, "may join any steps"),
-        ({"sampler": "shuffle", "correlation": BISR}, "may join any steps"),
-        ({"correlation": BISR, "noise": "secure", "seed": None}, "no bound is proved"),
-        ({"correlation": (1.0, 0.5)}, "Expected a strategy of dualdp.correlated"),
-        ({"correlation": BISR, "num_steps": None}, "accounted as a whole"),
-        ({"num_steps": None}, "accounted as a whole"),
-        ({"sampler": "cyclic_poisson"}, "without min_separation"),
-        ({**CYCLIC, "min_separation": 7}, "need 70 examples"),
-        ({**CYCLIC, "min_separation": 0}, "min_separation=0"),
-        ({**CYCLIC, "correlation": BISR}, "dualdp.correlated.band"),
-        ({**CYCLIC, "correlation": BAND, "min_separation": 2}, "3 bands"),
-        ({"min_separation": 4}, "follows from the batch size"),
-        ({"sampler": "poisson", "min_separation": 6}, "follows from the batch size"),
-        ({"epochs_per_assignment": 2}, "sampler='balls_in_bins'"),
-        (
-            {"sampler": "balls_in_bins", "correlation": BISR, "epochs_per_assignment": 1},
-            "kept for all epochs",
-        ),
-        (
-            {"correlation": BISR, "max_grad_norm": LINEAR},
-            "max_grad_norm changes",
-        ),
-        (
-            {"correlation": BISR, "noise_multiplier": LINEAR},
-            "noise_multiplier follows a schedule",
-        ),
-    ],
-)
-def test_what_has_no_proved_cost_is_refused(changes, words):
-    with pytest.raises((ValueError, TypeError)) as caught:
-        make(**changes)
-    assert words in str(caught.value)
-    assert "Expected" in str(caught.value)
-
-
-def test_min_separation_may_repeat_what_follows():
-    assert make(min_separation=6).epsilon() == make().epsilon()
-
-
-def test_a_schedule_of_the_bound_is_fine_without_correlation():
-    assert make(max_grad_norm=LINEAR).epsilon() == make().epsilon()
-
-
-def test_an_assignment_for_several_epochs_costs_more():
-    once, kept = (
-        make(sampler="balls_in_bins", epochs_per_assignment=epochs).epsilon() for epochs in (1, 3)
-    )
-    assert once < kept <= gaussian_epsilon(2.0 / math.sqrt(3)) * (1 + 1e-9)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [{"correlation": BISR}, {"sampler": "poisson"}, {"sampler": "poisson", "num_steps": None}],
-)
-def test_a_target_ends_the_run(changes):
-    """The end found is the last affordable step, with and without a resume."""
-    plan = make(**changes, target_epsilon=1.2)
-    cost = plan.cost()
-    end, horizon = accounting.last_affordable(cost, [Segment(0, 0)])
-    assert plan.epsilon(end) <= 1.2
-    assert end == 18 or plan.epsilon(end + 1) > 1.2
-    assert horizon == math.inf
-    later, _ = accounting.last_affordable(cost, [Segment(0, 5), Segment(3, 3)])
-    assert 3 <= later <= end
-    assert accounting.last_affordable(make().cost(), [Segment(0, 0)]) == (18, math.inf)
-
-
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        correlated.band((1.0, 2.0)),
-        correlated.band((1.0, 1.5)),
-        correlated.blt(decays=(0.9,), scales=(2.5,)),
-        correlated.band((1e-200, 1e90)),
-        correlated.window((1.0, 2000.0)),
-    ],
-)
-def test_noise_that_grows_is_refused(strategy):
-    with pytest.raises(ValueError, match=r"grows past|would round away"):
-        make(num_steps=60, correlation=strategy)

@@ -86,18 +86,6 @@ def test_no_bound_is_below_monte_carlo(name):
     assert max(value for value, _ in found) == pytest.approx(plan.delta, rel=0.4)
 
 
-def test_what_bins_have_in_common_is_counted(monkeypatch):
-    """The test above can fail: without the common Gaussian the bound is below Monte Carlo."""
-    plan, splits = one_sensitivity(correlated.square_root()), accounting._splits
-    monkeypatch.setattr(
-        accounting, "_splits", lambda *a: [(bins, 0.0, alone) for bins, _, alone in splits(*a)]
-    )
-    mode = modes(correlated.square_root().strategy(400), 400, 100)
-    stddev = plan.noise_multiplier_at(0) * plan.sensitivity
-    found = deltas(np.random.default_rng(0), mode, stddev, plan.epsilon(), 10_000)
-    assert max(value - 3 * error for value, error in found) > plan.delta
-
-
 @pytest.mark.parametrize("epochs", [1, 3])
 def test_independent_noise_is_balls_in_bins(epochs):
     plan = make(num_steps=6 * epochs, correlation=FAMILIES["identity"])
@@ -107,13 +95,6 @@ def test_independent_noise_is_balls_in_bins(epochs):
     spent = accountants.create("pld")
     spent.compose(mechanisms.BallsInBinsGaussian(2.0, 6, epochs), 6 * epochs)
     assert plan.epsilon() == pytest.approx(spent.get_epsilon(delta=1e-5), rel=1e-5)
-
-
-def test_bands_of_bins_that_do_not_meet_are_balls_in_fewer_bins():
-    plan = one_sensitivity(correlated.band((1.0, 0.8, 0.6, 0.5)))
-    _, ((event, count),), *_ = accounting.pattern(plan.cost(), 400)
-    assert (event.num_bins, count) == (25, 25)
-    assert event.noise_multiplier == pytest.approx(0.5, rel=1e-11)  # four participations
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -143,68 +124,3 @@ def test_every_inner_product_of_two_bins_is_covered(family, gap):
                 for r in range(1, gap + 1)
             )
     assert checked
-
-
-def test_gradients_that_follow_the_releases_cost_no_more():
-    """Three bins, nine steps, gradients in the plane that turn with what was released so far."""
-    column, rng, samples, stddev = BAND.strategy(9), np.random.default_rng(1), 100_000, 2.0
-    fixed, adaptive = np.zeros((2, 3, samples))  # log likelihood ratios under N(0)
-    gradients, seen = np.zeros((9, 3, samples, 2)), np.zeros((samples, 2))
-    mode = modes(column, 9, 3)
-    for t in range(9):
-        y = rng.standard_normal((samples, 2))
-        angle = np.arctan2(seen[:, 1], seen[:, 0]) + (seen[:, 0] > 0) * t
-        direction = np.stack([np.cos(angle), np.sin(angle)], axis=1)
-        for i in range(3):
-            if t % 3 == i:
-                gradients[t, i] = direction
-            moved = sum(column[t - j] * gradients[j, i] for j in range(t + 1)) / stddev
-            adaptive[i] += np.sum(moved * y, axis=1) - 0.5 * np.sum(moved**2, axis=1)
-            fixed[i] += mode[i, t] / stddev * y[:, 0] - 0.5 * (mode[i, t] / stddev) ** 2
-        seen = y if t == 0 else 0.5 * seen + y
-    for epsilon in (0.1, 0.5, 1.0):
-        grow = math.exp(epsilon)
-        for convex in (lambda x, a=grow: x - a, lambda x, a=grow: 1 - a * x):
-            one, other = (
-                np.maximum(convex(np.exp(log).mean(axis=0)), 0.0) for log in (adaptive, fixed)
-            )
-            assert one.mean() < other.mean() + 3 * (one - other).std() / math.sqrt(samples)
-    assert np.exp(adaptive).mean() == pytest.approx(1, abs=0.02)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_epsilon_of_prefixes_is_monotone_and_below_what_is_told(family):
-    plan = make(correlation=FAMILIES[family])
-    spent = [plan.epsilon(step) for step in range(16)]
-    assert spent[0] == 0 < spent[1]
-    assert all(low <= high * (1 + 1e-9) for low, high in itertools.pairwise(spent))
-    told = make(correlation=FAMILIES[family], accountant="rdp")
-    gaussian = accountants.create("pld")
-    ((event, _),) = accounting.pattern(plan.cost(), 15)[0]
-    gaussian.step(noise_multiplier=2.0 * event.noise_multiplier, sample_rate=1.0)
-    assert spent[-1] < gaussian.get_epsilon(delta=1e-5) <= told.epsilon()
-
-
-def test_what_is_run_again_costs_more():
-    plan = make(correlation=FAMILIES["bisr"])
-    segments, last = [accounting.Segment(0, 15)], plan.epsilon()
-    for start in (9, 10, 9):
-        segments.append(accounting.Segment(start, start + 1))
-        epsilon = accounting.spent_by(plan.cost(), segments).get_epsilon(delta=plan.delta)
-        assert last < epsilon
-        last = epsilon
-
-
-def test_replacement_is_not_amplified():
-    plan = make(correlation=FAMILIES["bisr"], neighboring_relation="replace")
-    ((event, _),) = accounting.pattern(plan.cost(), 15)[0]
-    spent = accountants.create("pld", neighboring_relation="replace")
-    spent.step(noise_multiplier=2.0 * event.noise_multiplier, sample_rate=1.0)
-    assert plan.epsilon() == spent.get_epsilon(delta=1e-5)
-
-
-@pytest.mark.slow
-def test_plans_calibrate():
-    arguments = {name: value for name, value in BASE.items() if name != "noise_multiplier"}
-    plan = dualdp.PrivacyPlan.calibrate(target_epsilon=1.5, **arguments, correlation=BAND)
-    assert 1.49 < plan.epsilon() <= 1.5

@@ -13,6 +13,8 @@ from dualdp import accountants
 from dualdp.mechanisms import RELATIONS
 from dualdp.plan import accounting, schedules
 from dualdp.plan.schedules import AdaptiveNorm
+from tests.dualdp.plan.test_accounting import BAND, BISR, CYCLIC, LINEAR
+from tests.dualdp.plan.test_accounting import make as make_fixed
 from tests.dualdp.plan.test_plan import BASE, make
 
 BOUND = 1.0
@@ -226,3 +228,41 @@ def test_schedules_that_settle_are_accounted_however_far():
     never = make(num_steps=None, noise_multiplier=schedules.Exponential(1.0, 1.0 + 1e-9))
     with pytest.raises(ValueError, match="1000000000000 steps of a schedule that changes at every"):
         never.epsilon(10**12)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"sampler": "poisson", "correlation": BISR}, "may join any steps"),
+        ({"sampler": "shuffle", "correlation": BISR}, "may join any steps"),
+        ({"correlation": BISR, "noise": "secure", "seed": None}, "no bound is proved"),
+        ({"correlation": (1.0, 0.5)}, "Expected a strategy of dualdp.correlated"),
+        ({"correlation": BISR, "num_steps": None}, "accounted as a whole"),
+        ({"num_steps": None}, "accounted as a whole"),
+        ({"sampler": "cyclic_poisson"}, "without min_separation"),
+        ({**CYCLIC, "min_separation": 7}, "need 70 examples"),
+        ({**CYCLIC, "min_separation": 0}, "min_separation=0"),
+        ({**CYCLIC, "correlation": BISR}, "dualdp.correlated.band"),
+        ({**CYCLIC, "correlation": BAND, "min_separation": 2}, "3 bands"),
+        ({"min_separation": 4}, "follows from the batch size"),
+        ({"sampler": "poisson", "min_separation": 6}, "follows from the batch size"),
+        ({"epochs_per_assignment": 2}, "sampler='balls_in_bins'"),
+        (
+            {"sampler": "balls_in_bins", "correlation": BISR, "epochs_per_assignment": 1},
+            "kept for all epochs",
+        ),
+        (
+            {"correlation": BISR, "max_grad_norm": LINEAR},
+            "max_grad_norm changes",
+        ),
+        (
+            {"correlation": BISR, "noise_multiplier": LINEAR},
+            "noise_multiplier follows a schedule",
+        ),
+    ],
+)
+def test_what_has_no_proved_cost_is_refused(changes, words):
+    with pytest.raises((ValueError, TypeError)) as caught:
+        make_fixed(**changes)
+    assert words in str(caught.value)
+    assert "Expected" in str(caught.value)

@@ -33,14 +33,6 @@ def test_rows_of_each_user_in_any_order():
     assert units.user_rows(rows) is rows
 
 
-def test_users_without_rows():
-    rows = units.user_rows([4, 1, 4], num_users=6)
-    np.testing.assert_array_equal(rows.counts, [0, 1, 0, 0, 2, 0])
-    drawn = units.draw_rows(plan(num_examples=6), BITS, 0, np.array([5, 4, 0]), rows, 3)
-    np.testing.assert_array_equal(drawn.rows, [[0, 0, 0], [0, 2, 0], [0, 0, 0]])
-    np.testing.assert_array_equal(drawn.weights, [[0, 0, 0], [0.5, 0.5, 0], [0, 0, 0]])
-
-
 @pytest.mark.parametrize(
     ("users", "options", "error", "message"),
     [
@@ -113,14 +105,6 @@ def test_rows_of_a_user_do_not_depend_on_the_split():
     assert (other.rows != whole.rows).any()
     other = units.draw_rows(run, SegmentBits(4), 7, drawn, rows, 5)
     assert (other.rows != whole.rows).any()
-
-
-def test_known_rows():
-    rows = units.user_rows(USERS)
-    drawn = [
-        units.draw_rows(plan(), BITS, step, np.array([1, 3]), rows, 2).rows for step in range(3)
-    ]
-    np.testing.assert_array_equal(drawn, [[[1, 5], [3, 7]], [[2, 6], [0, 7]], [[2, 6], [0, 3]]])
 
 
 def test_a_plan_of_users_draws_users_and_then_rows():

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints cross: what fits is carried, what does not is refused, files and command."""
-
-import json
+"""Checkpoints cross: what fits is carried, what does not is refused."""
 
 import flax.linen as linen
 import jax
@@ -15,13 +13,10 @@ from flax import nnx
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
-from typer.testing import CliRunner
 
 import dualdp.jax as dpj
 import dualdp.torch as dpt
-from dualdp import PrivacyPlan, checkpoint, port
-from dualdp.porting import parameter_map
-from dualdp_tools.cli import app
+from dualdp import PrivacyPlan, checkpoint
 
 RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(20, 3)).astype(np.float32), RNG.integers(0, 4, 20)
@@ -189,20 +184,7 @@ def go_on_with_nnx(path):
     return state, engine
 
 
-def test_an_nnx_module_goes_on_and_comes_back(tmp_path):
-    path, _, _ = saved_by_torch(tmp_path)
-    state, engine = go_on_with_nnx(path)
-    assert len(engine.ledger) == engine.ledger.position == 6
-    there = tmp_path / "nnx.ckpt"
-    dpj.save_checkpoint(there, state=state, engine=engine)
-    engine.detach()
-    model, optimizer = torch_parts()
-    dpt.load_checkpoint(there, model=model, optimizer=optimizer)
-    kernel = np.asarray(state.params["head"]["kernel"][...])
-    np.testing.assert_array_equal(model.head.weight.detach().numpy(), kernel.T)
-
-
-def test_steps_that_are_run_again_on_the_other_stack_are_accounted(tmp_path):
+def test_steps_run_again_on_the_other_stack_are_accounted(tmp_path):
     """Torch went on to step 6 after the checkpoint at 2; JAX releases four steps once more."""
     path, _, _ = saved_by_torch(tmp_path, until=6)
     _, engine = go_on_with_nnx(path)
@@ -242,21 +224,6 @@ def test_what_does_not_fit_torch_is_refused(tmp_path):
         dpt.load_checkpoint(path, model=model, optimizer=optimizer)
 
 
-def test_names_that_differ_take_a_mapping(tmp_path):
-    path, _ = saved_by_jax(tmp_path)
-
-    class Other(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.head = nn.Linear(3, 5), nn.Linear(5, 4)
-
-    model = Other()
-    optimizer = torch.optim.Adam(model.parameters())
-    with pytest.raises(ValueError, match=r"'first.weight \(5, 3\)'.*params/body/kernel \(3, 5\)"):
-        dpt.load_checkpoint(path, model=model, optimizer=optimizer)
-    dpt.load_checkpoint(path, model=model, optimizer=optimizer, mapping={"first": "params/body"})
-
-
 def test_bfloat16_keeps_its_bits(tmp_path):
     """As the file has it, whatever made it: two bytes a number, listed by name."""
     path, _, _ = saved_by_torch(tmp_path, torch_parts(torch.optim.SGD), seed=1)
@@ -268,86 +235,6 @@ def test_bfloat16_keeps_its_bits(tmp_path):
     state, _ = dpj.load_checkpoint(path, like=jax_state(optax.sgd(0.1), jnp.bfloat16))
     expected = arrays["params/head.weight"].view(ml_dtypes.bfloat16)
     np.testing.assert_array_equal(state.params["params"]["head"]["kernel"], expected.T)
-
-
-def test_leaves_are_plain_data():
-    pairs = port.match(Torch(), jax_state().params)
-    assert parameter_map.from_json(json.loads(json.dumps(parameter_map.to_json(pairs)))) == pairs
-
-
-# ---------------------------------------------------------------------- the command
-
-FACTORIES = """
-from tests.dualdp.porting.test_convert_checkpoint import jax_state, torch_parts
-
-def state():
-    return jax_state()
-
-def parts():
-    return torch_parts()
-"""
-
-
-def command(folder, monkeypatch, *arguments):
-    (folder / "factories.py").write_text(FACTORIES)
-    monkeypatch.chdir(folder)
-    return CliRunner().invoke(app, ["port", *map(str, arguments)])
-
-
-def test_the_command_writes_the_other_stacks_file(tmp_path, monkeypatch):
-    path, model, _ = saved_by_torch(tmp_path)
-    (tmp_path / "folder").mkdir()
-    out = tmp_path / "folder" / "jax.ckpt"
-    done = command(
-        tmp_path, monkeypatch, path, "--to", "jax", "--like", "factories:state", "--out", out
-    )
-    assert done.exit_code == 0, done.output + str(done.exception)
-    assert checkpoint.read(out)[1]["stack"] == "jax"
-    state, engine = dpj.load_checkpoint(out, like=jax_state())
-    np.testing.assert_array_equal(
-        state.params["params"]["body"]["bias"], model.body.bias.detach().numpy()
-    )
-    engine.ledger.close()
-    done = command(tmp_path, monkeypatch, out, "--to", "torch", "--like", "factories:parts")
-    assert done.exit_code == 0, done.output + str(done.exception)
-    other, optimizer = torch_parts()
-    dpt.load_checkpoint(f"{out}.torch", model=other, optimizer=optimizer)
-    assert torch.equal(other.body.bias, model.body.bias)
-
-
-def test_bad_arguments_of_the_command(tmp_path, monkeypatch):
-    path, _, _ = saved_by_torch(tmp_path, seed=1)
-    for arguments, message in (
-        (("--to", "tf", "--like", "factories:state"), "to='tf' is unknown. Expected one of jax"),
-        (("--to", "jax", "--like", "nobody:state"), "like='nobody:state' names no function"),
-        (("--to", "torch", "--like", "factories:parts"), "is a checkpoint of torch already"),
-    ):
-        done = command(tmp_path, monkeypatch, path, *arguments)
-        assert done.exit_code != 0
-        assert message in f"{done.output}{done.exception}"
-
-
-def frozen_body(model):
-    model.body.weight.requires_grad_(False)
-    return model
-
-
-def test_other_trained_parameters_are_refused_without_a_state_of_the_optimizer(tmp_path):
-    model = frozen_body(torch_parts()[0])
-    sgd = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    path, *_ = saved_by_torch(tmp_path, (model, sgd))
-    like = jax_state(optax.sgd(0.1))
-    run = {**RUN, "optimizer": optax.sgd(0.1), "params": like.params}
-    _, engine = dpj.load_checkpoint(path, like=like)
-    with pytest.raises(ValueError, match=r"The leaves \['params/body/kernel'\] are trained"):
-        engine.resume(**run)
-    engine.ledger.close()
-    trainable = jax.tree.map(lambda leaf: True, like.params)
-    trainable["params"]["body"]["kernel"] = False
-    like = jax_state(optax.sgd(0.1), trainable=trainable)
-    _, engine = dpj.load_checkpoint(path, like=like)
-    engine.resume(**run, trainable=trainable)
-    engine.detach()
 
 
 def test_views_and_frozen_leaves_of_jax_are_not_dropped(tmp_path):

@@ -86,8 +86,9 @@ def assert_close(ours, theirs, dtype):
         np.testing.assert_allclose(a, b, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "dtype"), [*((case, "float64") for case in CASES), ("adam", "float32")]
+)
 def test_50_updates_with_two_crossings_are_50_updates(case, dtype):
     """To optax after 1 update, back to torch after 26: at the end, where torch alone would be."""
     with jax.enable_x64(dtype == "float64"):
@@ -109,7 +110,7 @@ def test_50_updates_with_two_crossings_are_50_updates(case, dtype):
             assert_close(run.values(), pure.values(), dtype)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if "dampening" not in case])
+@pytest.mark.parametrize("case", ["momentum", "adam_bc"])
 def test_a_fresh_optimizer_crosses_too(case):
     with jax.enable_x64(True):
         pure = Torch(case, "float64")
@@ -121,25 +122,6 @@ def test_a_fresh_optimizer_crosses_too(case):
             pure.step(grads)
             run.step(grads)
         assert_close(run.values(), pure.values(), "float64")
-
-
-@pytest.mark.parametrize("case", ["momentum", "adam"])
-def test_state_there_and_back_is_bitwise(case):
-    torch_run = Torch(case, "float32")
-    for grads in list(gradients("float32"))[:3]:
-        torch_run.step(grads)
-    jax_run = Jax(torch_run)
-    state = port.optimizer_to_jax(
-        torch_run.optimizer, torch_run.model, like=jax_run.state, params=jax_run.params
-    )
-    other = Torch(case, "float32")
-    port.optimizer_to_torch(state, jax_run.params, optimizer=other.optimizer, model=other.model)
-    ours, theirs = torch_run.optimizer.state_dict(), other.optimizer.state_dict()
-    assert ours["param_groups"] == theirs["param_groups"]
-    for index, slots in ours["state"].items():
-        assert slots.keys() == theirs["state"][index].keys()
-        for slot, value in slots.items():
-            assert torch.equal(value, theirs["state"][index][slot]), slot
 
 
 def test_a_schedule_counts_on():
@@ -227,17 +209,6 @@ def test_dampening_needs_a_first_step():
         port.optimizer_to_jax(here.optimizer, here.model, like=like.state, params=like.params)
 
 
-def test_counts_that_differ_are_refused():
-    here = Torch("adam", "float32")
-    there = Jax(here)
-    state = (
-        there.state[0]._replace(count=jnp.asarray(3)),
-        optax.ScaleByScheduleState(jnp.asarray(4)),
-    )
-    with pytest.raises(ValueError, match=r"counts \[3, 4\] updates in different places"):
-        port.optimizer_to_torch(state, there.params, optimizer=here.optimizer, model=here.model)
-
-
 def test_two_trained_biases_have_no_one_momentum():
     from tests.cases import pairs
     from tests.dualdp.porting.test_layouts import jax_net
@@ -269,7 +240,7 @@ def test_a_state_from_jax_lies_in_rows():
     )
 
 
-def test_settings_that_are_tensors_and_namesakes_of_other_packages():
+def test_settings_may_be_tensors_and_namesakes_are_refused():
     twin = Torch("sgd", "float32")
     given = port.to_optax(torch.optim.SGD(twin.model.parameters(), lr=torch.tensor(0.5)))
     updates, _ = given.update(jnp.ones(2), given.init(jnp.ones(2)))

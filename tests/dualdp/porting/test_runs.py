@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run that changes stacks in the middle is the run that did not, at the same epsilon."""
 
-import json
-
 import jax
 import numpy as np
 import optax
@@ -17,6 +15,7 @@ from dualdp import Ledger, PrivacyPlan, correlated, port
 from tests.cases import twins
 
 STEPS = 12
+TWINS = {twin.name: twin for twin in twins.TWINS}
 OPTIMIZERS = {
     "sgd": (lambda p: torch.optim.SGD(p, lr=0.5), lambda: optax.sgd(0.5)),
     "momentum": (
@@ -29,16 +28,6 @@ OPTIMIZERS = {
         lambda: dpj.adam_bc(0.02, weight_decay=0.1),
     ),
 }
-#: Every optimizer with the first model; with each of the others, every second one in turn.
-CASES = [
-    pytest.param(
-        twin, optimizer, id=f"{twin.name}-{optimizer}",
-        marks=() if (twin.name, optimizer) == ("mlp", "adam") else pytest.mark.slow,
-    )
-    for turn, twin in enumerate(twins.TWINS)
-    for place, optimizer in enumerate(OPTIMIZERS)
-    if twin.name == "mlp" or (turn + place) % 2 == 0
-]  # fmt: skip
 
 
 class Run:
@@ -131,38 +120,24 @@ def assert_same_end(model, params, other):
             assert apart < 1e-8, (name, float(apart))
 
 
-def releases(engine):
-    """What the ledger accounts, without the digests of sums, which differ in the last bits."""
-    facts = ("step", "branch", "kind", "noise_multiplier", "sample_rate", "max_grad_norm")
-    return [
-        {key: entry[key] for key in facts if key in entry}
-        for entry in json.loads(json.dumps(list(engine.ledger.entries), default=str))
-    ]
-
-
 CORRELATED = {
-    "window": {"sampler": "fixed_order", "correlation": correlated.window((1.0, -0.5, -0.2))},
-    "band": {
-        **{"sampler": "cyclic_poisson", "min_separation": 3},
-        "correlation": correlated.band((1.0, 0.5, 0.25)),
-    },
-    "blt": {
-        "sampler": "balls_in_bins",
-        "correlation": correlated.blt(decays=(0.9, 0.5), scales=(0.2, 0.1)),
-    },
+    "sampler": "balls_in_bins",
+    "correlation": correlated.blt(decays=(0.9, 0.5), scales=(0.2, 0.1)),
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", CORRELATED)
-def test_a_run_with_correlated_noise_switches_too(kind, tmp_path):
+def test_a_run_with_correlated_noise_switches_too(tmp_path):
     """Each segment begins its noise anew, on the other stack as on the same one."""
-    (mlp,) = [twin for twin in twins.TWINS if twin.name == "mlp"]
     ends = []
     for other in ("jax", "torch"):
         (folder := tmp_path / other).mkdir()
         with jax.enable_x64(True):
-            run, one, two = Run(mlp, "sgd", folder, **CORRELATED[kind]), folder / "1", folder / "2"
+            run, one, two = (
+                Run(TWINS["mlp"], "sgd", folder, **CORRELATED),
+                folder / "1",
+                folder / "2",
+            )
             run.on_torch(2, save=one)[1].detach()
             getattr(run, f"on_{other}")(5, load=one, save=two)[1].detach()
             ends.append(run.on_torch(STEPS, load=two))
@@ -170,13 +145,21 @@ def test_a_run_with_correlated_noise_switches_too(kind, tmp_path):
     assert ends[0][1].get_epsilon() == ends[1][1].get_epsilon()
 
 
-@pytest.mark.parametrize(("twin", "optimizer"), CASES)
-def test_a_run_that_switches_twice_ends_where_it_would_have(twin, optimizer, tmp_path, **plan):
+@pytest.mark.parametrize(
+    ("twin", "optimizer"),
+    [
+        ("mlp", "adam"),
+        pytest.param("cnn", "momentum", marks=pytest.mark.slow),
+        pytest.param("lstm", "sgd", marks=pytest.mark.slow),
+        pytest.param("gpt", "adam_bc", marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_that_switches_twice_ends_where_one_alone(twin, optimizer, tmp_path):
     """torch, then JAX from a random step, then torch again; against torch alone and JAX alone."""
-    seed = [*twin.name.encode(), *optimizer.encode()]
+    seed = [*twin.encode(), *optimizer.encode()]
     first, second = sorted(np.random.default_rng(seed).choice(STEPS - 1, 2, replace=False) + 1)
     with jax.enable_x64(True):
-        run = Run(twin, optimizer, tmp_path, **plan)
+        run = Run(twin, optimizer, tmp_path)
         alone, engine = run.on_torch(STEPS)
         params, jax_engine = run.on_jax(STEPS)
         assert_same_end(alone, params, alone)
@@ -190,6 +173,6 @@ def test_a_run_that_switches_twice_ends_where_it_would_have(twin, optimizer, tmp
     for delta in (1e-3, 1e-6):
         spent = {e.get_epsilon(delta=delta) for e in (engine, jax_engine, last)}
         assert len(spent) == 1
-    assert releases(engine) == releases(jax_engine) == releases(last)
-    assert len(releases(last)) >= STEPS
+    assert engine.ledger.entries == jax_engine.ledger.entries == last.ledger.entries
+    assert len(last.ledger) == STEPS
     assert Ledger.read(last.ledger.path)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from dualdp.randomness import fresh_bits, grid_noise, parallel
+from dualdp.randomness import fresh_bits, grid_noise
 
 KEY = bytes(range(32))
 
@@ -29,24 +29,6 @@ def test_the_stream_gives_the_known_answers():
     assert grid_noise.keystream(nist, first, 32).hex() == expected
 
 
-def test_a_stream_is_a_function_of_position():
-    """Longer than one block; the beginning does not depend on the length."""
-    long = grid_noise.words(KEY, 90_003)
-    np.testing.assert_array_equal(grid_noise.words(KEY, 40_000), long[:40_000])
-    assert np.unique(long).size == long.size
-    assert grid_noise.words(KEY, 0).shape == (0,)
-    other = grid_noise.words(KEY, 40_000, stream=1)
-    assert other[:2].tobytes() == grid_noise.keystream(KEY, 1 << 64, 16)
-    assert np.intersect1d(other, long).size == 0
-
-
-def test_words_are_uniform():
-    """Chi-square on every byte of the words."""
-    drawn = grid_noise.words(KEY, 50_000).view(np.uint8).reshape(-1, 8)
-    for place in range(8):
-        assert stats.chisquare(np.bincount(drawn[:, place], minlength=256)).pvalue > 1e-4
-
-
 def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.ciphers", None)
     with pytest.raises(ModuleNotFoundError, match=r"noise='secure' needs .*dualdp\[secure\]"):
@@ -56,17 +38,6 @@ def test_a_missing_package_is_named(monkeypatch):
 
 
 # ---------------------------------------------------------------------- normals
-
-
-def test_normals_are_those_of_box_and_muller():
-    """The half-angle form against cosine and sine, number by number."""
-    raw = grid_noise.words(KEY, 2000)
-    out = np.empty(2000)
-    grid_noise._box_muller(raw, out)
-    radius = np.sqrt(-2 * np.log(((raw[:1000] >> np.uint64(1)) + 0.5) * 2.0**-63))
-    angle = raw[1000:].astype(np.int64) * (np.pi * 2.0**-63)
-    np.testing.assert_allclose(out[:1000], radius * np.cos(angle), rtol=0, atol=1e-14)
-    np.testing.assert_allclose(out[1000:], radius * np.sin(angle), rtol=0, atol=1e-14)
 
 
 def test_the_tail_reaches_as_far_as_said():
@@ -115,29 +86,6 @@ def test_normals_do_not_depend_on_threads():
         np.testing.assert_array_equal(grid_noise.normals(KEY, size, threads=threads), one)
     np.testing.assert_array_equal(grid_noise.normals(KEY, 50_000), one[:50_000])
     assert grid_noise.normals(KEY, 0).shape == (0,)
-
-
-def test_a_block_whose_thread_died_is_filled_by_the_caller():
-    """Noise that was not drawn must never be released as zero."""
-    import threading
-
-    filled, caller = [], threading.current_thread()
-
-    def fill(index):
-        if threading.current_thread() is not caller:
-            raise MemoryError
-        filled.append(index)
-
-    work = parallel.Blocks(fill, 5)
-    work.begin(2)
-    work.finish(3)
-    assert sorted(filled) == [0, 1, 2, 3, 4]
-
-    def broken(index):
-        raise MemoryError("no room")
-
-    with pytest.raises(MemoryError, match="no room"):
-        parallel.Blocks(broken, 3).finish(2)
 
 
 # ---------------------------------------------------------------------- the grid

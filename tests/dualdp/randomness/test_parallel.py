@@ -4,7 +4,7 @@
 import numpy as np
 import pytest
 
-from dualdp.randomness import threefry
+from dualdp.randomness import parallel, threefry
 from dualdp.randomness.parallel import fill_between
 
 KEY = np.array([5, 9], np.uint32)
@@ -34,3 +34,26 @@ def test_portable_parts_are_those_of_the_whole(dtype):
         part = threefry.normal_between(KEY, start, stop, size=SIZE, dtype=dtype)
         assert part.dtype == dtype
         np.testing.assert_array_equal(part, whole[start:stop])
+
+
+def test_a_block_whose_thread_died_is_filled_by_the_caller():
+    """Noise that was not drawn must never be released as zero."""
+    import threading
+
+    filled, caller = [], threading.current_thread()
+
+    def fill(index):
+        if threading.current_thread() is not caller:
+            raise MemoryError
+        filled.append(index)
+
+    work = parallel.Blocks(fill, 5)
+    work.begin(2)
+    work.finish(3)
+    assert sorted(filled) == [0, 1, 2, 3, 4]
+
+    def broken(index):
+        raise MemoryError("no room")
+
+    with pytest.raises(MemoryError, match="no room"):
+        parallel.Blocks(broken, 3).finish(2)

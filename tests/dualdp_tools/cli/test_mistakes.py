@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mistakes on the command line, in a table: one sentence, exit code 2 and no traceback.
 
-`{}` is an untidy folder, which is the working directory too. `test_trust_commands.py` and
-`cases/bad_inputs.json` have more of them.
+`{}` is an untidy folder, which is the working directory too. `cases/bad_inputs.json` has more.
 """
 
 import sys
@@ -57,6 +56,11 @@ MISTAKES = {
     f"{PORT} own:nothing --mapping {{}}/list.json": "holds a list. Expected a JSON table",
     f"{PORT} own:nothing --mapping {{}}/no": "no does not exist. Expected a JSON table",
     "audit --step own:three": "step='own:three' is an int",
+    "verify {}/ledger --report {}/x.pdf": "has no known form. Expected .md or .html",
+    "audit --stack tf": "stack='tf' is unknown. Expected one of jax, torch.",
+    "audit --noise loud": "noise='loud' is unknown",
+    "audit --canaries 1": "num_canaries=1 is out of range",
+    "audit --step builtins:dict": "without claims, num_examples, releases, events",
     "audit --seed -1": "seed=-1 is out of range",
     "audit --steps 0": "num_steps=0 is out of range",
     "compare": "Missing option '--out'",

@@ -141,12 +141,9 @@ def test_one_and_two_bins_are_bounded_by_exact_deltas(sigma, tail):
                 if truth < 1e-9 or (bins == 2 and not 0.3 < sigma < 100):
                     continue  # beyond the quadrature
                 ours = hockey_stick(family, epsilon, flipped)
-                assert ours >= truth * (1 - 1e-6), (bins, epsilon, flipped)
-                assert tail > 1e-9 or epsilon > 0.5 or ours <= truth * 1.01 + 1e-7, (
-                    bins,
-                    epsilon,
-                    flipped,
-                )
+                assert ours >= truth * (1 - 1e-5), (bins, epsilon, flipped)
+                if tail == 1e-9 and epsilon <= 0.5:
+                    assert ours <= truth * 1.01 + 1e-7, (bins, epsilon, flipped)
 
 
 def test_points_are_thinned_and_bounded():

@@ -10,7 +10,6 @@ from scipy.linalg import toeplitz
 
 from dualdp import correlated
 from dualdp.plan.correlated import sensitivity
-from dualdp.plan.correlated.strategies import from_json
 
 RNG = np.random.default_rng(3)
 STEPS = 9
@@ -116,24 +115,6 @@ def test_long_runs_keep_to_a_bound_that_is_cheap(monkeypatch):
     assert ours(both, 2, None, "fixed") >= of_entries(both, 2, None, "fixed")
 
 
-def test_the_column_norm_is_not_the_row_norm():
-    """Known from a released library: rows of unit norm, noise calibrated for columns."""
-    c = correlated.square_root()
-    rows = np.sqrt(np.diag(toeplitz(c.strategy(32), np.zeros(32)) @ np.tri(32)))
-    assert not np.isclose(rows[0], c.sensitivity(32))
-    np.testing.assert_allclose(c.sensitivity(32), np.linalg.norm(c.strategy(32)), rtol=1e-14)
-
-
-def test_scale_and_prefixes():
-    """A scaled C has a scaled sensitivity; a prefix of the run never has a larger one."""
-    for b, k in SCHEMAS:
-        one, two = correlated.band([1.0, 0.7, 0.1]), correlated.band([2.0, 1.4, 0.2])
-        np.testing.assert_allclose(2 * one.sensitivity(20, b, k), two.sensitivity(20, b, k))
-        lengths = [correlated.bisr(bands=3).sensitivity(n, b, k) for n in range(20)]
-        assert np.all(np.diff(lengths) >= 0)
-        assert lengths[0] == 0.0
-
-
 def test_gaps_longer_than_the_run_cost_nothing():
     """No array of min_separation entries is made."""
     for pattern in sensitivity.PATTERNS:
@@ -141,7 +122,9 @@ def test_gaps_longer_than_the_run_cost_nothing():
         assert found == correlated.bisr(bands=3).sensitivity(20)
 
 
-def test_stored_strategies_have_the_same_sensitivity():
-    stored = {"family": "window", "weights": [1.0, -0.3]}
-    loaded = from_json("correlation", stored)
-    assert loaded.sensitivity(50, 5, 3) == correlated.window([1, -0.3]).sensitivity(50, 5, 3)
+def test_the_column_norm_is_not_the_row_norm():
+    """known_failures 21: rows of unit norm, noise calibrated for columns."""
+    c = correlated.square_root()
+    rows = np.sqrt(np.diag(toeplitz(c.strategy(32), np.zeros(32)) @ np.tri(32)))
+    assert not np.isclose(rows[0], c.sensitivity(32))
+    np.testing.assert_allclose(c.sensitivity(32), np.linalg.norm(c.strategy(32)), rtol=1e-14)

@@ -37,28 +37,6 @@ def test_the_inverse_is_the_inverse(strategy):
         np.testing.assert_allclose(lower(c) @ lower(w), np.eye(n), atol=1e-13)
 
 
-@each
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_errors_are_those_of_the_matrices(strategy, momentum):
-    n = 30
-    inverse = np.linalg.inv(lower(strategy.strategy(n)))
-    velocity = momentum ** np.arange(n)
-    rates = np.linspace(2, 0.1, n)
-    by_hand = np.zeros((n, n))
-    for s in range(n):  # the parameters' move at t by a gradient at s
-        for t in range(s, n):
-            by_hand[t, s] = sum(rates[i] * velocity[i - s] for i in range(s, t + 1))
-    for workload, a in (
-        (correlated.workload(n, momentum=momentum), lower(np.cumsum(velocity))),
-        (correlated.workload(n, momentum=momentum, learning_rates=rates), by_hand),
-        (np.tri(n), np.tri(n)),
-        (None, np.tri(n)),
-    ):
-        rows = ((a @ inverse) ** 2).sum(axis=1)
-        np.testing.assert_allclose(strategy.mean_error(n, workload), rows.mean(), rtol=1e-12)
-        np.testing.assert_allclose(strategy.max_error(n, workload), rows.max(), rtol=1e-12)
-
-
 def test_the_definitions():
     np.testing.assert_allclose(
         correlated.blt(decays=[0.9, 0.5], scales=[0.2, 0.1]).strategy(4),
@@ -74,14 +52,6 @@ def test_the_definitions():
     assert correlated.bisr(bands=4).weights == (1.0, -0.5, -0.125, -0.0625)
     assert correlated.bisr(bands=1) == correlated.lambda_cgd(0) == correlated.identity()
     assert dualdp.correlated is correlated
-
-
-def test_identity_is_dp_sgd():
-    one = correlated.identity()
-    assert one.sensitivity(1000) == 1.0
-    assert one.sensitivity(1000, 100, None) == math.sqrt(10)
-    assert one.mean_error(1000) == 500.5
-    assert one.max_error(1000) == 1000
 
 
 def test_published_values():
@@ -137,13 +107,6 @@ def test_buffers_close_to_one_are_exact():
     np.testing.assert_allclose(found.strategy(n), [float(x) for x in c], rtol=1e-13)
 
 
-def test_powers_are_cut_only_where_they_vanish():
-    for base in (0.0, 0.3, -0.3, 0.999, 1.0, -1.2):
-        truth = base ** np.arange(1500)
-        np.testing.assert_allclose(strategies.powers(base, 1500), truth, rtol=0, atol=1e-299)
-    assert strategies.powers(0.5, 0).shape == strategies.powers(0.0, -1).shape == (0,)
-
-
 @each
 def test_json_round_trip(strategy):
     data = json.loads(json.dumps(strategies.to_json(strategy)))
@@ -152,34 +115,20 @@ def test_json_round_trip(strategy):
     assert hash(again) == hash(strategy)
 
 
-HALF, ONE = 0.5, 1.0
-
-
 @pytest.mark.parametrize(
     "data",
     [
         None,
-        5,
-        [],
         {},
-        {"family": "windows", "weights": [ONE]},
-        {"family": ["window"], "weights": [ONE]},
-        {"family": "window"},
-        {"family": "window", "weights": [ONE], "decays": [HALF]},
-        {"family": "window", "weights": []},
+        {"family": "windows", "weights": [1.0]},
+        {"family": "window", "weights": [1.0], "decays": [0.5]},
         {"family": "window", "weights": ["1.0"]},
-        {"family": "window", "weights": ONE},
-        {"family": "window", "weights": {ONE: 1}},
-        {"family": "window", "weights": [[ONE]]},
+        {"family": "window", "weights": {1.0: 1}},
         {"family": "window", "weights": [math.nan]},
-        {"family": "window", "weights": [ONE, math.inf]},
-        {"family": "window", "weights": [ONE, "half"]},
-        {"family": "window", "weights": [HALF]},
-        {"family": "window", "weights": [ONE] * (10**5 + 1)},
-        {"family": "blt", "decays": [ONE], "scales": [HALF]},
-        {"family": "blt", "decays": [HALF], "scales": [HALF, HALF]},
-        {"family": "blt", "decays": [HALF] * 257, "scales": [HALF] * 257},
-        {"family": "square_root", "weights": [ONE]},
+        {"family": "window", "weights": [0.5]},
+        {"family": "window", "weights": [1.0] * (10**5 + 1)},
+        {"family": "blt", "decays": [0.5], "scales": [0.5, 0.5]},
+        {"family": "blt", "decays": [0.5] * 257, "scales": [0.5] * 257},
     ],
 )
 def test_other_data_are_no_strategy(data):
@@ -191,28 +140,17 @@ def test_other_data_are_no_strategy(data):
     ("call", "error", "message"),
     [
         (lambda: correlated.window([]), ValueError, r"weights has shape \(0,\). Expected a list"),
-        (lambda: correlated.window([[1.0]]), ValueError, r"weights has shape \(1, 1\)"),
-        (lambda: correlated.window(1.0), ValueError, r"weights has shape \(\)"),
         (lambda: correlated.window("1"), TypeError, "weights is a str. Expected numbers"),
-        (lambda: correlated.window([1, None]), TypeError, "weights is a list. Expected numbers"),
-        (lambda: correlated.window([True]), TypeError, "weights is a list. Expected numbers"),
-        (lambda: correlated.window([1, 2j]), TypeError, "weights is a list. Expected numbers"),
-        (lambda: correlated.window([[1], [1, 2]]), TypeError, "weights is a list"),
         (lambda: correlated.window([1, math.nan]), ValueError, "weights holds a number that is"),
         (lambda: correlated.window([2, 1]), ValueError, r"weights\[0\]=2.0. Expected 1: divide"),
         (lambda: correlated.band([0, 1]), ValueError, r"weights\[0\]=0.0. Expected a number > 0"),
-        (lambda: correlated.band([-1]), ValueError, r"weights\[0\]=-1.0. Expected"),
         (lambda: correlated.blt(decays=[1], scales=[1]), ValueError, "decays hold 1.0. Expected"),
-        (lambda: correlated.blt(decays=[-0.1], scales=[1]), ValueError, "decays hold -0.1"),
         (lambda: correlated.blt(decays=[0.1], scales=[-1]), ValueError, "scales=-1.0 is out of"),
         (lambda: correlated.blt(decays=[0.1], scales=[1, 2]), ValueError, "1 decays came with 2"),
         (lambda: correlated.bisr(bands=0), ValueError, "bands=0 is out of range"),
-        (lambda: correlated.bisr(bands=10**9), ValueError, "bands is out of range"),
         (lambda: correlated.lambda_cgd(1.1), ValueError, "lam=1.1 is not a probability"),
         (lambda: correlated.identity().strategy(-1), ValueError, "num_steps=-1 is out of range"),
-        (lambda: correlated.identity().strategy(10**9), ValueError, "num_steps is out of range"),
         (lambda: correlated.identity().mean_error(1.5), TypeError, "num_steps=1.5 is a float"),
-        (lambda: correlated.identity().sensitivity(9, 0), ValueError, "min_separation=0 is out"),
         (lambda: correlated.identity().sensitivity(9, 1, 0), ValueError, "max_participations=0"),
         (
             lambda: correlated.identity().sensitivity(9, pattern="cyclic"),
@@ -229,38 +167,8 @@ def test_other_data_are_no_strategy(data):
             ValueError,
             r"C\^-1 of Band\(weights=\(1.0, 3.0\)\) grows past",
         ),
-        (
-            lambda: correlated.identity().mean_error(4, [1, 1]),
-            ValueError,
-            r"workload has shape \(2,\). Expected \(4,\), its first column, or \(4, 4\)",
-        ),
-        (
-            lambda: correlated.identity().mean_error(2, np.ones((2, 2))),
-            ValueError,
-            "workload is not lower triangular",
-        ),
-        (
-            lambda: correlated.workload(5000, learning_rates=np.ones(5000)),
-            ValueError,
-            "learning_rates of 5000 steps needs a matrix. Expected at most 4096",
-        ),
-        (lambda: correlated.workload(4, momentum=1), ValueError, "momentum=1 is out of range"),
-        (
-            lambda: correlated.workload(4, learning_rates=[1, 1]),
-            ValueError,
-            r"learning_rates has shape \(2,\). Expected \(4,\), a rate for each step",
-        ),
     ],
 )
 def test_bad_input_is_refused(call, error, message):
     with pytest.raises(error, match=message):
         call()
-
-
-def test_numbers_of_every_kind_are_accepted():
-    by_list = correlated.window([1, -0.5])
-    for weights in ((1, -0.5), np.float32([1, -0.5]), iter([1.0, -0.5]), np.array([1.0, -0.5])):
-        assert correlated.window(weights) == by_list
-    assert correlated.blt(decays=iter([0.5]), scales=(0,)).inverse(3).tolist() == [1, 0, 0]
-    assert correlated.identity().strategy(np.int64(3)).tolist() == [1, 0, 0]
-    assert correlated.identity().mean_error(0) == correlated.identity().max_error(0) == 0.0
