@@ -88,7 +88,7 @@ smoke:
 	$(SMOKE)/venv/bin/python -m pip install --quiet --constraint $(PINS) \
 	  "$$(echo $(SMOKE)/*.whl)[demo,secure]" pytest pytest-xdist hypothesis mpmath
 	cp -r tests pyproject.toml $(SMOKE)
-	cd $(SMOKE) && venv/bin/python -m pytest -n 2 -m "not slow" tests/core
+	cd $(SMOKE) && venv/bin/python -m pytest -n 2 -m "not slow" tests/dualdp
 	cd $(SMOKE) && venv/bin/dualdp compare --out demo
 
 clean:

@@ -86,8 +86,7 @@ def describe_run(
     """
     if not Path(_validate.path("path", path)).is_dir():  # of a sharded checkpoint
         _validate.new_file("path", path)
-    if ledger.path is None:
-        ledger.chain.write_to(_free_name(path))
+    ledger.write_to(_free_name(path))
     ledger.chain.sync()
     folder = Path(path).resolve().parent
     return {

@@ -3,7 +3,7 @@
 
     python -m tests.fuzz --examples 2000        # a campaign; prints how many inputs were tried
 
-`tests/core/test_fuzz.py` runs a short one, and the corpus of `tests/cases/bad_inputs.json`.
+`tests/dualdp/test_fuzz.py` runs a short one, and the corpus of `tests/cases/bad_inputs.json`.
 """
 
 import argparse

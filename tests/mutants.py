@@ -35,11 +35,11 @@ OPERATORS: dict[type, type] = {
 
 #: Sources -> the tests that must find a fault in them.
 TARGETS: dict[str, tuple[str, ...]] = {
-    "dualdp/accountants": ("tests/core/accountants", "tests/fixtures"),
-    "dualdp/plan": ("tests/core/plan", "tests/fixtures"),
-    "dualdp/randomness": ("tests/core/randomness", "tests/fixtures"),
-    "dualdp/ledger": ("tests/core/ledger",),
-    "dualdp/checkpoint.py": ("tests/core/test_checkpoint.py",),
+    "dualdp/accountants": ("tests/dualdp/accountants", "tests/fixtures"),
+    "dualdp/plan": ("tests/dualdp/plan", "tests/fixtures"),
+    "dualdp/randomness": ("tests/dualdp/randomness", "tests/fixtures"),
+    "dualdp/ledger": ("tests/dualdp/ledger",),
+    "dualdp/checkpoint.py": ("tests/dualdp/test_checkpoint.py",),
     "dualdp_torch/rules": ("tests/only_torch/rules", "tests/backends/test_per_sample.py"),
     "dualdp_torch/per_sample": ("tests/only_torch/per_sample", "tests/backends/test_per_sample.py"),
     "dualdp_torch/noise": ("tests/only_torch/noise", "tests/backends/test_noise.py"),

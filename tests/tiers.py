@@ -6,13 +6,14 @@ from collections import defaultdict
 import pytest
 
 MOST = 3  # cases of one test in the fast tier
+MARKED = ("tests/dualdp/", "tests/dualdp_tools/", "tests/benchmarks/")  # by their own marks
 
 
 def thin_out(items):
     """Mark all but `MOST` cases of every test slow; those that stay are spread evenly."""
     tests = defaultdict(list)
     for item in items:
-        if item.get_closest_marker("slow") is None:
+        if item.get_closest_marker("slow") is None and not item.nodeid.startswith(MARKED):
             tests[item.nodeid.partition("[")[0]].append(item)
     for cases in tests.values():
         for place, item in enumerate(cases):

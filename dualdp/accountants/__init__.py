@@ -11,11 +11,11 @@ from dualdp.accountants.closed_forms import gdp_epsilon as gdp_epsilon
 from dualdp.accountants.pld import PLDAccountant as PLDAccountant
 from dualdp.accountants.rdp import RDPAccountant as RDPAccountant
 
-_TABLE: dict[str, Any] = {"pld": PLDAccountant, "prv": PLDAccountant, "rdp": RDPAccountant}
+_TABLE: dict[str, type[Accountant]] = {"pld": PLDAccountant, "prv": PLDAccountant, "rdp": RDPAccountant}
 _METHODS = "step compose get_epsilon get_delta epsilon_bounds state_dict load_state_dict".split()
 
 
-def create(name: str = "pld", **options: Any) -> Any:
+def create(name: str = "pld", **options: Any) -> Accountant:
     """Return a new accountant with an empty history.
 
     Args:
@@ -29,11 +29,11 @@ def create(name: str = "pld", **options: Any) -> Any:
     Raises:
         ValueError: no accountant has this name.
     """
-    return find(name)(**options)
+    return _TABLE[require_bound(name)](**options)
 
 
-def find(name: str) -> Any:
-    """Return the class of an accountant.
+def require_bound(name: str) -> str:
+    """Return the name of an accountant, all of which give upper bounds.
 
     Raises:
         ValueError: no accountant has this name.
@@ -43,10 +43,10 @@ def find(name: str) -> Any:
             f"accountant='gdp' is unknown: the central limit theorem bounds nothing. Expected one "
             f"of {', '.join(names())}; accountants.gdp_epsilon gives the number of papers."
         )
-    return _TABLE[_validate.choice("accountant", name, _TABLE)]
+    return _validate.choice("accountant", name, _TABLE)
 
 
-def register(name: str, cls: Any, *, overwrite: bool = False) -> None:
+def register(name: str, cls: type[Accountant], *, overwrite: bool = False) -> None:
     """Add an accountant of your own to the table of `create`.
 
     Args:
@@ -73,9 +73,3 @@ def register(name: str, cls: Any, *, overwrite: bool = False) -> None:
 def names() -> tuple[str, ...]:
     """Names that `create` accepts, sorted."""
     return tuple(sorted(_TABLE))
-
-
-def require_bound(name: str) -> str:
-    """Return the name of an accountant; all of them give upper bounds."""
-    find(name)
-    return name

@@ -117,6 +117,15 @@ def read_text(source: str | os.PathLike[str]) -> tuple[str, str]:
         return file.read(), name
 
 
+def require_new(path: str | os.PathLike[str]) -> str:
+    """Return the absolute path of a file that can be made there, and make none yet."""
+    name = _validate.path("ledger", path)
+    with _validate.file_errors("written", name, _NEW_FILE):
+        os.close(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
+    os.unlink(name)
+    return os.path.abspath(name)
+
+
 class Chain:
     """Chained lines in memory and, optionally, in a file that this process alone writes.
 

@@ -44,9 +44,10 @@ from dualdp.ledger.chain import (
     is_torn_release,
     parse,
     read_text,
+    require_new,
 )
 from dualdp.plan import accounting
-from dualdp.plan.accounting import Segment, spent_by
+from dualdp.plan.accounting import Segment, empty_account, spent_by
 from dualdp.plan.plan import PrivacyPlan, require_plan
 from dualdp.plan.schedules import AdaptiveNorm
 from dualdp.randomness import fresh_bits, grid_noise, key_of, normal, seeded_bits
@@ -156,7 +157,8 @@ class Ledger:
     Args:
         plan: `PrivacyPlan` of the run.
         accountant: name of the accountant, or None for the plan's.
-        path: path of a new file; None keeps the record in memory.
+        path: path of a new file, made with the first release, so that a set-up that fails leaves
+            none; None keeps the record in memory.
 
     Guarantees:
         A step is recorded once and in order.  [test_a_step_is_recorded_once]
@@ -174,7 +176,8 @@ class Ledger:
         path: str | os.PathLike[str] | None = None,
     ) -> None:
         require_plan(plan)
-        name = spent_by(plan.cost(), [], accountant).name
+        cost = replace(plan.cost(), accountant=accountant or plan.accountant)
+        name = empty_account(cost).name
         header = {
             FORMAT: VERSION,
             "plan": json.loads(plan.to_json()),
@@ -183,17 +186,17 @@ class Ledger:
             "version": __version__,
             "id": secrets.token_hex(8),  # public, tells two runs of one plan apart
         }
-        self._open(plan, name, Chain())
+        self._open(plan, name, Chain(), None if path is None else require_new(path))
         self.chain.append(header)
-        if path is not None:
-            self.chain.write_to(path)
 
-    def _open(self, plan: PrivacyPlan, accountant: str, chain: Chain) -> None:
-        """Set all attributes, of a new run or of a resumed one."""
-        self.plan, self.chain, self._cost = plan, chain, plan.cost()
-        self._name, self._pid = accountant, os.getpid()
+    def _open(
+        self, plan: PrivacyPlan, accountant: str, chain: Chain, new_file: str | None = None
+    ) -> None:
+        """Set all attributes, of a new run, whose file is not made yet, or of a resumed one."""
+        self.plan, self.chain, self._new_file, self._pid = plan, chain, new_file, os.getpid()
+        self._cost = replace(plan.cost(), accountant=accountant)
         self._known = State(1, (Segment(0, 0),), plan.max_grad_norm_at(0))
-        self._spent = spent_by(self._cost, [], accountant)
+        self._spent = empty_account(self._cost)
         self._accounted: tuple[Segment, ...] = ()
         self._searched: tuple[int, int | None, float] = 0, None, 0.0  # segments, end, horizon
         self.own_loop: object = None  # of `own_loops`, which lives as long as the ledger
@@ -348,9 +351,9 @@ class Ledger:
             last = len(before) - 1
             added = replace(segments[last], start=before[last].stop), *segments[last + 1 :]
             self._accounted = ()  # an interrupt in between counts everything anew
-            self._spent.merge(spent_by(self._cost, added, self._name))
+            self._spent.merge(spent_by(self._cost, added))
         else:
-            self._spent = spent_by(self._cost, segments, self._name)
+            self._spent = spent_by(self._cost, segments)
         self._accounted = segments
         return self._spent
 
@@ -393,7 +396,7 @@ class Ledger:
         segments = self._state.segments
         searched, end, horizon = self._searched
         if searched != len(segments) or segments[-1].stop >= horizon:
-            end, horizon = accounting.last_affordable(self._cost, segments, self._name)
+            end, horizon = accounting.last_affordable(self._cost, segments)
             self._searched = len(segments), end, horizon
         return end
 
@@ -474,6 +477,8 @@ class Ledger:
                     "ledger.noisy_fraction(num_below, num_rows) of the batch."
                 )
             noisy_fraction = _validate.real("noisy_fraction", noisy_fraction)
+        if self._new_file is not None:
+            self.write_to(self._new_file)
         self.chain.append(self._state.next_release(plan, noisy_fraction))
         return self._release(step, bound)
 
@@ -591,18 +596,18 @@ class Ledger:
     @property
     def path(self) -> str | None:
         """Path of the record's file, or None."""
-        return self.chain.path
+        return self._new_file or self.chain.path
 
     @property
     def num_lines(self) -> int:
         """Number of lines of the record."""
         return len(self.chain)
 
-    def discard(self) -> None:
-        """Close the file, and delete it if nothing was recorded."""
-        self.close()
-        if self.path is not None and not len(self):
-            os.unlink(self.path)
+    def write_to(self, path: str | os.PathLike[str]) -> None:
+        """Make the record's file: that of `path=` if there is one, else this one."""
+        if self.chain.path is None:
+            self.chain.write_to(self._new_file or path)
+            self._new_file = None
 
     def close(self) -> None:
         """Release the file, so that another run may go on with it."""

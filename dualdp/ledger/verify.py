@@ -23,7 +23,7 @@ from dualdp.accountants.base import Accountant
 from dualdp.ledger.chain import Record, is_torn_release, parse, read_text
 from dualdp.ledger.ledger import COLUMNS, COMPOSED, State
 from dualdp.plan import accounting
-from dualdp.plan.accounting import Segment, spent_by
+from dualdp.plan.accounting import Segment, empty_account, spent_by
 from dualdp.plan.plan import PrivacyPlan
 
 _SLACK = 1e-9  # relative tolerance for recomputed numbers
@@ -82,8 +82,7 @@ class Verification:
             return math.nan
         whole = Segment(0, self.plan.num_steps)
         try:
-            spent = spent_by(self.plan.cost(), [whole], "pld")
-            return spent.get_epsilon(delta=self.plan.delta)
+            return accounting.epsilon(replace(self.plan.cost(), accountant="pld"), [whole])
         except ValueError:
             return math.nan
 
@@ -241,10 +240,10 @@ def _segments(found: Verification, plan: PrivacyPlan) -> tuple[bool | None, str]
 
 def _spent(found: Verification, plan: PrivacyPlan, accountant: str) -> Accountant:
     """Accountant with what the lines say: their numbers, or whole segments where these count."""
-    cost = plan.cost()
+    cost = replace(plan.cost(), accountant=accountant)
     if plan.sampler not in COMPOSED:
-        return spent_by(cost, found.segments, accountant)
-    spent = spent_by(cost, [], accountant)
+        return spent_by(cost, found.segments)
+    spent = empty_account(cost)
     event: dict[str, Any] = dict(accounting.release(cost, 0))
     counts = Counter((float(values[1]), float(values[2])) for values in found.releases)
     for (noise, rate), count in counts.items():

@@ -59,7 +59,7 @@ class Segment:
     noise_scale: float = 1.0
 
 
-def spent_by(cost: Cost, segments: Sequence[Segment], accountant: str | None = None) -> Accountant:
+def spent_by(cost: Cost, segments: Sequence[Segment]) -> Accountant:
     """Return an accountant with everything that the segments of a run released.
 
     Where each step draws its batch and noise anew (Poisson, truncated Poisson, fixed size), all
@@ -70,7 +70,6 @@ def spent_by(cost: Cost, segments: Sequence[Segment], accountant: str | None = N
     Args:
         cost: settings of the plan.
         segments: of one or more processes, in order.
-        accountant: name; None for the plan's.
 
     Raises:
         AccountingError: the accountant has no bound for these mechanisms.
@@ -81,15 +80,15 @@ def spent_by(cost: Cost, segments: Sequence[Segment], accountant: str | None = N
 
     Source: composition of adaptively chosen mechanisms; docs/accounting.md, 2.13.
     """
-    spent = _accountant(cost, accountant)
+    spent = empty_account(cost)
     if cost.is_patterned:
         for segment in segments:
-            for event, count in _cheapest(cost, segment, spent.name):
+            for event, count in _cheapest(cost, segment):
                 spent.compose(event, count)
     elif cost.sampler in ("balls_in_bins", "shuffle"):
         for segment in segments:
             for steps in _by_passes(cost, segment):
-                part = _accountant(cost, accountant)
+                part = empty_account(cost)
                 _compose(part, cost, segment.noise_scale * cost.noise_multiplier_at(0), steps)
                 spent.merge(part)
     else:
@@ -103,10 +102,9 @@ def spent_by(cost: Cost, segments: Sequence[Segment], accountant: str | None = N
     return spent
 
 
-def _accountant(cost: Cost, accountant: str | None) -> Accountant:
-    name, relation = accountant or cost.accountant, cost.neighboring_relation
-    made: Accountant = accountants.create(name, neighboring_relation=relation)
-    return made
+def empty_account(cost: Cost) -> Accountant:
+    """Return the plan's accountant without any release."""
+    return accountants.create(cost.accountant, neighboring_relation=cost.neighboring_relation)
 
 
 def _compose(
@@ -279,15 +277,12 @@ def epsilon(cost: Cost, segments: Sequence[Segment]) -> float:
     return spent_by(cost, segments).get_epsilon(delta=cost.delta)
 
 
-def last_affordable(
-    cost: Cost, segments: Sequence[Segment], accountant: str | None = None
-) -> tuple[int | None, float]:
+def last_affordable(cost: Cost, segments: Sequence[Segment]) -> tuple[int | None, float]:
     """Return the first step that may not run: the end of the plan or of its target epsilon.
 
     Args:
         cost: settings of the plan.
         segments: of the run; the last one goes on.
-        accountant: name; None for the plan's.
 
     Returns:
         `(end, horizon)`; end is None if there is none before the step `horizon`, at which the
@@ -300,10 +295,9 @@ def last_affordable(
 
     def affords(stop: int) -> bool:
         try:
-            spent = spent_by(cost, [*before, replace(last, stop=stop)], accountant)
+            return epsilon(cost, [*before, replace(last, stop=stop)]) <= target
         except (IndexError, ValueError):  # a schedule is out of range by then
             return False
-        return spent.get_epsilon(delta=cost.delta) <= target
 
     if cost.num_steps is not None:
         stop = cost.num_steps
@@ -327,7 +321,7 @@ def _bisect(affords: Callable[[int], bool], good: int, bad: int) -> int:
     return good
 
 
-def _cheapest(cost: Cost, segment: Segment, accountant: str) -> Releases:
+def _cheapest(cost: Cost, segment: Segment) -> Releases:
     """Releases that a patterned segment amounts to; of several bounds that of least epsilon."""
     scale = segment.noise_scale * cost.noise_multiplier_at(0)
     noise = accounted_noise(cost, scale, cost.expected_batch_size_at(0))
@@ -340,7 +334,7 @@ def _cheapest(cost: Cost, segment: Segment, accountant: str) -> Releases:
     ]
 
     def bound(releases: Releases) -> float:
-        spent = _accountant(cost, accountant)
+        spent = empty_account(cost)
         try:
             for event, count in releases:
                 spent.compose(event, count)

@@ -17,7 +17,7 @@ import torch
 
 import dualdp.jax as dpj
 import dualdp.torch as dpt
-from tests.core.randomness.test_seeded import FIXTURE, made
+from tests.dualdp.randomness.test_seeded import FIXTURE, made
 
 PLANS = ("poisson", "window", "band", "blt")
 NUM_STEPS = 6

@@ -6,7 +6,7 @@ import pytest
 import dualdp
 from dualdp import AccountingError, accountants, correlated, mechanisms
 from tests.cases import accounting as cases
-from tests.core.accountants.lower import lower
+from tests.dualdp.accountants.lower import lower
 
 dp_accounting = pytest.importorskip("dp_accounting")
 dp_events = pytest.importorskip("tests.peers.dp_events")

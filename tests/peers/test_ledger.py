@@ -8,8 +8,8 @@ import pytest
 
 from dualdp.ledger.ledger import Ledger
 from dualdp.ledger.verify import verify
-from tests.core.ledger.test_ledger import release
-from tests.core.plan.test_plan import make
+from tests.dualdp.ledger.test_ledger import release
+from tests.dualdp.plan.test_plan import make
 
 
 def test_epsilon_of_the_lines_is_that_of_dp_accounting():

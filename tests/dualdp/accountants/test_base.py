@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Histories: what is refused changes nothing, states travel and merge, names are registered."""
+
+import json
+import math
+
+import pytest
+
+from dualdp import AccountingError, accountants, mechanisms
+from dualdp.accountants.solve import get_epsilon
+from tests.dualdp.accountants.test_pld import account
+
+
+def test_a_composition_is_its_parts():
+    parts = mechanisms.Composition(
+        ((mechanisms.Laplace(2.0), 2), (mechanisms.PoissonSubsampledGaussian(1.0, 0.1), 3))
+    )
+    one, other = accountants.create("pld"), accountants.create("pld")
+    one.compose(parts, 2)
+    other.compose(mechanisms.Laplace(2.0), 4)
+    other.step(noise_multiplier=1.0, sample_rate=0.1, num_steps=6)
+    assert one == other
+    assert len(one) == 10
+
+
+def test_an_epoch_of_bins_has_one_noise():
+    made = account((1.0, 0.1, 5), sampler="balls_in_bins")
+    before = made.state_dict()
+    with pytest.raises(AccountingError, match="starts inside the unfinished epoch"):
+        made.step(noise_multiplier=2.0, sample_rate=0.1, sampler="balls_in_bins")
+    assert made.state_dict() == before
+    made.step(noise_multiplier=1.0, sample_rate=0.1, num_steps=5, sampler="balls_in_bins")
+    made.step(noise_multiplier=2.0, sample_rate=0.1, sampler="balls_in_bins")
+    assert len(made) == 11
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"noise_multiplier": -1.0}, ValueError, "noise_multiplier=-1.0 is out of range"),
+        ({"noise_multiplier": math.nan}, ValueError, "noise_multiplier=nan is not a number"),
+        ({"noise_multiplier": "1"}, TypeError, "noise_multiplier='1' is a str"),
+        ({"sample_rate": 1.3}, ValueError, "sample_rate=1.3 is not a probability"),
+        ({"num_steps": -1}, ValueError, "num_steps=-1 is out of range"),
+        ({"num_steps": 1.5}, TypeError, "num_steps=1.5 is a float"),
+        ({"sampler": "possion"}, ValueError, "sampler='possion' is unknown. Expected one of balls"),
+    ],
+)
+def test_a_refused_step_changes_nothing(arguments, error, text):
+    made = account((1.0, 0.1, 3))
+    before = made.state_dict()
+    step = {"noise_multiplier": 1.0, "sample_rate": 0.1} | arguments
+    with pytest.raises(error, match=text):
+        made.step(**step)
+    assert made.state_dict() == before
+    with pytest.raises(TypeError, match="Expected a mechanism of"):
+        made.compose("gaussian")
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        made.step(noise_multiplier=1.0, sample_rate=0.1, sampel="poisson")
+    assert made.state_dict() == before
+
+
+def test_state_travels_as_json_and_histories_merge():
+    made = account((1.0, 0.01, 100), (1.1, 0.02, 5))
+    made.compose(mechanisms.MassTable((0.6, 0.4), (0.4, 0.6)), 2)
+    loaded = accountants.create("pld")
+    loaded.load_state_dict(json.loads(json.dumps(made.state_dict())))
+    assert loaded == made
+    assert loaded.get_epsilon(delta=1e-5) == made.get_epsilon(delta=1e-5)
+    merged = account((1.0, 0.01, 50))
+    merged.merge(account((1.0, 0.01, 50), (1.1, 0.02, 5)))
+    assert merged == account((1.0, 0.01, 100), (1.1, 0.02, 5))
+    half = account((1.0, 0.1, 5), sampler="balls_in_bins")
+    half.merge(account((1.0, 0.1, 5), sampler="balls_in_bins"))
+    assert len(half) == 15  # the first half epoch counts whole
+    with pytest.raises(AccountingError, match="Expected the same for both"):
+        made.merge(account(relation="replace"))
+    with pytest.raises(TypeError, match="Expected an accountant"):
+        made.merge([])
+    before = made.state_dict()
+    with pytest.raises(ValueError, match=r"Expected those of state_dict\(\)"):
+        made.load_state_dict({})
+    with pytest.raises(ValueError, match="unknown fields"):
+        made.load_state_dict(before | {"history": [[{"mechanism": "Laplace", "scale": 1.0}, 1]]})
+    assert made.state_dict() == before
+    assert "105 releases" in repr(account((1.0, 0.01, 100), (1.1, 0.02, 5)))
+
+
+def test_a_stored_history_is_read_whole_or_refused():
+    made = accountants.create("pld")
+    one = [mechanisms.to_dict(mechanisms.Gaussian(2.0)), 3]
+    state = made.state_dict()
+    made.load_state_dict(state | {"history": [one, one]})
+    assert made.history == ((mechanisms.Gaussian(2.0), 6),)
+    before = made.state_dict()
+    for history, text in (
+        (7, "Expected pairs"),
+        ([one[:1]], "Expected pairs"),
+        ([["Gaussian", 1]], "is no event"),
+        ([[{"mechanism": "Gaussian"}, 1]], "lacks the fields"),
+        ([[one[0], -1]], "count=-1 is out of range"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            made.load_state_dict(state | {"history": history})
+    with pytest.raises(TypeError, match="count='3' is a str"):
+        made.load_state_dict(state | {"history": [[one[0], "3"]]})
+    assert made.state_dict() == before
+
+
+def test_another_accountant_can_be_registered():
+    class Twice(accountants.PLDAccountant):
+        name = "twice"
+
+        def get_epsilon(self, *, delta):
+            return 2 * super().get_epsilon(delta=delta)
+
+    accountants.register("twice", Twice)
+    try:
+        run = {"noise_multiplier": 1.0, "sample_rate": 0.1, "num_steps": 10, "delta": 1e-5}
+        assert get_epsilon(**run, accountant="twice") == 2 * get_epsilon(**run)
+        with pytest.raises(ValueError, match="Pass overwrite=True"):
+            accountants.register("twice", Twice)
+        with pytest.raises(TypeError, match="lacks step, compose"):
+            accountants.register("thrice", object)
+        with pytest.raises(TypeError, match="is not a name"):
+            accountants.register("", Twice)
+    finally:
+        del accountants._TABLE["twice"]
+    assert type(accountants.create("prv")) is accountants.PLDAccountant

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`check_private_step` on DP-SGD in NumPy: right ones pass, every fault is found."""
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from dualdp.testing import Claims, check_private_step
+from tests.numpy_step import FAULTS, NumpyStep
+
+SAMPLERS = ("poisson", "fixed_size", "balls_in_bins", "shuffle")
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_right_steps_pass(sampler):
+    report = check_private_step(NumpyStep(sampler=sampler), checks=["sensitivity", "run"], seed=0)
+    assert report.passed, report
+    assert report.false_alarm == 1e-6
+    assert "All checks passed" in str(report)
+    assert "At most one correct step in 1,000,000 fails any of the checks." in str(report)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_every_fault_is_found(fault):
+    """And by the kind of check that is meant for it, alone."""
+    report = check_private_step(NumpyStep(fault), checks=[FAULTS[fault]], seed=0)
+    assert not report.passed, fault
+    assert "FAIL" in str(report)
+
+
+@pytest.mark.parametrize("sampler", ["fixed_size", "balls_in_bins", "shuffle"])
+def test_poisson_is_not_taken_for_another_sampler(sampler):
+    """The claim is what is tested, not one sampler."""
+    step = NumpyStep()
+    step.claims = Claims(1.0, 0.7, sampler)
+    step._draw = lambda rng, step, count, size: np.flatnonzero(rng.random(count) < size / count)
+    assert not check_private_step(step, checks=["run"], seed=0).passed
+
+
+@pytest.mark.slow
+def test_p_values_are_uniform():
+    """Correct steps see p-values as they should be: no check is quietly off, none too strict."""
+    found = {}
+    for seed in range(60):
+        report = check_private_step(
+            NumpyStep(), checks=["run"], seed=seed, num_steps=40, num_examples=400
+        )
+        for check in report.checks:
+            if check.is_p_value:
+                found.setdefault(check.name, []).append(check.statistic)
+    assert len(found) >= 7
+    everything = np.concatenate([np.array(p) for p in found.values()])
+    assert everything.min() > 1e-5
+    for name, p in found.items():
+        below = stats.binom.sf(sum(np.array(p) < 0.1) - 1, len(p), 0.1)
+        assert below > 1e-4, f"{name}: too many small p-values"
+        assert np.min(p) < 0.3, f"{name}: it never looks"
+
+
+def test_what_can_not_be_seen_is_said():
+    step = NumpyStep()
+    blind = step.releases
+
+    def without_batches(*args, **kwargs):
+        return (release._replace(indices=None) for release in blind(*args, **kwargs))
+
+    def no_sum(rows, factors):
+        raise NotImplementedError("it only trains")
+
+    step.releases, step.clipped_sum = without_batches, no_sum
+    report = check_private_step(step, seed=0)
+    assert report.passed
+    missing = {check.name: check.detail for check in report.checks if check.passed is None}
+    assert missing["batches are drawn as claimed"] == "the implementation does not say who joined"
+    assert missing["contribution is bounded"] == "it only trains"
+    assert str(report).count("not run") == len(missing) == 2
+
+
+def test_blind_checks_still_find_a_wrong_sample_rate():
+    step = NumpyStep("q x 1.2", noise_multiplier=0.5)
+    blind = step.releases
+    step.releases = lambda *a, **k: (r._replace(indices=None) for r in blind(*a, **k))
+    report = check_private_step(step, checks=["run"], seed=0)
+    assert "privacy loss" in report.failures
+
+
+def test_a_run_that_releases_nothing_fails():
+    step = NumpyStep()
+    step.releases = lambda *args, **kwargs: iter(())
+    assert check_private_step(step, checks=["run"]).failures == (
+        "every step releases",
+        "every step is accounted",
+    )
+
+
+def test_nan_releases_fail():
+    step = NumpyStep()
+    inner = step.releases
+
+    def broken(*args, **kwargs):
+        for k, release in enumerate(inner(*args, **kwargs)):
+            yield release._replace(canaries=release.canaries * (np.nan if k == 5 else 1))
+
+    step.releases = broken
+    assert not check_private_step(step, checks=["run"], seed=0).passed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"checks": ["nose"]}, "checks='nose' is unknown. Expected one of empty, run, sens"),
+        ({"num_steps": 3}, "num_steps=3 is out of range"),
+        ({"num_examples": 5}, "num_examples=5 is out of range"),
+        ({"sample_rate": 1.0}, "sample_rate=1.0 is out of range"),
+        ({"false_alarm": 0.0}, "false_alarm=0.0 is out of range"),
+    ],
+)
+def test_bad_arguments_are_one_sentence(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        check_private_step(NumpyStep(), **arguments)

@@ -1,0 +1,335 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What plans and segments cost: correlated noise, fixed order, cyclic Poisson, resumed runs."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+import dualdp
+from dualdp import accountants, correlated, mechanisms
+from dualdp.plan import accounting
+from dualdp.plan.accounting import Segment
+from dualdp.plan.batches import drawn_indices
+from dualdp.randomness import SegmentBits
+
+BASE = {
+    **{"num_examples": 60, "expected_batch_size": 10, "num_steps": 18, "noise_multiplier": 2.0},
+    **{"max_grad_norm": 1.5, "delta": 1e-5, "sampler": "fixed_order", "seed": 3},
+}
+CYCLIC = {"sampler": "cyclic_poisson", "min_separation": 3}
+BISR = correlated.bisr(bands=3)
+BAND = correlated.band((1.0, 0.5, 0.25))
+BLT = correlated.blt(decays=(0.9, 0.4), scales=(0.3, 0.2))
+LINEAR = dualdp.schedules.Linear(1.0, 2.0, 18)
+SIGNED = correlated.window((1.0, 0.6, -0.3))
+FAMILIES = {"none": None, "bisr": BISR, "band": BAND, "blt": BLT, "signed": SIGNED}
+
+
+def make(**changes):
+    return dualdp.PrivacyPlan(**{**BASE, **changes})
+
+
+def gaussian_epsilon(noise_multiplier, delta=BASE["delta"]):
+    accountant = accountants.create("pld")
+    accountant.step(noise_multiplier=noise_multiplier, sample_rate=1.0)
+    return accountant.get_epsilon(delta=delta)
+
+
+def worst(column, steps, gap):
+    """Largest norm of |C| u over the units of every batch of some steps, by plain loops."""
+    largest = 0.0
+    for first in range(gap):
+        rows = [sum(abs(column[t - s]) for s in range(first, t + 1, gap)) for t in range(steps)]
+        largest = max(largest, sum(row**2 for row in rows))
+    return math.sqrt(largest)
+
+
+def matrix(column, steps):
+    """(steps, steps) C, entry by entry."""
+    return np.array(
+        [[column[t - s] if t >= s else 0.0 for s in range(steps)] for t in range(steps)]
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("steps", [1, 7, 18])
+def test_no_pattern_costs_more(family, steps):
+    """A segment against plain loops over the units of a batch."""
+    plan = make(correlation=FAMILIES[family])
+    strategy = correlated.identity() if plan.correlation is None else plan.correlation
+    (((event, count),),) = accounting.pattern(plan.cost(), steps)
+    total = plan.sensitivity / event.noise_multiplier
+    assert (type(event), count) == (mechanisms.Gaussian, 1)
+    bound = worst(strategy.strategy(18), steps, 6)
+    if family == "signed":  # the bound of the whole run may be the smaller one
+        assert total <= bound * (1 + 1e-9)
+    else:
+        assert total == pytest.approx(bound, rel=1e-9)
+
+
+#: Segments of a run of 18 steps that was resumed: (first step, step after the last).
+RESUMED = [
+    [(0, 18)],
+    [(0, 12), (8, 18)],
+    [(0, 1), (0, 1), (1, 18)],
+    [(0, 9), (9, 18)],
+    [(0, 17), (5, 7), (6, 18)],
+]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("spans", RESUMED)
+def test_segments_against_brute_force(family, spans):
+    """Sum of squared sensitivities: in each segment its own batch of a unit, and its own signs."""
+    plan = make(correlation=FAMILIES[family])
+    strategy = correlated.identity() if plan.correlation is None else plan.correlation
+    total = 0.0
+    for start, stop in spans:
+        c, largest = matrix(strategy.strategy(stop - start), stop - start), 0.0
+        for first in range(6):
+            joined = range(first, stop - start, 6)
+            for signs in itertools.product((-1, 1), repeat=len(joined)):
+                largest = max(largest, np.linalg.norm(c[:, joined] @ np.array(signs)) ** 2)
+        total += largest
+    spent = accounting.spent_by(plan.cost(), [Segment(*span) for span in spans])
+    epsilon = spent.get_epsilon(delta=plan.delta)
+    truth = gaussian_epsilon(2.0 * plan.sensitivity / math.sqrt(total))
+    assert epsilon >= truth * (1 - 1e-9)
+    if family != "signed":  # whose prefixes are bounded by absolute values
+        assert epsilon == pytest.approx(truth, rel=1e-9)
+
+
+def test_a_resumed_run_is_the_joint_gaussian_of_its_segments():
+    """Steps 0 to 11, then 8 to 14 with noise of their own, by the covariance of what is released.
+
+    For every pair of batches that a unit may have, one in each permutation.
+    """
+    plan, spans = make(correlation=BLT), [(0, 12), (8, 15)]
+    inverse = BLT.inverse(18)
+    rows = [(number, t) for number, span in enumerate(spans) for t in range(*span)]
+    noise = np.zeros((len(rows), len(rows)))  # weights of each z in each release
+    for i, (number, t) in enumerate(rows):
+        for j, (source, s) in enumerate(rows):
+            if number == source and s <= t:
+                noise[i, j] = inverse[t - s]
+    precision, largest = np.linalg.inv(noise @ noise.T), 0.0
+    for batches in itertools.product(range(6), repeat=2):
+        joined = np.array([float(t % 6 == batches[number]) for number, t in rows])
+        largest = max(largest, joined @ precision @ joined)
+    spent = accounting.spent_by(plan.cost(), [Segment(*span) for span in spans])
+    expected = gaussian_epsilon(2.0 * plan.sensitivity / math.sqrt(largest))
+    assert spent.get_epsilon(delta=plan.delta) == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("sampler", ["shuffle", "fixed_order"])
+@pytest.mark.parametrize(
+    "spans", [[(0, 18)], [(0, 8), (6, 18)], [(3, 9)], [(0, 7), (7, 14), (7, 9)]]
+)
+def test_participations_before_and_after_a_restart(sampler, spans):
+    """k before and l after it: as many as the batches that are drawn really have, and no fewer."""
+    plan = make(sampler=sampler, seed=None)
+    most = 0
+    for _ in range(60):
+        joined = np.zeros(60, int)
+        for span in spans:
+            bits = SegmentBits(None)
+            for step in range(*span):
+                joined[drawn_indices(plan, bits, step)] += 1
+        most = max(most, joined.max())
+    spent = accounting.spent_by(plan.cost(), [Segment(*span) for span in spans])
+    sensitivity = plan.sensitivity if sampler == "fixed_order" else 1.0
+    expected = gaussian_epsilon(2.0 * sensitivity / math.sqrt(most))
+    assert spent.get_epsilon(delta=plan.delta) == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("sampler", ["poisson", "fixed_size", "truncated_poisson"])
+def test_releases_of_fresh_draws_are_composed(sampler):
+    """Steps that run again are further releases; schedules count from the start of the plan."""
+    changes = {"sampler": sampler, "noise_multiplier": lambda t: 2.0 + t % 3}
+    changes |= {"max_batch_size": 12} if sampler == "truncated_poisson" else {}
+    changes |= {"neighboring_relation": "replace"} if sampler == "fixed_size" else {}
+    plan = make(**changes)
+    cost = plan.cost()
+    segments = [Segment(0, 7), Segment(4, 5), Segment(5, 18, noise_scale=1.5)]
+    spent = accountants.create("pld", neighboring_relation=plan.neighboring_relation)
+    for segment in segments:
+        for step in range(segment.start, segment.stop):
+            spent.step(**accounting.release(cost, step, segment.noise_scale))
+    found = accounting.spent_by(cost, segments)
+    assert len(found) == len(spent) == 21
+    assert found.get_epsilon(delta=1e-5) == pytest.approx(spent.get_epsilon(delta=1e-5), rel=1e-9)
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_an_assignment_begun_in_its_middle_is_one_more(epochs):
+    """Steps 4 to 20 at 6 bins: of passes of one epoch 4, of two epochs 2, where 17 steps have 3."""
+    plan = make(sampler="balls_in_bins", epochs_per_assignment=epochs, num_steps=24)
+    spent = accountants.create("pld")
+    event = mechanisms.BallsInBinsGaussian(2.0, 6, epochs)
+    spent.compose(event, event.releases * {1: 4, 2: 2}[epochs])
+    found = accounting.spent_by(plan.cost(), [Segment(4, 21)])
+    assert found.get_epsilon(delta=1e-5) == pytest.approx(spent.get_epsilon(delta=1e-5), rel=1e-9)
+    twice = accounting.spent_by(plan.cost(), [Segment(0, 4), Segment(4, 24)])
+    assert twice.get_epsilon(delta=1e-5) > plan.epsilon()
+
+
+def test_bins_of_two_segments_are_not_below_monte_carlo():
+    """A unit of steps 0 to 3 and 2 to 5, 3 bins: its likelihood ratio, assignment by assignment."""
+    sizes = {"num_examples": 30, "num_steps": 6, "delta": 1e-2, "noise_multiplier": 1.0}
+    plan = make(sampler="balls_in_bins", **sizes)
+    spans, rng, samples, losses = [(0, 4), (2, 6)], np.random.default_rng(0), 200_000, []
+    for is_member in (True, False):
+        loss = np.zeros(samples)
+        for start, stop in spans:
+            for first in range(start - start % 3, stop, 3):  # every assignment
+                steps = [t for t in range(first, first + 3) if start <= t < stop]
+                own = first + rng.integers(0, 3, samples)
+                x = {t: rng.normal(size=samples) + is_member * (own == t) for t in steps}
+                ratio = sum(np.exp(x[t] - 0.5) for t in steps) + 3 - len(steps)
+                loss += np.log(ratio / 3)
+        losses.append(loss if is_member else -loss)
+    spent = accounting.spent_by(plan.cost(), [Segment(*span) for span in spans])
+    epsilon = spent.get_epsilon(delta=plan.delta)
+    for loss in losses:
+        assert np.maximum(-np.expm1(epsilon - loss), 0).mean() < plan.delta
+    assert np.maximum(-np.expm1(0.5 * epsilon - losses[0]), 0).mean() > plan.delta  # it can fail
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"sampler": "poisson"},
+        {"sampler": "poisson", "noise_multiplier": lambda t: 2.0 + t / 10},
+        {"sampler": "balls_in_bins"},
+        {**CYCLIC, "correlation": BAND},
+        {"correlation": BISR},
+        {
+            "sampler": "poisson",
+            "max_grad_norm": dualdp.schedules.AdaptiveNorm(1.0, count_noise_multiplier=20.0),
+        },
+    ],
+    ids=["poisson", "schedule", "balls_in_bins", "band", "window", "adaptive"],
+)
+def test_noise_is_recalibrated_for_what_is_left(changes):
+    plan = make(**changes)
+    plan = make(**changes, target_epsilon=1.02 * plan.epsilon())
+    cost, target = plan.cost(), plan.target_epsilon
+    assert accounting.recalibrated(cost, [Segment(0, 6)], 6) == 1.0 or plan.sampler != "poisson"
+    segments = [Segment(0, 9), Segment(6, 12)]
+    scale = accounting.recalibrated(cost, segments, 9)
+    assert scale > 1
+    whole = accounting.spent_by(cost, [*segments, Segment(9, 18, scale)])
+    assert 0.99 * target < whole.get_epsilon(delta=plan.delta) <= target
+    assert accounting.recalibrated(cost, segments, 18) == 1.0
+
+
+def test_a_run_without_target_is_recalibrated_to_its_plan():
+    cost = make(sampler="poisson").cost()
+    scale = accounting.recalibrated(cost, [Segment(0, 9)], 6)
+    whole = accounting.spent_by(cost, [Segment(0, 9), Segment(6, 18, scale)])
+    assert whole.get_epsilon(delta=1e-5) <= make(sampler="poisson").epsilon()
+
+
+def test_what_can_not_be_recalibrated_is_refused():
+    adaptive = make(
+        sampler="poisson",
+        max_grad_norm=dualdp.schedules.AdaptiveNorm(1.0, count_noise_multiplier=0.5),
+    )
+    with pytest.raises(ValueError, match="count of the adaptive max_grad_norm .* alone spends"):
+        accounting.recalibrated(adaptive.cost(), [Segment(0, 9)], 3)
+    spent = make(sampler="poisson", target_epsilon=0.1).cost()
+    with pytest.raises(
+        dualdp.AccountingError, match="on record have spent epsilon=.*larger target"
+    ):
+        accounting.recalibrated(spent, [Segment(0, 9)], 9)
+    with pytest.raises(ValueError, match="num_steps is None, so it is not known how many steps"):
+        accounting.recalibrated(make(sampler="poisson", num_steps=None).cost(), [], 0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_epsilon_of_prefixes_is_monotone(family):
+    plans = [make(correlation=FAMILIES[family]), make(sampler="cyclic_poisson", min_separation=3)]
+    for plan in plans:
+        spent = [plan.epsilon(step) for step in range(19)]
+        assert spent[0] == 0
+        assert spent[-1] == plan.epsilon()
+        assert all(low <= high for low, high in itertools.pairwise(spent))
+        assert spent[1] > 0
+
+
+def test_cyclic_poisson_is_rounds_of_subsampled_releases():
+    """BandMF: ceil(n / b) releases at b times the rate, whatever the band (the bound of others)."""
+    plan = make(**CYCLIC, correlation=BAND, noise_multiplier=1.0)
+    accountant = accountants.create("pld")
+    accountant.step(noise_multiplier=1.0, sample_rate=3 * 10 / 60, num_steps=6)
+    assert plan.epsilon() == pytest.approx(accountant.get_epsilon(delta=1e-5), rel=1e-9)
+    assert plan.sensitivity == pytest.approx(math.sqrt(1 + 0.25 + 0.0625))
+    independent = make(**CYCLIC, noise_multiplier=1.0)
+    assert independent.sensitivity == 1.0
+    assert independent.epsilon() == plan.epsilon()
+
+
+@pytest.mark.parametrize(
+    ("noise", "steps", "classes", "rate", "epsilon"),
+    [
+        (1.0, 1000, 4, 0.04, 4.185153218478676),
+        (2.0, 500, 16, 0.5, 7.35718078997516),
+    ],
+)
+def test_epsilon_of_bands_elsewhere(noise, steps, classes, rate, epsilon):
+    """The event of jax_privacy 2.0.0 (`amplified_bandmf_event`) in dp-accounting 0.6.0's PLD."""
+    plan = make(
+        **{**CYCLIC, "min_separation": classes, "correlation": BAND, "noise_multiplier": noise},
+        num_steps=steps,
+        num_examples=40_000,
+        expected_batch_size=40_000 * rate / classes,
+    )
+    assert plan.epsilon() == pytest.approx(epsilon, rel=2e-3)
+
+
+@pytest.mark.parametrize("stop", [1, 5, 13, 17, 18])
+def test_rounds_of_cyclic_poisson_count_what_holds_their_draw(stop):
+    """Each class by itself, by plain loops: no class has a round with less noise than reported."""
+    plan = make(**CYCLIC, correlation=BAND)
+    (rounds,) = accounting.pattern(plan.cost(), stop)
+    found = sorted(event.noise_multiplier for event, count in rounds for _ in range(count))
+    column, worst_of_round = (1.0, 0.5, 0.25), []
+    for start in range(0, stop, 3):
+        precisions = [
+            sum(c * c for j, c in enumerate(column) if t + j < stop)
+            for t in range(start, start + 3)
+        ]
+        worst_of_round.append(plan.sensitivity / math.sqrt(max(precisions)))
+    np.testing.assert_allclose(found, sorted(worst_of_round), rtol=1e-9)
+
+
+def test_plans_calibrate_and_come_back():
+    arguments = {name: value for name, value in BASE.items() if name != "noise_multiplier"}
+    for changes in ({"correlation": BISR}, {**CYCLIC, "correlation": BAND}, {"correlation": BLT}):
+        plan = dualdp.PrivacyPlan.calibrate(target_epsilon=1.5, **{**arguments, **changes})
+        assert 1.49 < plan.epsilon() <= 1.5
+        again = dualdp.PrivacyPlan.from_json(plan.to_json())
+        assert again == plan
+        assert again.epsilon() == plan.epsilon()
+
+
+@pytest.mark.parametrize("changes", [{}, CYCLIC, {"sampler": "shuffle"}, {"sampler": "poisson"}])
+def test_no_steps_cost_nothing(changes):
+    plan = make(**changes, num_steps=0)
+    assert plan.epsilon() == 0
+    assert accounting.spent_by(make(**changes).cost(), [Segment(4, 4)]).history == ()
+
+
+@pytest.mark.parametrize("changes", [{}, CYCLIC, {"sampler": "balls_in_bins", "correlation": BISR}])
+def test_a_segment_longer_than_its_plan_is_refused(changes):
+    with pytest.raises(dualdp.AccountingError, match="segment of 19 steps .* num_steps=18. Expect"):
+        accounting.spent_by(make(**changes).cost(), [Segment(0, 19)])
+
+
+def test_noise_stddev_counts_the_weights_so_far():
+    plan = make(correlation=BISR)
+    drawn = 2.0 * plan.sensitivity * 1.5
+    for step, weights in ((0, 1.0), (1, 1 + 1 / 4), (2, 1 + 1 / 4 + 1 / 64), (9, 81 / 64)):
+        assert plan.noise_stddev(step) == pytest.approx(drawn * math.sqrt(weights))

@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plan: one value per step for everyone, no secret, and errors before any harm."""
+
+import dataclasses
+import json
+import math
+import pickle
+
+import numpy as np
+import pytest
+
+import dualdp
+from dualdp import get_epsilon
+from dualdp.plan import schedules
+from dualdp.plan.batches import drawn_indices
+from dualdp.randomness import SegmentBits
+
+BASE = {
+    "num_examples": 1000,
+    "expected_batch_size": 50,
+    "num_steps": 100,
+    "noise_multiplier": 1.1,
+    "max_grad_norm": 0.5,
+    "delta": 1e-5,
+    "accountant": "rdp",
+}
+
+
+def make(**changes):
+    return dualdp.PrivacyPlan(**{**BASE, **changes})
+
+
+def test_plan_is_a_pure_function():
+    plan, again = make(seed=3), make(seed=3)
+    assert plan == again
+    for step in (0, 7, 99):
+        np.testing.assert_array_equal(plan.batch_indices(step), again.batch_indices(step))
+    assert plan.batch_indices(0).tolist() != plan.batch_indices(1).tolist()
+    assert plan.batch_indices(0).tolist() != make(seed=4).batch_indices(0).tolist()
+
+
+def test_values_of_a_step():
+    plan = make(
+        seed=0,
+        noise_multiplier=schedules.Exponential(2.0, 0.5),
+        max_grad_norm=lambda step: 1.0 + step,
+        expected_batch_size=schedules.Step(100, 0.5, 10),
+        num_steps=20,
+    )
+    assert plan.noise_multiplier_at(2) == 0.5
+    assert plan.max_grad_norm_at(2) == 3.0
+    assert plan.noise_stddev(2) == 1.5
+    assert plan.sample_rate_at(9) == 0.1
+    assert plan.sample_rate_at(10) == 0.05
+    with pytest.raises(ValueError, match="there is no one sample_rate"):
+        _ = plan.sample_rate
+    assert make().sample_rate == 0.05
+
+
+def test_a_plan_says_its_seed_and_holds_no_secret():
+    seeded, plan = make(seed=9), make()
+    assert "seed=9" in repr(seeded)
+    assert json.loads(seeded.to_json())["seed"] == 9
+    assert "seed=None" in repr(plan)
+    assert plan == make()  # nothing is drawn when a plan is made
+    assert pickle.loads(pickle.dumps(plan)) == plan
+    assert dataclasses.replace(plan, seed=9) == seeded
+
+
+def test_batches_of_a_plan_without_a_seed_are_the_loaders():
+    for use in (make().batch_indices, make().row_indices):
+        with pytest.raises(ValueError, match="has no seed.* Expected the loader of make_private"):
+            use(0)
+    with pytest.raises(ValueError, match="step=-1 is out of range"):
+        make(seed=0).batch_indices(-1)
+
+
+@pytest.mark.parametrize("seed", [3, 2**100, None])
+def test_json_restores_the_plan(seed):
+    plan = make(
+        noise_multiplier=schedules.Exponential(2.0, 0.99), max_grad_norm=lambda k: 1 + k, seed=seed
+    )
+    again = dualdp.PrivacyPlan.from_json(plan.to_json())
+    assert again == plan
+    assert again.to_json() == plan.to_json()
+    assert again.epsilon() == plan.epsilon()
+
+
+@pytest.mark.parametrize("version", [1, 2, 4])
+def test_plans_of_other_versions_are_refused_by_name(version):
+    text = make().to_json().replace('"dualdp_plan": 3', f'"dualdp_plan": {version}')
+    with pytest.raises(ValueError, match=f"is a plan of format {version}, and .* reads format 3"):
+        dualdp.PrivacyPlan.from_json(text)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"dualdp_plan": 3}', '{"dualdp_plan": "2"}'])
+def test_foreign_json_is_refused(text):
+    with pytest.raises(ValueError, match="The text is not a plan .* Expected what"):
+        dualdp.PrivacyPlan.from_json(text)
+    more = {**json.loads(make().to_json()), "extra": 1}
+    with pytest.raises(ValueError, match=r"unknown or missing fields \['extra'\]"):
+        dualdp.PrivacyPlan.from_json(json.dumps(more))
+
+
+def test_epsilon_grows_with_the_steps_and_ends_at_the_plan():
+    plan = make()
+    spent = [plan.epsilon(step) for step in (0, 1, 10, 100)]
+    assert spent[0] == 0
+    assert spent == sorted(spent)
+    assert plan.epsilon() == spent[-1]
+    assert plan.epsilon() == dualdp.get_epsilon(
+        noise_multiplier=1.1, sample_rate=0.05, num_steps=100, delta=1e-5, accountant="rdp"
+    )
+    with pytest.raises(ValueError, match="step=101 is past the plan's num_steps=100"):
+        plan.epsilon(101)
+    with pytest.raises(ValueError, match="the run has no end. Pass step="):
+        make(num_steps=None).epsilon()
+
+
+@pytest.mark.parametrize(("examples", "size"), [(6_000, 256), (7, 7)])
+def test_a_shuffled_pass_is_accounted_as_one_pass(examples, size):
+    """Its batches were counted by rounding n / B down, so that a pass was charged as two."""
+    sizes = {"num_examples": examples, "expected_batch_size": size}
+    of_pass = math.ceil(examples / size)
+    for passes in (1, 3):
+        plan = make(
+            **sizes, sampler="shuffle", num_steps=passes * of_pass, accountant="pld", seed=1
+        )
+        used = np.zeros(examples, int)
+        for step in range(passes * of_pass):
+            used[plan.batch_indices(step)] += 1
+        assert set(used) == {passes}
+        whole = {"noise_multiplier": plan.noise_multiplier_at(0), "sample_rate": 1.0}
+        assert plan.epsilon() == get_epsilon(**whole, num_steps=passes, delta=plan.delta)
+        assert plan.epsilon(step=of_pass * (passes - 1) + 1) == plan.epsilon()
+
+
+def test_calibrate_meets_the_target_and_never_exceeds_it():
+    arguments = {name: value for name, value in BASE.items() if name != "noise_multiplier"}
+    plan = dualdp.PrivacyPlan.calibrate(target_epsilon=3.0, seed=1, **arguments)
+    assert 2.9 < plan.epsilon() <= 3.0
+    assert plan.seed == 1
+    with pytest.raises(ValueError, match="noise_multiplier and target_epsilon came together"):
+        dualdp.PrivacyPlan.calibrate(target_epsilon=3.0, **BASE)
+    with pytest.raises(ValueError, match="num_steps is None. Expected a number of steps"):
+        dualdp.PrivacyPlan.calibrate(target_epsilon=3.0, **{**arguments, "num_steps": None})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_examples": 0}, "num_examples=0 is out of range. Expected an integer >= 1"),
+        ({"num_examples": "many"}, "num_examples='many' is a str"),
+        ({"expected_batch_size": 1001}, "expected_batch_size=1001.0 exceeds num_examples=1000"),
+        ({"expected_batch_size": 0}, "expected_batch_size=0.0 is out of range"),
+        ({"num_steps": -1}, "num_steps=-1 is out of range"),
+        ({"num_steps": 1.5}, "num_steps=1.5 is a float"),
+        ({"noise_multiplier": -1.0}, "noise_multiplier=-1.0 is out of range"),
+        ({"noise_multiplier": float("nan")}, "noise_multiplier=nan is not a number"),
+        ({"max_grad_norm": float("nan")}, "max_grad_norm=nan is not a number"),
+        ({"max_grad_norm": 0}, "max_grad_norm=0.0 is out of range. Expected a finite number > 0"),
+        ({"max_grad_norm": True}, "max_grad_norm=True is a bool"),
+        ({"max_grad_norm": (1.0, 2.0)}, "max_grad_norm is a list of 2 bounds. Expected one number"),
+        ({"delta": 0}, "delta=0 is out of range"),
+        ({"sampler": "random"}, "sampler='random' is unknown. Expected one of balls_in_bins"),
+        ({"max_batch_size": 70}, "max_batch_size=70 with sampler='poisson'"),
+        ({"sampler": "truncated_poisson"}, "max_batch_size=None with sampler='truncated_poisson'"),
+        ({"sampler": "shuffle", "noise_multiplier": lambda k: 1 + k}, "noise_multiplier follows a"),
+        ({"sampler": "fixed_size", "expected_batch_size": 0.5}, "Expected one integer"),
+        ({"clipping": "global"}, "clipping='global' is unknown"),
+        ({"noise": "loud"}, "noise='loud' is unknown. Expected one of fast, portable"),
+        ({"accountant": "moments"}, "accountant='moments' is unknown"),
+        ({"neighboring_relation": "near"}, "neighboring_relation='near' is unknown"),
+        ({"physical_batch_size": 0}, "physical_batch_size=0 is out of range"),
+        ({"seed": "abc"}, "seed='abc' is a str"),
+        ({"target_epsilon": -1.0}, "target_epsilon=-1.0 is out of range"),
+        ({"on_budget": "warn"}, "on_budget='warn' is unknown. Expected one of raise"),
+    ],
+)
+def test_bad_arguments_are_one_sentence(changes, message):
+    with pytest.raises((ValueError, TypeError)) as caught:
+        make(**changes)
+    assert message in str(caught.value)
+
+
+def test_secure_plans_have_no_seed_and_account_their_grid():
+    with pytest.raises(ValueError, match="seed=3 with noise='secure'. Expected no seed"):
+        make(noise="secure", seed=3)
+    plan = make(noise="secure", accountant="pld")
+    assert plan.epsilon() > make(accountant="pld").epsilon()
+    base = {name: value for name, value in BASE.items() if name != "noise_multiplier"}
+    for adaptive in (1.0, schedules.AdaptiveNorm(1.0, count_noise_multiplier=10.0)):
+        changes = {"accountant": "pld", "noise": "secure", "max_grad_norm": adaptive}
+        found = dualdp.PrivacyPlan.calibrate(target_epsilon=2.0, **{**base, **changes})
+        assert 1.99 < found.epsilon() <= 2.0
+
+
+def test_secure_batches_come_from_the_cipher():
+    plan, bits = make(noise="secure"), SegmentBits(None)
+    np.testing.assert_array_equal(drawn_indices(plan, bits, 3), drawn_indices(plan, bits, 3))
+    assert drawn_indices(plan, bits, 3).tolist() != drawn_indices(make(), bits, 3).tolist()
+    sizes = [len(drawn_indices(plan, bits, step)) for step in range(400)]
+    assert np.mean(sizes) == pytest.approx(50, abs=6 * (50 * 0.95 / 400) ** 0.5)
+
+
+def test_bounds_of_groups_are_one_sensitivity():
+    plan = make(clipping="per_layer", max_grad_norm={"a": 3.0, "b": 4.0})
+    assert plan.max_grad_norm_at(7) == 5.0
+    assert plan.noise_stddev(7) == 5.5
+    assert plan.clipping_bounds(10.0) == {"a": 6.0, "b": 8.0}
+    assert make().clipping_bounds(10.0) == 10.0
+    again = dualdp.PrivacyPlan.from_json(plan.to_json())
+    assert again.to_json() == plan.to_json()
+    shared = make(clipping="per_layer", group_shares={"a": 3, "b": 4})
+    assert shared.clipping_bounds(5.0) == pytest.approx({"a": 3.0, "b": 4.0})
+    with pytest.raises(ValueError, match="Bounds of groups came with clipping='flat'"):
+        make(max_grad_norm={"a": 1.0})
+    with pytest.raises(ValueError, match="max_grad_norm is a mapping and group_shares came too"):
+        make(clipping="per_layer", max_grad_norm={"a": 1.0}, group_shares={"a": 1.0})
+    with pytest.raises(TypeError, match="group_shares={} holds no group"):
+        make(clipping="per_layer", group_shares={})
+    with pytest.raises(ValueError, match=r"max_grad_norm\['a'\]=0.0 is out of range"):
+        make(clipping="per_layer", max_grad_norm={"a": 0.0})

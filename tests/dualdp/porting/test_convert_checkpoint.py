@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints cross: what fits is carried, what does not is refused."""
+
+import flax.linen as linen
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+import torch
+from flax import nnx
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import dualdp.jax as dpj
+import dualdp.torch as dpt
+from dualdp import PrivacyPlan, checkpoint
+
+RNG = np.random.default_rng(0)
+X, Y = RNG.normal(size=(20, 3)).astype(np.float32), RNG.integers(0, 4, 20)
+
+
+class Flax(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        return linen.Dense(4, name="head")(jnp.tanh(linen.Dense(5, name="body")(x)))
+
+
+class Torch(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(3, 5), nn.Linear(5, 4)
+        self.register_buffer("count", torch.arange(2))
+
+    def forward(self, x):
+        return self.head(self.body(x).tanh())
+
+
+def torch_parts(kind=torch.optim.Adam, **options):
+    torch.manual_seed(0)
+    model = Torch()
+    return model, kind(model.parameters(), lr=0.1, **options)
+
+
+def jax_state(optimizer=None, dtype=jnp.float32, trainable=None):
+    params = Flax().init(jax.random.key(0), X[0])
+    params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+    return dpj.TrainState.create(params, optimizer or optax.adam(0.1), trainable)
+
+
+def plan(**options):
+    return PrivacyPlan(
+        num_examples=20, expected_batch_size=5, num_steps=6, noise_multiplier=1.0,
+        max_grad_norm=1.0, delta=1e-2, **options,
+    )  # fmt: skip
+
+
+def saved_by_torch(folder, parts=None, until=2, **options):
+    """A checkpoint after two steps, of a run that may have gone on."""
+    path = folder / "torch.ckpt"
+    model, optimizer = parts or torch_parts()
+    engine = dpt.PrivacyEngine()
+    data = TensorDataset(torch.as_tensor(X), torch.as_tensor(Y))
+    _, _, loader = engine.make_private(
+        module=model, optimizer=optimizer, data_loader=DataLoader(data), plan=plan(**options)
+    )
+    for x, y in loader.remaining():
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        if engine.ledger.position == 2:
+            dpt.save_checkpoint(path, model=model, optimizer=optimizer, engine=engine)
+        if engine.ledger.position == until:
+            break
+    engine.detach()
+    return path, model, optimizer
+
+
+def loss_fn(params, x, y):
+    return optax.softmax_cross_entropy_with_integer_labels(Flax().apply(params, x), y)
+
+
+RUN = {"loss_fn": loss_fn, "optimizer": optax.adam(0.1), "data": (X, Y)}
+
+
+def saved_by_jax(folder):
+    engine = dpj.PrivacyEngine()
+    step, state, loader = engine.make_private(params=jax_state().params, plan=plan(seed=1), **RUN)
+    for batch in loader.remaining():
+        state, _ = step(state, batch)
+        if engine.ledger.position == 2:
+            break
+    path = folder / "jax.ckpt"
+    dpj.save_checkpoint(path, state=state, engine=engine)
+    engine.detach()
+    return path, state
+
+
+def test_torch_to_jax_to_torch_is_bitwise(tmp_path):
+    """Parameters, both moments, the count, plan and ledger."""
+    path, model, optimizer = saved_by_torch(tmp_path)
+    state, engine = dpj.load_checkpoint(path, like=jax_state())
+    assert state.step == 2 == int(state.opt_state[0].count) == engine.ledger.position
+    np.testing.assert_array_equal(
+        state.params["params"]["head"]["kernel"], model.head.weight.detach().numpy().T
+    )
+    there = tmp_path / "there.ckpt"
+    dpj.save_checkpoint(there, state=state, engine=engine)
+    other, again = torch_parts()
+    engine.ledger.close()
+    back = dpt.load_checkpoint(there, model=other, optimizer=again)
+    for name, value in model.state_dict().items():
+        assert torch.equal(other.state_dict()[name], value), name
+    ours, theirs = optimizer.state_dict(), again.state_dict()
+    for index, slots in ours["state"].items():
+        for slot, value in slots.items():
+            assert torch.equal(theirs["state"][index][slot], value), slot
+            assert theirs["state"][index][slot].dtype == value.dtype
+    assert back.ledger.position == 2
+    assert [leaf.torch_name for leaf in back.noise_layout] == [
+        n for n, _ in other.named_parameters()
+    ]
+
+
+def test_a_folder_keeps_the_layout_of_the_jax_model(tmp_path):
+    """Portable noise is drawn in its shapes, also after a checkpoint of several processes' kind."""
+    path, _ = saved_by_jax(tmp_path)
+    model, optimizer = torch_parts()
+    engine = dpt.load_checkpoint(path, model=model, optimizer=optimizer)
+    data = TensorDataset(torch.as_tensor(X), torch.as_tensor(Y))
+    engine.resume(data_loader=DataLoader(data))
+    folder, layout = tmp_path / "folder", engine.noise_layout
+    dpt.save_sharded_checkpoint(folder, model=model, optimizer=optimizer, engine=engine)
+    engine.detach()
+    model, optimizer = torch_parts()
+    again = dpt.load_sharded_checkpoint(folder, model=model, optimizer=optimizer)
+    assert layout
+    assert again.noise_layout == layout
+    again.ledger.close()
+    dpt.consolidate_checkpoint(folder, tmp_path / "file")
+    model, optimizer = torch_parts()
+    whole = dpt.load_checkpoint(tmp_path / "file", model=model, optimizer=optimizer)
+    assert whole.noise_layout == layout
+
+
+def test_jax_to_torch_goes_on(tmp_path):
+    path, state = saved_by_jax(tmp_path)
+    model, optimizer = torch_parts()
+    engine = dpt.load_checkpoint(path, model=model, optimizer=optimizer)
+    kernel = np.asarray(state.params["params"]["body"]["kernel"])
+    np.testing.assert_array_equal(model.body.weight.detach().numpy(), kernel.T)
+    assert torch.equal(model.count, torch.arange(2))
+    data = TensorDataset(torch.as_tensor(X), torch.as_tensor(Y))
+    _, _, loader = engine.resume(data_loader=DataLoader(data))
+    for x, y in loader.remaining():
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    assert engine.ledger.position == 6
+    assert {int(slots["step"]) for slots in optimizer.state.values()} == {6}
+
+
+class Nnx(nnx.Module):
+    def __init__(self, rngs):
+        self.body, self.head = nnx.Linear(3, 5, rngs=rngs), nnx.Linear(5, 4, rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(jnp.tanh(self.body(x)))
+
+
+def go_on_with_nnx(path):
+    """Load torch's checkpoint into an nnx module and finish the plan: (state, engine)."""
+    net, optimizer = Nnx(nnx.Rngs(0)), optax.adam(0.1)
+    state, engine = dpj.load_checkpoint(path, like=dpj.TrainState.create(net, optimizer))
+
+    def loss(net, x, y):
+        return optax.softmax_cross_entropy_with_integer_labels(net(x), y)
+
+    step, state, loader = engine.resume(loss_fn=loss, params=net, optimizer=optimizer, data=(X, Y))
+    for batch in loader.remaining():
+        state, _ = step(state, batch)
+    return state, engine
+
+
+def test_steps_run_again_on_the_other_stack_are_accounted(tmp_path):
+    """Torch went on to step 6 after the checkpoint at 2; JAX releases four steps once more."""
+    path, _, _ = saved_by_torch(tmp_path, until=6)
+    _, engine = go_on_with_nnx(path)
+    assert engine.ledger.position == 6
+    assert len(engine.ledger) == 10
+    assert engine.get_epsilon(delta=1e-2) > plan().epsilon()
+
+
+@pytest.mark.parametrize(
+    ("like", "message"),
+    [
+        (lambda: jax_state(dtype=jnp.bfloat16), r"parameters are \['float32'\], .* \['bfloat16'\]"),
+        (lambda: jax_state(optax.sgd(0.1, momentum=0.9)), r"Adam keeps \['mu', 'nu'\] .* \['trace"),
+        (
+            lambda: jax_state(trainable={"params": {"body": False, "head": True}}),
+            r"trains \['params/body/bias', 'params/body/kernel'\] .*, which optax's state lacks",
+        ),
+    ],
+)
+def test_what_does_not_fit_jax_is_refused(tmp_path, like, message):
+    path, _, _ = saved_by_torch(tmp_path, seed=1)
+    with pytest.raises(ValueError, match=message):
+        dpj.load_checkpoint(path, like=like())
+
+
+def test_what_does_not_fit_torch_is_refused(tmp_path):
+    path, _ = saved_by_jax(tmp_path)
+    model, optimizer = torch_parts(torch.optim.SGD, momentum=0.9)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(ValueError, match=r"SGD keeps \['trace'\] .* has \['mu', 'nu'\]"):
+        dpt.load_checkpoint(path, model=model, optimizer=optimizer)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+    model, optimizer = torch_parts()
+    model.body.bias.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"and not \['params/body/bias'\], which it has"):
+        dpt.load_checkpoint(path, model=model, optimizer=optimizer)
+
+
+def test_bfloat16_keeps_its_bits(tmp_path):
+    """As the file has it, whatever made it: two bytes a number, listed by name."""
+    path, _, _ = saved_by_torch(tmp_path, torch_parts(torch.optim.SGD), seed=1)
+    arrays, document = checkpoint.read(path)
+    for name in [name for name in arrays if name.startswith("params/")]:
+        arrays[name] = arrays[name].astype(ml_dtypes.bfloat16).view(np.uint16)
+        document["bfloat16"].append(name)
+    checkpoint.write(path, arrays, document)
+    state, _ = dpj.load_checkpoint(path, like=jax_state(optax.sgd(0.1), jnp.bfloat16))
+    expected = arrays["params/head.weight"].view(ml_dtypes.bfloat16)
+    np.testing.assert_array_equal(state.params["params"]["head"]["kernel"], expected.T)
+
+
+def test_views_and_frozen_leaves_of_jax_are_not_dropped(tmp_path):
+    for name, options, text in (
+        ("views", {"views": 2, "augment": lambda example, key: example}, "averages views=2"),
+        ("frozen", {}, r"The leaves \['params/body/kernel'\] are trained"),
+    ):
+        params = jax_state().params
+        trainable = jax.tree.map(lambda leaf: True, params)
+        trainable["params"]["body"]["kernel"] = name != "frozen"
+        engine, path = dpj.PrivacyEngine(), tmp_path / f"{name}.ckpt"
+        run = {**RUN, "optimizer": optax.sgd(0.1), "trainable": trainable, **options}
+        step, state, loader = engine.make_private(params=params, plan=plan(), **run)
+        for batch in loader.remaining():
+            state, _ = step(state, batch)
+            break
+        dpj.save_checkpoint(path, state=state, engine=engine)
+        engine.detach()
+        model, optimizer = torch_parts(torch.optim.SGD)
+        with pytest.raises(ValueError, match=text):
+            dpt.load_checkpoint(path, model=model, optimizer=optimizer)

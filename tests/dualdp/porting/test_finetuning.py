@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fine-tuning losses of one GPT-2 are the same on both stacks."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+import dualdp.jax as dpj
+import dualdp.torch as dpt
+from dualdp import port
+from dualdp.finetuning import packed_rows, preference_rows, sft_rows
+
+pytest.importorskip("transformers")
+pytest.importorskip("flax")
+
+from tests.only_jax.finetuning.models import GPT2  # noqa: E402
+from tests.only_torch.finetuning.models import LENGTH, VOCABULARY, model_of, responses  # noqa: E402
+
+N = 24
+SIZES = {"length": LENGTH, "pad_token_id": 0}
+
+
+@pytest.fixture(autouse=True)
+def in_float64():
+    with jax.enable_x64(True):
+        yield
+
+
+def twins():
+    """One model of torch, and the linen twin with its weights."""
+    model, net = model_of("gpt2"), GPT2(VOCABULARY, 16, 2, 4, 32, jnp.float64)
+    shapes = jax.eval_shape(net.init, jax.random.key(0), jnp.zeros((1, 4), int))
+    like = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
+    return model, port.to_jax(model, like=like), net
+
+
+def rows_of(name, count=N):
+    prompts, answers = zip(*responses(count), strict=True)
+    if name == "sft":
+        return sft_rows(prompts, answers, **SIZES)
+    if name == "packed":
+        documents = responses(2 * count)
+        units = zip(documents[::2], documents[1::2], strict=True)
+        return packed_rows(units, length=2 * LENGTH, pad_token_id=0)
+    others = [answer[:3] for _, answer in responses(count, seed=2)]
+    rows = preference_rows(prompts, [answer[:4] for answer in answers], others, **SIZES)
+    reference = model_of("gpt2", seed=1).eval()
+    if name in ("dpo", "ipo"):
+        rows["reference_log_probs"] = dpt.reference_log_probs(reference, rows).numpy()
+    return rows
+
+
+def as_rows(name, batch):
+    """Rows of pairs in turn."""
+    is_flat = name in ("sft", "packed")
+    return {key: t if is_flat else t.flatten(0, 1) for key, t in batch.items()}
+
+
+@pytest.mark.parametrize("name", ["packed", "dpo", "sft", "ipo", "simpo", "orpo"])
+def test_losses_of_both_stacks_are_equal(name):
+    model, params, net = twins()
+    rows, kind = rows_of(name, 5), "sft" if name == "packed" else name
+    torch_rows = as_rows(name, {key: torch.as_tensor(column) for key, column in rows.items()})
+    expected = getattr(dpt, f"{kind}_loss")(model, torch_rows).detach()
+    run = jax.jit(partial(net.apply, params))
+    np.testing.assert_allclose(getattr(dpj, f"{kind}_loss")(run, rows), expected, rtol=1e-9)

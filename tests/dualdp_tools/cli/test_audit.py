@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`dualdp audit`: a step of ones own, and our engines."""
+
+import contextlib
+import importlib
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from dualdp_tools.cli import app
+
+audit = importlib.import_module("dualdp_tools.cli.audit")  # the package has a function of that name
+
+
+def call(*arguments):
+    return CliRunner().invoke(app, [str(a) for a in arguments])
+
+
+@pytest.mark.slow
+def test_an_audit_of_a_step_of_ones_own():
+    done = call("audit", "--step", "tests.numpy_step:NumpyStep", "--seed", 1, "--steps", 40)
+    assert done.exit_code == 0, done.output
+    assert "Not refuted" in done.output
+    assert "below 1e-06 it refutes the claim. At most one correct step in 1,000,000" in done.output
+    assert "with 95% confidence; p = 1\n" in done.output
+    done = call("audit", "--step", "tests.dualdp_tools.cli.test_audit:broken", "--seed", 1)
+    assert "confidence; p < 1e-06\n" in done.output
+    done = call(
+        "audit", "--step", "tests.dualdp_tools.cli.test_audit:broken", "--seed", 1, "--json"
+    )
+    assert done.exit_code == 1
+    assert json.loads(done.output)["is_refuted"]
+
+
+def test_progress_counts_the_releases(monkeypatch):
+    """A run of 20 steps is 20 pieces; the bar ends where the work does."""
+    shown = []
+
+    @contextlib.contextmanager
+    def counted(title, pieces=None):
+        shown.append([title, pieces, 0])
+        yield lambda: shown.append([title, pieces, shown.pop()[2] + 1])
+
+    monkeypatch.setattr(audit, "working", counted)
+    words = ("--canaries", 50, "--steps", 20, "--seed", 1)
+    assert call("audit", "--step", "tests.numpy_step:NumpyStep", *words).exit_code == 0
+    assert shown == [["Preparing", None, 0], ["Training with canaries", 20, 20]]
+
+
+def broken():
+    """A step that forgets to clip."""
+    from tests.numpy_step import NumpyStep
+
+    return NumpyStep("clipping off", noise_multiplier=4.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stack", ["torch", "jax"])
+def test_an_audit_of_our_engine(stack):
+    done = call(
+        *("audit", "--stack", stack, "--steps", 30, "--canaries", 300, "--seed", 2),
+        "--check",
+    )
+    assert done.exit_code == 0, done.output
+    assert "claimed: epsilon = " in done.output
+    assert "All checks passed" in done.output

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`dualdp port`: a checkpoint of one stack becomes a file of the other."""
+
+import numpy as np
+import torch
+from typer.testing import CliRunner
+
+import dualdp.jax as dpj
+import dualdp.torch as dpt
+from dualdp import checkpoint
+from dualdp_tools.cli import app
+from tests.dualdp.porting.test_convert_checkpoint import jax_state, saved_by_torch, torch_parts
+
+FACTORIES = """
+from tests.dualdp.porting.test_convert_checkpoint import jax_state, torch_parts
+
+def state():
+    return jax_state()
+
+def parts():
+    return torch_parts()
+"""
+
+
+def command(folder, monkeypatch, *arguments):
+    (folder / "factories.py").write_text(FACTORIES)
+    monkeypatch.chdir(folder)
+    return CliRunner().invoke(app, ["port", *map(str, arguments)])
+
+
+def test_the_command_writes_the_other_stacks_file(tmp_path, monkeypatch):
+    path, model, _ = saved_by_torch(tmp_path)
+    (tmp_path / "folder").mkdir()
+    out = tmp_path / "folder" / "jax.ckpt"
+    done = command(
+        tmp_path, monkeypatch, path, "--to", "jax", "--like", "factories:state", "--out", out
+    )
+    assert done.exit_code == 0, done.output + str(done.exception)
+    assert checkpoint.read(out)[1]["stack"] == "jax"
+    state, engine = dpj.load_checkpoint(out, like=jax_state())
+    np.testing.assert_array_equal(
+        state.params["params"]["body"]["bias"], model.body.bias.detach().numpy()
+    )
+    engine.ledger.close()
+    done = command(tmp_path, monkeypatch, out, "--to", "torch", "--like", "factories:parts")
+    assert done.exit_code == 0, done.output + str(done.exception)
+    other, optimizer = torch_parts()
+    dpt.load_checkpoint(f"{out}.torch", model=other, optimizer=optimizer)
+    assert torch.equal(other.body.bias, model.body.bias)
