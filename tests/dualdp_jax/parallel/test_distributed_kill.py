@@ -10,7 +10,7 @@ import pytest
 
 from tests.kill import notes
 from tests.kill.driver import Trials
-from tests.only_jax.workers import launch
+from tests.dualdp_jax.workers import launch
 
 pytestmark = pytest.mark.slow
 SECONDS = 120  # of a whole run on a busy machine

@@ -22,8 +22,8 @@ from dualdp.plan.schedules import AdaptiveNorm
 from dualdp_jax.checkpoint.sharded import load_sharded_checkpoint, save_sharded_checkpoint
 from dualdp_jax.parallel.mesh import DataMesh, whole
 from dualdp_jax.parallel.process_group import Group
-from tests.only_jax.workers import launch, models
-from tests.only_jax.workers.models import (
+from tests.dualdp_jax.workers import launch, models
+from tests.dualdp_jax.workers.models import (
     BOUND,
     MODELS,
     arguments,

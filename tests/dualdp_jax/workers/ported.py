@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 import dualdp_jax as dpj
 from dualdp.plan.plan import PrivacyPlan
-from tests.only_jax.workers import launch
-from tests.only_jax.workers.models import mesh_of
+from tests.dualdp_jax.workers import launch
+from tests.dualdp_jax.workers.models import mesh_of
 
 #: Where the axes of each array go: as ColwiseParallel and RowwiseParallel cut them.
 SPECS = {

@@ -3,7 +3,7 @@
 
 import pytest
 
-from tests.only_jax.workers import launch
+from tests.dualdp_jax.workers import launch
 
 pytestmark = pytest.mark.slow
 

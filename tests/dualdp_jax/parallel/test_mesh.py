@@ -3,7 +3,7 @@
 
 import pytest
 
-from tests.only_jax.workers import launch, mesh
+from tests.dualdp_jax.workers import launch, mesh
 
 pytestmark = pytest.mark.xdist_group("meshes")  # which share what one process reports
 

@@ -25,7 +25,7 @@ def start(
     flags = f"--xla_force_host_platform_device_count={devices}"
     if quickly:
         flags += " " + os.environ.get("XLA_FLAGS", "")
-    command = [sys.executable, "-m", f"tests.only_jax.workers.{name}", *map(str, arguments)]
+    command = [sys.executable, "-m", f"tests.dualdp_jax.workers.{name}", *map(str, arguments)]
     # XLA's devices on a CPU share a pool of threads, which wait in collectives: of as few as the
     # machine has processors all may wait, and none works.
     settings = {"NPROC": "32", "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"}

@@ -31,8 +31,8 @@ from dualdp_jax.checkpoint.sharded import (
 from dualdp_jax.noise import correlated as correlated_noise
 from dualdp_jax.noise import noise
 from dualdp_jax.parallel.mesh import DataMesh
-from tests.only_jax.workers import launch
-from tests.only_jax.workers.models import (
+from tests.dualdp_jax.workers import launch
+from tests.dualdp_jax.workers.models import (
     BOUND,
     MODELS,
     N,

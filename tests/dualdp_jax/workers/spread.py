@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import dualdp_jax as dpj
 from dualdp import UnsupportedLayerError
 from dualdp_jax.per_sample.methods import METHODS
-from tests.only_jax.workers import launch
+from tests.dualdp_jax.workers import launch
 
 ALL = (*METHODS, "auto")
 RULED = tuple(method for method in ALL if method not in {"vmap", "loop"})

@@ -9,7 +9,7 @@ import pytest
 
 import dualdp_jax as dpj
 from dualdp_jax.per_sample.methods import METHODS
-from tests.only_jax.workers import launch, spread
+from tests.dualdp_jax.workers import launch, spread
 from tests.pairwise import pairwise
 from tests.tiers import first
 

@@ -17,8 +17,8 @@ from dualdp_jax.checkpoint.sharded import load_sharded_checkpoint, save_sharded_
 from dualdp_jax.parallel.mesh import whole
 from tests.kill import notes
 from tests.kill.train_jax import EVERY, watch_noise
-from tests.only_jax.workers import launch
-from tests.only_jax.workers.models import arguments, mesh_of, mlp
+from tests.dualdp_jax.workers import launch
+from tests.dualdp_jax.workers.models import arguments, mesh_of, mlp
 
 
 def main(folder, rank, kind):

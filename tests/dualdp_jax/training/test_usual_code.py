@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-BITWISE = ("tests/backends/test_noise.py", "tests/only_jax/noise")
+BITWISE = ("tests/backends/test_noise.py", "tests/dualdp_jax/noise")
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 from tests.distributed.wire import bytes_sent
-from tests.only_jax.workers.launch import say
+from tests.dualdp_jax.workers.launch import say
 
 SIZES = (16, 256, 256, 256, 256, 8)
 STEPS = 4
