@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Users on JAX: a user's rows are averaged and clipped once, whatever they are."""
 
-from dataclasses import replace
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,8 +13,6 @@ from dualdp.plan.batches import drawn_rows
 from dualdp.plan.plan import PrivacyPlan
 from dualdp.randomness import SegmentBits
 from dualdp_jax.compat import wrap_key
-from dualdp_jax.training.step import CompiledStep
-from tests import tiers
 from tests.closeness import factors_of
 
 N, USERS, K, C = 60, 25, 3, 0.5
@@ -104,23 +100,16 @@ def assert_close(ours, theirs, atol=1e-10):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=atol, atol=atol), ours, theirs)
 
 
-@pytest.mark.slow
+CASES = [
+    (loss_fn, {}, "auto"),
+    (with_dropout, {"physical_batch_size": 3}, "two_pass"),
+    (loss_fn, {"physical_batch_size": 1}, "materialize"),
+]
+
+
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize(
-    "case",
-    tiers.first(
-        1,
-        [
-            (loss_fn, {}, "auto"),
-            (with_dropout, {"physical_batch_size": 3}, "auto"),
-            (loss_fn, {}, "book_keeping"),
-            (loss_fn, {}, "two_pass"),
-            (loss_fn, {}, "vmap"),
-            (loss_fn, {"physical_batch_size": 1}, "materialize"),
-        ],
-    ),
-)
-def test_training_is_plain_autodiff_of_the_mean_of_each_user(case):
+@pytest.mark.parametrize("case", CASES)
+def test_training_is_autodiff_of_the_mean_of_each_user(case):
     loss, changes, method = case
     run, needs_key = plan(**changes), loss is with_dropout
     engine, step, state, loader = start(
@@ -137,7 +126,6 @@ def test_training_is_plain_autodiff_of_the_mean_of_each_user(case):
     assert {int(n) for some in drawn for n in (some.weights > 0).sum(1)} == {1, 2, 3}
 
 
-@pytest.mark.slow
 def test_one_row_of_each_user_is_the_run_on_examples():
     ends = []
     for run, users in (
@@ -167,25 +155,10 @@ def farthest():
     return max(apart)
 
 
-@pytest.mark.slow
 def test_all_rows_of_a_user_move_the_sum_by_at_most_twice_the_bound():
     assert C / 2 < farthest() <= 2 * C
 
 
-@pytest.mark.slow
-def test_weights_that_other_users_enter_move_it_by_more(monkeypatch):
-    """A planted fault: weights that are normalised by a number of the whole batch."""
-    right = CompiledStep.call
-
-    def normalised(self, trained, others, rows, dropout):
-        heavy = rows._replace(weights=rows.weights * 1e-4 * jnp.abs(rows.arrays[0]).sum())
-        return right(self, trained, others, heavy, dropout)
-
-    monkeypatch.setattr(CompiledStep, "call", normalised)
-    assert farthest() > 2 * C
-
-
-@pytest.mark.slow
 def test_users_without_rows_are_drawn_and_add_nothing():
     rows = units.user_rows(OWNERS // 2, num_users=2 * USERS)
     run = plan(num_examples=2 * USERS, expected_batch_size=16, physical_batch_size=4)
@@ -197,46 +170,6 @@ def test_users_without_rows_are_drawn_and_add_nothing():
     assert sum(map(len, drawn)) < sum(len(run.batch_indices(t)) for t in range(3))
     state = train(step, state, loader)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state.params))
-
-
-@pytest.mark.slow
-def test_a_resumed_run_with_a_seed_is_the_uninterrupted_one(tmp_path):
-    engine, step, state, loader = start()
-    state = train(step, state, loader, 1)
-    dpj.save_checkpoint(tmp_path / "run", state=state, engine=engine)
-    end = train(step, state, loader, 2)
-    engine.detach()
-    like = dpj.TrainState.create(params(), optax.sgd(0.1))
-    again = dpj.load_checkpoint(tmp_path / "run", like=like)[1]
-    with pytest.raises(ValueError, match="users is missing"):
-        again.resume(**arguments(users=None))
-    found = train(*again.resume(**arguments()), 2)
-    jax.tree.map(np.testing.assert_array_equal, found.params, end.params)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("x64")
-def test_a_loop_of_ones_own_gets_rows_and_weights():
-    engine, run = dpj.PrivacyEngine(), plan(physical_batch_size=3)
-    loader, found = engine.make_loader(data=(X, Y), plan=run, users=OWNERS), params()
-    for batch in loader.remaining():
-        sums = [
-            dpj.clipped_grad_sum(loss_fn, found, chunk, check="off").grads for chunk in batch.chunks
-        ]
-        engine.record()
-        noisy = dpj.noisy_mean(jax.tree.map(lambda *leaves: sum(leaves), *sums), run, batch.step)
-        found = jax.tree.map(lambda p, g: p - 0.1 * g, found, noisy)
-    assert_close(found, by_hand(params(), plan(), 3))
-
-
-@pytest.mark.slow
-def test_a_changed_weight_is_refused():
-    _, step, state, loader = start(checks=0)
-    batch = next(iter(loader))
-    assert not batch.parts[0].weights.flags.writeable
-    heavy = batch.parts[0]._replace(weights=2 * batch.parts[0].weights)
-    with pytest.raises(TypeError, match="that was changed since"):
-        step(state, replace(batch, parts=(heavy, *batch.parts[1:])))
 
 
 WRONG = {
@@ -275,20 +208,3 @@ def test_wrong_users_are_refused_before_anything_changes(name, tmp_path):
 def test_what_does_not_go_with_users_is_refused(changes, match):
     with pytest.raises(ValueError, match=match):
         start(**changes)
-
-
-@pytest.mark.slow
-def test_a_plan_is_made_of_the_number_of_users():
-    engine = dpj.PrivacyEngine("rdp")
-    given = arguments(users=jnp.asarray(OWNERS), checks=0)
-    *_, loader = engine.make_private_with_epsilon(
-        target_epsilon=8.0,
-        target_delta=1e-3,
-        epochs=2,
-        max_grad_norm=C,
-        expected_batch_size=8,
-        unit="user",
-        rows_per_unit=K,
-        **given,
-    )
-    assert (engine.plan.num_examples, engine.plan.num_steps, len(loader)) == (USERS, 8, 4)
