@@ -45,11 +45,11 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "dualdp_torch/noise": ("tests/only_torch/noise", "tests/backends/test_noise.py"),
     "dualdp_torch/training": ("tests/only_torch/training", "tests/backends/test_engine.py"),
     "dualdp_torch/checkpoint": ("tests/only_torch/checkpoint",),
-    "dualdp_jax/rules": ("tests/only_jax/rules", "tests/backends/test_per_sample.py"),
-    "dualdp_jax/per_sample": ("tests/only_jax/per_sample", "tests/backends/test_per_sample.py"),
-    "dualdp_jax/noise": ("tests/only_jax/noise", "tests/backends/test_noise.py"),
-    "dualdp_jax/training": ("tests/only_jax/training", "tests/backends/test_engine.py"),
-    "dualdp_jax/checkpoint": ("tests/only_jax/checkpoint",),
+    "dualdp_jax/rules": ("tests/dualdp_jax/rules", "tests/backends/test_per_sample.py"),
+    "dualdp_jax/per_sample": ("tests/dualdp_jax/per_sample", "tests/backends/test_per_sample.py"),
+    "dualdp_jax/noise": ("tests/dualdp_jax/noise", "tests/backends/test_noise.py"),
+    "dualdp_jax/training": ("tests/dualdp_jax/training", "tests/backends/test_engine.py"),
+    "dualdp_jax/checkpoint": ("tests/dualdp_jax/checkpoint",),
 }
 
 #: (file, text, what stands in its place): faults that a person would make.

@@ -52,8 +52,9 @@ def weighted_outer(acts: Any, grads_out: Any, factors: Any) -> Any:
     """Return the sum over the examples of factor times gradient, (b, i, o), by one product."""
     (acts,) = drop(factors, acts)
     # One axis of all rows (b, n t, .): XLA copies what two axes are contracted over.
+    n, b, t, _ = acts.shape
     left, right = (
-        jnp.moveaxis(array, 1, 0).reshape(array.shape[1], -1, array.shape[3])
+        jnp.moveaxis(array, 1, 0).reshape(b, n * t, array.shape[3])
         for array in (acts, scaled(factors, grads_out))
     )
     return jnp.einsum("bri,bro->bio", left, right, precision=HIGHEST)

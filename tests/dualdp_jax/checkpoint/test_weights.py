@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights by name, in the order of the tree, and back."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen, nnx
+
+from dualdp_jax.checkpoint import weights
+
+N = 4
+X = jnp.asarray(np.random.default_rng(0).normal(size=(N, 3)), jnp.float32)
+
+
+class Linen(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        return linen.Dense(2)(jnp.tanh(linen.Dense(4)(x)))
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs, *, dropout=0.0, norm=None):
+        self.first = nnx.Linear(3, 4, rngs=rngs)
+        self.norm = norm or (lambda x: x)
+        self.dropout = nnx.Dropout(dropout, rngs=rngs)
+        self.last = nnx.Linear(4, 2, rngs=rngs)
+
+    def __call__(self, x):
+        return self.last(self.dropout(self.norm(jnp.tanh(self.first(x)))))
+
+
+def test_leaves_are_named_in_tree_order():
+    nested = {"b": jnp.ones((2, 3)), "a": [jnp.ones(1), {"w": jnp.ones(())}]}
+    assert weights.leaves(nested) == [(("a", "0"), (1,)), (("a", "1", "w"), ()), (("b",), (2, 3))]
+    linen_names = [path for path, _ in weights.leaves(Linen().init(jax.random.key(0), X[0]))]
+    assert linen_names[0] == ("params", "Dense_0", "bias")
+    module = Net(nnx.Rngs(0))
+    assert weights.leaves(module)[1] == (("first", "kernel"), (3, 4))
+    assert weights.leaves(nnx.state(module, nnx.Param)) == weights.leaves(module)
+
+
+@pytest.mark.parametrize("kind", ["nested", "module", "state"])
+def test_from_numpy_rebuilds(kind):
+    module = Net(nnx.Rngs(0))
+    like = {
+        "nested": {"a": jnp.ones(2), "b": [jnp.ones((1, 2), jnp.bfloat16)]},
+        "module": module,
+        "state": nnx.state(module, nnx.Param),
+    }[kind]
+    arrays = [np.full(shape, i, float) for i, (_, shape) in enumerate(weights.leaves(like))]
+    rebuilt = weights.from_numpy(like, arrays)
+    for array, back in zip(arrays, weights.to_numpy(rebuilt), strict=True):
+        np.testing.assert_array_equal(array, back.astype(float))
+    if kind == "nested":
+        assert rebuilt["b"][0].dtype == jnp.bfloat16
+    else:
+        nnx.update(module, rebuilt)
+        assert (module.last.kernel.get_value() == 3).all()
+
+
+def test_from_numpy_refuses_what_does_not_fit():
+    like = {"a": jnp.ones(2), "b": jnp.ones(3)}
+    with pytest.raises(ValueError, match="1 arrays came for 2 parameters"):
+        weights.from_numpy(like, [np.ones(2)])
+    with pytest.raises(ValueError, match=r"The array for 'b' has shape \(2,\). Expected \(3,\)"):
+        weights.from_numpy(like, [np.ones(2), np.ones(2)])
+    with pytest.raises(TypeError, match="The parameter 'a' is a str"):
+        weights.leaves({"a": "text"})

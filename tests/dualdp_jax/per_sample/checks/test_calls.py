@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls that are compared with plain autodiff, outside `jit`, and those that warn inside it."""
+
+import functools
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dualdp
+import dualdp_jax as dpj
+from dualdp_jax.per_sample.checks import calls, identity
+from dualdp_jax.rules import RULES
+from dualdp_jax.rules.estimate import Estimate
+
+RNG = np.random.default_rng(11)
+FAILED = "A spot check failed: "
+
+
+@pytest.fixture(autouse=True)
+def _forgotten():
+    """Nothing is known from other tests."""
+    calls.forget()
+
+
+def draw(*shape):
+    return jnp.asarray(RNG.normal(size=shape), jnp.float32)
+
+
+def dense(p, x):
+    return jnp.sum(jnp.tanh(x @ p["w"]) ** 2)
+
+
+def lookup(p, i):
+    return jnp.sum(jnp.tanh(p["w"][i]) ** 2)
+
+
+def convolution(p, x):
+    return jnp.sum(jnp.tanh(jax.lax.conv(x[None], p["w"], (1, 1), "SAME")) ** 2)
+
+
+MODELS = {
+    "dot_general": (dense, {"w": draw(6, 5)}, draw(4, 3, 6)),
+    "gather": (lookup, {"w": draw(9, 4)}, jnp.asarray(RNG.integers(0, 9, (4, 5)))),
+    "conv_general_dilated": (convolution, {"w": draw(3, 2, 3, 3)}, draw(4, 2, 5, 5)),
+}
+FUNCTIONS = {
+    "per_sample_grads": (dpj.per_sample_grads, "grads"),
+    "per_sample_norms": (dpj.per_sample_norms, "norms"),
+    "clipped_grad_sum": (
+        functools.partial(dpj.clipped_grad_sum, max_grad_norm=0.1),
+        "weighted_sum",
+    ),
+}
+
+
+def too_large(found):
+    """What a rule gives, half a percent too large."""
+    if isinstance(found, Estimate):
+        return found._replace(sq_norms=1.01 * found.sq_norms)
+    return 1.005 * found
+
+
+def plant(patch, primitive, field):
+    right = RULES[primitive]
+    wrong = lambda *arguments: too_large(getattr(right, field)(*arguments))  # noqa: E731
+    patch.setitem(RULES, primitive, right._replace(**{field: wrong}))
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("primitive", MODELS)
+def test_a_wrong_rule_stops_the_call(primitive, name, monkeypatch):
+    loss, params, x = MODELS[primitive]
+    function, field = FUNCTIONS[name]
+    plant(monkeypatch, primitive, field)
+
+    def call(check="first"):
+        return function(loss, params, x, method="book_keeping", check=check)
+
+    for _ in range(2):
+        with pytest.raises(dualdp.ExactnessError, match=f"{FAILED}.*'w'"):
+            call()
+    call("off")
+
+
+@pytest.mark.parametrize("primitive", MODELS)
+def test_check_looks_once_and_then_jit_is_quiet(primitive, monkeypatch):
+    loss, params, x = MODELS[primitive]
+    options = {"method": "book_keeping", "max_grad_norm": 0.1}
+    with monkeypatch.context() as patch:
+        plant(patch, primitive, "weighted_sum")
+        with pytest.raises(dualdp.ExactnessError, match=FAILED):
+            dpj.check(loss, params, x, **options)
+
+    def in_jit(x):
+        return jax.jit(lambda p, x: dpj.clipped_grad_sum(loss, p, x, **options).grads)(params, x)
+
+    with pytest.warns(UserWarning, match="called inside jit, where it has no numbers") as seen:
+        in_jit(x)
+    assert len(seen) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        in_jit(jnp.concatenate([x, x]))  # the same kind, which warned before
+    calls.forget()
+    dpj.check(loss, params, x, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        in_jit(x)
+        in_jit(jnp.concatenate([x, x]))
+
+
+def test_check_needs_numbers_and_rows():
+    loss, params, x = MODELS["dot_general"]
+    with pytest.raises(TypeError, match="check was called inside jit, where there are no numbers"):
+        jax.jit(lambda p: dpj.check(loss, p, x))(params)
+    with pytest.raises(ValueError, match="The batch has no examples. Expected at least one to"):
+        dpj.check(loss, params, x[:0])
+
+
+@pytest.fixture
+def looked_at(monkeypatch):
+    """The rows whose norms were compared with plain autodiff, one list for each check."""
+    found = []
+    right, right_row = identity.check, identity._check_row
+
+    def counted(*arguments, **options):
+        found.append([])
+        return right(*arguments, **options)
+
+    def row(reference, numbers, k):
+        found[-1].append(k)
+        return right_row(reference, numbers, k)
+
+    monkeypatch.setattr(identity, "check", counted)
+    monkeypatch.setattr(identity, "_check_row", row)
+    return found
+
+
+def test_the_first_call_of_a_kind_is_checked(looked_at):
+    params, x = {"w": draw(6, 5)}, draw(8, 3, 6)
+    for _ in range(3):
+        dpj.per_sample_norms(dense, params, x)
+    dpj.per_sample_norms(dense, params, x[:5])  # n is no part of the kind
+    assert len(looked_at) == 1
+    norms = dpj.per_sample_norms(dense, params, x)
+    assert {int(np.argmax(norms)), int(np.argmin(norms))} <= set(looked_at[0])
+    others = [
+        lambda: dpj.per_sample_norms(dense, params, x[:, :2]),
+        lambda: dpj.per_sample_norms(dense, {"w": draw(6, 4)}, x),
+        lambda: dpj.per_sample_norms(dense, params, x, method="vmap"),
+        lambda: dpj.per_sample_norms(dense, params, x, per_parameter=True),
+        lambda: dpj.per_sample_norms(dense, params, x, physical_batch_size=3),
+        lambda: dpj.per_sample_norms(lambda p, x: 2 * dense(p, x), params, x),
+        lambda: dpj.per_sample_grads(dense, params, x),
+        lambda: dpj.clipped_grad_sum(dense, params, x, max_grad_norm=1.0),
+        lambda: dpj.clipped_grad_sum(dense, params, x, max_grad_norm=1.0, clipping="automatic"),
+    ]
+    for count, other in enumerate(others, start=2):
+        other()
+        assert len(looked_at) == count
+        other()
+        assert len(looked_at) == count
+
+
+def test_a_lambda_in_a_loop_is_one_function(looked_at):
+    x, params = draw(4, 3, 6), {"w": draw(6, 5)}
+    for scale in (1.0, 1.0, 2.0):
+        for _ in range(3):
+            dpj.per_sample_norms(lambda p, x: scale * dense(p, x), params, x)  # noqa: B023
+    assert len(looked_at) == 2
+
+
+def test_always_and_off(looked_at):
+    params, x = {"w": draw(6, 5)}, draw(4, 3, 6)
+    for _ in range(2):
+        dpj.per_sample_norms(dense, params, x, check="off")
+    assert not looked_at
+    for _ in range(2):
+        dpj.per_sample_norms(dense, params, x, check="always")
+    assert len(looked_at) == 2
+    with pytest.raises(ValueError, match="check='never' is unknown. Expected one of"):
+        dpj.per_sample_norms(dense, params, x, check="never")
+
+
+def test_no_example_does_not_use_up_the_first_check(looked_at):
+    params, x = {"w": draw(6, 5)}, draw(4, 3, 6)
+    call = functools.partial(dpj.clipped_grad_sum, dense, params, max_grad_norm=1.0)
+    call(x[:0])
+    call(x, mask=np.zeros(4, bool))
+    assert not any(looked_at)
+    call(x, mask=np.array([False, True, False, False]))
+    assert looked_at[-1] == [1]
+
+
+def kinked(p, x):
+    """A step at a number that rounding decides about."""
+    h = x @ p["w"]
+    return jnp.sum(jnp.where(jnp.sin(1e7 * h) > 0, h, 2 * h))
+
+
+def cancelling(p, x):
+    """A small difference of large numbers."""
+    h = 1e6 * jnp.sum(x @ p["w"])
+    return jnp.sin(h) + jnp.cos(h)
+
+
+@pytest.mark.parametrize("loss", [kinked, cancelling])
+def test_losses_that_amplify_rounding_raise_no_alarm(loss):
+    params, x = {"w": draw(30, 20)}, draw(6, 5, 30)
+    for function, _ in FUNCTIONS.values():
+        function(loss, params, x, method="book_keeping", check="always")
+
+
+def test_a_fault_in_a_loss_that_amplifies_rounding_is_seen(monkeypatch):
+    """Rounding excuses a difference only if it moves plain autodiff as far."""
+    plant(monkeypatch, "dot_general", "weighted_sum")
+    ill = lambda p, x: jnp.sum(jnp.tanh(3e3 * (x @ p["w"]) / 1e3))  # noqa: E731
+    with pytest.raises(dualdp.ExactnessError, match=FAILED):
+        dpj.clipped_grad_sum(
+            ill, {"w": draw(6, 5)}, draw(4, 3, 6), max_grad_norm=0.1, method="book_keeping"
+        )
+
+
+def test_a_loss_that_is_no_function_is_stopped():
+    """What draws anew at each call has no gradient that could be clipped."""
+
+    def noisy(p, x):
+        noise = jax.pure_callback(
+            lambda: RNG.normal(size=3).astype(np.float32), jax.ShapeDtypeStruct((3,), np.float32),
+            vmap_method="sequential",
+        )  # fmt: skip
+        return jnp.sum(x * p["w"] * noise)
+
+    with pytest.raises(dualdp.ExactnessError, match=FAILED):
+        dpj.per_sample_grads(noisy, {"w": draw(3)}, draw(4, 3))

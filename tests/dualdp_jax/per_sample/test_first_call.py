@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the first step of an engine traces and compiles: counted, never timed."""
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import dualdp_jax as dpj
+from dualdp import PrivacyPlan
+
+N = 16
+traced = Counter()
+
+
+def loss(params, x, y):
+    traced["loss"] += 1
+    return jnp.sum((jnp.tanh(x @ params["a"]) @ params["b"] - y) ** 2)
+
+
+def run(method="auto", **options):
+    """A run of two steps, both checked."""
+    rng = np.random.default_rng(0)
+    params = {"a": rng.normal(size=(7, 90)), "b": rng.normal(size=(90, 30))}
+    params = jax.tree.map(lambda leaf: leaf.astype(np.float32), params)
+    data = rng.normal(size=(N, 3, 7)).astype("f"), rng.normal(size=(N, 3, 30)).astype("f")
+    plan = PrivacyPlan(
+        num_examples=N, expected_batch_size=8, num_steps=2, noise_multiplier=1.0,
+        max_grad_norm=0.1, delta=1e-3, physical_batch_size=8, seed=1,
+        sampler="shuffle",
+    )  # fmt: skip
+    engine = dpj.PrivacyEngine()
+    step, state, loader = engine.make_private(
+        loss_fn=loss, params=params, optimizer=optax.sgd(0.1), data=data, plan=plan,
+        method=method, checks=1, **options,
+    )  # fmt: skip
+    for batch in loader.remaining():
+        state, _ = step(state, batch)
+    return engine
+
+
+@pytest.mark.parametrize("method", ["auto", "book_keeping", "two_pass", "materialize", "vmap"])
+def test_the_loss_is_traced_twice_at_most(method):
+    """Once for all programs; "vmap" and "loop" differentiate the user's own function."""
+    traced.clear()
+    run(method)
+    assert traced["loss"] <= (2 if method == "vmap" else 1)
+
+
+def test_three_programs_are_compiled_and_no_more_at_later_steps(caplog):
+    """The clipped sum, the reference of the checks, and the update; each of them is run."""
+    with jax.log_compiles():
+        run()
+    lines = [record.getMessage() for record in caplog.records]
+    names = Counter(line.split()[4] for line in lines if "Finished XLA compilation" in line)
+    ours = {
+        name: count
+        for name, count in names.items()
+        if "_add_chunk" in name or "subtract" in name or "_update" in name
+    }
+    assert set(ours.values()) == {1}, names
+    assert len(ours) == 3
+
+
+PROGRAM = """
+import json, sys
+from collections import Counter
+import jax.monitoring
+seen = Counter()
+jax.monitoring.register_event_listener(lambda name, **_: seen.update([name.rpartition("/")[2]]))
+sys.path.insert(0, ".")
+from tests.dualdp_jax.per_sample.test_first_call import run
+run()
+print(json.dumps(seen))
+"""
+
+
+@pytest.mark.slow
+def test_a_second_process_compiles_nothing_anew(tmp_path):
+    """With JAX's persistent compilation cache."""
+    settings = {
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+    found = []
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-c", PROGRAM], env={**os.environ, **settings}, text=True,
+            capture_output=True, check=True, timeout=300,
+        )  # fmt: skip
+        found.append(Counter(json.loads(done.stdout.splitlines()[-1])))
+    first, second = found
+    assert first["cache_misses"] > 2
+    assert second["cache_hits"] > 2
+    assert second["cache_misses"] == 0, second

@@ -1,0 +1,632 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks on one process with eight virtual devices, against one device."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import dualdp.units
+import dualdp_jax as dpj
+from dualdp import ExactnessError, UnsupportedLayerError, checkpoint, correlated
+from dualdp.plan.schedules import AdaptiveNorm
+from dualdp.randomness import bits, noise_bits
+from dualdp_jax.checkpoint.sharded import (
+    consolidate_checkpoint,
+    load_sharded_checkpoint,
+    save_sharded_checkpoint,
+)
+from dualdp_jax.noise import correlated as correlated_noise
+from dualdp_jax.noise import noise
+from dualdp_jax.parallel.mesh import DataMesh
+from tests.dualdp_jax.workers import launch
+from tests.dualdp_jax.workers.models import (
+    BOUND,
+    MODELS,
+    N,
+    arguments,
+    begin,
+    cnn,
+    distance,
+    mesh_of,
+    mlp,
+    place,
+    plan,
+    train,
+)  # fmt: skip
+
+#: Shape and names of a mesh, axis that splits parameters, axes that split examples.
+MESHES = {
+    "one": ((1,), ("data",), None, "data"),
+    "two": ((2,), ("data",), None, "data"),
+    "eight": ((8,), ("data",), None, "data"),
+    "eight, split": ((8,), ("data",), "data", "data"),
+    "two by four": ((2, 4), ("data", "model"), "model", "data"),
+    "replicas": ((2, 4), ("replica", "data"), "data", ("replica", "data")),
+}
+
+
+def where(name):
+    shape, names, split, data_axes = MESHES[name]
+    return {"mesh": mesh_of(shape, names), "split": split, "data_axes": data_axes}
+
+
+@cache
+def alone(model, dtype, **changes):
+    """Engine and last state of a run on one device."""
+    with jax.enable_x64(dtype == "float64"):
+        engine, *run = begin(MODELS[model](), dtype=dtype, run=plan(**changes))
+        return engine, train(*run)
+
+
+def same_as_alone(model, mesh, dtype="float32", **changes):
+    theirs, expected = alone(model, dtype, **changes)
+    with jax.enable_x64(dtype == "float64"):
+        checks = None if model == "mlp" and not changes else 0
+        engine, step, state, loader = begin(
+            MODELS[model](), dtype=dtype, run=plan(**changes), checks=checks, **where(mesh)
+        )
+        placed = jax.tree.map(lambda leaf: leaf.sharding, (state.params, state.opt_state))
+        state = train(step, state, loader)
+        assert placed == jax.tree.map(lambda leaf: leaf.sharding, (state.params, state.opt_state))
+        found = distance((state.params, state.opt_state), (expected.params, expected.opt_state))
+    assert state.step == 50
+    assert found <= BOUND[dtype], found
+    assert engine.get_epsilon(delta=1e-4) == theirs.get_epsilon(delta=1e-4)
+    sizes = {name: f._cache_size() for name, f in engine._run._jitted.items()}
+    assert sizes == {"add": 1, "collect": 1, "update": 1, "grads": 0}
+    return engine
+
+
+# ---------------------------------------------------------------------- the same run
+
+
+def fast():
+    same_as_alone("mlp", "eight, split", physical_batch_size=2)
+
+
+def mlp_everywhere():
+    """The others are in `fast` and in `small_physical_batches`."""
+    for mesh in ("one", "two", "two by four", "replicas"):
+        same_as_alone("mlp", mesh)
+
+
+def cnn_on_meshes():
+    """The third mesh, "eight, split", has it in float64."""
+    for mesh in ("eight", "two by four"):
+        same_as_alone("cnn", mesh)
+
+
+def gpt_on_meshes():
+    """The fourth mesh, "eight, split", has it in float64."""
+    for mesh in ("two by four", "replicas"):
+        same_as_alone("gpt", mesh)
+
+
+def float64():
+    for model, mesh in (("mlp", "eight"), ("cnn", "eight, split"), ("gpt", "eight, split")):
+        same_as_alone(model, mesh, "float64")
+
+
+def small_physical_batches():
+    """Two rows a device, where a share has three on average; others get five chunks."""
+    engine = same_as_alone("mlp", "eight", physical_batch_size=2)
+    batch = engine._run and plan(physical_batch_size=2).batch_indices(0)
+    assert len(batch) > 16
+
+
+def empty_shares():
+    """Three examples a step on eight devices; some draws are empty."""
+    sparse = {"expected_batch_size": 3, "physical_batch_size": 1}
+    sizes = [len(plan(**sparse).batch_indices(step)) for step in range(50)]
+    assert min(sizes) == 0
+    assert sum(size < 8 for size in sizes) > 40
+    for mesh in ("eight", "eight, split"):
+        same_as_alone("mlp", mesh, **sparse)
+
+
+def views():
+    """Keys of views are those of the plan, whatever device has the example."""
+
+    def augment(example, key):
+        x, *others = example
+        return x + 0.1 * jax.random.normal(key, x.shape, x.dtype), *others
+
+    given = {"run": plan(physical_batch_size=2), "views": 3, "augment": augment}
+    ends = [train(*begin(mlp(), **given | at)[1:]) for at in ({}, where("eight, split"))]
+    assert distance(ends[1].params, ends[0].params) <= BOUND["float32"]
+
+
+def users():
+    """Whole users of one to five rows, some without any, and keys of their rows, by dropout."""
+    owners = dualdp.units.user_rows(np.sort(np.arange(N) ** 2 % 71), num_users=71)
+    assert owners.counts.min() == 0
+    changes = {"unit": "user", "rows_per_unit": 3, "num_examples": 71, "num_steps": 8}
+    given = {"run": plan(**changes, physical_batch_size=2), "users": owners}
+    for model in ("mlp", "gpt"):
+        with jax.enable_x64(True):
+            ends = [
+                train(*begin(MODELS[model](), dtype="float64", **given | at)[1:])
+                for at in ({}, where("eight"), where("eight, split"))
+            ]
+            assert distance(ends[1].params, ends[0].params) <= BOUND["float64"]
+            assert distance(ends[2].params, ends[0].params) <= BOUND["float64"]
+    engine, *run = begin(mlp(), **given | where("eight, split") | {"checks": 1.0})
+    train(*run, 4)
+    assert engine.ledger.last_check == 3
+
+
+def adaptive_and_per_layer():
+    for changes in ({"max_grad_norm": AdaptiveNorm(0.3)}, {"clipping": "per_layer"}):
+        params, loss, data = mlp()
+        nested = {"one": {"w": params["w"], "b": params["b"]}, "two": {"v": params["v"]}}
+        nested = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), nested)
+        ends, bounds = [], []
+        for mesh in (None, mesh_of((8,))):
+            given = arguments(({}, loss, data)) | {
+                "loss_fn": lambda p, x, y, loss=loss: loss(p["one"] | p["two"], x, y),
+                "params": nested,
+                "data_sharding": mesh and NamedSharding(mesh, P("data")),
+            }
+            engine = dpj.PrivacyEngine()
+            run = engine.make_private(plan=plan(**changes), **given)
+            ends.append(train(*run))
+            bounds.append(engine.ledger.max_grad_norm)
+        assert bounds[0] == bounds[1]
+        assert distance(ends[1].params, ends[0].params) <= 1e-5
+
+
+def relu_step_by_step():
+    """Rounding may flip a ReLU, so each step begins at the same parameters."""
+    for model in (mlp(jax.nn.relu), cnn(jax.nn.relu)):
+        _, step, state, loader = begin(model)
+        _, spread, theirs, other = begin(model, mesh=mesh_of((8,)), split="data")
+        for batch, again, _ in zip(loader.remaining(), other.remaining(), range(12), strict=False):
+            theirs = jax.tree.map(
+                lambda x, like: x if isinstance(x, int) else jax.device_put(x, like.sharding),
+                state,
+                theirs,
+            )
+            state, _ = step(state, batch)
+            found, _ = spread(theirs, again)
+            assert distance(found.params, state.params) <= 1e-5
+
+
+def norms_sums_and_gradients_are_the_same():
+    for model, mesh in (("mlp", "two by four"), ("cnn", "eight, split")):
+        stages = []
+        for at in ({}, where(mesh)):
+            engine, step, state, loader = begin(MODELS[model](), run=plan(num_steps=1), **at)
+            engine.keep_per_sample = True
+            train(step, state, loader)
+            stages.append(engine.stages())
+        for found in stages[1:]:
+            assert distance(found.unprotected_norms, stages[0].unprotected_norms) <= 1e-6
+            assert distance(found.unprotected_sum, stages[0].unprotected_sum) <= 1e-6
+            assert distance(found.unprotected_grads, stages[0].unprotected_grads) <= 1e-5
+
+
+def aux_and_metrics():
+    params, loss, data = mlp()
+    with_aux = lambda p, x, y: (loss(p, x, y), x[:2])  # noqa: E731
+    found = []
+    for at in ({}, where("eight")):
+        _, step, state, loader = begin((params, with_aux, data), has_aux=True, **at)
+        batch = next(iter(loader))
+        _, metrics = step(state, batch)
+        aux = [np.asarray(a)[c.mask] for a, c in
+               zip(metrics["unprotected_aux"], batch.chunks, strict=True)]  # fmt: skip
+        found.append((np.concatenate(aux), float(metrics["unprotected_loss"])))
+    np.testing.assert_array_equal(found[0][0], found[1][0])
+    assert abs(found[0][1] - found[1][1]) < 1e-6
+
+
+# ---------------------------------------------------------------------- noise
+
+
+def _noise_alone(kind, mesh=None, split=None, steps=2, **changes):
+    """What an optimizer that keeps the mean gets when the loss is constant: noise alone."""
+    params = {"w": np.zeros((64, 48)), "b": np.zeros(16), "odd": np.zeros((5, 7))}
+    model = params, lambda p, x, y: 0.0 * (p["w"].sum() + p["b"].sum() + p["odd"].sum()), mlp()[2]
+    keeper = optax.GradientTransformation(
+        lambda p: jax.tree.map(jnp.zeros_like, p),
+        lambda g, s, p=None: (jax.tree.map(lambda x: 0 * x, g), g),
+    )
+    seed = None if kind == "secure" else 5
+    run = plan(noise=kind, num_steps=steps, seed=seed, **changes)
+    _, step, state, loader = begin(model, mesh, split, run=run, optimizer=keeper)
+    return train(step, state, loader).opt_state
+
+
+#: Where parameters lie: on one device, on each of eight, and split over eight and over four.
+_PLACES = (
+    lambda: (),
+    lambda: (mesh_of((8,)), None),
+    lambda: (mesh_of((8,)), "data"),
+    lambda: (mesh_of((4,)), "data"),
+)
+
+
+def _same_bits(found):
+    for other in found[1:]:
+        for one, two in zip(*map(jax.tree.leaves, (found[0], other)), strict=True):
+            np.testing.assert_array_equal(np.asarray(one), np.asarray(two))
+    assert found[2]["w"].sharding.spec[0] == "data"
+
+
+def noise_is_that_of_one_device_bitwise():
+    """Of the same bits, which are fresh otherwise."""
+    plain, bits.fresh_bits = bits.fresh_bits, lambda size=64: bytes(range(size))
+    try:
+        for kind in ("fast", "secure"):
+            _same_bits([_noise_alone(kind, *at()) for at in _PLACES])
+    finally:
+        bits.fresh_bits = plain
+
+
+CORRELATED = {
+    "window": correlated.window([1.0, -0.6, 0.2]),
+    "band": correlated.band([2.0, 0.9, -0.5]),
+    "blt": correlated.blt(decays=[0.9, 0.4], scales=[0.2, 0.3]),
+}
+
+
+def correlated_noise_is_that_of_one_device_bitwise():
+    changes = {"num_steps": 4, "sampler": "fixed_order"}
+    shapes = {"w": (64, 48), "b": (16,), "odd": (5, 7)}
+    sums = {name: np.zeros(shape) for name, shape in shapes.items()}
+    for name in ("window", "blt"):
+        found = []
+        for at in _PLACES[:3]:
+            here = place(sums, *at(), "float32") if at() else jax.tree.map(jnp.float32, sums)
+            run = plan(correlation=CORRELATED[name], **changes)
+            drawn = noise.NoiseSource(run).drawn(
+                jax.tree.leaves(here), noise._free(run, 3, None), noise_bits(5, 3)
+            )
+            found.append(jax.tree.unflatten(jax.tree.structure(here), drawn.source))
+        _same_bits(found)
+    changes = {"steps": 4, "sampler": "fixed_order", "correlation": CORRELATED["band"]}
+    _same_bits([_noise_alone("fast", *at(), **changes) for at in _PLACES[:3]])
+
+
+def stddev_of_noise(mesh=None, split=None):
+    """Standard deviation of the noise in the sum, over what is declared, of 6,400 normals."""
+    run = plan()
+    kept = _noise_alone("fast", mesh, split)
+    flat = np.concatenate([np.asarray(leaf).ravel() for leaf in jax.tree.leaves(kept)])
+    return flat.std() * run.expected_batch_size_at(1) / run.noise_stddev(1)
+
+
+def noise_has_the_declared_scale():
+    for split in (None, "data"):
+        assert abs(stddev_of_noise(mesh_of((8,)), split) - 1) < 0.05
+
+
+def noise_of_every_shard_would_be_seen():
+    """The wrong twin: each shard adds noise of its own, and the sum of all is taken."""
+    plain = noise.noised_mean
+
+    def eight_times(sums, drawn):
+        key = jax.random.wrap_key_data(drawn.source.key, impl="threefry2x32")
+        for shard in range(7):
+            other = jax.random.key_data(jax.random.fold_in(key, 1000 + shard))
+            zero = jax.tree.map(jnp.zeros_like, sums)
+            more = plain(zero, drawn._replace(source=drawn.source._replace(key=other)))
+            size = drawn.expected_batch_size
+            sums = jax.tree.map(lambda g, m: g + m * size, sums, more)  # noqa: B023
+        return plain(sums, drawn)
+
+    from dualdp_jax.training import step
+
+    step.noised_mean = eight_times
+    try:
+        found = stddev_of_noise(mesh_of((8,)))
+    finally:
+        step.noised_mean = plain
+    assert abs(found - 8**0.5) < 0.15
+    assert not abs(found - 1) < 0.05
+
+
+# ---------------------------------------------------------------------- compiled programs
+
+
+def _programs(split, **changes):
+    """Compiled text of the functions of a step, by name, and the parameters' bytes."""
+    params = {"w": np.ones((64, 48)), "v": np.ones((48, 8))}
+    model = params, lambda p, x, y: jnp.sum(jnp.tanh(x @ p["w"][:12]) @ p["v"]) * (1 + y), mlp()[2]
+    at = {"mesh": mesh_of((8,)), "split": split}
+    engine, step, state, loader = begin(model, run=plan(num_steps=1, **changes), **at)
+    run, batch = engine._run, next(iter(loader))
+    computed = run.computed(state.params, batch, np.zeros(2, np.uint32), 0.5)
+    (arrays, rows), *_ = computed.inputs
+    totals, dropout = run._nothing, np.zeros(2, np.uint32)
+    add = run._jitted["add"].lower(*arrays, totals, rows, dropout, np.float32(1)).compile()
+    collect = run._jitted["collect"].lower(totals).compile()
+    whole = run._jitted["collect"](totals)
+    release = engine.ledger.record(0)
+    drawn = engine._source.drawn(whole.sums, release, noise_bits(5, 0))
+    update = run._jitted["update"].lower(arrays[0], state.opt_state, whole, drawn).compile()
+    texts = {"add": add.as_text(), "collect": collect.as_text(), "update": update.as_text()}
+    if run.plan.is_correlated:
+        held = engine._source._held
+        key = np.zeros(2, np.uint32)
+        texts["normals"] = noise._drawing(held.layout).lower(key).compile().as_text()
+        given = (list(drawn.source), tuple(held.kept), np.zeros(len(held.kept)))
+        texts["filter"] = correlated_noise._added.lower(*given).compile().as_text()
+    return texts, 4 * sum(leaf.size for leaf in params.values())
+
+
+_COLLECTIVE = re.compile(
+    r" = (.*?) (all-reduce|reduce-scatter|all-gather|all-to-all|collective-permute)(?:-start)?\("
+)
+_SHAPE = re.compile(r"f32\[([\d,]*)\]")
+
+
+def moved(text):
+    """Kind of collective -> bytes of what it gives on one device, of a compiled program."""
+    found = {}
+    for shapes, kind in _COLLECTIVE.findall(text):
+        sizes = [int(np.prod([int(n) for n in s.split(",") if n])) for s in _SHAPE.findall(shapes)]
+        found[kind] = found.get(kind, 0) + 4 * sum(sizes)
+    return found
+
+
+def each_sum_is_reduced_once():
+    texts, size = _programs(None)
+    assert moved(texts["add"]) == {}
+    assert list(moved(texts["collect"])) == ["all-reduce"]
+    assert size <= moved(texts["collect"])["all-reduce"] <= size + 64  # and the loss
+    assert moved(texts["update"]) == {}
+    texts, size = _programs("data")
+    assert moved(texts["add"]) == {"all-gather": size, "reduce-scatter": size // 8}
+    assert moved(texts["collect"]).get("all-reduce", 0) <= 64
+    assert moved(texts["update"]) == {}
+
+
+def no_device_holds_the_whole_noise():
+    whole = re.compile(r"\[(64,48|48,8|3072|384)\]")
+    texts, _ = _programs("data")
+    assert "8,48" in texts["update"]
+    assert not whole.search(texts["update"])
+    texts, _ = _programs(None)
+    assert whole.search(texts["update"]), "the check sees what it looks for"
+
+
+def no_device_draws_the_correlated_noise_of_another():
+    for name, strategy in CORRELATED.items():
+        texts, _ = _programs("data", sampler="fixed_order", correlation=strategy)
+        for program in ("update", "normals", "filter"):
+            assert "8,48" in texts[program]
+            assert not re.search(r"\[(\d+,)?(64,48|48,8|3072|384)\]", texts[program]), (
+                name,
+                program,
+            )
+            assert moved(texts[program]) == {}
+
+
+# ---------------------------------------------------------------------- loops of the user's own
+
+
+def own_loop():
+    """make_loader, clipped_grad_sum and add_noise in one jitted step; the noise is the same."""
+    ends = []
+    for mesh in (None, mesh_of((8,))):
+        given = arguments(mlp(), mesh, "data" if mesh else None)
+        run, engine = plan(num_steps=6, physical_batch_size=8), dpj.PrivacyEngine()
+        loader = engine.make_loader(
+            data=given["data"], plan=run, data_sharding=given["data_sharding"]
+        )
+        optimizer = optax.chain(dpj.add_noise(run), optax.sgd(0.1))
+        params = given["params"]
+
+        @jax.jit
+        def update(params, opt_state, sums, key):
+            updates, opt_state = optimizer.update(sums, opt_state, params, key=key)  # noqa: B023
+            return optax.apply_updates(params, updates), opt_state
+
+        opt_state = optimizer.init(params)
+        for batch in loader.remaining():
+            engine.record()
+            total = [dpj.clipped_grad_sum(given["loss_fn"], params, c).grads for c in batch.chunks]
+            total = jax.tree.map(lambda *parts: sum(parts), *total)
+            if batch.step == 0:
+                # Another plan object, since the noise of this run is handed out once.
+                ends.append(dpj.noisy_mean(total, plan(num_steps=6, physical_batch_size=8), 0))
+            params, opt_state = update(params, opt_state, total, dpj.noise_keys(1)[0])
+        ends.append(params)
+        engine.detach()
+    assert distance(ends[2], ends[0]) <= 1e-5
+    assert distance(ends[3], ends[1]) <= 1e-5
+
+
+def explicit_axes():
+    """A mesh as jax.make_mesh gives it by default, whose types say where arrays lie."""
+    mesh = mesh_of((8,), kind=AxisType.Explicit)
+    _, *run = begin(mlp(), mesh, "data")
+    state = train(*run)
+    assert distance(state.params, alone("mlp", "float32")[1].params) <= 1e-5
+
+
+# ---------------------------------------------------------------------- checkpoints
+
+
+def checkpoints_load_on_other_meshes():
+    """Saved on eight devices; goes on with eight, with two by four, and with one."""
+    changes = {"num_steps": 6, "physical_batch_size": 4}
+    expected = alone("cnn", "float32", **changes)[1]
+    places = [{"mesh": mesh_of((8,)), "split": "data"}, where("two by four"), {}]
+    for kind, (save, load) in _KINDS.items():
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name, "saved")
+            folder.mkdir()
+            engine, step, state, loader = begin(cnn(), run=plan(**changes), **places[0])
+            state = train(step, state, loader, 3)
+            save(folder / "run", state=state, engine=engine)
+            engine.detach()
+            if kind == "folder":
+                consolidate_checkpoint(folder / "run", folder / "one")
+            others = places if kind == "folder" else places[:1]
+            for number, at in enumerate(others):  # each from a copy, or it would be a replay
+                copy = Path(name, str(number))
+                shutil.copytree(folder, copy)
+                _goes_on(load, copy / "run", at, state, expected)
+            if kind == "folder":
+                _goes_on(_KINDS["file"][1], folder / "one", {}, state, expected)
+
+
+_KINDS = {
+    "file": (dpj.save_checkpoint, dpj.load_checkpoint),
+    "folder": (save_sharded_checkpoint, load_sharded_checkpoint),
+}
+
+
+def _goes_on(load, path, at, state, expected):
+    given = arguments(cnn(), **at)
+    like = dpj.TrainState.create(given["params"], given["optimizer"])
+    found, engine = load(path, like=like)
+    assert distance(found.params, state.params) == 0
+    assert found.params["v"].sharding == like.params["v"].sharding
+    step, found, loader = engine.resume(**given)
+    again = train(step, found, loader)
+    assert distance(again.params, expected.params) <= 1e-5
+    assert (again.step, len(engine.ledger)) == (6, 6)  # nothing ran again
+    engine.detach()
+
+
+def a_consolidated_folder_is_the_file():
+    """The very file that save_checkpoint writes, bfloat16 and all."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        given = arguments(mlp(), mesh_of((8,)), "data")
+        given["params"]["b"] = jax.device_put(
+            given["params"]["b"].astype(jnp.bfloat16), given["params"]["b"].sharding
+        )
+        engine = dpj.PrivacyEngine()
+        step, state, loader = engine.make_private(plan=plan(seed=None, num_steps=4), **given)
+        state = train(step, state, loader, 2)
+        save_sharded_checkpoint(folder / "run", state=state, engine=engine)
+        dpj.save_checkpoint(folder / "file", state=state, engine=engine)
+        (folder / "elsewhere").mkdir()
+        consolidate_checkpoint(folder / "run", folder / "elsewhere" / "file")
+        (theirs, document), (ours, other) = (
+            checkpoint.read(path) for path in (folder / "file", folder / "elsewhere" / "file")
+        )
+        assert other["ledger"].pop("file") == "../" + document["ledger"].pop("file")
+        assert other == document
+        assert ours.keys() == theirs.keys()
+        for key, array in ours.items():
+            assert array.dtype == theirs[key].dtype
+            np.testing.assert_array_equal(array, theirs[key])
+        engine.detach()
+        like = dpj.TrainState.create(given["params"], given["optimizer"])
+        found, _ = dpj.load_checkpoint(folder / "elsewhere" / "file", like=like)
+        assert found.params["b"].dtype == jnp.bfloat16
+
+
+def an_interrupted_sharded_save_leaves_the_older_one():
+    import orbax.checkpoint as ocp
+
+    with tempfile.TemporaryDirectory() as name:
+        path = Path(name, "run")
+        engine, step, state, loader = begin(
+            mlp(), run=plan(num_steps=4), mesh=mesh_of((8,)), split="data"
+        )
+        first = train(step, state, loader, 1)
+        save_sharded_checkpoint(path, state=first, engine=engine)
+        second = train(step, first, loader, 1)
+        plain = ocp.JsonCheckpointHandler.finalize
+
+        def full(self, *args, **options):
+            raise OSError("no space left on device")
+
+        ocp.JsonCheckpointHandler.finalize = full
+        try:
+            with pytest.raises(Exception, match="no space left"):
+                save_sharded_checkpoint(path, state=second, engine=engine)
+        finally:
+            ocp.JsonCheckpointHandler.finalize = plain
+        engine.detach()
+        given = arguments(mlp(), mesh_of((8,)), "data")
+        like = dpj.TrainState.create(given["params"], given["optimizer"])
+        found, engine = load_sharded_checkpoint(path, like=like)
+        assert found.step == 1
+        assert distance(found.params, first.params) == 0
+        step, found, loader = engine.resume(**given)
+        found = train(step, found, loader, 1)
+        assert len(engine.ledger) == 3, "the second step ran again"
+        save_sharded_checkpoint(path, state=found, engine=engine)
+        assert [entry.name for entry in path.iterdir() if entry.name.isdigit()] == ["2"]
+
+
+# ---------------------------------------------------------------------- faults
+
+
+def a_share_that_two_shards_have_is_seen():
+    """Planted: every shard reads the rows of the first."""
+    plain = DataMesh.rows
+
+    def wrong(self, array, at=None):
+        at = np.arange(len(array)) if at is None else at
+        return plain(self, array, np.tile(at[: len(at) // self.num_shards], self.num_shards))
+
+    DataMesh.rows = wrong
+    try:
+        with pytest.raises((AssertionError, ExactnessError)):
+            same_as_alone("mlp", "eight")
+    finally:
+        DataMesh.rows = plain
+
+
+def refusals():
+    mesh, other = mesh_of((8,)), mesh_of((4, 2), ("data", "model"))
+    params = place(mlp()[0], other, "model", "float32")
+    given = [
+        (TypeError, "data_sharding is a Mesh", {"data_sharding": mesh}),
+        (ValueError, "which splits no examples", {"data_sharding": NamedSharding(mesh, P())}),
+        (ValueError, "splits axis 0, the examples",
+         {"data_sharding": NamedSharding(other, P("data", "model"))}),
+        (ValueError, "data_sharding is missing", {"data_sharding": None, "params": params}),
+        (ValueError, "Expected both on one mesh",
+         {"data_sharding": NamedSharding(mesh, P("data")), "params": params}),
+    ]  # fmt: skip
+    for kind, text, changes in given:
+        with pytest.raises(kind, match=text):
+            dpj.PrivacyEngine().make_private(plan=plan(), **{**arguments(mlp()), **changes})
+    at = {"mesh": mesh_of((2, 4), ("data", "model")), "split": "model", "method": "vmap"}
+    _, step, state, loader = begin(cnn(), **at)
+    with pytest.raises(UnsupportedLayerError, match="XLA computes wrong gradients"):
+        train(step, state, loader, 1)
+
+
+FAST = [fast]
+OPTIMIZED = [
+    each_sum_is_reduced_once, no_device_holds_the_whole_noise,
+    no_device_draws_the_correlated_noise_of_another, correlated_noise_is_that_of_one_device_bitwise,
+]  # fmt: skip
+SLOW = [
+    mlp_everywhere, cnn_on_meshes, gpt_on_meshes, float64, small_physical_batches, empty_shares,
+    views, users, adaptive_and_per_layer, relu_step_by_step, norms_sums_and_gradients_are_the_same,
+    aux_and_metrics, noise_is_that_of_one_device_bitwise, noise_has_the_declared_scale,
+    noise_of_every_shard_would_be_seen, own_loop, explicit_axes, checkpoints_load_on_other_meshes,
+    a_consolidated_folder_is_the_file, an_interrupted_sharded_save_leaves_the_older_one,
+    a_share_that_two_shards_have_is_seen, refusals,
+]  # fmt: skip
+CHECKS = {"fast": FAST, "optimized": OPTIMIZED, "slow": SLOW}
+
+if __name__ == "__main__":
+    kind = sys.argv[4]
+    jax.config.update("jax_disable_most_optimizations", kind != "optimized")  # to compile faster
+    assert N % 8
+    launch.say(launch.checked(CHECKS[kind]))

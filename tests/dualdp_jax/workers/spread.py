@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls inside a `shard_map` or over arrays that `jit` spreads, on four virtual devices."""
+
+from __future__ import annotations
+
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import dualdp_jax as dpj
+from dualdp import UnsupportedLayerError
+from dualdp_jax.per_sample.methods import METHODS
+from tests.dualdp_jax.workers import launch
+
+ALL = (*METHODS, "auto")
+RULED = tuple(method for method in ALL if method not in {"vmap", "loop"})
+BOUND = 0.1
+
+
+def draw(rng, *shape, scale=0.5):
+    return jnp.asarray(scale * rng.normal(size=shape), jnp.float32)
+
+
+def convolved(x, w):
+    names = ("NHWC", "HWIO", "NHWC")
+    return jax.lax.conv_general_dilated(x[None], w, (1, 1), "SAME", dimension_numbers=names)[0]
+
+
+def models():
+    """Name -> (loss, parameters, batch of eight)."""
+    rng = np.random.default_rng(0)
+    shapes = {"t": (16, 8), "w": (8, 8), "b": (8,), "r": (8, 8), "v": (4, 8), "s": (8,)}
+    many = {name: draw(rng, *shape) for name, shape in shapes.items()}
+
+    def recurrent(p, ids, x):
+        step = lambda h, row: (jnp.tanh(h @ p["r"] + row), h)  # noqa: E731
+        rows = jnp.tanh(p["t"][ids] @ p["w"] + p["b"])
+        states = jax.lax.scan(step, x @ p["v"], rows)[1]
+        return jnp.sum(states**2) + jnp.sum(p["t"][ids[:2]].sum(0) * p["s"])
+
+    def tied(p, ids):
+        scores = jax.nn.log_softmax(jnp.tanh(p["e"][ids] @ p["w"]) @ p["e"].T)
+        return -jnp.take_along_axis(scores, ids[:, None], 1).mean()
+
+    ids = jnp.asarray(rng.integers(0, 16, (8, 6)))
+    wide = {"e": draw(rng, 300, 40), "w": draw(rng, 40, 40)}
+    kernel = {"k": draw(rng, 3, 3, 2, 4), "h": draw(rng, 8)}
+    signs = draw(rng, 8, 8, 96)
+    near = 1 + 1e-4 * draw(rng, 8, 8, 96)
+    return {
+        "square": (lambda p, x: jnp.sum((x @ p["w"] - 1) ** 2), {"w": jnp.ones(3)},
+                   (draw(rng, 8, 3),)),
+        "recurrent": (recurrent, many, (ids, draw(rng, 8, 4))),
+        "tied": (tied, wide, (jnp.asarray(rng.integers(0, 300, (8, 6))),)),
+        "convolution": (lambda p, x: jnp.sum(
+            jnp.tanh(convolved(x, p["k"])) @ p["h"].reshape(4, 2, order="F") ** 2),
+            kernel, (draw(rng, 8, 6, 6, 2),)),
+        "cancelling": (lambda p, x, y: jnp.sum((x @ p["w"]) * y), {"w": jnp.zeros((96, 96))},
+                       (near, signs - signs.mean(1, keepdims=True))),
+    }  # fmt: skip
+
+
+def mesh_of(shape=(4,), names=("d",)):
+    return jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(names))
+
+
+def results(loss, params, batch, method, **options):
+    """What the three calls give."""
+    options = {"method": method, "check": "off", **options}
+    found = dpj.clipped_grad_sum(loss, params, *batch, max_grad_norm=BOUND, **options)
+    norms = dpj.per_sample_norms(loss, params, *batch, per_parameter=True, **options)
+    return found.grads, found.norms, norms, dpj.per_sample_grads(loss, params, *batch, **options)
+
+
+def assert_same(ours, theirs, bound=1e-5):
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        assert a.shape == b.shape
+        assert np.abs(a - b).max() <= bound * np.abs(b).max() + 1e-12
+
+
+def on_devices(loss, params, batch, method, wrap=jax.jit, mesh=None, check_vma=True, **options):
+    """The same inside a shard_map over the examples."""
+
+    def one(params, *batch):
+        sums, *rest = results(loss, params, batch, method, **options)
+        return jax.lax.psum(sums, "d"), *rest
+
+    specs = (P(), *[P("d")] * len(batch))
+    out = (P(), P("d"), P("d"), P("d"))
+    run = jax.shard_map(one, mesh=mesh or mesh_of(), in_specs=specs, out_specs=out,
+                        check_vma=check_vma)  # fmt: skip
+    return wrap(run)(params, *batch)
+
+
+# ---------------------------------------------------------------------- shard_map
+
+
+def every_method_in_a_shard_map_is_right():
+    model = models()["square"]
+    truth = jax.jit(lambda p, *b: results(model[0], p, b, "loop"))(*model[1:2], *model[2])
+    for method in ALL:
+        assert_same(on_devices(*model, method), truth)
+
+
+def every_model_in_a_shard_map_is_right():
+    """By each method with rules; what has none meets the square above."""
+    for name, (loss, params, batch) in models().items():
+        truth = jax.jit(lambda p, *b: results(loss, p, b, "loop"))(params, *batch)  # noqa: B023
+        bound = 1e-3 if name == "cancelling" else 1e-5
+        for method, size in (*((method, None) for method in RULED), ("auto", 1), ("two_pass", 1)):
+            found = on_devices(loss, params, batch, method, physical_batch_size=size)
+            assert_same(found, truth, bound)
+
+
+def outside_jit_and_without_types_too():
+    model = models()["square"]
+    truth = jax.jit(lambda p, *b: results(model[0], p, b, "loop"))(model[1], *model[2])
+    for method in ("auto", "book_keeping", "vmap"):
+        assert_same(on_devices(*model, method, wrap=lambda f: f), truth)
+        assert_same(on_devices(*model, method, check_vma=False), truth)
+
+
+def examples_on_one_of_two_axes():
+    """Parameters vary over the axis of the examples and over no other."""
+    for name in ("square", "recurrent"):
+        loss, params, batch = models()[name]
+        truth = jax.jit(lambda p, *b: results(loss, p, b, "loop"))(params, *batch)  # noqa: B023
+        mesh = mesh_of((2, 2), ("d", "other"))
+        assert_same(on_devices(loss, params, batch, "book_keeping", mesh=mesh), truth)
+
+
+def a_masked_chunk_is_left_out():
+    loss, params, batch = models()["recurrent"]
+    mask = np.arange(8) % 4 < 1
+    options = {"max_grad_norm": BOUND, "method": "book_keeping", "check": "off"}
+
+    def one(params, mask, *batch):
+        found = dpj.clipped_grad_sum(
+            loss, params, *batch, mask=mask, physical_batch_size=1, **options
+        )
+        return jax.lax.psum(found.grads, "d")
+
+    specs = (P(), *[P("d")] * (1 + len(batch)))
+    run = jax.jit(jax.shard_map(one, mesh=mesh_of(), in_specs=specs, out_specs=P()))
+    truth = dpj.clipped_grad_sum(loss, params, *batch, mask=mask, **options).grads
+    assert_same(run(params, mask, *batch), truth)
+
+
+def exchanges_inside_a_loss_are_refused():
+    for exchange in (
+        lambda x: jax.lax.pmean(x, "d"),
+        lambda x: jax.lax.all_gather(x, "d").sum(),
+        lambda x: jax.lax.ppermute(x, "d", [(0, 1), (1, 0)]),
+        lambda x: jax.jit(lambda x: jax.lax.psum(x, "d"))(x),
+    ):
+        loss = lambda p, x, e=exchange: jnp.sum((x @ p["w"] - e(jnp.sum(x))) ** 2)  # noqa: E731
+        for check_vma in (True, False):
+            with pytest.raises(UnsupportedLayerError, match="exchanges numbers between devices"):
+                on_devices(loss, {"w": jnp.ones((3, 2))}, (jnp.ones((8, 3)),), "auto",
+                           check_vma=check_vma)  # fmt: skip
+
+
+def split_parameters_are_refused():
+    """Their norm would be that of one device's part."""
+
+    def one(p, x):
+        norms = dpj.per_sample_norms(lambda p, x: jnp.sum(x) * p["b"], p, x)
+        return norms
+
+    mesh = mesh_of((2, 2), ("d", "m"))
+    params = {"w": jnp.ones(4), "b": jnp.ones(())}
+    specs = ({"w": P("m"), "b": P()}, P("d"))
+    run = jax.shard_map(one, mesh=mesh, in_specs=specs, out_specs=P("d"))
+    with pytest.raises(UnsupportedLayerError, match=r"\['w'\] differ between devices over which"):
+        run(params, jnp.ones((8, 3)))
+
+
+# ---------------------------------------------------------------------- jit
+
+
+def own_kernel(p, x):
+    """A convolution kernel that depends on the example."""
+    kernel = p["w"] * jax.nn.sigmoid(x.mean((0, 1)) @ p["g"])
+    return jnp.sum(jnp.tanh(convolved(x, kernel)) ** 2)
+
+
+def own_kernel_inside_jit(p, x):
+    """The same, where no parameter is in sight."""
+    seen = jax.jit(convolved)(x, x[:3, :3, :, None] * jnp.ones(4))
+    return jnp.sum(jnp.tanh(seen @ p["g"]) ** 2) + jnp.sum(p["w"] ** 2)
+
+
+def plain_kernel(p, x):
+    return jnp.sum(jnp.tanh(convolved(x, p["w"]) @ p["g"]) ** 2)
+
+
+def kernels_are_right_where_jit_spreads_the_batch():
+    rng = np.random.default_rng(1)
+    params = {"w": draw(rng, 3, 3, 4, 4), "g": draw(rng, 4, 4)}
+    batch = (draw(rng, 8, 6, 6, 4),)
+    mesh = mesh_of()
+    whole, rows = NamedSharding(mesh, P()), NamedSharding(mesh, P("d"))
+    for loss in (own_kernel, own_kernel_inside_jit, plain_kernel):
+        call = lambda method, p, *b: results(loss, p, b, method)  # noqa: B023, E731
+        truth = jax.jit(lambda p, *b: call("loop", p, *b))(params, *batch)  # noqa: B023
+        for method in ALL:
+            run = jax.jit(lambda p, *b: call(method, p, *b), in_shardings=(whole, rows))  # noqa: B023
+            assert_same(run(params, *batch), truth)
+
+
+FAST = [every_method_in_a_shard_map_is_right]
+CHECKS = [
+    every_model_in_a_shard_map_is_right, outside_jit_and_without_types_too,
+    examples_on_one_of_two_axes, a_masked_chunk_is_left_out, exchanges_inside_a_loss_are_refused,
+    split_parameters_are_refused,
+    kernels_are_right_where_jit_spreads_the_batch,
+]  # fmt: skip
+
+if __name__ == "__main__":
+    jax.config.update("jax_disable_most_optimizations", True)  # to compile faster
+    launch.say(launch.checked(FAST if sys.argv[4] == "fast" else CHECKS))
