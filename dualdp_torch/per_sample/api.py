@@ -28,7 +28,6 @@ from dualdp_torch.per_sample.clip import (
 )
 from dualdp_torch.per_sample.gradients import Captured, Formed, Limits, added_up
 from dualdp_torch.per_sample.parameter_use import never_compiled
-from dualdp_torch.per_sample.tensor_parallel import refuse_handing_out
 from dualdp_torch.per_sample.units import mark_of, require_bound
 from dualdp_torch.per_sample.vmap_and_loop import reweighted
 from dualdp_torch.rules.base import Tensor, is_narrow, wide
@@ -110,7 +109,6 @@ def per_sample_grads(
         rows_per_unit=rows_per_unit,
         row_weights=row_weights,
     )
-    refuse_handing_out(call.split)
     found: list[dict[str, Tensor]] = []
     auxes: list[tuple[Any, int]] = []
     for _, _, formed in _of_chunks(call, _grads, auxes):
@@ -261,8 +259,6 @@ def clipped_grad_sum(
     bounds = clipping_bounds(call.parameters, clipping, max_grad_norm)
     require_bound(found, max_grad_norm)
     refuse_two_pass(method, clipping)
-    if call.split is not None:
-        call.split.group.require_same("max_grad_norm", bounds)
     grads: dict[str, Tensor] = {}
     auxes: list[tuple[Any, int]] = []
     norms, losses = [], []

@@ -173,12 +173,6 @@ def check_losses(losses: Any, n: int) -> Tensor:
             f"loss_fn returned {what}. Expected a floating-point tensor of shape ({n},): one loss "
             "per example; has_aux=True allows (losses, aux)."
         )
-    if hasattr(losses, "device_mesh"):
-        raise TypeError(
-            "loss_fn returned a DTensor, of which a process may hold a part. Expected a plain "
-            "tensor: outputs of the model that are whole (use_local_output=True, Replicate()), or "
-            "losses.full_tensor()."
-        )
     if losses.shape != (n,):
         k = n // len(losses) if losses.dim() == 1 and len(losses) and n % len(losses) == 0 else 1
         units = f" If {k} rows are one unit, such as a pair, give rows_per_unit={k}."

@@ -14,7 +14,7 @@ from torch import nn
 from dualdp import _validate
 from dualdp._validate import UnsupportedLayerError
 from dualdp.exactness import CHECKS
-from dualdp_torch.parallel.tensor_parallel import TensorParallel, local_of, split_of
+from dualdp_torch.parallel.fsdp import check_sharded, local_of
 from dualdp_torch.per_sample.analysis_cache import AnalysisCache, cached_analyses
 from dualdp_torch.per_sample.batch import Batch, check_losses, split_aux
 from dualdp_torch.per_sample.capture import Capture
@@ -30,7 +30,6 @@ from dualdp_torch.per_sample.parameter_use import (
     trainable_parameters,
 )
 from dualdp_torch.per_sample.random_state import Start, on_copies, untouched_generators
-from dualdp_torch.per_sample.tensor_parallel import refuse_vmap, same_draws, whole_norms
 from dualdp_torch.per_sample.units import of_units
 from dualdp_torch.per_sample.vmap_and_loop import by_loop, by_vmap, gradients_set_aside
 from dualdp_torch.rules.base import Tensor
@@ -75,7 +74,6 @@ class Call:
         was_compared: True once they were compared.
         drawn: seed of what is compared, or None for the next one of the cache.
         start: state before the forward that the gradients come from, or None if it was not kept.
-        split: pieces of a tensor parallel model, or None for another model.
     """
 
     loss_fn: LossFn
@@ -94,7 +92,6 @@ class Call:
     was_compared: bool = False
     drawn: int | None = None
     start: Start | None = None
-    split: TensorParallel | None = None
 
     @classmethod
     def checked(
@@ -136,15 +133,10 @@ class Call:
         ):
             came = (tuple(mask.shape), mask.dtype) if torch.is_tensor(mask) else type(mask)
             raise ValueError(f"mask is {came}. Expected a bool tensor of shape ({examples.n},).")
-        split = split_of(model, method)
+        check_sharded(model, method)
         parameters = trainable_parameters(model)
         if max_memory is not None:
             max_memory = _validate.integer("max_memory", max_memory, minimum=1)
-        if split is not None:
-            settings = has_aux, physical_batch_size, max_memory, check, (method, *purpose)
-            split.group.require_same("the settings of the call", settings)
-            held = examples.tensors() if mask is None else [*examples.tensors(), mask]
-            split.require_same_batch(held)
         return cls(
             loss_fn,
             model,
@@ -158,7 +150,6 @@ class Call:
             cached_analyses(model, loss_fn, examples),
             check,
             (method, *purpose),
-            split=split,
         )
 
     def chunks(self) -> Iterator[Call]:
@@ -192,12 +183,10 @@ class Call:
             self.cache.bytes_each[keep] = max(self._bytes_per_example(keep), 1)
         each, most = self.cache.bytes_each[keep], self.max_memory
         if most is None:
-            if self.split is None and each * self.batch.n < SURELY_FREE:
+            if each * self.batch.n < SURELY_FREE:
                 return
             most = int(PART * free_memory(self.batch.tensors()[0].device))
         size = max(1, most // each)
-        if self.split is not None:  # as many chunks on all processes
-            size = min(self.split.group.gather("the size of a chunk", size))
         self.chunk = size if self.chunk is None else min(size, self.chunk)
 
     def _bytes_per_example(self, keep: str) -> int:
@@ -243,7 +232,6 @@ class Call:
             parameters=parameters,
             cache=cache,
             is_checked=True,
-            split=TensorParallel.of(model),
         )
 
     @contextlib.contextmanager
@@ -265,9 +253,7 @@ class Call:
     def gradients(self) -> tuple[Gradients, Tensor, Any]:
         """Return the gradients, the losses (n,), and aux."""
         with eagerly(), torch.enable_grad(), gradients_set_aside(self.parameters):
-            with same_draws(self.split, self.model):
-                gradients, losses, aux = self._by_method()
-        return whole_norms(gradients, self.split, self.batch.n), losses, aux
+            return self._by_method()
 
     def _by_method(self) -> tuple[Gradients, Tensor, Any]:
         """Return gradients, losses and aux by the call's method, or by another exact one."""
@@ -281,8 +267,7 @@ class Call:
             return self._by_vmap()
         try:
             found = self.captured()
-        except (_NoCapture, ChangedInPlaceError, SecondOrderError) as problem:
-            refuse_vmap(self.split, str(problem))
+        except (_NoCapture, ChangedInPlaceError, SecondOrderError):
             return self._by_vmap()
         written = [name for name, p in self.parameters.items() if p.grad is not None]
         if written:
@@ -312,7 +297,7 @@ class Call:
         """True if "auto" goes on by another way, since its numbers failed their first check."""
         if self.method != "auto" or self.purpose in self.cache.checked or self.cache.needs_loop:
             return False
-        if self.split is not None or self.is_definition:
+        if self.is_definition:
             return False
         if self.cache.problem is None:
             self.cache.give_up_uses(self.model, str(error))

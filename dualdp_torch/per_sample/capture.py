@@ -23,8 +23,6 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from dualdp._validate import UnsupportedLayerError
-from dualdp_torch.parallel.fsdp import is_sharded
-from dualdp_torch.parallel.tensor_parallel import local_of
 from dualdp_torch.per_sample.parameter_use import (
     REENTRANT,
     SECOND_ORDER,
@@ -39,7 +37,6 @@ from dualdp_torch.per_sample.parameter_use import (
     refuse_reentrant_checkpoints,
     refuse_transforms,
 )
-from dualdp_torch.per_sample.tensor_parallel import layout_of
 from dualdp_torch.rules import REWRITES, RULES
 from dualdp_torch.rules.base import Rule, Tensor
 
@@ -102,7 +99,6 @@ class Capture(TorchFunctionMode):
             rewrite
             and torch.is_grad_enabled()
             and any(map(self._is_parameter, _flat(args, kwargs)))
-            and not any(map(is_sharded, _flat(args, kwargs)))
             and not (rewrite.writes and self._is_parameter(args[0]))
             and rewrite.covers(args, kwargs)
         ):
@@ -184,12 +180,6 @@ class Capture(TorchFunctionMode):
 
     def _name(self, value: Tensor) -> str:
         if id(value) not in self._names:
-            if is_sharded(value):
-                raise UnsupportedLayerError(
-                    "A tensor computed from parameters of a tensor parallel model is used like one "
-                    f"(shape {tuple(value.shape)}). Expected the parameter itself; or use "
-                    'method="loop".'
-                )
             name = f"#{len(self.derived)}"
             self._names[id(value)], self.derived[name] = name, Derived(value, value._version)
         return self._names[id(value)]
@@ -319,27 +309,22 @@ class Capture(TorchFunctionMode):
         saved = acts if isinstance(acts, tuple) else () if acts is None else (acts,)
         # A function with an input in the graph saves tensors for its backward, so it runs again.
         is_left = frame is not None and any(tensor.requires_grad for tensor in saved)
-        is_cut = any(map(is_sharded, parameters.values()))
-        layout = layout_of(func, parameters) if is_cut else None
-        if layout is not None:
-            saved = tuple(map(layout.acts, saved))
         detached = () if is_left else tuple(tensor.detach() for tensor in saved)
         use = Use(
             function=func,
             rule=rule,
             held={slot: self._name(p) for slot, p in parameters.items()},
-            shapes={s: (local_of(p) if is_cut else p).shape for s, p in parameters.items()},
+            shapes={slot: p.shape for slot, p in parameters.items()},
             acts=detached
             if isinstance(acts, tuple) and not is_left
             else next(iter(detached), None),
             options=options,
             edge=get_gradient_edge(out),
-            out_shape=out.shape if layout is None else layout.shape(out),
+            out_shape=out.shape,
             position=self._seen - 1,
             can_skip=can_skip,
             versions=[(tensor, tensor._version) for tensor in detached],
             waits=is_left,
-            layout=layout,
         )
         if frame is not None:
             if self._recomputing:  # of a checkpoint in a checkpoint, which runs again by itself
@@ -418,7 +403,7 @@ class Capture(TorchFunctionMode):
                 raise
             raise UnsupportedLayerError(REENTRANT) from error
         for use, grad in zip(self.uses, found, strict=False):
-            use.receive(grad)
+            use.grads_out = grad
         leftover = found[len(self.uses) :]
         return [name for (name, _), g in zip(leaves, leftover, strict=True) if g is not None]
 

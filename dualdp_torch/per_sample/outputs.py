@@ -13,7 +13,6 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from dualdp._validate import UnsupportedLayerError
-from dualdp_torch.parallel.fsdp import is_sharded
 from dualdp_torch.per_sample.batch import Batch
 from dualdp_torch.rules.base import Tensor
 
@@ -94,12 +93,6 @@ def float_leaves(outputs: Any) -> list[Tensor]:
         for leaf in pytree.tree_leaves(outputs)
         if torch.is_tensor(leaf) and leaf.is_floating_point()
     ]
-    if any(map(is_sharded, found)):
-        raise UnsupportedLayerError(
-            "The model returned a DTensor. Expected tensors that every process holds whole, from "
-            "which the loop computes the same loss on all: RowwiseParallel() or "
-            "ColwiseParallel(output_layouts=Replicate()) of the last layer, with use_local_output."
-        )
     return [leaf for leaf in found if leaf.dim()] or found
 
 

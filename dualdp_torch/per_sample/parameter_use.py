@@ -124,7 +124,6 @@ class Use:
         versions: saved inputs with their versions at the call.
         waits: True if the inputs come when an activation checkpoint runs again.
         grads_out: gradient of the output, or None before it arrives.
-        layout: how tensors of a tensor parallel model become the pieces here; None for others.
     """
 
     function: Callable[..., Any]
@@ -140,13 +139,6 @@ class Use:
     versions: list[tuple[Tensor, int]] = field(default_factory=list)
     waits: bool = False
     grads_out: Tensor | None = None
-    layout: Any = None
-
-    def receive(self, grad: Tensor | None) -> None:
-        """Take the gradient of the output."""
-        self.grads_out = (
-            grad if grad is None or self.layout is None else self.layout.grads_out(grad)
-        )
 
     @property
     def signature(self) -> tuple[Any, ...]:

@@ -25,8 +25,7 @@ from torch.utils import _pytree as pytree
 
 from dualdp._validate import UnsupportedLayerError
 from dualdp.exactness import ExactnessError
-from dualdp_torch.parallel.fsdp import Shards, check_sharded, is_tensor_parallel
-from dualdp_torch.parallel.tensor_parallel import local_of, split_of
+from dualdp_torch.parallel.fsdp import Shards, check_sharded, local_of
 from dualdp_torch.per_sample.analysis_cache import AnalysisCache
 from dualdp_torch.per_sample.batch import Batch
 from dualdp_torch.per_sample.call import Call
@@ -67,15 +66,9 @@ from dualdp_torch.per_sample.parameter_use import (
     trainable_parameters,
 )
 from dualdp_torch.per_sample.random_state import (
-    RandomState,
     Start,
     on_copies,
     untouched_generators,
-)
-from dualdp_torch.per_sample.tensor_parallel import (
-    refuse_vmap,
-    require_same_draws,
-    whole_norms,
 )
 from dualdp_torch.per_sample.use_gradients import check_use
 from dualdp_torch.per_sample.vmap_and_loop import (
@@ -125,7 +118,6 @@ class Recorder:
         computes_loss: True if the model's forward computes the loss, too, so that only parameter
             uses are captured.
         shards: shards of a model under `fully_shard`, or None.
-        split: pieces of a tensor parallel model, or None.
     """
 
     def __init__(
@@ -137,7 +129,6 @@ class Recorder:
         rows_per_unit: int = 1,
     ) -> None:
         refuse_mixing_modules(model)
-        self.split = split_of(model, method)
         check_sharded(model, method)
         self.model, self.method, self.twins = model, method, twins or Twins()
         self.rows_per_unit, self.by_loop = rows_per_unit, method == "loop"
@@ -162,17 +153,16 @@ class Recorder:
         self._paused, self.is_inside, self._eager = False, False, contextlib.ExitStack()
         self._repeats = False  # True once a batch had several forwards
         self._autocast: tuple[tuple[str, torch.dtype], ...] = ()  # at the last forward's begin
-        self._before: RandomState | None = None  # before the forward, of a tensor parallel model
         self._leaf = torch.zeros((), requires_grad=True)
         self._numbers = itertools.count()
         self.forwards: list[Forward] = []
         self.clear()
         self._handles: list[Any] = [
-            # Before the hooks of FSDP and parallelize_module: ours may run other forwards first.
+            # Before the hooks of FSDP: ours may run other forwards first.
             model.register_forward_pre_hook(
                 self._enter,
                 with_kwargs=True,
-                prepend=self.shards is not None or self.split is not None,
+                prepend=self.shards is not None,
             ),
             model.register_forward_hook(self._leave, with_kwargs=True, always_call=True),
             *(node.register_prehook(partial(self._escaped, name)) for name, node in nodes),
@@ -264,8 +254,6 @@ class Recorder:
         is_due = self._is_due(forward)
         if self.method == "two_pass" or is_due:
             forward.start = Start.of(model, is_checked=is_due)
-        if problem:
-            refuse_vmap(self.split, problem)
         if self.method == "vmap" or problem:
             self._refuse_gradients_of_inputs(forward)
             self._without_graph = forward.by_vmap = True
@@ -294,9 +282,6 @@ class Recorder:
             self._refuse_other_rows(forward)
             self._refuse_other_examples(forward)
             self.require_inputs(forward.inputs())
-            if self.split is not None:
-                self.split.require_same_batch(forward.batch.tensors())
-                self._before = RandomState.of(self.model)
             self.forwards.append(forward)
             self.is_inside = True
             self.twins.enter_model(args, kwargs, forward.batch.num_rows)
@@ -319,7 +304,6 @@ class Recorder:
             forward.start = Start.of(self.model, is_checked=True)
         with self.pause(), eagerly():
             forward.alone = each_alone(self.model, call, forward.batch)
-            require_same_draws(self.split, self.model, self._before)
             outputs = joined(forward.alone, self.rows_per_unit)
         return self._hand_out(forward, outputs)
 
@@ -342,12 +326,6 @@ class Recorder:
 
     def require_unchanged(self) -> None:
         """Refuse a model that was cut, or whose parameters changed, since set-up."""
-        if is_tensor_parallel(self.model) != (self.split is not None):
-            raise RuntimeError(
-                "The model was cut by parallelize_module, or made whole, after set-up, which had "
-                "divided the examples for the model as it was. Expected parallelize_module, then "
-                "the optimizer, then make_private."
-            )
         current = trainable_parameters(self.model)
         if {self._names.get(id(p)) for p in current.values()} != set(self.parameters):
             changed = sorted(set(current) ^ set(self.parameters)) or sorted(current)
@@ -427,7 +405,6 @@ class Recorder:
         mode, forward = self._mode, self.forwards[-1]
         forward.has_drawn = forward.start is not None and forward.start.has_drawn(self.model)
         self._leave_forward()
-        require_same_draws(self.split, self.model, self._before)
         if forward.by_vmap:
             forward.end_by_vmap(self.model, self.parameters.values())
         if not forward.is_formed:
@@ -537,7 +514,7 @@ class Recorder:
             if use is None:  # its capture was given up
                 return
             forward.reached.add(use)
-            use.receive(grad.detach())
+            use.grads_out = grad.detach()
             if recorder.layered is not None:
                 recorder.layered.arrived(use)
 
@@ -656,7 +633,7 @@ class Recorder:
         if formed:
             each = [found.grads(), *formed] if uses else formed
             added = Formed({name: reduce(torch.add, [g[name] for g in each]) for name in formed[0]})
-        return whole_norms(added if formed else found, self.split, n)
+        return added if formed else found
 
     def _formed(self, forward: Forward, scale: float) -> Formed:
         """Return the gradients of a forward that was computed without a graph, or row by row."""

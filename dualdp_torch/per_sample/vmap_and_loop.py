@@ -16,8 +16,6 @@ from torch.func import functional_call, grad, vmap
 from torch.utils import _pytree as pytree
 
 from dualdp._validate import UnsupportedLayerError
-from dualdp_torch.parallel.fsdp import is_sharded
-from dualdp_torch.parallel.tensor_parallel import local_of
 from dualdp_torch.per_sample.batch import Batch, check_losses, join_aux
 from dualdp_torch.per_sample.gradients import Formed
 from dualdp_torch.per_sample.parameter_use import USE_LOOP, ChangedInPlaceError, graph_nodes
@@ -53,7 +51,7 @@ def each_by_autograd(
 ) -> Formed:
     """Return the gradients of `loss_of(0)` to `loss_of(n - 1)`, each by plain autograd."""
     found = [plain_gradients(partial(loss_of, row), parameters) for row in range(n)]
-    return Formed({name: torch.stack([local_of(g[name]) for g in found]) for name in parameters})
+    return Formed({name: torch.stack([g[name] for g in found]) for name in parameters})
 
 
 def _backward(total: Tensor, inputs: Sequence[Tensor] = ()) -> tuple[Tensor | None, ...]:
@@ -71,8 +69,6 @@ def _widened(p: Tensor, grad: Tensor | None) -> Tensor:
     """Return a parameter's gradient, or zeros if it has none, float32 or wider."""
     if grad is None:
         return torch.zeros_like(p, dtype=wide(p.dtype))
-    if is_sharded(p):  # autograd may leave a sum over the processes to be added up
-        return grad.detach().redistribute(placements=p.placements).to(wide(p.dtype))  # type: ignore[attr-defined,no-any-return]
     return grad.detach().to_dense().to(wide(p.dtype))
 
 
