@@ -16,8 +16,8 @@ import dualdp_torch as dpt
 from dualdp import UnsupportedLayerError
 from dualdp_torch.per_sample.capture import Capture
 from tests.dualdp_torch.checks import data, ids, randomise
-from tests.dualdp_torch.per_sample.test_one_by_one import loss, trained
 from tests.dualdp_torch.per_sample.test_usual_models import held_to_plain_autograd
+from tests.dualdp_torch.per_sample.test_vmap_and_loop import loss, trained
 
 N, T, WIDTH = 24, 5, 8
 

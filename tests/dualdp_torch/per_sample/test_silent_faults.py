@@ -13,9 +13,9 @@ from dualdp import ExactnessError, UnsupportedLayerError
 from tests import reference
 from tests.dualdp_torch.checks import data, randomise, truth_of
 from tests.dualdp_torch.loop import build, plan, start
-from tests.dualdp_torch.per_sample.test_calls import Block
+from tests.dualdp_torch.per_sample.checks.test_twin import RUNS, engine_loop
+from tests.dualdp_torch.per_sample.test_api import Block
 from tests.dualdp_torch.per_sample.test_loop_checks import once
-from tests.dualdp_torch.per_sample.test_twin import RUNS, engine_loop
 
 N = 8
 MODES = ("auto", "hooks", "ghost", "functorch")

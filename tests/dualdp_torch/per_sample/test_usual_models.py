@@ -12,7 +12,14 @@ from torch.utils.data import TensorDataset
 import dualdp_torch as dpt
 from dualdp import ExactnessError, UnsupportedLayerError
 from tests.dualdp_torch.checks import data, ids, randomise
-from tests.dualdp_torch.per_sample.test_one_by_one import C, Model, by_hand, linear, loss, trained
+from tests.dualdp_torch.per_sample.test_vmap_and_loop import (
+    C,
+    Model,
+    by_hand,
+    linear,
+    loss,
+    trained,
+)
 
 N = 24
 

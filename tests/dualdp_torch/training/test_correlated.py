@@ -14,7 +14,7 @@ import dualdp_torch as dpt
 from dualdp import AccountingError
 from dualdp.plan.correlated import filters, strategies
 from dualdp.randomness import bits as core_bits
-from tests.dualdp_torch.checkpoint.test_checkpoint import assert_bitwise, begin, go, load, parts
+from tests.dualdp_torch.checkpoint.test_run_state import assert_bitwise, begin, go, load, parts
 from tests.dualdp_torch.loop import plan as small
 
 STRATEGIES = {

@@ -18,7 +18,7 @@ from tests import tiers
 from tests.closeness import factors_of
 from tests.dualdp_torch import loop
 from tests.dualdp_torch.checks import data, randomise
-from tests.dualdp_torch.training.test_data import forks
+from tests.dualdp_torch.training.test_loader import forks
 from tests.dualdp_torch.training.test_users import MODES, Parts, end_of
 
 N, C = 40, 0.5

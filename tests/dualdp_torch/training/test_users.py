@@ -21,7 +21,7 @@ from tests import tiers
 from tests.closeness import factors_of
 from tests.dualdp_torch import loop
 from tests.dualdp_torch.checks import data, ids, randomise
-from tests.dualdp_torch.training.test_data import forks
+from tests.dualdp_torch.training.test_loader import forks
 
 K, C, USERS = 3, 0.5, 25
 MODES = ("auto", "book_keeping", "two_pass", "materialize", "vmap", "loop")

@@ -12,7 +12,7 @@ import dualdp_torch as dpt
 from dualdp_torch.training import views
 from tests.dualdp_torch import loop
 from tests.dualdp_torch.checks import data, ids, randomise
-from tests.dualdp_torch.training.test_data import forks
+from tests.dualdp_torch.training.test_loader import forks
 
 K, C = 3, 0.5
 MODES = ("auto", "book_keeping", "two_pass", "materialize", "vmap", "loop")

@@ -17,7 +17,7 @@ from dualdp_torch.checkpoint.sharded import (
 from tests.distributed import sharded_checkpoints as worker
 from tests.distributed import sharded_models as models
 from tests.distributed.spawn import together
-from tests.dualdp_torch.parallel.test_sharded import relative
+from tests.dualdp_torch.parallel.test_fsdp import relative
 
 pytestmark = pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
 
