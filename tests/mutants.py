@@ -40,11 +40,14 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "dualdp/randomness": ("tests/dualdp/randomness", "tests/fixtures"),
     "dualdp/ledger": ("tests/dualdp/ledger",),
     "dualdp/checkpoint.py": ("tests/dualdp/test_checkpoint.py",),
-    "dualdp_torch/rules": ("tests/only_torch/rules", "tests/backends/test_per_sample.py"),
-    "dualdp_torch/per_sample": ("tests/only_torch/per_sample", "tests/backends/test_per_sample.py"),
-    "dualdp_torch/noise": ("tests/only_torch/noise", "tests/backends/test_noise.py"),
-    "dualdp_torch/training": ("tests/only_torch/training", "tests/backends/test_engine.py"),
-    "dualdp_torch/checkpoint": ("tests/only_torch/checkpoint",),
+    "dualdp_torch/rules": ("tests/dualdp_torch/rules", "tests/backends/test_per_sample.py"),
+    "dualdp_torch/per_sample": (
+        "tests/dualdp_torch/per_sample",
+        "tests/backends/test_per_sample.py",
+    ),
+    "dualdp_torch/noise": ("tests/dualdp_torch/noise", "tests/backends/test_noise.py"),
+    "dualdp_torch/training": ("tests/dualdp_torch/training", "tests/backends/test_engine.py"),
+    "dualdp_torch/checkpoint": ("tests/dualdp_torch/checkpoint",),
     "dualdp_jax/rules": ("tests/dualdp_jax/rules", "tests/backends/test_per_sample.py"),
     "dualdp_jax/per_sample": ("tests/dualdp_jax/per_sample", "tests/backends/test_per_sample.py"),
     "dualdp_jax/noise": ("tests/dualdp_jax/noise", "tests/backends/test_noise.py"),
@@ -85,7 +88,11 @@ BY_HAND: tuple[tuple[str, str, str], ...] = (
     ),
     ("dualdp/plan/samplers.py", "order[: draw.max_batch_size]", "order[: draw.max_batch_size + 1]"),
     ("dualdp/ledger/chain.py", 'f"{previous}\\n{body}"', 'f"{body}"'),
-    ("dualdp/randomness/bits.py", 'seeded_bits(seed, "noise", step)', 'seeded_bits(seed, "noise", 0)'),
+    (
+        "dualdp/randomness/bits.py",
+        'seeded_bits(seed, "noise", step)',
+        'seeded_bits(seed, "noise", 0)',
+    ),
 )
 #: Text of a fault -> why no test can find it.
 SURVIVORS: dict[str, str] = {}

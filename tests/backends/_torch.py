@@ -49,6 +49,6 @@ def clipped_grad_sum(case: Case, **options: Any) -> tuple[dict[str, np.ndarray],
     if options.get("mask") is not None:
         options["mask"] = torch.from_numpy(options["mask"]).to(DEVICE)
     if options.get("clipping") == "per_layer" and options.get("method") == "two_pass":
-        options["method"] = "book_keeping"  # two_pass refuses per_layer; only_torch tests that
+        options["method"] = "book_keeping"  # two_pass refuses per_layer; dualdp_torch tests that
     found = backend.clipped_grad_sum(reference.loss_fn, model, x, **options)
     return _numpy(found.grads), found.norms.cpu().numpy(), found.losses.cpu().numpy()

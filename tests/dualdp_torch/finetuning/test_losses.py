@@ -1,0 +1,346 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Losses of language models: gradients of single examples are those of plain autograd."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+
+import dualdp.torch as dpt
+from dualdp.finetuning import packed_rows, preference_rows, sft_rows
+
+transformers = pytest.importorskip("transformers")
+
+from tests.dualdp_torch.finetuning.models import (  # noqa: E402
+    LENGTH,
+    assert_equal,
+    gradients_of,
+    log_probs_of,
+    model_of,
+    responses,
+    tensors,
+)
+from tests.tiers import first  # noqa: E402
+
+SIZES = {"length": LENGTH, "pad_token_id": 0}
+DATA = responses(4)
+PAIRS = [(prompt, y, z[:3]) for (prompt, y), (_, z) in zip(DATA, responses(4, seed=2), strict=True)]
+MODELS = [
+    {"family": "gpt2"},
+    {"family": "llama", "adapter": "lora"},
+    {"family": "llama", "is_checkpointed": True},
+    {"family": "gpt2", "adapter": "lora", "is_checkpointed": True},
+]
+METHODS = ("auto", "book_keeping", "two_pass", "materialize", "vmap", "loop")
+
+
+def name_of(options):
+    return "-".join(str(value) for value in options.values())
+
+
+def sft_batch(data=DATA):
+    return tensors(sft_rows(*zip(*data, strict=True), **SIZES))
+
+
+def pair_batch(reference=None, pairs=PAIRS):
+    """Rows of pairs, in turn."""
+    batch = tensors(preference_rows(*zip(*pairs, strict=True), **SIZES))
+    if reference is not None:
+        batch["reference_log_probs"] = dpt.reference_log_probs(reference.eval(), batch)
+        reference.train()
+    return {name: value.flatten(0, 1) for name, value in batch.items()}
+
+
+def needs(adapter):
+    if adapter is not None:
+        pytest.importorskip("peft")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("options", first(2, MODELS), ids=name_of)
+def test_sft_gradients_are_plain_autograd(options):
+    """Of rows with padding, against unpadded rows."""
+    needs(options.get("adapter"))
+    model = model_of(**options)
+    expected = gradients_of(model, [-log_probs_of(model, *pair).mean() for pair in DATA])
+    for method in ("auto", "two_pass"):
+        found = dpt.per_sample_grads(dpt.sft_loss, model, sft_batch(), method=method)
+        assert_equal(found, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_is_exact(method):
+    model, reference = model_of("llama"), model_of("llama", seed=1)
+    for loss, k, batch in (
+        (dpt.sft_loss, 1, sft_batch()), (dpt.dpo_loss, 2, pair_batch(reference)),
+    ):  # fmt: skip
+        call = partial(dpt.per_sample_grads, loss, model, batch, rows_per_unit=k)
+        assert_equal(call(method=method), call(method="loop"))
+
+
+def log_sigmoid(z):
+    return -torch.log1p(torch.exp(-z))
+
+
+def log_odds(mean):
+    return torch.log(mean.exp() / (1 - mean.exp()))
+
+
+def dpo(w, r, ref_w, ref_r):
+    return -log_sigmoid(0.1 * ((w.sum() - ref_w.sum()) - (r.sum() - ref_r.sum())))
+
+
+def ipo(w, r, ref_w, ref_r):
+    return (w.sum() - ref_w.sum() - r.sum() + ref_r.sum() - 1 / 0.2) ** 2
+
+
+def simpo(w, r, ref_w, ref_r):
+    return -log_sigmoid(2.0 * w.mean() - 2.0 * r.mean() - 1.0)
+
+
+def orpo(w, r, ref_w, ref_r):
+    return -w.mean() - 0.1 * log_sigmoid(log_odds(w.mean()) - log_odds(r.mean()))
+
+
+#: Name -> loss of one pair from its log-probabilities and those of the reference, as published.
+TEXTBOOK = {"dpo": dpo, "ipo": ipo, "simpo": simpo, "orpo": orpo}
+
+
+def loss_of(name):
+    return getattr(dpt, f"{name}_loss")
+
+
+def textbook_losses(name, model, reference):
+    """Losses of PAIRS, one at a time, without padding."""
+    losses = []
+    for prompt, chosen, rejected in PAIRS:
+        rows = [(prompt, chosen), (prompt, rejected)]
+        with torch.no_grad():
+            referred = [log_probs_of(reference, *row) for row in rows]
+        losses.append(TEXTBOOK[name](*(log_probs_of(model, *row) for row in rows), *referred))
+    return losses
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", TEXTBOOK)
+@pytest.mark.parametrize("options", first(1, MODELS), ids=name_of)
+def test_preference_gradients_are_plain_autograd(options, name):
+    needs(options.get("adapter"))
+    model, reference = model_of(**options), model_of(**options, seed=1)
+    expected = gradients_of(model, textbook_losses(name, model, reference))
+    batch = pair_batch(reference)
+    assert_equal(dpt.per_sample_grads(loss_of(name), model, batch, rows_per_unit=2), expected)
+
+
+@pytest.mark.parametrize("family", first(1, ["gpt2", "llama", "qwen"]))
+def test_a_packed_row_is_the_unit_of_its_documents(family):
+    """Its gradient is that of the mean of the documents' losses, and none of them sees another."""
+    model, units = model_of(family), [DATA[:2], [*DATA[2:3], ([], [4, 9, 2])], DATA[1:4]]
+    batch = tensors(packed_rows(units, length=3 * LENGTH, pad_token_id=0))
+    expected = gradients_of(
+        model,
+        [
+            torch.stack([-log_probs_of(model, *document).mean() for document in unit]).mean()
+            for unit in units
+        ],
+    )
+    assert_equal(dpt.per_sample_grads(dpt.sft_loss, model, batch), expected)
+    as_units = sft_batch(DATA[:2])
+    found = dpt.per_sample_grads(dpt.sft_loss, model, as_units, rows_per_unit=2)
+    assert_equal(found, {name: grad[:1] for name, grad in expected.items()})
+
+
+def replaced(batch, at, by):
+    return {
+        name: torch.cat([value[: 2 * at], by[name], value[2 * at + 2 :]])
+        for name, value in batch.items()
+    }
+
+
+@pytest.mark.parametrize("size", first(1, [None, 1, 3]))
+@pytest.mark.parametrize("name", first(1, TEXTBOOK))
+def test_a_pair_that_is_replaced_moves_the_sum_by_at_most_2c(name, size):
+    """A pair whose rows were clipped apart could move it by 4C; removed, it moves it by C."""
+    model, reference = model_of("gpt2"), model_of("gpt2", seed=1)
+    batch = pair_batch(reference)
+    other = pair_batch(reference, [([3], [4, 5], [6]), ([7, 8], [9], [2, 2, 2])])
+    norms = dpt.per_sample_norms(loss_of(name), model, batch, rows_per_unit=2)
+    options = {"max_grad_norm": 0.1 * float(norms.min()), "rows_per_unit": 2}
+    call = partial(dpt.clipped_grad_sum, loss_of(name), model, **options)
+
+    def moved(one, two):
+        total = sum(float((one[n] - two[n]).square().sum()) for n in one)
+        return math.sqrt(total) / options["max_grad_norm"]
+
+    sums = call(batch, physical_batch_size=size).grads
+    for at in range(2):
+        by = {key: value[2 * at : 2 * at + 2] for key, value in other.items()}
+        assert moved(sums, call(replaced(batch, at, by)).grads) <= 2 + 1e-9
+        without = torch.arange(len(PAIRS)) != at
+        assert 1 - 1e-3 <= moved(sums, call(batch, mask=without).grads) <= 1 + 1e-9
+
+
+def test_padding_changes_nothing():
+    """Nor does a mask of attention, nor padding on the left with the positions of the tokens."""
+    model, batch = model_of("llama"), sft_batch()
+    expected = dpt.sft_loss(model, batch)
+    mask = torch.zeros_like(batch["labels"])
+    left = {name: torch.zeros_like(mask) for name in ("input_ids", "position_ids")}
+    left["attention_mask"], left["labels"] = mask.clone(), mask - 100
+    for row, (prompt, response) in enumerate(DATA):
+        size = len(prompt) + len(response)
+        mask[row, :size] = 1
+        left["attention_mask"][row, -size:] = 1
+        left["position_ids"][row, -size:] = torch.arange(size)
+        for name in ("input_ids", "labels"):
+            left[name][row, -size:] = batch[name][row, :size]
+    for other in ({**batch, "attention_mask": mask}, left):
+        torch.testing.assert_close(dpt.sft_loss(model, other), expected, rtol=1e-10, atol=0)
+
+
+def packed_batch(**changes):
+    return {**tensors(packed_rows([DATA[:2]], length=20, pad_token_id=0)), **changes}
+
+
+def without(batch, name):
+    return {key: value for key, value in batch.items() if key != name}
+
+
+def token_mean(model, batch):
+    """The loss of a model of transformers: a mean over all tokens of the batch."""
+    return model(**batch, use_cache=False).loss
+
+
+def weighted_by_all(model, batch):
+    """(n,) losses that add up to the mean over all tokens of the batch."""
+    each = dpt.sft_loss(model, batch) * (batch["labels"][:, 1:] != -100).sum(1)
+    return each / (batch["labels"][:, 1:] != -100).sum()
+
+
+def unanswered():
+    batch = sft_batch()
+    batch["labels"][2] = -100
+    return batch
+
+
+def left_padded():
+    batch = sft_batch()
+    mask = torch.ones_like(batch["labels"])
+    mask[1, 0] = 0
+    return {**batch, "attention_mask": mask}
+
+
+def split_pair():
+    return {name: value[:3] for name, value in pair_batch().items()}
+
+
+def unflattened():
+    return {name: value.view(-1, 2, LENGTH) for name, value in pair_batch().items()}
+
+
+GRADS = dpt.per_sample_grads
+#: Name -> call with a model that is refused, and words of the message.
+MISTAKES = {
+    "token mean": (lambda m: GRADS(token_mean, m, sft_batch()), "loss of shape"),
+    "weighted": (lambda m: GRADS(weighted_by_all, m, sft_batch()), "depend"),
+    "no response": (lambda m: dpt.sft_loss(m, unanswered()), "Row 2 .* response of length 0"),
+    "in a call": (lambda m: GRADS(dpt.sft_loss, m, unanswered()), "response of length 0"),
+    "packed, mask": (
+        lambda m: dpt.sft_loss(m, packed_batch(attention_mask=torch.ones(1, 20).long())),
+        "attention_mask hides their boundaries",
+    ),
+    "flattened": (
+        lambda m: dpt.sft_loss(m, packed_batch(cu_seq_lens_q=torch.tensor([0, 4, 9]))),
+        "joined to one row",
+    ),
+    "packed pair": (
+        lambda m: dpt.simpo_loss(m, {k: v.repeat(2, 1) for k, v in packed_batch().items()}),
+        "Expected one response in each row of a pair",
+    ),
+    "left": (lambda m: dpt.sft_loss(m, left_padded()), "padded on the left"),
+    "train": (lambda m: dpt.reference_log_probs(m, sft_batch()), "in training mode"),
+    "no module": (lambda m: dpt.reference_log_probs(len, sft_batch()), "Expected a module"),
+    "split": (lambda m: dpt.simpo_loss(m, split_pair()), "nothing splits a pair"),
+    "rows alone": (
+        lambda m: GRADS(dpt.simpo_loss, m, pair_batch()),
+        "such as a pair, give rows_per_unit=2",
+    ),
+    "split by units": (
+        lambda m: GRADS(dpt.simpo_loss, m, split_pair(), rows_per_unit=2),
+        "split a unit of 2",
+    ),
+    "no reference": (lambda m: dpt.dpo_loss(m, pair_batch()), "no 'reference_log_probs'"),
+    "reference of pairs": (
+        lambda m: dpt.dpo_loss(m, {**pair_batch(), "reference_log_probs": torch.zeros(4)}),
+        r"Expected \(8,\), a number for each row",
+    ),
+    "pairs": (lambda m: dpt.sft_loss(m, unflattened()), "for a preference loss"),
+    "not flat": (lambda m: dpt.simpo_loss(m, unflattened()), "flatten"),
+    "no labels": (lambda m: dpt.sft_loss(m, without(sft_batch(), "labels")), "no tensor 'labels'"),
+    "short": (
+        lambda m: dpt.sft_loss(m, {**sft_batch(), "labels": torch.zeros(4, 3).long()}),
+        "a label for each token id",
+    ),
+    "negative": (
+        lambda m: dpt.sft_loss(m, {**sft_batch(), "labels": sft_batch()["labels"].clamp(min=-1)}),
+        "Row 0 .* negative label other than -100",
+    ),
+    "text": (
+        lambda m: dpt.reference_log_probs(m.eval(), {**sft_batch(), "text": ["a"] * 4}),
+        "'text', which is a list",
+    ),
+    "encoding": (
+        lambda m: GRADS(dpt.sft_loss, m, transformers.BatchEncoding(sft_batch())),
+        "BatchEncoding, of which dict",
+    ),
+    "no mapping": (lambda m: dpt.sft_loss(m, sft_batch()["labels"]), "Expected a mapping"),
+    "beta": (lambda m: dpt.dpo_loss(m, pair_batch(m), beta=0), "beta=0 is out of range"),
+    "headless": (lambda m: dpt.sft_loss(m.transformer, sft_batch()), "as logits"),
+    "encoder": (
+        lambda m: dpt.sft_loss(model_of("t5"), sft_batch()),
+        "prepare_decoder_input_ids_from_labels",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_are_refused_in_a_sentence(name):
+    call, words = MISTAKES[name]
+    with pytest.raises((TypeError, ValueError), match=words):
+        call(model_of("gpt2"))
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_a_response_without_tokens_weighs_nothing_where_values_can_not_be_read():
+    model, batch = model_of("gpt2"), unanswered()
+    one = lambda ids, labels: dpt.sft_loss(  # noqa: E731
+        model, {"input_ids": ids[None], "labels": labels[None]}
+    )
+    losses = torch.func.vmap(one)(batch["input_ids"], batch["labels"])[:, 0]
+    assert losses[2] == 0
+    torch.testing.assert_close(losses[:2], dpt.sft_loss(model, sft_batch())[:2])
+
+
+def test_reference_log_probs_are_those_of_the_rows():
+    """In chunks, of NumPy arrays, and without a gradient."""
+    model = model_of("gpt2").eval()
+    rows = preference_rows(*zip(*PAIRS, strict=True), **SIZES)
+    found = dpt.reference_log_probs(model, rows, physical_batch_size=3)
+    expected = [
+        [float(log_probs_of(model, prompt, y).sum().detach()) for y in pair]
+        for prompt, *pair in PAIRS
+    ]
+    torch.testing.assert_close(found, torch.tensor(expected).double(), rtol=1e-6, atol=1e-6)
+    assert not found.requires_grad
+    assert dpt.reference_log_probs(model, {k: v[:0] for k, v in rows.items()}).shape == (0, 2)
+
+
+def test_labels_of_bytes_are_those_of_wide_integers():
+    """-100 is no byte: compared in 8 bits it would be the token 156."""
+    model = torch.nn.Sequential(torch.nn.Embedding(256, 4), torch.nn.Linear(4, 256))
+    ids = torch.tensor([[3, 156, 156, 7], [9, 2, 156, 1]])
+    expected = dpt.sft_loss(model, {"input_ids": ids, "labels": ids})
+    found = dpt.sft_loss(model, {"input_ids": ids, "labels": ids.to(torch.uint8)})
+    assert torch.equal(found, expected)

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a first call finds out and later calls use: memory, proofs, and where parameters lie."""
+
+import functools
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import dualdp_torch as dpt
+from dualdp_torch.per_sample import analysis_cache, call
+from dualdp_torch.rules import choices, conv_forms, linear, memory
+from tests import reference
+from tests.dualdp_torch.checks import data, randomise
+
+N = 4
+loss_fn = reference.loss_fn
+
+
+def test_the_device_bounds_the_memory_when_nobody_else_does(monkeypatch):
+    free, sizes = [2**40], []
+
+    def loss(model, x):
+        sizes.append(len(x))
+        return loss_fn(model, x)
+
+    wide = randomise(nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)))
+    x = data(64, 64)
+    monkeypatch.setattr(call, "free_memory", lambda device: free[0])
+    whole = dpt.clipped_grad_sum(loss, wide, x, max_grad_norm=1.0, method="materialize")
+    assert sizes[-1] == 64
+    free[0] = 1 << 20
+    dpt.clipped_grad_sum(loss, wide, x, max_grad_norm=1.0, method="materialize")
+    assert sizes[-1] == 64, "too little for the device to be asked"
+    monkeypatch.setattr(call, "SURELY_FREE", 0)
+    sizes.clear()
+    pieces = dpt.clipped_grad_sum(loss, wide, x, max_grad_norm=1.0, method="materialize")
+    assert 1 < max(sizes) < 32  # about 35,000 bytes each
+    for name, grad in whole.grads.items():
+        torch.testing.assert_close(pieces.grads[name], grad)
+
+
+LAYERS = {
+    "positions": (nn.Linear(12, 10), (40, 12), 120),
+    "convolution": (nn.Conv2d(8, 6, 3), (8, 20, 20), 432),
+    "three axes": (nn.Conv3d(2, 3, 2), (2, 9, 9, 9), 48),
+    "transposed": (nn.ConvTranspose2d(4, 6, 3, stride=2), (4, 7, 7), 216),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_recorded_batch_keeps_no_more_than_memory_allows(name, monkeypatch):
+    """The batch is there already; its gradients are formed for their norms, a few at a time."""
+    layer, shape, numbers = LAYERS[name]
+    model, x, formed = randomise(nn.Sequential(layer, nn.Tanh())), data(9, *shape), []
+    module, function = (linear, "products") if name == "positions" else (conv_forms, "by_folding")
+    original = getattr(module, function)
+
+    def watch(*args, **options):
+        out = original(*args, **options)
+        weight = out[0] if options.get("has_bias") else out
+        formed.append(weight.numel() // numbers)
+        return out
+
+    monkeypatch.setattr(module, function, watch)
+    monkeypatch.setitem(conv_forms.FORMS, "folded", watch)
+
+    def clipped():
+        with dpt.record_per_sample(model, loss_reduction="sum") as record:
+            loss_fn(model, x).sum().backward()
+        return record.clipped_sum(max_grad_norm=0.5)
+
+    with choices.forced(convolution="folded"):
+        expected = clipped()
+        assert max(formed) == 9
+        formed.clear()
+        monkeypatch.setattr(memory, "SURELY_FREE", 4 * 4 * numbers)
+        monkeypatch.setattr(memory, "free_memory", lambda device: 0)
+        found = clipped()
+    assert formed == [4, 4, 1]
+    for name, total in found.items():
+        torch.testing.assert_close(total, expected[name])
+
+
+def test_free_memory_is_that_of_the_machine(monkeypatch):
+    cpu = torch.device("cpu")
+    assert 2**20 < call.free_memory(cpu) < 2**50
+
+    def missing(*_):
+        raise FileNotFoundError
+
+    monkeypatch.setattr("builtins.open", missing)
+    assert 2**20 < call.free_memory(cpu) < 2**50
+
+
+def test_a_model_that_is_gone_is_not_remembered():
+    small, x = nn.Linear(6, 3), data(N, 6)
+
+    def loss(model, x):
+        return loss_fn(model, x)
+
+    own = functools.partial(lambda small, model, x: loss_fn(small, x), small)  # holds the model
+    dpt.per_sample_norms(loss, small, x)
+    dpt.per_sample_norms(own, small, x)
+    assert len(analysis_cache._models[small]) == 2
+    gc.collect()  # models of other tests
+    before, gone = len(analysis_cache._models), weakref.ref(small)
+    del small, own
+    gc.collect()
+    assert gone() is None
+    assert len(analysis_cache._models) == before - 1
+
+
+def test_a_loss_in_the_place_of_one_that_is_gone_is_examined_again(monkeypatch):
+    def over(scale):
+        def loss(model, x):
+            return (model(x) * scale[0]).square().sum(1)
+
+        return loss
+
+    class Scale(list):
+        """A list that can be watched."""
+
+    small, x = nn.Linear(6, 3), data(N, 6)
+    scale = Scale([1.0])
+    dpt.per_sample_norms(over(scale), small, x)
+    found = analysis_cache.cached_analyses(small, over(scale), call.Batch((x,)))
+    assert found, "the same function over the same thing is known"
+    assert found.is_alive()
+    del scale
+    gc.collect()
+    assert not found.is_alive()
+
+    def same(value, referents):
+        referents.append(weakref.ref(value))
+        return 7  # as if the second list lay where the first one was
+
+    monkeypatch.setattr(analysis_cache, "_id", same)
+    first, second = Scale([1.0]), Scale([2.0])
+    of_first = analysis_cache.cached_analyses(small, over(first), call.Batch((x,)))
+    assert analysis_cache.cached_analyses(small, over(second), call.Batch((x,))) is of_first
+    del first
+    gc.collect()
+    assert analysis_cache.cached_analyses(small, over(second), call.Batch((x,))) is not of_first
+
+
+def test_what_was_used_least_recently_is_forgotten(monkeypatch):
+    monkeypatch.setattr(analysis_cache, "MAX_CACHED", 2)
+    small = nn.Linear(6, 3)
+
+    def known(positions):
+        return analysis_cache.cached_analyses(small, loss_fn, call.Batch((data(N, positions, 6),)))
+
+    first, second = known(1), known(2)
+    assert known(1) is first
+    third = known(3)
+    assert known(1) is first
+    assert known(3) is third
+    assert known(2) is not second
+
+
+class Swapped(nn.Module):
+    """A layer whose parameters are other objects while it runs, as sharded wrappers have it."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+        self.inner.register_forward_pre_hook(self._gather)
+        self.inner.register_forward_hook(self._scatter)
+
+    def _gather(self, module, args):
+        self.own = dict(module._parameters)
+        for name, p in self.own.items():
+            module._parameters[name] = nn.Parameter(p.detach().clone())
+
+    def _scatter(self, module, args, out):
+        module._parameters.update(self.own)
+
+    def forward(self, x):
+        return self.inner(x).tanh()
+
+
+def test_parameters_are_known_by_their_place():
+    swapped, x = nn.Sequential(Swapped(), nn.Linear(6, 2)), data(N, 6)
+    plain = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2))
+    for mine, theirs in zip(plain.parameters(), swapped.parameters(), strict=True):
+        mine.data.copy_(theirs)
+    expected = dpt.per_sample_norms(loss_fn, plain, x, method="loop")
+    for method in ("auto", "book_keeping", "materialize"):
+        found = dpt.per_sample_norms(loss_fn, swapped, x, method=method)
+        torch.testing.assert_close(found, expected)

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random options and shapes of the layers whose rules have the most of them."""
+
+import itertools
+from unittest import mock
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import strategies as st
+from torch import nn
+
+import dualdp_torch as dpt
+from dualdp_torch.rules import conv_forms
+from tests.dualdp_torch.checks import assert_exact, data, ids, randomise
+
+FAST = ("auto", "book_keeping", "materialize")
+few = hypothesis.settings(max_examples=40)
+
+
+@st.composite
+def convolutions(draw):
+    """A convolution of one to three axes, and the shape of one example."""
+    axes = draw(st.integers(1, 3))
+    groups = draw(st.sampled_from([1, 2, 3]))
+    channels = groups * draw(st.integers(1, 3))
+    out = groups * draw(st.integers(1, 3))
+    kernel = tuple(draw(st.integers(1, 3)) for _ in range(axes))
+    dilation = tuple(draw(st.integers(1, 2)) for _ in range(axes))
+    stride = tuple(draw(st.integers(1, 3)) for _ in range(axes))
+    padding = tuple(draw(st.integers(0, 2)) for _ in range(axes))
+    mode = draw(st.sampled_from(["zeros", "circular", "replicate"]))
+    reach = [d * (k - 1) + 1 for d, k in zip(dilation, kernel, strict=True)]
+    size = tuple(max(r, 2) + draw(st.integers(0, 5)) for r in reach)
+    kind = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[axes - 1]
+    layer = kind(
+        channels,
+        out,
+        kernel,
+        stride=stride,
+        padding=padding,
+        dilation=dilation,
+        groups=groups,
+        bias=draw(st.booleans()),
+        padding_mode=mode,
+    )
+    return layer, (channels, *size)
+
+
+@pytest.mark.slow
+@few
+@hypothesis.given(convolutions(), st.integers(2, 5), st.booleans())
+def test_convolutions(case, n, is_first):
+    layer, shape = case
+    first = nn.Identity() if is_first else nn.Sequential(nn.GroupNorm(1, shape[0]), nn.Tanh())
+    model = randomise(nn.Sequential(first, layer, nn.Tanh()))
+    assert_exact(model, data(n, *shape), methods=FAST)
+
+
+@few
+@hypothesis.given(
+    st.integers(2, 5),
+    st.lists(st.integers(1, 6), max_size=3),
+    st.integers(1, 40),
+    st.integers(1, 40),
+    st.booleans(),
+)
+def test_linear_layers(n, positions, d_in, d_out, bias):
+    model = randomise(nn.Sequential(nn.Linear(d_in, d_out, bias=bias), nn.Tanh()))
+    assert_exact(model, data(n, *positions, d_in), methods=FAST)
+
+
+@few
+@hypothesis.given(
+    st.integers(2, 5),
+    st.lists(st.integers(1, 12), max_size=2),
+    st.integers(1, 9),
+    st.integers(1, 5),
+    st.none() | st.integers(-1, 0),
+)
+def test_embeddings(n, positions, rows, width, padding_idx):
+    model = randomise(nn.Embedding(rows, width, padding_idx=padding_idx))
+    assert_exact(model, ids(rows, n, *positions), methods=FAST)
+
+
+@pytest.mark.slow
+@few
+@hypothesis.given(
+    st.sampled_from([nn.LSTM, nn.GRU, nn.RNN]),
+    st.integers(2, 4),
+    st.integers(1, 6),
+    st.integers(1, 4),
+    st.integers(1, 5),
+    st.booleans(),
+    st.booleans(),
+    st.integers(1, 2),
+)
+def test_recurrent_layers(kind, n, steps, width, hidden, bias, both, layers):
+    rnn = kind(width, hidden, layers, bias=bias, bidirectional=both, batch_first=True)
+
+    class Outputs(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn = rnn
+
+        def forward(self, x):
+            return self.rnn(x)[0]
+
+    assert_exact(randomise(Outputs()), data(n, steps, width), methods=FAST)
+
+
+def test_every_gram_choice_gives_the_same_norms(monkeypatch):
+    """Both forms of every norm, forced."""
+    from dualdp import costs
+
+    models = {
+        "linear": (nn.Linear(6, 5), data(3, 4, 6)),
+        "conv": (nn.Conv2d(4, 6, 3, groups=2, stride=2, dilation=2, padding=2), data(3, 4, 9, 8)),
+        "same": (nn.Conv1d(3, 4, 4, padding="same"), data(3, 3, 9)),
+        "channels_last": (
+            nn.Conv2d(6, 4, 3).to(memory_format=torch.channels_last),
+            data(3, 6, 7, 6).to(memory_format=torch.channels_last),
+        ),
+    }
+    for layer, x in models.values():
+        model = randomise(nn.Sequential(layer, nn.Tanh()))
+        for gram, form in itertools.product((True, False), conv_forms.FORMS):
+            forced = {
+                "prefers_gram": gram,
+                "convolution_prefers_gram": gram,
+                "keeps_gradient": not gram,
+                "convolution_form": form,
+            }
+            for name, choice in forced.items():
+                monkeypatch.setattr(costs, name, lambda choice=choice, **_: choice)
+            assert_exact(model, x, methods=FAST)
+
+
+def loss_fn(model, x):
+    """Under autocast, as users write it."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = model(x)
+    return out.float().square().sum(1)
+
+
+def test_autocast_is_right_to_its_precision():
+    model = randomise(nn.Sequential(nn.Linear(6, 50), nn.Tanh(), nn.Linear(50, 3)))
+    x = data(5, 6)
+    exact = dpt.per_sample_norms(lambda m, x: m(x).square().sum(1), model, x, method="loop")
+    for method in dpt.METHODS:
+        norms = dpt.per_sample_norms(loss_fn, model, x, method=method)
+        assert norms.dtype == torch.float32
+        torch.testing.assert_close(norms, exact, rtol=3e-2, atol=0)
+        found = dpt.clipped_grad_sum(loss_fn, model, x[:1], max_grad_norm=0.1, method=method)
+        size = sum(g.double().square().sum() for g in found.grads.values()).sqrt()
+        assert float(size) <= 0.1 * (1 + 1e-2 if method == "two_pass" else 1 + 1e-4)
+
+
+def test_compiled_models_run_as_they_were_written():
+    model = randomise(nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)))
+    compiled = torch.compile(model, backend="eager")
+    x = data(4, 6)
+
+    def loss(model, x):
+        return model(x).square().sum(1)
+
+    expected = dpt.per_sample_norms(loss, model, x, method="loop")
+    for _ in range(2):
+        torch.testing.assert_close(dpt.per_sample_norms(loss, compiled, x), expected)
+    with dpt.record_per_sample(compiled, loss_reduction="sum") as record:
+        compiled(x).square().sum().backward()
+    torch.testing.assert_close(record.norms(), expected)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("how", ["whole", "part", "traced"])
+def test_scripted_models_are_right(how):
+    """Their parameters are seen to reach the loss in a way of their own, and go through vmap."""
+    body, x = randomise(nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))), data(4, 6)
+
+    def loss(model, x):
+        return model(x).square().sum(1)
+
+    expected = dpt.per_sample_norms(loss, body, x, method="loop")
+    model = torch.jit.trace(body, x) if how == "traced" else torch.jit.script(body)
+    model = nn.Sequential(model, nn.Identity()) if how == "part" else model
+    for method in dpt.METHODS:
+        torch.testing.assert_close(dpt.per_sample_norms(loss, model, x, method=method), expected)
+
+
+@few
+@hypothesis.given(convolutions(), st.integers(1, 5))
+def test_every_form_of_a_convolutions_gradient_is_the_same(case, n):
+    from dualdp_torch.rules.conv_forms import FORMS
+
+    layer, shape = case
+    axes = len(shape) - 1
+    x = data(n, *shape)
+    options = {name: getattr(layer, name) for name in ("stride", "padding", "dilation", "groups")}
+    g = torch.randn_like(
+        (nn.functional.conv1d, nn.functional.conv2d, nn.functional.conv3d)[axes - 1](
+            x, layer.weight, **options
+        )
+    )
+    expected = FORMS["folded"](x, g, shape=layer.weight.shape, **options)
+    for name in ("unfold", "crb") if axes < 3 else ():
+        found = FORMS[name](x, g, shape=layer.weight.shape, **options)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    units = (x, g), (x.flip(0), 2 * g)
+    frames = [torch.stack(parts) for parts in zip(*units, strict=True)]
+    each = [FORMS["folded"](*unit, shape=layer.weight.shape, **options) for unit in units]
+    expected = torch.stack(each).sum(1)
+    for name, wide in (("folded", 7), ("crb", 7), ("crb", 1)) if axes < 3 else (("folded", 7),):
+        with mock.patch.object(conv_forms, "WIDE", wide):
+            found = FORMS[name](*frames, shape=layer.weight.shape, **options)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)

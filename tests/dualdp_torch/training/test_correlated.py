@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs with correlated noise: the noise of the plan, in each segment anew."""
+
+import io
+import os
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+import dualdp_torch as dpt
+from dualdp import AccountingError
+from dualdp.plan.correlated import filters, strategies
+from dualdp.randomness import bits as core_bits
+from tests.dualdp_torch.checkpoint.test_run_state import assert_bitwise, begin, go, load, parts
+from tests.dualdp_torch.loop import plan as small
+
+STRATEGIES = {
+    "window": strategies.window([1.0, -0.6, 0.3]),
+    "band": strategies.band([1.0, 0.7, 0.2]),
+    "blt": strategies.blt(decays=[0.8], scales=[0.5]),
+}
+each = pytest.mark.parametrize("name", STRATEGIES)
+STEPS, SIZE = 6, 12
+
+
+def plan(name, **changes):
+    settings = {"sampler": "fixed_order", "num_steps": STEPS}
+    return small(**{"correlation": STRATEGIES.get(name), **settings, **changes})
+
+
+def noises(engine, model, optimizer, loader, path=None, save_at=None):
+    """Step -> the noise that was in its sum, one array; saves after `save_at` steps."""
+    found = {}
+    for x, y, _ in loader:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        stages, step = engine.stages(), engine.ledger.position
+        found[step - 1] = torch.cat(
+            [
+                (SIZE * stages.noisy_mean[name].double() - total).flatten()
+                for name, total in stages.unprotected_sum.items()
+            ]
+        ).numpy()
+        if step == save_at:
+            dpt.save_checkpoint(path, model=model, optimizer=optimizer, engine=engine)
+    return found
+
+
+def expected(name, like, start=0, **changes):
+    """(steps, numbers) C^-1 z in float64 of a segment, of the z that independent noise has."""
+    free = plan(None, **changes)
+    sums = {key: torch.zeros_like(p) for key, p in like.named_parameters()}
+    drawn = [dpt.noisy_mean(sums, free, step) for step in range(start, STEPS)]
+    drawn = [SIZE * np.concatenate([v.double().flatten() for v in d.values()]) for d in drawn]
+    scale = plan(name).sensitivity / free.sensitivity
+    noise = scale * filters.matrix(STRATEGIES[name].inverse(STEPS - start)) @ np.stack(drawn)
+    return dict(enumerate(noise, start))
+
+
+def assert_noise(found, wanted):
+    """To the rounding of float32 sums and means."""
+    for step, noise in found.items():
+        np.testing.assert_allclose(noise, wanted[step], rtol=0, atol=3e-5)
+
+
+@each
+def test_the_noise_of_a_run_is_that_of_its_strategy(name):
+    model, optimizer, loader = parts("sgd")
+    engine, _, _, loader = begin(plan(name), (model, optimizer, loader))
+    found = noises(engine, model, optimizer, loader.remaining())
+    assert list(found) == list(range(STEPS))
+    assert_noise(found, expected(name, model))
+    assert engine.get_epsilon() == pytest.approx(plan(name).epsilon())
+
+
+@each
+@pytest.mark.parametrize("mode", ["fast", "portable"])
+def test_a_resumed_run_begins_its_noise_anew(name, mode, tmp_path):
+    """Steps 3 to 5 are released, then run again: their noise holds that of no step before."""
+    path = tmp_path / "run.safetensors"
+    run = plan(name, noise=mode, physical_batch_size=5 if mode == "fast" else None)
+    torch.manual_seed(7)
+    whole = begin(run, parts("momentum"))
+    go(*whole, save_at=3, path=path)
+    whole[0].detach()
+    ends = []
+    for _ in range(2):  # two resumes of one checkpoint, of a seed
+        again = load(path, parts("momentum"))
+        go(*again)
+        again[0].detach()
+        ends.append(again)
+    assert_bitwise(*ends)
+    assert not torch.equal(whole[1][0].weight, again[1][0].weight)
+    assert len(again[0].ledger) == 3 + STEPS + 3
+    assert again[0].get_epsilon() > ends[0][0].get_epsilon() > whole[0].get_epsilon()
+
+
+@each
+def test_the_noise_of_a_resumed_run_is_that_of_its_strategy(name, tmp_path):
+    path, model = tmp_path / "run.safetensors", parts("sgd")[0]
+    whole = begin(plan(name), parts("sgd"))
+    first = noises(*whole[:3], whole[3].remaining(), path, save_at=2)
+    assert_noise(first, expected(name, model))
+    whole[0].detach()
+    again = load(path, parts("sgd"))
+    second = noises(*again[:3], again[3].remaining())
+    assert list(second) == [2, 3, 4, 5]
+    assert_noise(second, expected(name, model, start=2))
+
+
+@each
+def test_noise_that_was_drawn_is_in_nothing_that_is_saved_or_shown(name, tmp_path):
+    """The rows of a recursion and the z of a step, in files, states, pickles and reprs."""
+    path, run = tmp_path / "run.safetensors", plan(name, seed=None)
+    engine, model, optimizer, loader = begin(run, parts("sgd"))
+    noises(engine, model, optimizer, loader.remaining(), path, save_at=STEPS - 1)
+    secrets = [row for rows in engine._step._noise._held.kept for row in rows]
+    buffer = io.BytesIO()
+    torch.save([model.state_dict(), optimizer.state_dict()], buffer)
+    shown = [path.read_bytes(), (tmp_path / "run.safetensors.ledger").read_bytes()]
+    shown += [buffer.getvalue(), pickle.dumps([engine.stages(), run, model])]
+    for secret in secrets:
+        assert secret.abs().max() > 0
+        assert not any(secret[:3].numpy().tobytes() in text for text in shown)
+    assert "Held" not in f"{engine!r} {vars(engine)} {run!r} {vars(run)} {vars(engine._step)}"
+
+
+def test_runs_that_take_turns_keep_their_own_rows():
+    """Two engines in one process, of two plans or of one."""
+    one = plan("band", seed=1)
+    for plans in ([one, plan("band", seed=2)], [one, one]):
+        runs = [begin(run, parts("sgd")) for run in plans]
+        wanted = [expected("band", run[1], seed=run[0].plan.seed) for run in runs]
+        passes = [iter(loader.remaining()) for *_, loader in runs]
+        for _ in range(STEPS):
+            for run, batches, noise in zip(runs, passes, wanted, strict=True):
+                assert_noise(noises(*run[:3], [next(batches)]), noise)
+
+
+@each
+def test_a_loop_of_ones_own_gets_the_noise_of_its_record(name, monkeypatch):
+    """Without a seed: `noisy_mean` for each step on record, once."""
+    run, given = plan(name, seed=None), []
+    monkeypatch.setattr(
+        core_bits, "fresh_bits", lambda size=64: given.append(os.urandom(size)) or given[-1]
+    )
+    engine = dpt.PrivacyEngine()
+    engine.make_loader(data_loader=parts()[2], plan=run)
+    zeros, found = {"w": torch.zeros(20)}, []
+    for step in range(STEPS):
+        engine.record()
+        found.append(SIZE * dpt.noisy_mean(zeros, run, step)["w"].double().numpy())
+        with pytest.raises(AccountingError, match="whose noise is still to be drawn"):
+            dpt.noisy_mean(zeros, run, step)
+    monkeypatch.setattr(core_bits, "seeded_bits", lambda seed, purpose, step: given[step - STEPS])
+    free = plan(None)
+    z = [SIZE * dpt.noisy_mean(zeros, free, t)["w"].double().numpy() for t in range(STEPS)]
+    wanted = filters.matrix(STRATEGIES[name].inverse(STEPS)) @ np.stack(z) * run.sensitivity
+    np.testing.assert_allclose(np.stack(found), wanted / free.sensitivity, rtol=0, atol=1e-5)
