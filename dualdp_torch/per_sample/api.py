@@ -26,7 +26,7 @@ from dualdp_torch.per_sample.clip import (
     refuse_two_pass,
     weighted_sums,
 )
-from dualdp_torch.per_sample.gradients import Captured, Formed, Limits, added_up
+from dualdp_torch.per_sample.gradients import Captured, Formed, Limits, added_up, one_group
 from dualdp_torch.per_sample.parameter_use import never_compiled
 from dualdp_torch.per_sample.units import mark_of, require_bound
 from dualdp_torch.per_sample.vmap_and_loop import reweighted
@@ -174,7 +174,7 @@ def per_sample_norms(
         rows_per_unit=rows_per_unit,
         row_weights=row_weights,
     )
-    limits = Limits() if per_parameter else Limits(lambda name: "")
+    limits = Limits() if per_parameter else Limits(one_group)
     auxes: list[tuple[Any, int]] = []
     found = [numbers for _, numbers, _ in _of_chunks(call, partial(_norms, limits), auxes)]
     norms: Any = torch.cat([numbers.norms for numbers in found]) if found else _no_norms(call)
