@@ -340,7 +340,7 @@ class _WholeStep(WholeStep):
     def __init__(self, pl_module: LightningModule) -> None:
         super().__init__()
         self.inner, self._step = pl_module, pl_module.training_step
-        self._depth, self._is_live, self._is_heard = 0, False, True
+        self._calls, self._is_live, self._is_heard = list[None](), False, True
         self.result: Any = None
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
@@ -363,15 +363,15 @@ class _WholeStep(WholeStep):
         return loss
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self._depth += 1
+        self._calls.append(None)  # a check calls the model again inside a call
         try:
             return super().__call__(*args, **kwargs)
         finally:
-            self._depth -= 1
+            self._calls.pop()
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         """Return the outputs of the modules that `training_step` calls, examples on axis 0."""
-        is_real = self._is_live and self._depth == 1
+        is_real = self._is_live and len(self._calls) == 1
         if is_real and not torch.is_grad_enabled():
             raise UnsupportedLayerError(
                 "The modules that training_step calls have no rules for some of their parameters. "

@@ -262,8 +262,7 @@ class Recorder:
         self._mode = Capture(self._names, keep, skip, self.model)
         self._eager.enter_context(eagerly())
         self._mode.__enter__()
-        if not forward.by_vmap:
-            self.twins.lead_model(forward.cache.returns_number)
+        self.twins.lead_model(not forward.by_vmap and forward.cache.returns_number)
 
     def _is_due(self, forward: Forward) -> bool:
         """True if a forward that begins may be run again for a check."""
@@ -303,6 +302,7 @@ class Recorder:
         if self._is_due(forward):
             forward.start = Start.of(self.model, is_checked=True)
         with self.pause(), eagerly():
+            self.twins.lead_model(False)
             forward.alone = each_alone(self.model, call, forward.batch)
             outputs = joined(forward.alone, self.rows_per_unit)
         return self._hand_out(forward, outputs)

@@ -244,6 +244,8 @@ class PrivateStep:
         self._refuse_uncompilable()
         assert self._yielded is not None
         yielded, check = self._yielded, self._checks.of_compiled()
+        self.recorder.twins.enter_model(batch, {}, len(draw.mask))
+        self.recorder.twins.end_forward()
         bounds = ledger.plan.clipping_bounds(ledger.max_grad_norm)
         device = next(iter(self.recorder.parameters.values())).device
         try:
@@ -380,6 +382,7 @@ class PrivateStep:
 
     def _add_computed(self, draw: Draw, computed: ClippedGradSum) -> None:
         """Add a sum of compiled graphs, which was checked where it was computed."""
+        self._check(lambda: self._checks.criterion(draw))
         self._begin(draw)
         self._sums = {k: self._added(draw, k, total) for k, total in computed.grads.items()}
         self._norms.append(computed.norms[draw.mask.to(computed.norms.device)])

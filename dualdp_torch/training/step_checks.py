@@ -74,10 +74,9 @@ class StepChecks:
         due = self._drawn(draw.step)
         if due is not None and draw.chunk == due.draw(draw.num_chunks, 3):
             self.due = due
-        if self._recorder.computes_loss:  # its loop may do nothing else
+        if self._recorder.computes_loss:  # what its loop hands over is what the loader yielded
             self._recorder.require_inputs = YieldedValues(batch).require_in
-        else:
-            self._begin_twins(draw, batch)
+        self._begin_twins(draw, batch)
 
     def end(self) -> None:
         """Clear the current batch, which was stepped on or abandoned."""

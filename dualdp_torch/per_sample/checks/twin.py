@@ -363,11 +363,13 @@ class Twins(TorchFunctionMode):
     def suspended(self) -> Iterator[None]:
         """Context in which nothing is led."""
         above = remove_mode(self) if self.is_on else None
-        self._above = self._above if above is None else above
+        self._above, has_failed = self._above if above is None else above, True
         try:
             yield
+            has_failed = False
         finally:
-            if above is not None and self.is_on and not self.is_inside:
+            goes_on = self.is_on and not self.is_inside and not (has_failed and self._has_left)
+            if above is not None and goes_on:
                 remove_mode(self)
                 insert_mode(self, above)
 
@@ -482,6 +484,13 @@ class Twins(TorchFunctionMode):
             elif not _is_near(ours.detach(), theirs):
                 twin.has_other_inputs = True
 
+    def _compare_read(self, tensors: Sequence[Tensor]) -> None:
+        """Compare what the model reads of the loop's tensors beside its arguments."""
+        for tensor in tensors:
+            is_beside = tensor in self._led and tensor not in self._given
+            if is_beside and tensor not in self._made and tensor not in self._drawn:
+                self._compare_input(tensor)
+
     def _take(self, tensor: Tensor, axis: int | None) -> None:
         """Give a tensor's own rows to the twins."""
         self._led[tensor] = True
@@ -510,8 +519,13 @@ class Twins(TorchFunctionMode):
         tensors = _tensors((args, kwargs))
         if any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in tensors):
             return func(*args, **kwargs)
-        if self.is_inside and not self._leads_inside:
-            return self._listen(func, args, kwargs, tensors)
+        if self.is_inside:
+            self._compare_read(tensors)
+            if not self._leads_inside:
+                out = func(*args, **kwargs)
+                for tensor in _tensors(out):
+                    self._made[tensor] = True
+                return out
         writes = "out" in kwargs or (name[-1:] in "_=" and name[:2] != "__") or name[:3] == "__i"
         writes = (writes or name == "__setitem__") and name not in ("__int__", "__index__")
         generators = [g for g in (*args, *kwargs.values()) if type(g) is torch.Generator]
@@ -529,17 +543,6 @@ class Twins(TorchFunctionMode):
             self._lead(func, name, args, kwargs, out, state, writes)
         elif not tensors:  # keeps its place among the numbers where it is no multiple of n
             self.numbers.seen += [(name, value) for value in _numbers((args, kwargs))]
-        return out
-
-    def _listen(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
-        """Call a function of the model; compare what it reads beside the model's arguments."""
-        for tensor in tensors:
-            is_beside = tensor in self._led and tensor not in self._given
-            if is_beside and tensor not in self._made and tensor not in self._drawn:
-                self._compare_input(tensor)
-        out = func(*args, **kwargs)
-        for tensor in _tensors(out):
-            self._made[tensor] = True
         return out
 
     def _concerns(self, name: str, tensors: Any, args: Any, kwargs: Any, writes: bool) -> bool:
@@ -586,6 +589,9 @@ class Twins(TorchFunctionMode):
             self._drawn.clear()  # by rows of the batch, maybe through a view
         known.seen += [(name, value) for value in numbers]
         is_taken = is_drawn or name in _TAKEN or (state is not None and writes)
+        if str(getattr(func, "__module__", "")).startswith("torch.distributed"):
+            self._hear_processes(name, led + _tensors(out))
+            return
         for tensor in _tensors(out):
             self._led[tensor] = True
             if is_drawn:
@@ -615,6 +621,15 @@ class Twins(TorchFunctionMode):
                     reason = str(error).split("\n")[0][:80]
                     if not self.is_inside:
                         twin.problem = f"{name} can't be called on one row ({reason})"
+
+    def _hear_processes(self, name: str, tensors: Sequence[Tensor]) -> None:
+        """Make unknown to the twins what other processes may have sent: their rows."""
+        for twin in self.twins:
+            for tensor in tensors:
+                self._led[tensor] = True
+                twin.keep(tensor)
+                twin.tensors[tensor] *= math.nan
+                twin.parts = twin.parts or name
 
     def _take_drawn(self, twin: Twin, tensor: Tensor, is_drawn: bool, writes: bool) -> None:
         """Give a twin its rows of what the loop drew; of a draw by size they may be anything."""
@@ -650,6 +665,9 @@ class Twins(TorchFunctionMode):
             dtypes = autocast_dtypes()
             if dtypes and twin.is_alone and dtypes[-1][0] != "cpu":
                 stack.enter_context(autocast_as([("cpu", dtypes[-1][1])]))
+            if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+                # What a twin saves is none of an activation checkpoint's.
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_same, _same))
             if self.is_inside:  # the recorder captures what the model does, not what a twin does
                 stack.enter_context(torch._C.DisableTorchFunction())
             yield
@@ -696,19 +714,21 @@ class Twins(TorchFunctionMode):
         """Return what is wrong with the loop, or None.
 
         Args:
-            cotangents: gradient of each differentiable output of the forwards, in order.
+            cotangents: gradient of each differentiable output of the forwards, in order; empty for
+                a forward that computes the loss, of which what it gets is compared.
             declared: "mean" or "sum", the reduction of the examples' losses.
         """
         self.end()
         self.numbers.end_batch(self._n)
         self._of_model.end_batch(self._n)
+        is_unseen = bool(cotangents) and not self._has_backward
         seen = {
-            UNSEEN: not self._has_backward,
+            UNSEEN: is_unseen,
             DECIDED: any(twin.decides_otherwise for twin in self.twins),
             CARRIED: self.numbers.was_carried,
         }
         self.notes += [text for text, is_true in seen.items() if is_true]
-        if not self._has_backward:
+        if is_unseen:
             return None
         if all(twin.problem for twin in self.twins if twin.is_alone):
             self.notes.append(LOST.format(reason=self.twins[0].problem))
@@ -821,6 +841,11 @@ class _Draws:
 
 
 # ---------------------------------------------------------------------- small things
+
+
+def _same(tensor: Tensor) -> Tensor:
+    """Return the tensor."""
+    return tensor
 
 
 def _flat(tensor: Tensor, count: int) -> Tensor:

@@ -390,7 +390,7 @@ class LitStandardised(LitAutoEncoder):
 
 def test_statistics_that_a_hook_keeps_are_refused(tmp_path):
     callback = PrivacyCallback(plan=plan())
-    with pytest.raises(UnsupportedLayerError, match="loop computed from the batch"):
+    with pytest.raises(ValueError, match="when the other rows are replaced or left out"):
         trainer(tmp_path, callback).fit(LitStandardised(), data())
     assert len(callback.engine.ledger) == 0
 

@@ -66,17 +66,17 @@ def train(make, shape, device, **options):
 @pytest.mark.parametrize("physical", [None, 5], ids=["whole", "parts"])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_step_looks_once_at_its_numbers(name, physical, tmp_path, monkeypatch):
-    analyses, drawn, analyze = [], generators._block_generator, forward_analysis.analyze
+    analyses, drawn, examine = [], generators._block_generator, forward_analysis.examine
 
     def kept(*args, **options):
-        analyses.append(analyze(*args, **options))
+        analyses.append(examine(*args, **options))
         return analyses[-1]
 
     chosen = plan(num_steps=3, physical_batch_size=physical)
-    monkeypatch.setattr(forward_analysis, "analyze", kept)
+    monkeypatch.setattr(forward_analysis, "examine", kept)
     assert not any(train(*MODELS[name], "cpu", plan=chosen))
     # The meta device passes for one with numbers.
-    monkeypatch.setattr(forward_analysis, "analyze", lambda *args, **options: analyses[0])
+    monkeypatch.setattr(forward_analysis, "examine", lambda *args, **options: analyses[0])
     monkeypatch.setattr(torch.Tensor, "is_meta", False)
     monkeypatch.setattr(
         generators,
