@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 
 from dualdp._validate import UnsupportedLayerError
 from dualdp.exactness import ExactnessError
-from dualdp_torch.parallel.fsdp import Shards, check_sharded, local_of
+from dualdp_torch.parallel.fsdp import Shards, check_sharded
 from dualdp_torch.per_sample.analysis_cache import AnalysisCache
 from dualdp_torch.per_sample.batch import Batch
 from dualdp_torch.per_sample.call import Call
@@ -40,7 +40,6 @@ from dualdp_torch.per_sample.clip import (
     norms_of,
     weighted_sums,
 )
-from dualdp_torch.per_sample.clip_by_layer import Layered
 from dualdp_torch.per_sample.forward_analysis import ForwardAnalysis
 from dualdp_torch.per_sample.gradients import Captured, Formed, Gradients, Limits
 from dualdp_torch.per_sample.loss_inside import from_outputs
@@ -106,8 +105,7 @@ class Recorder:
     Attributes:
         is_active: True if a forward that begins now is to be recorded.
         is_inside: True while a forward is being recorded.
-        terms: clipping settings of the batch, or None; with them a sharded model under per-layer
-            clipping is clipped layer by layer during the backward, into `layered`.
+        terms: clipping settings of the batch, or None.
         row_factors: (rows,) factors of the gradients of the outputs, by which the rows of a unit
             are weighted against their mean; None for 1.
         is_due: predicate of the cached analysis, True if the forward that begins may be run again;
@@ -181,7 +179,6 @@ class Recorder:
         self.has_gradients = False
         self._without_graph = self._in_backward = False
         self._not_accumulating = -1
-        self.layered: Layered | None = None
 
     @property
     def n(self) -> int | None:
@@ -415,8 +412,7 @@ class Recorder:
                 )
             axes = self._analysis.batch_axes(mode)
             forward.hear(mode, axes, next(self._numbers))
-            self._begin_layers(forward)
-            if self.shards is not None and (self.layered or self.method == "two_pass"):
+            if self.shards is not None and self.method == "two_pass":
                 self.shards.require_same_layers(use.held.values() for use in forward.uses)
         if self.computes_loss:
             self.is_inside = False
@@ -484,17 +480,6 @@ class Recorder:
                 self.forwards.pop(index).close()
                 self.twins.drop(index)
 
-    def _begin_layers(self, forward: Forward) -> None:
-        """Clip layer by layer during the backward, if the model is sharded and clips per layer."""
-        terms = self.terms
-        if self.shards is None or terms is None or self.n is None or terms.clipping != "per_layer":
-            return
-        if terms.mask is not None and len(terms.mask) != self.n:
-            return  # the step raises the error
-        self.layered = Layered(
-            forward.uses, forward.derived, self._inside, terms, n=self.n, shards=self.shards
-        )
-
     def _keep_grads_out(self, forward: Forward, use: Use, out: Tensor) -> None:
         """Hook that keeps the gradient of one captured call's output.
 
@@ -515,8 +500,6 @@ class Recorder:
                 return
             forward.reached.add(use)
             use.grads_out = grad.detach()
-            if recorder.layered is not None:
-                recorder.layered.arrived(use)
 
         out.register_hook(arrived)
 
@@ -623,7 +606,7 @@ class Recorder:
         found: Gradients = Captured(
             uses,
             uses.values(),
-            {name: local_of(p) for name, p in inside.items()},
+            inside,
             {k: v for f in captured for k, v in f.derived.items()},
             n=n,
             scale=scale,
