@@ -37,7 +37,7 @@ from dualdp_torch.per_sample.parameter_use import (
     refuse_reentrant_checkpoints,
     refuse_transforms,
 )
-from dualdp_torch.rules import REWRITES, RULES
+from dualdp_torch.rules import REWRITES, RULES, Rewrite
 from dualdp_torch.rules.base import Rule, Tensor
 
 #: Functions of autograd and their arguments: they would miss the detached parameters.
@@ -95,13 +95,7 @@ class Capture(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         rewrite = REWRITES.get(func)
-        if (
-            rewrite
-            and torch.is_grad_enabled()
-            and any(map(self._is_parameter, _flat(args, kwargs)))
-            and not (rewrite.writes and self._is_parameter(args[0]))
-            and rewrite.covers(args, kwargs)
-        ):
+        if rewrite and torch.is_grad_enabled() and self._rewrites(rewrite, args, kwargs):
             refuse_transforms(func)
             with self:
                 return rewrite.function(self, *args, **kwargs)
@@ -123,6 +117,16 @@ class Capture(TorchFunctionMode):
         if not self._covers(rule, call, held) or self._is_skipped(func, held):
             return self._plain(func, args, kwargs)
         return self._use(func, rule, args, kwargs, call, held)
+
+    def _rewrites(self, rewrite: Rewrite, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """True if a call takes a parameter where the rewrite needs one, and is covered by it."""
+        given = _flat(args, kwargs)
+        if rewrite.parameter is not None:
+            at, name = rewrite.parameter
+            given = [args[at] if len(args) > at else kwargs.get(name)]
+        if not any(map(self._is_parameter, given)):
+            return False
+        return not (rewrite.writes and self._is_parameter(args[0])) and rewrite.covers(args, kwargs)
 
     def _hear(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Refuse, or note, a function without a rule that changes what uses show."""

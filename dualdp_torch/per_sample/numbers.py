@@ -7,12 +7,13 @@ released, and what is compared with plain autograd, is made of these two.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
 from dualdp_torch.per_sample.checks.identity import Numbers
 from dualdp_torch.per_sample.clip import (
+    Factors,
     SecondPass,
     Terms,
     clip_factors,
@@ -31,7 +32,7 @@ def numbers_of(
     terms: Terms,
     *,
     limits: Limits | None = None,
-    second_pass: SecondPass | None = None,
+    second_pass: Callable[[Factors], SecondPass] | None = None,
     is_definition: bool = False,
     is_checked: bool = True,
 ) -> Numbers:
@@ -42,7 +43,7 @@ def numbers_of(
         losses: (n,) losses of the forward that they come from.
         terms: clipping settings.
         limits: precision of norms without bounds.
-        second_pass: function that computes the sum by a second backward, where it may.
+        second_pass: function from the clip factors to one that computes sums by a second backward.
         is_definition: bool, True if each row ran alone.
         is_checked: bool, False if nothing will be compared.
     """
@@ -53,7 +54,7 @@ def numbers_of(
         clipping=terms.clipping,
         gradients=gradients,
         runs_examples=isinstance(gradients, Formed),
-        is_definition=is_definition,
+        is_definition=is_definition or len(losses) == 1,
     )
     if not terms.bounds:
         squares, norms = norms_of(gradients, limits or Limits(), len(losses))
@@ -61,19 +62,21 @@ def numbers_of(
         own = replace(own, norms=norms, lengths=roots if limits else {})
     else:
         factors = clip_factors(gradients, len(losses), terms.bounds, terms.clipping, terms.mask)
+        again = None
         if second_pass is not None and passes_again(gradients, factors.rows):
+            again = second_pass(factors)
 
-            def weighted(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-                found = second_pass(next(iter(weights.values())))
-                return weighted_sums(gradients, weights) if found is None else found
+        def weighted(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            found = again(next(iter(weights.values()))) if again else None
+            return weighted_sums(gradients, weights) if found is None else found
 
-            own = replace(own, weighted_sum=weighted)
-            is_checked = False  # its norms are no reason for doubt: a second backward tells
         own = replace(
             own,
             norms=factors.norms,
+            weighted_sum=weighted,
             factors=factors.of,
             bounds=terms.bounds,
-            sums=clipped_sums(gradients, factors, second_pass),
+            sums=clipped_sums(gradients, factors, again),
         )
+        is_checked = is_checked and again is None  # a second backward needs no norm to be doubted
     return replace(own, doubt=gradients.doubt) if is_checked else own

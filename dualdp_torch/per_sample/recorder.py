@@ -14,7 +14,6 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from functools import partial, reduce
 from typing import Any
 
@@ -35,16 +34,13 @@ from dualdp_torch.per_sample.checks.twin import Twins
 from dualdp_torch.per_sample.clip import (
     SecondPass,
     Terms,
-    clip_factors,
-    clipped_sums,
-    norms_of,
-    weighted_sums,
 )
 from dualdp_torch.per_sample.forward_analysis import ForwardAnalysis
-from dualdp_torch.per_sample.gradients import Captured, Formed, Gradients, Limits
+from dualdp_torch.per_sample.gradients import Captured, Formed, Gradients
 from dualdp_torch.per_sample.loss_inside import from_outputs
 from dualdp_torch.per_sample.model_checks import refuse_mixing_modules
 from dualdp_torch.per_sample.modes import autocast_as, autocast_dtypes, remove_mode
+from dualdp_torch.per_sample.numbers import numbers_of
 from dualdp_torch.per_sample.one_by_one import each_alone, gradients_alone, joined
 from dualdp_torch.per_sample.one_forward import Forward
 from dualdp_torch.per_sample.outputs import (
@@ -849,31 +845,6 @@ class Zeroing:
             return self._call(*args, **kwargs)
 
 
-def numbers_of(gradients: Gradients, losses: Tensor, terms: Terms) -> Numbers:
-    """Return the numbers of a batch for a check: clipped, or as they are without bounds."""
-    own = Numbers(
-        norms=losses,
-        losses=losses,
-        weighted_sum=partial(weighted_sums, gradients),
-        clipping=terms.clipping,
-        gradients=gradients,
-        runs_examples=isinstance(gradients, Formed),
-        is_definition=len(losses) == 1,
-    )
-    if not terms.bounds:
-        norms = norms_of(gradients, Limits(), len(losses))[1]
-        return replace(own, norms=norms, doubt=gradients.doubt)
-    factors = clip_factors(gradients, len(losses), terms.bounds, terms.clipping, terms.mask)
-    return replace(
-        own,
-        norms=factors.norms,
-        factors=factors.of,
-        bounds=terms.bounds,
-        sums=clipped_sums(gradients, factors),
-        doubt=gradients.doubt,
-    )
-
-
 def _projected(rows_per_unit: int, model: nn.Module, *calls: Any) -> Tensor:
     """Return (n,) products of outputs and cotangents of several forwards."""
     each = [projected_outputs(model, *call, rows_per_unit=rows_per_unit)[0] for call in calls]
@@ -887,9 +858,7 @@ def _called(method: str, terms: Terms, reference: Reference) -> Numbers:
         reference.model,
         reference.batch,
         method=method,
-        has_aux=False,
-        physical_batch_size=None,
-        max_memory=None,
+        check="off",
         mask=reference.mask,
     )
     call = call.on(reference.model, reference.batch, dict(reference.parameters))
