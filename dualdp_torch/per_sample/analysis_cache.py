@@ -111,14 +111,23 @@ def cached_analyses(model: nn.Module, loss_fn: Callable[..., Any], batch: Batch)
     A model with other modules, hooks, functions or switches than before is a new one.
     """
     referents: list[Callable[[], Any]] = []
-    modules = modules_of(model)
+    modules, switches = modules_of(model), list[Any]()
     parameters = [p for module in modules for p in module._parameters.values()]
-    switches = [v for m in modules for v in vars(m).values() if type(v) not in _CONTAINERS]
+    for module in modules:
+        for value in vars(module).values():
+            # What may choose the path: switches, if a number is zero, which function, and types.
+            kind = type(value)
+            if value is None or kind is bool or kind is str:
+                switches.append(value)
+            elif kind is int or kind is float:
+                switches.append((kind, value != 0))
+            elif kind not in _CONTAINERS:
+                switches.append(_function(value, referents) if kind in _FUNCTIONS else kind)
     key = (
         _function(loss_fn, referents),
         batch.signature(),
         tuple(map(type, modules)),
-        tuple([v if v is True or v is None else _switch(v, referents) for v in switches]),
+        tuple(switches),
         _hooks(modules, referents),
         torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"),
         tuple([(id(p), p.requires_grad) for p in parameters if p is not None]),
@@ -131,20 +140,6 @@ def cached_analyses(model: nn.Module, loss_fn: Callable[..., Any], batch: Batch)
     if len(of_model) > MAX_CACHED:
         of_model.popitem(last=False)
     return found
-
-
-def _switch(value: Any, referents: list[Callable[[], Any]]) -> Any:
-    """Return what of a module's attribute may choose the forward's path.
-
-    That is the value of a switch (`training` among them), whether a number is zero, which function
-    it is, and the type of anything else.
-    """
-    kind = type(value)
-    if value is None or kind is bool or kind is str:
-        return value
-    if kind is int or kind is float:
-        return kind, value != 0
-    return _function(value, referents) if kind in _FUNCTIONS else kind
 
 
 def _hooks(modules: Iterable[nn.Module], referents: list[Callable[[], Any]]) -> tuple[Any, ...]:

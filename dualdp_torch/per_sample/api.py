@@ -6,27 +6,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import nn
 
 from dualdp.exactness import ExactnessError
 from dualdp_torch.per_sample.batch import Batch, check_losses, join_aux, split_aux
-from dualdp_torch.per_sample.call import Call
+from dualdp_torch.per_sample.call import Call, Options
 from dualdp_torch.per_sample.checks import identity
 from dualdp_torch.per_sample.checks.identity import Numbers, Reference
 from dualdp_torch.per_sample.clip import (
     Factors,
-    clip_factors,
-    clipped_sums,
+    SecondPass,
+    Terms,
     clipping_bounds,
-    norms_of,
-    passes_again,
     refuse_two_pass,
-    weighted_sums,
 )
-from dualdp_torch.per_sample.gradients import Captured, Formed, Limits, added_up
+from dualdp_torch.per_sample.gradients import Captured, Formed, Limits, added_up, one_group
+from dualdp_torch.per_sample.numbers import numbers_of
 from dualdp_torch.per_sample.parameter_use import never_compiled
 from dualdp_torch.per_sample.units import mark_of, require_bound
 from dualdp_torch.per_sample.vmap_and_loop import reweighted
@@ -58,13 +56,7 @@ def per_sample_grads(
     loss_fn: LossFn,
     model: nn.Module,
     *batch: Any,
-    method: str = "auto",
-    physical_batch_size: int | None = None,
-    max_memory: int | None = None,
-    has_aux: bool = False,
-    check: str = "first",
-    rows_per_unit: int | None = None,
-    row_weights: Tensor | None = None,
+    **options: Unpack[Options],
 ) -> Any:
     """Return the gradient of every example's own loss.
 
@@ -73,19 +65,7 @@ def per_sample_grads(
         model: module; its trainable parameters are differentiated.
         *batch: tensors with the examples on axis 0, nested dicts and tuples of them, or any other
             object, which is passed on unchanged.
-        method: str, one of `METHODS`; all are exact.
-        physical_batch_size: int, number of examples processed at once.
-        max_memory: int, bytes that one chunk of the batch may keep; None: half of the free memory.
-        has_aux: bool, True if `loss_fn` returns `(losses, aux)`.
-        check: str, when two examples are compared with plain autograd of their own losses: "first"
-            (the first call with a model, loss, shapes without n, dtypes, training flags and
-            method), "always" or "off".
-        rows_per_unit: int K; the batch of U K rows is U units of K consecutive rows, and `n` above
-            and below counts units. A unit's loss is the mean of its rows' losses, or, if `loss_fn`
-            couples the rows of a unit (pairs), what it returns for the unit: (U,) losses.
-        row_weights: (U K,) finite floating-point tensor or None; a unit's loss is then the sum of
-            its rows' losses times these weights, of any size and sign; 0 is padding, whose inputs
-            may be nan. A unit's weights must come from its own rows or from public facts.
+        **options: keywords of `Options`.
 
     Returns:
         Mapping from parameter name to (n, *shape); with `has_aux` a pair of that mapping and aux.
@@ -96,30 +76,18 @@ def per_sample_grads(
         UnsupportedLayerError: the losses depend on other examples.
         TypeError, ValueError: a wrong argument or loss.
     """
-    call = Call.checked(
-        loss_fn,
-        model,
-        batch,
-        method,
-        has_aux,
-        physical_batch_size,
-        max_memory,
-        check=check,
-        purpose=("per_sample_grads",),
-        rows_per_unit=rows_per_unit,
-        row_weights=row_weights,
-    )
-    found: list[dict[str, Tensor]] = []
+    call = Call.checked(loss_fn, model, batch, ("per_sample_grads",), **options)
+    found: list[Mapping[str, Tensor]] = []
     auxes: list[tuple[Any, int]] = []
-    for _, _, formed in _of_chunks(call, _grads, auxes):
-        found.append(formed)
+    for _, numbers in _of_chunks(call, _grads, auxes):
+        found.append(numbers.gradients.grads() if numbers.gradients else {})
     grads = {
         name: torch.cat([grads[name] for grads in found]).to(p.dtype)
         if found
         else p.new_zeros((0, *p.shape)).detach()
         for name, p in call.parameters.items()
     }
-    return (grads, join_aux(auxes, rows_per_unit or 1)) if has_aux else grads
+    return (grads, join_aux(auxes, call.batch.rows_per_unit)) if call.has_aux else grads
 
 
 @never_compiled
@@ -128,13 +96,7 @@ def per_sample_norms(
     model: nn.Module,
     *batch: Any,
     per_parameter: bool = False,
-    method: str = "auto",
-    physical_batch_size: int | None = None,
-    max_memory: int | None = None,
-    has_aux: bool = False,
-    check: str = "first",
-    rows_per_unit: int | None = None,
-    row_weights: Tensor | None = None,
+    **options: Unpack[Options],
 ) -> Any:
     """Return the L2 norm of every example's gradient.
 
@@ -143,13 +105,7 @@ def per_sample_norms(
         model: module, see `per_sample_grads`.
         *batch: tensors and other objects, see `per_sample_grads`.
         per_parameter: bool, one norm per parameter instead of the norm of the whole gradient.
-        method: str, see `per_sample_grads`.
-        physical_batch_size: int, see `per_sample_grads`.
-        max_memory: int, see `per_sample_grads`.
-        has_aux: bool, see `per_sample_grads`.
-        check: str, see `per_sample_grads`.
-        rows_per_unit: int, see `per_sample_grads`.
-        row_weights: (U K,) tensor or None, see `per_sample_grads`.
+        **options: keywords of `Options`.
 
     Returns:
         (n,), or a mapping from parameter name to (n,), float32 or wider; with `has_aux` a pair of
@@ -161,22 +117,11 @@ def per_sample_norms(
         UnsupportedLayerError: the losses depend on other examples.
         TypeError, ValueError: a wrong argument or loss.
     """
-    call = Call.checked(
-        loss_fn,
-        model,
-        batch,
-        method,
-        has_aux,
-        physical_batch_size,
-        max_memory,
-        check=check,
-        purpose=("per_sample_norms", "each" if per_parameter else "whole"),
-        rows_per_unit=rows_per_unit,
-        row_weights=row_weights,
-    )
-    limits = Limits() if per_parameter else Limits(lambda name: "")
+    purpose = "per_sample_norms", "each" if per_parameter else "whole"
+    call = Call.checked(loss_fn, model, batch, purpose, **options)
+    limits = Limits() if per_parameter else Limits(one_group)
     auxes: list[tuple[Any, int]] = []
-    found = [numbers for _, numbers, _ in _of_chunks(call, partial(_norms, limits), auxes)]
+    found = [numbers for _, numbers in _of_chunks(call, partial(_norms, limits), auxes)]
     norms: Any = torch.cat([numbers.norms for numbers in found]) if found else _no_norms(call)
     if per_parameter:
         norms = {
@@ -185,7 +130,7 @@ def per_sample_norms(
             else torch.zeros(0, dtype=wide(p.dtype), device=p.device)
             for name, p in call.parameters.items()
         }
-    return (norms, join_aux(auxes, rows_per_unit or 1)) if has_aux else norms
+    return (norms, join_aux(auxes, call.batch.rows_per_unit)) if call.has_aux else norms
 
 
 @never_compiled
@@ -196,13 +141,7 @@ def clipped_grad_sum(
     max_grad_norm: float | Tensor | Mapping[str, float],
     clipping: str = "flat",
     mask: Tensor | None = None,
-    method: str = "auto",
-    physical_batch_size: int | None = None,
-    max_memory: int | None = None,
-    has_aux: bool = False,
-    check: str = "first",
-    rows_per_unit: int | None = None,
-    row_weights: Tensor | None = None,
+    **options: Unpack[Options],
 ) -> ClippedGradSum:
     """Return the sum over examples of gradients scaled to norm at most C.
 
@@ -215,13 +154,7 @@ def clipped_grad_sum(
         clipping: str: "flat"; "per_layer", each module's parameters to C / sqrt(modules);
             "automatic", factors C / (norm + 0.01).
         mask: (n,) bool, False for padding; that of the chunk for a chunk of `make_loader`.
-        method: str, see `per_sample_grads`.
-        physical_batch_size: int, see `per_sample_grads`.
-        max_memory: int, see `per_sample_grads`.
-        has_aux: bool, see `per_sample_grads`.
-        check: str, see `per_sample_grads`; the sum over the batch is compared, too.
-        rows_per_unit: int, see `per_sample_grads`; `mask` and `physical_batch_size` count units.
-        row_weights: (U K,) tensor or None, see `per_sample_grads`.
+        **options: keywords of `Options`; "check" looks at the sum over the batch, too.
 
     Returns:
         `(grads, norms, losses, aux)`; grads float32, or float64 where the parameters are.
@@ -242,29 +175,17 @@ def clipped_grad_sum(
     found = mark_of(batch)
     if found is not None and mask is None:
         mask = found.mask
-    call = Call.checked(
-        loss_fn,
-        model,
-        batch,
-        method,
-        has_aux,
-        physical_batch_size,
-        max_memory,
-        mask,
-        check=check,
-        purpose=("clipped_grad_sum", clipping),
-        rows_per_unit=rows_per_unit,
-        row_weights=row_weights,
-    )
+    purpose = "clipped_grad_sum", clipping
+    call = Call.checked(loss_fn, model, batch, purpose, mask=mask, **options)
     bounds = clipping_bounds(call.parameters, clipping, max_grad_norm)
     require_bound(found, max_grad_norm)
-    refuse_two_pass(method, clipping)
+    refuse_two_pass(call.method, clipping)
     grads: dict[str, Tensor] = {}
     auxes: list[tuple[Any, int]] = []
     norms, losses = [], []
     clipped = partial(clipped_numbers, bounds=bounds, clipping=clipping)
-    for chunk, numbers, sums in _of_chunks(call, clipped, auxes):
-        for name, total in sums.items():
+    for chunk, numbers in _of_chunks(call, clipped, auxes):
+        for name, total in dict(numbers.sums or {}).items():
             grads[name] = grads[name].add_(total) if name in grads else total
         norms.append(numbers.norms)
         each = numbers.losses
@@ -272,21 +193,21 @@ def clipped_grad_sum(
     if not norms:
         grads = {n: torch.zeros_like(p, dtype=wide(p.dtype)) for n, p in call.parameters.items()}
         norms = losses = [_no_norms(call)]
-    aux = join_aux(auxes, rows_per_unit or 1) if has_aux else None
+    aux = join_aux(auxes, call.batch.rows_per_unit) if call.has_aux else None
     return ClippedGradSum(grads, torch.cat(norms), torch.cat(losses), aux)
 
 
-#: Function of a chunk that returns its numbers, the result of the call, and aux.
-Compute = Callable[[Call], tuple[Numbers, dict[str, Tensor], Any]]
+#: Function of a chunk that returns its numbers, and aux.
+Compute = Callable[[Call], tuple[Numbers, Any]]
 
 
 def _of_chunks(
     call: Call, compute: Compute, auxes: list[tuple[Any, int]]
-) -> Iterator[tuple[Call, Numbers, dict[str, Tensor]]]:
-    """Yield (chunk, checked numbers, result) of every chunk; (aux, size) joins `auxes`."""
+) -> Iterator[tuple[Call, Numbers]]:
+    """Yield (chunk, checked numbers) of every chunk; (aux, size) joins `auxes`."""
     for chunk in call.chunks():
         while True:
-            numbers, result, aux = compute(chunk)
+            numbers, aux = compute(chunk)
             try:
                 check_numbers(chunk, numbers, compute)
                 break
@@ -294,7 +215,7 @@ def _of_chunks(
                 if not chunk.falls_back(error):
                     raise
         auxes.append((aux, chunk.batch.n))
-        yield chunk, numbers, result
+        yield chunk, numbers
 
 
 def _no_norms(call: Call) -> Tensor:
@@ -303,72 +224,52 @@ def _no_norms(call: Call) -> Tensor:
     return added_up(empty, str, 0).whole
 
 
-def _grads(call: Call) -> tuple[Numbers, dict[str, Tensor], Any]:
-    """Return the formed gradients of one chunk of the batch."""
+def _grads(call: Call) -> tuple[Numbers, Any]:
+    """Return the formed gradients of one chunk of the batch, and their norms if need be."""
     gradients, losses, aux = call.gradients()
-    formed = Formed(gradients.grads())
-    norms = losses.new_empty(0)
-    if call.is_checked:
-        norms = norms_of(formed, Limits(), call.batch.n)[1]
-    numbers = Numbers(
-        norms,
-        losses,
-        partial(weighted_sums, formed),
-        runs_examples=isinstance(gradients, Formed),
-        is_definition=call.is_definition,
-    )
-    return numbers, formed.grads(), aux
+    formed, runs = Formed(gradients.grads()), isinstance(gradients, Formed)
+    if not call.is_checked:
+        return Numbers(losses, losses, None, gradients=formed), aux
+    numbers = numbers_of(formed, losses, _NO_TERMS, is_definition=call.is_definition)
+    return replace(numbers, runs_examples=runs), aux
 
 
-def _norms(limits: Limits, call: Call) -> tuple[Numbers, dict[str, Tensor], Any]:
+def _norms(limits: Limits, call: Call) -> tuple[Numbers, Any]:
     """Return the gradient norms of one chunk of the batch."""
     gradients, losses, aux = call.gradients()
-    squares, norms = norms_of(gradients, limits, call.batch.n)
-    lengths = {name: square.sqrt().to(norms.dtype) for name, square in squares.of.items()}
-    numbers = Numbers(
-        norms,
+    numbers = numbers_of(
+        gradients,
         losses,
-        partial(weighted_sums, gradients),
-        lengths=lengths,
-        doubt=gradients.doubt if call.is_checked else None,
-        runs_examples=isinstance(gradients, Formed),
+        _NO_TERMS,
+        limits=limits,
         is_definition=call.is_definition,
+        is_checked=call.is_checked,
     )
-    return numbers, lengths, aux
+    return numbers, aux
 
 
-def clipped_numbers(
-    call: Call, bounds: Mapping[str, Any], clipping: str
-) -> tuple[Numbers, dict[str, Tensor], Any]:
+def clipped_numbers(call: Call, bounds: Mapping[str, Any], clipping: str) -> tuple[Numbers, Any]:
     """Return the clipped sum of one chunk of the batch, with its norms and factors."""
     gradients, losses, aux = call.gradients()
-    factors = clip_factors(gradients, call.batch.n, bounds, clipping, call.mask)
-    second_pass, sum_of = None, partial(weighted_sums, gradients)
-    if (
-        call.method == "two_pass"
-        and isinstance(gradients, Captured)
-        and call.parameters
-        and not is_narrow([losses])
-        and passes_again(gradients, factors.rows)
-    ):
-        second_pass = _SecondPass(call, gradients, factors, losses)
+    second_pass: Callable[[Factors], SecondPass] | None = None
+    if call.method == "two_pass" and isinstance(gradients, Captured) and call.parameters:
+        if not is_narrow([losses]):
+            second_pass = partial(_SecondPass, call, gradients, losses)
     try:
-        sums = clipped_sums(gradients, factors, second_pass)
+        numbers = numbers_of(
+            gradients,
+            losses,
+            Terms(1.0, bounds, clipping, call.mask),
+            second_pass=second_pass,
+            is_definition=call.is_definition,
+            is_checked=call.is_checked,
+        )
     except _PassesDifferError:
         return clipped_numbers(replace(call, method="book_keeping"), bounds, clipping)
-    numbers = Numbers(
-        factors.norms,
-        losses,
-        sum_of if second_pass is None else second_pass.of,
-        factors=factors.of,
-        bounds=bounds,
-        clipping=clipping,
-        sums=sums,
-        doubt=gradients.doubt if call.is_checked and second_pass is None else None,
-        runs_examples=isinstance(gradients, Formed),
-        is_definition=call.is_definition,
-    )
-    return numbers, sums, aux
+    return numbers, aux
+
+
+_NO_TERMS = Terms(1.0, {}, "flat", None)
 
 
 class _PassesDifferError(Exception):
@@ -383,7 +284,7 @@ class _SecondPass:
     of the first pass are freed when the second begins.
     """
 
-    def __init__(self, call: Call, gradients: Captured, factors: Factors, losses: Tensor) -> None:
+    def __init__(self, call: Call, gradients: Captured, losses: Tensor, factors: Factors) -> None:
         self._call, self._gradients, self._losses = call, gradients, losses
         smallest = sorted(call.parameters, key=lambda name: call.parameters[name].numel())
         self._witnesses = {
@@ -410,10 +311,6 @@ class _SecondPass:
                 raise _PassesDifferError
         self._witnesses = {}  # their sums hold for the weights of the first call only
         return sums
-
-    def of(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the sum for weights by name, which are the same for all."""
-        return self(next(iter(weights.values())))
 
 
 def check_numbers(call: Call, numbers: Numbers, compute: Compute) -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-
-from dualdp_torch.rules.base import Tensor
 
 
 @dataclass(frozen=True)
@@ -23,8 +22,15 @@ class BatchAxis:
     fold: str | None = None
     rows_per_unit: int = 1
 
-    def batch_first(self, tensor: Tensor, n: int) -> Tensor:
-        """Return a view or copy with the examples, and nothing else, on axis 0."""
+    def batch_first(self, tensor: Any, n: int) -> Any:
+        """Return a view or copy with the examples, and nothing else, on axis 0; of each in a tuple.
+
+        None is returned as it is.
+        """
+        if tensor is None or (not self.axis and self.fold is None):
+            return tensor
+        if isinstance(tensor, tuple):
+            return tuple(self.batch_first(t, n) for t in tensor)
         if self.fold == "single":
             return tensor.unsqueeze(0)
         first = tensor.movedim(self.axis, 0) if self.axis else tensor

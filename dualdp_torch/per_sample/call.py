@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import nn
@@ -59,6 +59,35 @@ def _kept(uses: Iterable[Use]) -> set[str]:
     }
 
 
+class Options(TypedDict, total=False):
+    """Keywords that the three calls share.
+
+    Attributes:
+        method: str, one of `METHODS`; all are exact. Default "auto".
+        physical_batch_size: int, number of examples processed at once.
+        max_memory: int, bytes that one chunk of the batch may keep; None: half of the free memory.
+        has_aux: bool, True if `loss_fn` returns `(losses, aux)`.
+        check: str, when the numbers are compared with plain autograd of the examples' own losses:
+            "first" (the first call with a model, loss, shapes without n, dtypes, training flags and
+            method), "always" or "off".
+        rows_per_unit: int K; the batch of U K rows is U units of K consecutive rows, and `n`,
+            `mask` and `physical_batch_size` count units. A unit's loss is the mean of its rows'
+            losses, or, if `loss_fn` couples the rows of a unit (pairs), what it returns for the
+            unit: (U,) losses.
+        row_weights: (U K,) finite floating-point tensor or None; a unit's loss is then the sum of
+            its rows' losses times these weights, of any size and sign; 0 is padding, whose inputs
+            may be nan. A unit's weights must come from its own rows or from public facts.
+    """
+
+    method: str
+    physical_batch_size: int | None
+    max_memory: int | None
+    has_aux: bool
+    check: str
+    rows_per_unit: int | None
+    row_weights: Tensor | None
+
+
 class _NoCapture(Exception):
     """The captured uses cannot be trusted for this call; the message gives the reason."""
 
@@ -99,13 +128,14 @@ class Call:
         loss_fn: LossFn,
         model: Any,
         batch: tuple[Any, ...] | Batch,
-        method: str,
-        has_aux: bool,
-        physical_batch_size: int | None,
-        max_memory: int | None,
-        mask: Tensor | None = None,
-        check: str = "off",
         purpose: tuple[str, ...] = (),
+        *,
+        mask: Tensor | None = None,
+        method: str = "auto",
+        physical_batch_size: int | None = None,
+        max_memory: int | None = None,
+        has_aux: bool = False,
+        check: str = "first",
         rows_per_unit: int | None = None,
         row_weights: Tensor | None = None,
     ) -> Call:

@@ -37,7 +37,7 @@ from dualdp_torch.per_sample.parameter_use import (
     refuse_reentrant_checkpoints,
     refuse_transforms,
 )
-from dualdp_torch.rules import REWRITES, RULES
+from dualdp_torch.rules import REWRITES, RULES, Rewrite
 from dualdp_torch.rules.base import Rule, Tensor
 
 #: Functions of autograd and their arguments: they would miss the detached parameters.
@@ -95,34 +95,19 @@ class Capture(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         rewrite = REWRITES.get(func)
-        if (
-            rewrite
-            and torch.is_grad_enabled()
-            and any(map(self._is_parameter, _flat(args, kwargs)))
-            and not (rewrite.writes and self._is_parameter(args[0]))
-            and rewrite.covers(args, kwargs)
-        ):
+        if rewrite and torch.is_grad_enabled() and self._rewrites(rewrite, args, kwargs):
             refuse_transforms(func)
             with self:
                 return rewrite.function(self, *args, **kwargs)
         rule = RULES.get(func)
         if rule is None:
-            if func is F.batch_norm:
-                call = dict(zip(_BATCH_NORM, args, strict=False)) | kwargs
-                of_batch = call.get("training") or call.get("running_mean") is None
-                if of_batch and not self._is_parameter(call["input"]):  # weights hold no examples
-                    raise UnsupportedLayerError(
-                        "batch_norm was called with batch statistics: it mixes examples, so no "
-                        "per-sample gradient exists. Replace BatchNorm by GroupNorm, or call the "
-                        "module's eval()."
-                    )
-            if func in _DIFFERENTIATE:
-                self._refuse_second_order(func, args, kwargs)
-            if func is Tensor.register_hook:
-                self._hear_hook(*args, **(kwargs or {}))
+            self._hear(func, args, kwargs)
             return self._plain(func, args, kwargs)
         call = dict(zip(rule.arguments, args, strict=False)) | kwargs
-        held = {slot: value for slot, value in call.items() if self._is_parameter(value)}
+        held: dict[str, Tensor] = {}
+        for slot, value in call.items():
+            if id(value) in self._names or self._is_parameter(value):
+                held[slot] = value
         reason = rule.refuse(call) if rule.refuse else None
         if reason:
             names = ", ".join(repr(self._name(p)) for p in held.values())
@@ -132,6 +117,32 @@ class Capture(TorchFunctionMode):
         if not self._covers(rule, call, held) or self._is_skipped(func, held):
             return self._plain(func, args, kwargs)
         return self._use(func, rule, args, kwargs, call, held)
+
+    def _rewrites(self, rewrite: Rewrite, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """True if a call takes a parameter where the rewrite needs one, and is covered by it."""
+        given = _flat(args, kwargs)
+        if rewrite.parameter is not None:
+            at, name = rewrite.parameter
+            given = [args[at] if len(args) > at else kwargs.get(name)]
+        if not any(map(self._is_parameter, given)):
+            return False
+        return not (rewrite.writes and self._is_parameter(args[0])) and rewrite.covers(args, kwargs)
+
+    def _hear(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuse, or note, a function without a rule that changes what uses show."""
+        if func in _DIFFERENTIATE:
+            self._refuse_second_order(func, args, kwargs)
+        elif func is Tensor.register_hook:
+            self._hear_hook(*args, **kwargs)
+        elif func is F.batch_norm:
+            call = dict(zip(_BATCH_NORM, args, strict=False)) | kwargs
+            of_batch = call.get("training") or call.get("running_mean") is None
+            if of_batch and not self._is_parameter(call["input"]):  # weights hold no examples
+                raise UnsupportedLayerError(
+                    "batch_norm was called with batch statistics: it mixes examples, so no "
+                    "per-sample gradient exists. Replace BatchNorm by GroupNorm, or call the "
+                    "module's eval()."
+                )
 
     def _is_skipped(self, func: Any, held: Mapping[str, Tensor]) -> bool:
         """True if this call holds no examples; recomputed calls are matched by their parameters."""
@@ -145,14 +156,15 @@ class Capture(TorchFunctionMode):
 
     def _covers(self, rule: Rule, call: Mapping[str, Any], held: Mapping[str, Tensor]) -> bool:
         """True if the rule applies to this call."""
-        if not held or not torch.is_grad_enabled():
+        if not held or not torch.is_grad_enabled() or not held.keys() <= rule.grads.keys():
             return False
-        if not all([slot in rule.grads for slot in held]):
-            return False
-        tensors = {slot: value for slot, value in call.items() if isinstance(value, Tensor)}
-        if any([value.is_complex() for value in tensors.values()]):
-            return False
-        if len(held) == len(tensors):
+        number = 0
+        for value in call.values():
+            if isinstance(value, Tensor):
+                number += 1
+                if value.is_complex():
+                    return False
+        if len(held) == number:
             return rule.alone
         return rule.applies is None or rule.applies(call)
 
@@ -189,10 +201,11 @@ class Capture(TorchFunctionMode):
         out = func(*args, **kwargs)
         if func in _PACKING:
             self._note_order(func, args, out)
-        outs = out if type(out) in (tuple, list) else (out,)
-        made = [o for o in outs if isinstance(o, Tensor) and o.requires_grad]
-        if made and self._takes_parameters_alone(args, kwargs):
-            self._from_parameters |= {id(o): o for o in made if id(o) not in self._names}
+        if not self._takes_parameters_alone(args, kwargs):
+            return out
+        for made in out if type(out) in (tuple, list) else (out,):
+            if isinstance(made, Tensor) and made.requires_grad and id(made) not in self._names:
+                self._from_parameters[id(made)] = made
         return out
 
     def _note_order(self, func: Any, args: tuple[Any, ...], out: Any) -> None:
@@ -213,11 +226,12 @@ class Capture(TorchFunctionMode):
     def _takes_parameters_alone(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """True if a call takes parameters, or what was computed from them, and no other graph."""
         takes = False
-        for value in _flat(args, kwargs):
-            if isinstance(value, Tensor) and value.requires_grad:
-                if not self._is_parameter(value):
-                    return False
-                takes = True
+        for argument in (*args, *kwargs.values()):
+            for value in argument if type(argument) is list else (argument,):
+                if isinstance(value, Tensor) and value.requires_grad:
+                    if not self._is_parameter(value):
+                        return False
+                    takes = True
         return takes
 
     def _hear_hook(self, tensor: Tensor, hook: Any) -> None:
@@ -254,11 +268,15 @@ class Capture(TorchFunctionMode):
     ) -> Tensor:
         """Run the function on detached parameters, and record the use."""
         refuse_transforms(func)
-        detached = {id(p): p.detach() for p in held.values()}
-        out: Tensor = func(
-            *[detached.get(id(a), a) for a in args],
-            **{name: detached.get(id(a), a) for name, a in kwargs.items()},
-        )
+        detached = {}
+        for p in held.values():
+            detached[id(p)] = p.detach()
+        given, named = [*args], dict(kwargs)
+        for i, a in enumerate(given):
+            given[i] = detached.get(id(a), a)
+        for name, a in named.items():
+            named[name] = detached.get(id(a), a)
+        out: Tensor = func(*given, **named)
         acts = None
         if not held.keys() <= rule.light:
             wanted = rule.acts
@@ -271,7 +289,10 @@ class Capture(TorchFunctionMode):
             out = attach(out, _LEAF)
         elif out._is_view():  # as of a linear layer with position axes
             out = no_view(out)
-        options = {k: v for k, v in call.items() if not isinstance(v, Tensor)}
+        options = {}
+        for name, value in call.items():
+            if not isinstance(value, Tensor):
+                options[name] = value
         self._append(func, rule, held, acts, options, out)
         return out
 
@@ -309,21 +330,27 @@ class Capture(TorchFunctionMode):
         saved = acts if isinstance(acts, tuple) else () if acts is None else (acts,)
         # A function with an input in the graph saves tensors for its backward, so it runs again.
         is_left = frame is not None and any(tensor.requires_grad for tensor in saved)
-        detached = () if is_left else tuple(tensor.detach() for tensor in saved)
+        detached: tuple[Tensor, ...] = ()
+        versions: list[tuple[Tensor, int]] = []
+        for tensor in () if is_left else saved:
+            detached += (tensor.detach(),)
+            versions.append((detached[-1], tensor._version))
+        names, shapes = {}, {}
+        for slot, p in parameters.items():
+            names[slot], shapes[slot] = self._names.get(id(p)) or self._name(p), p.shape
+        is_several = isinstance(acts, tuple) and not is_left
         use = Use(
             function=func,
             rule=rule,
-            held={slot: self._name(p) for slot, p in parameters.items()},
-            shapes={slot: p.shape for slot, p in parameters.items()},
-            acts=detached
-            if isinstance(acts, tuple) and not is_left
-            else next(iter(detached), None),
+            held=names,
+            shapes=shapes,
+            acts=detached if is_several else next(iter(detached), None),
             options=options,
             edge=get_gradient_edge(out),
             out_shape=out.shape,
             position=self._seen - 1,
             can_skip=can_skip,
-            versions=[(tensor, tensor._version) for tensor in detached],
+            versions=versions,
             waits=is_left,
         )
         if frame is not None:

@@ -12,7 +12,14 @@ import torch
 from dualdp import _validate
 from dualdp.plan.clipping import AUTOMATIC_OFFSET, CLIPPING, factors_for, group_bounds
 from dualdp_torch.parallel.fsdp import Shards
-from dualdp_torch.per_sample.gradients import Captured, Gradients, Limits, Squares, added_up
+from dualdp_torch.per_sample.gradients import (
+    Captured,
+    Gradients,
+    Limits,
+    Squares,
+    added_up,
+    one_group,
+)
 from dualdp_torch.rules.base import Tensor, sq_norms
 
 #: Underflow of squares matters below this bound; above, the squares lost in 2^40 numbers change a
@@ -130,7 +137,7 @@ def _limits(bounds: Mapping[str, Any], clipping: str) -> Limits:
     """Return the clipping groups and the precision that their norms need."""
     if clipping == "per_layer":
         return Limits(group_of, bounds)
-    return Limits(lambda name: "", {"": AUTOMATIC_OFFSET} if clipping == "automatic" else bounds)
+    return Limits(one_group, {"": AUTOMATIC_OFFSET} if clipping == "automatic" else bounds)
 
 
 @dataclass(frozen=True)
@@ -205,7 +212,7 @@ def clipped_sums(
     factors: Factors,
     second_pass: SecondPass | None = None,
     shards: Shards | None = None,
-    formed: Callable[[str, Tensor], Tensor] = lambda name, total: total,
+    formed: Callable[[str, Tensor], Tensor] | None = None,
 ) -> dict[str, Tensor]:
     """Return name -> sum over the examples of factor times gradient.
 
@@ -219,10 +226,12 @@ def clipped_sums(
         # Processes of a sharded model pass again together, also one in which no row counts.
         sums = second_pass(shared if factors.rows is None else torch.zeros_like(shared))
         if sums is not None:
-            return {name: formed(name, total) for name, total in sums.items()}
-    reduce = (lambda name, total: total) if shards is None else shards.reduce
-    each = gradients.sums(factors.of, factors.rows)
-    return {name: formed(name, reduce(name, total)) for name, total in each}
+            return {k: formed(k, total) for k, total in sums.items()} if formed else sums
+    found = {}
+    for name, total in gradients.sums(factors.of, factors.rows):
+        mine = total if shards is None else shards.reduce(name, total)
+        found[name] = mine if formed is None else formed(name, mine)
+    return found
 
 
 def weighted_sums(gradients: Gradients, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

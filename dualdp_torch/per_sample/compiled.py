@@ -295,13 +295,10 @@ class CompiledGradSum:
             self._loss_fn,
             self._model,
             batch,
-            self._method,
-            False,
-            None,
-            None,
-            mask,
+            ("clipped_grad_sum", self._clipping, "compiled"),
+            method=self._method,
+            mask=mask,
             check=check,
-            purpose=("clipped_grad_sum", self._clipping, "compiled"),
         )
         call.drawn = drawn
         bounds = clipping_bounds(call.parameters, self._clipping, max_grad_norm)
@@ -431,14 +428,14 @@ class CompiledGradSum:
     def _again(self, request: _Request) -> Compute:
         """Return a function from a call on another model to the numbers of its own graph."""
 
-        def compute(call: Call) -> tuple[Numbers, dict[str, Tensor], Any]:
+        def compute(call: Call) -> tuple[Numbers, Any]:
             other = CompiledGradSum(
                 self._loss_fn, call.model, self._clipping, self._method, None, self._backend, "off"
             )
             numbers, _ = other._compiled(replace(request, call=replace(call, check="off")))
             if numbers is None:
                 raise RuntimeError(f"The step can't be compiled again: {other.reasons}.")
-            return numbers, {}, None
+            return numbers, None
 
         return compute
 

@@ -211,7 +211,7 @@ def _axes(own: _Examination, few: Batch, tolerance: float, picks: bool) -> Axes 
             axes.append(by_shape if whole.has_drawn and not left else left)
         if not fixed - skip:
             break
-        skip |= fixed
+        skip |= {min(fixed - skip)}  # the positions after it may be others without it
         if len(skip) > MOST_SKIPPED:
             return "too many layers hold no examples"
     for use, left in zip(uses, axes, strict=True):

@@ -56,7 +56,7 @@ def explain(
     _validate.choice("check", check, ("first", "off"))
     require_module("The model", model)
     refuse_tensor_parallel(model, "explain", "call it before parallelize_module")
-    call = Call.checked(loss_fn, model, batch, method, has_aux, None, None)
+    call = Call.checked(loss_fn, model, batch, method=method, has_aux=has_aux, check="off")
     if call.batch.n < 2:
         raise ValueError(
             f"The batch holds {call.batch.n} examples. Expected at least two: one alone goes "

@@ -22,6 +22,7 @@ from dualdp_torch.rules import choices, memory
 from dualdp_torch.rules.base import (
     Tensor,
     exact_sq_norms,
+    has_narrow_type,
     is_narrow,
     last_lengths,
     lengths,
@@ -30,6 +31,7 @@ from dualdp_torch.rules.base import (
     weighted_sum,
 )
 from dualdp_torch.rules.base import wide as wide
+from dualdp_torch.rules.precision import full_precision, in_full_precision
 from dualdp_torch.rules.together import Described, NormTable, Table, sq_norms_of, stacked
 
 #: Floor of a squared norm to which its error is compared.
@@ -71,16 +73,20 @@ class Squares(NamedTuple):
     are_finite: bool
 
 
+def one_group(name: str) -> str:
+    """Return the clipping group of every parameter where whole gradients are clipped."""
+    return ""
+
+
 def _totals(
     names: Sequence[str], rows: Tensor | Sequence[Tensor], group_of: Callable[[str], str]
 ) -> dict[str, Tensor]:
     """Return group -> (n,) sum of its parameters' rows."""
-    groups = [*map(group_of, names)]
-    if torch.is_tensor(rows) and len({*groups}) == 1:
-        return {groups[0]: rows.sum(0)}
+    if group_of is one_group and torch.is_tensor(rows):
+        return {"": rows.sum(0)}
     members: dict[str, list[int]] = {}
-    for index, group in enumerate(groups):
-        members.setdefault(group, []).append(index)
+    for index, name in enumerate(names):
+        members.setdefault(group_of(name), []).append(index)
     return {group: _added([rows[i] for i in indices]) for group, indices in members.items()}
 
 
@@ -210,11 +216,26 @@ class Formed:
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, weighted sum) for each parameter."""
         for name, g in self._formed.items():
-            yield name, weighted_sum(pick(factors[name], rows), pick(g, rows))
+            with full_precision():
+                total = weighted_sum(pick(factors[name], rows), pick(g, rows))
+            yield name, total
 
     def forget(self) -> None:
         """Free the gradients."""
         self._formed = {}
+
+
+def _captured_parts(use: Use, acts: Any, grads_out: Tensor, is_apart: bool) -> Iterator[Part]:
+    """Yield the parts of one use, whose tensors are batch-first."""
+    inputs = acts if isinstance(acts, tuple) else (acts,)
+    narrow = has_narrow_type(grads_out.dtype)
+    for tensor in inputs:
+        narrow |= tensor is not None and has_narrow_type(tensor.dtype)
+    has_pair = use.rule.pair is not None and {"weight", "bias"} <= use.held.keys()
+    beside: dict[str, Tensor] | None = {} if has_pair else None
+    for slot in use.held:
+        own = None if slot in use.rule.light else acts
+        yield Part(use, slot, own, grads_out, is_apart, beside, narrow)
 
 
 class Captured:
@@ -264,28 +285,18 @@ class Captured:
         for use, batch_axis in zip(uses, batch_axes, strict=True):
             if use.grads_out is None or batch_axis is None:
                 continue  # no gradient arrived: the use contributes nothing
-            acts = self._prepare(use.acts, batch_axis)
-            grads_out = self._prepare(use.grads_out, batch_axis)
-            is_out_narrow = is_narrow([grads_out])
-            self.is_narrow |= is_out_narrow
-            inputs = acts if isinstance(acts, tuple) else () if acts is None else (acts,)
-            narrow = is_out_narrow or is_narrow(inputs)
+            acts, grads_out = batch_axis.batch_first(use.acts, n), use.grads_out
+            grads_out = batch_axis.batch_first(grads_out, n)
+            self.is_narrow |= has_narrow_type(grads_out.dtype)
             is_apart = batch_axis.fold == "outer" and not use.rule.rows_are_free
-            has_pair = use.rule.pair is not None and {"weight", "bias"} <= use.held.keys()
-            beside: dict[str, Tensor] | None = {} if has_pair else None
-            for slot, name in use.held.items():
-                own = None if slot in use.rule.light else acts
-                part = Part(use, slot, own, grads_out, is_apart, beside, narrow)
-                self._parts[name].append(part)
+            for part in _captured_parts(use, acts, grads_out, is_apart):
+                self._parts[use.held[part.slot]].append(part)
             use.acts = use.grads_out = None  # from here on only the parts hold these tensors
             use.versions.clear()
-        self._parts = {name: joined(parts) for name, parts in self._parts.items()}
+        for name, parts in self._parts.items():
+            if len(parts) > 1:
+                self._parts[name] = joined(parts)
         self._below = {name: leads_to(value, parameters) for name, value in derived.items()}
-
-    def _prepare(self, tensor: Any, batch_axis: BatchAxis) -> Any:
-        if isinstance(tensor, tuple):
-            return tuple(self._prepare(t, batch_axis) for t in tensor)
-        return None if tensor is None else batch_axis.batch_first(tensor, self._n)
 
     def _zeros(self, name: str) -> Tensor:
         """Return (*shape) zeros in the precision of the parameter's sum."""
@@ -305,7 +316,7 @@ class Captured:
     def _pulled(self, name: str, below: Iterable[str], rows: Tensor | None) -> dict[str, Tensor]:
         """Return parameter -> (rows, *shape), gradients through one derived tensor."""
         only = {parameter: self._parameters[parameter] for parameter in below}
-        grads = _added([part.grads(rows) for part in self._parts[name]])
+        grads = self._formed_of(name, rows)
         return self._derived[name].pull_back(grads, only, per_sample=True)[0]
 
     def _sum_of_pulled(
@@ -328,13 +339,21 @@ class Captured:
 
     def _formed(self, name: str, pulled_back: Mapping[str, Tensor]) -> Tensor:
         """Return (n, *shape), the whole gradient of one parameter."""
-        terms = [part.grads() for part in self._parts[name]]
-        if name in pulled_back:
-            terms.append(pulled_back[name])
-        if not terms:
-            return self._zeros(name).expand(self._n, *self._parameters[name].shape)
-        return _added(terms)
+        if not self._parts[name]:
+            zeros = self._zeros(name).expand(self._n, *self._parameters[name].shape)
+            return pulled_back.get(name, zeros)
+        found = self._formed_of(name, None)
+        return found + pulled_back[name] if name in pulled_back else found
 
+    def _formed_of(self, name: str, rows: Tensor | None) -> Tensor:
+        """Return the sum of the gradients of one tensor's uses, of all examples or of `rows`."""
+        first, *others = self._parts[name]
+        found = first.grads(rows)
+        for part in others:
+            found = found + part.grads(rows)
+        return found
+
+    @in_full_precision
     def grads(self) -> dict[str, Tensor]:
         """Return a mapping from parameter name to (n, *shape)."""
         pulled_back = self._pulled_back()
@@ -345,22 +364,32 @@ class Captured:
         return found if self.scale == 1 else {name: g * self.scale for name, g in found.items()}
 
     def _keeps(self, parts: list[Part]) -> bool:
-        """True if one parameter's per-sample gradients are kept until the sum."""
-        is_cheap = self._keep == "cheap"
-        is_compared = is_cheap and choices.is_forced()
-        if self._keep == "all" or (not is_compared and all([part.is_small() for part in parts])):
+        """True if one parameter's per-sample gradients are kept until the sum.
+
+        They are if they have no more numbers than the output's gradient, or if the rules say so.
+        """
+        is_cheap, are_small = self._keep == "cheap", True
+        for part in parts:
+            numbers = part.use.shapes[part.slot].numel() * self._n
+            are_small &= numbers <= part.grads_out.numel()
+        if self._keep == "all" or (are_small and not (is_cheap and choices.is_forced())):
             return True
-        return is_cheap and all([part.prefers_keeping() for part in parts])
+        for part in parts if is_cheap else ():
+            keeps = None if part.slot in part.use.rule.light else part.use.rule.keeps
+            if keeps is not None and not part.ask(keeps):
+                return False
+        return is_cheap
 
     def _norms_alone(self, parts: list[Part]) -> Described | None:
         """Squared norms without forming gradients, or their description; None if dearer."""
         if len(parts) > 1:
             return tied(parts)
-        if not parts[0].norms_are_cheaper():
+        part = parts[0]
+        if part.slot not in part.use.rule.sq_norms or part.is_apart:
             return None
-        found = parts[0].sq_norms()
+        found: Described = part.ask(part.use.rule.sq_norms[part.slot])
         # A description would keep widened copies of all layers until they are computed.
-        return sq_norms_of(found, self._n) if parts[0].is_narrow else found
+        return sq_norms_of(found, self._n) if part.is_narrow else found
 
     @property
     def doubt(self) -> Tensor | None:
@@ -383,7 +412,7 @@ class Captured:
                 [test_questions_to_a_record_may_be_repeated]
         """
         self._apart, self._doubts = {}, None
-        return self._judged(_merged(self._tables()), limits)
+        return self._judged(self._table(), limits)
 
     def static_sq_norms(self, limits: Limits) -> tuple[Squares, Tensor]:
         """Return squared norms by the same operations for any batch, and if they can be used.
@@ -391,7 +420,7 @@ class Captured:
         The second result is a () bool tensor, True if all norms are finite and as precise as
         `limits` asks; `sq_norms` would form gradients where it is False.
         """
-        table = _merged(self._tables())
+        table = self._table()
         of, (totals, whole) = self._by_name(table), _summed(table, limits)
         are_good = whole < torch.inf
         if table.bounded:
@@ -399,8 +428,9 @@ class Captured:
             are_good = are_good & (error <= tolerated).all(0)
         return Squares(of, totals, whole, True), are_good.all()
 
-    def _tables(self) -> list[Table]:
-        """Return squared norms and error bounds of all parameters, a table for each dtype."""
+    @in_full_precision
+    def _table(self) -> Table:
+        """Return squared norms and error bounds of all parameters."""
         tables: dict[torch.dtype, NormTable] = {}
         small: dict[Any, dict[str, bool]] = {}
         pulled_back = self._pulled_back()
@@ -438,7 +468,9 @@ class Captured:
         for (dtype, *_), has_lengths in small.items():
             for name, found in self._lengths_of_small(has_lengths):
                 tables[dtype].add_length(name, found)
-        return [table.finish() for table in tables.values()]
+        if len(tables) == 1:
+            return tables[dtype].finish()
+        return _merged([table.finish() for table in tables.values()])
 
     def _lengths_of_small(self, has_lengths: dict[str, bool]) -> Iterator[tuple[str, Tensor]]:
         """Yield names and lengths (n,) of kept gradients, which from now on share one tensor.
@@ -475,7 +507,8 @@ class Captured:
         if not table.bounded:
             return added_up(of, limits.group_of, self._n)
         totals, whole = _summed(table, limits)
-        floor = min(limits.floors.get(limits.group_of(name), 0.0) for name in table.bounded)
+        groups = [""] if limits.group_of is one_group else map(limits.group_of, table.bounded)
+        floor = min([limits.floors.get(group, 0.0) for group in groups])
         # The only look at the host is this one or the next.
         if floor and table.are_moderate(margin_of(whole.dtype) * max(floor**2, _LEAST)):
             # Without a reference to self: in a cycle, activations would stay for many steps.
@@ -496,12 +529,13 @@ class Captured:
         totals, whole = _summed(table, limits)
         return Squares(of, totals, whole, bool((whole < torch.inf).all()))
 
+    @in_full_precision
     def _form_apart(self, name: str, rows: Tensor, found: dict[str, Tensor]) -> None:
         """Form and keep one parameter's gradients of the examples `rows`; update their norms."""
         shape = self._parameters[name].shape
         for piece in memory.row_slices(len(rows), shape.numel(), found[name]):
             part = rows[piece]
-            formed = _added([p.grads(part) for p in self._parts[name]])
+            formed = self._formed_of(name, part)
             found[name][part] = (sq_norms(formed) * self.scale**2).to(found[name].dtype)
             self._apart.setdefault(name, []).append((part, formed))
 
@@ -511,7 +545,7 @@ class Captured:
         for name in (*self._parameters, *self._derived):
             parts, below = self._parts[name], self._below.get(name)
             keeps = bool(parts) and self._keeps(parts)
-            formed = keeps or below is not None or self._norms_alone(parts) is None
+            formed = keeps or below is not None or not parts or self._norms_alone(parts) is None
             for part in parts:
                 found.append(
                     {
@@ -523,6 +557,7 @@ class Captured:
                 )
         return found
 
+    @in_full_precision
     def exact_sq_norms(self, rows: Tensor) -> dict[str, Tensor]:
         """Return name -> (rows,) float64 squared norms, from formed gradients."""
         pulled_back = self._pulled_back()
@@ -531,7 +566,7 @@ class Captured:
             if name in self._kept:
                 found[name] = exact_sq_norms(self._kept[name][rows])
                 continue
-            terms = [part.grads(rows) for part in self._parts[name]]
+            terms = [self._formed_of(name, rows)] if self._parts[name] else []
             terms += [pulled_back[name][rows]] if name in pulled_back else []
             zeros = torch.zeros(len(rows), dtype=torch.float64, device=rows.device)
             found[name] = exact_sq_norms(_added(terms)) if terms else zeros
@@ -549,6 +584,7 @@ class Captured:
         for name in self._parameters:
             yield name, ready.pop(name) if name in ready else self._sum(name, factors[name], rows)
 
+    @in_full_precision
     def _sums_of_small(self, factors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Name -> (*shape) sums of the kept gradients that share one tensor and their factors."""
         found: dict[str, Tensor] = {}
@@ -564,6 +600,7 @@ class Captured:
         """Return the sum over the examples of factor times gradient of one parameter."""
         return self._sum(name, factors * self.scale, rows)
 
+    @in_full_precision
     def _sum(self, name: str, factors: Tensor, rows: Tensor | None) -> Tensor:
         """Return the sum of factor, which includes the scale, times gradient in memory."""
         if name in self._kept:
@@ -574,12 +611,16 @@ class Captured:
         if name in self._apart:
             rows, terms = self._sums_apart(name, factors, rows)
         if rows is None or len(rows) or not terms:
-            terms += [part.sum(factors, rows) for part in self._parts[name]]
-        for other in (other for other, below in self._below.items() if name in below):
-            with self._gathered([name]):
-                if self._parts[other]:
-                    terms += self._sum_of_pulled(other, name, factors, rows)
-        return _added(terms) if terms else self._zeros(name)
+            for part in self._parts[name]:
+                terms.append(part.sum(factors, rows))
+        for other, below in self._below.items():
+            if name in below:
+                with self._gathered([name]):
+                    if self._parts[other]:
+                        terms += self._sum_of_pulled(other, name, factors, rows)
+        if not terms:
+            return self._zeros(name)
+        return terms[0] if len(terms) == 1 else _added(terms)
 
     def _sums_apart(
         self, name: str, factors: Tensor, rows: Tensor | None

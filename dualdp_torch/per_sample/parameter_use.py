@@ -161,7 +161,9 @@ class Use:
                 f"The checkpointed part of the model with {self} did not run again in the "
                 "backward, so its input is not known. Leave it out of the checkpoint."
             )
-        if any(tensor._version != version for tensor, version in self.versions):
+        for tensor, version in self.versions:
+            if tensor._version == version:
+                continue
             raise ChangedInPlaceError(
                 f"The input of {self} was changed in place after it was used, so the gradient of "
                 'the parameter is lost. Use the out-of-place operation, or method="vmap".'

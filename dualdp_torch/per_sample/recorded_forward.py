@@ -29,7 +29,8 @@ from dualdp_torch.per_sample.clip import (
 )
 from dualdp_torch.per_sample.gradients import Gradients, Limits
 from dualdp_torch.per_sample.model_checks import require_module
-from dualdp_torch.per_sample.recorder import RECORDED, Recorder, numbers_of
+from dualdp_torch.per_sample.numbers import numbers_of
+from dualdp_torch.per_sample.recorder import RECORDED, Recorder
 from dualdp_torch.rules.base import Tensor
 
 _ROWS = 4  # examples that are led through a block alone

@@ -14,7 +14,6 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from functools import partial, reduce
 from typing import Any
 
@@ -25,7 +24,7 @@ from torch.utils import _pytree as pytree
 
 from dualdp._validate import UnsupportedLayerError
 from dualdp.exactness import ExactnessError
-from dualdp_torch.parallel.fsdp import Shards, check_sharded, local_of
+from dualdp_torch.parallel.fsdp import Shards, check_sharded
 from dualdp_torch.per_sample.analysis_cache import AnalysisCache
 from dualdp_torch.per_sample.batch import Batch
 from dualdp_torch.per_sample.call import Call
@@ -35,17 +34,13 @@ from dualdp_torch.per_sample.checks.twin import Twins
 from dualdp_torch.per_sample.clip import (
     SecondPass,
     Terms,
-    clip_factors,
-    clipped_sums,
-    norms_of,
-    weighted_sums,
 )
-from dualdp_torch.per_sample.clip_by_layer import Layered
 from dualdp_torch.per_sample.forward_analysis import ForwardAnalysis
-from dualdp_torch.per_sample.gradients import Captured, Formed, Gradients, Limits
+from dualdp_torch.per_sample.gradients import Captured, Formed, Gradients
 from dualdp_torch.per_sample.loss_inside import from_outputs
 from dualdp_torch.per_sample.model_checks import refuse_mixing_modules
 from dualdp_torch.per_sample.modes import autocast_as, autocast_dtypes, remove_mode
+from dualdp_torch.per_sample.numbers import numbers_of
 from dualdp_torch.per_sample.one_by_one import each_alone, gradients_alone, joined
 from dualdp_torch.per_sample.one_forward import Forward
 from dualdp_torch.per_sample.outputs import (
@@ -106,8 +101,7 @@ class Recorder:
     Attributes:
         is_active: True if a forward that begins now is to be recorded.
         is_inside: True while a forward is being recorded.
-        terms: clipping settings of the batch, or None; with them a sharded model under per-layer
-            clipping is clipped layer by layer during the backward, into `layered`.
+        terms: clipping settings of the batch, or None.
         row_factors: (rows,) factors of the gradients of the outputs, by which the rows of a unit
             are weighted against their mean; None for 1.
         is_due: predicate of the cached analysis, True if the forward that begins may be run again;
@@ -181,7 +175,6 @@ class Recorder:
         self.has_gradients = False
         self._without_graph = self._in_backward = False
         self._not_accumulating = -1
-        self.layered: Layered | None = None
 
     @property
     def n(self) -> int | None:
@@ -415,8 +408,7 @@ class Recorder:
                 )
             axes = self._analysis.batch_axes(mode)
             forward.hear(mode, axes, next(self._numbers))
-            self._begin_layers(forward)
-            if self.shards is not None and (self.layered or self.method == "two_pass"):
+            if self.shards is not None and self.method == "two_pass":
                 self.shards.require_same_layers(use.held.values() for use in forward.uses)
         if self.computes_loss:
             self.is_inside = False
@@ -484,17 +476,6 @@ class Recorder:
                 self.forwards.pop(index).close()
                 self.twins.drop(index)
 
-    def _begin_layers(self, forward: Forward) -> None:
-        """Clip layer by layer during the backward, if the model is sharded and clips per layer."""
-        terms = self.terms
-        if self.shards is None or terms is None or self.n is None or terms.clipping != "per_layer":
-            return
-        if terms.mask is not None and len(terms.mask) != self.n:
-            return  # the step raises the error
-        self.layered = Layered(
-            forward.uses, forward.derived, self._inside, terms, n=self.n, shards=self.shards
-        )
-
     def _keep_grads_out(self, forward: Forward, use: Use, out: Tensor) -> None:
         """Hook that keeps the gradient of one captured call's output.
 
@@ -515,8 +496,6 @@ class Recorder:
                 return
             forward.reached.add(use)
             use.grads_out = grad.detach()
-            if recorder.layered is not None:
-                recorder.layered.arrived(use)
 
         out.register_hook(arrived)
 
@@ -623,7 +602,7 @@ class Recorder:
         found: Gradients = Captured(
             uses,
             uses.values(),
-            {name: local_of(p) for name, p in inside.items()},
+            inside,
             {k: v for f in captured for k, v in f.derived.items()},
             n=n,
             scale=scale,
@@ -866,31 +845,6 @@ class Zeroing:
             return self._call(*args, **kwargs)
 
 
-def numbers_of(gradients: Gradients, losses: Tensor, terms: Terms) -> Numbers:
-    """Return the numbers of a batch for a check: clipped, or as they are without bounds."""
-    own = Numbers(
-        norms=losses,
-        losses=losses,
-        weighted_sum=partial(weighted_sums, gradients),
-        clipping=terms.clipping,
-        gradients=gradients,
-        runs_examples=isinstance(gradients, Formed),
-        is_definition=len(losses) == 1,
-    )
-    if not terms.bounds:
-        norms = norms_of(gradients, Limits(), len(losses))[1]
-        return replace(own, norms=norms, doubt=gradients.doubt)
-    factors = clip_factors(gradients, len(losses), terms.bounds, terms.clipping, terms.mask)
-    return replace(
-        own,
-        norms=factors.norms,
-        factors=factors.of,
-        bounds=terms.bounds,
-        sums=clipped_sums(gradients, factors),
-        doubt=gradients.doubt,
-    )
-
-
 def _projected(rows_per_unit: int, model: nn.Module, *calls: Any) -> Tensor:
     """Return (n,) products of outputs and cotangents of several forwards."""
     each = [projected_outputs(model, *call, rows_per_unit=rows_per_unit)[0] for call in calls]
@@ -904,9 +858,7 @@ def _called(method: str, terms: Terms, reference: Reference) -> Numbers:
         reference.model,
         reference.batch,
         method=method,
-        has_aux=False,
-        physical_batch_size=None,
-        max_memory=None,
+        check="off",
         mask=reference.mask,
     )
     call = call.on(reference.model, reference.batch, dict(reference.parameters))

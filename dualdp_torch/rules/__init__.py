@@ -70,17 +70,22 @@ class Rewrite(NamedTuple):
     Attributes:
         function: callable that takes the capture, then the arguments of the original.
         covers: predicate of (args, kwargs), True if this call can be rewritten.
+        parameter: position and name of the argument that has to be a parameter; None for any.
         writes: True if it changes its first argument; calls that change a parameter are left.
     """
 
     function: Callable[..., Any]
     covers: Callable[[tuple[Any, ...], dict[str, Any]], bool] = lambda args, kwargs: True
+    parameter: tuple[int, str] | None = None
     writes: bool = False
 
 
 REWRITES: dict[Callable[..., Any], Rewrite] = {
     F.multi_head_attention_forward: Rewrite(
         attention.multi_head_attention, attention.covers_attention
+    ),
+    F.scaled_dot_product_attention: Rewrite(
+        attention.with_mask_of_each, attention.shares_mask, (3, "attn_mask")
     ),
     F.embedding_bag: Rewrite(bilinear_prelu_cells.embedding_bag, bilinear_prelu_cells.covers_bag),
     **{

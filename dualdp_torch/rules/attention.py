@@ -109,3 +109,33 @@ def covers_attention(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """True for a call with a batch axis and without precomputed keys or values."""
     fixed = (kwargs.get("static_k"), kwargs.get("static_v"))
     return bool(args and torch.is_tensor(args[0]) and args[0].dim() == 3) and fixed == (None, None)
+
+
+def with_mask_of_each(
+    capture: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> Tensor:
+    """`F.scaled_dot_product_attention` with a trained mask that is expanded over the batch first.
+
+    So that its gradient arrives for each example, as of biases of relative positions.
+    """
+    missing = query.dim() - attn_mask.dim()
+    sizes = [1] * missing + [*attn_mask.shape]
+    sizes[0] = query.shape[0]
+    mask = attn_mask.expand(sizes)
+    found: Tensor = F.scaled_dot_product_attention(query, key, value, mask, *args, **kwargs)
+    return found
+
+
+def shares_mask(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """True for a call whose float mask is the same for all examples."""
+    query = args[0] if args else kwargs.get("query")
+    mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
+    if not (torch.is_tensor(query) and torch.is_tensor(mask)) or query.dim() < 3:
+        return False
+    return mask.dim() < query.dim() or mask.shape[0] == 1

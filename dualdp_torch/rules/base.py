@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 
-from dualdp_torch.rules.precision import in_full_precision
-
 Tensor = torch.Tensor
 RuleFunction = Callable[..., Tensor]
 #: (n,) squared norms, and a (n,) bound on their error or None.
@@ -35,6 +33,7 @@ def is_transposed(grads: Tensor) -> bool:
     return grads.dim() == 3 and not grads.is_contiguous() and grads.mT.is_contiguous()
 
 
+@functools.cache
 def wide(dtype: torch.dtype) -> torch.dtype:
     """Dtype of norms, factors and sums: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
@@ -51,11 +50,15 @@ def on_host(tensor: Tensor) -> bool:
 
 def is_narrow(tensors: Iterable[Tensor]) -> bool:
     """True if one of the tensors holds floating-point numbers narrower than float32."""
-    return any([_narrow(t.dtype) for t in tensors])
+    for tensor in tensors:
+        if has_narrow_type(tensor.dtype):
+            return True
+    return False
 
 
 @functools.cache
-def _narrow(dtype: torch.dtype) -> bool:
+def has_narrow_type(dtype: torch.dtype) -> bool:
+    """True for a floating-point dtype narrower than float32."""
     return dtype.itemsize < 4 and dtype.is_floating_point
 
 
@@ -63,7 +66,7 @@ def widened(tensor: Any) -> Any:
     """Return the tensor, or tuple of tensors, with floating-point numbers at least float32."""
     if isinstance(tensor, tuple):
         return tuple(widened(t) for t in tensor)
-    return tensor.float() if tensor is not None and _narrow(tensor.dtype) else tensor
+    return tensor.float() if tensor is not None and has_narrow_type(tensor.dtype) else tensor
 
 
 _BLOCK = 1024  # numbers that float32 sums without a notable loss of digits
@@ -107,7 +110,6 @@ def exact_sq_norms(grads: Tensor) -> Tensor:
     return torch.linalg.vector_norm(flat, dim=1, dtype=torch.float64).square_()
 
 
-@in_full_precision
 def weighted_sum(factors: Tensor, grads: Tensor) -> Tensor:
     """(n,) factors, (n, *shape) gradients -> (*shape) weighted sum over the examples."""
     factors = factors.to(grads.dtype)

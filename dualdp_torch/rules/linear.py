@@ -50,11 +50,6 @@ def _without_gradient(acts: Tensor, grads_out: Tensor) -> Product | Gram:
     return Gram((1, t), acts, fill)
 
 
-def _sizes(acts: Tensor, grads_out: Tensor) -> tuple[int, int, int]:
-    """(n, ..., i), (n, ..., o) -> (t, i, o), the sizes of one example for the cost model."""
-    return _positions(acts), acts.shape[-1], grads_out.shape[-1]
-
-
 @functools.lru_cache(1024)
 def _cheapest(t: int, d_in: int, d_out: int, move: float, *, keeps: bool) -> str:
     """Return the cheapest method: "gram", "discard", or with `keeps` also "keep"."""
@@ -64,19 +59,13 @@ def _cheapest(t: int, d_in: int, d_out: int, move: float, *, keeps: bool) -> str
     return "gram" if t == 1 or costs.prefers_gram(**sizes) else "discard"
 
 
-def _way(acts: Tensor, grads_out: Tensor) -> str:
-    """(n, ..., i), (n, ..., o) -> method: "gram", "keep" or "discard"."""
-    sizes = _sizes(acts, grads_out)
-    usual = _cheapest(*sizes, move(acts), keeps=True)
-    return choices.choose("linear", usual, choices.OPERATIONS["linear"], sizes)
-
-
-def _uses_gram(acts: Tensor, grads_out: Tensor) -> bool:
-    """True if norms without a kept gradient take the Gram form."""
-    way = _way(acts, grads_out)
-    if way == "keep":  # but the caller has no memory to keep it
-        way = _cheapest(*_sizes(acts, grads_out), move(acts), keeps=False)
-    return way == "gram"
+def _way(acts: Tensor, grads_out: Tensor, *, can_keep: bool) -> str:
+    """(n, ..., i), (n, ..., o) -> method: "gram", "discard", or if it `can_keep` also "keep"."""
+    sizes = math.prod(acts.shape[1:-1]), acts.shape[-1], grads_out.shape[-1]
+    by_host = move(acts)
+    way = _cheapest(*sizes, by_host, keeps=True)
+    way = choices.choose("linear", way, choices.OPERATIONS["linear"], sizes)
+    return way if can_keep or way != "keep" else _cheapest(*sizes, by_host, keeps=False)
 
 
 def weight_sq_norms(acts: Tensor, grads_out: Tensor, **_: Any) -> Described:
@@ -85,7 +74,7 @@ def weight_sq_norms(acts: Tensor, grads_out: Tensor, **_: Any) -> Described:
     Both cancel in finite precision: for examples whose error bound is too large the caller forms
     the gradient, and uses that same gradient in the sum. Source: Li et al. 2022, eq. 3.
     """
-    if _uses_gram(acts, grads_out):
+    if _way(acts, grads_out, can_keep=False) == "gram":
         return _without_gradient(acts, grads_out)
     a, g = flatten_positions(acts), flatten_positions(grads_out)
     numbers = a.shape[2] * g.shape[2]
@@ -136,7 +125,7 @@ def join(uses: Sequence[tuple[Tensor | None, Tensor]]) -> tuple[Tensor | None, T
 def keeps(acts: Tensor, grads_out: Tensor, **_: Any) -> bool:
     """True if keeping the per-sample gradients is cheapest and they fit in memory."""
     numbers = acts.shape[0] * acts.shape[-1] * grads_out.shape[-1]
-    return _way(acts, grads_out) == "keep" and memory.may_keep(numbers, acts)
+    return _way(acts, grads_out, can_keep=True) == "keep" and memory.may_keep(numbers, acts)
 
 
 def _right_grads(acts: Tensor, grads_out: Tensor, **_: Any) -> Tensor:

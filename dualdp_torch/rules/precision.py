@@ -40,17 +40,24 @@ def in_full_precision(function: _Function) -> _Function:
 
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
-        on_cpu, on_cuda = torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
-        if not (_HAS_CUDA or on_cpu or on_cuda):
+        is_autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+        if not (_HAS_CUDA or is_autocast):
             return function(*args, **kwargs)
-        with contextlib.ExitStack() as stack:
-            for device in ("cpu",) * on_cpu + ("cuda",) * on_cuda:
-                stack.enter_context(torch.autocast(device, enabled=False))
-            if _HAS_CUDA:
-                stack.enter_context(_without_tf32())
+        with full_precision():
             return function(*args, **kwargs)
 
     return cast("_Function", called)
+
+
+def full_precision() -> contextlib.AbstractContextManager[Any]:
+    """Context without autocast and TF32."""
+    on_cpu, on_cuda = torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
+    stack = contextlib.ExitStack()
+    for device in ("cpu",) * on_cpu + ("cuda",) * on_cuda:
+        stack.enter_context(torch.autocast(device, enabled=False))
+    if _HAS_CUDA:
+        stack.enter_context(_without_tf32())
+    return stack
 
 
 @contextlib.contextmanager

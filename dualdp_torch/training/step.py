@@ -392,15 +392,10 @@ class PrivateStep:
 
         Checks come first, before the release is recorded and before any sum is sent.
         """
-        recorder, terms = self.recorder, self.recorder.terms
+        terms = self.recorder.terms
         assert terms is not None
         self._check(lambda: self._checks.criterion(draw))
-        if recorder.layered is not None:
-            self._begin(draw)
-            sums, norms = recorder.layered.finish()
-            self._sums = {name: self._added(draw, name, total) for name, total in sums.items()}
-        else:
-            norms = self._add_captured(draw, terms)
+        norms = self._add_captured(draw, terms)
         if terms.mask is not None:  # its rows are found on the host, where the mask lies
             norms = norms[terms.mask.nonzero().flatten().to(norms.device)]
         self._norms.append(norms)

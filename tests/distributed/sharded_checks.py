@@ -203,7 +203,7 @@ def _alive(clipping, mode="auto"):
             in_backward = set(mode.shapes)
             optimizer.step()
         assert mode.shapes == set(shapes)  # it sees them
-        assert (in_backward == set(shapes)) == (clipping == "per_layer")
+        assert in_backward != set(shapes)  # gradients are formed in the step
     engine.detach()
     return mode.most
 

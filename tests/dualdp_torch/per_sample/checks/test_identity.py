@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import dualdp_torch as dpt
-import dualdp_torch.per_sample.api
+import dualdp_torch.per_sample.numbers
 from dualdp import ExactnessError
 from dualdp_torch.per_sample import gradients
 from dualdp_torch.per_sample.call import METHODS
@@ -278,7 +278,7 @@ def test_a_fault_of_twice_the_tolerance_is_found_and_less_is_not(clipping, share
 def test_a_failure_says_nothing_of_the_data_and_what_to_do(monkeypatch):
     right = dualdp_torch.per_sample.clip.norms_of
     twice = lambda *a: tuple(x * 2 if torch.is_tensor(x) else x for x in right(*a))  # noqa: E731
-    monkeypatch.setattr(dualdp_torch.per_sample.api, "norms_of", twice)
+    monkeypatch.setattr(dualdp_torch.per_sample.numbers, "norms_of", twice)
     with pytest.raises(ExactnessError) as caught:
         dpt.per_sample_norms(squares, net(), data(8, 6) * 1.2345)
     error = caught.value

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Norms, clipped sum and weighted sums of one batch, whatever its gradients are made of.
+
+A method gives two functions of a batch's gradients: the norms, and the sum for any weights. What is
+released, and what is compared with plain autograd, is made of these two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+
+from dualdp_torch.per_sample.checks.identity import Numbers
+from dualdp_torch.per_sample.clip import (
+    Factors,
+    SecondPass,
+    Terms,
+    clip_factors,
+    clipped_sums,
+    norms_of,
+    passes_again,
+    weighted_sums,
+)
+from dualdp_torch.per_sample.gradients import Formed, Gradients, Limits
+from dualdp_torch.rules.base import Tensor
+
+
+def numbers_of(
+    gradients: Gradients,
+    losses: Tensor,
+    terms: Terms,
+    *,
+    limits: Limits | None = None,
+    second_pass: Callable[[Factors], SecondPass] | None = None,
+    is_definition: bool = False,
+    is_checked: bool = True,
+) -> Numbers:
+    """Return the norms and the clipped sum of a batch; without bounds, the norms alone.
+
+    Args:
+        gradients: per-sample gradients of the batch, by any method.
+        losses: (n,) losses of the forward that they come from.
+        terms: clipping settings.
+        limits: precision of norms without bounds.
+        second_pass: function from the clip factors to one that computes sums by a second backward.
+        is_definition: bool, True if each row ran alone.
+        is_checked: bool, False if nothing will be compared.
+    """
+    own = Numbers(
+        norms=losses,
+        losses=losses,
+        weighted_sum=partial(weighted_sums, gradients),
+        clipping=terms.clipping,
+        gradients=gradients,
+        runs_examples=isinstance(gradients, Formed),
+        is_definition=is_definition or len(losses) == 1,
+    )
+    if not terms.bounds:
+        squares, norms = norms_of(gradients, limits or Limits(), len(losses))
+        roots = {name: square.sqrt().to(norms.dtype) for name, square in squares.of.items()}
+        own = replace(own, norms=norms, lengths=roots if limits else {})
+    else:
+        factors = clip_factors(gradients, len(losses), terms.bounds, terms.clipping, terms.mask)
+        again = None
+        if second_pass is not None and passes_again(gradients, factors.rows):
+            again = second_pass(factors)
+
+        def weighted(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            found = again(next(iter(weights.values()))) if again else None
+            return weighted_sums(gradients, weights) if found is None else found
+
+        own = replace(
+            own,
+            norms=factors.norms,
+            weighted_sum=weighted,
+            factors=factors.of,
+            bounds=terms.bounds,
+            sums=clipped_sums(gradients, factors, again),
+        )
+        is_checked = is_checked and again is None  # a second backward needs no norm to be doubted
+    return replace(own, doubt=gradients.doubt) if is_checked else own
