@@ -97,16 +97,6 @@ def test_no_search_finds_better(family, size, b, k):
     np.testing.assert_allclose(ours, least, rtol=1e-2 if wide else 1e-6)
 
 
-def test_one_participation_lets_the_column_rise():
-    """All weights of a window and all bands describe the same matrices."""
-    n = 12
-    smoothing = np.pad(np.convolve([1, 1.5, 0.7], [1, 1.5, 0.7]), (0, n - 5))  # of such a root
-    by_band, by_window = (best(family, n, n, workload=smoothing) for family in ("band", "window"))
-    assert by_band.weights[1] > by_band.weights[0]
-    of_band, of_window = (loss(found, n, 1, 1, smoothing) for found in (by_band, by_window))
-    np.testing.assert_allclose(of_band, of_window, rtol=1e-9)
-
-
 def test_losses_of_jax_privacy():
     """Minima that jax_privacy 2.0.0 finds in float64; for buffers we may do better."""
     for n, bands, objective, theirs in (
