@@ -37,12 +37,6 @@ _MOST_MEMORY = 3 * 2**30
 
 
 @pytest.fixture(autouse=True, scope="session")
-def marks_of_keys(tmp_path_factory):
-    """The marks of used keys that are kept for this machine go to a folder of the tests."""
-    os.environ["XDG_STATE_HOME"] = os.fspath(tmp_path_factory.mktemp("state"))
-
-
-@pytest.fixture(autouse=True, scope="session")
 def compiled_once():
     """XLA compiles a program once for a worker and for the processes that its tests start."""
     with tempfile.TemporaryDirectory() as folder:

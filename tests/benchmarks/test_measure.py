@@ -52,6 +52,7 @@ def test_the_gate_refuses_a_wrong_sum(stack, factor):
         gate.check("less", truth._replace(sums={}), truth, setting)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stack", systems.STACKS)
 def test_a_row_is_measured(stack):
     made = systems.stack(stack)

@@ -62,6 +62,7 @@ def test_the_readme_gets_its_table(found, tmp_path):
         reports.update(page, [found])
 
 
+@pytest.mark.slow
 def test_a_row_of_its_own_process(monkeypatch):
     """A system that fails is a row with its reason; one whose process dies, too."""
     from benchmarks import commands

@@ -152,16 +152,6 @@ def test_the_ledger_is_found_beside_a_checkpoint_that_was_moved(tmp_path):
     assert moved["ledger"]["file"] == "../elsewhere.ledger"
 
 
-def test_a_plan_with_a_long_table_is_saved(tmp_path):
-    """Its numbers stand in the checkpoint, and past 100 MB they fit no header."""
-    path = tmp_path / "run"
-    ledger = saved(path, 1, num_steps=20_000, max_grad_norm=lambda k: 1 + 1 / (1 + k))
-    ledger.close()
-    with path.open("rb") as file:
-        assert int.from_bytes(file.read(8), "little") < 1000  # bytes of the header
-    assert opened(path).plan == ledger.plan
-
-
 def test_a_failed_save_leaves_the_old_checkpoint(tmp_path, monkeypatch):
     path = tmp_path / "run"
     checkpoint.write(path, ARRAYS, {"number": 1})

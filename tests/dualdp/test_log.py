@@ -78,21 +78,3 @@ def test_a_progress_bar_shows_epsilon(capsys):
     assert f"epsilon of one example {ledger.get_epsilon():.3f}" in shown
     assert f"epsilon of one example {ledger.get_epsilon(1e-3):.3f}" in shown
     assert "2/2" in shown
-
-
-def test_tensorboard_shows_epsilon(tmp_path):
-    pytest.importorskip("tensorboard")
-    of_torch = pytest.importorskip("torch.utils.tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    ledger, writer = dualdp.Ledger(make()), of_torch.SummaryWriter(tmp_path / "board")
-    with RunLog(tmp_path / "run.csv", ledger, writer=writer) as log:
-        for step in range(3):
-            ledger.record(step)
-            log.write(accuracy=step / 10)
-    writer.close()
-    events = EventAccumulator(str(tmp_path / "board")).Reload()
-    shown = [(event.step, event.value) for event in events.Scalars("epsilon")]
-    expected = [(step, pytest.approx(ledger.plan.epsilon(step), rel=1e-6)) for step in (1, 2, 3)]
-    assert shown == expected
-    assert events.Tags()["scalars"] == ["epsilon", "accuracy"]

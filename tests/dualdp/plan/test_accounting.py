@@ -225,13 +225,6 @@ def test_noise_is_recalibrated_for_what_is_left(changes):
     assert accounting.recalibrated(cost, segments, 18) == 1.0
 
 
-def test_a_run_without_target_is_recalibrated_to_its_plan():
-    cost = make(sampler="poisson").cost()
-    scale = accounting.recalibrated(cost, [Segment(0, 9)], 6)
-    whole = accounting.spent_by(cost, [Segment(0, 9), Segment(6, 18, scale)])
-    assert whole.get_epsilon(delta=1e-5) <= make(sampler="poisson").epsilon()
-
-
 def test_what_can_not_be_recalibrated_is_refused():
     adaptive = make(
         sampler="poisson",
@@ -257,18 +250,6 @@ def test_epsilon_of_prefixes_is_monotone(family):
         assert spent[-1] == plan.epsilon()
         assert all(low <= high for low, high in itertools.pairwise(spent))
         assert spent[1] > 0
-
-
-def test_cyclic_poisson_is_rounds_of_subsampled_releases():
-    """BandMF: ceil(n / b) releases at b times the rate, whatever the band (the bound of others)."""
-    plan = make(**CYCLIC, correlation=BAND, noise_multiplier=1.0)
-    accountant = accountants.create("pld")
-    accountant.step(noise_multiplier=1.0, sample_rate=3 * 10 / 60, num_steps=6)
-    assert plan.epsilon() == pytest.approx(accountant.get_epsilon(delta=1e-5), rel=1e-9)
-    assert plan.sensitivity == pytest.approx(math.sqrt(1 + 0.25 + 0.0625))
-    independent = make(**CYCLIC, noise_multiplier=1.0)
-    assert independent.sensitivity == 1.0
-    assert independent.epsilon() == plan.epsilon()
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,9 @@ import dataclasses
 import json
 import math
 import pickle
+import sys
+from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -221,3 +224,36 @@ def test_bounds_of_groups_are_one_sensitivity():
         make(clipping="per_layer", group_shares={})
     with pytest.raises(ValueError, match=r"max_grad_norm\['a'\]=0.0 is out of range"):
         make(clipping="per_layer", max_grad_norm={"a": 0.0})
+
+
+RUN = {
+    **{"num_examples": 50_000, "expected_batch_size": 512, "num_steps": 2000},
+    **{"max_grad_norm": 1.0, "delta": 1e-5},
+}
+
+
+@pytest.mark.parametrize(
+    ("use", "most", "files"),
+    [
+        (dualdp.PrivacyPlan(noise_multiplier=1.1, **RUN).epsilon, 240, 10),
+        (lambda: dualdp.PrivacyPlan(noise_multiplier=1.1, **RUN), 90, 8),
+        (lambda: dualdp.PrivacyPlan.calibrate(target_epsilon=3.0, **RUN), 3000, 13),
+    ],
+    ids=["epsilon", "new", "calibrate"],
+)
+def test_a_plan_makes_few_calls(use, most, files):
+    """Calls of our Python functions, and files entered: the same numbers on every machine."""
+    folder, found = str(Path(dualdp.__file__).parent), Counter()
+
+    def note(frame, event, argument):
+        if event == "call" and folder in frame.f_code.co_filename:
+            found[frame.f_code.co_filename] += 1
+
+    use()  # what is computed once
+    sys.setprofile(note)
+    try:
+        use()
+    finally:
+        sys.setprofile(None)
+    assert 0 < found.total() <= most, found
+    assert len(found) <= files, found

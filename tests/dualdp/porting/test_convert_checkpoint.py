@@ -124,27 +124,6 @@ def test_torch_to_jax_to_torch_is_bitwise(tmp_path):
     ]
 
 
-def test_a_folder_keeps_the_layout_of_the_jax_model(tmp_path):
-    """Portable noise is drawn in its shapes, also after a checkpoint of several processes' kind."""
-    path, _ = saved_by_jax(tmp_path)
-    model, optimizer = torch_parts()
-    engine = dpt.load_checkpoint(path, model=model, optimizer=optimizer)
-    data = TensorDataset(torch.as_tensor(X), torch.as_tensor(Y))
-    engine.resume(data_loader=DataLoader(data))
-    folder, layout = tmp_path / "folder", engine.noise_layout
-    dpt.save_sharded_checkpoint(folder, model=model, optimizer=optimizer, engine=engine)
-    engine.detach()
-    model, optimizer = torch_parts()
-    again = dpt.load_sharded_checkpoint(folder, model=model, optimizer=optimizer)
-    assert layout
-    assert again.noise_layout == layout
-    again.ledger.close()
-    dpt.consolidate_checkpoint(folder, tmp_path / "file")
-    model, optimizer = torch_parts()
-    whole = dpt.load_checkpoint(tmp_path / "file", model=model, optimizer=optimizer)
-    assert whole.noise_layout == layout
-
-
 def test_jax_to_torch_goes_on(tmp_path):
     path, state = saved_by_jax(tmp_path)
     model, optimizer = torch_parts()

@@ -60,6 +60,7 @@ def as_rows(name, batch):
     return {key: t if is_flat else t.flatten(0, 1) for key, t in batch.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["packed", "dpo", "sft", "ipo", "simpo", "orpo"])
 def test_losses_of_both_stacks_are_equal(name):
     model, params, net = twins()

@@ -159,7 +159,7 @@ def test_a_run_that_switches_twice_ends_where_one_alone(twin, optimizer, tmp_pat
     seed = [*twin.encode(), *optimizer.encode()]
     first, second = sorted(np.random.default_rng(seed).choice(STEPS - 1, 2, replace=False) + 1)
     with jax.enable_x64(True):
-        run = Run(twin, optimizer, tmp_path)
+        run = Run(TWINS[twin], optimizer, tmp_path)
         alone, engine = run.on_torch(STEPS)
         params, jax_engine = run.on_jax(STEPS)
         assert_same_end(alone, params, alone)

@@ -76,7 +76,9 @@ def at(tmp_path_factory):
     at = untidy(tmp_path_factory.mktemp("commands"))
     sizes = {"num_examples": 24, "expected_batch_size": 6, "num_steps": 2, "delta": 1e-5}
     plan = dualdp.PrivacyPlan(**sizes, noise_multiplier=1.0, max_grad_norm=1.0, seed=1)
-    dualdp.Ledger(plan, path=at / "ledger").close()
+    ledger = dualdp.Ledger(plan, path=at / "ledger")
+    ledger.record(0)
+    ledger.close()
     (at / "page.md").mkdir()
     (at / "log.csv").write_text("step,epsilon\n1,0.5\n")
     (at / "list.json").write_text("[1]")

@@ -10,7 +10,6 @@ from scipy.special import ndtr
 
 from dualdp import accountants, get_epsilon
 from dualdp.accountants.pld_engine import balls_in_bins
-from dualdp.accountants.pld_engine.pairs import U
 from tests.dualdp.accountants.pld_engine.test_composition import quadrature_nodes
 
 
@@ -81,22 +80,6 @@ def test_the_masses_of_one_step_are_exact(sigma, step, low):
         assert abs(one.q[0] / cell(0)[1] - 1) < one.error
     assert checked >= 3
     assert one.error < 2e-10
-
-
-@pytest.mark.parametrize(
-    ("sigma", "step", "index"), [(5000.0, 0.11, 9), (90.0, 0.3, 3), (9.0, 0.7, 1)]
-)
-@mp.workdps(60)
-def test_a_wide_cell_is_integrated_in_pieces(sigma, step, index):
-    """Cells of more than 4 standard deviations, against their closed form."""
-    s, h = mp.mpf(sigma), mp.mpf(step)
-    place = [s * mp.log(j * h) + 1 / (2 * s) for j in (index, index + 1)]
-    assert place[1] - place[0] > 4
-    mass, mean = (mp.ncdf(place[1] - x) - mp.ncdf(place[0] - x) for x in (0, 1 / s))
-    up, stay = balls_in_bins._cell_means(sigma, np.array([index]), np.array([float(place[0])]))
-    truth = (mean - index * h * mass) / h
-    assert abs(up[0] / truth - 1) < balls_in_bins._CELL_ERROR + 64 * sigma * U
-    assert abs(stay[0] / (mass - truth) - 1) < balls_in_bins._CELL_ERROR + 64 * sigma * U
 
 
 @pytest.mark.parametrize(

@@ -68,25 +68,6 @@ def test_published_values():
         np.testing.assert_allclose(found, squared, rtol=1e-9, atol=5e-9)
 
 
-def test_values_of_jax_privacy():
-    """Computed with jax_privacy 2.0.0 in float64."""
-    root, bisr = correlated.square_root(), correlated.bisr(bands=4)
-    for n, b, k, of_root, of_bisr in (
-        (40, 1, None, 32.11704952798194, 18.977679755387904),
-        (40, 7, 3, 3.413109091530053, 2.400386508588142),
-        (100, 30, None, 3.7842993031423147, 2.5469233673156486),
-        (64, 8, 8, 7.082079598110532, 3.9301865075429925),
-    ):
-        np.testing.assert_allclose(root.sensitivity(n, b, k), of_root, rtol=1e-12)
-        np.testing.assert_allclose(bisr.sensitivity(n, b, k), of_bisr, rtol=1e-12)
-    heavy_ball = correlated.workload(50, momentum=0.9)
-    np.testing.assert_allclose(root.mean_error(50, heavy_ball), 67.70089914518994, rtol=1e-12)
-    np.testing.assert_allclose(root.max_error(50, heavy_ball), 108.06164191146246, rtol=1e-12)
-    blt = correlated.blt(decays=[0.99, 0.8], scales=[0.05, 0.3])
-    np.testing.assert_allclose(blt.mean_error(200), 5.686213134580469, rtol=1e-12)
-    np.testing.assert_allclose(blt.max_error(200), 7.884093205976353, rtol=1e-12)
-
-
 def test_buffers_close_to_one_are_exact():
     """Decays whose polynomial has no accurate roots; the truth in 50 digits."""
     mpmath = pytest.importorskip("mpmath")
