@@ -65,25 +65,9 @@ def _adam_bc(o: Mapping[str, Any]) -> optax.GradientTransformation:
     return adam_bc(o["lr"], *o["betas"], **settings)
 
 
-def _rmsprop(o: Mapping[str, Any]) -> optax.GradientTransformation:
-    """RMSprop; epsilon is added outside of the root, as in torch."""
-    rmsprop = optax.rmsprop(
-        o["lr"],
-        decay=o["alpha"],
-        eps=o["eps"],
-        eps_in_sqrt=False,
-        centered=o["centered"],
-        momentum=o["momentum"] or None,
-    )
-    if not o["weight_decay"]:
-        return rmsprop
-    return optax.chain(optax.add_decayed_weights(o["weight_decay"]), rmsprop)
-
-
 _OPTIMIZERS: Mapping[str, Any] = {
     "SGD": _sgd,
     "Adam": _adam,
     "AdamW": _adamw,
     "AdamBC": _adam_bc,
-    "RMSprop": _rmsprop,
 }

@@ -329,7 +329,8 @@ def _compare(
 ) -> bool:
     """Compare our weighted sum with plain autodiff, optionally only the leaves of one group.
 
-    Returns True for a difference beyond the tolerance that rounding may explain. The scale of the tolerance is the largest contribution: the smaller of C and the largest norm.
+    The scale of the tolerance is the largest contribution: the smaller of C and the largest norm.
+    Returns True for a difference beyond the tolerance that rounding may explain.
     """
     chosen = np.ones(len(ours), bool) if of_group is None else np.array(of_group)
     _, gaps = reference.rest(ours, weights)
