@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How often the correct implementation is accused: `check_private_step` over many seeds.
 
-    python -m tests.trust_seeds --seeds 50 --out tests/results/trust.json
+    python -m tests.trust_seeds --seeds 50 --out out/trust.json
 
 Runs of some seeds or stacks add to what the file holds already.
 """
