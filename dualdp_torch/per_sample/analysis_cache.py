@@ -42,6 +42,8 @@ class AnalysisCache:
         axes: signatures of the parameter uses -> their batch axes.
         problem: reason why captured uses can't be trusted, or None.
         needs_loop: bool, True if `vmap` can't be trusted either.
+        skip: positions of uses that hold no examples; None before an examination.
+        by_data: bool, True if the data may pick rows of a use, so that every batch is checked.
         bytes_each: gradients that are kept -> bytes per example.
         checked: calls that were compared with their definition.
         passes_differ: bool, True if a second forward is another function than the first.
@@ -51,6 +53,8 @@ class AnalysisCache:
     def __init__(self, referents: list[Callable[[], Any]]) -> None:
         self.axes: dict[Any, Axes] = {}
         self.problem: str | None = None
+        self.skip: frozenset[int] | None = None
+        self.by_data = False
         self.needs_loop = False
         self.bytes_each: dict[str, int] = {}
         self.checked: set[Any] = set()
@@ -60,7 +64,10 @@ class AnalysisCache:
 
     def is_alive(self) -> bool:
         """True if all objects that the key holds by id still exist."""
-        return all(referent() is not None for referent in self._referents)
+        for referent in self._referents:
+            if referent() is None:
+                return False
+        return True
 
     def next_seed(self) -> int:
         """Return the seed of the next check, which draws others than the one before."""
@@ -82,22 +89,14 @@ class AnalysisCache:
         """True if the model was examined on such a batch."""
         return bool(self.axes or self.problem)
 
-    @property
-    def skip(self) -> frozenset[int] | None:
-        """Positions of uses that hold no examples; None before an examination."""
-        return next((axes.skip for axes in self.axes.values()), None)
-
-    @property
-    def by_data(self) -> bool:
-        """True if the data may pick rows of a use, so that every batch is checked."""
-        return any(axes.by_data for axes in self.axes.values())
-
     def add(self, found: Axes | str | None) -> None:
         """Keep what an examination found for further batches."""
         if isinstance(found, str):
             self.problem = found
         elif found is not None:
             self.axes[found.signatures] = found
+            self.skip = found.skip if self.skip is None else self.skip
+            self.by_data |= found.by_data
 
 
 _models: weakref.WeakKeyDictionary[nn.Module, OrderedDict[Any, AnalysisCache]] = (

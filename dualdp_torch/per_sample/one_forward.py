@@ -46,11 +46,12 @@ class Forward:
     def hear(self, capture: Capture, axes: Sequence[BatchAxis | None], number: int) -> None:
         """Take the uses of an ended capture; names of derived tensors become unique by `number`."""
         self.capture = capture
-        unique = {name: f"{name}.{number}" for name in capture.derived}
-        self.derived = {unique[name]: value for name, value in capture.derived.items()}
         self.stand_ins = capture.stand_ins
-        for use in capture.uses:
-            use.held = {slot: unique.get(name, name) for slot, name in use.held.items()}
+        if capture.derived:
+            unique = {name: f"{name}.{number}" for name in capture.derived}
+            self.derived = {unique[name]: value for name, value in capture.derived.items()}
+            for use in capture.uses:
+                use.held = {slot: unique.get(name, name) for slot, name in use.held.items()}
         self.uses = dict(zip(capture.uses, axes, strict=True))
 
     def end_by_vmap(self, model: nn.Module, parameters: Iterable[Tensor]) -> None:

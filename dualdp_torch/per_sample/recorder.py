@@ -27,6 +27,7 @@ from dualdp.exactness import ExactnessError
 from dualdp_torch.parallel.fsdp import Shards, check_sharded
 from dualdp_torch.per_sample.analysis_cache import AnalysisCache
 from dualdp_torch.per_sample.batch import Batch
+from dualdp_torch.per_sample.batch_axis import BatchAxis
 from dualdp_torch.per_sample.call import Call
 from dualdp_torch.per_sample.capture import Capture
 from dualdp_torch.per_sample.checks.identity import Numbers, Reference
@@ -55,6 +56,7 @@ from dualdp_torch.per_sample.outputs import (
 from dualdp_torch.per_sample.parameter_use import (
     USE_LOOP,
     ChangedInPlaceError,
+    Derived,
     Use,
     eagerly,
     graph_nodes,
@@ -418,16 +420,18 @@ class Recorder:
     def _hand_out(self, forward: Forward, outputs: Any) -> Any:
         """Return the outputs of the recorded forward, which ends, for the loop."""
         leaves, spec = pytree.tree_flatten(outputs)
-        floats = float_leaves(outputs)
-        numbers = [leaf for leaf in leaves if _is_number(leaf) and floats and floats[0].dim()]
-        forward.cache.returns_number = bool(numbers)
-        kept = {id(leaf): self._handed_out(forward, leaf) for leaf in floats}
+        floats = float_leaves(leaves)
+        kept, numbers, tensors = dict[int, Tensor](), list[Tensor](), list[Tensor]()
+        for leaf in floats:
+            kept[id(leaf)] = self._handed_out(forward, leaf)
+        for leaf in leaves:
+            if torch.is_tensor(leaf):
+                is_number = leaf.dim() == 0 and leaf.is_floating_point() and floats[0].dim() > 0
+                (numbers if is_number else tensors).append(leaf)
         for number in numbers:
             made = [leaf for leaf in floats if kept[id(leaf)].requires_grad]
             kept[id(number)] = from_outputs(self, number, made, [kept[id(m)] for m in made])
-        tensors = [
-            leaf for leaf in leaves if torch.is_tensor(leaf) and not _is_among(leaf, numbers)
-        ]
+        forward.cache.returns_number = bool(numbers)
         self.twins.leave_model(
             [(leaf, kept.get(id(leaf), leaf)) for leaf in tensors],
             [(number, kept[id(number)]) for number in numbers],
@@ -590,7 +594,12 @@ class Recorder:
         """Return the gradients of each example's own loss; `scale` undoes the loss reduction."""
         n = self.require_backward()
         captured = [forward for forward in self.forwards if not forward.is_formed]
-        uses = {use: axis for forward in captured for use, axis in forward.uses.items()}
+        uses = dict[Use, BatchAxis | None]()
+        inside, derived = dict[str, Tensor](self._inside), dict[str, Derived]()
+        for forward in captured:
+            uses |= forward.uses
+            inside |= forward.stand_ins
+            derived |= forward.derived
         for use, batch_axis in uses.items():
             check_use(use, batch_axis)
         formed = [
@@ -598,12 +607,11 @@ class Recorder:
             for forward in self.forwards
             if forward.is_formed and forward.has_gradient()
         ]
-        inside = {**self._inside, **{k: v for f in captured for k, v in f.stand_ins.items()}}
         found: Gradients = Captured(
             uses,
             uses.values(),
             inside,
-            {k: v for f in captured for k, v in f.derived.items()},
+            derived,
             n=n,
             scale=scale,
             keep=keep if self.shards is None else "small",
@@ -641,8 +649,10 @@ class Recorder:
     @property
     def start(self) -> Start | None:
         """State before the first forward, or None if some forward is not run again."""
-        is_whole = self.forwards and all(forward.start is not None for forward in self.forwards)
-        return self.forwards[0].start if is_whole else None
+        for forward in self.forwards:
+            if forward.start is None:
+                return None
+        return self.forwards[0].start if self.forwards else None
 
     @property
     def analyses(self) -> AnalysisCache:
@@ -808,15 +818,6 @@ class Recorder:
             autocast_as(self._autocast) if self.computes_loss else contextlib.nullcontext(),
         ):
             yield
-
-
-def _is_among(leaf: Tensor, others: list[Tensor]) -> bool:
-    return any(leaf is other for other in others)
-
-
-def _is_number(leaf: Any) -> bool:
-    """True if an output is a floating-point tensor without axes."""
-    return isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dim() == 0
 
 
 class _Guarded:

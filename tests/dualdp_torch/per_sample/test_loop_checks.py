@@ -240,7 +240,7 @@ def test_a_fault_that_begins_later_is_stopped(name, monkeypatch):
     assert LATE <= step < LONG
     assert len(engine.ledger) == step
     assert engine.ledger.failed_check["last_passed"] < step
-    with pytest.raises(AccountingError, match=f"A spot check failed at step {step}"):
+    with pytest.raises(AccountingError, match=f"A check failed at step {step}"):
         engine.get_epsilon()
     assert engine.get_epsilon(accept_unverified=True) > 0
 

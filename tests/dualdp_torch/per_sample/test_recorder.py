@@ -240,7 +240,7 @@ def test_a_model_that_vmap_computes_again_may_not_change_before(change):
     """Gradients are those of the weights, inputs and hooks at the forward, or none."""
     model, x, y = randomise(Standardised()), data(N, 6), ids(3, N)
     handle = model.head.register_forward_pre_hook(lambda module, args: (3 * args[0],))
-    with dpt.record_per_sample(model, loss_reduction="mean", check="off") as record:
+    with dpt.record_per_sample(model, loss_reduction="mean", method="vmap", check="off") as record:
         F.cross_entropy(model(x), y).backward()
     CHANGES[change](model, x, handle)
     with pytest.raises(dpt.ChangedInPlaceError, match=r"changed between its forward and"):
@@ -256,7 +256,7 @@ def test_outputs_of_vmap_may_be_written_to():
         return F.cross_entropy(out, y, reduction="none")
 
     expected = dpt.per_sample_grads(losses, model, x, y, method="loop")
-    with dpt.record_per_sample(model, loss_reduction="mean") as record:
+    with dpt.record_per_sample(model, loss_reduction="mean", method="vmap") as record:
         losses(model, x, y).mean().backward()
     for name, grad in record.grads().items():
         torch.testing.assert_close(grad, expected[name])
