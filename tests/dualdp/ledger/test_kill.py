@@ -87,6 +87,7 @@ def kill(folder: Path, most: int, seconds: float) -> None:
     assert wait(child) == -signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_no_kill_loses_a_release(tmp_path):
     """What is on record covers what was released, step by step, after each of 50 kills."""
     (whole := tmp_path / "whole").mkdir()

@@ -242,3 +242,8 @@ def test_what_has_no_proved_cost_is_refused(changes, words):
         make_fixed(**changes)
     assert words in str(caught.value)
     assert "Expected" in str(caught.value)
+
+
+def test_a_correlated_assignment_is_kept_for_all_epochs():
+    told = make_fixed(sampler="balls_in_bins", correlation=BISR, epochs_per_assignment=3)
+    assert told.epsilon() == make_fixed(sampler="balls_in_bins", correlation=BISR).epsilon()

@@ -10,6 +10,7 @@ import pytest
 from scipy import stats
 
 from dualdp import PrivacyPlan, get_epsilon, units
+from dualdp.plan.units import rows_of_data
 from dualdp.randomness import SegmentBits
 
 BITS = SegmentBits(3)
@@ -151,3 +152,13 @@ def test_wrong_units_are_refused():
         plan(rows_per_unit=None)
     with pytest.raises(ValueError, match="rows_per_unit=0 is out of range"):
         plan(rows_per_unit=0)
+
+
+def test_rows_of_a_data_set_are_each_held_once():
+    rows = rows_of_data(USERS, 10)
+    again = rows_of_data(rows, 10)
+    np.testing.assert_array_equal(again.order, rows.order)
+    np.testing.assert_array_equal(again.counts, [1, 5, 1, 3])
+    assert rows_of_data(None, 3) is None
+    with pytest.raises(ValueError, match="UserRows of 10 rows but the data has 11 rows"):
+        rows_of_data(rows, 11)

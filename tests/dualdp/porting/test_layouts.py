@@ -13,10 +13,11 @@ from dualdp import port
 from dualdp.porting import layouts
 from tests.cases import pairs
 
+#: Those of linen are fast; nnx traces and compiles its modules for seconds.
 CASES = [
-    pytest.param(pair, kind, "float64", id=f"{pair.name}-{kind}")
+    pytest.param(pair, kind, "float64", id=f"{pair.name}-{kind}", marks=marks)
+    for kind, marks in (("linen", ()), ("nnx", pytest.mark.slow))
     for pair in pairs.PAIRS
-    for kind in ("linen", "nnx")
     if getattr(pair, kind) is not None
 ] + [pytest.param(pairs.PAIRS[0], "linen", "float32", id="float32")]
 TOLERANCE = {"float32": 1e-5, "float64": 1e-11}
