@@ -38,7 +38,7 @@ def test_a_mesh_over_some_of_the_processes_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", [jax.errors.JaxRuntimeError, ValueError])
-def test_a_broken_connection_is_a_lost_process_and_nothing_else_is(kind):
+def test_only_a_broken_connection_is_a_lost_process(kind):
     group = Group()
     with (
         pytest.raises(RuntimeError, match=r"lost another process at step 3 \(UNKNOWN: Gloo"),
@@ -72,8 +72,6 @@ def test_one_process_is_a_group_that_agrees_with_itself():
         group.on_first("here", odd)
     with pytest.raises(KeyError, match="gone"):
         group.on_first("here", lambda: {}["gone"])
-
-
 
 
 @pytest.mark.slow
