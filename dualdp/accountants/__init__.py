@@ -11,7 +11,11 @@ from dualdp.accountants.closed_forms import gdp_epsilon as gdp_epsilon
 from dualdp.accountants.pld import PLDAccountant as PLDAccountant
 from dualdp.accountants.rdp import RDPAccountant as RDPAccountant
 
-_TABLE: dict[str, type[Accountant]] = {"pld": PLDAccountant, "prv": PLDAccountant, "rdp": RDPAccountant}
+_TABLE: dict[str, type[Accountant]] = {
+    "pld": PLDAccountant,
+    "prv": PLDAccountant,
+    "rdp": RDPAccountant,
+}
 _METHODS = "step compose get_epsilon get_delta epsilon_bounds state_dict load_state_dict".split()
 
 

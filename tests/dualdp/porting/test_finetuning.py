@@ -17,7 +17,7 @@ from dualdp.finetuning import packed_rows, preference_rows, sft_rows
 pytest.importorskip("transformers")
 pytest.importorskip("flax")
 
-from tests.dualdp_jax.finetuning.models import GPT2  # noqa: E402
+from tests.dualdp_jax.language_models import GPT2  # noqa: E402
 from tests.dualdp_torch.finetuning.models import LENGTH, VOCABULARY, model_of, responses  # noqa: E402
 
 N = 24

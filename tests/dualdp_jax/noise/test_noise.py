@@ -126,7 +126,7 @@ def test_the_old_counter_layout_is_refused():
             dpj.noisy_mean({"a": jnp.zeros(3)}, make_plan(), 0)
 
 
-def test_the_old_counter_layout_is_refused_before_a_ledger_begins(tmp_path):
+def test_the_old_layout_is_refused_before_a_ledger_begins(tmp_path):
     plan, path = make_plan(seed=None), tmp_path / "ledger.jsonl"
     data = (np.ones((plan.num_examples, 2), np.float32),)
     run = {

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.dualdp_jax.workers import launch
 from tests.kill import notes
 from tests.kill.driver import Trials
-from tests.dualdp_jax.workers import launch
 
 pytestmark = pytest.mark.slow
 SECONDS = 120  # of a whole run on a busy machine
@@ -74,10 +74,3 @@ def test_a_killed_process_stops_the_other():
             pairs.trial(number, *death)
         assert all(said >= truth > 0 for said, truth in pairs.report.resumes)
         assert len(pairs.report.resumes) == 2
-
-
-def test_a_run_in_a_sharded_checkpoint_survives_a_kill():
-    with tempfile.TemporaryDirectory() as name:
-        pairs = Pairs(Path(name), "folder")
-        pairs.trial(0, 0, "record", 7)
-        assert len(pairs.report.resumes) == 1

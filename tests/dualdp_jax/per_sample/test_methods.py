@@ -44,7 +44,7 @@ CUSTOM = [weight_used_twice, weight_in_a_scan, weight_inside_jit, hidden_state]
 
 @pytest.mark.parametrize("loss", first(2, CUSTOM))
 @pytest.mark.parametrize("method", first(3, [m for m in ALL if m != "two_pass"]))
-def test_a_backward_that_is_no_linear_map_gets_the_whole_cotangent(loss, method):
+def test_a_nonlinear_backward_gets_the_whole_cotangent(loss, method):
     params = {"u": draw(8, 16), "w": draw(16, 16, scale=0.4)}
     assert_right(loss, params, (draw(5, 12, 8),), 0.05, method)
 
@@ -87,9 +87,6 @@ def test_a_backward_that_is_not_linear_raises_nothing(method):
     each = [jax.grad(loss)(params, row)["w"] for row in x]
     expected = sum(g * min(1, 0.2 / (1 + 1e-4) / np.linalg.norm(g)) for g in each)
     np.testing.assert_allclose(found.grads["w"], expected, rtol=1e-4, atol=1e-5)
-
-
-pytestmark = pytest.mark.usefixtures("slow_unchecked")
 
 
 def mixed(p, x):

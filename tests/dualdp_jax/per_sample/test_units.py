@@ -229,7 +229,7 @@ def test_masks_and_bounds_count_units(problem, clipping):
 
 
 @pytest.mark.parametrize("method", ["book_keeping", "two_pass"])
-def test_a_replaced_unit_moves_the_sum_by_at_most_twice_the_bound(problem, method):
+def test_a_replaced_unit_moves_the_sum_by_twice_the_bound(problem, method):
     """Whatever its rows and its weights are; eight others are there, so no method takes a loop."""
     params, x, y = problem
     rng = np.random.default_rng(8)

@@ -13,8 +13,6 @@ import dualdp_jax as dpj
 from dualdp_jax import rules
 from dualdp_jax.rules import Rule
 
-pytestmark = pytest.mark.usefixtures("slow_unchecked")
-
 
 @pytest.fixture
 def cubic_product():

@@ -9,8 +9,6 @@ import pytest
 import dualdp_jax as dpj
 from tests.tiers import first
 
-pytestmark = pytest.mark.usefixtures("slow_unchecked")
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", first(1, ["auto", "book_keeping", "materialize", "two_pass"]))

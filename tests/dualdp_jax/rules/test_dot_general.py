@@ -13,7 +13,6 @@ import dualdp_jax as dpj
 from dualdp_jax.rules import arrays, dot_general
 from tests.tiers import first
 
-pytestmark = pytest.mark.usefixtures("slow_unchecked")
 CAPTURED = ("book_keeping", "two_pass", "materialize", "auto")
 
 

@@ -11,7 +11,6 @@ from jax import lax
 
 import dualdp_jax as dpj
 
-pytestmark = pytest.mark.usefixtures("slow_unchecked")
 WIDTH = 3
 
 

@@ -36,7 +36,7 @@ def drops(params, x, y, key):
     return loss_fn(params, x * jax.random.bernoulli(key, 0.5, x.shape), y)
 
 
-def test_an_adapter_costs_and_releases_nothing_for_what_is_frozen():
+def test_an_adapter_costs_nothing_for_what_is_frozen():
     """LoRA: a frozen weight and two trained factors, whose product starts at zero."""
     tree = {"base": jnp.ones(3), "a": jnp.ones((3, 2)), "b": jnp.zeros(2)}
     engine, step, state, loader = private(
@@ -64,7 +64,7 @@ def test_record_precedes_a_scanned_run():
     assert len(engine.ledger) == 4
 
 
-def test_two_engines_on_one_plan_have_noise_and_batches_of_their_own():
+def test_engines_on_one_plan_have_their_own_noise_and_batches():
     """known_failures 98: a notebook cell that is run twice."""
     plan = make_plan(seed=None, num_examples=N, expected_batch_size=30)
     ends, drawn = [], []

@@ -155,7 +155,7 @@ def farthest():
     return max(apart)
 
 
-def test_all_rows_of_a_user_move_the_sum_by_at_most_twice_the_bound():
+def test_the_rows_of_a_user_move_the_sum_by_twice_the_bound():
     assert C / 2 < farthest() <= 2 * C
 
 

@@ -15,10 +15,10 @@ import jax
 import dualdp_jax as dpj
 from dualdp_jax.checkpoint.sharded import load_sharded_checkpoint, save_sharded_checkpoint
 from dualdp_jax.parallel.mesh import whole
-from tests.kill import notes
-from tests.kill.train_jax import EVERY, watch_noise
 from tests.dualdp_jax.workers import launch
 from tests.dualdp_jax.workers.models import arguments, mesh_of, mlp
+from tests.kill import notes
+from tests.kill.train_jax import EVERY, watch_noise
 
 
 def main(folder, rank, kind):

@@ -102,10 +102,6 @@ def mlp_and_its_ledger():
     assert len(engine.ledger) == plan().num_steps
 
 
-def mlp_split():
-    together("mlp", "data")
-
-
 def cnn_split():
     together("cnn", "data")
 
@@ -261,7 +257,6 @@ def _with_key(p, x, y, key=None):
 def processes_at_different_places_are_told():
     with refused(RuntimeError, "Process 0 is at here and process 1 at there"):
         Group().gather(("here", "there")[RANK], None)
-    assert Group().gather("again", bytes([RANK]) * 100) == [b"\0" * 100, b"\1" * 100]
     assert Group().gather("all", {"a": [RANK] * 500}) == [{"a": [rank] * 500} for rank in (0, 1)]
     assert Group().on_first("one", lambda: [RANK] * 500) == [0] * 500
 
@@ -279,7 +274,7 @@ def meshes_of_some_processes():
 
 CHECKS = {
     "runs": [
-        mlp_and_its_ledger, mlp_split, cnn_split, gpt_in_float64,
+        mlp_and_its_ledger, cnn_split, gpt_in_float64,
         sparse_batches_and_an_adaptive_bound, fresh_bits_and_secure_noise,
     ],
     "words": [

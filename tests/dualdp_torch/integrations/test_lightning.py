@@ -13,7 +13,6 @@ import dualdp
 L = pytest.importorskip("lightning")
 
 import dualdp.torch as dpt  # noqa: E402
-from dualdp import UnsupportedLayerError  # noqa: E402
 from dualdp_torch.integrations.lightning import PrivacyCallback, refuse  # noqa: E402
 
 pytestmark = [

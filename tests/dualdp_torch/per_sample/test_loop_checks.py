@@ -853,7 +853,9 @@ def run_beside(prepare, mode, steps=3):
 @pytest.mark.parametrize("prepare", BESIDE, ids=lambda prepare: prepare.__name__)
 def test_what_the_loop_makes_of_the_batch_reaches_the_model_as_arguments_only(prepare, mode):
     """A spot check of one example alone would see the same statistic of the batch."""
-    with pytest.raises((ValueError, UnsupportedLayerError), match="What the model gets for one example"):
+    with pytest.raises(
+        (ValueError, UnsupportedLayerError), match="What the model gets for one example"
+    ):
         run_beside(prepare, mode)
 
 

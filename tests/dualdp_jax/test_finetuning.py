@@ -14,7 +14,7 @@ from tests.closeness import assert_grads_close
 from tests.tiers import first
 
 nnx = pytest.importorskip("flax.nnx")
-from tests.dualdp_jax.finetuning.models import GPT2, Decoder  # noqa: E402
+from tests.dualdp_jax.language_models import GPT2, Decoder  # noqa: E402
 
 VOCABULARY, SIZES = 13, {"length": 8, "pad_token_id": 0}
 DATA = [([1, 2], [3, 4, 5]), ([6], [7]), ([8, 9, 10], [11, 12])]

@@ -76,7 +76,7 @@ import jax.monitoring
 seen = Counter()
 jax.monitoring.register_event_listener(lambda name, **_: seen.update([name.rpartition("/")[2]]))
 sys.path.insert(0, ".")
-from tests.dualdp_jax.per_sample.test_first_call import run
+from tests.dualdp_jax.training.test_first_call import run
 run()
 print(json.dumps(seen))
 """

@@ -1,21 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What processes say to each other when something is wrong, as far as one process can show it."""
+"""What processes say to each other, and two real ones that are one run."""
 
-import sys
 from types import SimpleNamespace
 
 import jax
-import numpy as np
-import optax
 import pytest
 
-import dualdp_jax as dpj
-from dualdp_jax.checkpoint.sharded import (
-    consolidate_checkpoint,
-    load_sharded_checkpoint,
-    save_sharded_checkpoint,
-)
 from dualdp_jax.parallel.process_group import Group
+from tests.dualdp_jax.workers import launch
 
 
 @pytest.mark.parametrize("shown", [True, False])
@@ -46,7 +38,7 @@ def test_a_mesh_over_some_of_the_processes_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", [jax.errors.JaxRuntimeError, ValueError])
-def test_a_broken_connection_is_a_lost_process_and_nothing_else_is(kind):
+def test_only_a_broken_connection_is_a_lost_process(kind):
     group = Group()
     with (
         pytest.raises(RuntimeError, match=r"lost another process at step 3 \(UNKNOWN: Gloo"),
@@ -82,52 +74,11 @@ def test_one_process_is_a_group_that_agrees_with_itself():
         group.on_first("here", lambda: {}["gone"])
 
 
-# ---------------------------------------------------------------------- sharded checkpoints
-
-
-def begun(seed=None):
-    engine = dpj.PrivacyEngine()
-    data = np.arange(20, dtype=np.float32)
-    step, state, loader = engine.make_private(
-        loss_fn=lambda p, x: p["w"] * x,
-        params={"w": np.float32(1)},
-        optimizer=optax.sgd(0.1),
-        data=data,
-        expected_batch_size=4,
-        noise_multiplier=1.0,
-        max_grad_norm=1.0,
-        num_steps=3,
-        accountant="rdp",
-        seed=seed,
-    )
-    return engine, step(state, next(iter(loader)))[0]
-
-
-def test_a_sharded_checkpoint_needs_orbax(tmp_path, monkeypatch):
-    engine, state = begun()
-    monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
-    with pytest.raises(ModuleNotFoundError, match="need the package orbax-checkpoint"):
-        save_sharded_checkpoint(tmp_path / "run", state=state, engine=engine)
-
-
-def test_an_empty_folder_holds_no_checkpoint(tmp_path):
-    _, state = begun()
-    for folder in (tmp_path, tmp_path / "nowhere"):
-        with pytest.raises(FileNotFoundError, match="holds no checkpoint"):
-            load_sharded_checkpoint(folder, like=state)
-    with pytest.raises(TypeError, match="like is a dict"):
-        load_sharded_checkpoint(tmp_path, like=state.params)
-
-
-def test_a_sharded_checkpoint_on_one_device(tmp_path):
-    engine, state = begun()
-    save_sharded_checkpoint(tmp_path / "run", state=state, engine=engine)
-    engine.detach()
-    other = dpj.TrainState.create({"w": np.zeros(2, np.float32)}, optax.sgd(0.1))
-    with pytest.raises(ValueError, match="'params/w' is float32"):
-        load_sharded_checkpoint(tmp_path / "run", like=other)
-    consolidate_checkpoint(tmp_path / "run", tmp_path / "file")
-    found, again = dpj.load_checkpoint(tmp_path / "file", like=state)
-    assert found.step == 1
-    np.testing.assert_array_equal(found.params["w"], state.params["w"])
-    assert len(again.ledger) == 1
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["runs", "words"])
+def test_two_processes_are_one_run(kind, tmp_path):
+    found = launch.reports("pair", kind, tmp_path, processes=2, devices=2, seconds=280)
+    assert len(found) == 2
+    for report in found:
+        assert len(report) > 5
+        assert {name: word for name, word in report.items() if word != "held"} == {}

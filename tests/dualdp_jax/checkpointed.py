@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run with dropout, a schedule and a state of its optimizer, saved and loaded."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import dualdp_jax as dpj
+from dualdp import PrivacyPlan
+
+N = 60
+RNG = np.random.default_rng(2)
+X = RNG.normal(size=(N, 3)).astype(np.float32)
+Y = np.tanh(X @ np.array([1.0, -2.0, 0.5], np.float32))
+STEPS = 6
+
+
+def loss_fn(params, x, y, key):
+    x = x * jax.random.bernoulli(key, 0.8, x.shape)
+    return (jnp.tanh(x @ params["w"]) @ params["v"] + params["b"] - y) ** 2
+
+
+def params():
+    rng = np.random.default_rng(1)
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
+    return {"w": draw(3, 4), "v": draw(4), "b": jnp.zeros(())}
+
+
+def make_plan(**changes):
+    arguments = {
+        "num_examples": N,
+        "expected_batch_size": 12,
+        "num_steps": STEPS,
+        "noise_multiplier": lambda step: 1.0 + step / 10,
+        "max_grad_norm": lambda step: 0.5 + step / 10,
+        "delta": 1e-3,
+        "accountant": "rdp",
+        "physical_batch_size": 5,
+        "seed": 9,
+    }
+    return PrivacyPlan(**{**arguments, **changes})
+
+
+def arguments(rate=0.1, **changes):
+    optimizer = optax.chain(optax.trace(0.9), optax.adam(optax.cosine_decay_schedule(rate, STEPS)))
+    defaults = {"loss_fn": loss_fn, "params": params(), "optimizer": optimizer, "needs_key": True}
+    return {**defaults, "data": (X, Y), **changes}
+
+
+def start(plan=None, rate=0.1, **changes):
+    engine = dpj.PrivacyEngine()
+    return engine, *engine.make_private(plan=plan or make_plan(), **arguments(rate, **changes))
+
+
+def train(step, state, loader, num_steps=None):
+    for k, batch in enumerate(loader.remaining()):
+        if k == num_steps:
+            break
+        state, _ = step(state, batch)
+    return state
+
+
+def load(path, rate=0.1, **changes):
+    given = arguments(rate, **changes)
+    like = dpj.TrainState.create(given["params"], given["optimizer"])
+    engine = dpj.load_checkpoint(path, like=like)[1]
+    return engine, *engine.resume(**given)
+
+
+def assert_same(ours, theirs):
+    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+    for mine, other in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        assert jnp.asarray(mine).dtype == jnp.asarray(other).dtype
+        np.testing.assert_array_equal(mine, other)
+
+
+def saved(tmp_path):
+    path = tmp_path / "run.ckpt"
+    engine, step, state, loader = start()
+    dpj.save_checkpoint(path, state=train(step, state, loader, 1), engine=engine)
+    engine.detach()
+    return path
