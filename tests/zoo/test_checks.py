@@ -6,7 +6,6 @@ a given number of them, so that the models may be tested in any order and by sev
 """
 
 import contextlib
-import random
 from dataclasses import replace
 
 import jax
@@ -377,7 +376,6 @@ def test_calls_in_torch_are_held_to_the_tolerance(precision, fault, share, monke
     model, x = torch_problem(precision)
     plant, method = TORCH_FAULTS[fault]
     plant(monkeypatch, error_of(share, precision))
-    monkeypatch.setattr(dualdp_torch.per_sample.api, "_drawn", random.Random(0))
     with expectation(SHARES[share]):
         for _ in range(TURNS):
             dpt.clipped_grad_sum(

@@ -287,7 +287,7 @@ def check(
         return False
     if not bool(counts.all()):  # zero times the nan of a row that is left out would be nan
         index = torch.arange(len(counts), device=counts.device).where(counts, rows[0])
-        reference = reference.with_rows(index)
+        reference = replace(reference.with_rows(index), mask=counts)
     draw, chosen = random.Random(seed), rows.tolist()
     comparison = _Comparison(reference, numbers, again, what, draw, chosen, note)
     try:
