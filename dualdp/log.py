@@ -13,7 +13,7 @@ import csv
 import os
 from collections.abc import Iterable, Iterator, Sized
 from pathlib import Path
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -24,14 +24,6 @@ from dualdp.ledger.ledger import Ledger
 Batch = TypeVar("Batch")
 UNPROTECTED = "unprotected_"
 OWN = ("step", "epsilon")
-
-
-class Writer(Protocol):
-    """Interface of TensorBoard's `SummaryWriter`."""
-
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> Any:
-        """Log one number."""
-        ...
 
 
 def statistics(
@@ -65,7 +57,6 @@ class RunLog:
     Args:
         path: path of a new file.
         ledger: `Ledger` of the engine, the source of step and epsilon.
-        writer: `Writer` that also receives every number, such as TensorBoard's `SummaryWriter`.
 
     Guarantees:
         Which unprotected columns were written stands in the ledger.
@@ -73,10 +64,8 @@ class RunLog:
         With secure noise no unprotected column is written.  [test_secure_runs_log_no_unprotected]
     """
 
-    def __init__(
-        self, path: str | os.PathLike[str], ledger: Ledger, writer: Writer | None = None
-    ) -> None:
-        self.ledger, self._writer = ledger, writer
+    def __init__(self, path: str | os.PathLike[str], ledger: Ledger) -> None:
+        self.ledger = ledger
         self._columns: list[str] | None = None
         _require_ledger(ledger)
         path = _validate.path("path", path)
@@ -120,9 +109,6 @@ class RunLog:
             csv.writer(self._file).writerow(row)
         csv.DictWriter(self._file, list(row)).writerow(row)
         self._file.flush()
-        if self._writer is not None:
-            for name in ("epsilon", *self._columns):
-                self._writer.add_scalar(name, row[name], self.ledger.position)
         return row
 
     def close(self) -> None:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Base class of the accountants: a history of events, its composition and its serialization."""
+"""Base class of the accountants: a history of events, its composition, and a table by name."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from dualdp import _validate, mechanisms
 from dualdp._validate import AccountingError
@@ -99,7 +99,9 @@ class Accountant:
         one step of the epoch, and a second call goes on with the epoch of the first; see `merge`.
         """
         number = _validate.integer("count", count)
-        events = list(flatten(mechanisms.require(event), number))
+        events = [(mechanisms.require(event), number)]
+        if isinstance(event, Composition):
+            events = list(flatten(event, number))
         for single, _ in events:
             self._check(single)
         self._check_epochs([single for single, _ in events])
@@ -196,12 +198,6 @@ class Accountant:
             fresh._counts[event] = fresh._counts.get(event, 0) + count
         self.__dict__.update(fresh.__dict__)
 
-    def copy(self) -> Self:
-        """Return an independent accountant with the same history."""
-        fresh = type(self)(neighboring_relation=self._relation, group_size=self._group_size)
-        fresh._counts = dict(self._counts)
-        return fresh
-
     def __repr__(self) -> str:
         """Return the class, the relation and the number of releases."""
         return f"<{type(self).__name__} {self._relation}, {len(self)} releases>"
@@ -247,3 +243,67 @@ def as_gaussian(event: Mechanism) -> float | None:
             return float(sigma) / math.sqrt(epochs)
         case _:
             return None
+
+
+_TABLE: dict[str, type[Accountant]] = {}
+_METHODS = "step compose get_epsilon get_delta epsilon_bounds state_dict load_state_dict".split()
+
+
+def create(name: str = "pld", **options: Any) -> Accountant:
+    """Return a new accountant with an empty history.
+
+    Args:
+        name: `pld` (certified and tight, the default), `rdp`, `prv` (a synonym of `pld`), or a
+            registered name.
+        **options: `neighboring_relation=`, `group_size=`, and further arguments of the class.
+
+    Returns:
+        An `Accountant`.
+
+    Raises:
+        ValueError: no accountant has this name.
+    """
+    return _TABLE[require_bound(name)](**options)
+
+
+def require_bound(name: str) -> str:
+    """Return the name of an accountant, all of which give upper bounds.
+
+    Raises:
+        ValueError: no accountant has this name.
+    """
+    if name == "gdp" and name not in _TABLE:
+        raise ValueError(
+            f"accountant='gdp' is unknown: the central limit theorem bounds nothing. Expected one "
+            f"of {', '.join(names())}; accountants.gdp_epsilon gives the number of papers."
+        )
+    return _validate.choice("accountant", name, _TABLE)
+
+
+def register(name: str, cls: type[Accountant], *, overwrite: bool = False) -> None:
+    """Add an accountant of your own to the table of `create`.
+
+    Args:
+        name: str, the name to be passed to `create`.
+        cls: class, called as `cls(neighboring_relation=..., group_size=...)`; must have `step`,
+            `compose`, `get_epsilon`, `get_delta`, `epsilon_bounds`, `state_dict` and
+            `load_state_dict`. The base class `Accountant` implements most of them.
+        overwrite: bool, True to replace an existing name.
+
+    Raises:
+        TypeError: the class lacks a method.
+        ValueError: the name is taken.
+    """
+    if not isinstance(name, str) or not name:
+        raise TypeError(f"name={name!r} is not a name. Expected a string.")
+    missing = [method for method in _METHODS if not callable(getattr(cls, method, None))]
+    if missing:
+        raise TypeError(f"cls={cls!r} lacks {', '.join(missing)}. Expected an accountant class.")
+    if name in _TABLE and not overwrite:
+        raise ValueError(f"name={name!r} is taken. Pass overwrite=True to replace it.")
+    _TABLE[name] = cls
+
+
+def names() -> tuple[str, ...]:
+    """Names that `create` accepts, sorted."""
+    return tuple(sorted(_TABLE))

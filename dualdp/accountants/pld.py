@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -81,7 +82,7 @@ class PLDAccountant(Accountant):
 
     def __init__(self, *, neighboring_relation: str = "add_or_remove", group_size: int = 1) -> None:
         super().__init__(neighboring_relation=neighboring_relation, group_size=group_size)
-        self._memos = [PrefixMemo() for _ in range(4)]  # one a direction
+        self._memos: list[PrefixMemo] = []  # one a direction, of a long history
 
     def epsilon_bounds(
         self, *, delta: float, rtol: float | None = None
@@ -98,7 +99,9 @@ class PLDAccountant(Accountant):
         events = self._units()
         epsilon = self._exact(events, target)
         if epsilon is None:
-            epsilon = min(self._upper(events, target, r) for r in {RTOL, min(accuracy, RTOL)})
+            epsilon = self._upper(events, target, RTOL)
+            if accuracy < RTOL:
+                epsilon = min(epsilon, self._upper(events, target, accuracy))
         return 0.0, epsilon, epsilon
 
     def get_delta(self, *, epsilon: float) -> float:
@@ -119,7 +122,7 @@ class PLDAccountant(Accountant):
         if step is not None:
             logs = closed_forms.single_step_log_delta(_noise(step), step.sample_rate, target)
             return min(1.0, math.exp(max(logs)) * (1 + 1e-9))
-        mu = self._mu_without_sampling(events)
+        mu = self._mu(events, by_convexity=True)
         best = 1.0 if mu is None else math.exp(closed_forms.gaussian_log_delta(mu, target))
         for assumed in (1e-5, 1e-12):  # balls-in-bins is discretized for an assumed delta
             directions = self._directions(events, assumed)
@@ -145,25 +148,20 @@ class PLDAccountant(Accountant):
                 return event
         return None
 
-    def _mu(self, events: Events) -> float | None:
-        """Mu of the history if all events are plain Gaussians, else None."""
+    def _mu(self, events: Events, *, by_convexity: bool = False) -> float | None:
+        """Mu of the history if all events are plain Gaussians, else None.
+
+        With `by_convexity` that of all Gaussians as if nothing was sampled, an upper bound.
+        """
         sigmas = []
         for event, _ in events:
             sigma = as_gaussian(event)
+            if sigma is None and by_convexity and isinstance(event, _GAUSSIANS):
+                epochs = getattr(event, "epochs_per_assignment", 1)
+                sigma = event.noise_multiplier / math.sqrt(epochs)
             if sigma is None:
                 return None
             sigmas.append(sigma)
-        counts = np.array([number for _, number in events], dtype=float)
-        return self._sensitivity() * closed_forms.gaussian_mu(np.array(sigmas), counts)
-
-    def _mu_without_sampling(self, events: Events) -> float | None:
-        """Mu of the Gaussians without amplification (joint convexity), always an upper bound."""
-        if not all(isinstance(event, _GAUSSIANS) for event, _ in events):
-            return None
-        sigmas = [
-            event.noise_multiplier / math.sqrt(getattr(event, "epochs_per_assignment", 1))  # type: ignore[attr-defined]
-            for event, _ in events
-        ]
         counts = np.array([number for _, number in events], dtype=float)
         return self._sensitivity() * closed_forms.gaussian_mu(np.array(sigmas), counts)
 
@@ -199,7 +197,7 @@ class PLDAccountant(Accountant):
             best = min(best, renyi.get_epsilon(delta=delta))
         pure = _pure_epsilon(events, self._sensitivity())
         best = best if pure is None else min(best, pure)
-        mu = self._mu_without_sampling(events)
+        mu = self._mu(events, by_convexity=True)
         if mu is None or not closed_forms.gaussian_log_delta(mu, best) < math.log(delta):
             return best
         return min(best, closed_forms.gaussian_epsilon(mu, delta) * (1 + closed_forms.MARGIN))
@@ -226,7 +224,9 @@ class PLDAccountant(Accountant):
             if any(isinstance(event, mechanisms.MassTable) for event, _ in events):
                 views.append((views[-1][0], True))  # a table need not be its own reverse
         truncation = _truncation(events, self._group_size)
-        memos = self._memos if len(events) > _MANY else [PrefixMemo() for _ in views]
+        if len(events) > _MANY:
+            self._memos = self._memos or [PrefixMemo() for _ in range(4)]
+        memos: Sequence[PrefixMemo | None] = self._memos or [None] * len(views)
         return [
             Direction([pairs.Term(*family, flipped) for family in view], truncation, memo)
             for (view, flipped), memo in zip(views, memos, strict=False)

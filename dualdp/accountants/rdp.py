@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,10 +18,12 @@ from dualdp.mechanisms import Mechanism
 Array = npt.NDArray[Any]
 
 _KNOWN = (mechanisms.Laplace, mechanisms.DiscreteGaussian, mechanisms.RandomizedResponse)
-DEFAULT_ORDERS: tuple[float, ...] = (
-    *(1 + x / 10 for x in range(1, 100)),
-    *map(float, range(11, 64)),
-    *map(float, (64, 72, 80, 96, 112, 128, 160, 192, 256, 384, 512, 768, 1024, 1536, 2048, 4096)),
+ORDERS: Array = np.array(
+    [
+        *(1 + x / 10 for x in range(1, 100)),
+        *range(11, 64),
+        *(64, 72, 80, 96, 112, 128, 160, 192, 256, 384, 512, 768, 1024, 1536, 2048, 4096),
+    ]
 )
 
 
@@ -65,43 +66,20 @@ class RDPAccountant(Accountant):
     Args:
         neighboring_relation: str, see `Accountant`.
         group_size: int, see `Accountant`; must be 1 for all but plain Gaussians.
-        orders: Renyi orders, each > 1.
 
     Source: Mironov 2017; Mironov, Talwar & Zhang 2019; Zhu & Wang 2019.
     """
 
     name: ClassVar[str] = "rdp"
 
-    def __init__(
-        self,
-        *,
-        neighboring_relation: str = "add_or_remove",
-        group_size: int = 1,
-        orders: Sequence[float] | None = None,
-    ) -> None:
+    def __init__(self, *, neighboring_relation: str = "add_or_remove", group_size: int = 1) -> None:
         super().__init__(neighboring_relation=neighboring_relation, group_size=group_size)
-        values = DEFAULT_ORDERS if orders is None else orders
-        checked = [_validate.positive(f"orders[{i}]", order) for i, order in enumerate(values)]
-        if not checked or min(checked) <= 1:
-            raise ValueError(f"orders={orders!r} must not be empty. Expected numbers > 1.")
-        self._orders = np.array(checked, dtype=float)
         self._cache: dict[Mechanism, Array] = {}
-
-    @property
-    def orders(self) -> tuple[float, ...]:
-        """Renyi orders."""
-        return tuple(self._orders.tolist())
-
-    def copy(self) -> Self:
-        """Return an independent accountant with the same orders and history."""
-        fresh = super().copy()
-        fresh._orders = self._orders
-        return fresh
 
     def rdp(self) -> Array:
         """Return the (orders,) Renyi divergences of the whole history."""
         self._fill_cache()
-        total = np.zeros_like(self._orders)
+        total = np.zeros_like(ORDERS)
         for event, count in self._counts.items():
             number = units(event, count)
             if number:
@@ -112,23 +90,12 @@ class RDPAccountant(Accountant):
         self, *, delta: float, rtol: float | None = None
     ) -> tuple[float, float, float]:
         """Return (0, epsilon, epsilon)."""
-        epsilon, _ = rdp_to_epsilon(self._orders, self.rdp(), _validate.probability("delta", delta))
+        epsilon, _ = rdp_to_epsilon(ORDERS, self.rdp(), _validate.probability("delta", delta))
         return 0.0, epsilon, epsilon
 
     def get_delta(self, *, epsilon: float) -> float:
         """Return an upper bound on delta at `epsilon`."""
-        return rdp_to_delta(self._orders, self.rdp(), _validate.non_negative("epsilon", epsilon))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the history and the orders."""
-        return super().state_dict() | {"orders": list(self.orders)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replace the history, and the orders if `state` has any."""
-        known = state if isinstance(state, Mapping) else {}
-        fresh = RDPAccountant(orders=known.get("orders"))
-        super().load_state_dict(state)
-        self._orders = fresh._orders
+        return rdp_to_delta(ORDERS, self.rdp(), _validate.non_negative("epsilon", epsilon))
 
     def _check(self, event: Mechanism) -> None:
         if as_gaussian(event) is not None:
@@ -153,14 +120,14 @@ class RDPAccountant(Accountant):
             gaussian = as_gaussian(event)
             match event:
                 case _ if gaussian is not None:
-                    curve = renyi.gaussian(gaussian / sensitivity, self._orders)
+                    curve = renyi.gaussian(gaussian / sensitivity, ORDERS)
                 case mechanisms.Laplace(scale):
-                    curve = renyi.laplace(scale / sensitivity, self._orders)
+                    curve = renyi.laplace(scale / sensitivity, ORDERS)
                 case mechanisms.DiscreteGaussian(sigma):
                     # obeys the Gaussian's curve: Canonne, Kamath & Steinke 2020, Theorem 7
-                    curve = renyi.gaussian(sigma / sensitivity, self._orders)
+                    curve = renyi.gaussian(sigma / sensitivity, ORDERS)
                 case mechanisms.RandomizedResponse(noise, buckets):
-                    curve = renyi.randomized_response(noise, buckets, self._orders)
+                    curve = renyi.randomized_response(noise, buckets, ORDERS)
                 case _:
                     sampled.append(event)
                     continue
@@ -169,6 +136,6 @@ class RDPAccountant(Accountant):
             sigmas = np.array([event.noise_multiplier for event in sampled])
             rates = np.array([event.sample_rate for event in sampled])
             curves = renyi.subsampled_gaussian(
-                sigmas, rates, self._orders, substitute=self._relation == "replace"
+                sigmas, rates, ORDERS, substitute=self._relation == "replace"
             )
             self._cache.update(zip(sampled, curves, strict=True))

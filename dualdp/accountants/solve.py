@@ -7,10 +7,10 @@ Every search returns a value whose epsilon was computed and is within the target
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, TypedDict, Unpack
 
 from dualdp import accountants
+from dualdp.accountants.base import Accountant
 from dualdp.accountants.search import (
     check_target,
     first,
@@ -19,8 +19,6 @@ from dualdp.accountants.search import (
     smallest_scale,
     unreachable,
 )
-
-Steps = Sequence[tuple[float, float, int]]  # (noise_multiplier, sample_rate, num_steps)
 
 
 class Setting(TypedDict, total=False):
@@ -42,8 +40,10 @@ class Setting(TypedDict, total=False):
     max_batch_size: int
 
 
-def _account(steps: Steps, setting: Setting) -> accountants.Accountant:
-    """Return an accountant with the steps."""
+def _account(
+    noise_multiplier: float, sample_rate: float, num_steps: int, setting: Setting
+) -> Accountant:
+    """Return an accountant with equal steps."""
     if unknown := sorted(set(setting) - set(Setting.__annotations__)):
         raise TypeError(
             f"There is no argument {', '.join(map(repr, unknown))}. Expected those of the "
@@ -51,9 +51,10 @@ def _account(steps: Steps, setting: Setting) -> accountants.Accountant:
         )
     own: dict[str, Any] = dict(setting)
     about = {key: own.pop(key) for key in ("neighboring_relation", "group_size") if key in own}
-    account: accountants.Accountant = accountants.create(own.pop("accountant", "pld"), **about)
-    for noise, rate, count in steps:
-        account.step(noise_multiplier=noise, sample_rate=rate, num_steps=count, **own)
+    account = accountants.create(own.pop("accountant", "pld"), **about)
+    account.step(
+        noise_multiplier=noise_multiplier, sample_rate=sample_rate, num_steps=num_steps, **own
+    )
     return account
 
 
@@ -80,8 +81,8 @@ def get_epsilon(
     >>> get_epsilon(noise_multiplier=1.0, sample_rate=0.01, num_steps=1000, delta=1e-5) < 1.84
     True
     """
-    steps = [(noise_multiplier, sample_rate, num_steps)]
-    return float(_account(steps, setting).get_epsilon(delta=delta))
+    account = _account(noise_multiplier, sample_rate, num_steps, setting)
+    return account.get_epsilon(delta=delta)
 
 
 def get_delta(
@@ -93,28 +94,8 @@ def get_delta(
     **setting: Unpack[Setting],
 ) -> float:
     """Return an upper bound on delta of `num_steps` equal steps; arguments as `get_epsilon`."""
-    steps = [(noise_multiplier, sample_rate, num_steps)]
-    return float(_account(steps, setting).get_delta(epsilon=epsilon))
-
-
-def get_schedule_scale(
-    *, target_epsilon: float, target_delta: float, steps: Steps, **setting: Unpack[Setting]
-) -> float:
-    """Return the smallest factor found, >= 0, for the noise multipliers of a schedule.
-
-    With it the steps spend at most the target; `steps` has (noise_multiplier, sample_rate,
-    num_steps) of each constant phase.
-
-    Raises:
-        AccountingError: no factor up to 1e9 reaches the target.
-    """
-    epsilon, delta = check_target(target_epsilon, target_delta)
-
-    def spent(factor: float) -> float:
-        scaled = [(noise * factor, rate, count) for noise, rate, count in steps]
-        return float(_account(scaled, setting).get_epsilon(delta=delta))
-
-    return smallest_scale(spent, epsilon, delta)
+    account = _account(noise_multiplier, sample_rate, num_steps, setting)
+    return account.get_delta(epsilon=epsilon)
 
 
 def get_noise_multiplier(
@@ -141,12 +122,12 @@ def get_noise_multiplier(
         The epsilon of the returned value was computed and is within the target.
             [test_calibrated_noise_meets_the_target]
     """
-    return get_schedule_scale(
-        target_epsilon=target_epsilon,
-        target_delta=target_delta,
-        steps=[(1.0, sample_rate, num_steps)],
-        **setting,
-    )
+    epsilon, delta = check_target(target_epsilon, target_delta)
+
+    def spent(noise: float) -> float:
+        return _account(noise, sample_rate, num_steps, setting).get_epsilon(delta=delta)
+
+    return smallest_scale(spent, epsilon, delta)
 
 
 def get_num_steps(
@@ -165,8 +146,8 @@ def get_num_steps(
     epsilon, delta = check_target(target_epsilon, target_delta)
 
     def spent(count: float) -> float:
-        account = _account([(noise_multiplier, sample_rate, int(count))], setting)
-        return float(account.get_epsilon(delta=delta))
+        account = _account(noise_multiplier, sample_rate, int(count), setting)
+        return account.get_epsilon(delta=delta)
 
     height = height_above(spent, epsilon)
     good, bad = first(lambda count: height(count) > 0, 0.0, 1.0, 4.0, 1e9)
@@ -193,8 +174,8 @@ def get_sample_rate(
     epsilon, delta = check_target(target_epsilon, target_delta)
 
     def spent(period: float) -> float:
-        account = _account([(noise_multiplier, 1 / period, num_steps)], setting)
-        return float(account.get_epsilon(delta=delta))
+        account = _account(noise_multiplier, 1 / period, num_steps, setting)
+        return account.get_epsilon(delta=delta)
 
     height = height_above(spent, epsilon)
     if height(1.0) <= 0:

@@ -24,14 +24,14 @@ def smallest(p_values: Iterable[float]) -> float:
     return min(1.0, len(found) * min(found)) if found else 1.0
 
 
-def chi_square(z: Any) -> float:
+def chi_square(z: Array) -> float:
     """Return the p-value of variance 1 for standard normal numbers."""
     z = np.asarray(z)
     total, count = float((z.astype(np.float64) ** 2).sum()), z.size
     return _two_sided(stats.chi2(count), total)
 
 
-def normality(z: Any) -> float:
+def normality(z: Array) -> float:
     """Return the Kolmogorov-Smirnov p-value against the standard normal distribution."""
     if not np.isfinite(z).all():
         return 0.0
@@ -66,7 +66,7 @@ def autocorrelation(z: Array) -> float:
     return _largest(sums / np.sqrt(terms))
 
 
-def dispersion(counts: Any, trials: int, rate: float) -> float:
+def dispersion(counts: Array, trials: int, rate: float) -> float:
     """Return the p-value of counts that are independent Binomial(trials, rate).
 
     The sum of squares about the claimed mean has about the gamma distribution of its two moments.
@@ -102,7 +102,7 @@ def neighbours(taken: NDArray[np.bool_], rate: float) -> float:
     return smallest(_largest(np.array([p.sum() / np.sqrt(p.size)])) for p in pairs if p.size)
 
 
-def two_samples(found: Any, expected: Any) -> float:
+def two_samples(found: Array, expected: Array) -> float:
     """Return the Kolmogorov-Smirnov p-value of two samples."""
     if not np.isfinite(found).all():
         return 0.0

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from dualdp import _validate
 from dualdp.arrays import Array, Namespace
@@ -103,43 +102,3 @@ def group_bounds(
         group: _validate.positive(f"max_grad_norm[{group!r}]", max_grad_norm[group])
         for group in groups
     }
-
-
-def split_bounds(
-    max_grad_norm: Any, shares: Mapping[str, float] | None, clipping: str
-) -> tuple[Any, dict[str, float] | None]:
-    """Return group bounds as one C and the share of each group in C.
-
-    `shares` are scaled so that their squares add up to 1.
-
-    Returns:
-        `(C, shares)`; C unchanged, or the root of the sum of the groups' squared bounds.
-    """
-    if isinstance(max_grad_norm, list | tuple):
-        raise TypeError(
-            f"max_grad_norm is a list of {len(max_grad_norm)} bounds. Expected one number, the "
-            "bound C of an example's whole gradient (of a list, the root of the sum of squares); "
-            "clipping='per_layer' gives each group an equal share, or takes a mapping from group "
-            "to bound."
-        )
-    if not isinstance(max_grad_norm, Mapping) and shares is None:
-        return max_grad_norm, None
-    if clipping != "per_layer":
-        raise ValueError(
-            f"Bounds of groups came with clipping={clipping!r}. Expected one max_grad_norm, or "
-            "clipping='per_layer'."
-        )
-    if isinstance(max_grad_norm, Mapping) and shares is not None:
-        raise ValueError(
-            "max_grad_norm is a mapping and group_shares came too. Expected one of the two."
-        )
-    name = "max_grad_norm" if shares is None else "group_shares"
-    given = max_grad_norm if shares is None else shares
-    if not isinstance(given, Mapping) or not given:
-        raise TypeError(f"{name}={given!r} holds no group. Expected a mapping group -> number.")
-    bounds = {str(g): _validate.positive(f"{name}[{g!r}]", given[g]) for g in given}
-    whole = math.hypot(*bounds.values())
-    if abs(whole - 1) < 1e-12:  # keeps shares that are scaled already bit for bit
-        whole = 1.0
-    scaled = {group: bound / whole for group, bound in bounds.items()}
-    return (whole if shares is None else max_grad_norm), scaled

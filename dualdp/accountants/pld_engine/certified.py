@@ -17,6 +17,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from functools import partial
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -77,7 +78,7 @@ class PrefixMemo:
     ) -> S:
         """Return the sum over `terms`: the one kept under `key` plus new ones, or a new sum."""
         kept, earlier = self._sums.pop(key, (None, ()))
-        new: Sequence[Term] | None = beyond(terms, earlier)
+        new: Sequence[Term] | None = None if kept is None else beyond(terms, earlier)
         if kept is None or new is None:
             kept, new = empty(), terms
         kept.add(pmfs(new))
@@ -233,7 +234,7 @@ class Direction:
         return self._memo.total(
             ("guide", tail, spacing, theta.size, float(theta[0])),
             self.terms,
-            lambda: LogMoments(theta, spacing),
+            partial(LogMoments, theta, spacing),
             lambda terms: discretize(map(_thinned, terms), Grid(spacing, 16), tail),
         )
 
@@ -284,8 +285,8 @@ class Direction:
         total = self._memo.total(
             (tilt, chernoff, size, grid, tail),
             self.terms,
-            lambda: Sum(window, spacing),
-            lambda terms: discretize(terms, grid, tail),
+            partial(Sum, window, spacing),
+            partial(discretize, grid=grid, tail=tail),
         )
         return total.composed(window.start)
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The best strategy of a family: least error times squared sensitivity.
 
-An evaluation with its gradient costs O(n p) for p bands or buffers, and O(n^2) more for a workload
-that is no Toeplitz matrix. All others are lower triangular and Toeplitz: a product is a filter, its
-adjoint the same filter over the steps in reverse. As C^-1 C = 1, a change dC changes x = C^-1 s by
+An evaluation with its gradient costs O(n p) for p bands or buffers. All matrices are lower
+triangular and Toeplitz: a product is a filter, its adjoint the same filter over the steps in
+reverse. As C^-1 C = 1, a change dC changes x = C^-1 s by
 -C^-1 dC x, and a change of the inverse changes C e_0 in the same way.
 """
 
@@ -66,9 +66,8 @@ def optimise(
         buffers: number of buffers of a buffered linear Toeplitz strategy.
         min_separation: least number of steps between two participations of one unit.
         max_participations: most participations of one unit; None for as many as fit.
-        workload: (n,) first column of A or (n, n) lower-triangular A; see
-            `dualdp.correlated.workload`. None for prefix sums.
-        objective: "mean" or "max" of the squared row norms of A C^-1; "max" needs a first column.
+        workload: (n,) first column of A, see `dualdp.correlated.workload`; None for prefix sums.
+        objective: "mean" or "max" of the squared row norms of A C^-1.
 
     L-BFGS, from the square root. For one participation, for buffers, for windows much shorter than
     min_separation, and for bands that fall from min_separation on the loss is smooth. Wider windows
@@ -92,33 +91,21 @@ def optimise(
     size = _validate.integer(needed, sizes[needed], minimum=1, maximum=strategies.MOST[needed])
     separation, most = participations(n, min_separation, max_participations)
     _validate.choice("objective", objective, OBJECTIVES)
-    source, error = _error(checked_workload(workload, n), n, objective)
+    source, error = _error(workload, n, objective)
     return _FAMILIES[family](min(size, n), Problem(source, error, separation, most))
 
 
 def _error(
-    workload: Vector | None, n: int, objective: str
+    workload: ArrayLike | None, n: int, objective: str
 ) -> tuple[Vector, Callable[[Vector], Graded]]:
     """Return s and the error as a function of x = C^-1 s, with its gradient.
 
-    Toeplitz A: s is its first column a, and row t of A C^-1 has the squared norm x_0^2 + ... +
-    x_t^2. Otherwise s = e_0, x is the first column w of C^-1, and the sum over the rows is w' S w,
-    S[q, r] = sum_j (A'A)[q + j, r + j].
+    s is the first column of A, and row t of A C^-1 has the squared norm x_0^2 + ... + x_t^2.
     """
-    if workload is not None and not workload.any():
+    source = checked_workload(workload, n)
+    if not source.any():
         raise ValueError("workload holds zeros only. Expected a workload with an error.")
-    if workload is not None and workload.ndim == 2:
-        if objective == "max":
-            raise ValueError(
-                "objective='max' with a workload that is a matrix. Expected its first column, or "
-                "objective='mean'."
-            )
-        gram = workload.T @ workload / n
-        for row in range(n - 2, -1, -1):
-            gram[row, :-1] += gram[row + 1, 1:]
-        return impulse(n), lambda w: (float(w @ gram @ w), 2 * gram @ w)
     weights = np.ones(n) if objective == "max" else np.arange(n, 0, -1) / n
-    source = np.ones(n) if workload is None else workload
     return source, lambda x: (float(weights @ x**2), 2 * weights * x)
 
 

@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike, NDArray
 from dualdp import _validate
 from dualdp.plan.correlated.filters import filtered, impulse
 from dualdp.plan.correlated.sensitivity import PATTERNS, participations, squared_sensitivity
-from dualdp.plan.correlated.workloads import MOST_STEPS, checked_workload, numbers, row_errors
+from dualdp.plan.correlated.workloads import MOST_STEPS, numbers, row_errors
 
 Vector = NDArray[np.float64]
 #: Most numbers in a strategy: each weight costs a normal a step, each buffer a row of memory.
@@ -92,8 +92,8 @@ class Strategy:
 
         Args:
             num_steps: number of releases, n.
-            workload: (n,) first column of A, or (n, n) lower-triangular A; see
-                `dualdp.correlated.workload`. None for prefix sums.
+            workload: (n,) first column of A, see `dualdp.correlated.workload`; None for prefix
+                sums.
 
         >>> identity().mean_error(1000)
         500.5
@@ -107,8 +107,7 @@ class Strategy:
 
     def _errors(self, num_steps: int, workload: ArrayLike | None) -> Vector:
         """(num_steps,) squared row norms of A C^-1."""
-        n = _steps(num_steps)
-        return row_errors(self.inverse(n), checked_workload(workload, n))
+        return row_errors(self.inverse(num_steps), workload)
 
     def _strategy(self, n: int) -> Vector:
         """(n,) first column of C."""

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dualdp import AccountingError, accountants, mechanisms
-from dualdp.accountants import gdp_epsilon
+from dualdp.accountants import gdp_epsilon, rdp
 from dualdp.accountants.rdp import rdp_to_epsilon
 from dualdp.accountants.solve import get_epsilon, get_noise_multiplier
 from tests.cases import accounting as cases
@@ -27,22 +27,24 @@ def test_published_runs(row):
     assert epsilon >= row["bracket"][0]
 
 
-def test_published_curves():
+def test_published_curves(monkeypatch):
     """At the others the published digits are too large, as docs/accounting.md says."""
     row = cases.PUBLISHED["rdp_vector"]
-    made = accountants.create("rdp", orders=row["orders"])
+    monkeypatch.setattr(rdp, "ORDERS", np.array(row["orders"]))
+    made = accountants.create("rdp")
     made.step(noise_multiplier=2.5, sample_rate=0.01, num_steps=50)
     assert made.rdp()[2:] == pytest.approx(row["rdp"][2:], rel=1e-5)
     assert np.all(made.rdp()[:2] < row["rdp"][:2])
 
 
-def test_published_order():
+def test_published_order(monkeypatch):
     row = cases.PUBLISHED["opacus_rdp_doctest"]
-    made = accountants.create("rdp", orders=range(2, 33))
+    monkeypatch.setattr(rdp, "ORDERS", np.arange(2.0, 33.0))
+    made = accountants.create("rdp")
     for rate, sigma, steps in row["history"]:
         made.step(noise_multiplier=sigma, sample_rate=rate, num_steps=steps)
     assert made.get_epsilon(delta=1e-5) == pytest.approx(row["epsilon"], abs=5e-4)
-    assert rdp_to_epsilon(np.array(made.orders), made.rdp(), 1e-5)[1] == row["order"]
+    assert rdp_to_epsilon(rdp.ORDERS, made.rdp(), 1e-5)[1] == row["order"]
 
 
 def test_published_calibration():
@@ -80,18 +82,14 @@ def test_other_curves():
         made.compose(mechanisms.ApproximateDP(1.0))
     with pytest.raises(AccountingError, match="Use accountant='pld', or group_size=1"):
         accountants.create("rdp", group_size=2).step(noise_multiplier=1.0, sample_rate=0.1)
-    with pytest.raises(ValueError, match="must not be empty"):
-        accountants.create("rdp", orders=[])
-    with pytest.raises(ValueError, match="Expected numbers > 1"):
-        accountants.create("rdp", orders=[0.5])
 
 
 def test_state_and_merge():
-    made = accountants.create("rdp", orders=[2.0, 4.0])
+    made = accountants.create("rdp")
     made.step(noise_multiplier=1.0, sample_rate=0.1, num_steps=3)
     loaded = accountants.create("rdp")
     loaded.load_state_dict(json.loads(json.dumps(made.state_dict())))
-    assert loaded == made == made.copy()
+    assert loaded == made
     assert np.all(loaded.rdp() == made.rdp())
     assert made.epsilon_bounds(delta=1e-5) == (0.0, *[made.get_epsilon(delta=1e-5)] * 2)
     epsilon = made.get_epsilon(delta=1e-5)

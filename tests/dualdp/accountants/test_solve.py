@@ -69,15 +69,6 @@ def test_steps_and_rate_at_the_ends():
     assert abs(1 / bins - round(1 / bins)) < 1e-9
 
 
-def test_a_whole_schedule_is_scaled():
-    steps = [(2.0 * 0.9**i, 0.01, 50) for i in range(8)]
-    scale = solve.get_schedule_scale(target_epsilon=2.0, target_delta=1e-5, steps=steps)
-    made = dualdp.accountants.create("pld")
-    for sigma, rate, count in steps:
-        made.step(noise_multiplier=sigma * scale, sample_rate=rate, num_steps=count)
-    assert 1.99 < made.get_epsilon(delta=1e-5) <= 2.0
-
-
 @pytest.mark.parametrize("sampler", ["balls_in_bins", "fixed_size", "truncated_poisson", "shuffle"])
 def test_every_sampler_is_calibrated(sampler):
     """Noise, steps and rate: within the target, and the next whole step is not."""

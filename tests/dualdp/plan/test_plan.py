@@ -235,9 +235,9 @@ RUN = {
 @pytest.mark.parametrize(
     ("use", "most", "files"),
     [
-        (dualdp.PrivacyPlan(noise_multiplier=1.1, **RUN).epsilon, 250, 11),
-        (lambda: dualdp.PrivacyPlan(noise_multiplier=1.1, **RUN), 95, 11),
-        (lambda: dualdp.PrivacyPlan.calibrate(target_epsilon=3.0, **RUN), 3300, 16),
+        (dualdp.PrivacyPlan(noise_multiplier=1.1, **RUN).epsilon, 240, 10),
+        (lambda: dualdp.PrivacyPlan(noise_multiplier=1.1, **RUN), 90, 8),
+        (lambda: dualdp.PrivacyPlan.calibrate(target_epsilon=3.0, **RUN), 3000, 13),
     ],
     ids=["epsilon", "new", "calibrate"],
 )
