@@ -183,7 +183,7 @@ def clipped_grad_sum(
         Each example contributes a vector of norm at most C, measured in float64 on what is summed.
             [test_contributions_are_bounded, test_no_contribution_is_beyond_the_bound]
         A masked example, or one whose norm is not finite, contributes exactly zero.
-            [test_broken_examples_contribute_zero]
+            [test_broken_and_masked_examples_contribute_zero]
 
     Source: Abadi et al. 2016, Algorithm 1, lines "clip gradient" and "add noise" (the sum).
     """

@@ -27,7 +27,7 @@ class Clip:
         factor * (true norm of the group) <= bound of the group, for any bound and any gradient.
             [test_contributions_are_bounded]
         A traced bound that is nan or not positive turns the whole sum into nan instead of passing
-            gradients unclipped.  [test_traced_bad_bound_poisons_the_sum]
+            gradients unclipped.  [test_a_new_bound_does_not_recompile]
     """
 
     clipping: str  # one of `dualdp.plan.clipping.CLIPPING`

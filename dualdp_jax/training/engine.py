@@ -204,7 +204,7 @@ class PrivacyEngine:
 
         Guarantees:
             `loss_fn` is traced with one example before the ledger is opened.
-                [test_a_loss_for_a_batch_is_told_so_before_anything_is_recorded]
+                [test_a_mistake_is_refused_by_its_fix]
         """
         self._refuse_a_second_run()
         if not callable(loss_fn):

@@ -16,7 +16,7 @@ from tests import reference
 from tests.backends import _jax as backend
 from tests.cases import layers
 from tests.closeness import assert_grads_close, assert_sum_close, factors_of, whole_norms
-from tests.dualdp_jax.per_sample.test_per_sample import (
+from tests.dualdp_jax.two_layers import (
     assert_trees_close,
     loss_fn,
     norms_of,
