@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Both stacks have the same public functions: names, order, defaults and words, but for a table."""
+
+import inspect
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+import dualdp.jax as dpj
+import dualdp.torch as dpt
+
+MODULE = "a module holds its parameters"
+HIDDEN = "nothing is hidden in a function"
+PLAN = "a plan's numbers by Opacus' names"
+PLACES = "where arrays lie"
+LOOK = "what a dry run looks at"
+CALL = " key trainable keep_batch_dim"
+TRAIN = (
+    "loss_reduction grad_sample_mode others module data_loader ledger checks views augment users"
+)
+NUMBERS = "noise_multiplier max_grad_norm clipping target_epsilon target_delta on_budget"
+#: Function -> (reasons, arguments of PyTorch alone, of JAX alone); docs/architecture.md has more.
+DIFFERENT = {
+    "PrivacyEngine.make_loader": (
+        (MODULE, PLACES),
+        "data_loader views augment",
+        "data data_sharding",
+    ),
+    "PrivacyEngine.make_private": (
+        (MODULE, HIDDEN, PLAN, PLACES),
+        f"{TRAIN} {NUMBERS} max_physical_batch_size poisson_sampling optimizer",
+        "loss_fn params data optimizer needs_key has_aux method data_sharding plan_arguments"
+        " ledger checks views augment users" + CALL,
+    ),
+    "PrivacyEngine.make_private_with_epsilon": (
+        (MODULE, PLAN),
+        f"{TRAIN} optimizer max_grad_norm epochs num_steps target_epsilon target_delta",
+        "data arguments target_epsilon target_delta",
+    ),
+    "PrivacyEngine.resume": ((MODULE,), "data_loader augment users", "arguments"),
+    "clipped_grad_sum": ((MODULE, HIDDEN), "model", "what" + CALL),
+    "per_sample_grads": ((MODULE, HIDDEN), "model", "what" + CALL),
+    "per_sample_norms": ((MODULE, HIDDEN), "model", "what" + CALL),
+    "explain": (
+        (MODULE, HIDDEN, LOOK),
+        "model clipping check",
+        "what rows_per_unit row_weights" + CALL,
+    ),
+    "validate": (
+        (MODULE, HIDDEN, LOOK),
+        "model loss_fn batch",
+        "what loss_fn batch has_aux" + CALL,
+    ),
+    "load_checkpoint": ((MODULE,), "model optimizer", "like"),
+    "load_sharded_checkpoint": ((MODULE,), "model optimizer", "like"),
+    "save_checkpoint": ((MODULE,), "model optimizer", "state"),
+    "save_sharded_checkpoint": ((MODULE,), "model optimizer", "state"),
+    "noisy_mean": ((HIDDEN, PLACES), "layout", "key"),
+}
+#: Reason -> functions of one stack alone.
+ALONE = {
+    "Opacus' names": "fix PrivacyEngine.compile PrivacyEngine.pause",
+    MODULE: "PrivacyEngine.model record_per_sample",
+    "programs of the user's": "add_noise adam_bc check noise_keys compile_clipped_grad_sum",
+}
+#: Defaults that differ: a `Chunk` knows its step.
+DEFAULTS = {("noisy_mean", "step")}
+
+
+def functions(face):
+    """Public functions of a stack and public methods of its engine, by name."""
+    found = {name: value for name, value in vars(face).items() if inspect.isfunction(value)}
+    found |= {f"PrivacyEngine.{k}": v for k, v in vars(face.PrivacyEngine).items()
+              if inspect.isfunction(v)}  # fmt: skip
+    names = [name for name in found if not name.rpartition(".")[2].startswith("_")]
+    return {name: found[name] for name in names if name != "PrivacyEngine.settings_to_save"}
+
+
+TORCH, JAX = functions(dpt), functions(dpj)
+
+
+def arguments(function, name, stack):
+    """(positional in order, all with their defaults), without those that the table names."""
+    left_out = DIFFERENT.get(name, ((), "", ""))[1 + stack].split()
+    kept = [p for p in inspect.signature(function).parameters.values() if p.name not in left_out]
+    places = [p.name for p in kept if p.kind is not p.KEYWORD_ONLY]
+    defaults = {p.name: p.default for p in kept if (name, p.name) not in DEFAULTS}
+    return places, defaults
+
+
+@pytest.mark.parametrize("name", sorted({*TORCH} & {*JAX}))
+def test_arguments_are_those_of_the_twin(name):
+    ours, theirs = arguments(TORCH[name], name, 0), arguments(JAX[name], name, 1)
+    assert ours == theirs
+
+
+def test_functions_of_one_stack_are_in_the_table():
+    assert {*TORCH} ^ {*JAX} == {name for names in ALONE.values() for name in names.split()}
+    assert {*DIFFERENT} <= {*TORCH} & {*JAX}
+    reasons = {*ALONE}.union(*(reasons for reasons, *_ in DIFFERENT.values()))
+    assert len(reasons) + len(DEFAULTS) <= 10
+
+
+#: Arguments of `clipped_grad_sum` that both refuse by the same words.
+BAD = {
+    "method": {"method": "guess"},
+    "clipping": {"clipping": "none"},
+    "bound below 0": {"max_grad_norm": -1.0},
+    "bound nan": {"max_grad_norm": float("nan")},
+    "bound as text": {"max_grad_norm": "1"},
+    "chunks of 0": {"physical_batch_size": 0},
+    "chunks as text": {"physical_batch_size": "2"},
+    "memory as text": {"max_memory": "1"},
+    "check": {"check": "never"},
+    "rows of 0": {"rows_per_unit": 0},
+}
+
+
+def words(call, options):
+    with pytest.raises((TypeError, ValueError)) as refused:
+        call(**{"max_grad_norm": 1.0, **options})
+    return type(refused.value), str(refused.value)
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_arguments_are_refused_by_the_same_words(name):
+    x, model = np.ones((4, 3), np.float32), torch.nn.Linear(3, 1)
+
+    def on_torch(**options):
+        losses = lambda model, x: model(x)[:, 0]  # noqa: E731
+        return dpt.clipped_grad_sum(losses, model, torch.tensor(x), **options)
+
+    def on_jax(**options):
+        return dpj.clipped_grad_sum(lambda p, x: p @ x, jnp.ones(3), x, **options)
+
+    assert words(on_torch, BAD[name]) == words(on_jax, BAD[name])
