@@ -15,14 +15,14 @@ import pytest
 ROOT = Path(__file__).parent.parent
 #: Package -> most lines of code.
 BUDGETS = {
-    "dualdp": 7_832,  # aim: 6_000
+    "dualdp": 7_746,  # aim: 6_000
     "dualdp_torch": 14_222,  # aim: 7_500
     "dualdp_jax": 5_676,  # aim: 4_200
     "dualdp_tools": 1_534,  # aim: 1_100
     "benchmarks": 1_804,  # aim: 1_800
-    "tests": 41_600,  # aim: 20_000
+    "tests": 41_416,  # aim: 20_000
 }
-WORDS = 22_000  # of docs
+WORDS = 22_053  # of docs; aim: 22_000
 LAYOUT = {
     tokenize.COMMENT,
     tokenize.NL,
