@@ -84,6 +84,7 @@ class _Seen(NamedTuple):
     outs: list[Tensor]
     losses: Tensor
     has_drawn: bool
+    leftover: list[str]  # parameters that got a gradient beside the uses
 
     def signatures(self) -> tuple[Any, ...]:
         return tuple([use.signature for use in self.capture.uses])
@@ -106,8 +107,10 @@ class _Examination:
     parameters: Mapping[str, Tensor]
     has_aux: bool
 
-    def run(self, batch: Batch, skip: frozenset[int] = frozenset()) -> _Seen:
-        """Run a forward on copies of the buffers."""
+    def run(
+        self, batch: Batch, skip: frozenset[int] = frozenset(), *, backward: bool = False
+    ) -> _Seen:
+        """Run a forward on copies of the buffers, and perhaps the backward of its losses."""
         names = {id(p): name for name, p in self.parameters.items()}
         outs = list[Tensor]()
         state = RandomState.of(self.model)
@@ -119,7 +122,9 @@ class _Examination:
             with Capture(names, note, skip, self.model) as capture:
                 out = self.loss_fn(self.model, *batch.arguments())
             losses = check_losses(split_aux(out, self.has_aux)[0], batch.n)
-            return _Seen(capture, outs, losses, not state.is_as_before(self.model))
+            has_drawn = not state.is_as_before(self.model)
+            leftover = capture.backward(losses.sum(), self.parameters) if backward else []
+            return _Seen(capture, outs, losses, has_drawn, leftover)
 
     def plain(self, batch: Batch) -> tuple[Tensor, bool]:
         """Return (n,) losses of a plain forward, and if it drew random numbers."""
@@ -181,7 +186,7 @@ def _axes(own: _Examination, few: Batch, tolerance: float, picks: bool) -> Axes 
     ends, skip = (0, few.n - 1), frozenset[int]()
     backwards = few.rows(torch.arange(few.n - 1, -1, -1))
     while True:
-        whole = own.run(few, skip)
+        whole = own.run(few, skip, backward=True)
         if not skip:
             _refuse_apart(own, few, tolerance)
         turned = own.run(backwards, skip)
@@ -219,9 +224,8 @@ def _axes(own: _Examination, few: Batch, tolerance: float, picks: bool) -> Axes 
             return f"{use} does not keep the examples apart on one axis"
     if whole.capture.hooked:
         return f"a gradient hook is on the output of {whole.capture.hooked}"
-    leftover = whole.capture.backward(whole.losses.sum(), own.parameters)
-    if leftover:
-        return f"parameter {leftover[0]!r} is used by a function without a rule"
+    if whole.leftover:
+        return f"parameter {whole.leftover[0]!r} is used by a function without a rule"
     found = tuple([left[0] for left in axes])
     return Axes(whole.signatures(), found, skip, picks and any(axis.fold for axis in found))
 

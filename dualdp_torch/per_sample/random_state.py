@@ -116,17 +116,25 @@ def seed_generators(model: nn.Module, seed: int) -> None:
 
 @contextlib.contextmanager
 def attributes_kept(model: nn.Module) -> Iterator[None]:
-    """Context that restores the attributes of modules, the content of lists and mappings too."""
-    kept: list[tuple[Any, Any]] = []
+    """Context that restores the attributes of modules, the content of lists and mappings too.
+
+    FSDP exchanges parameters, which stay. Hooks that were added go, since the attribute that tells
+    that they are there does; a hook may remove itself for good.
+    """
+    kept, hooks = list[tuple[Any, Any]](), list[tuple[dict[int, Any], set[int]]]()
     for attributes in map(vars, modules_of(model)):
         kept.append((attributes, dict(attributes)))
         for key, v in attributes.items():
-            # FSDP exchanges parameters, and a hook may remove itself for good.
-            if isinstance(v, list | dict | set) and key != "_parameters" and "_hooks" not in key:
+            if "_hooks" in key and isinstance(v, dict):
+                hooks.append((v, set(v)))
+            elif isinstance(v, list | dict | set) and key != "_parameters":
                 kept.append((v, v.copy()))
     try:
         yield
     finally:
+        for own, before in hooks:
+            for key in own.keys() - before:
+                del own[key]
         for container, content in kept:
             if isinstance(container, list):
                 container[:] = content

@@ -124,7 +124,7 @@ def repeat(capture: Any, p: Tensor, *counts: Any) -> Tensor:
     new = len(found) - p.dim()
     return p.expand(
         found[:new] + [c * s for c, s in zip(found[new:], p.shape, strict=True)]
-    ).clone()
+    ).clone(memory_format=torch.contiguous_format)
 
 
 def chooses_smaller(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
