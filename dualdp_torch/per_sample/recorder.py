@@ -626,8 +626,9 @@ class Recorder:
             p.grad = None
         raise UnsupportedLayerError(
             f"Parameter {name!r} reached the loss outside the recorded forward of the model, where "
-            "its gradient can't be clipped per example. Use it inside the model's forward, or call "
-            "clipped_grad_sum with a loss function that does all of it."
+            "its gradient can't be clipped per example. Use it inside the model's forward; a term "
+            "without data (L2, FedProx) is the optimizer's weight_decay, or adds its gradient to "
+            "p.grad in optimizer.register_step_pre_hook, set after make_private."
         )
 
     def gradients(self, scale: float, keep: str) -> Gradients:

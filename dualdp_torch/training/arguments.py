@@ -23,7 +23,12 @@ from dualdp_torch.per_sample.model_checks import refuse_mixing_modules, require_
 from dualdp_torch.per_sample.parameter_use import trainable_parameters
 from dualdp_torch.per_sample.recorder import RECORDED
 from dualdp_torch.training.adam_bc import AdamBC
-from dualdp_torch.training.loader import check_loader, expected_batch_size, most_steps
+from dualdp_torch.training.loader import (
+    PlannedLoader,
+    check_loader,
+    expected_batch_size,
+    most_steps,
+)
 from dualdp_torch.training.views import Augment, Views
 
 #: Our methods for per-sample gradients and Opacus' names for them -> our method.
@@ -77,7 +82,8 @@ def check_kinds(module: Any, optimizer: Any, name: str = "module") -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
             f"optimizer is {_validate.kind(optimizer)}. Expected one of torch, such as "
-            "torch.optim.SGD(model.parameters(), lr=0.1)."
+            "torch.optim.SGD(model.parameters(), lr=0.1); two optimizers of one model go into one "
+            "class whose step() calls both."
         )
 
 
@@ -158,6 +164,8 @@ class Data(NamedTuple):
     @classmethod
     def of(cls, loader: DataLoader[Any], views: int, augment: Augment | None, users: Any) -> Data:
         """Return the data of the arguments of `make_private`; `users` is None for examples."""
+        if isinstance(loader, PlannedLoader):  # a cell that names it `loader` was run again
+            loader = loader.source
         check_loader(loader)
         seen = Views(views, augment)
         if users is not None and augment is not None:

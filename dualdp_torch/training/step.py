@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -76,11 +76,18 @@ def set_temporarily(undo: ExitStack, owner: Any, **values: Any) -> None:
         own[name] = value
 
 
-def _once(loss: Any) -> Callable[[], Any]:
-    """Closure that returns a loss computed earlier and refuses a second call."""
+def _once(loss: Any, parameters: Iterable[Tensor]) -> Callable[[], Any]:
+    """Closure that returns a loss computed earlier, once, and at these parameters only."""
     calls: list[bool] = []
+    versions = [(p, p._version) for p in parameters]
 
     def closure() -> Any:
+        if any(p._version != version for p, version in versions):
+            raise RuntimeError(
+                "The optimizer moved the parameters before it evaluated its closure, as SAM does: "
+                "it needs another gradient there, but one release gives one. Expected an optimizer "
+                "that needs one, such as SGD or Adam."
+            )
         if calls:
             raise RuntimeError(
                 "The optimizer evaluates its closure more than once a step, but one release gives "
@@ -223,7 +230,8 @@ class PrivateStep:
             raise RuntimeError(
                 f"The batch of step {self._draw.step} got no optimizer.step(). Expected one for "
                 "every batch of the loader: which batches count must not depend on the data. "
-                "Evaluate on batches of another DataLoader."
+                "Evaluate on batches of another DataLoader; accumulate by a larger batch_size and "
+                "max_physical_batch_size= in make_private, with a step for each physical batch."
             )
         self._expect(draw)
         self.stages = None  # frees the memory of two models
@@ -324,7 +332,10 @@ class PrivateStep:
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is not None:
             with torch.enable_grad():
-                args, kwargs = (args[0],), {**kwargs, "closure": _once(closure())}
+                args, kwargs = (
+                    (args[0],),
+                    {**kwargs, "closure": _once(closure(), self.recorder.parameters.values())},
+                )
         with self.recorder.twins.suspended():
             draw, bound = self._draw, self._step(self._draw)
         if bound is not None and isinstance(optimizer, AdamBC):
