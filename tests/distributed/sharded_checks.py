@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-from dualdp_torch.per_sample.model_state import Start
+from dualdp_torch.per_sample.random_state import Start
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
