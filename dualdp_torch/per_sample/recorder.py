@@ -586,8 +586,11 @@ class Recorder:
             p.grad = None
         raise UnsupportedLayerError(
             f"Parameter {name!r} reached the loss outside the recorded forward of the model, where "
-            "its gradient can't be clipped per example. Use it inside the model's forward, or call "
-            "clipped_grad_sum with a loss function that does all of it."
+            "its gradient can't be clipped per example. A term without data (L2, a distance from "
+            "earlier weights) belongs into the optimizer's weight_decay, or is added to p.grad by "
+            "optimizer.register_step_pre_hook after make_private. Else use the parameter inside "
+            "the model's forward, or call clipped_grad_sum with a loss function that does all of "
+            "it."
         )
 
     def gradients(self, scale: float, keep: str) -> Gradients:

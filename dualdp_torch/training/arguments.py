@@ -73,7 +73,8 @@ def check_kinds(module: Any, optimizer: Any, name: str = "module") -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
             f"optimizer is {_validate.kind(optimizer)}. Expected one of torch, such as "
-            "torch.optim.SGD(model.parameters(), lr=0.1)."
+            "torch.optim.SGD(model.parameters(), lr=0.1); for several, such as Muon and AdamW, a "
+            "subclass of torch.optim.Optimizer that holds all parameters and steps each of them."
         )
 
 
@@ -113,7 +114,8 @@ def check_holds(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Pa
         raise ValueError(
             f"The optimizer does not hold the trainable parameters {missing}. Give it all of "
             "model.parameters() after the last change of the model (fix makes new parameters), or "
-            "freeze them (requires_grad_(False))."
+            "freeze them (requires_grad_(False)). One that takes matrices only, such as Muon, goes "
+            "beside another in a subclass of torch.optim.Optimizer that steps both."
         )
     strange = [tuple(p.shape) for p in held if id(p) not in ours and p.requires_grad]
     if strange:

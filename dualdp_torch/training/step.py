@@ -77,15 +77,23 @@ def set_temporarily(undo: ExitStack, owner: Any, **values: Any) -> None:
         own[name] = value
 
 
-def _once(loss: Any) -> Callable[[], Any]:
-    """Closure that returns a loss computed earlier and refuses a second call."""
-    calls: list[bool] = []
+def _once(optimizer: torch.optim.Optimizer, loss: Any) -> Callable[[], Any]:
+    """Closure that returns a loss computed earlier; at other parameters it is refused."""
+    name, calls = type(optimizer).__name__, list[bool]()
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    versions = [p._version for p in params]
 
     def closure() -> Any:
+        if versions != [p._version for p in params]:
+            raise RuntimeError(
+                f"{name} evaluates its closure at other parameters than those of the batch's "
+                "gradient, as SAM does, but one release gives one gradient. Expected an optimizer "
+                "that needs the gradient at the current parameters, such as SGD or Adam."
+            )
         if calls:
             raise RuntimeError(
-                "The optimizer evaluates its closure more than once a step, but one release gives "
-                "one gradient. Expected an optimizer that needs one, such as SGD or Adam."
+                f"{name} evaluates its closure more than once a step, but one release gives one "
+                "gradient. Expected an optimizer that needs one, such as SGD or Adam."
             )
         calls.append(True)
         return loss
@@ -327,7 +335,7 @@ class PrivateStep:
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is not None:
             with torch.enable_grad():
-                args, kwargs = (args[0],), {**kwargs, "closure": _once(closure())}
+                args, kwargs = (args[0],), {**kwargs, "closure": _once(optimizer, closure())}
         with self.recorder.twins.suspended():
             draw, bound = self._draw, self._step(self._draw)
         if bound is not None and isinstance(optimizer, AdamBC):

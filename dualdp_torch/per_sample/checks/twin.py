@@ -42,6 +42,7 @@ from dualdp_torch.rules.precision import matmul_in_tf32
 REDUCTIONS = ("mean", "sum")
 _FLOOR = 1e-2  # gradients below this are compared with it: 1 - p of a sure prediction is rounding
 _MOST = 1 << 24  # numbers in the outputs of all twins of a whole batch together
+_FEWEST_IN_LISTS = 5  # rows; in shorter lists, inputs and targets of one row look like rows
 _HOST = torch.device("cpu")
 _BACKWARDS = {
     Tensor.backward: ("self", "gradient"),
@@ -327,12 +328,16 @@ class Twins(TorchFunctionMode):
         """Begin to lead twins of the units that hold `rows`, `among` of them among others, too."""
         self.clear()
         self._n, self._batch = num_rows // self.k, list(_tensors_in(batch, 5))
+        if any(tensor.shape[:1] != (num_rows,) for tensor in self._batch):
+            if num_rows < _FEWEST_IN_LISTS:
+                return
+            self._places.update(_places_in(batch, num_rows))
         units = list(dict.fromkeys(row // self.k for row in rows))
         for i, unit in enumerate(units if self._n > 1 else []):
             self.twins += twins_of(self._n, self.k, unit, seed + i, i < among, self.rows_of is None)
         self.is_on = bool(self.twins)
         for tensor in self._batch if self.is_on else ():
-            self._take(tensor, _axis_of(tensor, num_rows))
+            self._take(tensor, None if tensor in self._places else _axis_of(tensor, num_rows))
         if self.is_on:
             insert_mode(self, 0)
 
@@ -350,6 +355,7 @@ class Twins(TorchFunctionMode):
         self.is_inside = self._leads_inside = False
         self._above = self._n = 0
         self._led, self._drawn, self._made = (WeakIdKeyDictionary() for _ in range(3))
+        self._places = WeakIdKeyDictionary()  # row of the batch -> its place, of lists of rows
         self.numbers.next_batch()
         self._of_model.next_batch()
 
@@ -588,6 +594,9 @@ class Twins(TorchFunctionMode):
         if writes and led and not is_drawn and led[0] in self._drawn:
             self._drawn.clear()  # by rows of the batch, maybe through a view
         known.seen += [(name, value) for value in numbers]
+        places = {self._places.get(tensor) for tensor in led} if self._places else {None}
+        for tensor in _tensors(out) if len(places) == 1 and None not in places else ():
+            self._places[tensor] = next(iter(places))
         is_taken = is_drawn or name in _TAKEN or (state is not None and writes)
         if str(getattr(func, "__module__", "")).startswith("torch.distributed"):
             self._hear_processes(name, led + _tensors(out))
@@ -656,7 +665,21 @@ class Twins(TorchFunctionMode):
             known = numbers.learned(at, name, value, twin.n)
             return twin.reading(value, twin.n, twin.k) if known is None else known
 
+        given = self._rows_in_lists(twin, given) if self._places else given
         return twin.of(given, number, not self.is_inside)
+
+    def _rows_in_lists(self, twin: Twin, value: Any) -> Any:
+        """Return arguments whose lists of all rows of the batch hold the twin's rows."""
+        if isinstance(value, dict):
+            return {key: self._rows_in_lists(twin, v) for key, v in value.items()}
+        if not isinstance(value, tuple | list):
+            return value
+        are_rows = len(value) == self._n * self.k and all(
+            isinstance(v, Tensor) and self._places.get(v) == i for i, v in enumerate(value)
+        )
+        own = [value[i] for i in twin.index.tolist()] if are_rows else value
+        parts = [self._rows_in_lists(twin, part) for part in own]
+        return parts if type(value) is list else tuple(parts)
 
     @contextlib.contextmanager
     def _as_the_loop(self, twin: Twin) -> Iterator[None]:
@@ -885,6 +908,19 @@ def _may_be_rows(tensor: Tensor, n: int, k: int) -> bool:
 def _axis_of(tensor: Tensor, rows: int) -> int | None:
     """Return the axis of a tensor of the loader's batch on which the rows are."""
     return next((axis for axis, size in enumerate(tensor.shape) if size == rows), None)
+
+
+def _places_in(value: Any, rows: int, place: int | None = None) -> Iterator[tuple[Tensor, int]]:
+    """Yield the tensors inside the innermost lists of all rows of a batch, and their places."""
+    if isinstance(value, Tensor):
+        if place is not None:
+            yield value, place
+    elif isinstance(value, Mapping):
+        for part in value.values():
+            yield from _places_in(part, rows, place)
+    elif isinstance(value, list | tuple):
+        for i, part in enumerate(value):
+            yield from _places_in(part, rows, i if len(value) == rows else place)
 
 
 def _mapped(function: Callable[..., Any], value: Any, *others: Any) -> Any:

@@ -257,8 +257,27 @@ def test_gradients_around_the_model_are_refused():
     _, model, _, loader = start(plan=plan())
     _, x, y = first_batch(loader)
     loss = F.cross_entropy(model(x), y) + model[0].weight.square().mean()
-    with pytest.raises(UnsupportedLayerError, match="'0.weight' reached the loss outside"):
+    with pytest.raises(
+        UnsupportedLayerError, match="'0.weight' reached the loss outside.*weight_d"
+    ):
         loss.backward()
+
+
+def test_a_term_without_data_is_added_before_the_step():
+    """The way out that the refusal of such a term in the loss names."""
+    weights = {}
+    for decay in (0.0, 0.5):
+        model, _, loader = build()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=decay)
+        _, model, optimizer, loader = start((model, optimizer, loader), plan=plan())
+        if not decay:
+            parameters = list(model.parameters())
+            optimizer.register_step_pre_hook(
+                lambda *_, ps=parameters: [p.grad.add_(p.detach(), alpha=0.5) for p in ps] and None
+            )
+        train(model, optimizer, loader)
+        weights[decay] = model.state_dict()
+    torch.testing.assert_close(*weights.values(), rtol=1e-5, atol=1e-6)
 
 
 def test_other_data_outside_the_loader_cannot_be_trained_on():

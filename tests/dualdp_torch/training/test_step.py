@@ -111,6 +111,32 @@ def test_an_optimizer_that_asks_twice_is_refused():
     assert len(engine.ledger) == 1
 
 
+def test_an_optimizer_that_asks_elsewhere_is_refused_by_name():
+    """SAM climbs before it asks for a second gradient, which no release gives."""
+
+    class SAM(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure):
+            for p in self.param_groups[0]["params"]:
+                p.add_(p.grad, alpha=0.05)
+            with torch.enable_grad():
+                return closure()
+
+    model, _, loader = build()
+    parts = model, SAM(model.parameters(), lr=0.1), loader
+    engine, model, optimizer, loader = start(parts, plan=plan())
+    _, x, y = first_batch(loader)
+
+    def closure():
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        return loss
+
+    with pytest.raises(RuntimeError, match="SAM evaluates its closure at other parameters"):
+        optimizer.step(closure)
+    assert len(engine.ledger) == 1
+
+
 def test_lbfgs_is_refused_at_set_up():
     model, _, loader = build()
     with pytest.raises(ValueError, match="optimizer is LBFGS, which evaluates its closure several"):

@@ -488,3 +488,50 @@ def test_a_statistic_that_the_model_keeps_is_refused_on_the_next_batch():
 
     with pytest.raises((ValueError, ExactnessError), match="What one example|mixes the examples"):
         engine_loop(loop, randomise(Balanced(detached=True)))
+
+
+# ---------------------------------------------------------------------- lists of rows
+
+
+def zipped(items):
+    return tuple(zip(*items, strict=True))
+
+
+def named(items):
+    return {"x": [item[0] for item in items], "y": [item[1] for item in items]}
+
+
+FORMS = {
+    "tuples": (zipped, lambda batch: (batch[0], batch[1])),
+    "lists by name": (named, lambda batch: (batch["x"], batch["y"])),
+    "items": (list, lambda batch: ([item[0] for item in batch], [item[1] for item in batch])),
+}
+
+
+def of_lists(form, prepare):
+    """Train on batches that are lists of rows, which the loop prepares and stacks."""
+    collate, fields = FORMS[form]
+    model, optimizer, _ = build()
+    loader = torch.utils.data.DataLoader(dataset(), batch_size=N, collate_fn=collate)
+    engine, model, optimizer, loader = start(
+        (model, optimizer, loader), plan=plan(num_steps=4), checks=1.0
+    )
+    for batch in loader:
+        rows, labels = fields(batch)
+        x, y = torch.stack(list(prepare(rows))), torch.stack(list(labels))
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    return engine
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_lists_of_rows_are_rows(form):
+    """As the collate functions of detection and segmentation yield them."""
+    engine = of_lists(form, lambda rows: [row.clamp(-2, 2) / 2 for row in rows])
+    assert len(engine.ledger) == 4
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_lists_of_rows_that_meet_are_refused(form):
+    with pytest.raises(ValueError, match="What the model gets for one example"):
+        of_lists(form, lambda rows: [row - torch.stack(list(rows)).mean(0) for row in rows])
