@@ -7,7 +7,6 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-from dualdp_torch.per_sample.random_state import Start
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -21,6 +20,7 @@ import dualdp_torch as dpt
 from dualdp import UnsupportedLayerError
 from dualdp_torch.parallel import fsdp
 from dualdp_torch.per_sample.gradients import Captured
+from dualdp_torch.per_sample.random_state import Start
 
 from . import sharded_models as models
 
