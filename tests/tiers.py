@@ -6,7 +6,12 @@ from collections import defaultdict
 import pytest
 
 MOST = 3  # cases of one test in the fast tier
-MARKED = ("tests/dualdp/", "tests/dualdp_tools/", "tests/benchmarks/")  # by their own marks
+MARKED = (
+    "tests/dualdp/",
+    "tests/dualdp_tools/",
+    "tests/benchmarks/",
+    "tests/grid/",
+)  # by their own marks
 
 
 def thin_out(items):
