@@ -12,7 +12,7 @@ import dualdp_torch as dpt
 from dualdp import UnsupportedLayerError
 from dualdp_torch.rules import base, choices, conv_forms, matmul
 from tests import reference
-from tests.dualdp_torch.checks import METHODS, assert_exact, data, randomise
+from tests.dualdp_torch.checks import assert_exact, data, randomise
 
 CONVOLUTIONS = {
     "1d": (nn.Conv1d(4, 6, 3, stride=2, padding=1, groups=2), (4, 11)),
@@ -37,23 +37,6 @@ ONLY = {  # what has fewer ways
 FORCED = ("auto", "book_keeping", "materialize", "two_pass")
 
 
-@pytest.mark.parametrize("way", choices.OPERATIONS["linear"])
-@pytest.mark.parametrize("shape", [(6,), (7, 6)])
-def test_every_forced_way_of_a_product_is_that_of_the_loop(shape, way):
-    model = randomise(nn.Sequential(nn.Linear(6, 5), nn.Tanh()))
-    with choices.forced(linear=way):
-        assert_exact(model, data(3, *shape), methods=FORCED)
-
-
-@pytest.mark.parametrize("way", choices.OPERATIONS["convolution"])
-@pytest.mark.parametrize("name", CONVOLUTIONS)
-def test_every_forced_way_of_a_convolution_is_that_of_the_loop(name, way):
-    layer, shape = CONVOLUTIONS[name]
-    model = randomise(nn.Sequential(layer, nn.Tanh()))
-    with choices.forced(convolution=way):
-        assert_exact(model, data(3, *shape), methods=FORCED)
-
-
 @pytest.mark.parametrize("way", choices.OPERATIONS["convolution"])
 @pytest.mark.parametrize("name", [*ONLY, "frames"])
 def test_a_way_that_a_convolution_lacks_is_refused(name, way):
@@ -68,12 +51,6 @@ def test_a_way_that_a_convolution_lacks_is_refused(name, way):
         match = f"convolution='{way}' is forced, but .* Expected one of {', '.join(ways)}"
         with pytest.raises(UnsupportedLayerError, match=match):
             dpt.per_sample_grads(reference.loss_fn, model, x)
-
-
-def test_the_naive_and_the_multi_way_are_methods():
-    """Rochette et al. 2019 call them so: one example at a time, and a batch of models."""
-    assert {"loop", "vmap"} <= set(METHODS)
-    assert set(conv_forms.FORMS) | {"gram"} == set(choices.OPERATIONS["convolution"])
 
 
 @pytest.fixture
