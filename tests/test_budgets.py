@@ -15,12 +15,12 @@ import pytest
 ROOT = Path(__file__).parent.parent
 #: Package -> most lines of code.
 BUDGETS = {
-    "dualdp": 7_836,  # aim: 6_000
-    "dualdp_torch": 12_745,  # aim: 7_500
-    "dualdp_jax": 5_694,  # aim: 4_200
+    "dualdp": 7_748,  # aim: 6_000
+    "dualdp_torch": 12_754,  # aim: 7_500
+    "dualdp_jax": 5_673,  # aim: 4_200
     "dualdp_tools": 1_534,  # aim: 1_100
     "benchmarks": 1_804,  # aim: 1_800
-    "tests": 40_499,  # aim: 20_000
+    "tests": 40_600,  # aim: 20_000
 }
 WORDS = 22_000  # of docs
 LAYOUT = {

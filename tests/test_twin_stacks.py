@@ -10,6 +10,7 @@ import torch
 
 import dualdp.jax as dpj
 import dualdp.torch as dpt
+from dualdp_torch.per_sample.call import Options
 
 MODULE = "a module holds its parameters"
 HIDDEN = "nothing is hidden in a function"
@@ -63,6 +64,7 @@ DIFFERENT = {
 ALONE = {
     "Opacus' names": "fix PrivacyEngine.compile PrivacyEngine.pause",
     MODULE: "PrivacyEngine.model record_per_sample",
+    LOOK: "PrivacyEngine.rehearse",
     "programs of the user's": "add_noise adam_bc check noise_keys compile_clipped_grad_sum",
 }
 #: Defaults that differ: a `Chunk` knows its step.
@@ -79,14 +81,19 @@ def functions(face):
 
 
 TORCH, JAX = functions(dpt), functions(dpj)
+CALLS = ("clipped_grad_sum", "per_sample_grads", "per_sample_norms")
 
 
 def arguments(function, name, stack):
     """(positional in order, all with their defaults), without those that the table names."""
     left_out = DIFFERENT.get(name, ((), "", ""))[1 + stack].split()
     kept = [p for p in inspect.signature(function).parameters.values() if p.name not in left_out]
-    places = [p.name for p in kept if p.kind is not p.KEYWORD_ONLY]
+    places = [p.name for p in kept if p.kind not in (p.KEYWORD_ONLY, p.VAR_KEYWORD)]
     defaults = {p.name: p.default for p in kept if (name, p.name) not in DEFAULTS}
+    if name in CALLS:  # PyTorch has the keywords that the calls share in one place
+        defaults.pop("options", None)
+        defaults |= dict.fromkeys(Options.__annotations__) if stack == 0 else {}
+        defaults |= {key: None for key in Options.__annotations__ if key in defaults}
     return places, defaults
 
 

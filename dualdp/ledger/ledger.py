@@ -611,6 +611,8 @@ class Ledger:
 
     def close(self) -> None:
         """Release the file, so that another run may go on with it."""
+        if self._new_file is not None:  # it was not made yet, and will not be
+            self.chain.path, self._new_file = os.path.abspath(self._new_file), None
         self.chain.close()
 
     def to_json(self) -> str:

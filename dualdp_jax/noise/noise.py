@@ -18,7 +18,7 @@ import hashlib
 import math
 import os
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
@@ -45,7 +45,6 @@ Grads = TypeVar("Grads")
 #: Shape, dtype and sharding of each leaf; no sharding where nobody placed the sum.
 Layout = tuple[tuple[tuple[int, ...], Any, Any], ...]
 _LOW = 2.0**24  # base of the two words of a cell count; float32 holds each word exactly
-_FEW = 2**16  # numbers of a leaf of which more than it needs may be drawn
 _MOST = 2.0**53  # cells; larger sums are clipped to it, which never moves two sums apart
 
 
@@ -223,48 +222,18 @@ def noised_mean(sums: Grads, noise: Noise) -> Grads:
     return mean
 
 
-def _normals(key: jax.Array, leaves: Sequence[Any], *, apart: bool = False) -> Leaves:
-    """Standard normals in the shapes and dtypes, float32 or float64, of leaves.
-
-    Leaf i has those of `jax.random.normal(fold_in(key, i), shape)`; with `apart` each leaf has a
-    generator of its own in the program, which XLA can split over devices.
-    """
-    like = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
-    return _drawn(key, like, apart or compat.may_span_devices(leaves))
+def _normals(key: jax.Array, leaves: Sequence[Any]) -> Leaves:
+    """Standard normals in the shapes and dtypes, float32 or float64, of leaves."""
+    return _drawn(key, tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves))
 
 
-@partial(jax.jit, static_argnums=(1, 2))  # outside of a jitted function it is compiled once
-def _drawn(key: jax.Array, leaves: Sequence[jax.ShapeDtypeStruct], apart: bool) -> Leaves:
-    found = list[Any](leaves)
-    fold = jax.vmap(jax.random.fold_in, (None, 0))
-    keys = fold(compat.wrap_key(key), np.arange(len(leaves), dtype=np.uint32))
-    for size, members in _of_one_size(leaves, apart):
-        draw = partial(jax.random.normal, shape=(size,), dtype=leaves[members[0]].dtype)
-        # One after the other: a program has one generator for all of them, and compiling the
-        # generators would take longer than all the rest of an update.
-        own = keys[np.array(members)]
-        rows = draw(own[0])[None] if len(members) == 1 else jax.lax.map(draw, own)
-        for row, index in zip(rows, members, strict=True):
-            shape = leaves[index].shape
-            found[index] = row[: math.prod(shape)].reshape(shape)
-    return found
-
-
-def _of_one_size(
-    leaves: Sequence[jax.ShapeDtypeStruct], apart: bool
-) -> Iterator[tuple[int, list[int]]]:
-    """Numbers to draw for each of some leaves, and the positions of these leaves.
-
-    Normals are counted, so those of a small leaf are the first of more; more than half are used.
-    """
-    order = sorted(range(len(leaves)), key=lambda i: (str(leaves[i].dtype), -leaves[i].size))
-    while order:
-        first, size = leaves[order[0]], leaves[order[0]].size
-        least = size // 2 + 1 if 0 < size <= _FEW else size
-        alike = [i for i in order if leaves[i].dtype == first.dtype and leaves[i].size >= least]
-        members = order[:1] if apart else alike
-        yield size, members
-        order = [i for i in order if i not in members]
+@partial(jax.jit, static_argnums=1)  # outside of a jitted function it is compiled once
+def _drawn(key: jax.Array, leaves: Sequence[jax.ShapeDtypeStruct]) -> Leaves:
+    typed = compat.wrap_key(key)
+    return [
+        jax.random.normal(jax.random.fold_in(typed, index), leaf.shape, leaf.dtype)
+        for index, leaf in enumerate(leaves)
+    ]
 
 
 def _layout_of(sums: Sequence[Any]) -> Layout:
@@ -282,9 +251,7 @@ def _is_placed(leaf: Any) -> bool:
 def _drawing(layout: Layout) -> Any:
     """Compiled function (key) -> standard normals, each on the devices of its sum."""
     like = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype, _ in layout]
-    apart = any(place is not None for *_, place in layout)
-    places = [place for *_, place in layout]
-    return jax.jit(lambda key: _normals(key, like, apart=apart), out_shardings=places)
+    return jax.jit(lambda key: _normals(key, like), out_shardings=[place for *_, place in layout])
 
 
 def _on_host(sums: Sequence[Any], release: Release, bits: bytes, dtype: Any) -> GridNoise:

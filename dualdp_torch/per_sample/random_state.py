@@ -133,8 +133,8 @@ def attributes_kept(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for own, before in hooks:
-            for key in own.keys() - before:
-                del own[key]
+            for added in own.keys() - before:
+                del own[added]
         for container, content in kept:
             if isinstance(container, list):
                 container[:] = content

@@ -122,9 +122,9 @@ def repeat(capture: Any, p: Tensor, *counts: Any) -> Tensor:
     """`p.repeat(counts)` as an expansion and a copy, for calls that `repeats_ones` covers."""
     found = list(_sizes((p, *counts)))
     new = len(found) - p.dim()
-    return p.expand(
-        found[:new] + [c * s for c, s in zip(found[new:], p.shape, strict=True)]
-    ).clone(memory_format=torch.contiguous_format)
+    return p.expand(found[:new] + [c * s for c, s in zip(found[new:], p.shape, strict=True)]).clone(
+        memory_format=torch.contiguous_format
+    )
 
 
 def chooses_smaller(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -372,8 +372,9 @@ def test_a_jitted_loop_of_ones_own_passes_the_noise():
     opt_state = optimizer.init(params)
 
     @jax.jit
-    def update(sums, opt_state, params, noise_stddev):
-        updates, opt_state = optimizer.update(sums, opt_state, params, noise_stddev=noise_stddev)
+    def update(sums, opt_state, params, key, noise_stddev):
+        given = {"key": key, "noise_stddev": noise_stddev}
+        updates, opt_state = optimizer.update(sums, opt_state, params, **given)
         return optax.apply_updates(params, updates), opt_state
 
     for batch in loader.remaining():
@@ -384,7 +385,8 @@ def test_a_jitted_loop_of_ones_own_passes_the_noise():
         ]
         sums = jax.tree.map(lambda *leaves: sum(leaves), *parts)
         stddev = plan.noise_stddev(batch.step) / plan.expected_batch_size_at(batch.step)
-        params, opt_state = update(sums, opt_state, params, stddev)
+        (key,) = dpj.noise_keys(1)
+        params, opt_state = update(sums, opt_state, params, key, stddev)
     ends = [
         np.stack([np.asarray(leaf["w"]) for leaf in p.values()]) for p in (params, state.params)
     ]

@@ -364,7 +364,7 @@ ON_BOTH = {
     "mapping of its own stack": (
         lambda k: k.load("run", mapping={}),
         ValueError,
-        "with a mapping only for one of",
+        "mapping={}",
     ),
     "shards of nothing": (
         lambda k: k.face.consolidate_checkpoint(k.at / "folder", k.at / "new"),
@@ -401,12 +401,6 @@ def fixed_too_late():
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return {"module": dpt.fix(model), "optimizer": optimizer}
-
-
-def twice(kit):
-    model = nn.Linear(3, 1)
-    kit.begin(module=model)
-    kit.begin(module=model)
 
 
 def without_forward(kit):
@@ -494,7 +488,6 @@ ON_TORCH = {
         UnsupportedLayerError,
         r"BatchNorm1d \(layer '1'\).*fix\(model\) does",
     ),
-    "two engines on one model": (twice, AccountingError, "module is trained by another PrivacyEn"),
     "reduction": (lambda k: k.begin(loss_reduction="none"), ValueError, "Expected one of mean, s"),
     "no loader": (lambda k: k.begin(data_loader=None), TypeError, "data_loader is None. Expected"),
     "data as loader": (lambda k: k.begin(data_loader=k.rows), TypeError, "is a TensorDataset. Exp"),

@@ -70,7 +70,7 @@ def exported(face):
 ELSEWHERE = {
     "dualdp": {
         *("layouts", "__version__"),
-        *("samplers.SAMPLERS", "samplers.WHOLE_PASS", "testing.FALSE_ALARM"),
+        *("plan.PrivacyPlan", "testing.FALSE_ALARM"),
     },
     "dualdp.torch": {"METHODS", "RULES", "weights"},
     "dualdp.jax": {"METHODS", "RULES", "weights"},

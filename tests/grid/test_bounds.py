@@ -23,8 +23,6 @@ from tests import reference
 from tests.cases import layers
 from tests.cases.layers import Case
 
-pytestmark = pytest.mark.usefixtures("slow_unchecked")
-
 N = 8
 #: What is lost by the margin that clip factors are divided by, and rounding.
 BELOW = 1 - 3e-4

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Spot checks over the zoo: no false alarm in ten thousand comparisons, and none that is blind.
+"""Checks at every step over the zoo: no false alarm.
 
 A comparison is one example's numbers, or one sum, against plain autodiff. Each model makes at least
 a given number of them, so that the models may be tested in any order and by several processes.

@@ -11,24 +11,15 @@ from tests.zoo.entry import Entry, Problem
 #: Reversible layers, experts by index, and attention that was refused once: no share of these is
 #: asked for.
 MAY_BE_REFUSED = {"deberta", "deberta_v2", "mixtral", "mixtral_eager", "reformer"}
-_VMAP = "torch.func.vmap can't run this model"
 #: Name -> reason, of the functional calls.
 REFUSED = {
     "reformer": "(?i)differentiates|autograd.Function|spot check",  # reversible layers
-    "recurrent_gemma": _VMAP,  # an autograd.Function without setup_context
-    "mixtral_eager": _VMAP,  # tokens go to their expert by `nonzero`
-    "ibert": "The buffer 'ibert.embeddings.embeddings_act1.x_m(in|ax)' changes in forward",
-    "experts_by_index": _VMAP,
-    "energy": _VMAP,  # differentiates by its input
-    # packages
-    "loha": _VMAP,
+    "ibert": r"The buffer 'ibert.*\.x_m(in|ax)' changes in forward",
 }
 #: Name -> reason, of the engine, where it is another.
 REFUSED_BY_ENGINE = {
     "reformer": "(?i)outside the recorded forward|differentiates|spot check",
-    "vit_mae": "The loss can't be computed for one example alone",  # of a loss of its own
     "energy": "calls grad inside the forward",
-    "loha": "goes through vmap",
 }
 
 

@@ -16,7 +16,6 @@ from dualdp import AccountingError, randomness
 from dualdp.plan.plan import NOISE, PrivacyPlan
 from dualdp.plan.schedules import AdaptiveNorm, Linear
 from dualdp.randomness import key_of, noise_bits, seeded_bits, threefry
-from dualdp_jax import compat
 from dualdp_jax.noise import noise
 from dualdp_jax.noise.noise import NoiseSource, noised_mean
 
@@ -82,20 +81,6 @@ SHAPES = [
     (3, 4), (), (1,), (0,), (7,), (200, 400), (400, 200), (11,), (13,), (300, 300), (128, 64),
     *[(64,)] * 9, *[(64, 64)] * 4,
 ]  # fmt: skip
-
-
-def test_leaves_of_like_sizes_share_a_generator_and_no_number():
-    """Each leaf has the very normals of its own key; compiling one generator for each is slow."""
-    sums = [jnp.zeros(shape) for shape in SHAPES]
-    drawn = noise.Noise(noise.KeyNoise(KEY, np.float32(1)), np.float32(1))
-    program = jax.make_jaxpr(lambda drawn: noised_mean(sums, drawn))(drawn)
-    key = jax.random.wrap_key_data(KEY, impl="threefry2x32")
-    for index, own in enumerate(noised_mean(sums, drawn)):
-        expected = jax.random.normal(jax.random.fold_in(key, index), SHAPES[index])
-        np.testing.assert_array_equal(own, expected)
-    names = [eqn.primitive.name for eqn in compat.equations(program.jaxpr)]
-    generators = sum("threefry" in name or name == "random_bits" for name in names)
-    assert 0 < generators <= (9 if jax.device_count() == 1 else len(SHAPES))
 
 
 def test_noise_is_wide_for_low_precision_sums():

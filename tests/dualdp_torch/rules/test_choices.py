@@ -2,7 +2,6 @@
 """Every exact way of a layer, forced, and the way that the cost model takes."""
 
 import time
-from unittest import mock
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ from torch import nn
 
 import dualdp_torch as dpt
 from dualdp import UnsupportedLayerError
-from dualdp_torch.rules import base, choices, conv_forms, matmul
+from dualdp_torch.rules import choices, conv_forms
 from tests import reference
 from tests.dualdp_torch.checks import assert_exact, data, randomise
 
@@ -94,35 +93,6 @@ def test_patches_are_written_out_piece_by_piece(monkeypatch, groups):
     pieces = conv_forms.by_unfolding(acts, grads_out, shape=shape, groups=groups)
     assert sizes == [4, 3]
     torch.testing.assert_close(pieces, whole, rtol=1e-12, atol=1e-12)
-
-
-def test_channels_that_fill_no_block_are_unfolded_on_a_processor(ran):
-    for channels, out, form in ((16, 8, "folded"), (16, 12, "unfold"), (3, 8, "crb")):
-        model = randomise(nn.Sequential(nn.Conv2d(channels, out, 3), nn.Tanh()))
-        dpt.per_sample_grads(reference.loss_fn, model, data(2, channels, 8, 8))
-        assert ran.pop() == form
-
-
-@pytest.mark.parametrize(("size", "form"), [(8, "crb"), (3, "folded")])
-def test_frames_have_gradients_of_their_own_only_if_these_are_small(ran, size, form):
-    """For the smaller images, the gradients of all frames would outweigh the frames."""
-    layer = nn.Sequential(nn.Flatten(0, 1), nn.Conv2d(3, 8, 3), nn.Unflatten(0, (-1, 5)))
-    model = randomise(nn.Sequential(layer, nn.Tanh()))
-    dpt.per_sample_grads(reference.loss_fn, model, data(2, 5, 3, size, size))
-    assert ran.pop() == form
-
-
-@pytest.mark.parametrize(
-    ("move", "hosts", "way"), [(32.0, {"cpu"}, "keep"), (64.0, {"cpu"}, "gram"), (32.0, (), "gram")]
-)
-def test_gradients_are_kept_where_the_processor_moves_them_fast(monkeypatch, move, hosts, way):
-    """A GPU beside it has a constant of its own."""
-    monkeypatch.setattr(matmul, "MOVE_OF_HOST", move)
-    monkeypatch.setattr(base, "HOSTS", hosts)
-    model, chosen = randomise(nn.Linear(256, 1024)), []
-    with mock.patch.object(choices, "choose", lambda _, usual, *__: chosen.append(usual) or usual):
-        dpt.clipped_grad_sum(reference.loss_fn, model, data(2, 128, 256), max_grad_norm=1.0)
-    assert {*chosen} == {way}
 
 
 @pytest.mark.parametrize(
