@@ -26,6 +26,7 @@ from dualdp_torch.rules import choices
 from tests import reference
 from tests.backends import _jax
 from tests.cases import layers
+from tests.conftest import DEVICE
 from tests.dualdp_torch.checks import randomise, truth_of
 from tests.grid.torch_layers import CASES, N
 
@@ -120,28 +121,29 @@ def truth_of_units(problem: Problem, unit: str) -> Grads:
 def by_torch(problem: Problem, setting: Setting, bound: float) -> Answer:
     """Eager calls."""
     model, loss, batch = problem.torch_model(setting.dtype)
+    model, batch = model.to(DEVICE), tuple(x.to(DEVICE) for x in batch)
     options = {**setting.units, "method": setting.method, "check": "off"}
     if options.get("row_weights"):
-        options["row_weights"] = torch.tensor(options["row_weights"])
+        options["row_weights"] = torch.tensor(options["row_weights"], device=DEVICE)
 
     def clipped(mask: np.ndarray) -> tuple[Grads, np.ndarray]:
         settings = {"max_grad_norm": bound, "clipping": setting.clipping, **options}
         with torch_form(setting.form):
             found = dpt.clipped_grad_sum(
-                loss, model, *batch, mask=torch.from_numpy(mask), **settings
+                loss, model, *batch, mask=torch.from_numpy(mask).to(DEVICE), **settings
             )
-        return {name: g.numpy() for name, g in found.grads.items()}, found.norms.numpy()
+        return of_tensors(found.grads), found.norms.cpu().numpy()
 
     with torch_form(setting.form):
         grads = dpt.per_sample_grads(loss, model, *batch, **options)
         norms = dpt.per_sample_norms(loss, model, *batch, **options)
         parts = dpt.per_sample_norms(loss, model, *batch, per_parameter=True, **options)
-    return Answer(
-        {name: g.numpy() for name, g in grads.items()},
-        norms.numpy(),
-        {name: part.numpy() for name, part in parts.items()},
-        clipped,
-    )
+    return Answer(of_tensors(grads), norms.cpu().numpy(), of_tensors(parts), clipped)
+
+
+def of_tensors(found: dict[str, torch.Tensor]) -> Grads:
+    """Name -> array."""
+    return {name: value.cpu().numpy() for name, value in found.items()}
 
 
 @contextlib.contextmanager
