@@ -70,6 +70,8 @@ _RANDOM = {
 _WITH_STATE = ("batch_norm", "instance_norm")  # which write running statistics
 _FROM_LISTS = ("tensor", "as_tensor", "asarray")
 _READS = ("item", "__float__", "tolist", "numpy", "__array__")
+#: Modules of functions, and of operators, that send tensors to other processes.
+_BETWEEN_PROCESSES = ("torch.distributed", "torch._ops._c10d", "torch._ops.c10d")
 _WEIGHTED = (
     "Weighted means (class weights, ignored targets, masks) need each example's own mean first: "
     'cross_entropy(..., weight=w, reduction="none").{declared}() for class weights; or '
@@ -598,7 +600,7 @@ class Twins(TorchFunctionMode):
         for tensor in _tensors(out) if len(places) == 1 and None not in places else ():
             self._places[tensor] = next(iter(places))
         is_taken = is_drawn or name in _TAKEN or (state is not None and writes)
-        if str(getattr(func, "__module__", "")).startswith("torch.distributed"):
+        if str(getattr(func, "__module__", "")).startswith(_BETWEEN_PROCESSES):
             self._hear_processes(name, led + _tensors(out))
             return
         for tensor in _tensors(out):
@@ -637,7 +639,9 @@ class Twins(TorchFunctionMode):
             for tensor in tensors:
                 self._led[tensor] = True
                 twin.keep(tensor)
-                twin.tensors[tensor] *= math.nan
+                own = twin.tensors[tensor]
+                unknown = own.mul_(math.nan) if own.is_floating_point() else own * math.nan
+                twin.tensors[tensor] = unknown
                 twin.parts = twin.parts or name
 
     def _take_drawn(self, twin: Twin, tensor: Tensor, is_drawn: bool, writes: bool) -> None:
