@@ -16,10 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dualdp import exactness
 from dualdp._validate import UnsupportedLayerError
-from dualdp_torch.parallel.fsdp import is_sharded
 from dualdp_torch.per_sample.batch import Batch, check_losses, split_aux
 from dualdp_torch.per_sample.batch_axis import BatchAxis, candidates
 from dualdp_torch.per_sample.capture import Capture
+from dualdp_torch.per_sample.checks.identity import CANT_REPEAT
 from dualdp_torch.per_sample.model_checks import refuse_mixing_modules
 from dualdp_torch.per_sample.parameter_use import SecondOrderError, Use, eagerly
 from dualdp_torch.per_sample.random_state import (
@@ -271,13 +271,12 @@ def _refuse_apart(own: _Examination, few: Batch, tolerance: float) -> None:
     apart = _largest_gap(own, few)
     if apart <= tolerance:
         return
-    with contextlib.suppress(RuntimeError, TypeError, ValueError):  # no copy, or none in float64
-        if not any(map(is_sharded, own.model.parameters())):
-            double = replace(own, model=copy.deepcopy(own.model).double())
-            tensors = [t.double() if t.is_floating_point() else t for t in few.tensors()]
-            same = _largest_gap(own, few, double.plain(few.on(tensors))[0])
-            if same <= 0.3 and _largest_gap(double, few.on(tensors)) <= TOLERANCE[torch.float64]:
-                return
+    with contextlib.suppress(*CANT_REPEAT):
+        double = replace(own, model=copy.deepcopy(own.model).double())
+        tensors = [t.double() if t.is_floating_point() else t for t in few.tensors()]
+        same = _largest_gap(own, few, double.plain(few.on(tensors))[0])
+        if same <= 0.3 and _largest_gap(double, few.on(tensors)) <= TOLERANCE[torch.float64]:
+            return
     size = exactness.power_of_ten(apart)
     raise UnsupportedLayerError(
         f"The loss of an example is another one alone than in the batch (relative difference "

@@ -64,6 +64,8 @@ from dualdp_torch.per_sample.parameter_use import (
 )
 from dualdp_torch.per_sample.random_state import (
     Start,
+    buffers_of,
+    changed_buffers,
     on_copies,
     untouched_generators,
 )
@@ -249,6 +251,8 @@ class Recorder:
         is_due = self._is_due(forward)
         if self.method == "two_pass" or is_due:
             forward.start = Start.of(model, is_checked=is_due)
+        if self.shards is not None:
+            forward.buffers = buffers_of(model)
         if self.method == "vmap" or problem:
             self._refuse_gradients_of_inputs(forward)
             self._without_graph = forward.by_vmap = True
@@ -400,6 +404,13 @@ class Recorder:
         mode, forward = self._mode, self.forwards[-1]
         forward.has_drawn = forward.start is not None and forward.start.has_drawn(self.model)
         self._leave_forward()
+        if self.shards is not None:  # which no check runs again with other rows
+            names = changed_buffers(forward.buffers, buffers_of(self.model))
+            if names:
+                raise UnsupportedLayerError(
+                    f"The buffers {names} of a model under fully_shard changed in forward. "
+                    "Freeze them."
+                )
         if forward.by_vmap:
             forward.end_by_vmap(self.model, self.parameters.values())
         if not forward.is_formed:
@@ -410,7 +421,8 @@ class Recorder:
                 )
             axes = self._analysis.batch_axes(mode)
             forward.hear(mode, axes, next(self._numbers))
-            if self.shards is not None and self.method == "two_pass":
+            is_by_layer = self.terms is not None and self.terms.clipping == "per_layer"
+            if self.shards is not None and (is_by_layer or self.method == "two_pass"):
                 self.shards.require_same_layers(use.held.values() for use in forward.uses)
         if self.computes_loss:
             self.is_inside = False

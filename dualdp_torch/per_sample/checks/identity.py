@@ -66,7 +66,10 @@ _SMALLEST = 1e-15
 #: Number of perturbed inputs that measure the sensitivity of plain autograd to rounding.
 _ROUNDINGS = 6
 #: Errors of a model that can't be copied, or not run in float64.
-CANT_REPEAT = AttributeError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError
+CANT_REPEAT = (
+    *(AssertionError, AttributeError, KeyError),  # `fully_shard` asserts that nobody copies
+    *(NotImplementedError, RuntimeError, TypeError, ValueError),
+)
 _ADVICE = (
     f"Nothing was released for this batch. {USE_LOOP} And report the model and the loss; or change "
     "what treats an example otherwise alone than in a batch."

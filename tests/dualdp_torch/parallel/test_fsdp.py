@@ -99,6 +99,7 @@ OTHERS = [
     "guards_of_the_recorder_are_on",
     "what_cannot_be_done_is_refused",
     "other_ways_through_the_model_are_refused",
+    "layers_that_one_process_uses_are_added_up",
     "a_weight_tied_across_groups_is_named",
     "rows_that_data_move_are_looked_at_together",
     "evaluation_between_steps_changes_nothing",
