@@ -6,7 +6,7 @@ from collections import defaultdict
 import pytest
 
 MOST = 3  # cases of one test in the fast tier
-MARKED = ("tests/dualdp/", "tests/dualdp_tools/", "tests/benchmarks/")  # by their own marks
+MARKED = ("tests/dualdp/", "tests/dualdp_tools/", "tests/benchmarks/", "tests/grid/")  # as written
 
 
 def thin_out(items):
