@@ -138,10 +138,25 @@ def test_a_mistake_is_refused_or_harmless(loss, form, architecture):
     assert violation(loss, form, architecture) is None
 
 
+#: Mistakes that no twin can follow: numbers that the loop reads from the batch (docs/promises.md,
+#: "What remains yours"). At most 4 % of the mistakes may be here.
+UNSEEN = {
+    (loss, "weights read as numbers")
+    for loss in ("kl_div", "soft_margin_loss", "hinge_embedding_loss", "cosine_embedding_loss")
+}
+
+
+def test_few_mistakes_are_not_seen():
+    assert UNSEEN <= set(pairs(MISTAKES))
+    assert len(UNSEEN) <= 0.04 * len(pairs(MISTAKES))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("loss", "form"), pairs(MISTAKES))
-def test_every_mistake_is_refused_or_harmless(loss, form):
+def test_every_mistake_is_refused_or_harmless(loss, form, request):
     """On two architectures or more; every loss and every mistake meets all ten."""
+    if (loss, form) in UNSEEN:  # and found to be so: one that is refused leaves the table
+        request.applymarker(pytest.mark.xfail(strict=True, reason="read into Python numbers"))
     found = {a: violation(loss, form, a) for a in architectures_of(True)[loss, form]}
     assert not {a: worst for a, worst in found.items() if worst is not None}
 
