@@ -54,7 +54,7 @@ def numbers_of(
         clipping=terms.clipping,
         gradients=gradients,
         runs_examples=isinstance(gradients, Formed),
-        is_definition=is_definition or len(losses) == 1,
+        is_definition=is_definition,
     )
     if not terms.bounds:
         squares, norms = norms_of(gradients, limits or Limits(), len(losses))

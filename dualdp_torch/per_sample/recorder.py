@@ -880,7 +880,8 @@ def _called(method: str, terms: Terms, reference: Reference) -> Numbers:
     call = call.on(reference.model, reference.batch, dict(reference.parameters))
     with reference.starts[0].replayed(reference.model):
         gradients, found, _ = call.gradients()
-        return numbers_of(gradients, found, terms._replace(mask=reference.mask))
+        terms = terms._replace(mask=reference.mask)
+        return numbers_of(gradients, found, terms, is_definition=call.is_definition)
 
 
 def _recorded(method: str, terms: Terms, reference: Reference) -> Numbers:

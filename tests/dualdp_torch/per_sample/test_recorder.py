@@ -2,6 +2,7 @@
 """The ambient form: one forward and one backward of a loop that the user owns."""
 
 import copy
+import dataclasses
 import warnings
 
 import numpy as np
@@ -11,9 +12,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import dualdp_torch as dpt
-from dualdp import UnsupportedLayerError
+from dualdp import ExactnessError, UnsupportedLayerError
 from dualdp.plan.clipping import clip_factors
 from dualdp_torch.per_sample.recorder import RECORDED
+from dualdp_torch.rules import RULES
 from tests import reference
 from tests.dualdp_torch.checks import data, ids, randomise
 
@@ -429,3 +431,19 @@ def test_a_loss_inside_a_model_of_one_layer():
         expected = torch.autograd.grad(loss, list(model.parameters()))
         for ours, theirs in zip(found.values(), expected, strict=True):
             torch.testing.assert_close(ours[k], theirs)
+
+
+def test_a_first_batch_of_one_example_is_compared(monkeypatch):
+    """Its gradient is captured, too; and what it shows is taken for larger batches."""
+    rule = RULES[F.linear]
+
+    def wrong(acts, grads_out, **options):
+        return 1.5 * rule.grads["weight"](acts, grads_out, **options)
+
+    grads = {**rule.grads, "weight": wrong}
+    changed = dataclasses.replace(rule, grads=grads, sq_norms={}, sums={}, keeps=None)
+    monkeypatch.setitem(RULES, F.linear, changed)
+    model, x, y = randomise(nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))), data(1, 6), ids(3, 1)
+    record = dpt.record_per_sample(model, loss_reduction="mean", method="book_keeping")
+    with pytest.raises(ExactnessError, match="differs from plain autodiff"), record:
+        F.cross_entropy(model(x), y).backward()
