@@ -22,18 +22,15 @@ from dualdp_torch.parallel.fsdp import local_of
 from dualdp_torch.parallel.process_group import Group
 from dualdp_torch.per_sample.api import ClippedGradSum
 from dualdp_torch.per_sample.call import METHODS
-from dualdp_torch.per_sample.checks.identity import Numbers
 from dualdp_torch.per_sample.checks.twin import Twins
 from dualdp_torch.per_sample.clip import (
     Terms,
     clip_factors,
     clipped_sums,
     clipping_bounds,
-    passes_again,
-    weighted_sums,
 )
 from dualdp_torch.per_sample.compiled import CompiledGradSum
-from dualdp_torch.per_sample.gradients import Formed
+from dualdp_torch.per_sample.numbers import numbers_of
 from dualdp_torch.per_sample.parameter_use import trainable_parameters
 from dualdp_torch.per_sample.recorder import Recorder, Zeroing
 from dualdp_torch.rules.base import Tensor
@@ -416,34 +413,22 @@ class PrivateStep:
             grads = gradients.grads()
             self._grads.append({name: g[draw.mask.to(g.device)] for name, g in grads.items()})
         n, second_pass = len(draw.mask), recorder.second_pass(terms.scale, gradients.forget)
-        factors = clip_factors(gradients, n, terms.bounds, terms.clipping, terms.mask)
         if self._failure is not None or not self._checks.is_due():
+            factors = clip_factors(gradients, n, terms.bounds, terms.clipping, terms.mask)
             self._begin(draw)
             self._sums = clipped_sums(gradients, factors, second_pass, recorder.shards, added)
             return factors.norms
-        passes = second_pass is not None and passes_again(gradients, factors.rows)
-        sums = clipped_sums(gradients, factors, second_pass, recorder.shards)
-
-        def sum_of(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-            found = second_pass(next(iter(weights.values()))) if passes and second_pass else None
-            return weighted_sums(gradients, weights) if found is None else found
-
-        numbers = Numbers(
-            factors.norms,
+        numbers = numbers_of(
+            gradients,
             recorder.losses(terms.scale),
-            sum_of,
-            factors=factors.of,
-            bounds=terms.bounds,
-            clipping=terms.clipping,
-            sums=sums,
-            doubt=None if passes else gradients.doubt,
-            runs_examples=isinstance(gradients, Formed),
+            terms,
+            second_pass=None if second_pass is None else lambda factors: second_pass,
             is_definition=recorder.method == "loop",
         )
         found = [numbers]
         self._check(lambda: found.append(self._checks.model(draw, numbers, terms)))
         self._begin(draw)
-        sums = dict(found[-1].sums or sums)
+        sums = found[-1].sums or numbers.sums or {}
         self._sums = {name: added(name, total) for name, total in sums.items()}
         return found[-1].norms
 

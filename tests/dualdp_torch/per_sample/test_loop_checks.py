@@ -17,7 +17,8 @@ import dualdp.plan.clipping
 import dualdp_torch as dpt
 from dualdp import AccountingError, ExactnessError, UnsupportedLayerError
 from dualdp_torch.noise.noise import NoiseSource
-from dualdp_torch.per_sample import clip, gradients, recorder, use_gradients
+from dualdp_torch.per_sample import clip, gradients, numbers, recorder, use_gradients
+from dualdp_torch.per_sample.checks import identity
 from dualdp_torch.rules import RULES, together
 from dualdp_torch.training import step as private_step
 from tests.dualdp_torch.checks import data, ids, randomise
@@ -693,8 +694,9 @@ def test_an_interrupt_leaves_everything_as_it_was(place, mode, monkeypatch):
 
         monkeypatch.setattr(owner, name, pressed)
 
-    press(private_step, "clip_factors", "step")
-    press(private_step.Numbers, "weights", "check")
+    for module in (private_step, numbers):  # of steps that are checked
+        press(module, "clip_factors", "step")
+    press(identity.Numbers, "weights", "check")
     press(F, "cross_entropy", "criterion")
     model = randomise(Interruptible())
     if mode == "functorch" and place == "backward":
