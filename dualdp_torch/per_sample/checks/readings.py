@@ -26,7 +26,7 @@ def as_count(value: float, n: int, k: int) -> float:
 
 def as_multiple(value: float, n: int, k: int) -> float:
     """Read m n as m, and m / n as m if m has few digits and m / n has many."""
-    if value and value % n == 0:
+    if value > 0 and value % n == 0:  # no count is negative, as the index -100 of ignored labels
         return type(value)(value // n)
     counted = as_count(value, n, k)
     return (
