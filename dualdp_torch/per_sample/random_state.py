@@ -254,18 +254,6 @@ def changed_buffers(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> list[st
 class NoRandomness(TorchFunctionMode):
     """Mode without dropout, in which random draws return a constant."""
 
-    _constant = True
-
-    @classmethod
-    @contextlib.contextmanager
-    def of_dropout(cls) -> Iterator[None]:
-        """Context in which an active mode switches off dropout only."""
-        cls._constant = False
-        try:
-            yield
-        finally:
-            cls._constant = True
-
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
@@ -278,7 +266,7 @@ class NoRandomness(TorchFunctionMode):
             args = (*args[:at], *(0.0 for _ in args[at : at + 1]), *args[at + 1 :])
             kwargs |= {name: 0.0} if name in kwargs else {}
         out = func(*args, **kwargs)
-        return out.detach().fill_(0.5) if self._constant and func in _RANDOM else out
+        return out.detach().fill_(0.5) if func in _RANDOM else out
 
 
 _RECURRENT = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
