@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 #: Package -> most lines of code.
 BUDGETS = {
     "dualdp": 7_678,  # aim: 6_000
-    "dualdp_torch": 12_804,  # aim: 7_500
+    "dualdp_torch": 12_795,  # aim: 7_500
     "dualdp_jax": 5_673,  # aim: 4_200
     "dualdp_tools": 1_534,  # aim: 1_100
     "benchmarks": 1_804,  # aim: 1_800
