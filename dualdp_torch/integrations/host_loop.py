@@ -128,7 +128,7 @@ class HostedRun:
         if isinstance(wrapper, DistributedDataParallel):
             self.replace(wrapper, **QUIET)
         self._described()
-        self.loader.begin(planned, 0 if saved is None else int(saved["pass_start"]))
+        self.loader.begin(planned, 0 if saved is None else int(saved["pass_batches"]))
 
     def _begin(self, given: dict[str, Any], num_steps: int | None) -> PlannedLoader:
         if self._name and (releases := len(self.engine.ledger)):
@@ -159,7 +159,7 @@ class HostedRun:
         group: Group | None,
     ) -> PlannedLoader:
         try:
-            self._name, document, _ = saved["name"], saved["run"], saved["pass_start"]
+            self._name, document, _ = saved["name"], saved["run"], saved["pass_batches"]
             settings = settings_in(document)
         except (KeyError, TypeError) as error:
             raise ValueError(
@@ -210,7 +210,7 @@ class HostedRun:
         """
         assert self.loader is not None
         run = self._described()
-        return {"name": self._name, "pass_start": self.loader.pass_start, "run": run}
+        return {"name": self._name, "pass_batches": self.loader.num_done(), "run": run}
 
     def epsilon(self) -> float:
         """Return the epsilon spent so far, at the plan's delta."""
@@ -245,27 +245,37 @@ class HostedLoader:
     Attributes:
         source: `DataLoader` with the batch size of logical batches.
         is_last: bool, True if the last batch yielded completes a logical batch.
-        pass_start: first step of the current pass.
     """
 
     def __init__(self, run: HostedRun, source: DataLoader[Any], times: int) -> None:
         self._run, self.source, self._times = run, source, times
-        self.dataset, self.is_last, self.pass_start = source.dataset, True, 0
+        self.dataset, self.is_last = source.dataset, True
+        self._start = self._before = 0  # first step here of this pass; its batches before that
         self._planned: PlannedLoader | None = None
         self._batches: Generator[tuple[Draw, Any]] | None = None
         self._is_inside = False
 
-    def begin(self, planned: PlannedLoader, pass_start: int) -> None:
-        """Yield the batches of `planned` from now on; `pass_start` is that of a resumed pass."""
+    def begin(self, planned: PlannedLoader, done: int) -> None:
+        """Yield the batches of `planned` from now on, after the `done` ones of a resumed pass.
+
+        A run without a seed draws the rest of that pass anew, so the batches that were done are a
+        number in the checkpoint.
+        """
         engine = self._run.engine
-        self._planned, self.pass_start = planned, pass_start
-        self._is_inside = engine.ledger.position < engine.pass_end
+        self._planned, self._start, self._before = planned, engine.ledger.position, done
+        self._is_inside = self._start < engine.pass_end
+
+    def num_done(self) -> int:
+        """Return the number of physical batches of this pass that are on record."""
+        assert self._planned is not None
+        return self._before + self._planned.num_batches(self._start, self._run.engine.ledger.position)
 
     def __len__(self) -> int:
         if self._planned is None:
             return len(self.source) * self._times
         if self._is_inside:
-            return self._planned.num_batches(self.pass_start, self._run.engine.pass_end)
+            end = self._run.engine.pass_end
+            return self._before + self._planned.num_batches(self._start, end)
         return len(self._planned)
 
     def __iter__(self) -> Iterator[Any]:
@@ -277,7 +287,7 @@ class HostedLoader:
         if self._batches is not None:  # a pass that was abandoned
             self.end_pass()
         if not self._is_inside:
-            self.pass_start = self._run.engine.ledger.position
+            self._start, self._before = self._run.engine.ledger.position, 0
         self._batches = self._planned.with_draws()
         for draw, batch in self._batches:
             self._is_inside, self.is_last = True, draw.is_last
