@@ -781,7 +781,10 @@ class Twins(TorchFunctionMode):
 
     def _among(self, twins: Any, cotangents: Any, declared: str, limit: float) -> Problem | None:
         """Compare the row among other rows."""
-        ran = [twin for twin in twins if not twin.is_alone and twin.problem is None]
+        among = [twin for twin in twins if not twin.is_alone]
+        if among and all(twin.has_other_inputs for twin in among):  # lost inside the model or not
+            return Problem(_INPUTS.format(first=_first(among)))
+        ran = [twin for twin in among if twin.problem is None]
         errors = [t.errors(cotangents, declared, not self._has_drawn)[declared] for t in ran]
         pairs = zip(errors, ran, strict=True)
         if not ran or not all(e > limit or twin.has_other_inputs for e, twin in pairs):
