@@ -39,7 +39,7 @@ from dualdp_torch.per_sample.clip import (
 from dualdp_torch.per_sample.forward_analysis import ForwardAnalysis
 from dualdp_torch.per_sample.gradients import Captured, Formed, Gradients
 from dualdp_torch.per_sample.loss_inside import from_outputs
-from dualdp_torch.per_sample.model_checks import refuse_mixing_modules
+from dualdp_torch.per_sample.model_checks import OF_ONE_SIZE, refuse_mixing_modules
 from dualdp_torch.per_sample.modes import autocast_as, autocast_dtypes, remove_mode
 from dualdp_torch.per_sample.numbers import numbers_of
 from dualdp_torch.per_sample.one_by_one import each_alone, gradients_alone, joined
@@ -113,6 +113,7 @@ class Recorder:
         require_inputs: function that refuses tensors which a forward may not get.
         forwards: recorded forwards, in order.
         by_loop: True if each example runs alone, by the method or since nothing else was right.
+        usual_size: size of the loader's batches, to name it where the model takes no other.
         computes_loss: True if the model's forward computes the loss, too, so that only parameter
             uses are captured.
         shards: shards of a model under `fully_shard`, or None.
@@ -131,6 +132,7 @@ class Recorder:
         self.model, self.method, self.twins = model, method, twins or Twins()
         self.rows_per_unit, self.by_loop = rows_per_unit, method == "loop"
         self.is_active, self.shards = True, Shards.of(model)
+        self.usual_size: int | None = None
         self.terms: Terms | None = None
         self.row_factors: Tensor | None = None
         self.is_due: Callable[..., bool] = lambda cache, several=False: False
@@ -294,6 +296,29 @@ class Recorder:
         if not self._records():
             return call(*args, **kwargs)
         call = self.model._call_impl
+        try:
+            return self._run(call, args, kwargs)
+        except RuntimeError as error:
+            if not _is_ours(error) and self._is_of_one_size(args, kwargs):
+                raise UnsupportedLayerError(OF_ONE_SIZE.format(error=error)) from error
+            raise
+
+    def _is_of_one_size(self, args: Any, kwargs: Any) -> bool:
+        """True if the model takes as many rows as the loader's batches have, where it failed."""
+        if self.usual_size is None:
+            return False
+        batch = self._batch((args, kwargs))
+        usual = batch.rows(torch.arange(self.usual_size) % max(batch.n, 1))
+        given, options = usual.arguments()
+        try:
+            with self.pause(), self.twins.suspended(), on_copies(self.model), torch.no_grad():
+                self.model(*given, **options)
+        except RuntimeError:
+            return False
+        return True
+
+    def _run(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a call that is recorded."""
         if not self.by_loop:
             return call(*args, **kwargs)
         forward, _ = self._begin(args, kwargs)
@@ -327,7 +352,8 @@ class Recorder:
         """Refuse a model that was cut, or whose parameters changed, since set-up."""
         current = trainable_parameters(self.model)
         if {self._names.get(id(p)) for p in current.values()} != set(self.parameters):
-            changed = sorted(set(current) ^ set(self.parameters)) or sorted(current)
+            strange = {name for name, p in current.items() if id(p) not in self._names}
+            changed = sorted(strange | (set(self.parameters) - set(current)))
             raise RuntimeError(
                 f"The parameters {changed} were frozen, unfrozen or replaced after set-up. Set "
                 "up again, so that what is clipped is what is trained."
@@ -859,6 +885,15 @@ class Zeroing:
         """Drop what was recorded, then set the gradients to zero."""
         with self._recorder.zeroing():
             return self._call(*args, **kwargs)
+
+
+def _is_ours(error: RuntimeError) -> bool:
+    """True for an error of another class than torch's, or that dualdp raised."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    where = "" if trace is None else str(trace.tb_frame.f_globals.get("__name__"))
+    return type(error) is not RuntimeError or where.startswith("dualdp")
 
 
 def _projected(rows_per_unit: int, model: nn.Module, *calls: Any) -> Tensor:

@@ -3,11 +3,11 @@
 
 import pytest
 
-from tests.user import conftest, metrics_and_loops, tables_and_graphs, text, vision
+from tests.user import conftest, metrics_and_loops, tables_and_graphs, text, vision, ways_out
 
 PROGRAMS = [
     entry
-    for module in (vision, text, tables_and_graphs, metrics_and_loops)
+    for module in (vision, text, tables_and_graphs, metrics_and_loops, ways_out)
     for entry in module.PROGRAMS
 ]
 WRONG = [entry for entry in PROGRAMS if entry.mistake]
