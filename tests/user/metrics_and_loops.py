@@ -2,7 +2,6 @@
 """Programs whose loop is the matter: metrics, schedules, checkpoints, optimizers, phases."""
 
 import copy
-import itertools
 
 import torch
 from torch import nn
@@ -259,46 +258,6 @@ def r_drop(private):
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-
-
-@program("losses.mean()", "(losses * losses.detach().softmax(0)).sum()", "example|row")
-def a_guard_against_nan_and_noisy_labels(private):
-    model = mlp(6, 12, 3)
-    optimizer = sgd(model)
-    model, optimizer, loader = private(model, optimizer, loader_of(*table()))  # dp
-    for step, (x, y) in enumerate(loader.remaining()):
-        flipped = torch.rand(len(y)) < 0.1
-        y = torch.where(flipped, torch.randint(0, 3, (len(y),)), y)
-        noisy = x + 0.1 * 0.99**step * torch.randn_like(x)
-        losses = F.cross_entropy(model(noisy), y, reduction="none", label_smoothing=0.1 * 0.9**step)
-        loss = losses.mean()
-        if not torch.isfinite(loss):
-            raise RuntimeError("diverged")
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-
-
-@program('F.cross_entropy(out, y, reduction="sum")', "F.cross_entropy(out, y)", "loss_reduction")
-def evaluation_every_few_steps(private):
-    model, held_out = mlp(6, 12, 3), loader_of(*table())
-    optimizer = sgd(model)
-    model, optimizer, loader = private(
-        model, optimizer, loader_of(*table()), loss_reduction="sum"
-    )  # dp
-    evaluations = itertools.cycle(held_out)
-    for step, (x, y) in enumerate(loader.remaining()):
-        optimizer.zero_grad()
-        out = model(x)
-        loss = F.cross_entropy(out, y, reduction="sum")
-        loss.backward()
-        optimizer.step()
-        if step % 7 == 6:
-            model.eval()
-            with torch.inference_mode():
-                x, y = next(evaluations)
-                print((model(x).argmax(1) == y).float().mean().item())
-            model.train()
 
 
 class TwoHeads(nn.Module):

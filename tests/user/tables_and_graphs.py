@@ -80,33 +80,6 @@ def graphs_by_index_add(private):
             optimizer.step()
 
 
-class DeepSet(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.phi, self.rho = mlp(3, 12, 8), mlp(8, 8, 1)
-
-    def forward(self, x, mask):
-        h = self.phi(x) * mask[..., None]
-        return self.rho(h.sum(1) / mask.sum(1, keepdim=True)).squeeze(1)
-
-
-@program(
-    "F.huber_loss(model(x, mask), y)", "F.huber_loss(model(x, mask), y - y.mean())", "example|row"
-)
-def deep_sets_with_masks(private):
-    model = DeepSet()
-    optimizer = sgd(model)
-    mask = (torch.arange(5) < torch.arange(ROWS)[:, None] % 5 + 1).to(torch.get_default_dtype())
-    model, optimizer, loader = private(
-        model, optimizer, loader_of(torch.randn(ROWS, 5, 3), mask, torch.randn(ROWS))
-    )  # dp
-    for x, mask, y in loader.remaining():
-        loss = F.huber_loss(model(x, mask), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-
-
 class Factors(nn.Module):
     def __init__(self):
         super().__init__()
@@ -155,54 +128,6 @@ def quantile_forecasts(private):
             level = series.mean(1, keepdim=True)
             gap = y[:, None] - (model(series - level) + level)
             loss = torch.maximum(quantiles * gap, (quantiles - 1) * gap).sum(1).mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-
-
-class Gaussian(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body, self.mean, self.log_var = mlp(4, 16), nn.Linear(16, 1), nn.Linear(16, 1)
-
-    def forward(self, x):
-        h = torch.tanh(self.body(x))
-        return self.mean(h), self.log_var(h).exp()
-
-
-@program("mean, y, variance", "mean, y.flatten(), variance", "n, 1|example|row")
-def regression_with_variances(private):
-    model = Gaussian()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    criterion = nn.GaussianNLLLoss()
-    model, optimizer, loader = private(
-        model, optimizer, loader_of(torch.randn(ROWS, 4), torch.randn(ROWS, 1))
-    )  # dp
-    for _epoch in range(5):
-        for x, y in loader:
-            mean, variance = model(x)
-            loss = criterion(mean, y, variance)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-
-
-@program(
-    "advantage = reward - baseline",
-    "advantage = (reward - reward.mean()) / (reward.std() + 1e-8)",
-    "example|row",
-)
-def policy_gradient_on_logged_actions(private):
-    policy, baseline = mlp(4, 16, 3), 0.5
-    optimizer = torch.optim.RMSprop(policy.parameters(), lr=1e-3)
-    loader = loader_of(torch.randn(ROWS, 4), torch.randint(3, (ROWS,)), torch.rand(ROWS))
-    policy, optimizer, loader = private(policy, optimizer, loader)  # dp
-    for _epoch in range(5):
-        for state, action, reward in loader:
-            advantage = reward - baseline
-            distribution = torch.distributions.Categorical(logits=policy(state))
-            loss = -(distribution.log_prob(action) * advantage).mean()
-            loss = loss - 0.01 * distribution.entropy().mean()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

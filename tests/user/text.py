@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_sequence
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
 from dualdp_torch.trainer import per_example_loss
 from tests.user import conftest
-from tests.user.vision import ROWS, labels, loader_of, sgd
+from tests.user.vision import ROWS, labels, loader_of
 
 VOCABULARY, LENGTH = 20, 7
 PROGRAMS, program = conftest.programs()
@@ -169,39 +169,6 @@ def text_cnn(private):
             if steps % 10 == 0:
                 model.eval()
                 best_acc = max(best_acc, train_acc.item())
-
-
-class NameClassifier(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed, self.lstm = nn.Embedding(VOCABULARY, 8), nn.LSTM(8, 8, batch_first=True)
-        self.out = nn.Linear(8, 4)
-
-    def forward(self, x, sizes):
-        packed = pack_padded_sequence(
-            self.embed(x), sizes.cpu(), batch_first=True, enforce_sorted=False
-        )
-        out, _ = pad_packed_sequence(self.lstm(packed)[0], batch_first=True, total_length=LENGTH)
-        return self.out(out[torch.arange(len(x)), sizes - 1])
-
-
-@program(
-    "F.cross_entropy(model(x, sizes), y)",
-    "F.cross_entropy(model(x, sizes.sort().values), y)",
-    "example|row",
-)
-def names_in_packed_sequences(private):
-    model, history = NameClassifier(), []
-    optimizer = sgd(model)
-    loader = loader_of(padded(), lengths(), labels())
-    model, optimizer, loader = private(model, optimizer, loader)  # dp
-    for _epoch in range(5):
-        for x, sizes, y in loader:
-            loss = F.cross_entropy(model(x, sizes), y)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            history.append(loss.detach().item())
 
 
 class Seq2Seq(nn.Module):

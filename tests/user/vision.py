@@ -467,32 +467,6 @@ def self_distillation_from_an_ema_teacher(private):
                 slow.mul_(0.99).add_(fast.detach(), alpha=0.01)
 
 
-class SimSiam(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.encoder, self.predictor = mlp(64, 16, 8), mlp(8, 4, 8)
-
-    def forward(self, a, b):
-        z1, z2 = self.encoder(a), self.encoder(b)
-        return self.predictor(z1), self.predictor(z2), z1.detach(), z2.detach()
-
-
-@program("F.cosine_similarity(p1, z2)", "F.cosine_similarity(p1, z2 - z2.mean(0))", "row|example")
-def simsiam(private):
-    model = SimSiam()
-    optimizer = sgd(model)
-    model, optimizer, loader = private(model, optimizer, loader_of(images().flatten(1)))  # dp
-    for _epoch in range(5):
-        for (x,) in loader:
-            flips = torch.rand(len(x), 1) < 0.5
-            one, two = torch.where(flips, x, x.flip(1)), x + 0.1 * torch.randn_like(x)
-            p1, p2, z1, z2 = model(one, two)
-            loss = -(F.cosine_similarity(p1, z2).mean() + F.cosine_similarity(p2, z1).mean()) * 0.5
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-
-
 @program(
     "F.cross_entropy(model(adversarial), y)",
     "F.cross_entropy(model(adversarial), y.flip(0))",
@@ -511,58 +485,3 @@ def adversarial_training(private):
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-
-
-class ViT(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.patch, self.cls = nn.Conv2d(1, 12, 4, stride=4), nn.Parameter(torch.zeros(1, 1, 12))
-        self.pos = nn.Parameter(torch.randn(1, 5, 12) * 0.02)
-        layer = nn.TransformerEncoderLayer(
-            12, 2, 24, dropout=0.0, batch_first=True, norm_first=True
-        )
-        self.encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
-        self.head = nn.Linear(12, 4)
-
-    def forward(self, x):
-        x = self.patch(x).flatten(2).transpose(1, 2)
-        x = torch.cat([self.cls.expand(len(x), -1, -1), x], 1) + self.pos
-        return self.head(self.encoder(x)[:, 0])
-
-
-@program("F.cross_entropy(model(x), y)", "F.cross_entropy(model(x - x.mean(0)), y)", "row|example")
-def vit_with_warmup(private):
-    model = ViT()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.05)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=30)
-    model, optimizer, loader = private(model, optimizer, loader_of(images(), labels()))  # dp
-    for _epoch in range(5):
-        for x, y in loader:
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(x), y)
-            loss.backward()
-            optimizer.step()
-            scheduler.step()
-
-
-@program(
-    "backbone(x)",
-    "backbone.train()(x)",
-    "BatchNorm|row|example",
-)
-def linear_probe_on_frozen_features(private):
-    backbone = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten()).eval()
-    head = nn.Linear(144, 4)
-    optimizer = torch.optim.Adam(head.parameters(), lr=1e-2)
-    head, optimizer, loader = private(head, optimizer, loader_of(images(), labels()))  # dp
-    for _epoch in range(5):
-        correct = total = 0
-        for x, y in loader:
-            with torch.no_grad():
-                features = backbone(x)
-            out = head(features)
-            loss = F.cross_entropy(out, y)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            correct, total = correct + (out.argmax(1) == y).sum().item(), total + len(y)
