@@ -15,7 +15,7 @@ from dualdp._validate import AccountingError
 from dualdp.accountants import closed_forms
 from dualdp.accountants.base import Accountant, as_gaussian, units
 from dualdp.accountants.pld_engine import balls_in_bins, pairs
-from dualdp.accountants.pld_engine.certified import (
+from dualdp.accountants.pld_engine.composition import (
     RTOL,
     Direction,
     PrefixMemo,
@@ -251,10 +251,11 @@ class PLDAccountant(Accountant):
                 fixed_size.append((_noise(event) / factor, _rate(event), number))
             else:
                 found.append((self._pair(event, tail, exact), np.array([float(number)])))
-        for rows, family in ((poisson, pairs.Subsampled), (fixed_size, pairs.FixedSize)):
+        for rows, is_poisson in ((poisson, True), (fixed_size, False)):
             if rows:
                 sigmas, rates, counts = np.array(rows, dtype=float).T
-                found.append((family(sigmas, rates), counts))
+                one = pairs.Subsampled(sigmas, rates)
+                found.append((one if is_poisson else pairs.FixedSize(one), counts))
         return found
 
     def _pair(self, event: Mechanism, tail: float, exact: bool) -> pairs.PairFamily:

@@ -63,17 +63,15 @@ def one_epoch(sigma: float, bins: int, tail: float) -> Atoms:
     (p, p_error), (q, q_error) = _powers(one.p, one.q, bins - 1, size)
     wrapped = math.exp(-leak) * (1 + 1e-9)
     kept, p, q = _thinned(p, q, bins * one.first, step / bins)
-    errors = _merged_errors(kept)
+    errors = np.append(_merged_errors(kept), [0.0, 0.0])
     return Atoms(
-        p,
-        q,
-        error=bins * one.error * 1.01 + (int(np.diff(kept).max()) + 16) * U,
-        loss=_losses(kept, step / bins),
-        p_error=p_error * errors,
-        q_error=q_error * errors,
+        np.append(p, [one.lost_p + (bins - 1) * one.lost_q + wrapped, 0.0]),
+        np.append(q, [0.0, bins * one.lost_q + wrapped]),
+        np.append(_losses(kept, step / bins), [math.inf, -math.inf]),
+        bins * one.error * 1.01 + (int(np.diff(kept).max()) + 16) * U,
+        p_error * errors,
+        q_error * errors,
         spread=wrapped,
-        left_p=one.lost_p + (bins - 1) * one.lost_q + wrapped,
-        left_q=bins * one.lost_q + wrapped,
     )
 
 
@@ -120,13 +118,14 @@ def _doubled(sigma: float, bins: int, tail: float) -> Atoms:
             mean = _mean(mean, one, 1 / number, h, least)
             number += 1
     lost_q, lost_p = (float(ndtr(-x)) * (1 + NDTR_ERROR) for x in (z[-1], z[-1] - 1 / sigma))
+    mean[0] += bins * lost_q + 1e-4 * tail
     return Atoms(
-        np.append(0.0, mean[1:] * np.exp(loss)),
-        mean,
+        np.concatenate(
+            [[0.0], mean[1:] * np.exp(loss), [lost_p + (bins - 1) * lost_q + 1e-4 * tail]]
+        ),
+        np.append(mean, 0.0),
+        np.concatenate([[-math.inf], loss, [math.inf]]),
         error=1.01 * bins * (error + (4 * _CELLS + 4000) * U),
-        loss=np.append(-math.inf, loss),
-        left_p=lost_p + (bins - 1) * lost_q + 1e-4 * tail,
-        left_q=bins * lost_q + 1e-4 * tail,
     )
 
 

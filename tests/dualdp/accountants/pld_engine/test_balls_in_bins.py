@@ -14,11 +14,10 @@ from tests.dualdp.accountants.pld_engine.test_composition import quadrature_node
 
 
 def hockey_stick(family, epsilon, flipped):
-    """Delta of the atoms, without a lattice; unresolved mass counts as infinite loss."""
+    """Delta of the atoms, without a lattice; unresolved mass has infinite loss."""
     mass, sign = (family.q, -1) if flipped else (family.p, 1)
-    left = family.left_q if flipped else family.left_p
     with np.errstate(over="ignore"):
-        return left + float(mass @ np.maximum(-np.expm1(epsilon - sign * family.loss), 0))
+        return float(mass @ np.maximum(-np.expm1(epsilon - sign * family.loss), 0))
 
 
 def gaussian(sigma, epsilon):
