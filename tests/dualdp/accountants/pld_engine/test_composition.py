@@ -19,7 +19,7 @@ from dualdp.accountants.closed_forms import single_step_log_delta
 from dualdp.accountants.pld_engine import composition, pairs
 from dualdp.accountants.pld_engine.composition import Curve, Grid, Sum, Window
 from dualdp.accountants.pld_engine.pairs import Subsampled, Term
-from dualdp.accountants.solve import get_delta, get_epsilon
+from dualdp.accountants.solve import get_epsilon
 from tests.cases import accounting as cases
 from tests.dualdp.accountants.lower import lower, lower_curve
 
@@ -261,13 +261,13 @@ def test_delta_is_monotone():
     for run in cases.settings(30, 60, extreme=False):
         run.pop("delta")
         epsilon, factor = 10 ** rng.uniform(-2, 1), 1 + 10 ** rng.uniform(-6, 0)
-        base = get_delta(**run, epsilon=epsilon)
+        base = cases.get_delta(**run, epsilon=epsilon)
         resolved = base > 1e-13 * run["num_steps"]
         most = base * (1 + 1e-8) if resolved else 1e-13 * run["num_steps"]
         for other in easier(run | {"delta": 1.0}, factor):
             other.pop("delta")
-            assert get_delta(**other, epsilon=epsilon) <= most, (run, other)
-        assert get_delta(**run, epsilon=epsilon * factor) <= most
+            assert cases.get_delta(**other, epsilon=epsilon) <= most, (run, other)
+        assert cases.get_delta(**run, epsilon=epsilon * factor) <= most
 
 
 def test_a_memo_tells_other_mechanisms_apart():
