@@ -221,36 +221,34 @@ class PLDAccountant(Accountant):
 
     def _check(self, event: Mechanism) -> None:
         """Raise AccountingError if no bound is proved for the event in this accountant."""
-        relation, group = self._relation, self._group_size
-        name = type(event).__name__
-        if mechanisms.TYPES.get(name) is not type(event):
-            raise AccountingError(
-                f"{name} has no dominating pair here. Describe it as a MassTable or ApproximateDP."
-            )
-        if isinstance(event, mechanisms.FixedSizeSubsampledGaussian) and relation != "replace":
-            raise AccountingError(
-                f"sampler='fixed_size' has no amplified bound under neighboring_relation="
-                f"{relation!r}: batches of fixed size change by a replacement. "
-                "Use neighboring_relation='replace', or sampler='poisson'."
-            )
-        if isinstance(event, mechanisms.BallsInBinsGaussian) and event.num_bins > 1:
-            if relation == "replace" or group > 1:
-                raise AccountingError(
+        relation, group, name = self._relation, self._group_size, type(event).__name__
+        match event:
+            case _ if mechanisms.TYPES.get(name) is not type(event):
+                why = f"{name} has no dominating pair here. Describe it as a MassTable."
+            case mechanisms.FixedSizeSubsampledGaussian() if relation != "replace":
+                why = (
+                    "sampler='fixed_size' has no amplified bound under neighboring_relation="
+                    f"{relation!r}: batches of fixed size change by a replacement. "
+                    "Use neighboring_relation='replace', or sampler='poisson'."
+                )
+            case mechanisms.BallsInBinsGaussian(_, bins) if bins > 1 and self._sensitivity() > 1:
+                why = (
                     "sampler='balls_in_bins' has a bound for one example added, removed or zeroed "
                     f"only, not for neighboring_relation={relation!r} with group_size={group}. "
                     "Use 'add_or_remove' and group_size=1, or sampler='poisson'."
                 )
-        if isinstance(event, mechanisms.DiscreteGaussian) and event.noise_multiplier > MAX_DISCRETE:
-            raise AccountingError(
-                f"noise_multiplier={event.noise_multiplier!r} of DiscreteGaussian is not resolved "
-                f"outcome by outcome. Expected at most {MAX_DISCRETE:g}, or use accountant='rdp'."
-            )
-        if group > 1 and isinstance(event, _NO_GROUPS):
-            raise AccountingError(
-                f"group_size={group} for {name} has no proved bound here. Use group_size=1."
-            )
-        if group > 1000:
-            raise AccountingError(f"group_size={group} is not resolved. Expected at most 1000.")
+            case mechanisms.DiscreteGaussian(noise) if noise > MAX_DISCRETE:
+                why = (
+                    f"noise_multiplier={noise!r} of DiscreteGaussian is not resolved outcome by "
+                    f"outcome. Expected at most {MAX_DISCRETE:g}, or use accountant='rdp'."
+                )
+            case _ if group > 1 and isinstance(event, _NO_GROUPS):
+                why = f"group_size={group} for {name} has no proved bound here. Use group_size=1."
+            case _ if group > 1000:
+                why = f"group_size={group} is not resolved. Expected at most 1000."
+            case _:
+                return
+        raise AccountingError(why)
 
 
 def _noise(event: Any) -> float:

@@ -46,25 +46,21 @@ _MAX_QUADRATURE_ORDER = 64.5
 _ROWS = 64
 
 
-def rdp_to_epsilon(orders: Array, rdp: Array, delta: float) -> tuple[float, float]:
-    """Return (epsilon, order) at delta; order is nan where no order is used.
+def rdp_to_epsilon(orders: Array, rdp: Array, delta: float) -> float:
+    """Return epsilon at delta.
 
     epsilon = min over orders a of R_a + log1p(-1/a) - log(delta a)/(a - 1). It is 0 if some R_a,
     which is at least the Kullback-Leibler divergence, gives delta >= sqrt(1 - e^-R).
 
     Source: Canonne, Kamath & Steinke 2020, Proposition 12; Bretagnolle & Huber 1979.
     """
-    if np.any(rdp <= 0) or delta >= 1:
-        return 0.0, math.nan
+    if np.any(rdp <= 0) or np.any(delta * delta > -np.expm1(-rdp)) or delta == 1:
+        return 0.0
     if delta == 0:
-        return math.inf, math.nan
-    if np.any(delta * delta > -np.expm1(-rdp)):
-        return 0.0, math.nan
-    with np.errstate(over="ignore"):
+        return math.inf
+    with np.errstate(over="ignore", invalid="ignore"):
         values = rdp + np.log1p(-1 / orders) - (math.log(delta) + np.log(orders)) / (orders - 1)
-    values = np.where(np.isnan(values), np.inf, values)
-    best = int(np.argmin(values))
-    return max(0.0, float(values[best])), float(orders[best])
+    return max(0.0, float(np.nanmin(values, initial=np.inf)))
 
 
 def rdp_to_delta(orders: Array, rdp: Array, epsilon: float) -> float:
@@ -72,9 +68,8 @@ def rdp_to_delta(orders: Array, rdp: Array, epsilon: float) -> float:
     if np.any(rdp <= 0):
         return 0.0
     exponents = (orders - 1) * (rdp - epsilon + np.log1p(-1 / orders)) - np.log(orders)
-    exponents = np.where(np.isnan(exponents), np.inf, exponents)
-    least = min(0.0, float(np.min(exponents)), 0.5 * math.log(-math.expm1(-float(np.min(rdp)))))
-    return math.exp(least)
+    least = 0.5 * math.log(-math.expm1(-float(np.min(rdp))))
+    return math.exp(float(np.nanmin(exponents, initial=min(0.0, least))))
 
 
 class RDPAccountant(Accountant):
@@ -102,7 +97,7 @@ class RDPAccountant(Accountant):
         return sum((n * self._cache[event] for event, n in counts if n), np.zeros_like(ORDERS))
 
     def _epsilon(self, delta: float, rtol: float) -> float:
-        return rdp_to_epsilon(ORDERS, self.rdp(), delta)[0]
+        return rdp_to_epsilon(ORDERS, self.rdp(), delta)
 
     def get_delta(self, *, epsilon: float) -> float:
         """Return an upper bound on delta at `epsilon`."""

@@ -66,7 +66,7 @@ def test_state_travels_as_json_and_histories_merge():
     with pytest.raises(TypeError, match="Expected an accountant"):
         made.merge([])
     before = made.state_dict()
-    with pytest.raises(ValueError, match=r"Expected those of state_dict\(\)"):
+    with pytest.raises(ValueError, match=r"Expected what state_dict\(\)"):
         made.load_state_dict({})
     with pytest.raises(ValueError, match="was written by another version"):
         made.load_state_dict(before | {"history": [[{"mechanism": "Laplace", "scale": 1.0}, 1]]})

@@ -45,7 +45,9 @@ def test_published_order(monkeypatch):
     for rate, sigma, steps in row["history"]:
         made.step(noise_multiplier=sigma, sample_rate=rate, num_steps=steps)
     assert made.get_epsilon(delta=1e-5) == pytest.approx(row["epsilon"], abs=5e-4)
-    assert rdp_to_epsilon(rdp.ORDERS, made.rdp(), 1e-5)[1] == row["order"]
+    best = int(np.flatnonzero(rdp.ORDERS == row["order"])[0])
+    alone = rdp_to_epsilon(rdp.ORDERS[[best]], made.rdp()[[best]], 1e-5)
+    assert alone == made.get_epsilon(delta=1e-5)
 
 
 def test_published_calibration():
@@ -70,9 +72,7 @@ def test_other_curves():
     made.compose(mechanisms.Laplace(1.0), 20)
     assert made.get_epsilon(delta=1e-4) == pytest.approx(18.5465, rel=2e-3)  # dp-accounting 0.6.0
     orders = np.arange(2.0, 33.0)
-    assert rdp_to_epsilon(orders, np.full(31, 1.1), 1e-5)[0] == pytest.approx(
-        1.32783806176, abs=1e-9
-    )
+    assert rdp_to_epsilon(orders, np.full(31, 1.1), 1e-5) == pytest.approx(1.32783806176, abs=1e-9)
     for event in (mechanisms.RandomizedResponse(0.5, 3), mechanisms.DiscreteGaussian(2.0)):
         by_rdp, by_pld = accountants.create("rdp"), accountants.create("pld")
         by_rdp.compose(event, 10)
@@ -98,7 +98,7 @@ def test_state_and_merge():
     loaded.merge(made)
     assert loaded.rdp() == pytest.approx(2 * made.rdp(), rel=1e-12)
     before = loaded.state_dict()
-    with pytest.raises(ValueError, match="Expected those of state_dict"):
+    with pytest.raises(ValueError, match=r"Expected what state_dict\(\)"):
         loaded.load_state_dict(None)
     assert loaded.state_dict() == before
 
