@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from functools import cached_property, partial
@@ -149,11 +150,10 @@ class PLDAccountant(Accountant):
         if any(getattr(event, "sample_rate", 1.0) < _MIN_RATE for event in self._counts):
             return None
         other = RDPAccountant(neighboring_relation=self._relation, group_size=self._group_size)
-        try:
+        with contextlib.suppress(AccountingError):  # it has no bound for an event
             other.merge(self)
-        except AccountingError:  # it has no bound for an event
-            return None
-        return other
+            return other
+        return None
 
     def _directions(self, events: Events, delta: float) -> list[Direction]:
         """The composed pairs (P, Q), of which the worst decides."""
@@ -182,8 +182,7 @@ class PLDAccountant(Accountant):
         fixed_size: list[tuple[float, float, float]] = []
         factor = self._sensitivity()
         for event, number in events:
-            sigma = as_gaussian(event)
-            if sigma is not None:
+            if (sigma := as_gaussian(event)) is not None:
                 poisson.append((min(sigma, _MAX_NOISE) / factor, 1.0, number))
             elif isinstance(event, _POISSON) and self._group_size == 1 and not exact:
                 poisson.append((_noise(event) / factor, _rate(event), number))
@@ -191,11 +190,10 @@ class PLDAccountant(Accountant):
                 fixed_size.append((_noise(event) / factor, _rate(event), number))
             else:
                 found.append((self._pair(event, tail, exact), np.array([float(number)])))
-        for rows, is_poisson in ((poisson, True), (fixed_size, False)):
-            if rows:
-                sigmas, rates, counts = np.array(rows, dtype=float).T
-                one = pairs.Subsampled(sigmas, rates)
-                found.append((one if is_poisson else pairs.FixedSize(one), counts))
+        for rows in filter(None, (poisson, fixed_size)):
+            sigmas, rates, counts = np.array(rows, dtype=float).T
+            one = pairs.Subsampled(sigmas, rates)
+            found.append((one if rows is poisson else pairs.FixedSize(one), counts))
         return found
 
     def _pair(self, event: Mechanism, tail: float, exact: bool) -> pairs.PairFamily:

@@ -162,15 +162,8 @@ def randomized_response(noise: float, buckets: int, orders: Array) -> Array:
     lie = noise / buckets
     if lie == 0:
         return np.full_like(orders, np.inf)
-    log_truth, log_lie = math.log1p(-noise + lie), math.log(lie)
-    terms = np.stack(
-        [
-            orders * log_truth + (1 - orders) * log_lie,
-            orders * log_lie + (1 - orders) * log_truth,
-            np.full_like(orders, -np.inf if buckets == 2 else log_lie + math.log(buckets - 2)),
-        ]
-    )
-    total = np.logaddexp.reduce(terms, axis=0)
+    p = np.log(np.maximum([1 - noise + lie, lie, (buckets - 2) * lie], 1e-300))
+    total = np.logaddexp.reduce(np.outer(orders, p) + np.outer(1 - orders, p[[1, 0, 2]]), axis=1)
     return np.asarray(np.maximum(total, 0) / (orders - 1) * (1 + _SUM_MARGIN) + 1e-15)
 
 

@@ -144,12 +144,11 @@ def discretize(terms: Iterable[Term], grid: Grid, tail: float) -> Iterator[Pmf]:
             rows = order[:512]
             for _ in range(2):  # fewer rows need fewer edges
                 first = math.floor(min(0.0, float(low[rows].min())) / grid.spacing) - 1
-                last = math.ceil(max(0.0, float(high[rows].max())) / grid.spacing) + 1
+                last = math.ceil(max(0.0, float(high[rows[-1]])) / grid.spacing) + 1
                 index = grid.edges(first, last)
-                fitting = max(1, _CHUNK // index.size)
-                if fitting >= rows.size:
+                if rows.size <= max(1, _CHUNK // index.size):
                     break
-                rows = rows[:fitting]
+                rows = rows[: max(1, _CHUNK // index.size)]
             table = term.pairs.cells(rows, index * grid.spacing, term.flipped)
             if term.flipped:
                 table, index = table.reversed(), -index[::-1]
@@ -702,12 +701,11 @@ def _upper(
     several shares of delta, and the smallest bound is returned.
     """
     best, rounding = _search(direction, guide, guess, delta, rtol)
-    if rounding > _RARE:
-        for share in _CUTS:
-            cut = direction.cut(share * delta)
-            guide = direction.guide(delta, cut)
-            guess = guide.epsilon(delta)
-            best = min(best, _search(direction, guide, guess, delta, rtol, share, cut)[0])
+    for share in _CUTS if rounding > _RARE else ():
+        cut = direction.cut(share * delta)
+        guide = direction.guide(delta, cut)
+        found, _ = _search(direction, guide, guide.epsilon(delta), delta, rtol, share, cut)
+        best = min(best, found)
     return max(0.0, min(best, _largest_losses(direction)))
 
 

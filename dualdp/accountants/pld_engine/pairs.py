@@ -88,24 +88,25 @@ class Term:
 Masses = tuple[Array, Array, Array, Array]
 
 
-def _normal_masses(z: Array) -> Masses:
-    """(rows, edges) increasing z -> masses of N(0, 1) between them.
+def _between_cuts(below: Array, above: Array) -> Masses:
+    """(rows, edges) masses below and above -> masses between, by the smaller tails.
 
     Each mass is a difference on the side of the smaller tail: its error is at most the relative
-    error of `ndtr` times the tails involved.
+    error of `ndtr` times the tails involved, and a few ulps of a mass across the median.
     """
+    left, right = below[:, :-1] <= above[:, :-1], above[:, 1:] <= below[:, 1:]
+    rising, falling = below[:, 1:] - below[:, :-1], above[:, :-1] - above[:, 1:]
+    mass = np.where(left, np.where(right, (1.0 - below[:, :-1]) - above[:, 1:], rising), falling)
+    small = np.minimum(below, above)
+    error = NDTR_ERROR * (small[:, :-1] + small[:, 1:]) + 4 * U * mass
+    return np.maximum(mass, 0.0), error, below[:, 0], above[:, -1]
+
+
+def _normal_masses(z: Array) -> Masses:
+    """(rows, edges) increasing z -> masses of N(0, 1) between them."""
     tail, right = ndtr(-np.abs(z)), z > 0
-    left_tail, right_tail = tail[:, :-1], tail[:, 1:]
-    inside = np.where(
-        right[:, :-1],
-        left_tail - right_tail,
-        np.where(right[:, 1:], (1.0 - left_tail) - right_tail, right_tail - left_tail),
-    )
-    # a cell across 0 is a difference from 1, whose few ulps NDTR_ERROR covers
-    error = NDTR_ERROR * (left_tail + right_tail)
-    below = np.where(right[:, 0], 1 - tail[:, 0], tail[:, 0])
-    above = np.where(right[:, -1], tail[:, -1], 1 - tail[:, -1])
-    return np.maximum(inside, 0.0), error, below, above
+    rest = 1 - tail
+    return _between_cuts(np.where(right, rest, tail), np.where(right, tail, rest))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,20 +190,9 @@ class Monotone:
 
     def cells(self, rows: Index, g: Array, of_q: bool) -> Cells:
         """Return the table."""
-        p, q = (_between_cuts(*tails) for tails in self.tails(g))
+        p, q = (_between_cuts(below[None], above[None]) for below, above in self.tails(g))
         slack = self.slack * (2 + max(abs(g[0]), abs(g[-1])))
         return _by_difference(g, p, q, slack, of_q)
-
-
-def _between_cuts(below: Array, above: Array) -> Masses:
-    """(edges,) tails -> (1, cells) masses, from the smaller tails."""
-    small = np.minimum(below, above)
-    rising, falling = np.diff(below), -np.diff(above)
-    mass = np.where(above[:-1] < below[:-1], falling, np.where(below[1:] < above[1:], rising, 0.0))
-    across = (above[:-1] >= below[:-1]) & (below[1:] >= above[1:])
-    mass = np.where(across, (1.0 - below[:-1]) - above[1:], mass)
-    error = NDTR_ERROR * (small[:-1] + small[1:]) + 4 * U * mass
-    return np.maximum(mass, 0.0)[None], error[None], below[:1], above[-1:]
 
 
 def _by_difference(g: Array, p: Masses, q: Masses, slack: float, of_q: bool) -> Cells:
