@@ -18,20 +18,32 @@ import jax.numpy as jnp
 
 from dualdp_jax.rules.arrays import sq_norm, widen
 
+Array = jax.Array
+
 
 class Estimate(NamedTuple):
-    """Squared norms with error bounds."""
+    """Squared norms with error bounds, and the means to compute them exactly.
 
-    sq_norms: Any  # (n,) squared norms of the gradients, float32 or wider
-    #: (n,) bound of |squared norm - true one|, nan or inf where unknown; None if the squares of
-    #: the gradients themselves were summed.
-    errors: Any = None
-    #: callable () -> (n,) squared norms that neither overflow nor are flushed; None if only the
-    #: gradients themselves give them.
-    again: Callable[[], Any] | None = None
-    #: (n,) estimated norm of the difference between a gradient summed over its positions in the
-    #: order of the clipped sum and in that of the norm. None if both use the same numbers.
-    rounding: Any = None
+    Attributes:
+        sq_norms: (n,) squared norms of the gradients, float32 or wider.
+        errors: (n,) bound of |squared norm - true one|, nan or inf where unknown; None if the
+            squares of the gradients themselves were summed.
+        again: callable () -> (n,) squared norms that neither overflow nor are flushed; None if
+            only the gradients themselves give them.
+        rounding: (n,) estimated norm of the difference between a gradient summed over its positions
+            in the order of the clipped sum and in that of the norm; None if both use the same
+            numbers.
+        arrays: pytree of (n, ...), inputs of `formed`.
+        formed: callable, arrays (1, ...) of one example -> its gradient (1, *shape); not needed
+            without errors, or with `again`.
+    """
+
+    sq_norms: Array
+    errors: Array | None = None
+    again: Callable[[], Array] | None = None
+    rounding: Array | None = None
+    arrays: Any = None
+    formed: Callable[[Any], Array] | None = None
 
 
 def stable_norm(array: Any, start: int = 1) -> Any:
@@ -89,9 +101,3 @@ def rounding(lengths: Any) -> Any:
     size = lengths.reshape(lengths.shape[0], -1).sum(1)
     found = jnp.finfo(size.dtype).eps / 4 * (1 + math.sqrt(lengths.shape[-1])) * size
     return jnp.where(jnp.isfinite(found), found, 0)
-
-
-def beside(parts: Estimate) -> Estimate:
-    """Return the estimate (n,) of a whole from those of its disjoint blocks, (p, n)."""
-    added = lambda part: None if part is None else part.sum(0)  # noqa: E731
-    return Estimate(added(parts.sq_norms), added(parts.errors), rounding=added(parts.rounding))

@@ -550,10 +550,10 @@ class PrivacyEngine:
             AccountingError: the step is the user's own.
             TypeError: `params` was no `nnx.Module`.
         """
-        module = self._attached().parameters.module
+        module = self._attached().parameters.module(state.params)
         if module is None:
             raise TypeError("params was no nnx.Module. Expected state.params, which is like it.")
-        return module(state.params)
+        return module
 
     @property
     def group(self) -> Group | None:
