@@ -11,15 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dualdp._validate import UnsupportedLayerError
 from dualdp_jax import compat
 from dualdp_jax.per_sample.call import Array, Call, Options, PyTree, Row, build
-from dualdp_jax.per_sample.parameters import trained_leaves
-
-UNTRAINABLE = (
-    "only real floating numbers have gradients",
-    "Freeze it by trainable= (a pytree of bools), or take it out of the parameters.",
-)
 
 
 @dataclass(frozen=True)
@@ -44,27 +37,24 @@ class Finding:
 
 @compat.promoting
 def validate(
-    loss_fn: Callable[..., Any], what: PyTree, *batch: Any, **options: Any
+    loss_fn: Callable[..., Any], what: PyTree, *batch: PyTree, **options: Any
 ) -> list[Finding]:
     """Dry run of a loss on a batch: nothing is released, nothing is compiled.
 
     The arguments are those of `per_sample_grads`; a batch of one example is enough.
 
     Returns:
-        List with a finding for each leaf that can't be trained, each variable that one example
-        would change for the next, each trained parameter that gets no gradient, and a loss that is
-        no scalar of one example; empty if there is none.
+        List with what the per-sample calls refuse: a leaf that can't be trained, a variable that
+        one example would change for the next, a loss that is no scalar of one example; else with
+        each trained parameter that gets no gradient; empty if there is none.
     """
     given = Options(**options)
     try:
-        if compat.flax_module(what) is None:
-            wrong = trained_leaves(what, given.trainable)[1]
-            if wrong:
-                return [Finding(name, str(dtype), *UNTRAINABLE) for name, dtype in wrong]
         call = build(loss_fn, what, batch, given)
         parameters, constant = call.parameters, _constant_gradients(call)
-    except (TypeError, ValueError, UnsupportedLayerError) as error:
-        return [_of_error(error)]
+    except (TypeError, ValueError) as error:
+        reason, _, fix = str(error).partition(". ")
+        return [Finding("loss_fn", type(error).__name__, reason, fix)]
     return [
         Finding(
             name,
@@ -75,12 +65,6 @@ def validate(
         for name, leaf, is_zero in zip(parameters.names, parameters.trained, constant, strict=True)
         if is_zero
     ]
-
-
-def _of_error(error: Exception) -> Finding:
-    """Finding for an error of the per-sample calls."""
-    reason, _, fix = str(error).partition(". ")
-    return Finding("loss_fn", type(error).__name__, reason, fix)
 
 
 def _constant_gradients(call: Call) -> list[bool]:

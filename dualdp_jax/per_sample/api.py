@@ -34,7 +34,7 @@ class ClippedGradSum(NamedTuple):
 
 @taking_chunks
 @compat.promoting
-def per_sample_grads(loss_fn: LossFn, what: PyTree, *batch: Any, **options: Any) -> Any:
+def per_sample_grads(loss_fn: LossFn, what: PyTree, *batch: PyTree, **options: Any) -> Any:
     """Return the gradient of each example's own loss.
 
     Args:
@@ -63,7 +63,7 @@ def per_sample_grads(loss_fn: LossFn, what: PyTree, *batch: Any, **options: Any)
 @taking_chunks
 @compat.promoting
 def per_sample_norms(
-    loss_fn: LossFn, what: PyTree, *batch: Any, per_parameter: bool = False, **options: Any
+    loss_fn: LossFn, what: PyTree, *batch: PyTree, per_parameter: bool = False, **options: Any
 ) -> Any:
     """Return the L2 norm of each example's gradient.
 
@@ -89,7 +89,7 @@ def per_sample_norms(
 def clipped_grad_sum(
     loss_fn: LossFn,
     what: PyTree,
-    *batch: Any,
+    *batch: PyTree,
     max_grad_norm: float | Array | Mapping[str, float],
     clipping: str = "flat",
     mask: Array | None = None,
@@ -127,7 +127,7 @@ def clipped_grad_sum(
     return ClippedGradSum(grads, found.norms, found.losses, found.aux)
 
 
-def check(loss_fn: LossFn, what: PyTree, *batch: Any, **options: Any) -> None:
+def check(loss_fn: LossFn, what: PyTree, *batch: PyTree, **options: Any) -> None:
     """Compare a clipped sum with plain autodiff, as an engine does on its first batch.
 
     The arguments are those of `clipped_grad_sum`, whose calls of this kind need not be compared

@@ -122,7 +122,7 @@ class Call(NamedTuple):
 
 
 def build(
-    loss_fn: Callable[..., Any], what: PyTree, batch: tuple[Any, ...], options: Options
+    loss_fn: Callable[..., Any], what: PyTree, batch: tuple[PyTree, ...], options: Options
 ) -> Call:
     """Check the arguments of a call and bring them to normal form; `loss_fn` is not run on data.
 
@@ -147,7 +147,7 @@ def build(
         result = parameters.call(of_one, (trained, others), position, *args, **kwargs)
         return _checked_loss(result, options)
 
-    def of_one(model: Any, *arguments: Any, **kwargs: Any) -> Any:
+    def of_one(model: PyTree, *arguments: PyTree, **kwargs: Any) -> Any:
         try:
             with compat.as_user():
                 return loss_fn(model, *arguments, **kwargs)
@@ -193,17 +193,27 @@ def _of_each_device(call: Call, inside: set[str]) -> Call:
     return call._replace(parameters=replace(call.parameters, trained=trained), rows=rows)
 
 
-def split_batch(batch: tuple[Any, ...]) -> tuple[list[Array], int, Callable[..., Any]]:
+def split_batch(batch: tuple[PyTree, ...]) -> tuple[list[Array], int, Callable[..., Any]]:
     """Return the array leaves of a batch, the number of examples, and a function to rebuild one."""
     lengths: dict[str, int] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
         name = f"batch{jax.tree_util.keystr(path)}"
-        if is_array(leaf):
-            lengths[name] = _num_rows(name, leaf)
-        elif isinstance(leaf, Iterator) or (
-            hasattr(leaf, "__array__") and not isinstance(leaf, np.generic)
-        ):  # an array of another library, such as a torch tensor
+        is_foreign = hasattr(leaf, "__array__") and not isinstance(leaf, np.generic)
+        if not is_array(leaf) and (isinstance(leaf, Iterator) or is_foreign):  # torch, for example
             raise TypeError(f"{name} is {_validate.kind(leaf)}. Expected a JAX or NumPy array.")
+        if not is_array(leaf):
+            continue
+        if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "OUSMm":
+            raise TypeError(
+                f"{name} has dtype {leaf.dtype}. Expected numbers; pass text and objects in a list "
+                "or a tuple, they are handed on unchanged."
+            )
+        if leaf.ndim == 0:
+            raise ValueError(
+                f"{name} is an array without axes. Expected the examples on axis 0; pass constants "
+                "as Python numbers, or close over them."
+            )
+        lengths[name] = len(leaf)
     if not lengths:
         raise ValueError(
             "The batch holds no array, so it has no examples. Expected arrays with the examples "
@@ -219,7 +229,7 @@ def split_batch(batch: tuple[Any, ...]) -> tuple[list[Array], int, Callable[...,
     return arrays, next(iter(lengths.values())), Frame(batch).rebuild
 
 
-def refuse_unsplit_numbers(batch: Any, n: int) -> None:
+def refuse_unsplit_numbers(batch: PyTree, n: int) -> None:
     """Refuse a sequence of n numbers that is no array: every example would get all of them."""
     for node in _sequences(batch):
         if len(node) == n > 1 and all(map(_holds_numbers, node)):
@@ -230,7 +240,7 @@ def refuse_unsplit_numbers(batch: Any, n: int) -> None:
             )
 
 
-def _sequences(tree: Any) -> Iterator[Any]:
+def _sequences(tree: PyTree) -> Iterator[Any]:
     """Lists, tuples and other sequences of the items below a pytree, except text."""
 
     def is_sequence(node: Any) -> bool:
@@ -242,28 +252,13 @@ def _sequences(tree: Any) -> Iterator[Any]:
             yield from _sequences(node)
 
 
-def _holds_numbers(value: Any) -> bool:
+def _holds_numbers(value: PyTree) -> bool:
     """True for a number, and for a list or tuple of numbers, of lists of numbers and so on."""
     leaves = jax.tree.leaves(value)
     return bool(leaves) and all(isinstance(x, numbers.Number | np.generic) for x in leaves)
 
 
-def _num_rows(name: str, leaf: Any) -> int:
-    """Number of examples (axis 0) of one batch leaf."""
-    if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "OUSMm":
-        raise TypeError(
-            f"{name} has dtype {leaf.dtype}. Expected numbers; pass text and objects in a list or "
-            "a tuple, they are handed on unchanged."
-        )
-    if leaf.ndim == 0:
-        raise ValueError(
-            f"{name} is an array without axes. Expected the examples on axis 0; pass constants as "
-            "Python numbers, or close over them."
-        )
-    return int(leaf.shape[0])
-
-
-def _check_key(key: Any) -> None:
+def _check_key(key: PyTree) -> None:
     """Refuse anything but one jax random key (typed, or the older (2,) uint32)."""
     if key is None:
         return
@@ -282,7 +277,7 @@ def _check_key(key: Any) -> None:
         )
 
 
-def _failure_of_one(error: Exception, arguments: Any, keep_batch_dim: bool) -> Exception:
+def _failure_of_one(error: Exception, arguments: PyTree, keep_batch_dim: bool) -> Exception:
     """Return the error of a loss that failed, with the arguments that it got."""
     arrays = [x for x in jax.tree.leaves(arguments) if isinstance(x, jax.Array)]
     got = ", ".join(f"{x.dtype}{list(x.shape)}" for x in arrays)
@@ -296,7 +291,7 @@ def _failure_of_one(error: Exception, arguments: Any, keep_batch_dim: bool) -> E
     )
 
 
-def _checked_loss(result: Any, options: Options) -> tuple[Array, PyTree]:
+def _checked_loss(result: PyTree, options: Options) -> tuple[Array, PyTree]:
     """Return (loss (), aux) from the result of `loss_fn` for one example."""
     if options.has_aux and not (isinstance(result, tuple) and len(result) == 2):
         raise TypeError(
@@ -318,7 +313,7 @@ def _checked_loss(result: Any, options: Options) -> tuple[Array, PyTree]:
     return loss, jax.tree.map(_aux_leaf, aux)
 
 
-def _aux_leaf(leaf: Any) -> Any:
+def _aux_leaf(leaf: PyTree) -> Any:
     try:
         return jnp.asarray(leaf)
     except TypeError as error:

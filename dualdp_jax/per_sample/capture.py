@@ -156,7 +156,7 @@ def capture(call: Call, rows: Row) -> Capture:
     def one(row: Row) -> Any:
         def probed(probes: list[Array], own: dict[int, Array]) -> tuple[Array, Any]:
             values = [p + own[i] if i in own else p for i, p in enumerate(trained)]
-            scope = Scope(trained, values, probes, plans=found.plans)
+            scope = Scope(trained, values, iter(probes), plans=found.plans)
             loss, aux = _forward(call, found.program, scope, row)
             return loss, (scope.operands, aux)
 

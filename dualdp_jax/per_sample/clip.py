@@ -117,15 +117,16 @@ def clipper(parameters: Parameters, clipping: str, max_grad_norm: Any, times: Bo
 
 def _scalar(max_grad_norm: Bound) -> Bound:
     """Positive number, or a traced scalar, whose value is unknown here."""
-    if not isinstance(max_grad_norm, jax.Array | np.ndarray):
-        return _validate.positive("max_grad_norm", max_grad_norm)
-    if max_grad_norm.shape != ():
-        raise ValueError(
-            f"max_grad_norm has shape {max_grad_norm.shape}. Expected a number or a scalar array."
-        )
-    if compat.is_traced(max_grad_norm):
-        return max_grad_norm
-    return _validate.positive("max_grad_norm", float(max_grad_norm))
+    if isinstance(max_grad_norm, jax.Array | np.ndarray):
+        shape = max_grad_norm.shape
+        if shape != ():
+            raise ValueError(
+                f"max_grad_norm has shape {shape}. Expected a number or a scalar array."
+            )
+        if compat.is_traced(max_grad_norm):
+            return max_grad_norm
+        max_grad_norm = float(max_grad_norm)
+    return _validate.positive("max_grad_norm", max_grad_norm)
 
 
 def checked_mask(mask: Array | None, num_examples: int) -> Array:

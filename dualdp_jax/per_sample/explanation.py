@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dualdp_jax import compat
-from dualdp_jax.per_sample.call import Options, build
+from dualdp_jax.per_sample.call import Options, PyTree, build
 from dualdp_jax.per_sample.capture import analyzed
 from dualdp_jax.per_sample.gradients import by_cost, never, unformed_uses
 from dualdp_jax.per_sample.methods import KEEPS, check_method, way_of
@@ -16,8 +16,8 @@ from dualdp_jax.per_sample.methods import KEEPS, check_method, way_of
 @compat.promoting
 def explain(
     loss_fn: Callable[..., Any],
-    what: Any,
-    *batch: Any,
+    what: PyTree,
+    *batch: PyTree,
     method: str = "auto",
     has_aux: bool = False,
     **options: Any,

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import JaxprEqn
 
 from dualdp_jax import compat
 
@@ -65,7 +66,7 @@ def parameter(index: int, value: Array) -> Derived:
     return Derived(value, frozenset([index]), None, lambda cotangent: cotangent, order, index)
 
 
-def derive(eqn: Any, inputs: Sequence[Derived]) -> list[Derived]:
+def derive(eqn: JaxprEqn, inputs: Sequence[Derived]) -> list[Derived]:
     """Evaluate an equation whose inputs are parameters and constants only."""
     operation = Operation(partial(compat.bind, eqn), tuple(inputs))
     results = operation.function(*(item.value for item in inputs))

@@ -4,14 +4,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from itertools import islice
+from typing import Any, NamedTuple, TypeGuard
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Jaxpr, JaxprEqn
 
 from dualdp_jax import compat
 from dualdp_jax.per_sample.expressions import (
@@ -67,11 +69,15 @@ class ParameterUse:
 class DeferredUse(NamedTuple):
     """Use that is evaluated only when another equation reads its result."""
 
-    eqn: Any  # equation of the use
-    inputs: list[Any]
+    eqn: JaxprEqn  # equation of the use
+    inputs: list[Item]
     position: int  # index of the weight among the operands
     #: axes of the result that are summed at once, for rules with `takes_sums`.
     summed: tuple[int, ...] = ()
+
+
+#: Value in an evaluation: data, derived from parameters, or a use whose result nothing has read.
+Item = Array | Derived | DeferredUse
 
 
 @dataclass
@@ -81,7 +87,7 @@ class Scope:
     values: list[Array]  # the parameters of this scope
     probed: list[Array]  # the same values plus their probes
     #: zeros to add at the uses, in order; None while the uses are collected.
-    probes: list[Array] | None = None
+    probes: Iterator[Array] | None = None
     uses: list[ParameterUse] = field(default_factory=list)  # `ParameterUse`, in program order
     operands: list[tuple[Array, ...]] = field(default_factory=list)  # per use its data operands
     wanted: set[int] = field(default_factory=set)  # parameters with uses that have no rule
@@ -93,7 +99,7 @@ class Scope:
     #: mapping from operation to its results for `probed`.
     memo: Memo = field(default_factory=dict)
 
-    def enter(self, item: Any) -> Any:
+    def enter(self, item: Item) -> Array:
         """Return a plain value for ordinary computation; a parameter gets its own probe."""
         if isinstance(item, DeferredUse):
             return _record_use(self, item)
@@ -102,22 +108,15 @@ class Scope:
             return evaluate(item, self.probed, self.memo)
         return item
 
-    def take_probes(self, count: int) -> list[Array] | None:
-        """Take the probes of the next `count` uses; None while the uses are collected."""
-        if self.probes is None:
-            return None
-        taken, self.probes = self.probes[:count], self.probes[count:]
-        return taken
 
-
-def run(scope: Scope, jaxpr: Any, consts: Sequence[Array], args: Sequence[Any]) -> list[Any]:
+def run(scope: Scope, jaxpr: Jaxpr, consts: Sequence[Array], args: Sequence[Item]) -> list[Item]:
     """Evaluate a jaxpr on data and `Derived` values; the results are of these kinds too."""
     env: dict[Any, Any] = dict(zip(jaxpr.constvars, map(constant, consts), strict=True))
     env |= zip(jaxpr.invars, args, strict=True)
     read_at = [v for eqn in jaxpr.eqns for v in eqn.invars] + list(jaxpr.outvars)
     num_readers = Counter(v for v in read_at if not isinstance(v, compat.Literal))
 
-    def read(var: Any) -> Any:
+    def read(var: Any) -> Item:
         return constant(var.val) if isinstance(var, compat.Literal) else env[var]
 
     for eqn in jaxpr.eqns:
@@ -129,11 +128,11 @@ def run(scope: Scope, jaxpr: Any, consts: Sequence[Array], args: Sequence[Any]) 
     return [read(v) for v in jaxpr.outvars]
 
 
-def _is_weight(item: Any) -> bool:
+def _is_weight(item: Item) -> TypeGuard[Derived]:
     return isinstance(item, Derived) and bool(item.sources)
 
 
-def _step(scope: Scope, eqn: Any, inputs: list[Any]) -> list[Any]:
+def _step(scope: Scope, eqn: JaxprEqn, inputs: list[Item]) -> list[Item]:
     name = eqn.primitive.name
     holds_weight = any(map(_is_weight, inputs))
     is_deferred = any(isinstance(item, DeferredUse) for item in inputs)
@@ -141,14 +140,16 @@ def _step(scope: Scope, eqn: Any, inputs: list[Any]) -> list[Any]:
     if (holds_weight or is_deferred or convolves) and name in compat.WRAPPERS:
         jaxpr, consts = compat.open_jaxpr(eqn.params[compat.WRAPPERS[name]])
         return run(scope, jaxpr, consts, inputs)
-    is_derived = all(isinstance(item, Derived) for item in inputs)
+    derived = [item for item in inputs if isinstance(item, Derived)]
+    is_derived = len(derived) == len(inputs)
     # A custom backward may be no linear map: it must get the whole cotangent, not summands.
     if is_derived and not (holds_weight and compat.has_own_backward(eqn)):
-        return _derived(scope, eqn, inputs)
+        return _derived(scope, eqn, derived)
     if holds_weight and name == "scan":
         return _scan(scope, eqn, inputs)
-    if is_deferred and name == "reduce_sum" and not inputs[0].summed:
-        return [_record_use(scope, inputs[0]._replace(summed=tuple(eqn.params["axes"])))]
+    first = inputs[0] if inputs else None
+    if isinstance(first, DeferredUse) and name == "reduce_sum" and not first.summed:
+        return [_record_use(scope, first._replace(summed=tuple(eqn.params["axes"])))]
     position = _rule_position(eqn, inputs) if holds_weight else None
     if position is not None:
         found = DeferredUse(eqn, inputs, position)
@@ -158,7 +159,7 @@ def _step(scope: Scope, eqn: Any, inputs: list[Any]) -> list[Any]:
     return compat.bind(eqn, *(scope.enter(item) for item in inputs))
 
 
-def _derived(scope: Scope, eqn: Any, inputs: list[Derived]) -> list[Any]:
+def _derived(scope: Scope, eqn: JaxprEqn, inputs: list[Derived]) -> list[Item]:
     """Results derived from parameters and constants; plain values where no gradient passes."""
     results: list[Any] = derive(eqn, inputs)
     for position, result in enumerate(results):
@@ -169,7 +170,7 @@ def _derived(scope: Scope, eqn: Any, inputs: list[Derived]) -> list[Any]:
     return results
 
 
-def _rule_position(eqn: Any, inputs: list[Any]) -> int | None:
+def _rule_position(eqn: Any, inputs: list[Item]) -> int | None:
     """Position of the weight if a rule accepts this equation, else None."""
     rule = RULES.get(eqn.primitive.name)
     weights = [i for i, item in enumerate(inputs) if _is_weight(item)]
@@ -183,7 +184,8 @@ def _rule_position(eqn: Any, inputs: list[Any]) -> int | None:
 def _record_use(scope: Scope, found: DeferredUse) -> Array:
     """Evaluate an equation that has a rule, record the use, and add its probe."""
     eqn, inputs, position, summed = found
-    weight: Derived = inputs[position]
+    weight = inputs[position]
+    assert isinstance(weight, Derived)
     others = tuple(scope.enter(item) for i, item in enumerate(inputs) if i != position)
     values = [*others[:position], weight.value, *others[position:]]
     (result,) = compat.bind(eqn, *values)
@@ -202,11 +204,10 @@ def _record_use(scope: Scope, found: DeferredUse) -> Array:
         )
     )
     scope.operands.append(others)
-    probe = scope.take_probes(1)
-    return result if probe is None else result + probe[0]
+    return result if scope.probes is None else result + next(scope.probes)
 
 
-def _scan(scope: Scope, eqn: Any, inputs: list[Any]) -> list[Any]:
+def _scan(scope: Scope, eqn: JaxprEqn, inputs: list[Item]) -> list[Item]:
     """Evaluate a scan that uses parameters; arrays of its uses are stacked over the steps.
 
     The parameters of its body are the scan's constants that are not data, and its scanned weights.
@@ -216,7 +217,7 @@ def _scan(scope: Scope, eqn: Any, inputs: list[Any]) -> list[Any]:
     consts, xs = inputs[:num_consts], inputs[num_consts + num_carry :]
     carry = [scope.enter(item) for item in inputs[num_consts : num_consts + num_carry]]
     fixed = [item for item in consts if isinstance(item, Derived)]
-    given, num_fixed = fixed + list(filter(_is_weight, xs)), len(fixed)
+    given, num_fixed = fixed + [item for item in xs if _is_weight(item)], len(fixed)
     scanned = [scope.enter(item) for item in xs if not _is_weight(item)]
     raw = probed = [item.value for item in given]
     jaxpr, closed = compat.open_jaxpr(eqn.params["jaxpr"])
@@ -225,7 +226,8 @@ def _scan(scope: Scope, eqn: Any, inputs: list[Any]) -> list[Any]:
     def step(carry: list[Array], slices: Any) -> tuple[list[Array], Any]:
         items, raw_slices, probed_slices, zeros = slices
         values = [*raw[:num_fixed], *raw_slices], [*probed[:num_fixed], *probed_slices]
-        scopes.append(inner := Scope(*values, zeros, plans=scope.plans))
+        inner = Scope(*values, None if zeros is None else iter(zeros), plans=scope.plans)
+        scopes.append(inner)
         own = (
             parameter(i, value) if _is_weight(item) else constant(value, i)
             for i, (item, value) in enumerate(zip(given, inner.values, strict=True))
@@ -246,7 +248,8 @@ def _scan(scope: Scope, eqn: Any, inputs: list[Any]) -> list[Any]:
     probed = [scope.enter(x) if i in plan.wanted else x.value for i, x in enumerate(given)]
     scope.blocked |= {i for j in plan.blocked for i in given[j].sources}
     scope.convolves |= plan.convolves
-    xs_of_steps = (scanned, raw[num_fixed:], probed[num_fixed:], scope.take_probes(len(plan.uses)))
+    zeros = None if scope.probes is None else list(islice(scope.probes, len(plan.uses)))
+    xs_of_steps = (scanned, raw[num_fixed:], probed[num_fixed:], zeros)
     options = {name: eqn.params[name] for name in ("reverse", "unroll") if name in eqn.params}
     length = eqn.params["length"]
     carry, (outputs, operands) = jax.lax.scan(step, carry, xs_of_steps, length=length, **options)

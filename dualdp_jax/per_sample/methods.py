@@ -46,6 +46,8 @@ KEEPS: dict[str, Keeps] = {
     "materialize": always,
     "auto": by_cost,
 }
+#: Ways of "auto", one after the other: where one is not supported, or its first numbers differ.
+WAYS = ("auto", "vmap", "loop")
 #: Kinds of request.
 GRADS, NORMS, LEAF_NORMS, SUM = "gradients", "norms", "norms of leaves", "clipped sum"
 

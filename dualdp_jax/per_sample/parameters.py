@@ -6,6 +6,7 @@ from __future__ import annotations
 import numbers
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -52,7 +53,7 @@ class Parameters:
         """Dtype of norms and factors: float32, or float64 if one leaf is."""
         return jnp.result_type(jnp.float32, *(leaf.dtype for leaf in self.trained))
 
-    def like(self, values: Sequence[Any]) -> PyTree:
+    def like(self, values: Sequence[PyTree]) -> PyTree:
         """Return a tree like the model of a value for each trained leaf, None elsewhere."""
         found = dict(zip(self.trained_at, values, strict=True))
         return jax.tree.unflatten(self.treedef, map(found.get, range(len(self.fixed))))
@@ -74,11 +75,9 @@ class Parameters:
         """Return the other arrays with rng state derived from the key."""
         return list(others)
 
-    def module(self, params: PyTree) -> Any:
-        """Return the `nnx.Module` of parameters as the user holds them; None for a pytree."""
-        return None
-
-    def call(self, loss_fn: Loss, held: Held, position: Array, *args: Any, **kwargs: Any) -> Any:
+    def call(
+        self, loss_fn: Loss, held: Held, position: Array, *args: PyTree, **kwargs: PyTree
+    ) -> Any:
         """Return what the loss function returns for the example at a position of the batch."""
         return loss_fn(self.whole(*held), *args, **kwargs)
 
@@ -93,11 +92,11 @@ class ModuleParameters(Parameters):
         rewritten: beginnings of the names of parameters that each call computes from others.
     """
 
-    nnx: Any
+    nnx: ModuleType
     graphdef: Any
     rewritten: tuple[str, ...]
 
-    def like(self, values: Sequence[Any]) -> PyTree:  # noqa: D102
+    def like(self, values: Sequence[PyTree]) -> PyTree:  # noqa: D102
         return super().like(values)[0]
 
     def whole(self, trained: Arrays, others: Arrays) -> PyTree:  # noqa: D102
@@ -110,10 +109,13 @@ class ModuleParameters(Parameters):
         folded = (jax.random.fold_in(key, i) for i, _ in enumerate(others))
         return [_keys_like(old, new) for old, new in zip(others, folded, strict=True)]
 
-    def module(self, params: PyTree) -> Any:  # noqa: D102
+    def module(self, params: PyTree) -> PyTree:
+        """Return the `nnx.Module` of parameters as the user holds them."""
         return self.nnx.merge(self.graphdef, *super().whole(*self.arrays(params)))
 
-    def call(self, loss_fn: Loss, held: Held, position: Array, *args: Any, **kwargs: Any) -> Any:
+    def call(
+        self, loss_fn: Loss, held: Held, position: Array, *args: PyTree, **kwargs: PyTree
+    ) -> Any:
         """Call the function on a copy of the module; refuse a call that changes a variable.
 
         The next example would not see the change, as it would in a plain loop. What `sow` keeps for
@@ -125,7 +127,7 @@ class ModuleParameters(Parameters):
         given, given_tree = jax.tree.flatten((args, kwargs))
         arrays = [leaf for leaf in given if _is_array(leaf)]
 
-        def run(leaves: list[Any], arrays: list[Array]) -> tuple[Any, tuple[PyTree, PyTree]]:
+        def run(leaves: list[PyTree], arrays: list[Array]) -> tuple[Any, tuple[PyTree, PyTree]]:
             copy = self.nnx.merge(self.graphdef, *jax.tree.unflatten(treedef, leaves))
             filled = iter(arrays)
             own = [next(filled) if _is_array(leaf) else leaf for leaf in given]
@@ -135,14 +137,14 @@ class ModuleParameters(Parameters):
             _, params, _, _, rest = self.nnx.split(copy, *filters, ...)
             return result, (params, rest)
 
-        def guarded(leaves: Sequence[Any]) -> tuple[PyTree, PyTree]:
+        def guarded(leaves: Sequence[PyTree]) -> tuple[PyTree, PyTree]:
             params, _, rest = jax.tree.unflatten(treedef, leaves)
             return params, rest
 
         result, after = run(leaves, arrays)
         states = guarded(leaves), after
         old, new = (dict(jax.tree_util.tree_flatten_with_path(state)[0]) for state in states)
-        names = {path: variable_name(path[1:]) for path in {**old, **new}}
+        names = {path: _path_name(compat.variable_path(path[1:])) for path in {**old, **new}}
         wrong = [path for path in names if old.get(path) is not new.get(path)]
         wrong = [path for path in wrong if not names[path].startswith(self.rewritten)]
         if wrong and old.keys() == new.keys() and all(map(_is_array, leaves)):
@@ -151,8 +153,8 @@ class ModuleParameters(Parameters):
             at = guarded(range(len(leaves)))
             closed, _ = compat.trace(lambda *inputs: run(*inputs)[1], leaves, arrays)
             kept = _kept(closed, jax.tree.leaves(at), set(jax.tree.leaves(at[1])))
-            wrong = [path for path, is_kept in zip(new, kept, strict=True)
-                     if path in wrong and not is_kept]  # fmt: skip
+            right = {path for path, is_kept in zip(new, kept, strict=True) if is_kept}
+            wrong = [path for path in wrong if path not in right]
         if wrong:
             raise UnsupportedLayerError(
                 f"loss_fn changed the variable {names[wrong[0]]!r} of the module, so one example "
@@ -199,7 +201,7 @@ def split(what: PyTree, trainable: PyTree = None) -> Parameters:
     return parameters
 
 
-def _of_module(nnx: Any, module: Any, trainable: PyTree) -> Parameters:
+def _of_module(nnx: ModuleType, module: PyTree, trainable: PyTree) -> Parameters:
     """Split an `nnx.Module`, without values that earlier calls sowed."""
     if nnx.state(module, nnx.Intermediate):
         module = nnx.clone(module)
@@ -218,40 +220,37 @@ def _of_leaves(
     kind: type[Parameters], tree: PyTree, params: PyTree, trainable: PyTree, **own: Any
 ) -> Parameters:
     """Split the leaves of a tree, of which those of `params` come first and may be trained."""
-    trained_at, wrong = trained_leaves(params, trainable)
-    if wrong:
-        name, dtype = wrong[0]
-        raise TypeError(
-            f"The parameter {name!r} is {dtype}. Expected a real floating array; freeze it by "
-            "trainable= (a pytree of bools with False there) or take it out of the parameters."
-        )
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    if kind is ModuleParameters:
+        paths = list(map(compat.variable_path, paths))
+    trained_at = _trained_at(params, paths, trainable)
     leaves, treedef = jax.tree.flatten(tree)
     arrays_at = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
     others_at = [i for i in arrays_at if i not in set(trained_at)]
     held = {*trained_at, *others_at}
     fixed = [None if i in held else leaf for i, leaf in enumerate(leaves)]
-    paths = [compat.variable_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     names, groups = ([_path_name(paths[i][:end]) for i in trained_at] for end in (None, -1))
     trained, others = ([jnp.asarray(leaves[i]) for i in at] for at in (trained_at, others_at))
     return kind(trained, others, names, groups, treedef, fixed, trained_at, others_at, **own)
 
 
-def trained_leaves(
-    params: PyTree, trainable: PyTree
-) -> tuple[list[int], list[tuple[str, np.dtype]]]:
-    """Return the places of trained leaves, and (name, dtype) of those that are not real floats."""
-    places, wrong = list[int](), []
+def _trained_at(params: PyTree, paths: list[KeyPath], trainable: PyTree) -> list[int]:
+    """Places of the leaves that are trained, which have to be real floating numbers."""
+    places = []
     are_settings = compat.holds_equinox(params)  # its Python numbers
-    flat = jax.tree_util.tree_leaves_with_path(params)
-    for place, ((path, leaf), flag) in enumerate(zip(flat, _flags(params, trainable), strict=True)):
+    flat = zip(paths, jax.tree.leaves(params), _flags(params, trainable), strict=True)
+    for place, (path, leaf, flag) in enumerate(flat):
         is_number = isinstance(leaf, numbers.Number) and not are_settings
         if not flag or not (is_number or _is_array(leaf)):
             continue
         places.append(place)
-        dtype = jnp.result_type(leaf)
-        if not jnp.issubdtype(dtype, jnp.floating):
-            wrong.append((variable_name(path), dtype))
-    return places, wrong
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+            raise TypeError(
+                f"The parameter {_path_name(path)!r} is {jnp.result_type(leaf)}. Expected a "
+                "real floating array; freeze it by trainable= (a pytree of bools with False "
+                "there) or take it out of the parameters."
+            )
+    return places
 
 
 def _flags(tree: PyTree, trainable: PyTree) -> list[bool]:
@@ -274,12 +273,8 @@ def _flags(tree: PyTree, trainable: PyTree) -> list[bool]:
     return flags
 
 
-def variable_name(path: KeyPath) -> str:
-    """Return the path of a leaf or an nnx variable as text, keys joined by "/"."""
-    return _path_name(compat.variable_path(path))
-
-
 def _path_name(path: KeyPath) -> str:
+    """Path as text, keys joined by "/"."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
@@ -302,5 +297,5 @@ def _is_key(leaf: Array) -> bool:
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def _is_array(leaf: Any) -> bool:
+def _is_array(leaf: PyTree) -> bool:
     return isinstance(leaf, jax.Array | np.ndarray | np.generic)

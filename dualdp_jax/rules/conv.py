@@ -56,13 +56,6 @@ def _windows(spec: Spec, spatial: tuple[int, ...]) -> Iterator[tuple[slice, ...]
     return itertools.product(*_reads(spec, spatial))
 
 
-def _views(spec: Spec, x: Array, spatial: tuple[int, ...]) -> Iterator[Array]:
-    """Input as each kernel offset reads it, (n, rows, *spatial of the output, channels)."""
-    x = _padded(spec, x)
-    for window in _windows(spec, spatial):
-        yield x[(slice(None), slice(None), *window)]
-
-
 def _grouped(spec: Spec, grads_out: Array) -> tuple[Array, tuple[int, ...]]:
     """Reshape grads_out to (n, t, g, o); also returns the spatial shape of the output."""
     out = spec.params["dimension_numbers"][2]
@@ -70,12 +63,6 @@ def _grouped(spec: Spec, grads_out: Array) -> tuple[Array, tuple[int, ...]]:
     groups = spec.params["feature_group_count"]
     spatial = grads.shape[2:-1]
     return grads.reshape(grads.shape[0], -1, groups, grads.shape[-1] // groups), spatial
-
-
-def _flat(spec: Spec, view: Array) -> Array:
-    """Reshape (n, rows, *spatial, channels) to (n, t, g, i)."""
-    groups = spec.params["feature_group_count"]
-    return view.reshape(view.shape[0], -1, groups, view.shape[-1] // groups)
 
 
 def _to_weight(spec: Spec, grads: Array) -> Array:
@@ -88,9 +75,11 @@ def _to_weight(spec: Spec, grads: Array) -> Array:
 
 def offset_grads(spec: Spec, x: Array, grads_out: Array) -> Iterator[Array]:
     """Yield the per-sample gradients of each kernel offset, (n, g, i, o)."""
-    grads, spatial = _grouped(spec, widen(grads_out))
-    for view in _views(spec, widen(x), spatial):
-        yield jnp.einsum("ntgi,ntgo->ngio", _flat(spec, view), grads, precision=HIGHEST)
+    grads, spatial = _grouped(spec, widen(grads_out))  # (n, t, g, o)
+    x, every = _padded(spec, widen(x)), slice(None)
+    for window in _windows(spec, spatial):
+        view = x[(every, every, *window)].reshape(*grads.shape[:3], x.shape[-1] // grads.shape[2])
+        yield jnp.einsum("ntgi,ntgo->ngio", view, grads, precision=HIGHEST)
 
 
 def _all_grads(spec: Spec, x: Array, grads_out: Array) -> Array:

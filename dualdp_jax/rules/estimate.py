@@ -46,7 +46,7 @@ class Estimate(NamedTuple):
     formed: Callable[[Any], Array] | None = None
 
 
-def stable_norm(array: Any, start: int = 1) -> Any:
+def stable_norm(array: Array, start: int = 1) -> Array:
     """Return the norms of (n, ...) over the axes from `start` on, without over- or underflow."""
     array, axes = widen(array), tuple(range(start, array.ndim))
     if not math.prod(array.shape[start:]):
@@ -60,7 +60,7 @@ def stable_norm(array: Any, start: int = 1) -> Any:
     return jnp.sqrt(jnp.square(scaled).sum(axes)) / scale.reshape(array.shape[:start])
 
 
-def of_gradients(grads: Any, lengths: Any = None) -> Estimate:
+def of_gradients(grads: Array, lengths: Array | None = None) -> Estimate:
     """Return the norms of gradients (n, *shape).
 
     `lengths` (n, ..., t) are the norms of the vectors that the clipped sum adds up instead.
@@ -68,19 +68,19 @@ def of_gradients(grads: Any, lengths: Any = None) -> Estimate:
     return Estimate(sq_norm(grads), rounding=None if lengths is None else rounding(lengths))
 
 
-def of_lengths(left: Any, right: Any) -> Estimate:
+def of_lengths(left: Array, right: Array) -> Estimate:
     """Return the norms of outer products of rows (n, b, i) and (n, b, o), joined over b."""
     squares = [jnp.square(rows).sum(2) for rows in (left, right)]
     flushed = [rows.shape[2] * jnp.finfo(rows.dtype).tiny for rows in (left, right)]
     errors = squares[0] * flushed[1] + squares[1] * flushed[0] + flushed[0] * flushed[1]
 
-    def again() -> Any:
+    def again() -> Array:
         return jnp.square(stable_norm(left, 2) * stable_norm(right, 2)).sum(1)
 
     return Estimate((squares[0] * squares[1]).sum(1), errors.sum(1), again)
 
 
-def of_gram(squares: Any, left: Any, right: Any, sizes: tuple[int, int]) -> Estimate:
+def of_gram(squares: Array, left: Array, right: Array, sizes: tuple[int, int]) -> Estimate:
     """Return norms computed by a Gram form, whose terms cancel where positions do.
 
     `left` and `right` (n, ..., t) are the squared norms of the two vectors of each outer product,
@@ -96,7 +96,7 @@ def of_gram(squares: Any, left: Any, right: Any, sizes: tuple[int, int]) -> Esti
     return Estimate(jnp.maximum(squares, 0), errors, rounding=rounding(longest[0] * longest[1]))
 
 
-def rounding(lengths: Any) -> Any:
+def rounding(lengths: Array) -> Array:
     """Return the rounding (n,) in sums of vectors, from the vectors' norms (n, ..., t)."""
     size = lengths.reshape(lengths.shape[0], -1).sum(1)
     found = jnp.finfo(size.dtype).eps / 4 * (1 + math.sqrt(lengths.shape[-1])) * size

@@ -29,6 +29,7 @@ from dualdp_jax.per_sample.call import Call, Options, build
 from dualdp_jax.per_sample.methods import (
     GRADS,
     SUM,
+    WAYS,
     Answer,
     Request,
     answer,
@@ -135,6 +136,7 @@ class CompiledStep:
 
     def __post_init__(self) -> None:
         check_method(self.method)
+        self.next_ways = list(WAYS[1:]) if self.method == "auto" else []
         self.clipper(self.parameters, 1.0)  # refuses group shares that do not fit
         self._jitted, self.dtype = self._compiled(), self.parameters.dtype
         is_module = isinstance(self.parameters, ModuleParameters)  # whose dropout has keys
@@ -181,6 +183,14 @@ class CompiledStep:
             "update": jax.jit(self._update, out_shardings=(sums, self.opt_shardings, number)),
             "grads": jax.jit(self.data_mesh.each(self._grads, trained)),
         }
+
+    def falls_back(self) -> bool:
+        """Go on by the next way of "auto"; False if there is none."""
+        if not self.next_ways:
+            return False
+        self.method = self.next_ways.pop(0)
+        self._jitted = self._compiled()
+        return True
 
     def computed(self, params: Any, batch: Chunk, dropout: Any, bound: float) -> ComputedStep:
         """Return the totals of a logical batch, with the inputs and results of its chunks.

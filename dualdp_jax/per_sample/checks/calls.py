@@ -31,6 +31,7 @@ from dualdp_jax.per_sample.methods import (
     LEAF_NORMS,
     NORMS,
     SUM,
+    WAYS,
     Answer,
     Request,
     answer,
@@ -41,8 +42,6 @@ from dualdp_jax.per_sample.methods import (
 from dualdp_jax.rules.arrays import weighted_sum, widen
 from dualdp_jax.rules.estimate import stable_norm
 
-#: Ways of "auto", one after the other: where one is not supported, or its first numbers differ.
-WAYS = ("auto", "vmap", "loop")
 _seeds = np.random.default_rng(0)  # of the rows and signs of checks; no noise
 _compared: dict[int, str] = {}  # kinds of calls that need not be compared again, and their method
 _warned: set[int] = set()
@@ -164,7 +163,7 @@ def reference_of(call: Call) -> Reference:
         parameters = replace(call.parameters, trained=trained)
         own = call._replace(parameters=parameters, rows=(arrays, call.rows[1]))
         rest = identity.without_gradient(own, start, *weights)
-        return rest, identity.lengths(rest)
+        return rest, list(map(jnp.linalg.norm, rest))
 
     def subtract(
         chunk: int, start: Leaves, weights: Floats, change: Change

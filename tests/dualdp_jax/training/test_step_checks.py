@@ -305,6 +305,29 @@ def test_a_planted_fault_is_caught(name, monkeypatch):
     assert fault.start <= caught(fault, 1, 24, monkeypatch) < fault.start + 20
 
 
+@pytest.mark.parametrize("method", ["auto", "book_keeping"])
+@pytest.mark.parametrize("is_supported", [True, False])
+def test_auto_goes_by_vmap_from_the_first_batch_on(method, is_supported, monkeypatch):
+    """Where a rule is wrong, or has no form for the loss; the ledger says what was taken."""
+
+    def refuse(*arguments):
+        raise dualdp.UnsupportedLayerError("No such form. Use method='vmap'.")
+
+    rule = RULES["conv_general_dilated"]
+    wrong = (lambda *given: 0.5 * rule.grads(*given)) if is_supported else refuse
+    monkeypatch.setitem(RULES, "conv_general_dilated", rule._replace(grads=wrong, norms=None))
+    engine, step, state, loader = begin(image(), method, 1, plan_of(num_steps=3))
+    if method != "auto":
+        with pytest.raises((dualdp.ExactnessError, dualdp.UnsupportedLayerError)):
+            step(state, next(iter(loader)))
+        return
+    for batch in loader:
+        state, _ = step(state, batch)
+    assert engine.ledger.last_check == 2
+    assert engine.ledger.failed_check is None
+    assert engine.ledger.to_json().count("auto goes by vmap") == 1
+
+
 def test_one_step_in_fifty_catches_a_fault_within_200(monkeypatch):
     fault = FAULTS["two_pass with squared factors"]
     assert caught(fault, None, 202, monkeypatch) > 2
