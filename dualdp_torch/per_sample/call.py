@@ -368,12 +368,8 @@ class Call:
         leftover = capture.backward(total.sum(), self.parameters)
         if leftover:
             raise _NoCapture(f"parameter {leftover[0]!r} is used by a function without a rule")
-        for use in capture.uses:
-            if use.grads_out is not None:
-                use.check_unchanged()
         found = Captured(
-            capture.uses,
-            axes.batch_axes,
+            dict(zip(capture.uses, axes.batch_axes, strict=True)),
             {n: local_of(p) for n, p in {**self.parameters, **capture.stand_ins}.items()},
             capture.derived,
             n=self.batch.n,
