@@ -26,7 +26,7 @@ from dualdp_torch.parallel.fsdp import Shards, check_sharded
 from dualdp_torch.per_sample.analysis_cache import AnalysisCache
 from dualdp_torch.per_sample.batch import Batch
 from dualdp_torch.per_sample.batch_axis import BatchAxis
-from dualdp_torch.per_sample.call import Call
+from dualdp_torch.per_sample.call import Call, Options
 from dualdp_torch.per_sample.capture import Capture
 from dualdp_torch.per_sample.checks.identity import Numbers, Reference
 from dualdp_torch.per_sample.checks.twin import Twins
@@ -178,7 +178,7 @@ class Recorder:
         """Take the place of the model's call, also if that was compiled since the last time."""
         found = vars(self.model).get(_CALL)
         if found is None or found is not self._replaced.get(_CALL, (None, None))[1]:
-            self._set(_CALL, partial(self.run, found or self.model._call_impl))
+            self._set(_CALL, _Recorded(self, found or self.model._call_impl))
 
     def detach(self) -> None:
         """Remove every hook, and restore the model's attributes."""
@@ -211,7 +211,7 @@ class Recorder:
             self._paused = before
 
     @torch._disable_dynamo  # a loop that torch.compile traces calls the model as it is
-    def run(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run `call`, which is the model's, and record it: eagerly, or each example alone.
 
         Nothing is recorded while paused, without gradients, or where no batch is active.
@@ -736,6 +736,17 @@ class Recorder:
             yield
 
 
+class _Recorded:
+    """Call of a module that is recorded; of a class of its own, as analyses are kept by types."""
+
+    def __init__(self, recorder: Recorder, call: Callable[..., Any]) -> None:
+        self._recorder, self._call = recorder, call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the outputs for the loop."""
+        return self._recorder.run(self._call, args, kwargs)
+
+
 class Zeroing:
     """Wrapper of `zero_grad` of a module or optimizer that drops the recorded gradients, too.
 
@@ -794,18 +805,13 @@ def _projected(rows_per_unit: int, model: nn.Module, *calls: Any) -> Tensor:
 
 def _called(method: str, terms: Terms, reference: Reference) -> Numbers:
     """Return the numbers of another reference, by the same method."""
-    call = Call.checked(
-        partial(_projected, reference.batch.rows_per_unit),
-        reference.model,
-        reference.batch,
-        method=method,
-        check="off",
-        mask=reference.mask,
-    )
-    call = call.on(reference.model, reference.batch, dict(reference.parameters))
-    with reference.starts[0].replayed(reference.model):
+    model, batch, mask = reference.model, reference.batch, reference.mask
+    loss = partial(_projected, batch.rows_per_unit)
+    call = Call.of(loss, model, batch, Options(method=method, check="off"), mask=mask)
+    call = call.on(model, batch, reference.parameters, mask)
+    with reference.starts[0].replayed(model):
         gradients, found, _ = call.gradients()
-        terms = terms._replace(mask=reference.mask)
+        terms = terms._replace(mask=mask)
         return numbers_of(gradients, found, terms, is_definition=call.is_definition)
 
 
