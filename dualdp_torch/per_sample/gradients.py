@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,7 +33,7 @@ from dualdp_torch.rules.base import (
 )
 from dualdp_torch.rules.base import wide as wide
 from dualdp_torch.rules.precision import full_precision, in_full_precision
-from dualdp_torch.rules.together import Described, NormTable, Table, sq_norms_of, stacked
+from dualdp_torch.rules.together import Described, NormTable, Table, sq_norms_of
 
 #: Floor of a squared norm to which its error is compared.
 _LEAST = 1e-30
@@ -118,53 +118,6 @@ def _summed(table: Table, limits: Limits) -> tuple[dict[str, Tensor], Tensor]:
     return totals, _added([*totals.values()])
 
 
-class Gradients(Protocol):
-    """Protocol of the per-sample gradients of n examples.
-
-    Attributes:
-        is_narrow: bool, True if backward computed some of them in a precision below float32.
-        doubt: (n,) largest error bound of a norm, in units of its tolerance, over the groups whose
-            norms came from products; None before `sq_norms`, or without such norms.
-        one_sum: bool, True if some examples' sums must come from the same numbers as their norms.
-        scale: factor of the gradients in memory; squares of theirs may underflow, not of these.
-    """
-
-    is_narrow: bool
-    scale: float
-
-    @property
-    def doubt(self) -> Tensor | None:
-        """(n,) largest error bound of a norm, in units of its tolerance, or None."""
-        ...
-
-    @property
-    def one_sum(self) -> bool:
-        """True if some examples' sums must come from the same numbers as their norms."""
-        ...
-
-    def grads(self) -> dict[str, Tensor]:
-        """Return a mapping from parameter name to (n, *shape)."""
-        ...
-
-    def sq_norms(self, limits: Limits) -> Squares:
-        """Return squared norms, as precise as `limits` asks; inf on overflow."""
-        ...
-
-    def exact_sq_norms(self, rows: Tensor) -> dict[str, Tensor]:
-        """Return name -> (rows,) float64 squared norms of the selected examples."""
-        ...
-
-    def sums(
-        self, factors: Mapping[str, Tensor], rows: Tensor | None
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, sum over the examples `rows`, or all, of factor times gradient)."""
-        ...
-
-    def forget(self) -> None:
-        """Free the memory of the gradients, which can't be read any more."""
-        ...
-
-
 def _compared(
     table: Table, totals: Mapping[str, Tensor], limits: Limits
 ) -> tuple[list[str], Tensor, Tensor]:
@@ -176,20 +129,16 @@ def _compared(
     return [*doubted], error, tolerated.mul_(margin_of(tolerated.dtype))
 
 
-def _merged(tables: Sequence[Table]) -> Table:
-    """Return one table of those of several dtypes, in the widest of them."""
-    if len(tables) == 1:
-        return tables[0]
-    return Table(
-        [name for table in tables for name in table.names],
-        stacked([table.squares for table in tables]),
-        [name for table in tables for name in table.bounded],
-        lambda: stacked([table.errors() for table in tables]),
-    )
-
-
 class Formed:
-    """Per-sample gradients held in memory: a mapping from parameter name to (n, *shape)."""
+    """Per-sample gradients held in memory: a mapping from parameter name to (n, *shape).
+
+    Attributes, of `Captured` too:
+        is_narrow: bool, True if backward computed some of them in a precision below float32.
+        doubt: (n,) largest error bound of a norm, in units of its tolerance, over the groups whose
+            norms came from products; None before `sq_norms`, or without such norms.
+        one_sum: bool, True if some examples' sums must come from the same numbers as their norms.
+        scale: factor of the gradients in memory; squares of theirs may underflow, not of these.
+    """
 
     doubt: Tensor | None = None
     one_sum, scale = False, 1.0
@@ -216,10 +165,13 @@ class Formed:
         self, factors: Mapping[str, Tensor], rows: Tensor | None
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, weighted sum) for each parameter."""
-        for name, g in self._formed.items():
-            with full_precision():
-                total = weighted_sum(pick(factors[name], rows), pick(g, rows))
-            yield name, total
+        for name in self._formed:
+            yield name, self.sum(name, factors[name], rows)
+
+    def sum(self, name: str, factors: Tensor, rows: Tensor | None) -> Tensor:
+        """Return the sum over the examples of factor times gradient of one parameter."""
+        with full_precision():
+            return weighted_sum(pick(factors, rows), pick(self._formed[name], rows))
 
     def forget(self) -> None:
         """Free the gradients."""
@@ -396,8 +348,7 @@ class Captured:
         if part.slot not in part.use.rule.sq_norms or part.is_apart:
             return None
         found: Described = part.ask(part.use.rule.sq_norms[part.slot])
-        # A description would keep widened copies of all layers until they are computed.
-        return sq_norms_of(found, self._n) if part.is_narrow else found
+        return found
 
     @property
     def doubt(self) -> Tensor | None:
@@ -439,27 +390,30 @@ class Captured:
     @in_full_precision
     def _table(self) -> Table:
         """Return squared norms and error bounds of all parameters."""
-        tables: dict[torch.dtype, NormTable] = {}
         small: dict[Any, dict[str, bool]] = {}
         pulled_back = self._pulled_back()
+        dtypes = {wide(p.dtype) for p in self._parameters.values()}
+        widest = torch.float64 if torch.float64 in dtypes else torch.float32
+        table = NormTable(self._n, self.scale)
         for name, p in self._parameters.items():
             parts = self._parts[name]
-            dtype = wide(p.dtype)
-            if dtype not in tables:
-                tables[dtype] = NormTable(self._n, self.scale)
-            table = tables[dtype]
             if name in self._kept:  # by an earlier call
-                table.add_length(name, lengths(self._kept[name]))
+                table.add_length(name, lengths(self._kept[name]).to(widest))
                 continue
             if not parts and name not in pulled_back:
-                table.add(name, (p.new_zeros(self._n, dtype=dtype), None))
+                table.add(name, (p.new_zeros(self._n, dtype=widest), None))
                 continue
             keeps = self._keeps(parts)
             alone = None if keeps or name in pulled_back else self._norms_alone(parts)
             if alone is not None:
+                # A description would keep widened copies of all layers until they are computed.
+                if wide(p.dtype) != widest or (len(parts) == 1 and parts[0].is_narrow):
+                    square, error = sq_norms_of(alone, self._n)
+                    alone = square.to(widest), None if error is None else error.to(widest)
                 table.add(name, alone)
                 continue
             formed = self._formed(name, pulled_back)
+            has_length = is_here = False
             if keeps:
                 self._kept[name] = formed
                 parts.clear()  # free the inputs before the next gradient is formed
@@ -467,18 +421,15 @@ class Captured:
                 if has_length and is_here:  # there is only its sum to come, one call
                     continue
                 if formed.numel() <= (SMALL if is_here else SMALL_ELSEWHERE):
-                    key = dtype, formed.dtype, formed.device
+                    key = formed.dtype, formed.device
                     small.setdefault(key, {})[name] = has_length
                     continue
-                if has_length:
-                    continue
-            table.add_length(name, lengths(formed))
-        for (dtype, *_), has_lengths in small.items():
+            if not has_length:
+                table.add_length(name, lengths(formed).to(widest))
+        for has_lengths in small.values():
             for name, found in self._lengths_of_small(has_lengths):
-                tables[dtype].add_length(name, found)
-        if len(tables) == 1:
-            return tables[dtype].finish()
-        return _merged([table.finish() for table in tables.values()])
+                table.add_length(name, found.to(widest))
+        return table.finish()
 
     def _lengths_of_small(self, has_lengths: dict[str, bool]) -> Iterator[tuple[str, Tensor]]:
         """Yield names and lengths (n,) of kept gradients, which from now on share one tensor.
@@ -648,3 +599,6 @@ class Captured:
     def forget(self) -> None:
         """Free inputs, output gradients, and kept gradients."""
         self._parts, self._kept, self._below, self._small = {}, {}, {}, []
+
+
+Gradients = Formed | Captured
