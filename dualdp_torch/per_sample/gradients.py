@@ -178,19 +178,6 @@ class Formed:
         self._formed = {}
 
 
-def _captured_parts(use: Use, acts: Any, grads_out: Tensor, is_apart: bool) -> Iterator[Part]:
-    """Yield the parts of one use, whose tensors are batch-first."""
-    inputs = acts if isinstance(acts, tuple) else (acts,)
-    narrow = has_narrow_type(grads_out.dtype)
-    for tensor in inputs:
-        narrow |= tensor is not None and has_narrow_type(tensor.dtype)
-    has_pair = use.rule.pair is not None and {"weight", "bias"} <= use.held.keys()
-    beside: dict[str, Tensor] | None = {} if has_pair else None
-    for slot in use.held:
-        own = None if slot in use.rule.light else acts
-        yield Part(use, slot, own, grads_out, is_apart, beside, narrow)
-
-
 class Captured:
     """Per-sample gradients as products of inputs and output gradients of each parameter use.
 
@@ -245,12 +232,19 @@ class Captured:
                     f"Where the examples lie in {use} could not be seen when the model was "
                     f"examined, since gradients vanished there. {USE_LOOP}"
                 )
-            acts, grads_out = batch_axis.batch_first(use.acts, n), use.grads_out
-            grads_out = batch_axis.batch_first(grads_out, n)
-            self.is_narrow |= has_narrow_type(grads_out.dtype)
+            acts = batch_axis.batch_first(use.acts, n)
+            grads_out = batch_axis.batch_first(use.grads_out, n)
+            narrow = has_narrow_type(grads_out.dtype)
+            self.is_narrow |= narrow
+            for tensor in acts if isinstance(acts, tuple) else (acts,):
+                narrow |= tensor is not None and has_narrow_type(tensor.dtype)
             is_apart = batch_axis.fold == "outer" and not use.rule.rows_are_free
-            for part in _captured_parts(use, acts, grads_out, is_apart):
-                self._parts[use.held[part.slot]].append(part)
+            has_pair = use.rule.pair is not None and {"weight", "bias"} <= use.held.keys()
+            beside: dict[str, Tensor] | None = {} if has_pair else None
+            for slot, name in use.held.items():
+                own = None if slot in use.rule.light else acts
+                part = Part(use, slot, own, grads_out, is_apart, beside, narrow)
+                self._parts[name].append(part)
             use.acts = use.grads_out = None  # from here on only the parts hold these tensors
             use.versions.clear()
         for name, parts in self._parts.items():
@@ -276,7 +270,7 @@ class Captured:
     def _pulled(self, name: str, below: Iterable[str], rows: Tensor | None) -> dict[str, Tensor]:
         """Return parameter -> (rows, *shape), gradients through one derived tensor."""
         only = {parameter: self._parameters[parameter] for parameter in below}
-        grads = self._formed_of(name, rows)
+        grads = self._formed(name, {}, rows)
         return self._derived[name].pull_back(grads, only, per_sample=True)[0]
 
     def _sum_of_pulled(
@@ -297,20 +291,16 @@ class Captured:
             terms += [weighted_sum(factors[rows[piece]], grad) for grad in each.values()]
         return [_added(terms)] if terms else []
 
-    def _formed(self, name: str, pulled_back: Mapping[str, Tensor]) -> Tensor:
-        """Return (n, *shape), the whole gradient of one parameter."""
-        if not self._parts[name]:
-            zeros = self._zeros(name).expand(self._n, *self._parameters[name].shape)
-            return pulled_back.get(name, zeros)
-        found = self._formed_of(name, None)
-        return found + pulled_back[name] if name in pulled_back else found
-
-    def _formed_of(self, name: str, rows: Tensor | None) -> Tensor:
-        """Return the sum of the gradients of one tensor's uses, of all examples or of `rows`."""
-        first, *others = self._parts[name]
-        found = first.grads(rows)
-        for part in others:
-            found = found + part.grads(rows)
+    def _formed(
+        self, name: str, pulled_back: Mapping[str, Tensor], rows: Tensor | None = None
+    ) -> Tensor:
+        """Return (n, *shape), the whole gradient of one tensor, of all examples or of `rows`."""
+        found = pulled_back.get(name)
+        for part in self._parts[name]:
+            grads = part.grads(rows)
+            found = grads if found is None else found + grads
+        if found is None:
+            found = self._zeros(name).expand(self._n, *self._parameters[name].shape)
         return found
 
     @in_full_precision
@@ -494,7 +484,7 @@ class Captured:
         shape = self._parameters[name].shape
         for piece in memory.row_slices(len(rows), shape.numel(), found[name]):
             part = rows[piece]
-            formed = self._formed_of(name, part)
+            formed = self._formed(name, {}, part)
             found[name][part] = (sq_norms(formed) * self.scale**2).to(found[name].dtype)
             self._apart.setdefault(name, []).append((part, formed))
 
@@ -525,10 +515,11 @@ class Captured:
             if name in self._kept:
                 found[name] = exact_sq_norms(self._kept[name][rows])
                 continue
-            terms = [self._formed_of(name, rows)] if self._parts[name] else []
-            terms += [pulled_back[name][rows]] if name in pulled_back else []
-            zeros = torch.zeros(len(rows), dtype=torch.float64, device=rows.device)
-            found[name] = exact_sq_norms(_added(terms)) if terms else zeros
+            through = {k: g[rows] for k, g in pulled_back.items() if k == name}
+            if self._parts[name] or through:
+                found[name] = exact_sq_norms(self._formed(name, through, rows))
+            else:
+                found[name] = torch.zeros(len(rows), dtype=torch.float64, device=rows.device)
         return {name: square * self.scale**2 for name, square in found.items()}
 
     def sums(
@@ -563,7 +554,12 @@ class Captured:
     def _sum(self, name: str, factors: Tensor, rows: Tensor | None) -> Tensor:
         """Return the sum of factor, which includes the scale, times gradient in memory."""
         if name in self._kept:
-            return weighted_sum(pick(factors, rows), pick(self._kept[name], rows))
+            kept = self._kept[name]
+            return (
+                weighted_sum(factors, kept)
+                if rows is None
+                else weighted_sum(factors[rows], kept[rows])
+            )
         if rows is not None and not len(rows):
             return self._zeros(name)
         terms: list[Tensor] = []

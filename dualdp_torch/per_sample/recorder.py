@@ -584,8 +584,10 @@ class Recorder:
     @property
     def start(self) -> Start | None:
         """State before the first forward, or None if some forward is not run again."""
-        starts = [forward.start for forward in self.forwards]
-        return starts[0] if starts and None not in starts else None
+        for forward in self.forwards:
+            if forward.start is None:
+                return None
+        return self.forwards[0].start if self.forwards else None
 
     @property
     def analyses(self) -> AnalysisCache:
@@ -606,8 +608,10 @@ class Recorder:
 
     def second_pass(self, scale: float, *, frees: bool = True) -> SecondPass | None:
         """Return the second pass of "two_pass", which `frees` the first one's memory, or None."""
-        start, formed = self.start, any(f.is_formed for f in self.forwards)
-        if self.method != "two_pass" or start is None or formed or is_narrow(self.outputs):
+        if self.method != "two_pass" or any(f.is_formed for f in self.forwards):
+            return None
+        start = self.start
+        if start is None or is_narrow(self.outputs):
             return None
         cotangents = self._scaled_cotangents(scale)
 
