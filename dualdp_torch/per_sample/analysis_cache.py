@@ -46,7 +46,6 @@ class AnalysisCache:
         by_data: bool, True if the data may pick rows of a use, so that every batch is checked.
         bytes_each: gradients that are kept -> bytes per example.
         checked: calls that were compared with their definition.
-        passes_differ: bool, True if a second forward is another function than the first.
         returns_number: bool, True if the model returns a number beside its outputs; None: unknown.
     """
 
@@ -58,7 +57,6 @@ class AnalysisCache:
         self.needs_loop = False
         self.bytes_each: dict[str, int] = {}
         self.checked: set[Any] = set()
-        self.passes_differ = False
         self.returns_number: bool | None = None
         self._referents, self._seed = referents, 0
 

@@ -29,7 +29,6 @@ class Forward:
         self.batch, self.row_factors = batch, row_factors
         self.cache = AnalysisCache([])  # analyses of the model on batches like this one
         self.start: Start | None = None  # state before the forward, if it may be run again
-        self.buffers: dict[str, Tensor] = {}  # before it, of a model in shards
         self.has_drawn = False  # True if it drew random numbers; known only with `start`
         self.by_vmap = False  # True if it has no graph, and its gradients need `vmap`
         self.alone: list[Any] | None = None  # outputs of each example's own forward, for "loop"

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -134,22 +133,3 @@ class WholeStep(nn.Module):
     def loss(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the scalar loss of a forward on these arguments, for a check."""
         raise NotImplementedError
-
-
-class Silent:
-    """Replacement of the recorder in a copy of a recorded model: the copy is not recorded.
-
-    A deep copy binds the recorder's hook functions to this object; unpickling looks up its methods
-    of the same names.
-    """
-
-    _paused, _mode = True, None
-
-    def ignore(self, *_: Any) -> None:
-        """Record nothing of a call of the copy, of an exception in it, or of its `zero_grad`."""
-
-    def zeroing(self) -> AbstractContextManager[None]:
-        """Return an empty context."""
-        return nullcontext()
-
-    _records = _enter = _leave = abandon = ignore
