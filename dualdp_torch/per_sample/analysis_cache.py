@@ -47,7 +47,6 @@ class AnalysisCache:
         bytes_each: gradients that are kept -> bytes per example.
         checked: calls that were compared with their definition.
         passes_differ: bool, True if a second forward is another function than the first.
-        returns_number: bool, True if the model returns a number beside its outputs; None: unknown.
     """
 
     def __init__(self, referents: list[Callable[[], Any]]) -> None:
@@ -59,7 +58,6 @@ class AnalysisCache:
         self.bytes_each: dict[str, int] = {}
         self.checked: set[Any] = set()
         self.passes_differ = False
-        self.returns_number: bool | None = None
         self._referents, self._seed = referents, 0
 
     def is_alive(self) -> bool:

@@ -96,6 +96,14 @@ def float_leaves(outputs: Any) -> list[Tensor]:
     return [leaf for leaf in found if leaf.dim()] or found
 
 
+def split_numbers(leaves: Sequence[Any]) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the tensors among the leaves of outputs, and numbers beside them, such as a loss."""
+    tensors = [leaf for leaf in leaves if torch.is_tensor(leaf)]
+    kept = {id(leaf) for leaf in float_leaves(leaves)}
+    numbers = [t for t in tensors if t.is_floating_point() and id(t) not in kept]
+    return [t for t in tensors if not any(t is number for number in numbers)], numbers
+
+
 #: Function of a gradient, and if leaves accumulate theirs, that returns the model's gradient.
 Heard = Callable[[Tensor, bool], Tensor]
 

@@ -31,7 +31,7 @@ from dualdp_torch.per_sample.batch_axis import BatchAxis
 from dualdp_torch.per_sample.call import Call
 from dualdp_torch.per_sample.capture import Capture
 from dualdp_torch.per_sample.checks.identity import Numbers, Reference
-from dualdp_torch.per_sample.checks.twin import Twins
+from dualdp_torch.per_sample.checks.twin import Forwarded, Twins, held_tensors
 from dualdp_torch.per_sample.clip import (
     SecondPass,
     Terms,
@@ -52,6 +52,7 @@ from dualdp_torch.per_sample.outputs import (
     forwards_of,
     hand_out,
     projected_outputs,
+    split_numbers,
 )
 from dualdp_torch.per_sample.parameter_use import (
     USE_LOOP,
@@ -249,7 +250,7 @@ class Recorder:
         if problem and problem.endswith(USE_LOOP):  # the model differentiates in its forward
             raise UnsupportedLayerError(problem)
         is_due = self._is_due(forward)
-        if self.method == "two_pass" or is_due:
+        if self.method == "two_pass" or is_due or self.twins.is_on:
             forward.start = Start.of(model, is_checked=is_due)
         if self.shards is not None:
             forward.buffers = buffers_of(model)
@@ -261,7 +262,6 @@ class Recorder:
         self._mode = Capture(self._names, keep, skip, self.model)
         self._eager.enter_context(eagerly())
         self._mode.__enter__()
-        self.twins.lead_model(not forward.by_vmap and forward.cache.returns_number)
 
     def _is_due(self, forward: Forward) -> bool:
         """True if a forward that begins may be run again for a check."""
@@ -282,7 +282,7 @@ class Recorder:
             self.require_inputs(forward.inputs())
             self.forwards.append(forward)
             self.is_inside = True
-            self.twins.enter_model(args, kwargs, forward.batch.num_rows)
+            self.twins.enter_model(self.model, args, kwargs, forward.batch.num_rows)
             self._autocast = autocast_dtypes()
         problem = self._analysis.begin(forward.batch)
         forward.cache = self._analysis.cache
@@ -301,7 +301,6 @@ class Recorder:
         if self._is_due(forward):
             forward.start = Start.of(self.model, is_checked=True)
         with self.pause(), eagerly():
-            self.twins.lead_model(False)
             forward.alone = each_alone(self.model, call, forward.batch)
             outputs = joined(forward.alone, self.rows_per_unit)
         return self._hand_out(forward, outputs)
@@ -432,24 +431,27 @@ class Recorder:
     def _hand_out(self, forward: Forward, outputs: Any) -> Any:
         """Return the outputs of the recorded forward, which ends, for the loop."""
         leaves, spec = pytree.tree_flatten(outputs)
-        floats = float_leaves(leaves)
-        kept, numbers, tensors = dict[int, Tensor](), list[Tensor](), list[Tensor]()
+        floats, kept = float_leaves(leaves), dict[int, Tensor]()
         for leaf in floats:
             kept[id(leaf)] = self._handed_out(forward, leaf)
-        for leaf in leaves:
-            if torch.is_tensor(leaf):
-                is_number = leaf.dim() == 0 and leaf.is_floating_point() and floats[0].dim() > 0
-                (numbers if is_number else tensors).append(leaf)
+        tensors, numbers = split_numbers(leaves)
         for number in numbers:
             made = [leaf for leaf in floats if kept[id(leaf)].requires_grad]
             kept[id(number)] = from_outputs(self, number, made, [kept[id(m)] for m in made])
-        forward.cache.returns_number = bool(numbers)
         self.twins.leave_model(
             [(leaf, kept.get(id(leaf), leaf)) for leaf in tensors],
             [(number, kept[id(number)]) for number in numbers],
+            partial(self._forwarded, forward),
         )
         self.is_inside = False
         return pytree.tree_unflatten([kept.get(id(leaf), leaf) for leaf in leaves], spec)
+
+    def _forwarded(self, forward: Forward, units: Tensor) -> Forwarded:
+        """Return what the model gives for some units, from the state before a forward."""
+        assert forward.start is not None
+        with self.unchanged(), forward.start.replayed(self.model):
+            leaves = pytree.tree_leaves(self._call(forward.batch.rows(units)))
+            return Forwarded(*split_numbers(leaves), held_tensors(self.model))
 
     def _leave_forward(self) -> None:
         """Restore function modes and grad mode to their state before the forward."""
