@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Examination of a model on its first batch: where the examples lie in every parameter use."""
+"""Where the examples lie in every parameter use of a model, as its first batch shows."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -28,7 +29,6 @@ from dualdp_torch.per_sample.random_state import (
     checksums,
     on_copies,
     refuse_written,
-    untouched_generators,
 )
 from dualdp_torch.rules.base import Tensor
 
@@ -107,37 +107,34 @@ class _Examination:
     parameters: Mapping[str, Tensor]
     has_aux: bool
 
-    def run(
-        self, batch: Batch, skip: frozenset[int] = frozenset(), *, backward: bool = False
-    ) -> _Seen:
-        """Run a forward on copies of the buffers, and perhaps the backward of its losses."""
-        names = {id(p): name for name, p in self.parameters.items()}
-        outs = list[Tensor]()
-        state = RandomState.of(self.model)
+    def run(self, batch: Batch, skip: frozenset[int], *, backward: bool = False) -> _Seen:
+        """Capture a forward, and perhaps the backward of its losses."""
+        names, outs = {id(p): name for name, p in self.parameters.items()}, list[Tensor]()
 
         def note(use: Use, out: Tensor) -> None:
             outs.append(out.detach().clone())
 
-        with on_copies(self.model), untouched_generators(self.model):
-            with Capture(names, note, skip, self.model) as capture:
-                out = self.loss_fn(self.model, *batch.arguments())
-            losses = check_losses(split_aux(out, self.has_aux)[0], batch.n)
-            has_drawn = not state.is_as_before(self.model)
-            leftover = capture.backward(losses.sum(), self.parameters) if backward else []
-            return _Seen(capture, outs, losses, has_drawn, leftover)
+        capture, leftover = Capture(names, note, skip, self.model), list[str]()
+        with self.losses(batch, capture) as (losses, has_drawn):
+            if backward:
+                leftover = capture.backward(losses.sum(), self.parameters)
+        return _Seen(capture, outs, losses.detach(), has_drawn, leftover)
 
-    def plain(self, batch: Batch) -> tuple[Tensor, bool]:
-        """Return (n,) losses of a plain forward, and if it drew random numbers."""
+    @contextlib.contextmanager
+    def losses(
+        self, batch: Batch, mode: AbstractContextManager[Any] | None = None
+    ) -> Iterator[tuple[Tensor, bool]]:
+        """Context with the (n,) losses of a forward on copies of buffers, and if it drew numbers."""
         state = RandomState.of(self.model)
-        with on_copies(self.model), untouched_generators(self.model):
-            out = self.loss_fn(self.model, *batch.arguments())
-            has_drawn = not state.is_as_before(self.model)
-        return check_losses(split_aux(out, self.has_aux)[0], batch.n).detach(), has_drawn
+        with on_copies(self.model), state.repeated():
+            with mode or contextlib.nullcontext():
+                out = self.loss_fn(self.model, *batch.arguments())
+            yield check_losses(split_aux(out, self.has_aux)[0], batch.n), state.has_drawn()
 
     def usable(self, batch: Batch, mask: Tensor | None) -> Batch | None:
         """Return a few examples with finite losses, evenly spread; None if there is only one."""
-        losses, _ = self.plain(batch)
-        good = losses.isfinite() if mask is None else losses.isfinite() & mask.to(losses.device)
+        with self.losses(batch) as (losses, _):
+            good = losses.isfinite() if mask is None else losses.isfinite() & mask.to(losses.device)
         rows = good.nonzero().flatten()
         if len(rows) < 2:
             return None
@@ -177,7 +174,6 @@ def examine(
         try:
             return _axes(own, few, tolerance, picking.was_seen)
         except SecondOrderError as error:
-            _refuse_apart(own, few, tolerance)
             return str(error)
 
 
@@ -187,12 +183,11 @@ def _axes(own: _Examination, few: Batch, tolerance: float, picks: bool) -> Axes 
     backwards = few.rows(torch.arange(few.n - 1, -1, -1))
     while True:
         whole = own.run(few, skip, backward=True)
-        if not skip:
-            _refuse_apart(own, few, tolerance)
         turned = own.run(backwards, skip)
         # Copies of one example, of another number: nothing is spread over a batch of one.
         copies = 2 if few.n > 2 else 3
         alone = [own.run(few.rows(torch.full((copies,), row)), skip) for row in ends]
+        _refuse_apart(own, few, whole, [seen.losses[:1] for seen in alone], tolerance)
         if any(seen.signatures() != whole.signatures() for seen in (turned, *alone)):
             return "which layers run depends on the examples"
         uses, fixed, axes = whole.capture.uses, set[int](), list[list[BatchAxis]]()
@@ -266,16 +261,23 @@ def _near(ours: Tensor, theirs: Tensor, tolerance: float) -> bool:
     return bool((near | (a == b) | (a.isnan() & b.isnan())).all())
 
 
-def _refuse_apart(own: _Examination, few: Batch, tolerance: float) -> None:
+def _refuse_apart(
+    own: _Examination, few: Batch, whole: _Seen, alone: Sequence[Tensor], tolerance: float
+) -> None:
     """Refuse losses that are others alone than in the batch, in float64 too."""
-    apart = _largest_gap(own, few)
-    if apart <= tolerance:
+    ends = [0, few.n - 1]
+    apart = _gap(whole.losses[ends], torch.cat([*alone]))
+    if whole.has_drawn or apart <= tolerance:  # by Python or NumPy: others may be drawn alone
         return
     with contextlib.suppress(*CANT_REPEAT):
         double = replace(own, model=copy.deepcopy(own.model).double())
-        tensors = [t.double() if t.is_floating_point() else t for t in few.tensors()]
-        same = _largest_gap(own, few, double.plain(few.on(tensors))[0])
-        if same <= 0.3 and _largest_gap(double, few.on(tensors)) <= TOLERANCE[torch.float64]:
+        wide = few.on([t.double() if t.is_floating_point() else t for t in few.tensors()])
+        found = list[Tensor]()
+        for batch in (wide, *(wide.rows(slice(row, row + 1)) for row in ends)):
+            with double.losses(batch) as (losses, _):
+                found.append(losses.detach())
+        exact = _gap(found[0][ends], torch.cat(found[1:]))
+        if _gap(whole.losses, found[0]) <= 0.3 and exact <= TOLERANCE[torch.float64]:
             return
     size = exactness.power_of_ten(apart)
     raise UnsupportedLayerError(
@@ -285,17 +287,10 @@ def _refuse_apart(own: _Examination, few: Batch, tolerance: float) -> None:
     )
 
 
-def _largest_gap(own: _Examination, few: Batch, expected: Tensor | None = None) -> float:
-    """Return the largest relative difference of losses alone, or of expected ones, in the batch."""
-    together, has_drawn = own.plain(few)
-    if has_drawn:  # by Python or NumPy: an example alone may draw other numbers
-        return 0.0
-    if expected is None:
-        ends = (0, few.n - 1)
-        alone = [own.plain(few.rows(slice(row, row + 1)))[0] for row in ends]
-        together, expected = together[list(ends)], torch.cat(alone)
-    size = torch.maximum(together.abs(), together.abs().mean()).clamp(min=1e-6)
-    gap = float(((together - expected.to(together)).abs() / size).max())
+def _gap(losses: Tensor, expected: Tensor) -> float:
+    """Return the largest relative difference of losses."""
+    size = torch.maximum(losses.abs(), losses.abs().mean()).clamp(min=1e-6)
+    gap = float(((losses - expected.to(losses)).abs() / size).max())
     return math.inf if math.isnan(gap) else gap
 
 

@@ -401,7 +401,7 @@ class Recorder:
             self.abandon()
             return None
         mode, forward = self._mode, self.forwards[-1]
-        forward.has_drawn = forward.start is not None and forward.start.has_drawn(self.model)
+        forward.has_drawn = forward.start is not None and forward.start.random.has_drawn()
         self._leave_forward()
         if self.shards is not None:  # which no check runs again with other rows
             names = changed_buffers(forward.buffers, buffers_of(self.model))

@@ -38,7 +38,7 @@ from dualdp_torch.per_sample.checks.readings import (
 )
 from dualdp_torch.per_sample.loss_inside import partial_gradients
 from dualdp_torch.per_sample.modes import autocast_as, autocast_dtypes, insert_lowest, remove_mode
-from dualdp_torch.per_sample.random_state import TorchState
+from dualdp_torch.per_sample.random_state import RandomState
 from dualdp_torch.rules.base import Tensor
 from dualdp_torch.rules.precision import matmul_in_tf32
 
@@ -301,7 +301,7 @@ class _Call(NamedTuple):
     given: tuple[Any, Any]
     out: Any
     writes: bool
-    draws: _Draws | None
+    draws: RandomState | None
     first: int
 
 
@@ -552,7 +552,7 @@ class Twins(TorchFunctionMode):
                 self._led[target] = True
                 for twin in self.twins:
                     twin.keep(target, None if twin.is_whole or _is_parameter(target) else 0)
-        draws = _Draws(generators) if is_random and is_ours else None
+        draws = RandomState(generators) if is_random and is_ours else None
         out = func(*args, **kwargs)
         if is_led and name in _READS:
             self._was_read |= name in _READS[2:]
@@ -610,7 +610,7 @@ class Twins(TorchFunctionMode):
             warnings.simplefilter("ignore")
             targets = tensors[:1] + _tensors(call.given[1].get("out")) if call.writes else []
             for target in targets:
-                self._try(call, lambda twin, target=target: twin.own_target(target))
+                self._try(call, partial(Twin.own_target, target=target))
             self._try(call, partial(self._take_drawn if is_taken else self._repeat, call))
 
     def _try(self, call: _Call, what: Callable[[Twin], None]) -> None:
@@ -658,7 +658,7 @@ class Twins(TorchFunctionMode):
         moves = bool(dtypes) and twin.is_alone and dtypes[-1][0] != "cpu"
         with autocast_as([("cpu", dtypes[-1][1])]) if moves else contextlib.nullcontext():
             if call.draws is not None:
-                with call.draws.again():
+                with call.draws.repeated():
                     ours = _as_drawn(twin, call.func, call.given, given)
             else:
                 ours = call.func(*given[0], **given[1])
@@ -805,7 +805,7 @@ class Twins(TorchFunctionMode):
         text = _WEIGHS.format(error=power_of_ten(error), first=_first(wrong))
         return Problem(text + self._way_out(declared), error)
 
-    def _are_refuted(self, alone: Any, wrong: Sequence[Twin], right: Sequence[Twin]) -> bool:
+    def _are_refuted(self, alone: Any, wrong: list[Twin], right: list[Twin]) -> bool:
         """True if no reading by which the row is right can be meant, and one of the others can."""
         refuted = {t for t in alone if self.numbers.refutes(t.reading, self._n, self.k)}
         if not refuted.issuperset(right) or refuted.issuperset(wrong + right):
@@ -818,29 +818,6 @@ class Twins(TorchFunctionMode):
 
 
 # ---------------------------------------------------------------------- draws
-
-
-class _Draws:
-    """State of the generators before a call that draws."""
-
-    def __init__(self, generators: Sequence[torch.Generator]) -> None:
-        self._state = TorchState.now()
-        self._own = [(generator, generator.get_state()) for generator in generators]
-
-    def _put(self) -> None:
-        self._state.put()
-        for generator, state in self._own:
-            generator.set_state(state)
-
-    @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
-        """Context that draws the same numbers once more."""
-        now = _Draws([generator for generator, _ in self._own])
-        self._put()
-        try:
-            yield
-        finally:
-            now._put()
 
 
 def _as_drawn(twin: Twin, func: Any, loops: Any, ours: Any) -> Any:
