@@ -124,7 +124,7 @@ class _Examination:
     def losses(
         self, batch: Batch, mode: AbstractContextManager[Any] | None = None
     ) -> Iterator[tuple[Tensor, bool]]:
-        """Context with the (n,) losses of a forward on copies of buffers, and if it drew numbers."""
+        """Context with the (n,) losses of a forward on copies of buffers, and if it drew."""
         state = RandomState.of(self.model)
         with on_copies(self.model), state.repeated():
             with mode or contextlib.nullcontext():

@@ -209,8 +209,11 @@ class Twin:
     def _of_tensor(self, tensor: Tensor) -> Tensor:
         if tensor in self.tensors:
             ours: Tensor = self.tensors[tensor]
-            if tensor.requires_grad and not ours.requires_grad and torch.is_grad_enabled():
-                raise LostError("its gradient passes a function that was not seen")
+            if tensor.requires_grad and not ours.requires_grad:
+                if tensor.is_leaf:  # x.requires_grad_(), for the gradient of an input
+                    return ours.requires_grad_()
+                if torch.is_grad_enabled():
+                    raise LostError("its gradient passes a function that was not seen")
             return ours
         if tensor.requires_grad and not tensor.is_leaf:
             raise LostError("a tensor with a gradient was made where nobody saw it")
@@ -695,7 +698,10 @@ class Twins(TorchFunctionMode):
             if not twin.is_alone:
                 return value
             known = self.numbers.learned(at, call.name, value, twin.n)
-            return twin.reading(value, twin.n, twin.k) if known is None else known
+            if known is not None:
+                return known
+            self.numbers.guessed.add(at)
+            return twin.reading(value, twin.n, twin.k)
 
         return twin.of(
             self._rows_in_lists(twin, call.given) if self._places else call.given, number
