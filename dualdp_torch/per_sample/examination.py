@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -29,6 +27,7 @@ from dualdp_torch.per_sample.random_state import (
     checksums,
     on_copies,
     refuse_written,
+    untouched_generators,
 )
 from dualdp_torch.rules.base import Tensor
 
@@ -114,27 +113,23 @@ class _Examination:
         def note(use: Use, out: Tensor) -> None:
             outs.append(out.detach().clone())
 
-        capture, leftover = Capture(names, note, skip, self.model), list[str]()
-        with self.losses(batch, capture) as (losses, has_drawn):
-            if backward:
-                leftover = capture.backward(losses.sum(), self.parameters)
-        return _Seen(capture, outs, losses.detach(), has_drawn, leftover)
-
-    @contextlib.contextmanager
-    def losses(
-        self, batch: Batch, mode: AbstractContextManager[Any] | None = None
-    ) -> Iterator[tuple[Tensor, bool]]:
-        """Context with the (n,) losses of a forward on copies of buffers, and if it drew."""
         state = RandomState.of(self.model)
         with on_copies(self.model), state.repeated():
-            with mode or contextlib.nullcontext():
+            with Capture(names, note, skip, self.model) as capture:
                 out = self.loss_fn(self.model, *batch.arguments())
-            yield check_losses(split_aux(out, self.has_aux)[0], batch.n), state.has_drawn()
+            losses, has_drawn = (
+                check_losses(split_aux(out, self.has_aux)[0], batch.n),
+                state.has_drawn(),
+            )
+            leftover = capture.backward(losses.sum(), self.parameters) if backward else []
+        return _Seen(capture, outs, losses.detach(), has_drawn, leftover)
 
     def usable(self, batch: Batch, mask: Tensor | None) -> Batch | None:
         """Return a few examples with finite losses, evenly spread; None if there is only one."""
-        with self.losses(batch) as (losses, _):
-            good = losses.isfinite() if mask is None else losses.isfinite() & mask.to(losses.device)
+        with on_copies(self.model), untouched_generators(self.model):
+            out = self.loss_fn(self.model, *batch.arguments())
+        losses = check_losses(split_aux(out, self.has_aux)[0], batch.n)
+        good = losses.isfinite() if mask is None else losses.isfinite() & mask.to(losses.device)
         rows = good.nonzero().flatten()
         if len(rows) < 2:
             return None
@@ -187,23 +182,25 @@ def _axes(own: _Examination, few: Batch, tolerance: float, picks: bool) -> Axes 
         # Copies of one example, of another number: nothing is spread over a batch of one.
         copies = 2 if few.n > 2 else 3
         alone = [own.run(few.rows(torch.full((copies,), row)), skip) for row in ends]
-        _refuse_apart(own, few, whole, [seen.losses[:1] for seen in alone], tolerance)
+        if not skip and not whole.has_drawn:  # by Python or NumPy: others may be drawn alone
+            single = torch.cat([seen.losses[:1] for seen in alone])
+            _refuse_apart(own, few, whole.losses[[*ends]], single, tolerance)
         if any(seen.signatures() != whole.signatures() for seen in (turned, *alone)):
             return "which layers run depends on the examples"
         uses, fixed, axes = whole.capture.uses, set[int](), list[list[BatchAxis]]()
         for i, use in enumerate(uses):
             rules = use.possible_axes, use.rule.rows_are_free, few.rows_per_unit
             by_shape = candidates(use.out_shape, few.n, *rules)
-            for row, single in zip(ends, alone, strict=True):
-                if whole.outs[i].shape == single.outs[i].shape and use.can_skip:
+            for row, one in zip(ends, alone, strict=True):
+                if whole.outs[i].shape == one.outs[i].shape and use.can_skip:
                     fixed.add(use.position)
-                by_shape = [a for a in by_shape if _stands(a, whole, single, i, row, few.n)]
+                by_shape = [a for a in by_shape if _stands(a, whole, one, i, row, few.n)]
             left = [
                 axis
                 for axis in by_shape
                 if all(
-                    _stands(axis, seen, single, i, place, few.n, tolerance)
-                    for row, single in zip(ends, alone, strict=True)
+                    _stands(axis, seen, one, i, place, few.n, tolerance)
+                    for row, one in zip(ends, alone, strict=True)
                     for seen, place in ((whole, row), (turned, few.n - 1 - row))
                 )
             ]
@@ -262,36 +259,27 @@ def _near(ours: Tensor, theirs: Tensor, tolerance: float) -> bool:
 
 
 def _refuse_apart(
-    own: _Examination, few: Batch, whole: _Seen, alone: Sequence[Tensor], tolerance: float
+    own: _Examination, few: Batch, together: Tensor, single: Tensor, tolerance: float
 ) -> None:
-    """Refuse losses that are others alone than in the batch, in float64 too."""
-    ends = [0, few.n - 1]
-    apart = _gap(whole.losses[ends], torch.cat([*alone]))
-    if whole.has_drawn or apart <= tolerance:  # by Python or NumPy: others may be drawn alone
+    """Refuse losses of the first and the last example that are others alone, in float64 too."""
+    size = torch.maximum(together.abs(), together.abs().mean()).clamp(min=1e-6)
+    apart = float(((together - single).abs() / size).nan_to_num(torch.inf).max())
+    if apart <= tolerance:
         return
     with contextlib.suppress(*CANT_REPEAT):
         double = replace(own, model=copy.deepcopy(own.model).double())
         wide = few.on([t.double() if t.is_floating_point() else t for t in few.tensors()])
-        found = list[Tensor]()
-        for batch in (wide, *(wide.rows(slice(row, row + 1)) for row in ends)):
-            with double.losses(batch) as (losses, _):
-                found.append(losses.detach())
-        exact = _gap(found[0][ends], torch.cat(found[1:]))
-        if _gap(whole.losses, found[0]) <= 0.3 and exact <= TOLERANCE[torch.float64]:
+        rows = [wide.rows(slice(row, row + 1)) for row in (0, few.n - 1)]
+        losses = double.run(wide, frozenset()).losses[[0, -1]]
+        exact = torch.cat([double.run(row, frozenset()).losses for row in rows])
+        if _near(losses, exact, TOLERANCE[torch.float64]):
             return
-    size = exactness.power_of_ten(apart)
     raise UnsupportedLayerError(
         f"The loss of an example is another one alone than in the batch (relative difference "
-        f"{size}): the losses depend on other examples, so no per-sample gradient exists. Remove "
-        "what mixes examples (batch statistics, a mean over the batch, attention over examples)."
+        f"{exactness.power_of_ten(apart)}): the losses depend on other examples, so no per-sample "
+        "gradient exists. Remove what mixes examples (batch statistics, a mean over the batch, "
+        "attention over examples)."
     )
-
-
-def _gap(losses: Tensor, expected: Tensor) -> float:
-    """Return the largest relative difference of losses."""
-    size = torch.maximum(losses.abs(), losses.abs().mean()).clamp(min=1e-6)
-    gap = float(((losses - expected.to(losses)).abs() / size).max())
-    return math.inf if math.isnan(gap) else gap
 
 
 def tolerance_of(model: nn.Module, parameters: Mapping[str, Tensor], batch: Batch) -> float:

@@ -14,9 +14,10 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from dualdp._validate import UnsupportedLayerError
 from dualdp.plan.clipping import margin_of
 from dualdp_torch.per_sample.batch_axis import BatchAxis
-from dualdp_torch.per_sample.parameter_use import Derived, Use, name_of
+from dualdp_torch.per_sample.parameter_use import USE_LOOP, Derived, Use, name_of
 from dualdp_torch.per_sample.use_gradients import Part, joined, leads_to, pick, tied
 from dualdp_torch.rules import choices, memory
 from dualdp_torch.rules.base import (
@@ -246,8 +247,8 @@ class Captured:
     the batch would round differently, and positions that cancel leave nothing but rounding.
 
     Args:
-        uses: parameter uses, whose output gradients have arrived.
-        batch_axes: batch axis of each use; None where no gradient arrived.
+        uses: parameter uses, whose output gradients have arrived, with their batch axes; None
+            where no gradient arrived.
         parameters: mapping from name to parameter.
         derived: mapping from name to a tensor computed from parameters and used like one.
         n: number of examples.
@@ -261,8 +262,7 @@ class Captured:
 
     def __init__(
         self,
-        uses: Iterable[Use],
-        batch_axes: Iterable[BatchAxis | None],
+        uses: Mapping[Use, BatchAxis | None],
         parameters: Mapping[str, Tensor],
         derived: Mapping[str, Derived],
         *,
@@ -282,9 +282,17 @@ class Captured:
         self._apart: dict[str, list[tuple[Tensor, Tensor]]] = {}  # formed: (rows, gradients)
         self._doubts: Callable[[], tuple[Tensor, Tensor]] | None = None  # of errors, (groups, n)
         self.is_narrow = is_narrow(parameters.values())
-        for use, batch_axis in zip(uses, batch_axes, strict=True):
-            if use.grads_out is None or batch_axis is None:
+        for use, batch_axis in uses.items():
+            if use.grads_out is None:
                 continue  # no gradient arrived: the use contributes nothing
+            use.check_unchanged()
+            if batch_axis is None:
+                if not bool(use.grads_out.any()):
+                    continue
+                raise UnsupportedLayerError(
+                    f"Where the examples lie in {use} could not be seen when the model was "
+                    f"examined, since gradients vanished there. {USE_LOOP}"
+                )
             acts, grads_out = batch_axis.batch_first(use.acts, n), use.grads_out
             grads_out = batch_axis.batch_first(grads_out, n)
             self.is_narrow |= has_narrow_type(grads_out.dtype)

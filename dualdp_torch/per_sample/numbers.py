@@ -56,6 +56,8 @@ def numbers_of(
         runs_examples=isinstance(gradients, Formed),
         is_definition=is_definition,
     )
+    if not terms.bounds and limits is None and not is_checked:
+        return own  # gradients alone were asked for
     if not terms.bounds:
         squares, norms = norms_of(gradients, limits or Limits(), len(losses))
         roots = {name: square.sqrt().to(norms.dtype) for name, square in squares.of.items()}

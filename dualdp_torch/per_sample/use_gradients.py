@@ -9,9 +9,7 @@ from typing import Any
 
 import torch
 
-from dualdp._validate import UnsupportedLayerError
-from dualdp_torch.per_sample.batch_axis import BatchAxis
-from dualdp_torch.per_sample.parameter_use import USE_LOOP, Derived, Use, graph_nodes
+from dualdp_torch.per_sample.parameter_use import Derived, Use, graph_nodes
 from dualdp_torch.rules import embedding, linear
 from dualdp_torch.rules.base import (
     Norms,
@@ -131,18 +129,6 @@ def tied(parts: list[Part]) -> Norms | None:
         for part in (table, head)
     )
     return (own + heads + 2 * inner).clamp(min=0), error
-
-
-def check_use(use: Use, batch_axis: BatchAxis | None) -> None:
-    """Check that a use has a batch axis and unchanged inputs."""
-    if use.grads_out is None:
-        return
-    use.check_unchanged()
-    if batch_axis is None and bool(use.grads_out.any()):
-        raise UnsupportedLayerError(
-            f"Where the examples lie in {use} could not be seen when the model was examined, since "
-            f"gradients vanished there. {USE_LOOP}"
-        )
 
 
 def leads_to(derived: Derived, parameters: Mapping[str, Tensor]) -> list[str]:

@@ -26,7 +26,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -452,27 +452,29 @@ class _Comparison:
             others[row] = row
             index = torch.tensor(others)
             beside = self.reference.with_rows(index).run()
-            self._refuse_buffers(base.buffers, beside.buffers)
+            _refuse_buffers(base.buffers, beside.buffers)
             if not self._tolerates(_apart(base.outputs, beside.outputs, row) / _CLOSER):
                 self._refuse_outputs(index, row)
         started = [start.buffers for start in self.reference.starts]
         if any(changed_buffers(a, b) for a, b in zip(started, base.buffers, strict=True)):
-            self._refuse_written_buffers(base)
+            changed = [*_others(self.reference.batch)]
+            for other in changed:  # on which a counter changes alike
+                _refuse_buffers(base.buffers, self.reference.run(other).buffers)
+            if not changed:
+                _refuse_buffers(started[:1], base.buffers[:1])
 
     def losses(self) -> None:
         """Compare the losses of rows that ran alone with those that they have in the batch."""
         ran_alone = self.numbers.is_definition or self.numbers.runs_examples
         if not ran_alone or self._base.has_drawn or self.reference.alone is not None:
             return
-        apart = _apart([self._base.losses], [self.numbers.losses], self.rows)
-        if self._tolerates(apart / _CLOSER):
-            return
-        with contextlib.suppress(*CANT_REPEAT):
-            double = self.reference.in_double()
-            ours, theirs = double.run().losses, self.again(double).losses
-            if _apart([ours], [theirs], self.rows) <= exactness.REPEATED:
-                return
-        self._refuse_mixing(apart)
+
+        def apart(reference: Reference) -> float:
+            is_own = reference is self.reference
+            ours = self.numbers if is_own else self.again(reference)
+            return _apart([reference.run().losses], [ours.losses], self.rows)
+
+        self._refuse_apart(apart)
 
     def _refuse_outputs(self, index: Tensor, row: int) -> None:
         """Refuse outputs that moved with the other rows, unless by rounding or by the draws."""
@@ -483,24 +485,26 @@ class _Comparison:
 
         if not self._tolerates(_apart(self._base.outputs, reference.run().outputs, row) / _CLOSER):
             self.note(IMPOSSIBLE)  # the same rows give other outputs
+        elif self._base.has_drawn and not self._draws_alike(index):
+            with NoRandomness():  # which switches off dropout, and not every function that draws
+                if not reference.run().has_drawn:
+                    self._refuse_apart(apart)
+        else:
+            self._refuse_apart(apart)
+
+    def _refuse_apart(self, apart: Callable[[Reference], float]) -> None:
+        """Refuse outputs of a row that depend on other rows, also in float64."""
+        size = apart(self.reference)
+        if self._tolerates(size / _CLOSER):
             return
         with contextlib.suppress(*CANT_REPEAT):
-            if apart(reference.in_double()) <= exactness.REPEATED:
+            if apart(self.reference.in_double()) <= exactness.REPEATED:
                 return
-        if self._base.has_drawn and not self._draws_alike(index):
-            with NoRandomness():  # which switches off dropout, and not every function that draws
-                if reference.run().has_drawn or self._tolerates(apart(reference) / _CLOSER):
-                    return
-        self._refuse_mixing(apart(reference))
-
-    def _refuse_mixing(self, apart: float) -> NoReturn:
-        """Refuse outputs of a row that depend on other rows."""
-        size = exactness.power_of_ten(apart)
         raise UnsupportedLayerError(
-            "A spot check failed: the outputs of one example depend on the other examples of the "
-            f"batch (by {size} of them), so no per-sample gradient exists. Nothing was released "
-            "for this batch. Change what mixes examples (statistics of the batch, a mean over it, "
-            "attention over examples)."
+            "A spot check failed: the outputs of one example depend on other examples of the "
+            f"batch (by {exactness.power_of_ten(size)} of them), so no per-sample gradient exists. "
+            "Nothing was released for this batch. Change what mixes examples (statistics of the "
+            "batch, a mean over it, attention over examples)."
         )
 
     def _draws_alike(self, index: Tensor) -> bool:
@@ -513,24 +517,6 @@ class _Comparison:
         runs = [self.reference.with_rows(rows).run() for rows in (index, *repeated)]
         each = [[end.bits() for end in run.ends] for run in (self._base, *runs)]
         return all(ends == each[0] for ends in each)
-
-    def _refuse_written_buffers(self, base: Run) -> None:
-        """Refuse buffers that a forward changes, unless it does alike on every other batch."""
-        others = list(_others(self.reference.batch))
-        for other in others:
-            run = self.reference.run(other)
-            self._refuse_buffers(base.buffers, run.buffers)
-        if not others:
-            started = self.reference.starts[0].buffers
-            self._refuse_buffers([started], base.buffers[:1])
-
-    def _refuse_buffers(self, ours: Sequence[Grads], theirs: Sequence[Grads]) -> None:
-        for a, b in zip(ours, theirs, strict=True):
-            for name in changed_buffers(a, b):
-                raise UnsupportedLayerError(
-                    f"The buffer {name!r} changes in forward, by what the examples are: it carries "
-                    "them into the state_dict without noise. Freeze it, or call its eval()."
-                )
 
     # -------------------------------------------------------------- the judgement
 
@@ -732,20 +718,27 @@ def _apart(whole: Sequence[Tensor], beside: Sequence[Tensor], row: Any, place: A
     return worst
 
 
+def _refuse_buffers(ours: Sequence[Grads], theirs: Sequence[Grads]) -> None:
+    for a, b in zip(ours, theirs, strict=True):
+        for name in changed_buffers(a, b):
+            raise UnsupportedLayerError(
+                f"The buffer {name!r} changes in forward, by what the examples are: it carries "
+                "them into the state_dict without noise. Freeze it, or call its eval()."
+            )
+
+
 def _others(batch: Batch) -> Iterator[Batch]:
     """Yield batches with other values and other sizes, made of the values of this batch.
 
     The positions of each example, or the examples of a vector, are reversed and floats halved; of
-    several examples, the first is left out, or the last is replaced by the one before.
+    several examples, the first is left out.
     """
     other = [t.flip(list(range(1, t.dim())) or [0]) for t in batch.tensors()]
     changed = [t * 0.5 if t.is_floating_point() else t for t in other]
     if not all(map(torch.equal, changed, batch.tensors())):
         yield batch.on(changed)
     if batch.n > 1:
-        rows = torch.arange(batch.n)
-        yield batch.rows(rows[1:])
-        yield batch.rows(rows.clamp(max=batch.n - 2))
+        yield batch.rows(slice(1, batch.n))
 
 
 class _Precisions(TorchDispatchMode):

@@ -18,7 +18,6 @@ import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -36,8 +35,8 @@ from dualdp_torch.per_sample.checks.readings import (
     as_count,
     as_multiple,
 )
-from dualdp_torch.per_sample.loss_inside import partial_gradients
 from dualdp_torch.per_sample.modes import autocast_as, autocast_dtypes, insert_lowest, remove_mode
+from dualdp_torch.per_sample.outputs import partial_gradients
 from dualdp_torch.per_sample.random_state import RandomState
 from dualdp_torch.rules.base import Tensor
 from dualdp_torch.rules.precision import matmul_in_tf32
@@ -260,10 +259,8 @@ class Twin:
                 new = next(found)
                 grads[i] = before if new is None else new if before is None else before + new
 
-    def errors(
-        self, cotangents: Sequence[Tensor | None], declared: str, of_all: bool
-    ) -> dict[str, float]:
-        """Return by reduction how far the row's gradient is from the loop's, relative to it.
+    def error(self, cotangents: Sequence[Tensor | None], reduction: str, of_all: bool) -> float:
+        """Return how far the row's gradient is from the loop's, relative to it.
 
         `of_all` compares every row of a twin of many: each is a row of the batch elsewhere.
         """
@@ -281,16 +278,13 @@ class Twin:
                 else:
                     theirs.append(_flat(cotangent[own.to(cotangent.device)], count))
                     square += float(cotangent.double().nan_to_num(0, 0, 0).square().sum())
-        a, b, typical = torch.cat(ours, 1), torch.cat(theirs, 1), math.sqrt(square / self.n)
-        counts = b.isfinite().all(1)  # other examples contribute nothing
-        found = {}
-        for name in REDUCTIONS:
-            scale = float(self.n) if self.is_alone and name == "mean" else 1.0
-            floor = _FLOOR if self.is_alone or declared == "sum" else _FLOOR / self.n
-            size = (b.norm(dim=1) * scale).clamp(min=max(typical * scale, floor))
-            gap = ((a - b * scale).norm(dim=1) / size).nan_to_num(math.inf)[counts]
-            found[name] = float(gap.max()) if len(gap) else 0.0
-        return found
+        scale = float(self.n) if self.is_alone and reduction == "mean" else 1.0
+        a, b = torch.cat(ours, 1), torch.cat(theirs, 1) * scale
+        floor = _FLOOR if self.is_alone or reduction == "sum" else _FLOOR / self.n
+        size = b.norm(dim=1).clamp(min=max(math.sqrt(square / self.n) * scale, floor))
+        gap = ((a - b).norm(dim=1) / size).nan_to_num(math.inf)
+        gap = gap[b.isfinite().all(1)]  # other examples contribute nothing
+        return float(gap.max()) if len(gap) else 0.0
 
 
 # ---------------------------------------------------------------------- the mode
@@ -303,7 +297,7 @@ class _Call(NamedTuple):
     name: str
     given: tuple[Any, Any]
     out: Any
-    writes: bool
+    targets: list[Tensor]
     draws: RandomState | None
     first: int
 
@@ -550,7 +544,8 @@ class Twins(TorchFunctionMode):
         self._has_drawn |= is_random
         is_led = any(tensor in self._led for tensor in tensors)
         is_ours = is_led or self._concerns(name, tensors, args, kwargs, writes)
-        for target in _tensors(kwargs.get("out", args[:1])) if writes and is_led else ():
+        targets = _tensors(kwargs.get("out", args[:1])) if writes else []
+        for target in targets if is_led else ():
             if target not in self._led:  # it gets a twin of its own
                 self._led[target] = True
                 for twin in self.twins:
@@ -561,10 +556,9 @@ class Twins(TorchFunctionMode):
             self._was_read |= name in _READS[2:]
             self.numbers.first_read = min(self.numbers.first_read, len(self.numbers.seen))
         seen, first = [(name, v) for v in _numbers((args, kwargs))], len(self.numbers.seen)
-        is_value = type(out) is float or (type(out) is bool and name in _DECIDES)
-        if is_ours and (writes or is_value or _tensors(out)):
+        if is_ours and (writes or name in _READS + _DECIDES or _tensors(out)):
             self.numbers.seen += seen
-            self._lead(_Call(func, name, (args, kwargs), out, writes, draws, first))
+            self._lead(_Call(func, name, (args, kwargs), out, targets, draws, first))
         elif not tensors:  # keeps its place among the numbers where it is no multiple of n
             self.numbers.seen += seen
         return out
@@ -595,12 +589,12 @@ class Twins(TorchFunctionMode):
         numbers = _numbers(call.given)
         reads = [value for twin in self.twins for value in numbers if value in twin.reads]
         is_drawn = all(t in self._drawn for t in led) and bool(led or call.draws) and not reads
-        if call.writes and led and not is_drawn and led[0] in self._drawn:
+        if call.targets and led and not is_drawn and led[0] in self._drawn:
             self._drawn.clear()  # by rows of the batch, maybe through a view
         places = {self._places.get(tensor) for tensor in led} if self._places else {None}
         for tensor in made if len(places) == 1 and None not in places else ():
             self._places[tensor] = next(iter(places))
-        is_taken = is_drawn or call.name in _TAKEN or (call.draws is not None and call.writes)
+        is_taken = is_drawn or call.name in _TAKEN or (call.draws is not None and call.targets)
         for tensor in made:
             self._led[tensor] = True
             if is_drawn:
@@ -609,22 +603,18 @@ class Twins(TorchFunctionMode):
                 self._drawn.pop(tensor, None)
         if not is_taken:
             self._fork(call, [t for t in tensors if t not in self._led])
+        lead = self._take_drawn if is_taken else self._repeat
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            targets = tensors[:1] + _tensors(call.given[1].get("out")) if call.writes else []
-            for target in targets:
-                self._try(call, partial(Twin.own_target, target=target))
-            self._try(call, partial(self._take_drawn if is_taken else self._repeat, call))
-
-    def _try(self, call: _Call, what: Callable[[Twin], None]) -> None:
-        """Do something for every twin that is not lost, or lose it."""
-        for twin in self.twins:
-            if twin.problem is None:
-                try:
-                    what(twin)
-                except Exception as error:  # noqa: BLE001 - of this row alone
-                    reason = str(error).split("\n")[0][:80]
-                    twin.problem = f"{call.name} can't be called on one row ({reason})"
+            for twin in reversed(self.twins):  # forks copy what those that they come from write to
+                if twin.problem is None:
+                    try:
+                        for target in call.targets:
+                            twin.own_target(target)
+                        lead(call, twin)
+                    except Exception as error:  # noqa: BLE001 - of this row alone
+                        reason = str(error).split("\n")[0][:80]
+                        twin.problem = f"{call.name} can't be called on one row ({reason})"
 
     def _fork(self, call: _Call, unknown: Sequence[Tensor]) -> None:
         """Let twins go on by every reading that this call has."""
@@ -681,7 +671,7 @@ class Twins(TorchFunctionMode):
         for tensor in _tensors(call.out):
             axis = None if twin.is_whole and tensor in self._drawn else 0
             picked = twin.pick(tensor.detach(), axis)
-            if call.writes and getattr(twin.tensors.get(tensor), "shape", None) == picked.shape:
+            if call.targets and getattr(twin.tensors.get(tensor), "shape", None) == picked.shape:
                 twin.tensors[tensor].data.copy_(picked)
             else:
                 twin.keep(tensor, axis)
@@ -740,8 +730,12 @@ class Twins(TorchFunctionMode):
                     twin.note("grad", out, func(*ours[0], **ours[1]))
             return out
         self._has_backward = True
-        call = _Call(func, "backward", (args, kwargs), None, False, None, 0)
-        self._try(call, lambda twin: twin.backward(losses, weights))
+        for twin in self.twins:
+            if twin.problem is None:
+                try:
+                    twin.backward(losses, weights)
+                except Exception as error:  # noqa: BLE001 - of this row alone
+                    twin.problem = f"backward can't be called on one row ({error})"
         return out
 
     # ------------------------------------------------------------------ the verdict
@@ -782,7 +776,7 @@ class Twins(TorchFunctionMode):
     def _among(self, twins: Any, cotangents: Any, declared: str, limit: float) -> Problem | None:
         """Compare the row among other rows."""
         ran = [twin for twin in twins if not twin.is_alone and twin.problem is None]
-        errors = [t.errors(cotangents, declared, not self._has_drawn)[declared] for t in ran]
+        errors = [t.error(cotangents, declared, not self._has_drawn) for t in ran]
         pairs = zip(errors, ran, strict=True)
         if not ran or not all(e > limit or twin.has_other_inputs for e, twin in pairs):
             return None
@@ -794,8 +788,8 @@ class Twins(TorchFunctionMode):
     def _alone(self, twins: Any, cotangents: Any, declared: str, limit: float) -> Problem | None:
         """Compare the row alone, by all readings of numbers: one that agrees is enough."""
         alone = [twin for twin in twins if twin.is_alone]
-        errors = {t: t.errors(cotangents, declared, False) for t in alone if t.problem is None}
-        wrong = [t for t, e in errors.items() if e[declared] > limit or t.has_other_inputs]
+        errors = {t: t.error(cotangents, declared, False) for t in alone if t.problem is None}
+        wrong = [t for t, error in errors.items() if error > limit or t.has_other_inputs]
         right = [t for t in errors if t not in wrong]
         # Numbers that were read make it wrong, and nothing else does.
         uses_read = alone[0] in wrong and alone[0].has_replaced
@@ -804,9 +798,9 @@ class Twins(TorchFunctionMode):
             return None
         if all(twin.has_other_inputs for twin in wrong):
             return Problem(_INPUTS.format(first=_first(wrong)))
-        error = min(errors[twin][declared] for twin in wrong)
+        error = min(errors[twin] for twin in wrong)
         other = "sum" if declared == "mean" else "mean"
-        if any(errors[twin][other] <= limit for twin in wrong):
+        if any(twin.error(cotangents, other, False) <= limit for twin in wrong):
             return Problem(_DECLARED.format(declared=declared, other=other), error)
         text = _WEIGHS.format(error=power_of_ten(error), first=_first(wrong))
         return Problem(text + self._way_out(declared), error)
