@@ -27,7 +27,6 @@ from dualdp_torch.per_sample.random_state import (
     checksums,
     on_copies,
     refuse_written,
-    untouched_generators,
 )
 from dualdp_torch.rules.base import Tensor
 
@@ -124,17 +123,22 @@ class _Examination:
             leftover = capture.backward(losses.sum(), self.parameters) if backward else []
         return _Seen(capture, outs, losses.detach(), has_drawn, leftover)
 
-    def usable(self, batch: Batch, mask: Tensor | None) -> Batch | None:
-        """Return a few examples with finite losses, evenly spread; None if there is only one."""
-        with on_copies(self.model), untouched_generators(self.model):
+    def usable(self, batch: Batch, mask: Tensor | None) -> tuple[Batch | None, bool]:
+        """Return a few examples with finite losses, evenly spread, and if the forward drew numbers.
+
+        None stands for fewer than two examples.
+        """
+        state = RandomState.of(self.model)
+        with on_copies(self.model), state.repeated():
             out = self.loss_fn(self.model, *batch.arguments())
+            has_drawn = state.has_drawn()
         losses = check_losses(split_aux(out, self.has_aux)[0], batch.n)
         good = losses.isfinite() if mask is None else losses.isfinite() & mask.to(losses.device)
         rows = good.nonzero().flatten()
         if len(rows) < 2:
-            return None
+            return None, has_drawn
         spread = torch.linspace(0, len(rows) - 1, min(EXAMPLES, len(rows))).round().long()
-        return batch.rows(rows[spread.to(rows.device)])
+        return batch.rows(rows[spread.to(rows.device)]), has_drawn
 
 
 def examine(
@@ -159,17 +163,18 @@ def examine(
     """
     refuse_mixing_modules(model)
     before, own = checksums(model), _Examination(model, loss_fn, parameters, has_aux)
-    with eagerly(), NoRandomness():
+    with eagerly():
         with _Picking() as picking:
-            few = own.usable(batch, mask)
+            few, has_drawn = own.usable(batch, mask)
         refuse_written(before, model)
         if few is None:
             return None
         tolerance = tolerance_of(model, parameters, batch)
-        try:
-            return _axes(own, few, tolerance, picking.was_seen)
-        except SecondOrderError as error:
-            return str(error)
+        with NoRandomness() if has_drawn else contextlib.nullcontext():
+            try:
+                return _axes(own, few, tolerance, picking.was_seen)
+            except SecondOrderError as error:
+                return str(error)
 
 
 def _axes(own: _Examination, few: Batch, tolerance: float, picks: bool) -> Axes | str:

@@ -118,11 +118,11 @@ def attributes_kept(model: nn.Module) -> Iterator[None]:
         for container, content, are_hooks in kept:
             if isinstance(container, list):
                 container[:] = content
-                continue
-            if are_hooks:
-                content = {key: hook for key, hook in content.items() if key in container}
-            container.clear()
-            container.update(content)
+            elif container or content:
+                if are_hooks:
+                    content = {key: hook for key, hook in content.items() if key in container}
+                container.clear()
+                container.update(content)
 
 
 def buffers_of(model: nn.Module) -> dict[str, Tensor]:
