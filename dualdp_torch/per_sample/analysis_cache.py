@@ -57,7 +57,6 @@ class AnalysisCache:
         by_data: bool, True if the data may pick rows of a use, so that every batch is checked.
         bytes_each: gradients that are kept -> bytes per example.
         checked: calls that were compared with their definition.
-        passes_differ: bool, True if a second forward is another function than the first.
     """
 
     def __init__(self, referents: list[Callable[[], Any]]) -> None:
@@ -68,7 +67,6 @@ class AnalysisCache:
         self.needs_loop = False
         self.bytes_each: dict[str, int] = {}
         self.checked: set[Any] = set()
-        self.passes_differ = False
         self._referents, self._seed = referents, 0
 
     def is_alive(self) -> bool:

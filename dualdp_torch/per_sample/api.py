@@ -17,7 +17,8 @@ from dualdp_torch.per_sample.call import Call, Options
 from dualdp_torch.per_sample.checks import identity
 from dualdp_torch.per_sample.checks.identity import Numbers, Reference
 from dualdp_torch.per_sample.clip import (
-    Factors,
+    WITNESSES,
+    PassesDifferError,
     SecondPass,
     Terms,
     clipping_bounds,
@@ -27,12 +28,9 @@ from dualdp_torch.per_sample.gradients import Captured, Formed, Limits, added_up
 from dualdp_torch.per_sample.numbers import numbers_of
 from dualdp_torch.per_sample.parameter_use import never_compiled
 from dualdp_torch.per_sample.units import mark_of, require_bound
-from dualdp_torch.per_sample.vmap_and_loop import reweighted
 from dualdp_torch.rules.base import Tensor, is_narrow, wide
 
 LossFn = Callable[..., Any]
-#: Number of parameters whose gradient sums are compared between the passes of "two_pass".
-WITNESSES = 3
 
 
 class ClippedGradSum(NamedTuple):
@@ -243,10 +241,17 @@ def _computed(
     """Return the numbers of one chunk of the batch, and aux: gradients, norms, or a clipped sum."""
     gradients, losses, aux = call.gradients()
     runs_examples = isinstance(gradients, Formed)
-    second_pass: Callable[[Factors], SecondPass] | None = None
-    if call.options.method == "two_pass" and isinstance(gradients, Captured) and call.parameters:
-        if terms.bounds and not is_narrow([losses]):
-            second_pass = partial(_SecondPass, call, gradients, losses)
+    second_pass = None
+    if call.options.method == "two_pass" and isinstance(gradients, Captured) and call.start:
+        contexts = call.unchanged, partial(call.start.replayed, call.model)
+        if terms.bounds and call.parameters and not is_narrow([losses]):
+            second_pass = SecondPass(
+                lambda: _forward(call, call.model, call.batch)[0],
+                losses,
+                call.parameters,
+                contexts,
+                witnesses=WITNESSES,
+            )
     try:
         numbers = numbers_of(
             Formed(gradients.grads()) if is_formed else gradients,
@@ -258,51 +263,16 @@ def _computed(
             is_checked=call.is_checked,
         )
         return replace(numbers, runs_examples=runs_examples), aux
-    except _PassesDifferError:
+    except PassesDifferError:
         call = replace(call, options=replace(call.options, method="book_keeping"))
         return _computed(call, terms, limits)
 
 
-class _PassesDifferError(Exception):
-    """The second forward computes another function of the data than the first."""
-
-
-class _SecondPass:
-    """Clipped sum by a backward of the reweighted losses, with the first pass's random numbers.
-
-    The losses of both passes must agree, and so must the gradient sums of the smallest parameters:
-    a loss can hardly depend on the dropout masks while its gradient does. The captured gradients
-    of the first pass are freed when the second begins.
-    """
-
-    def __init__(self, call: Call, gradients: Captured, losses: Tensor, factors: Factors) -> None:
-        self._call, self._gradients, self._losses = call, gradients, losses
-        smallest = sorted(call.parameters, key=lambda name: call.parameters[name].numel())
-        self._witnesses = {
-            name: (gradients.sum(name, factors.of[name], None), factors.lengths(name))
-            for name in smallest[:WITNESSES]
-        }
-
-    def __call__(self, weights: Tensor) -> dict[str, Tensor]:
-        """Return the sum of weights (n,) times per-sample gradients."""
-        call, start = self._call, self._call.start
-        assert start is not None  # kept for every call of "two_pass"
-        self._gradients.forget()  # so that two passes need no more memory than one
-
-        def losses() -> Tensor:
-            out = call.loss_fn(call.model, *call.batch.arguments())
-            found: Tensor = split_aux(out, call.options.has_aux)[0]
-            return found
-
-        with call.unchanged(), start.replayed(call.model):
-            sums = reweighted(losses, call.parameters, weights, self._losses)
-        if sums is None:
-            raise _PassesDifferError
-        for name, (total, length) in self._witnesses.items():
-            if float((sums[name] - total).norm()) > 1e-2 * length:
-                raise _PassesDifferError
-        self._witnesses = {}  # their sums hold for the weights of the first call only
-        return sums
+def _forward(call: Call, model: nn.Module, batch: Batch) -> tuple[Tensor, list[Tensor]]:
+    """Return the (n,) losses of a plain forward, and what shows a row that depends on others."""
+    out = call.loss_fn(model, *batch.arguments())
+    losses = check_losses(split_aux(out, call.options.has_aux)[0], batch.n)
+    return losses, [losses]
 
 
 def was_compared(call: Call, numbers: Numbers, compute: Compute, seed: int | None = None) -> bool:
@@ -311,24 +281,14 @@ def was_compared(call: Call, numbers: Numbers, compute: Compute, seed: int | Non
     if not call.is_checked or start is None:
         return False
 
-    def losses_of(
-        model: nn.Module, batch: Batch
-    ) -> list[Callable[[], tuple[Tensor, list[Tensor]]]]:
-        def run() -> tuple[Tensor, list[Tensor]]:
-            out = call.loss_fn(model, *batch.arguments())
-            losses = check_losses(split_aux(out, call.options.has_aux)[0], batch.n)
-            return losses, [losses]
-
-        return [run]
-
     def again(other: Reference) -> Numbers:
         with other.starts[0].replayed(other.model):
             return compute(call.on(other.model, other.batch, other.parameters, other.mask))[0]
 
-    given = call.model, call.batch, call.parameters, [start]
+    given = call.model, call.batch, call.parameters, [start], call.mask
     with call.unchanged():
         compared = identity.check(
-            Reference(losses_of, *given, mask=call.mask),
+            Reference(lambda *of: [partial(_forward, call, *of)], *given),
             numbers,
             again,
             seed=call.cache.next_seed() if seed is None else seed,

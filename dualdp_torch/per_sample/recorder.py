@@ -71,8 +71,6 @@ from dualdp_torch.per_sample.vmap_and_loop import (
     again_by_vmap,
     are_set_aside,
     gradients_set_aside,
-    is_same_forward,
-    reweighted,
 )
 from dualdp_torch.rules.base import Tensor, is_narrow
 
@@ -584,8 +582,10 @@ class Recorder:
     @property
     def start(self) -> Start | None:
         """State before the first forward, or None if some forward is not run again."""
-        starts = [forward.start for forward in self.forwards]
-        return starts[0] if starts and None not in starts else None
+        for forward in self.forwards:
+            if forward.start is None:
+                return None
+        return self.forwards[0].start if self.forwards else None
 
     @property
     def analyses(self) -> AnalysisCache:
@@ -604,70 +604,37 @@ class Recorder:
         for forward in self.forwards:
             forward.cache.checked |= {purpose, self._purpose(purpose)}
 
-    def second_pass(
-        self, scale: float, free: Callable[[], None] = lambda: None
-    ) -> SecondPass | None:
-        """Return a function from factors (n,) to clipped sums by a second pass, or None.
-
-        The function returns None if the second forward is another function of the data. It calls
-        `free` first, to free the memory that the first pass holds.
-        """
-        start, formed = self.start, any(f.by_vmap for f in self.forwards)
-        if self.method != "two_pass" or start is None or formed or is_narrow(self.outputs):
+    def second_pass(self, scale: float, *, frees: bool = True) -> SecondPass | None:
+        """Return the second pass of "two_pass", which `frees` the first one's memory, or None."""
+        if self.method != "two_pass" or any(f.is_formed for f in self.forwards):
             return None
-        cotangents = [g for forward in self.forwards for g in forward.scaled_cotangents(scale)]
+        start = self.start
+        if start is None or is_narrow(self.outputs):
+            return None
+        cotangents = self._scaled_cotangents(scale)
 
         def losses() -> Tensor:
-            outputs = self._repeated()
-            if outputs is None:
-                raise UnsupportedLayerError(
-                    "The second forward of method two_pass gives other outputs than the first: "
-                    "the model draws random numbers that can't be drawn again, or changes. Use "
-                    'grad_sample_mode="auto".'
-                )
+            outputs = list[Tensor]()
+            for forward in self.forwards:
+                args, kwargs = forward.batch.arguments()
+                assert forward.start is not None
+                with forward.start.replayed(self.model):
+                    outputs += float_leaves(self.model(*args, **kwargs))
             return combined(outputs, cotangents, rows_per_unit=self.rows_per_unit)
 
-        def run(factors: Tensor) -> dict[str, Tensor] | None:
-            if self._passes_differ():
-                return None
-            free()
-            with self.pause(), start.replayed(self.model):
-                if self.shards is not None:
-                    return self.shards.reweighted(losses, factors)
-                return reweighted(losses, self.parameters, factors)
-
-        return run
-
-    def _repeated(self) -> list[Tensor] | None:
-        """Return the outputs of second forwards, or None if they differ from the recorded ones."""
-        outputs = list[Tensor]()
-        for forward in self.forwards:
-            args, kwargs = forward.batch.arguments()
-            assert forward.start is not None
-            with forward.start.replayed(self.model):
-                outputs += float_leaves(self.model(*args, **kwargs))
-        for ours, theirs in zip(outputs, self.outputs, strict=True):
-            if ours.shape != theirs.shape or not is_same_forward(ours.detach(), theirs):
-                return None
-        return outputs
-
-    def _passes_differ(self) -> bool:
-        """True if second forwards give other outputs; tested once per cached analysis."""
-        purpose = ("second pass",)
-        if not self.was_checked(purpose) and self.shards is None:
-            with self.unchanged(), torch.no_grad():
-                differ = self._repeated() is None
-            for forward in self.forwards:
-                forward.cache.passes_differ |= differ
-            self.note_checked(purpose)
-        return any(forward.cache.passes_differ for forward in self.forwards)
+        contexts = self.pause, partial(start.replayed, self.model)
+        given = losses, self.losses(scale), self.parameters, contexts, self.shards
+        return SecondPass(*given, frees=frees)
 
     def losses(self, scale: float) -> Tensor:
         """Return (n,) products of outputs and cotangents, or zeros if `computes_loss`."""
         if self.computes_loss:
             return torch.zeros(self.n or 0)
-        cotangents = [g for forward in self.forwards for g in forward.scaled_cotangents(scale)]
+        cotangents = self._scaled_cotangents(scale)
         return combined(self.outputs, cotangents, rows_per_unit=self.rows_per_unit)
+
+    def _scaled_cotangents(self, scale: float) -> list[Tensor]:
+        return [g for forward in self.forwards for g in forward.scaled_cotangents(scale)]
 
     def reference(self, terms: Terms) -> Reference:
         """Return the definition of the recorded gradients, for a check."""

@@ -71,17 +71,15 @@ class Part:
     def grads(self, rows: Tensor | None = None) -> Tensor:
         """Return the per-use gradients, (n, *shape), or of the examples `rows` only."""
         rule = self.use.rule
-        if rows is None and self.beside is not None:
+        if rows is None and self.beside is not None and not self.is_apart:
             if self.slot in self.beside:
                 return self.beside.pop(self.slot)
             pair = self.ask(rule.pair) if self.slot == "weight" else None
             if pair is not None:
-                weight, self.beside["bias"] = map(self._of_units, pair)
-                return weight
-        return self._of_units(self.ask(rule.grads[self.slot], rows))
-
-    def _of_units(self, grads: Tensor) -> Tensor:
-        """Return gradients (n, *shape), of rows that are apart their sums."""
+                self.beside["bias"] = pair[1]
+                return pair[0]
+        grads: Tensor = self.ask(rule.grads[self.slot], rows)
+        # Of rows that are apart, a unit's gradient is their sum.
         return grads.unflatten(0, (-1, self.grads_out.shape[1])).sum(1) if self.is_apart else grads
 
     def sum(self, factors: Tensor, rows: Tensor | None) -> Tensor:
