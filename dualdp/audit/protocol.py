@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 
 from dualdp import _validate
 from dualdp.mechanisms import RELATIONS, Mechanism
+from dualdp.plan.accounting import PATTERNED
 from dualdp.plan.correlated.strategies import Strategy
-from dualdp.plan.cost import PATTERNED
 from dualdp.plan.samplers import SAMPLERS
 
 Array = NDArray[np.float64]

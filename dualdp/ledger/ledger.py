@@ -29,7 +29,7 @@ from typing import Any, NamedTuple, NoReturn, Self
 
 import numpy as np
 
-from dualdp import _validate
+from dualdp import _validate, accountants
 from dualdp._validate import AccountingError
 from dualdp._version import __version__
 from dualdp.accountants.base import Accountant
@@ -108,7 +108,7 @@ class State:
     def next_release(self, plan: PrivacyPlan, noisy_fraction: float | None = None) -> Record:
         """Return the line of the next release, by the plan."""
         last = self.segments[-1]
-        event = accounting.release(plan.cost(), last.stop, last.noise_scale)
+        event = accounting.release(plan, last.stop, last.noise_scale)
         values = [last.stop, event["noise_multiplier"], event["sample_rate"]]
         return {"r": [*values, self.bound, noisy_fraction] if plan.is_adaptive else values}
 
@@ -176,8 +176,7 @@ class Ledger:
         path: str | os.PathLike[str] | None = None,
     ) -> None:
         require_plan(plan)
-        cost = replace(plan.cost(), accountant=accountant or plan.accountant)
-        name = empty_account(cost).name
+        name = accountants.create(accountant or plan.accountant).name
         header = {
             FORMAT: VERSION,
             "plan": json.loads(plan.to_json()),
@@ -194,11 +193,11 @@ class Ledger:
     ) -> None:
         """Set all attributes, of a new run, whose file is not made yet, or of a resumed one."""
         self.plan, self.chain, self._new_file, self._pid = plan, chain, new_file, os.getpid()
-        self._cost = replace(plan.cost(), accountant=accountant)
+        self._cost = replace(plan, accountant=accountant)
         self._known = State(1, (Segment(0, 0),), plan.max_grad_norm_at(0))
         self._spent = empty_account(self._cost)
         self._accounted: tuple[Segment, ...] = ()
-        self._searched: tuple[int, int | None, float] = 0, None, 0.0  # segments, end, horizon
+        self._searched: tuple[int, int | None] = 0, None  # number of segments, end
         self.own_loop: object = None  # of `own_loops`, which lives as long as the ledger
         if plan.seed is not None:
             _log.warning(
@@ -394,11 +393,9 @@ class Ledger:
         None if there is none. It is found once for a segment, by planning ahead.
         """
         segments = self._state.segments
-        searched, end, horizon = self._searched
-        if searched != len(segments) or segments[-1].stop >= horizon:
-            end, horizon = accounting.last_affordable(self._cost, segments)
-            self._searched = len(segments), end, horizon
-        return end
+        if self._searched[0] != len(segments):
+            self._searched = len(segments), accounting.last_affordable(self._cost, segments)
+        return self._searched[1]
 
     @property
     def max_grad_norm(self) -> float:
@@ -428,7 +425,6 @@ class Ledger:
                 f"step={step} is past the plan's num_steps={self.plan.num_steps}. Plan more steps, "
                 "or num_steps=None for an open-ended run."
             )
-        accounting.release(self._cost, step)  # raises for a schedule that is out of range
         raise AccountingError(
             f"step={step} would exceed target_epsilon={self.plan.target_epsilon}: {len(self)} "
             f"releases have spent {self.accountant.get_epsilon(delta=self.plan.delta):.6g} at "

@@ -82,7 +82,7 @@ class Verification:
             return math.nan
         whole = Segment(0, self.plan.num_steps)
         try:
-            return accounting.epsilon(replace(self.plan.cost(), accountant="pld"), [whole])
+            return accounting.epsilon(replace(self.plan, accountant="pld"), [whole])
         except ValueError:
             return math.nan
 
@@ -240,7 +240,7 @@ def _segments(found: Verification, plan: PrivacyPlan) -> tuple[bool | None, str]
 
 def _spent(found: Verification, plan: PrivacyPlan, accountant: str) -> Accountant:
     """Accountant with what the lines say: their numbers, or whole segments where these count."""
-    cost = replace(plan.cost(), accountant=accountant)
+    cost = replace(plan, accountant=accountant)
     if plan.sampler not in COMPOSED:
         return spent_by(cost, found.segments)
     spent = empty_account(cost)

@@ -154,7 +154,7 @@ def test_calibrate_meets_the_target_and_never_exceeds_it():
     [
         ({"num_examples": 0}, "num_examples=0 is out of range. Expected an integer >= 1"),
         ({"num_examples": "many"}, "num_examples='many' is a str"),
-        ({"expected_batch_size": 1001}, "expected_batch_size=1001.0 exceeds num_examples=1000"),
+        ({"expected_batch_size": 1001}, "Expected a finite number > 0, at most num_examples=1000"),
         ({"expected_batch_size": 0}, "expected_batch_size=0.0 is out of range"),
         ({"num_steps": -1}, "num_steps=-1 is out of range"),
         ({"num_steps": 1.5}, "num_steps=1.5 is a float"),

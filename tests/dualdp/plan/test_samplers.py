@@ -7,7 +7,7 @@ from scipy import stats
 
 from dualdp import mechanisms
 from dualdp.plan import samplers
-from dualdp.plan.cost import PATTERNED
+from dualdp.plan.accounting import PATTERNED
 from dualdp.randomness import SegmentBits, fold_in
 from dualdp.randomness.threefry import bits
 
