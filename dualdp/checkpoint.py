@@ -98,7 +98,7 @@ def describe_run(
         "bound": ledger.max_grad_norm if ledger.plan.is_adaptive else None,
         "ledger": {
             "file": os.path.relpath(Path(str(ledger.path)).resolve(), folder),
-            "num_lines": ledger.num_lines,
+            "num_lines": len(ledger.chain),
             "hash": ledger.chain.last_hash,
         },
         "settings": dict(settings),
