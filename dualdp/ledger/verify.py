@@ -207,10 +207,8 @@ def _coverage(found: Verification, plan: PrivacyPlan) -> Result:
     made, planned = found.num_steps, plan.num_steps
     if planned is not None and made >= planned:
         return True, f"all {planned} planned steps are on record"
-    of = (
-        f"of {planned} planned steps are" if planned else "steps are on record, the plan has no end"
-    )
-    return None, f"{made} {of}: lines that are missing at the end of a record do not show."
+    of = "steps, and the plan has no end," if planned is None else f"of {planned} planned steps"
+    return None, f"{made} {of} are on record: lines that are missing at the end do not show."
 
 
 def _last_line(found: Verification, plan: PrivacyPlan) -> Result:
@@ -243,10 +241,8 @@ def _epsilon(found: Verification, plan: PrivacyPlan, accountant: str) -> Result:
         value = found.epsilons[accountant] = spent.get_epsilon(delta=plan.delta)
     except AccountingError as error:
         return None, f"It has no bound for this run: {error}"
-    return (
-        True,
-        f"epsilon = {value:.4f} of one {plan.unit} at delta = {plan.delta:g}{found.secrecy}",
-    )
+    at = f"of one {plan.unit} at delta = {plan.delta:g}{found.secrecy}"
+    return True, f"epsilon = {value:.4f} {at}"
 
 
 def _agreement(found: Verification, plan: PrivacyPlan) -> Result:
@@ -284,12 +280,10 @@ def _checks(found: Verification, plan: PrivacyPlan) -> Result:
         extent = " for a part of the run" if any(rates) else ""
         return None, f"Off (checks=0){extent}: nothing but the rules vouches for the gradients."
     checked = {int(check["check"]) for check in checks}
-    last = (
-        f"{len(checks)} passed, the last at step {max(checked)}" if checks else "none was due yet"
-    )
-    unchecked = found.num_steps - len(checked)
+    last = f"the last at step {max(checked)}" if checks else "none was due yet"
     return bool(checks) or None, (
-        f"{last}, at {rates[-1]:.3g} of the steps; {unchecked} steps were not checked"
+        f"{len(checks)} passed, {last}, at {rates[-1]:.3g} of the steps; "
+        f"{found.num_steps - len(checked)} steps were not checked"
     )
 
 
