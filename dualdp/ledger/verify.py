@@ -207,8 +207,10 @@ def _coverage(found: Verification, plan: PrivacyPlan) -> Result:
     made, planned = found.num_steps, plan.num_steps
     if planned is not None and made >= planned:
         return True, f"all {planned} planned steps are on record"
-    of = "steps, and the plan has no end," if planned is None else f"of {planned} planned steps"
-    return None, f"{made} {of} are on record: lines that are missing at the end do not show."
+    of = "steps are on record and the plan has no end"
+    if planned is not None:
+        of = f"of {planned} planned steps are on record"
+    return None, f"{made} {of}: whether lines are missing at the end does not show."
 
 
 def _last_line(found: Verification, plan: PrivacyPlan) -> Result:
