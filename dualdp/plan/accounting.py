@@ -401,9 +401,8 @@ def calibrated_noise(cost: Cost, target_epsilon: float) -> float:
 
     `cost` is that of the plan with noise multiplier 1.
     """
-    if cost.num_steps is None:
-        raise ValueError("num_steps is None. Expected a number of steps to calibrate for.")
-    return _scale_within(cost, [], 0, cost.num_steps, target_epsilon)
+    steps = _validate.integer("num_steps", cost.num_steps, minimum=1)
+    return _scale_within(cost, [], 0, steps, target_epsilon)
 
 
 def recalibrated(cost: Cost, segments: Sequence[Segment], position: int) -> float:

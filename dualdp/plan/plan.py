@@ -32,6 +32,7 @@ UNITS = ("example", "user")
 _SCHEDULED = ("noise_multiplier", "max_grad_norm", "expected_batch_size")
 _FORMAT = "dualdp_plan"
 _VERSION = 3
+_BROKEN = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,16 +107,15 @@ class PrivacyPlan(Cost):
         put("group_shares", shares)
         for name in _SCHEDULED:
             schedule = schedules.as_schedule(name, getattr(self, name), self.num_steps)
-            adapts = isinstance(schedule, schedules.AdaptiveNorm)
-            if adapts and name != "max_grad_norm":
+            put(name, schedule)
+            if isinstance(schedule, schedules.AdaptiveNorm) and name != "max_grad_norm":
                 raise ValueError(
                     f"{name} is an AdaptiveNorm. Expected a number or another schedule; only "
                     "max_grad_norm follows a quantile of the norms."
                 )
-            is_one = adapts or isinstance(schedule, schedules.Constant) or self.num_steps is None
-            planned = np.arange(1 if is_one else self.num_steps or 0)
+            only_first = isinstance(schedule, schedules.AdaptiveNorm | schedules.Constant)
+            planned = np.arange(1 if only_first or self.num_steps is None else self.num_steps)
             schedules.values_at(name, schedule, planned, self.num_examples)
-            put(name, schedule)
         put("delta", _validate.open_probability("delta", self.delta))
         if self.target_epsilon is not None:
             put("target_epsilon", _validate.positive("target_epsilon", self.target_epsilon))
@@ -301,26 +301,22 @@ class PrivacyPlan(Cost):
         try:
             data = json.loads(text)
             version = data.pop(_FORMAT)
-            if version != _VERSION:
-                raise ValueError(f"its version is {version!r}")
-            for name in _SCHEDULED:
-                data[name] = schedules.from_json(name, data[name])
-            if data["correlation"] is not None:
-                data["correlation"] = strategies.from_json("correlation", data["correlation"])
-            if unknown := set(data) ^ {item.name for item in fields(cls)}:
-                raise ValueError(f"unknown or missing fields {sorted(unknown)}")
-        except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
-            if isinstance(version, int) and version != _VERSION:
-                raise ValueError(newer("The text", "plan", version, _VERSION)) from None
-            raise ValueError(
-                f"The text is not a plan ({error}). Expected what PrivacyPlan.to_json wrote."
-            ) from error
-        try:
-            return cls(**data)
-        except (ArithmeticError, LookupError) as error:  # of a schedule, at some step
-            raise ValueError(
-                f"The text is not a plan ({error}). Expected what PrivacyPlan.to_json wrote."
-            ) from error
+            if version == _VERSION:
+                for name in _SCHEDULED:
+                    data[name] = schedules.from_json(name, data[name])
+                if data["correlation"] is not None:
+                    data["correlation"] = strategies.from_json("correlation", data["correlation"])
+                if unknown := set(data) ^ {item.name for item in fields(cls)}:
+                    raise ValueError(f"unknown or missing fields {sorted(unknown)}")
+                return cls(**data)
+            found: object = f"its version is {version!r}"
+        except _BROKEN as error:
+            found = error
+        if isinstance(version, int) and version != _VERSION:
+            raise ValueError(newer("The text", "plan", version, _VERSION))
+        raise ValueError(
+            f"The text is not a plan ({found}). Expected what PrivacyPlan.to_json wrote."
+        )
 
 
 def split_bounds(
@@ -333,23 +329,14 @@ def split_bounds(
     Returns:
         `(C, shares)`; C unchanged, or the root of the sum of the groups' squared bounds.
     """
-    if isinstance(max_grad_norm, list | tuple):
-        raise TypeError(
-            f"max_grad_norm is a list of {len(max_grad_norm)} bounds. Expected one number, the "
-            "bound C of an example's whole gradient (of a list, the root of the sum of squares); "
-            "clipping='per_layer' gives each group an equal share, or takes a mapping from group "
-            "to bound."
-        )
     if not isinstance(max_grad_norm, Mapping) and shares is None:
         return max_grad_norm, None
-    if clipping != "per_layer":
+    both = isinstance(max_grad_norm, Mapping) and shares is not None
+    if clipping != "per_layer" or both:
+        also = " and group_shares=" if both else ""
         raise ValueError(
-            f"Bounds of groups came with clipping={clipping!r}. Expected one max_grad_norm, or "
-            "clipping='per_layer'."
-        )
-    if isinstance(max_grad_norm, Mapping) and shares is not None:
-        raise ValueError(
-            "max_grad_norm is a mapping and group_shares came too. Expected one of the two."
+            f"Bounds of groups came with clipping={clipping!r}{also}. Expected one max_grad_norm; "
+            "or, with clipping='per_layer', a mapping or group_shares."
         )
     name = "max_grad_norm" if shares is None else "group_shares"
     given = max_grad_norm if shares is None else shares
