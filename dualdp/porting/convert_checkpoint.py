@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from dualdp.checkpoint import RUN
 from dualdp.porting import optimizer_state, parameter_map
-from dualdp.porting.matching import Mapped, match
+from dualdp.porting.matching import Mapped, Matcher
 from dualdp.porting.parameter_map import ParameterMap
 
 Arrays = Mapping[str, NDArray[Any]]
@@ -125,14 +125,14 @@ def _match(
     kinds, tied = torch["layout"]["kinds"], torch["layout"]["tied"]
     later = {alias for aliases in tied.values() for alias in aliases[1:]}
     names = [name for name in kinds if name not in later]
-    return match(
+    return Matcher(
         {name: tuple(shapes[_stored(name, shapes)]) for name in names},
         kinds,
         [(tuple(path.split(".")), tuple(shape)) for path, (shape, _) in leaves.items()],
         mapping,
         tied=tied,
         frozen=frozenset(names) - frozenset(torch["trained"]),
-    )
+    ).parameter_maps()
 
 
 def _stored(name: str, names: Iterable[str]) -> str:
