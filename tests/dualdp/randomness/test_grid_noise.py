@@ -153,10 +153,10 @@ def test_secure_parts_are_those_of_the_whole():
     whole = grid_noise.grid_noise(KEY, **sizes)
     np.testing.assert_array_equal(whole, np.rint(grid_noise.normals(KEY, size) * 1e6))
     for start, stop in [(0, size), (0, 10), (40_000, 40_000), (32_760, 32_780), (99_990, size)]:
-        part = grid_noise.grid_noise_between(KEY, start, stop, **sizes)
+        part = grid_noise.grid_noise(KEY, start=start, stop=stop, **sizes)
         np.testing.assert_array_equal(part, whole[start:stop])
     with pytest.raises(ValueError, match="too wide for noise='secure'"):
-        grid_noise.grid_noise_between(KEY, 0, 1, cells=1e16, size=size)
+        grid_noise.grid_noise(KEY, cells=1e16, size=size)
 
 
 def test_secure_sums_lie_on_the_grid():
