@@ -41,6 +41,8 @@ Releases = tuple[tuple[Event, int], ...]
 PATTERNED = ("cyclic_poisson", "fixed_order")
 #: Samplers that correlated noise can go with: a unit's participations are far apart.
 SEPARATED = (*PATTERNED, "balls_in_bins")
+#: C of independent noise.
+INDEPENDENT = identity()
 #: Largest weight of earlier noise, in units of the step's own, which float32 must not round away.
 _MOST_GROWTH = 2.0**10
 #: Most steps of which a schedule is evaluated.
@@ -104,7 +106,7 @@ class Cost:
     @cached_property
     def is_correlated(self) -> bool:
         """True if the noises of two steps are not independent."""
-        return self.correlation is not None and self.correlation != identity()
+        return self.strategy != INDEPENDENT
 
     @cached_property
     def is_patterned(self) -> bool:
@@ -126,27 +128,26 @@ class Cost:
         return self.epochs_per_assignment or 1
 
     @cached_property
-    def column(self) -> Vector:
-        """(num_steps,) first column of C."""
-        return (self.correlation or identity()).strategy(self.num_steps or 0)
+    def strategy(self) -> Strategy:
+        """C of the correlated noise; the identity for independent noise."""
+        return self.correlation or INDEPENDENT
 
     @cached_property
-    def squared_rows(self) -> Vector:
-        """(num_steps,) squares of what a unit of the first batch adds to the rows of |C| G."""
-        column = np.abs(self.column)
-        if not len(column):
-            return column
-        gap = min(self.separation, len(column))
-        return column_sums(column, gap, -(-len(column) // gap)) ** 2
+    def column(self) -> Vector:
+        """(num_steps,) first column of C."""
+        return self.strategy.strategy(self.num_steps or 0)
+
+    @cached_property
+    def rows(self) -> Vector:
+        """(num_steps,) what a unit of the first batch adds to the rows of |C| G."""
+        gap, n = min(self.separation, len(self.column)), len(self.column)
+        return column_sums(np.abs(self.column), gap, -(-n // gap)) if n else self.column
 
     @cached_property
     def squared_sensitivity(self) -> float:
         """Square of the L2 sensitivity of the whole run to a unit that joins every gap-th step."""
-        n = len(self.column)
-        if not n:
-            return 0.0
-        gap = min(self.separation, n)
-        return squared_sensitivity(self.column, gap, -(-n // gap), "fixed")
+        gap, n = min(self.separation, len(self.column)), len(self.column)
+        return squared_sensitivity(self.column, gap, -(-n // gap), "fixed") if n else 0.0
 
     @cached_property
     def sensitivity(self) -> float:
@@ -230,7 +231,7 @@ class Cost:
 
     def _check_correlation(self) -> None:
         """Check what correlated noise goes with."""
-        strategy, gap = self.correlation or identity(), self.separation
+        strategy, gap = self.strategy, self.separation
         if self.sampler not in SEPARATED:
             raise ValueError(
                 f"correlation with sampler={self.sampler!r}, under which an example may join any "
@@ -419,16 +420,11 @@ def recalibrated(cost: Cost, segments: Sequence[Segment], position: int) -> floa
 
     Raises:
         AccountingError: what is on record has spent the target.
-        ValueError: the plan is open-ended.
+        TypeError: the plan is open-ended.
     """
-    if cost.num_steps is None:
-        raise ValueError(
-            "num_steps is None, so it is not known how many steps are left. Expected a plan with a "
-            "number of steps to recalibrate."
-        )
-    target = cost.target_epsilon or epsilon(cost, [Segment(0, cost.num_steps)])
-    planned = [*segments, Segment(position, cost.num_steps)]
-    if position >= cost.num_steps or epsilon(cost, planned) <= target:
+    end = _validate.integer("num_steps", cost.num_steps)
+    target = cost.target_epsilon or epsilon(cost, [Segment(0, end)])
+    if position >= end or epsilon(cost, [*segments, Segment(position, end)]) <= target:
         return 1.0
     spent = epsilon(cost, segments)
     if spent >= target:
@@ -436,7 +432,7 @@ def recalibrated(cost: Cost, segments: Sequence[Segment], position: int) -> floa
             f"The releases on record have spent epsilon={spent:.6g} and the target is "
             f"{target:.6g}, so no noise makes room for further steps. Expected a larger target."
         )
-    return max(1.0, _scale_within(cost, segments, position, cost.num_steps, target))
+    return max(1.0, _scale_within(cost, segments, position, end, target))
 
 
 def _scale_within(
@@ -561,15 +557,13 @@ def pattern(cost: Cost, steps: int) -> list[Releases]:
         return [tuple(events)]
     # By |C|, for which the sum over the rows is exact; with negative entries the bound of the whole
     # run, which may be smaller, holds for each of its parts too.
-    total = min(float(cost.squared_rows[:steps].sum()), cost.squared_sensitivity)
+    total = min(float((cost.rows[:steps] ** 2).sum()), cost.squared_sensitivity)
     first: Releases = ((Gaussian(cost.sensitivity / math.sqrt(total)), 1),)
     if cost.sampler != "balls_in_bins":
         return [first]
     stop = min(-(-steps // gap) * gap, cost.num_steps or 0)  # an unfinished pass counts whole
     found = [first]
-    for bins, common, alone in _splits(
-        cost.correlation or identity(), cost.num_steps or 0, gap, stop
-    ):
+    for bins, common, alone in _splits(cost.strategy, cost.num_steps or 0, gap, stop):
         own = BallsInBinsGaussian(cost.sensitivity / math.sqrt(alone), bins), bins
         shared = [(Gaussian(cost.sensitivity / math.sqrt(common)), 1)] if common else []
         found.append((*shared, own))

@@ -58,11 +58,10 @@ def matrix(column, steps):
 def test_no_pattern_costs_more(family, steps):
     """A segment against plain loops over the units of a batch."""
     plan = make(correlation=FAMILIES[family])
-    strategy = correlated.identity() if plan.correlation is None else plan.correlation
     (((event, count),),) = accounting.pattern(plan, steps)
     total = plan.sensitivity / event.noise_multiplier
     assert (type(event), count) == (mechanisms.Gaussian, 1)
-    bound = worst(strategy.strategy(18), steps, 6)
+    bound = worst(plan.strategy.strategy(18), steps, 6)
     if family == "signed":  # the bound of the whole run may be the smaller one
         assert total <= bound * (1 + 1e-9)
     else:
@@ -84,10 +83,9 @@ RESUMED = [
 def test_segments_against_brute_force(family, spans):
     """Sum of squared sensitivities: in each segment its own batch of a unit, and its own signs."""
     plan = make(correlation=FAMILIES[family])
-    strategy = correlated.identity() if plan.correlation is None else plan.correlation
     total = 0.0
     for start, stop in spans:
-        c, largest = matrix(strategy.strategy(stop - start), stop - start), 0.0
+        c, largest = matrix(plan.strategy.strategy(stop - start), stop - start), 0.0
         for first in range(6):
             joined = range(first, stop - start, 6)
             for signs in itertools.product((-1, 1), repeat=len(joined)):
@@ -151,13 +149,12 @@ def test_releases_of_fresh_draws_are_composed(sampler):
     changes |= {"max_batch_size": 12} if sampler == "truncated_poisson" else {}
     changes |= {"neighboring_relation": "replace"} if sampler == "fixed_size" else {}
     plan = make(**changes)
-    cost = plan
     segments = [Segment(0, 7), Segment(4, 5), Segment(5, 18, noise_scale=1.5)]
     spent = accountants.create("pld", neighboring_relation=plan.neighboring_relation)
     for segment in segments:
         for step in range(segment.start, segment.stop):
-            spent.step(**accounting.release(cost, step, segment.noise_scale))
-    found = accounting.spent_by(cost, segments)
+            spent.step(**accounting.release(plan, step, segment.noise_scale))
+    found = accounting.spent_by(plan, segments)
     assert len(found) == len(spent) == 21
     assert found.get_epsilon(delta=1e-5) == pytest.approx(spent.get_epsilon(delta=1e-5), rel=1e-9)
 
@@ -215,14 +212,14 @@ def test_bins_of_two_segments_are_not_below_monte_carlo():
 def test_noise_is_recalibrated_for_what_is_left(changes):
     plan = make(**changes)
     plan = make(**changes, target_epsilon=1.02 * plan.epsilon())
-    cost, target = plan, plan.target_epsilon
-    assert accounting.recalibrated(cost, [Segment(0, 6)], 6) == 1.0 or plan.sampler != "poisson"
+    target = plan.target_epsilon
+    assert accounting.recalibrated(plan, [Segment(0, 6)], 6) == 1.0 or plan.sampler != "poisson"
     segments = [Segment(0, 9), Segment(6, 12)]
-    scale = accounting.recalibrated(cost, segments, 9)
+    scale = accounting.recalibrated(plan, segments, 9)
     assert scale > 1
-    whole = accounting.spent_by(cost, [*segments, Segment(9, 18, scale)])
+    whole = accounting.spent_by(plan, [*segments, Segment(9, 18, scale)])
     assert 0.99 * target < whole.get_epsilon(delta=plan.delta) <= target
-    assert accounting.recalibrated(cost, segments, 18) == 1.0
+    assert accounting.recalibrated(plan, segments, 18) == 1.0
 
 
 def test_what_can_not_be_recalibrated_is_refused():
@@ -237,7 +234,7 @@ def test_what_can_not_be_recalibrated_is_refused():
         dualdp.AccountingError, match="on record have spent epsilon=.*larger target"
     ):
         accounting.recalibrated(spent, [Segment(0, 9)], 9)
-    with pytest.raises(ValueError, match="num_steps is None, so it is not known how many steps"):
+    with pytest.raises(TypeError, match="num_steps=None. Expected an integer"):
         accounting.recalibrated(make(sampler="poisson", num_steps=None), [], 0)
 
 

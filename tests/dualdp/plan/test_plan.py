@@ -236,8 +236,8 @@ RUN = {
     ("use", "most", "files"),
     [
         (dualdp.PrivacyPlan(noise_multiplier=1.1, **RUN).epsilon, 240, 10),
-        (lambda: dualdp.PrivacyPlan(noise_multiplier=1.1, **RUN), 90, 8),
-        (lambda: dualdp.PrivacyPlan.calibrate(target_epsilon=3.0, **RUN), 3000, 13),
+        (lambda: dualdp.PrivacyPlan(noise_multiplier=1.1, **RUN), 90, 7),
+        (lambda: dualdp.PrivacyPlan.calibrate(target_epsilon=3.0, **RUN), 3000, 12),
     ],
     ids=["epsilon", "new", "calibrate"],
 )
