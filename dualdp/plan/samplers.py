@@ -75,7 +75,7 @@ def poisson(draw: Draw) -> Indices:
     Guarantees:
         Each example joins with probability floor(q 2^53) / 2^53 <= q, independently.
             [test_inclusion_probability]
-        A pure function of (key, step), on every stack and machine.  [test_known_batches]
+        A pure function of (key, step), on every stack and machine.  [test_seeded_batches]
 
     Source: Mironov et al. 2019, section 2 ("Poisson sampling"); the draw is ours.
     """

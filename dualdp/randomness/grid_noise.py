@@ -36,10 +36,10 @@ GRID_MARGIN = 2.0**-12
 #: Share of C by which a clipped contribution may exceed its bound (rounding of float32 factors).
 CLIP_MARGIN = 1e-4
 
-_BLOCK = 1 << 15  # numbers; their keystream and the working set stay in the second-level cache
+BLOCK = 1 << 15  # numbers; their keystream and the working set stay in the second-level cache
 _AES_BLOCK = 16  # bytes
 _KEY_BYTES = 32
-_ZEROS = bytes(8 * _BLOCK)
+_ZEROS = bytes(8 * BLOCK)
 _MOST_CELLS = 2.0**48  # largest stddev / pitch: ten standard deviations are exact in float64
 
 
@@ -117,20 +117,20 @@ def _noise_between(
     out, key = np.empty(stop - start), bits[-_KEY_BYTES:]
 
     def draw(block: int, length: int) -> Float64:
-        whole = np.empty(_BLOCK)
-        stretch = keystream(key, block * (8 * _BLOCK // _AES_BLOCK), 8 * _BLOCK)
-        _box_muller(np.frombuffer(stretch, dtype="<u8"), whole)
+        whole = np.empty(BLOCK)
+        stretch = keystream(key, block * (8 * BLOCK // _AES_BLOCK), 8 * BLOCK)
+        box_muller(np.frombuffer(stretch, dtype="<u8"), whole)
         drawn = whole[:length]
         if cells is not None:
             drawn *= cells
             np.rint(drawn, out=drawn)
         return drawn
 
-    fill_between(out, start, size=size, block=_BLOCK, draw=draw, threads=threads)
+    fill_between(out, start, size=size, block=BLOCK, draw=draw, threads=threads)
     return out
 
 
-def _box_muller(raw: NDArray[Any], out: Float64) -> None:
+def box_muller(raw: NDArray[Any], out: Float64) -> None:
     """Normals from as many words: the first half for radii, the second for angles.
 
     With t = tan(angle / 2): cos = 2 / (1 + t^2) - 1 and sin = t * 2 / (1 + t^2), so one tan gives
@@ -199,7 +199,7 @@ def noisy_sum(
     out = np.empty_like(sums)
 
     def add(block: int) -> None:
-        part = slice(block * _BLOCK, (block + 1) * _BLOCK)  # a block fits in the cache
+        part = slice(block * BLOCK, (block + 1) * BLOCK)  # a block fits in the cache
         whole = sums[part].astype(np.float64)
         whole /= pitch
         np.rint(whole, out=whole)
@@ -207,5 +207,5 @@ def noisy_sum(
         whole *= pitch
         out[part] = whole
 
-    fill_blocks(add, -(-sums.size // _BLOCK), threads)
+    fill_blocks(add, -(-sums.size // BLOCK), threads)
     return out

@@ -488,6 +488,3 @@ def test_a_fork_can_not_write_the_file(tmp_path):
         assert f"AccountingError: This process is a fork of process {os.getpid()}, which" in said
     release(ledger, 1)
     assert len(dualdp.Ledger.read(tmp_path / "ledger")) == 3
-
-
-# ---------------------------------------------------------------------- full disks

@@ -81,8 +81,9 @@ def test_batches_of_a_plan_without_a_seed_are_the_loaders():
 @pytest.mark.parametrize("seed", [3, 2**100, None])
 def test_json_restores_the_plan(seed):
     plan = make(
-        noise_multiplier=schedules.Exponential(2.0, 0.99), max_grad_norm=lambda k: 1 + k, seed=seed
-    )
+        noise_multiplier=schedules.Exponential(2.0, 0.99), max_grad_norm=lambda k: 1 + k, seed=seed,
+        unit="user", rows_per_unit=2,
+    )  # fmt: skip
     again = dualdp.PrivacyPlan.from_json(plan.to_json())
     assert again == plan
     assert again.to_json() == plan.to_json()

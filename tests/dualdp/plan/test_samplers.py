@@ -39,14 +39,6 @@ def test_every_sampler_has_the_event_of_its_name(sampler):
     assert set(samplers.SAMPLERS) == {*mechanisms.SAMPLERS, *PATTERNED}
 
 
-def test_known_batches():
-    """Pinned, so that a change of the draw is seen: two stacks and two versions must agree."""
-    assert draw(0, num_examples=60).tolist() == KNOWN
-
-
-KNOWN = [7, 28, 33, 37]
-
-
 @every_sampler
 def test_indices_are_increasing_int64_and_change_with_the_step(sampler):
     indices = draw(3, sampler)
