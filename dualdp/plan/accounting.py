@@ -93,7 +93,9 @@ class Cost:
 
     def _at(self, name: str, step: int) -> float:
         """Scheduled value at a step, checked: an open-ended schedule may leave its range."""
-        schedule, step = getattr(self, name), _validate.integer("step", step)
+        schedule = getattr(self, name)
+        if type(step) is not int or step < 0:  # asked several times a step
+            step = _validate.integer("step", step)
         if isinstance(schedule, Constant):
             return float(schedule)
         return float(values_at(name, schedule, step, self.num_examples))
