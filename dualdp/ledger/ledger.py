@@ -9,7 +9,7 @@
 
 A file holds one JSON object a line (`dualdp.ledger.chain`):
 
-    {"dualdp_ledger":2, "plan":..., "accountant":..., "columns":..., "version":..., "id":...}
+    {"dualdp_ledger":2, "plan":..., "columns":..., "version":..., "id":...}
     {"r":[step, noise_multiplier, sample_rate]}           a release; the columns are the header's
     {"check":step}                                        a check that passed
     {"check":step, "failed":{...}}                        one that did not
@@ -23,13 +23,13 @@ import json
 import logging
 import os
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, NoReturn, Self
 
 import numpy as np
 
-from dualdp import _validate, accountants
+from dualdp import _validate
 from dualdp._validate import AccountingError
 from dualdp._version import __version__
 from dualdp.accountants.base import Accountant
@@ -151,7 +151,6 @@ class Ledger:
 
     Args:
         plan: `PrivacyPlan` of the run.
-        accountant: name of the accountant, or None for the plan's.
         path: path of a new file, made with the first release, so that a set-up that fails leaves
             none; None keeps the record in memory.
 
@@ -164,19 +163,12 @@ class Ledger:
         A kill at any instant loses no release.  [test_no_kill_loses_a_release]
     """
 
-    def __init__(
-        self,
-        plan: PrivacyPlan,
-        accountant: str | None = None,
-        path: str | os.PathLike[str] | None = None,
-    ) -> None:
+    def __init__(self, plan: PrivacyPlan, path: str | os.PathLike[str] | None = None) -> None:
         require_plan(plan)
-        name = accountants.create(accountant or plan.accountant).name
         self.plan, self.chain, self._pid = plan, Chain(), os.getpid()
         self._new_file = None if path is None else require_new(path)
-        self._cost = replace(plan, accountant=name)
         self._known = State(1, (Segment(0, 0),), plan.max_grad_norm_at(0))
-        self._spent = empty_account(self._cost)
+        self._spent = empty_account(plan)
         self._accounted: tuple[Segment, ...] = ()
         self._searched: tuple[int, int | None] = 0, None  # number of segments, end
         self.own_loop: object = None  # of `own_loops`, which lives as long as the ledger
@@ -185,7 +177,6 @@ class Ledger:
         header = {
             FORMAT: VERSION,
             "plan": json.loads(plan.to_json()),
-            "accountant": name,
             "columns": COLUMNS if plan.is_adaptive else COLUMNS[:3],
             "version": __version__,
             "id": secrets.token_hex(8),  # public, tells two runs of one plan apart
@@ -240,8 +231,8 @@ class Ledger:
             parsed = parse(*read_text(source))
             chain = Chain(parsed.lines)
         try:
-            name, header = chain.path or "The text", parsed.records[0]
-            if header.get("plan") != json.loads(plan.to_json()):
+            name = chain.path or "The text"
+            if parsed.records[0].get("plan") != json.loads(plan.to_json()):
                 raise ValueError(
                     f"{name} was written under another plan. Expected the plan of the run."
                 )
@@ -251,7 +242,7 @@ class Ledger:
                     f"{name} does not continue the ledger that was saved. Expected the file of "
                     "the same run."
                 )
-            ledger = cls(plan, str(header.get("accountant")))
+            ledger = cls(plan)
             ledger.chain = chain
             if path is not None:
                 chain.write_to(path)
@@ -275,7 +266,7 @@ class Ledger:
         bound = _validate.positive("bound", bound) if plan.is_adaptive else None
         scale = state.segments[-1].noise_scale
         if recalibrate:
-            scale = accounting.recalibrated(self._cost, state.segments, step)
+            scale = accounting.recalibrated(self.plan, state.segments, step)
         if counted is not None:
             self.chain.append(counted)
         self._begin(step, scale, bound)
@@ -325,13 +316,13 @@ class Ledger:
         segments, before = self._state.segments, self._accounted
         if segments == before:
             return self._spent
-        if before and self._cost.sampler in COMPOSED:  # only what is new, for the memo of the sums
+        if before and self.plan.sampler in COMPOSED:  # only what is new, for the memo of the sums
             last = len(before) - 1
             added = replace(segments[last], start=before[last].stop), *segments[last + 1 :]
             self._accounted = ()  # an interrupt in between counts everything anew
-            self._spent.merge(spent_by(self._cost, added))
+            self._spent.merge(spent_by(self.plan, added))
         else:
-            self._spent = spent_by(self._cost, segments)
+            self._spent = spent_by(self.plan, segments)
         self._accounted = segments
         return self._spent
 
@@ -363,7 +354,7 @@ class Ledger:
         """
         segments = self._state.segments
         if self._searched[0] != len(segments):
-            self._searched = len(segments), accounting.last_affordable(self._cost, segments)
+            self._searched = len(segments), accounting.last_affordable(self.plan, segments)
         return self._searched[1]
 
     @property
@@ -517,10 +508,6 @@ class Ledger:
         fresh = json.loads(json.dumps(facts))
         if fresh not in self._state.notes:
             self.chain.append({"note": fresh})
-
-    def unprotected(self, names: Iterable[str]) -> None:
-        """Record the names of logged quantities that epsilon does not cover."""
-        self.note(unprotected=sorted(names))
 
     def get_epsilon(self, delta: float | None = None, *, accept_unverified: bool = False) -> float:
         """Return the epsilon spent so far.

@@ -260,7 +260,7 @@ def _agreement(found: Verification, plan: PrivacyPlan) -> Result:
 def _target(found: Verification, plan: PrivacyPlan) -> Result:
     if plan.target_epsilon is None:
         return None, "The plan names none."
-    spent = found.epsilons.get(str(found.records[0].get("accountant")), found.epsilon)
+    spent = found.epsilons.get(empty_account(plan).name, found.epsilon)
     passed = spent <= plan.target_epsilon * (1 + _SLACK)
     return passed, f"{spent:.4f} spent of {plan.target_epsilon:g}"
 
