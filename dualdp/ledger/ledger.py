@@ -198,20 +198,18 @@ class Ledger:
         step: int,
         bound: float | None = None,
         recalibrate: bool = False,
-        path: str | os.PathLike[str] | None = None,
         known: tuple[int, str] | None = None,
     ) -> Self:
         """Go on with a run: begin a segment at `step`, beside all releases on record.
 
         Args:
-            source: path of the run's file, which is written on; or the text of `to_json`.
+            source: path of the run's file, which is written on; or the text of `to_json`, to go on
+                in memory.
             plan: `PrivacyPlan` of the run.
             step: int, the next step, such as a checkpoint's position.
-            bound: C of that step, if it is adaptive: that of `state()`.
+            bound: C of that step, if it is adaptive.
             recalibrate: bool, True to raise the noise of the steps that are left so that all
                 planned steps fit the target epsilon (or the plan's, without a target).
-            path: path of a new file, to go on with a copy of the record; None to write on in
-                `source`, or for a text in memory.
             known: number of lines of a checkpoint, and the hash of the last of them, with which the
                 record has to begin.
 
@@ -225,11 +223,11 @@ class Ledger:
                 [test_a_torn_last_line_counts_as_a_release]
         """
         require_plan(plan)
-        if path is None and not is_text(source):
-            chain, parsed = Chain.open(source)
-        else:
-            parsed = parse(*read_text(source))
+        if is_text(source):
+            parsed = parse(str(source))
             chain = Chain(parsed.lines)
+        else:
+            chain, parsed = Chain.open(source)
         try:
             name = chain.path or "The text"
             if parsed.records[0].get("plan") != json.loads(plan.to_json()):
@@ -244,8 +242,6 @@ class Ledger:
                 )
             ledger = cls(plan)
             ledger.chain = chain
-            if path is not None:
-                chain.write_to(path)
             ledger._go_on(parsed.torn, _validate.integer("step", step), bound, recalibrate)
         except BaseException:
             chain.close()
