@@ -15,7 +15,7 @@ from dualdp import _validate
 from dualdp.audit import statistics
 from dualdp.audit.protocol import Claims, PrivateStep
 from dualdp.audit.report import Check, Report, at_most, p_value
-from dualdp.plan.samplers import WHOLE_PASS
+from dualdp.plan.accounting import WHOLE_PASS
 
 Array = NDArray[np.float64]
 Taken = NDArray[np.bool_]

@@ -29,7 +29,6 @@ from dualdp.accountants.search import check_target, smallest_scale
 from dualdp.mechanisms import BallsInBinsGaussian, Gaussian, PoissonSubsampledGaussian
 from dualdp.plan.correlated.sensitivity import MOST_WORK, column_sums, squared_sensitivity
 from dualdp.plan.correlated.strategies import Band, Strategy, identity
-from dualdp.plan.samplers import WHOLE_PASS, num_batches
 from dualdp.plan.schedules import AdaptiveNorm, Constant, Scheduled, values_at
 from dualdp.randomness.grid_noise import accounted_noise_multiplier
 
@@ -37,6 +36,8 @@ Vector = NDArray[np.float64]
 #: Independent releases and their numbers, with the noise multiplier divided by the plan's.
 Event = Gaussian | PoissonSubsampledGaussian | BallsInBinsGaussian
 Releases = tuple[tuple[Event, int], ...]
+#: Samplers accounted by whole passes, in which noise and batch size must not change.
+WHOLE_PASS = ("balls_in_bins", "shuffle", "cyclic_poisson", "fixed_order")
 #: Samplers whose runs are accounted as a whole, whatever their noise.
 PATTERNED = ("cyclic_poisson", "fixed_order")
 #: Samplers that correlated noise can go with: a unit's participations are far apart.
@@ -56,6 +57,11 @@ _COUNT_CHANGE = {"add_or_remove": 0.5, "replace": 0.5, "zero_out": 1.0}
 _ROUNDING = 1 + 1e-12
 #: A finer split of the bins is tried where it lowers what they have in common by this factor.
 _LOWER = 0.9
+
+
+def num_batches(num_examples: int, expected_batch_size: float) -> int:
+    """Return the batches of one pass over the data: ceil(num_examples / expected_batch_size)."""
+    return max(1, math.ceil(num_examples / expected_batch_size - 1e-9))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from dualdp import _validate
 from dualdp._validate import AccountingError
 from dualdp.plan.accounting import Cost
-from dualdp.plan.samplers import SAMPLERS, Draw
+from dualdp.plan.samplers import RESOLUTION, SAMPLERS
 from dualdp.plan.units import DrawnRows, UserRows, rows_with_least_words
 from dualdp.randomness import SegmentBits, fold_in, grid_noise, threefry
 
@@ -41,23 +41,16 @@ def drawn_indices(plan: Cost, bits: SegmentBits, step: int) -> NDArray[np.int64]
             [test_seeded_batches]
     """
 
-    def words_at(step: int, stream: int) -> NDArray[np.uint64]:
+    def words(at: int, stream: int) -> NDArray[np.uint64]:
         if plan.noise == "secure":
-            return grid_noise.words(bits.bits("sampling", step), plan.num_examples, stream=stream)
-        key = bits.key("sampling", step)
-        key = fold_in(key, stream) if stream else key
-        return threefry.bits(key, plan.num_examples, width=64)
+            drawn = grid_noise.words(bits.bits("sampling", at), plan.num_examples, stream=stream)
+        else:
+            key = bits.key("sampling", at)
+            key = fold_in(key, stream) if stream else key
+            drawn = threefry.bits(key, plan.num_examples, width=64)
+        return drawn >> np.uint64(64 - RESOLUTION)
 
-    draw = Draw(
-        words_at=words_at,
-        step=step,
-        num_examples=plan.num_examples,
-        expected_batch_size=plan.expected_batch_size_at(step),
-        max_batch_size=plan.max_batch_size,
-        min_separation=plan.min_separation or 1,
-        epochs_per_assignment=plan.kept_epochs,
-    )
-    return SAMPLERS[plan.sampler](draw)
+    return SAMPLERS[plan.sampler](plan, step, words).astype(np.int64, copy=False)
 
 
 def drawn_rows(

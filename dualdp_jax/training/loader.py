@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dualdp._validate import AccountingError
-from dualdp.plan.accounting import stretches
+from dualdp.plan.accounting import num_batches, stretches
 from dualdp.plan.batches import (
     HandedOut,
     drawn_indices,
@@ -24,7 +24,6 @@ from dualdp.plan.batches import (
     require_end,
 )
 from dualdp.plan.plan import PrivacyPlan, require_units
-from dualdp.plan.samplers import num_batches
 from dualdp.plan.units import UserRows
 from dualdp.randomness import SegmentBits
 from dualdp_jax.chunk import Chunk, Origin, Rows
