@@ -164,7 +164,7 @@ def test_calibrate_meets_the_target_and_never_exceeds_it():
         ({"max_grad_norm": float("nan")}, "max_grad_norm=nan is not a number"),
         ({"max_grad_norm": 0}, "max_grad_norm=0.0 is out of range. Expected a finite number > 0"),
         ({"max_grad_norm": True}, "max_grad_norm=True is a bool"),
-        ({"max_grad_norm": (1.0, 2.0)}, "max_grad_norm=(1.0, 2.0) is a tuple. Expected a number"),
+        ({"max_grad_norm": (1.0, 2.0)}, "max_grad_norm is a list of 2 bounds. Expected one number"),
         ({"delta": 0}, "delta=0 is out of range"),
         ({"sampler": "random"}, "sampler='random' is unknown. Expected one of balls_in_bins"),
         ({"max_batch_size": 70}, "max_batch_size=70 with sampler='poisson'"),
