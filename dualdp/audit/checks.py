@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from dualdp import _validate
 from dualdp.audit import statistics
 from dualdp.audit.protocol import Claims, PrivateStep
-from dualdp.plan.samplers import WHOLE_PASS, num_batches
+from dualdp.plan.accounting import WHOLE_PASS, num_batches
 
 Array = NDArray[np.float64]
 Taken = NDArray[np.bool_]

@@ -22,10 +22,10 @@ from scipy.linalg import toeplitz
 
 from dualdp import _validate
 from dualdp.mechanisms import RELATIONS, Mechanism
+from dualdp.plan.accounting import PATTERNED, num_batches
 from dualdp.plan.correlated.strategies import Strategy
-from dualdp.plan.cost import PATTERNED
 from dualdp.plan.plan import PrivacyPlan
-from dualdp.plan.samplers import SAMPLERS, num_batches
+from dualdp.plan.samplers import SAMPLERS
 
 Array = NDArray[np.float64]
 Rows = NDArray[np.int64]

@@ -138,7 +138,7 @@ def facts(found: Verification) -> list[tuple[str, str]]:
             "Secrecy",
             f"seed={plan.seed}: none" if plan.seed is not None else "fresh bits, not stored",
         ),
-        ("Code", f"dualdp {header.get('version')}, accountant {header.get('accountant')}"),
+        ("Code", f"dualdp {header.get('version')}, accountant {plan.accountant}"),
         ("Logged without protection", unprotected),
     ]
 

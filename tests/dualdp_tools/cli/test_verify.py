@@ -20,7 +20,7 @@ def ledger(tmp_path):
         for step in range(5):
             written.record(step)
         if note:
-            written.unprotected(note)
+            written.note(unprotected=sorted(note))
         written.close()
         return tmp_path / name
 
