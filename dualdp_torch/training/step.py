@@ -132,7 +132,7 @@ class PrivateStep:
         purpose, reduction = (method, ledger.plan.clipping), settings.loss_reduction
         self._checks = StepChecks(recorder, ledger, bits, settings.checks, reduction, purpose)
         recorder.is_due = self._checks.may_be_due
-        recorder.usual_size = round(plan.expected_batch_size_at(0)) * rows
+        recorder.usual_size = round(plan.expected_batch_size_at(0))
         self._releaser = Releaser(ledger, group, recorder.parameters, self._shards)
         self._noise = NoiseSource(plan)
         self._pass, self._pid = 0, os.getpid()
@@ -250,7 +250,7 @@ class PrivateStep:
         self._refuse_uncompilable()
         assert self._yielded is not None
         yielded, check = self._yielded, self._checks.of_compiled()
-        self.recorder.twins.enter_model(batch, {}, len(draw.mask))
+        self.recorder.twins.enter_model(self.recorder.model, batch, {}, len(draw.mask))
         self.recorder.twins.end_forward()
         bounds = ledger.plan.clipping_bounds(ledger.max_grad_norm)
         device = next(iter(self.recorder.parameters.values())).device
@@ -413,7 +413,7 @@ class PrivateStep:
         if self._options.keep_per_sample and recorder.shards is None:
             grads = gradients.grads()
             self._grads.append({name: g[draw.mask.to(g.device)] for name, g in grads.items()})
-        n, second_pass = len(draw.mask), recorder.second_pass(terms.scale, gradients.forget)
+        n, second_pass = len(draw.mask), recorder.second_pass(terms.scale)
         if self._failure is not None or not self._checks.is_due():
             factors = clip_factors(gradients, n, terms.bounds, terms.clipping, terms.mask)
             self._begin(draw)
@@ -427,7 +427,7 @@ class PrivateStep:
             gradients,
             recorder.losses(terms.scale),
             terms,
-            second_pass=None if second_pass is None else lambda factors: second_pass,
+            second_pass=second_pass,
             is_definition=recorder.method == "loop",
         )
         found = [numbers]

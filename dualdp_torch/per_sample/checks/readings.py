@@ -111,10 +111,6 @@ class Numbers:
         ]
         return len(doubtful) > 1
 
-    def are_read_alike(self, n: int, k: int) -> bool:
-        """True if counts and multiples of n are the same readings of this batch's numbers."""
-        return all(as_count(v, n, k) == as_multiple(v, n, k) for _, v in self.seen)
-
     def refutes(self, reading: Reading, n: int, k: int) -> bool:
         """True if a reading is none of the meanings that this batch and the one before show."""
         found = [

@@ -389,7 +389,6 @@ def test_long_work_between_batches_leaves_no_trace():
         for k in range(600):
             (torch.full((50,), float(k)) * 2 + 1).sum()
         F.cross_entropy(model(x), y).backward()
-        assert len(model._forward_hooks) == 1
         optimizer.step()
     same_parameters(model, plan(num_steps=1), 1)
 
