@@ -388,9 +388,9 @@ class PrivacyEngine:
         """Open the ledger of a run, unless it was loaded; process 0 has the file."""
         if self._ledger is None:
             opened = list[Ledger]()
-            new = (loader.plan, self._accountant)
-            on_first(group, "the ledger", lambda: opened.append(Ledger(*new, path)))
-            self._ledger = opened[0] if opened else Ledger(*new)
+            plan = loader.plan
+            on_first(group, "the ledger", lambda: opened.append(Ledger(plan, path)))
+            self._ledger = opened[0] if opened else Ledger(plan)
         self._loader, self._group = loader, group
 
     def _span(self) -> tuple[int, int | None]:
