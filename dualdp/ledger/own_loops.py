@@ -47,6 +47,12 @@ class OwnLoop:
         ledger.require_process()
         return ledger.unused or {}
 
+    def note(self, **facts: str) -> None:
+        """Record public facts about the run in its ledger, if the run goes on."""
+        ledger = self._ledger()
+        if ledger is not None:
+            ledger.note(**facts)
+
     def take(self, step: int) -> Release:
         """Return the release of a step, once.
 
