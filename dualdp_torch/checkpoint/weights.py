@@ -50,7 +50,7 @@ def _is_statistic(name: str) -> bool:
 
 
 def layout(model: nn.Module) -> dict[str, Any]:
-    """Return kinds and tied names of a module's parameters, for `dualdp.porting.matching.Matcher`."""
+    """Return kinds and tied names of a module's parameters, for `dualdp.porting.matching`."""
     names: dict[int, list[str]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(p), []).append(name)
