@@ -220,7 +220,7 @@ def as_gaussian(event: Mechanism, *, unsampled: bool = False) -> float | None:
     return None
 
 
-_TABLE: dict[str, type[Accountant]] = {}
+TABLE: dict[str, type[Accountant]] = {}
 _METHODS = "step compose get_epsilon get_delta epsilon_bounds state_dict load_state_dict".split()
 
 
@@ -238,7 +238,7 @@ def create(name: str = "pld", **options: Any) -> Accountant:
     Raises:
         ValueError: no accountant has this name.
     """
-    return _TABLE[require_bound(name)](**options)
+    return TABLE[require_bound(name)](**options)
 
 
 def require_bound(name: str) -> str:
@@ -247,12 +247,12 @@ def require_bound(name: str) -> str:
     Raises:
         ValueError: no accountant has this name.
     """
-    if name == "gdp" and name not in _TABLE:
+    if name == "gdp" and name not in TABLE:
         raise ValueError(
             f"accountant='gdp' is unknown: the central limit theorem bounds nothing. Expected one "
             f"of {', '.join(names())}; accountants.gdp_epsilon gives the number of papers."
         )
-    return _validate.choice("accountant", name, _TABLE)
+    return _validate.choice("accountant", name, TABLE)
 
 
 def register(name: str, cls: type[Accountant]) -> None:
@@ -273,11 +273,11 @@ def register(name: str, cls: type[Accountant]) -> None:
     missing = [method for method in _METHODS if not callable(getattr(cls, method, None))]
     if missing:
         raise TypeError(f"cls={cls!r} lacks {', '.join(missing)}. Expected an accountant class.")
-    if name in _TABLE:
+    if name in TABLE:
         raise ValueError(f"name={name!r} is taken. Expected another name.")
-    _TABLE[name] = cls
+    TABLE[name] = cls
 
 
 def names() -> tuple[str, ...]:
     """Names that `create` accepts, sorted."""
-    return tuple(sorted(_TABLE))
+    return tuple(sorted(TABLE))
