@@ -23,13 +23,21 @@ from dualdp import _validate
 from dualdp._validate import AccountingError
 from dualdp.ledger import own_loops
 from dualdp.ledger.ledger import Release
-from dualdp.plan.correlated.strategies import Window
+from dualdp.plan.correlated.strategies import BLT, Band, Strategy, Window
 from dualdp.plan.plan import PrivacyPlan, checked_step, require_plan
 from dualdp.porting.parameter_map import ParameterMap
 from dualdp.randomness import fold_in, grid_noise, key_of, noise_bits, seeded_bits, threefry
-from dualdp_torch.noise.correlated import Kept, next_noise
-from dualdp_torch.noise.generators import Key, Normals
-from dualdp_torch.rules.base import Tensor, wide
+from dualdp.randomness.parallel import Blocks
+from dualdp_torch.rules.base import Tensor, on_host, wide
+
+Key = NDArray[np.uint32]  # (2,)
+Kept = tuple[Tensor, ...]  # arrays kept of earlier steps, the newest first
+
+_STATE_WORDS = 624  # words of the Mersenne Twister behind torch's CPU generator
+_STATE_OFFSET = 24  # bytes before these words in the saved state
+_BLOCK = 1 << 16  # numbers that one keyed generator draws on the CPU
+_FEW = 16  # blocks up to which one thread draws them all
+_DEVICE_BLOCK = 1 << 22  # numbers per block on other devices, where each draw costs a launch
 
 
 class Piece(NamedTuple):
@@ -109,7 +117,8 @@ class NoiseSource:
     `dualdp.randomness.grid_noise`.
 
     With `plan.correlation` the noise of a step holds that of the steps before it in its segment,
-    of which the source keeps what is needed (`dualdp_torch.noise.correlated`) in memory.
+    of which the source keeps what is needed (`next_noise`) in memory: it takes the noise away from
+    what was released, so it is in no checkpoint, pickle or `repr`.
 
     Guarantees:
         Noise of standard deviation noise_multiplier times max_grad_norm, independent over
@@ -176,7 +185,7 @@ class NoiseSource:
         flat = Layout.of(totals, pieces, by_group=by_group)
         here = [[totals[name] for name in part.names] for part in flat.parts]
         if plan.noise == "secure":
-            noisy = _secure(flat, here, release, bits, is_whole=pieces is None)
+            noisy = _secure(flat, here, release, bits)
         else:
             noisy = self._noise(flat, release, bits, layout)
             for noise, parts in zip(noisy, here, strict=True):
@@ -199,14 +208,13 @@ class NoiseSource:
         strategy = self._plan.correlation
         if strategy is None or not self._plan.is_correlated:
             return draw(key_of(bits), release.draw_stddev)
-        held, first = self._held_before(release, flat), release.segment_start
-        if held is not None:
-            first = held.step
-        kept: list[Kept] = [()] * len(flat.parts) if held is None else held.kept
-        if isinstance(strategy, Window) and release.step - first >= len(strategy.weights):
-            # Nothing before is needed: of a seeded plan any step may be asked for.
-            first, kept = release.step - len(strategy.weights) + 1, [()] * len(flat.parts)
-            first = max(first, release.segment_start)
+        begin = release.segment_start
+        if isinstance(strategy, Window):  # a step of a seed may be asked for without those before
+            begin = max(begin, release.step + 1 - len(strategy.weights))
+        held = self._held_before(release, flat)
+        first, kept = begin, list[Kept]([()] * len(flat.parts))
+        if held is not None and held.step >= begin:
+            first, kept = held.step, held.kept
         noise = list[Tensor]()
         for step in range(first, release.step + 1):
             index, key = step - release.segment_start, key_of(self._bits_of(step, release, bits))
@@ -244,6 +252,88 @@ class NoiseSource:
         return hashlib.blake2b(step.to_bytes(8, "little"), key=bits).digest()
 
 
+def next_noise(
+    strategy: Strategy, index: int, z: Tensor, kept: Kept, stddev: float
+) -> tuple[Tensor, Kept]:
+    """Return the correlated noise C^-1 z of a step, and what is kept for the next.
+
+    A window keeps its normals, a band as many noises as it has coefficients, a buffered Toeplitz
+    strategy its buffers, and any other strategy all normals of the segment.
+
+    Args:
+        strategy: `Strategy` of the plan.
+        index: int, number of the step in its segment.
+        z: (k,) standard normals of the step, which may be overwritten.
+        kept: arrays (k,) of the step before; () at the beginning.
+        stddev: float, standard deviation of z in the sum, gradient units.
+
+    Source: Denisov et al. 2022 (arXiv 2202.08312); McMahan et al. 2024 (arXiv 2404.16706) for BLT.
+    """
+    if isinstance(strategy, Band):
+        first, *taps = strategy.weights
+        noise = z.mul_(stddev)
+        for tap, earlier in zip(taps, kept, strict=False):
+            noise.sub_(earlier * tap)
+        noise.mul_(1 / first)
+        return noise.clone(), (noise, *kept)[: len(taps)]
+    if isinstance(strategy, BLT):
+        buffers = kept or tuple(z.new_zeros(len(z)) for _ in strategy.decays)
+        noise = z.mul_(stddev)
+        for scale, buffer in zip(strategy.scales, buffers, strict=True):
+            noise.sub_(buffer * scale)  # rounded twice, on any device and in any part
+        pairs = zip(strategy.decays, buffers, strict=True)
+        return noise, tuple((buffer * decay).add_(noise) for decay, buffer in pairs)
+    is_window = isinstance(strategy, Window)
+    weights = strategy.weights if isinstance(strategy, Window) else strategy.inverse(index + 1)
+    noise = z * (stddev * float(weights[0]))
+    for weight, earlier in zip(weights[1:], kept, strict=False):
+        noise.add_(earlier * (stddev * float(weight)))
+    return noise, (z, *kept)[: len(weights) - is_window]
+
+
+def keyed_generator(key: Key, device: torch.device, block: int = 0) -> torch.Generator:
+    """Return the generator of one block of a key's numbers, which depends on all 64 bits of it.
+
+    On the CPU its whole state is derived from (key, block): torch's own seeding keeps 32 bits of a
+    seed, so that keys of different steps would soon collide.
+    """
+    generator = torch.Generator(device)
+    if device.type != "cpu":
+        key = fold_in(key, block)
+        return generator.manual_seed((int(key[0]) << 32) | int(key[1]))
+    secret = np.array([*key, block], "<u8").tobytes()
+    words = np.frombuffer(hashlib.shake_128(secret).digest(4 * _STATE_WORDS), "<u4")
+    state = generator.get_state().numpy()
+    state[_STATE_OFFSET : _STATE_OFFSET + 8 * _STATE_WORDS].view(np.uint64)[:] = words
+    return generator.set_state(torch.from_numpy(state))
+
+
+def normals_between(
+    key: Key, stddev: float, start: int, stop: int, *, size: int, like: Tensor
+) -> Tensor:
+    """Return the normals start..stop-1 of a flat array of `size`, of the kind of `like`.
+
+    Each block of the array has a generator of its own. On the CPU, where torch draws on one core,
+    blocks are drawn in parallel; the numbers do not depend on the number of threads.
+    """
+    noise, length = like.new_empty(stop - start), _BLOCK if on_host(like) else _DEVICE_BLOCK
+    first = start // length
+
+    def fill(number: int) -> None:
+        low, high = (first + number) * length, min((first + number + 1) * length, size)
+        part = noise[max(start, low) - start : min(stop, high) - start]
+        block = part if len(part) == high - low else like.new_empty(high - low)
+        block.normal_(0.0, stddev, generator=keyed_generator(key, like.device, first + number))
+        if block is not part:
+            part.copy_(block[max(start, low) - low :][: len(part)])
+
+    count = -(-stop // length) - first if len(noise) else 0
+    # A few blocks take less time than a thread needs to start while torch's own threads spin.
+    threads = torch.get_num_threads() if length == _BLOCK and count > _FEW else 1
+    Blocks(fill, count).finish(threads)
+    return noise
+
+
 #: (key, standard deviation) -> normals of each part.
 Draw = Callable[[Key, float], list[Tensor]]
 
@@ -252,12 +342,17 @@ def _fast(flat: Layout) -> Draw:
     """Draw the normals of torch's own generator."""
 
     def draw(key: Key, stddev: float) -> list[Tensor]:
-        likes = {part.group: flat.like(part) for part in flat.parts}
-        arrays = {
-            group: Normals(fold_in(key, group), stddev, flat.sizes[group], like)
-            for group, like in likes.items()
-        }
-        return [arrays[p.group].between(p.start, p.start + p.length) for p in flat.parts]
+        return [
+            normals_between(
+                fold_in(key, part.group),
+                stddev,
+                part.start,
+                part.start + part.length,
+                size=flat.sizes[part.group],
+                like=flat.like(part),
+            )
+            for part in flat.parts
+        ]
 
     return draw
 
@@ -296,24 +391,20 @@ def _portable(flat: Layout, layout: Sequence[ParameterMap] | None) -> Draw:
 
 
 def _secure(
-    flat: Layout, totals: list[list[Tensor]], release: Release, bits: bytes, *, is_whole: bool
+    flat: Layout, totals: list[list[Tensor]], release: Release, bits: bytes
 ) -> list[Tensor]:
     """Sums with noise on the public grid, computed on the host in float64."""
-    size, threads = sum(flat.sizes), torch.get_num_threads()
+    size, noisy = sum(flat.sizes), list[Tensor]()
     pitch = grid_noise.pitch(release.max_grad_norm, size)
     cells = release.draw_stddev / pitch
-    if is_whole:
-        whole = grid_noise.grid_noise(bits, cells=cells, size=size, threads=threads)
-    noisy = list[Tensor]()
     for part, parts in zip(flat.parts, totals, strict=True):
         start = sum(flat.sizes[: part.group]) + part.start
         stop = start + part.length
-        if is_whole:
-            noise = whole[start:stop]
-        else:
-            noise = grid_noise.grid_noise_between(bits, start, stop, cells=cells, size=size)
+        noise = grid_noise.grid_noise_between(bits, start, stop, cells=cells, size=size)
         total = _flatten_dense_tensors(parts)
-        found = grid_noise.noisy_sum(total.cpu().numpy(), noise, pitch, threads=threads)
+        found = grid_noise.noisy_sum(
+            total.cpu().numpy(), noise, pitch, threads=torch.get_num_threads()
+        )
         noisy.append(torch.from_numpy(found).to(total.device))
     return noisy
 

@@ -33,7 +33,7 @@ from dualdp.plan.batches import (
 from dualdp.plan.plan import PrivacyPlan, require_units
 from dualdp.plan.units import UserRows
 from dualdp.randomness import SegmentBits, fold_in
-from dualdp_torch.noise.generators import keyed_generator
+from dualdp_torch.noise.noise import keyed_generator
 from dualdp_torch.rules.base import Tensor
 from dualdp_torch.training.items import ItemCollate, refuse_views_of_items
 from dualdp_torch.training.opacus_names import missing_in

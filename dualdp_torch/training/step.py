@@ -152,6 +152,7 @@ class PrivateStep:
         self._lost: int | None = None  # step of which a part is lost, until the next pass
         self.is_compiled = False
         self._yielded: YieldedBatch | None = None
+        self._draw: Draw | None = None
         self.stages: Stages | None = None
         self._undo = ExitStack()
         self._undo.callback(recorder.detach)

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from dualdp import _validate
 from dualdp.randomness import SegmentBits, threefry
-from dualdp_torch.noise.generators import keyed_generator
+from dualdp_torch.noise.noise import keyed_generator
 
 Augment = Callable[[Any, torch.Generator], Any]
 _CPU = torch.device("cpu")
