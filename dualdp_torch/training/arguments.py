@@ -23,13 +23,13 @@ from dualdp_torch.per_sample.model_checks import refuse_mixing_modules, require_
 from dualdp_torch.per_sample.parameter_use import trainable_parameters
 from dualdp_torch.per_sample.recorder import RECORDED
 from dualdp_torch.training.adam_bc import AdamBC
+from dualdp_torch.training.items import Augment, Views
 from dualdp_torch.training.loader import (
     PlannedLoader,
     check_loader,
     expected_batch_size,
     most_steps,
 )
-from dualdp_torch.training.views import Augment, Views
 
 #: Our methods for per-sample gradients and Opacus' names for them -> our method.
 GRAD_SAMPLE_MODES = {

@@ -28,19 +28,18 @@ from dualdp_torch.noise.noise import NoiseSource
 from dualdp_torch.parallel.process_group import QUIET, Group, group_of, on_all, unwrapped
 from dualdp_torch.training.arguments import Data, RunSettings, check, check_kinds, plan_of
 from dualdp_torch.training.compiled_step import CompiledStep, compiled_sums
+from dualdp_torch.training.items import Augment
 from dualdp_torch.training.loader import (
     SINGLE_PROCESS,
-    Passes,
+    OwnLoopLoader,
     PlannedLoader,
     Share,
     most_steps,
 )
 from dualdp_torch.training.opacus_names import missing_in
-from dualdp_torch.training.own_loop import OwnLoopLoader
 from dualdp_torch.training.rank_consistency import agreed
 from dualdp_torch.training.rehearsal import rehearse
 from dualdp_torch.training.step import PrivateStep, Stages, set_temporarily
-from dualdp_torch.training.views import Augment
 
 Path = str | os.PathLike[str]
 #: Module, optimizer and loader that the user's loop goes on with.
@@ -403,8 +402,9 @@ class PrivacyEngine:
         self._settings.has_target = names_delta(plan, plan_arguments)
         plan = plan_of(data, plan, plan_arguments, self.make_loader, **self._plan_options)
         span = partial(self._span, most_steps(data_loader, data.users), 0)
-        bits = SegmentBits(plan.seed)
-        loader = OwnLoopLoader(data_loader, plan, bits, span, data.views, data.users)
+        bits, more = SegmentBits(plan.seed), {"views": data.views, "users": data.users}
+        planned = PlannedLoader(data.loader, plan, bits, span, **more)
+        loader = OwnLoopLoader(planned, plan, data.views.count)
         self._ledger = Ledger(plan, path=ledger)
         own_loops.open_loop(plan, self._ledger).source = NoiseSource(plan)
         loader.handed_out.begun = self._ledger.position
@@ -416,9 +416,9 @@ class PrivacyEngine:
     ) -> PlannedLoader:
         """Loader of the plan's batches; `until` is the end of an interrupted pass, or 0."""
         span = partial(self._span, most_steps(data.loader, data.users), until)
-        passes, group = Passes(span, self._require_step), self._group
+        group, step = self._group, self._require_step
         share = SINGLE_PROCESS if group is None else Share(group.rank, group.size)
-        return PlannedLoader(data.loader, plan, bits, passes, share, data.views, data.users)
+        return PlannedLoader(data.loader, plan, bits, span, share, data.views, data.users, step)
 
     def _span(self, most: int | None, until: int, is_whole: bool) -> tuple[int, int]:
         """Steps (start, stop) of the coming pass, or of the rest of the plan.
