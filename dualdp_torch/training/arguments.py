@@ -163,12 +163,14 @@ class Data(NamedTuple):
     users: UserRows | None
 
     @classmethod
-    def of(cls, loader: DataLoader[Any], views: int, augment: Augment | None, users: Any) -> Data:
-        """Return the data of the arguments of `make_private`; `users` is None for examples."""
+    def of(
+        cls, loader: DataLoader[Any], views: int | None, augment: Augment | None, users: Any
+    ) -> Data:
+        """Return the data of the arguments of `make_private`; None is the default."""
         if isinstance(loader, PlannedLoader):  # a cell that names it `loader` was run again
             loader = loader.source
         check_loader(loader)
-        seen = Views(views, augment)
+        seen = Views(1 if views is None else views, augment)
         if users is not None and augment is not None:
             raise ValueError(
                 "users and views= or augment= came together, and a unit is the rows of a user or "
@@ -181,13 +183,15 @@ def plan_of(
     data: Data,
     plan: PrivacyPlan | None,
     given: Mapping[str, Any],
+    name: str,
     method: Callable[..., Any],
-    **options: Any,
+    options: Mapping[str, Any],
 ) -> PrivacyPlan:
-    """Return the given plan, or one made from arguments of a method and the loader's sizes.
+    """Return the given plan, or one made from the arguments of a method and the loader's sizes.
 
-    The loader's batch size is the default expected batch size; arguments that were not passed are
-    None. With users both count users. Options are those of `dualdp.plan.arguments.plan_of`.
+    The loader's batch size is the default expected batch size; arguments that are None were not
+    passed. With users both count users. `method` has the further arguments that errors name, and
+    `options` are those of `dualdp.plan.arguments.plan_of`.
     """
     if plan is not None and given.get("poisson_sampling") is not None:
         raise ValueError(
@@ -204,11 +208,5 @@ def plan_of(
         found["num_steps"] = epochs * (most_steps(loader, users) or 0)
     also = {"poisson_sampling", *(name for name, (ours, _) in _OPACUS.items() if ours is not None)}
     own = inspect.signature(method).parameters.values()
-    return arguments.plan_of(
-        plan,
-        found,
-        num_examples=size,
-        method=method.__name__,
-        also=also.union(p.name for p in own if p.kind != p.VAR_KEYWORD),
-        **options,
-    )
+    also |= {p.name for p in own if p.kind != p.VAR_KEYWORD}
+    return arguments.plan_of(plan, found, num_examples=size, method=name, also=also, **options)
