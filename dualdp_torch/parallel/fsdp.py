@@ -220,19 +220,6 @@ class Shards:
         few = self.group.gather("the examination of the model", few)[rank]
         return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), few)
 
-    def explain(self, error: BaseException | None) -> None:
-        """Add a note on how to recover to an error that was raised by FSDP's own collectives."""
-        trace = error.__traceback__ if error is not None else None
-        while trace is not None and trace.tb_next is not None:
-            trace = trace.tb_next
-        if error is not None and trace is not None:
-            if str(trace.tb_frame.f_globals.get("__name__")).startswith("torch.distributed."):
-                error.add_note(
-                    f"Rank {self.group.rank} of {self.group.size} lost another process while a "
-                    "layer was gathered. End all processes and start them again from the last "
-                    "checkpoint (load_sharded_checkpoint)."
-                )
-
     @contextlib.contextmanager
     def gathered(self, names: Iterable[str]) -> Iterator[None]:
         """Gather the layers that hold the named parameters for the duration of the context."""

@@ -8,10 +8,9 @@ reached different points stop with an error that names both, instead of waiting 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
@@ -77,22 +76,28 @@ class Group:
             )
         return [theirs for _, theirs in found]
 
-    def word(self, point: str, call: Callable[[], Result]) -> Result:
-        """Return what a call returns on rank 0, in one message from there; its error stops all."""
-        error: Exception | None = None
-        message: list[Any] = [None]
-        if self.is_first:
-            try:
-                message = [(call(), None)]
-            except Exception as failed:  # noqa: BLE001
-                error, message = failed, [(None, f"{type(failed).__name__}: {failed}")]
-        with self.collective(point):
-            dist.broadcast_object_list(message, group=self.process_group, group_src=0)
+    def each(self, point: str, call: Callable[[], Result] | None) -> list[Result]:
+        """Return what a call returned on every process, by rank; None does nothing here.
+
+        If it fails on another process, all stop; an error of this one is raised as it is.
+        """
+        result, error = None, None
+        try:
+            result = None if call is None else call()
+        except Exception as failed:  # noqa: BLE001
+            error = failed
+        text = None if error is None else f"{type(error).__name__}: {error}"
+        found = self.gather(point, (result, text))
         if error is not None:
             raise error
-        result, failure = message[0]
-        _require_success(point, [failure])
-        return result  # type: ignore[no-any-return]
+        for rank, (_, failure) in enumerate(found):
+            if failure is not None:
+                raise RuntimeError(f"Rank {rank} stopped at {point}, so all do. {failure}")
+        return [result for result, _ in found]  # type: ignore[misc]
+
+    def word(self, point: str, call: Callable[[], Result]) -> Result:
+        """Return what a call returns on rank 0; its error stops all."""
+        return self.each(point, call if self.is_first else None)[0]
 
     def require_same(
         self, what: str, value: Any, hint: str = "Start all of them alike.", *, shown: bool = True
@@ -102,11 +107,8 @@ class Group:
         `what` is its name, and `hint` the advice of the error. With shown=False values that were
         computed from private data are kept out of the error.
         """
-        point = f"the comparison of {what}"
-        text = json.dumps(value, sort_keys=True, default=repr)
-        if len(set(self.gather(point, hashlib.sha256(text.encode()).hexdigest()))) == 1:
-            return
-        values = self.gather(point, json.loads(text))  # long, so sent only if the digests differ
+        value = json.loads(json.dumps(value, sort_keys=True, default=repr))
+        values = self.gather(f"the comparison of {what}", value)
         for rank, theirs in enumerate(values):
             for field, ours, other in _differences(values[0], theirs, what):
                 ours, other = (ours, other) if shown else ("one", "another")
@@ -187,14 +189,11 @@ class Group:
             ) from error
 
 
-_ABSENT: Any = type("Absent", (), {"__repr__": lambda self: "absent"})()
-
-
 def _differences(ours: Any, theirs: Any, name: str) -> Iterator[tuple[str, str, str]]:
     """Yield (field, ours, theirs) for every leaf in which two JSON values differ."""
     if isinstance(ours, dict) and isinstance(theirs, dict):
         for key in dict.fromkeys([*ours, *theirs]):
-            pair = ours.get(key, _ABSENT), theirs.get(key, _ABSENT)
+            pair = ours.get(key, "nothing"), theirs.get(key, "nothing")
             yield from _differences(*pair, f"{name}[{key!r}]")
     elif isinstance(ours, list) and isinstance(theirs, list):
         if len(ours) != len(theirs):
@@ -205,43 +204,18 @@ def _differences(ours: Any, theirs: Any, name: str) -> Iterator[tuple[str, str, 
         yield name, repr(ours), repr(theirs)
 
 
-def _require_success(point: str, failures: Sequence[str | None]) -> None:
-    for rank, failure in enumerate(failures):
-        if failure is not None:
-            raise RuntimeError(f"Rank {rank} stopped at {point}, so all do. {failure}")
-
-
 def on_all(group: Group | None, point: str, call: Callable[[], Result]) -> Result:
     """Return the result of a call on this process, once it has succeeded on all."""
     if group is None:
         return call()
-    result, error = list[Result](), None
-    try:
-        result.append(call())
-    except Exception as failed:  # noqa: BLE001
-        error = failed
-    text = None if error is None else f"{type(error).__name__}: {error}"
-    failures = group.gather(point, text)
-    if error is not None:
-        raise error
-    _require_success(point, failures)
-    return result[0]
+    kept: list[Result] = []
+    group.each(point, lambda: kept.append(call()))  # results may be large: they are not sent
+    return kept[0]
 
 
 def on_first(group: Group | None, point: str, call: Callable[[], Result]) -> Result:
     """Run a call on rank 0, or here without a group, and return its result on all processes."""
-    if group is None:
-        return call()
-    group.gather(point, None)  # that all are there
-    return group.word(point, call)
-
-
-def device_kind(device: torch.device) -> str:
-    """Return a name for the properties of a device that determine its generator's numbers."""
-    if device.type != "cuda":
-        return str(device)
-    properties = torch.cuda.get_device_properties(device)
-    return f"cuda {properties.name} {properties.multi_processor_count}"
+    return call() if group is None else group.word(point, call)
 
 
 def as_integers(tensor: Tensor) -> Tensor:

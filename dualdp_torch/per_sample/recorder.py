@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -397,8 +396,6 @@ class Recorder:
         if self._mode is None or self._paused:
             return None
         if outputs is None:  # an exception, which torch is handling
-            if self.shards is not None:
-                self.shards.explain(sys.exc_info()[1])
             self.abandon()
             return None
         mode, forward = self._mode, self.forwards[-1]

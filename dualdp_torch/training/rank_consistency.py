@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from dualdp.plan.plan import PrivacyPlan
 from dualdp.randomness import SegmentBits, fresh_bits
 from dualdp_torch.parallel.fsdp import is_sharded
-from dualdp_torch.parallel.process_group import Group, as_integers, device_kind, fingerprints
+from dualdp_torch.parallel.process_group import Group, as_integers, fingerprints
 from dualdp_torch.per_sample.random_state import untouched_generators
 from dualdp_torch.training.arguments import Data, RunSettings
 
@@ -52,7 +52,7 @@ def agreed(
     group.require_same("settings", compared)
     parameters = dict(module.named_parameters())
     layout = {
-        name: [list(p.shape), str(p.dtype), device_kind(p.device), p.requires_grad]
+        name: [list(p.shape), str(p.dtype), _kind(p.device), p.requires_grad]
         for name, p in parameters.items()
     }
     group.require_same("model", layout)
@@ -71,6 +71,11 @@ def agreed(
     hint = "Give all of them the same users=, one id for each row of the whole data."
     group.require_same("users", arrays, hint, shown=False)
     return SegmentBits(plan.seed, secret)
+
+
+def _kind(device: torch.device) -> str:
+    """Name of a device, on which its generator's numbers depend."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
 
 
 def _described(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[str, Any]:

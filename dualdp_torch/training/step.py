@@ -52,7 +52,8 @@ class Stages:
         unprotected_sum: mapping from parameter name to clipped sum, not private.
         noisy_mean: mapping from parameter name to the gradient that the optimizer got.
         unprotected_grads: mapping from parameter name to (n, *shape) gradients, not private; None
-            unless `engine.keep_per_sample` was set before the step, and for models in pieces.
+            unless `engine.keep_per_sample` was set before the step, and for models in pieces and
+            compiled steps.
     """
 
     unprotected_norms: Tensor
@@ -256,7 +257,20 @@ class PrivateStep:
                 "returned. Train on its batches only, one call and one optimizer.step() for each."
             )
         self._refuse_second_way(self._computed is not None)
-        yielded, recorder = self._refuse_uncompilable(), self.recorder
+        if self._yielded is None:
+            raise RuntimeError(
+                "engine.compile came after the loader had yielded this batch. Expected it before "
+                "the loop."
+            )
+        recorder, yielded = self.recorder, self._yielded
+        with recorder.twins.suspended():
+            recorder.require_unchanged()
+            current = trainable_parameters(recorder.model)
+        if any(current.get(name) is not p for name, p in recorder.parameters.items()):
+            raise RuntimeError(
+                "Parameters were renamed after set-up, as by layers that swap places or one put "
+                "between others. Set up again, so that what is clipped is what is trained."
+            )
         recorder.twins.enter_model(batch, {}, len(draw.mask))
         recorder.twins.end_forward()
         bounds = ledger.plan.clipping_bounds(ledger.max_grad_norm)
@@ -274,31 +288,6 @@ class PrivateStep:
         self._checks.has_passed |= was_compared
         self._computed = found
         return found.losses
-
-    def _refuse_uncompilable(self) -> YieldedBatch:
-        """Refuse a batch whose sum compiled graphs can't give as the loop would."""
-        recorder = self.recorder
-        with recorder.twins.suspended():
-            recorder.require_unchanged()
-            current = trainable_parameters(recorder.model)
-        renamed = sorted(k for k, p in recorder.parameters.items() if current.get(k) is not p)
-        if renamed:
-            raise RuntimeError(
-                f"The parameters {renamed} were renamed after set-up, as by layers that swap "
-                "places or one put between others. Set up again, so that what is clipped is what "
-                "is trained."
-            )
-        if self._options.keep_per_sample:
-            raise ValueError(
-                "keep_per_sample is set, but a compiled graph keeps no per-sample gradients. "
-                "Expected the loop without engine.compile, or keep_per_sample=False."
-            )
-        if self._yielded is None:
-            raise RuntimeError(
-                "engine.compile came after the loader had yielded this batch. Expected it before "
-                "the loop."
-            )
-        return self._yielded
 
     def _refuse_second_way(self, is_computed: bool) -> None:
         """Refuse a batch whose gradients would be counted twice."""

@@ -329,15 +329,6 @@ def test_hooks_that_change_inside_a_step_stay_changed():
     assert len(calls) == 1
 
 
-def test_no_part_of_the_per_sample_gradients_is_kept():
-    engine, _, _, loader = run()
-    engine.keep_per_sample, step = True, compiled(engine)
-    for x, y, _ in loader:
-        with pytest.raises(ValueError, match="keep_per_sample is set"):
-            step(x, y)
-        break
-
-
 def test_mappings_that_are_no_dict_and_a_detached_engine():
     model, optimizer, _ = build()
 
