@@ -12,6 +12,7 @@ import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -204,7 +205,9 @@ class NoiseSource:
         leaves: Sequence[ParameterMap] | None,
     ) -> list[Tensor]:
         """Noise of each part, in arrays that nobody else holds."""
-        draw = _portable(flat, leaves) if self._plan.noise == "portable" else _fast(flat)
+        draw: Draw = partial(_fast, flat)
+        if self._plan.noise == "portable":
+            draw = partial(_portable, flat, leaves)
         strategy = self._plan.correlation
         if strategy is None or not self._plan.is_correlated:
             return draw(key_of(bits), release.draw_stddev)
@@ -334,60 +337,51 @@ def normals_between(
     return noise
 
 
-#: (key, standard deviation) -> normals of each part.
+#: Function of (key, standard deviation) -> normals of each part.
 Draw = Callable[[Key, float], list[Tensor]]
 
 
-def _fast(flat: Layout) -> Draw:
+def _fast(flat: Layout, key: Key, stddev: float) -> list[Tensor]:
     """Draw the normals of torch's own generator."""
-
-    def draw(key: Key, stddev: float) -> list[Tensor]:
-        return [
-            normals_between(
-                fold_in(key, part.group),
-                stddev,
-                part.start,
-                part.start + part.length,
-                size=flat.sizes[part.group],
-                like=flat.like(part),
-            )
-            for part in flat.parts
-        ]
-
-    return draw
+    return [
+        normals_between(
+            fold_in(key, part.group),
+            stddev,
+            part.start,
+            part.start + part.length,
+            size=flat.sizes[part.group],
+            like=flat.like(part),
+        )
+        for part in flat.parts
+    ]
 
 
-def _portable(flat: Layout, layout: Sequence[ParameterMap] | None) -> Draw:
+def _portable(
+    flat: Layout, layout: Sequence[ParameterMap] | None, key: Key, stddev: float
+) -> list[Tensor]:
     """Draw the normals that JAX draws: leaf i from `fold_in(key, i)`."""
-    leaves = {leaf.torch_name: leaf for leaf in layout or ()}
+    leaves, found = {leaf.torch_name: leaf for leaf in layout or ()}, list[Tensor]()
     missing = sorted(set(flat.names) - set(leaves)) if layout is not None else []
     if missing:
         raise ValueError(
             f"layout lacks the parameters {missing}. Expected dualdp.port.match(model, params) of "
             "this model."
         )
+    for part in flat.parts:
+        (name,), (start, size), like = part.names, part.piece, flat.like(part)
+        dtype: Any = np.float64 if like.dtype == torch.float64 else np.float32
+        if name in leaves:  # a tensor may be several leaves of JAX
+            leaf = partial(_leaf, key, dtype)
+            drawn = np.ascontiguousarray(leaves[name].normals(leaf)).reshape(-1)
+        else:
+            own, stop = fold_in(key, flat.names.index(name)), start + part.length
+            drawn = threefry.normal_between(own, start, stop, size=size, dtype=dtype)
+        found.append(torch.from_numpy(drawn).to(like.device).mul_(stddev))
+    return found
 
-    def normals(key: Key, part: Part, dtype: type[np.floating[Any]]) -> NDArray[Any]:
-        (name,), (start, size) = part.names, part.piece
 
-        # A tensor may be several JAX leaves; `ParameterMap.normals` calls `leaf` for each of them.
-        def leaf(number: int, shape: tuple[int, ...]) -> NDArray[Any]:
-            return threefry.normal(fold_in(key, number), shape, dtype=dtype)
-
-        if name in leaves:
-            return np.ascontiguousarray(leaves[name].normals(leaf)).reshape(-1)
-        own, stop = fold_in(key, flat.names.index(name)), start + part.length
-        return threefry.normal_between(own, start, stop, size=size, dtype=dtype)
-
-    def draw(key: Key, stddev: float) -> list[Tensor]:
-        found = list[Tensor]()
-        for part in flat.parts:
-            like = flat.like(part)
-            dtype = np.float64 if like.dtype == torch.float64 else np.float32
-            found.append(torch.from_numpy(normals(key, part, dtype)).to(like.device).mul_(stddev))
-        return found
-
-    return draw
+def _leaf(key: Key, dtype: Any, number: int, shape: tuple[int, ...]) -> NDArray[Any]:
+    return threefry.normal(fold_in(key, number), shape, dtype=dtype)
 
 
 def _secure(
@@ -492,14 +486,10 @@ def check_sum(grads: Mapping[str, Tensor]) -> None:
             "clipped_grad_sum(...).grads."
         )
     for name, grad in grads.items():
-        if not torch.is_tensor(grad) or grad.is_meta:
-            what = "on the meta device" if torch.is_tensor(grad) else _validate.kind(grad)
-            raise TypeError(f"grads[{name!r}] is {what}. Expected a torch tensor with numbers.")
-        if hasattr(grad, "device_mesh"):
+        if not torch.is_tensor(grad) or grad.is_meta or hasattr(grad, "device_mesh"):
             raise TypeError(
-                f"grads[{name!r}] is a DTensor, of which a process holds a piece. Expected whole "
-                "tensors, such as grad.full_tensor(), from which each process takes its piece of "
-                "the result; or fully_shard with make_private, which draws the noise of pieces."
+                f"grads[{name!r}] is {_validate.kind(grad)}. Expected a whole torch tensor with "
+                "numbers; of a DTensor grad.full_tensor(), or fully_shard with make_private."
             )
 
 

@@ -51,10 +51,10 @@ _OPACUS: dict[str, tuple[bool | None, str]] = {
     ),
     "wrap_model": (False, "Expected it left out: never wrapped; engine.detach() cleans up"),
     "rand_on_empty": (False, "Expected it left out: an empty draw comes as one masked example"),
-    "target_unclipped_quantile": (None, _ADAPTIVE),
-    "clipbound_learning_rate": (None, _ADAPTIVE),
-    "max_clipbound": (None, _ADAPTIVE),
-    "min_clipbound": (None, _ADAPTIVE),
+    **dict.fromkeys(
+        ("target_unclipped_quantile", "clipbound_learning_rate", "max_clipbound", "min_clipbound"),
+        (None, _ADAPTIVE),
+    ),
     "unclipped_num_std": (None, _ADAPTIVE),
 }
 

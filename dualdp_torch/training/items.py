@@ -43,20 +43,15 @@ class ItemCollate:
         """Batch with the rows of each item side by side, refused where they are not there."""
         lead, leaves = (num_items, self._rows), pytree.tree_leaves(batch)
         rows = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor | np.ndarray)]
-        if not rows:
+        wrong = [tuple(leaf.shape) for leaf in rows if tuple(leaf.shape[:2]) != lead]
+        if wrong or not rows:
+            came = f"a tensor of shape {wrong[0]}" if wrong else "no tensor"
             raise ValueError(
-                f"The batch is {_validate.kind(batch)}, in which no tensor was found. Expected "
-                f"tensors, or dicts, lists and tuples of them, for rows_per_unit={self._rows}: "
-                "dict(...) of a mapping of another type."
+                f"The batch of {num_items} items, {_validate.kind(batch)}, holds {came}. Expected "
+                f"tensors, or dicts, lists and tuples of them, with {lead} in front for "
+                f"rows_per_unit={self._rows}, the rows of each item; what all rows of an item "
+                "share is repeated for each of them. Rows of a person need unit='user' and users=."
             )
-        for leaf in rows:
-            if tuple(leaf.shape[:2]) != lead:
-                raise ValueError(
-                    f"The batch of {num_items} items holds a tensor of shape {tuple(leaf.shape)}. "
-                    f"Expected {lead} in front with rows_per_unit={self._rows}, the rows of each "
-                    "item; what all rows of an item share is repeated for each of them. Rows of a "
-                    "person need unit='user' and users=."
-                )
         return pytree.tree_map_only(
             (torch.Tensor, np.ndarray),
             lambda leaf: leaf.reshape(num_items * self._rows, *leaf.shape[2:]),

@@ -83,58 +83,23 @@ class Share(NamedTuple):
     rank: int = 0
     size: int = 1
 
-    def num_batches(self, num_drawn: int, size: int | None) -> int:
-        """Physical batches of one logical batch on every process: as many as rank 0 needs."""
-        return num_physical_batches(-(-num_drawn // self.size), size)
-
 
 SINGLE_PROCESS = Share()
 
 
-def draws(
-    plan: PrivacyPlan,
-    bits: SegmentBits,
-    start: int,
-    stop: int,
-    size: int | None,
-    share: Share = SINGLE_PROCESS,
-    users: UserRows | None = None,
-) -> Iterator[Draw]:
-    """Yield the physical batches of the steps start..stop-1; an empty one is one masked example.
-
-    All processes get the same number of them, so that their loops take the same steps.
-    """
-    for step in range(start, stop):
-        drawn = drawn_indices(plan, bits, step)
-        own = drawn[share.rank :: share.size]
-        chunks = list(physical_batches(own if users is None else users.having_rows(own), size))
-        missing = share.num_batches(len(drawn), size) - len(chunks)
-        chunks += missing * list(physical_batches(drawn[:0], size))
-        for k, (indices, mask) in enumerate(chunks):
-            kept = mask if mask.any() else np.arange(len(mask)) == 0  # no static shape is needed
-            draw = Draw(step, indices[kept].tolist(), torch.from_numpy(mask[kept]), k, len(chunks))
-            if users is not None:
-                found = drawn_rows(plan, bits, step, indices[kept], users, plan.rows_per_unit or 1)
-                weights = torch.from_numpy(found.weights).flatten()
-                draw = draw._replace(rows=found.rows.flatten().tolist(), row_weights=weights)
-            yield draw
-
-
 def check_dataset(data: Any) -> None:
     """Refuse data that aren't map-style: without length or rows, or a collection of columns."""
-    is_mapped = hasattr(data, "__getitem__") and hasattr(data, "__len__")
     if isinstance(data, Mapping):
         is_table = not all(isinstance(key, int) for key in data)
     else:  # a list holds examples
         is_table = isinstance(data, tuple) and all(hasattr(item, "__array__") for item in data)
-    if is_table and len(data):
-        reason = "whose items are columns, not examples"
-    elif isinstance(data, IterableDataset) or not is_mapped:
-        reason = "which can't be drawn from by index, as the sampler does"
-    else:
+    is_mapped = hasattr(data, "__getitem__") and hasattr(data, "__len__")
+    if is_mapped and not isinstance(data, IterableDataset) and not (is_table and len(data)):
         return
+    what = "whose items are columns, not examples"
+    what = what if is_table else "which can't be drawn from by index"
     raise TypeError(
-        f"The data set is {_validate.kind(data)}, {reason}. Expected a map-style one (with "
+        f"The data set is {_validate.kind(data)}, {what}. Expected a map-style one (with "
         "__getitem__ and __len__), such as TensorDataset(x, y)."
     )
 
@@ -248,7 +213,7 @@ class PlannedLoader:
         if self._size is None:
             return stop - start
         return sum(
-            self._share.num_batches(len(drawn_indices(self._plan, self._bits, step)), self._size)
+            self._num_chunks(drawn_indices(self._plan, self._bits, step))
             for step in range(start, stop)
         )
 
@@ -291,10 +256,33 @@ class PlannedLoader:
             )
         return start, stop
 
-    def draws_of_steps(self, start: int, stop: int) -> Iterator[Draw]:
-        """Return an iterator over the draws of the steps start..stop-1, without their data."""
-        arguments = self._plan, self._bits, start, stop, self._size, self._share, self._users
-        return draws(*arguments)
+    def draws(self, start: int, stop: int) -> Iterator[Draw]:
+        """Yield the draws of the steps start..stop-1, without data; an empty one is a masked row.
+
+        All processes get the same number of them, so that their loops take the same steps.
+        """
+        plan, bits, users = self._plan, self._bits, self._users
+        share, size = self._share, self._size
+        for step in range(start, stop):
+            drawn = drawn_indices(plan, bits, step)
+            own = drawn[share.rank :: share.size]
+            chunks = list(physical_batches(own if users is None else users.having_rows(own), size))
+            missing = self._num_chunks(drawn) - len(chunks)
+            chunks += missing * list(physical_batches(drawn[:0], size))
+            for k, (indices, mask) in enumerate(chunks):
+                # No static shape is needed.
+                kept = mask if mask.any() else np.arange(len(mask)) == 0
+                units, shown = indices[kept], torch.from_numpy(mask[kept])
+                draw = Draw(step, units.tolist(), shown, k, len(chunks))
+                if users is not None:
+                    found = drawn_rows(plan, bits, step, units, users, plan.rows_per_unit or 1)
+                    weights = torch.from_numpy(found.weights).flatten()
+                    draw = draw._replace(rows=found.rows.flatten().tolist(), row_weights=weights)
+                yield draw
+
+    def _num_chunks(self, drawn: NDArray[np.int64]) -> int:
+        """Physical batches of a logical batch on every process: as many as rank 0 needs."""
+        return num_physical_batches(-(-len(drawn) // self._share.size), self._size)
 
     def of_steps(self, start: int, stop: int) -> Iterator[tuple[Draw, Any]]:
         """Yield the physical batches of the steps start..stop-1, with their draws."""
@@ -309,13 +297,12 @@ class PlannedLoader:
                 **self._options,
             )
         queue = self._sampler.queue = deque()
-        self._sampler.draws, pid = self.draws_of_steps(start, stop), os.getpid()
+        self._sampler.draws, pid = self.draws(start, stop), os.getpid()
         for batch in self._loader:
             if os.getpid() != pid:
                 raise RuntimeError(
                     "This pass over the loader began before the process was forked, and its "
-                    "batches are those of the parent. Expected a new pass, whose batches are "
-                    "drawn anew."
+                    "batches are the parent's. Begin a new pass, whose batches are drawn anew."
                 )
             yield queue.popleft(), batch
 
@@ -389,7 +376,7 @@ class OwnLoopLoader:
         draw has index 0 and mask False.
         """
         parts = list[Draw]()
-        for draw in self._planned.draws_of_steps(*self._planned.coming()):
+        for draw in self._planned.draws(*self._planned.coming()):
             parts.append(draw)
             if draw.is_last:
                 self.handed_out.note(draw.step)

@@ -229,12 +229,7 @@ class PrivateStep:
         Raises:
             RuntimeError: the batch before was not stepped on, or another pass has begun.
         """
-        if number != self._pass:
-            raise RuntimeError(
-                "Another pass over the loader has begun, so this one cannot go on: examples would "
-                "count twice. Expected one iterator at a time."
-            )
-        self._require_whole()
+        self._require_whole(number)
         if self._draw is not None:
             raise RuntimeError(
                 f"The batch of step {self._draw.step} got no optimizer.step(). Expected one for "
@@ -249,20 +244,15 @@ class PrivateStep:
 
     def compute(self, sums: CompiledGradSum, batch: tuple[Any, ...]) -> Tensor:
         """Compute the current batch's clipped sum by compiled graphs; return its (n,) losses."""
-        draw, ledger = self._draw, self._ledger
         self._require_whole()
-        if draw is None:
+        draw, yielded, ledger, recorder = self._draw, self._yielded, self._ledger, self.recorder
+        if draw is None or yielded is None:
             raise RuntimeError(
                 "The compiled step was called without a batch of the loader that make_private "
-                "returned. Train on its batches only, one call and one optimizer.step() for each."
+                "returned, yielded after engine.compile. Train on its batches only, one call and "
+                "one optimizer.step() for each."
             )
         self._refuse_second_way(self._computed is not None)
-        if self._yielded is None:
-            raise RuntimeError(
-                "engine.compile came after the loader had yielded this batch. Expected it before "
-                "the loop."
-            )
-        recorder, yielded = self.recorder, self._yielded
         with recorder.twins.suspended():
             recorder.require_unchanged()
             current = trainable_parameters(recorder.model)
@@ -298,19 +288,20 @@ class PrivateStep:
                 "model under torch.no_grad() or engine.pause()."
             )
 
-    def _require_whole(self) -> None:
-        """Refuse to continue a logical batch of which a part was lost, or that is the parent's."""
-        if self._pid != os.getpid():
-            raise RuntimeError(
-                "This batch was drawn before the process was forked, and the parent releases it. "
-                "Begin a new pass over the loader, whose batches are drawn anew."
-            )
-        if self._lost is not None:
-            raise RuntimeError(
-                f"Step {self._lost} failed after a part of its logical batch was added up, or was "
-                "on record, and the sums are dropped. Begin a new pass over the loader, which "
-                "begins with the first step that is not on record."
-            )
+    def _require_whole(self, number: int | None = None) -> None:
+        """Refuse to go on with a pass that is over, lost a part, or is that of the parent."""
+        if number not in (None, self._pass):
+            why = "another one has begun, and examples would count twice"
+        elif self._pid != os.getpid():
+            why = "its batch was drawn before the process was forked, and the parent releases it"
+        elif self._lost is not None:
+            why = f"step {self._lost} failed after a part of its logical batch was added up"
+        else:
+            return
+        raise RuntimeError(
+            f"This pass over the loader can't go on: {why}. Begin a new pass, one at a time, which "
+            "begins with the first step that is not on record."
+        )
 
     @torch._disable_dynamo
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:

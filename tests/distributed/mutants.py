@@ -11,7 +11,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import dualdp_torch as dpt
 import dualdp_torch.training.engine
-import dualdp_torch.training.loader
 import dualdp_torch.training.step
 from dualdp import PrivacyPlan
 from dualdp.ledger.ledger import Ledger
@@ -20,7 +19,7 @@ from dualdp.randomness import SegmentBits, seeded_bits
 from dualdp_torch.noise.noise import NoiseSource
 from dualdp_torch.parallel.process_group import Group
 from dualdp_torch.training import rank_consistency
-from dualdp_torch.training.loader import Share
+from dualdp_torch.training.loader import PlannedLoader, Share
 
 from . import sharded_models as models
 
@@ -147,11 +146,9 @@ def local_counts():
 
 def empty_skipped():
     """A share without examples gives no batch."""
-    real = dualdp_torch.training.loader.draws
+    real = PlannedLoader.draws
     return replaced(
-        dualdp_torch.training.loader,
-        "draws",
-        lambda *a: (draw for draw in real(*a) if draw.mask.any()),
+        PlannedLoader, "draws", lambda *a: (draw for draw in real(*a) if draw.mask.any())
     )
 
 

@@ -231,7 +231,7 @@ def test_runs_without_a_compiled_step_are_refused_by_name():
         compiled(engine)(torch.zeros(2, 6), torch.zeros(2, dtype=torch.long))
     engine, _, _, loader = run()
     x, y, _ = next(iter(loader))
-    with pytest.raises(RuntimeError, match="came after the loader had yielded this batch"):
+    with pytest.raises(RuntimeError, match="yielded after engine.compile"):
         compiled(engine)(x, y)
 
 

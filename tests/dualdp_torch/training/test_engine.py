@@ -568,7 +568,7 @@ def test_a_fork_of_a_run_is_a_run_of_its_own(noise):
     told, theirs, release, releases, segment = pickle.loads(os.read(here, 1 << 16))
     for end in (here, there):
         os.close(end)
-    assert "This batch was drawn before the process was forked" in told
+    assert "its batch was drawn before the process was forked" in told
     assert theirs != rows
     assert abs(np.corrcoef(mine, release)[0, 1]) < 0.8
     assert (releases, segment) == (2, 1)

@@ -24,7 +24,7 @@ from torch.utils.data import (
 import dualdp_torch as dpt
 from dualdp import AccountingError, get_epsilon
 from dualdp.randomness import SegmentBits
-from dualdp_torch.training.loader import PlannedLoader, Share, draws
+from dualdp_torch.training.loader import PlannedLoader, Share
 from tests.dualdp_torch.checks import data
 from tests.dualdp_torch.loop import NUM, build, by_hand, dataset, first_batch, plan, start, train
 
@@ -378,7 +378,7 @@ def test_an_old_pass_cannot_go_on_after_a_new_one_began():
     F.cross_entropy(model(x), y).backward()
     optimizer.step()
     new, x, y = first_batch(loader)
-    with pytest.raises(RuntimeError, match="Another pass over the loader has begun"):
+    with pytest.raises(RuntimeError, match="another one has begun, and examples would count"):
         next(old)
     F.cross_entropy(model(x), y).backward()
     optimizer.step()
@@ -501,9 +501,12 @@ def test_a_dataset_of_one_tensor_and_a_module_of_one_weight():
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_shares_are_the_batch_cut_in_pieces(ranks, size):
     """Every example once, on one process, and as many physical batches on each."""
-    run = plan(expected_batch_size=2)
-    bits = SegmentBits(run.seed)
-    shares = [list(draws(run, bits, 0, 6, size, Share(rank, ranks))) for rank in range(ranks)]
+    run = plan(expected_batch_size=2, physical_batch_size=size)
+    bits, loader = SegmentBits(run.seed), build()[2]
+    shares = [
+        list(PlannedLoader(loader, run, bits, None, Share(rank, ranks)).draws(0, 6))
+        for rank in range(ranks)
+    ]
     assert len({len(share) for share in shares}) == 1
     seen = {step: [] for step in range(6)}
     for share in shares:
