@@ -316,24 +316,6 @@ def test_length_is_true_and_batches_are_the_plans():
     assert len(loader) == announced
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("size", [1, 5, 100])
-def test_batch_memory_manager_changes_nothing_but_memory(reduction, size):
-    engine, model, optimizer, loader = start(plan=plan(), loss_reduction=reduction)
-    with dpt.BatchMemoryManager(
-        data_loader=loader, max_physical_batch_size=size, optimizer=optimizer
-    ) as physical:
-        announced = len(physical)
-        rows = train(model, optimizer, physical, reduction)
-    assert len(rows) == announced
-    assert max(map(len, rows)) <= size
-    assert len(engine.ledger) == 6
-    expected = build()[0]
-    by_hand(expected, plan(), 6)
-    for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-
-
 def test_make_private_takes_the_physical_size():
     engine, model, optimizer, loader = start(
         noise_multiplier=1.0, max_grad_norm=1.0, max_physical_batch_size=3
@@ -344,22 +326,6 @@ def test_make_private_takes_the_physical_size():
     assert max(map(len, rows)) <= 3
     assert len(engine.ledger) == 5
     assert engine.plan.physical_batch_size == 3
-
-
-def test_leaving_a_memory_manager_midway_leaves_nothing():
-    _, model, optimizer, loader = start(plan=plan(num_steps=1))
-    with dpt.BatchMemoryManager(
-        data_loader=loader, max_physical_batch_size=3, optimizer=optimizer
-    ) as physical:
-        for x, y, _ in physical:
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
-            break
-    expected = build()[0]
-    by_hand(expected, plan(num_steps=1), 1)
-    train(model, optimizer, loader)
-    for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
 def test_wrong_arguments_of_the_memory_manager_are_refused():
@@ -383,21 +349,6 @@ def test_an_old_pass_cannot_go_on_after_a_new_one_began():
     F.cross_entropy(model(x), y).backward()
     optimizer.step()
     new.close()
-
-
-def test_two_passes_cannot_share_a_logical_batch():
-    """With physical batches, an example of both would count twice in one release."""
-    engine, model, optimizer, loader = start(plan=plan(physical_batch_size=4))
-    one, x, y = first_batch(loader)
-    F.cross_entropy(model(x), y).backward()
-    optimizer.step()
-    other, x, y = first_batch(loader)
-    F.cross_entropy(model(x), y).backward()
-    optimizer.step()
-    with pytest.raises(RuntimeError, match="examples would count twice"):
-        next(one)
-    other.close()
-    assert len(engine.ledger) == 0
 
 
 # ---------------------------------------------------------------------- the budget
