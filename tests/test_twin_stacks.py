@@ -17,7 +17,7 @@ HIDDEN = "nothing is hidden in a function"
 PLACES = "where arrays lie"
 LOOK = "what a dry run looks at"
 CALL = " key trainable keep_batch_dim"
-TRAIN = "loss_reduction grad_sample_mode module data_loader ledger checks views augment users"
+TRAIN = "loss_reduction grad_sample_mode module data_loader ledger checks views augment users calibrates"
 #: Function -> (reasons, arguments of PyTorch alone, of JAX alone); docs/architecture.md has more.
 DIFFERENT = {
     "PrivacyEngine.make_loader": (
@@ -33,8 +33,8 @@ DIFFERENT = {
     ),
     "PrivacyEngine.make_private_with_epsilon": (
         (MODULE,),
-        "data_loader target_epsilon target_delta",
-        "data target_epsilon target_delta",
+        "",
+        "data",
     ),
     "PrivacyEngine.resume": ((MODULE,), "data_loader augment users", "arguments"),
     "clipped_grad_sum": ((MODULE, HIDDEN), "model", "what" + CALL),

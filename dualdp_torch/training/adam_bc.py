@@ -76,12 +76,8 @@ class AdamBC(torch.optim.Optimizer):
         if unknown:
             raise ValueError(f"AdamBC has no {unknown[0]!r}. Expected a group without it.")
         super().add_param_group(param_group)
-        try:
-            for p in self.param_groups[-1]["params"]:
-                _require_wide(p)
-        except ValueError:
-            self.param_groups.pop()
-            raise
+        for p in self.param_groups[-1]["params"]:
+            _require_wide(p)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of an `AdamBC`, as in torch.optim.

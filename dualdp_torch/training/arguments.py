@@ -163,14 +163,12 @@ class Data(NamedTuple):
     users: UserRows | None
 
     @classmethod
-    def of(
-        cls, loader: DataLoader[Any], views: int | None, augment: Augment | None, users: Any
-    ) -> Data:
-        """Return the data of the arguments of `make_private`; None is the default."""
+    def of(cls, loader: DataLoader[Any], views: int, augment: Augment | None, users: Any) -> Data:
+        """Return the data of the arguments of `make_private`; `users` is None for examples."""
         if isinstance(loader, PlannedLoader):  # a cell that names it `loader` was run again
             loader = loader.source
         check_loader(loader)
-        seen = Views(1 if views is None else views, augment)
+        seen = Views(views, augment)
         if users is not None and augment is not None:
             raise ValueError(
                 "users and views= or augment= came together, and a unit is the rows of a user or "

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -90,8 +89,8 @@ class PrivacyEngine:
         __getattr__ = missing_in("PrivacyEngine", "PrivacyEngine")
 
     def __init__(self, accountant: str | None = None, secure_mode: bool = False) -> None:
-        self._accountant = accountant if accountant is None else require_bound(accountant)
-        self._secure_mode = bool(secure_mode)
+        accountant = accountant if accountant is None else require_bound(accountant)
+        self._plan_options = {"accountant": accountant, "secure_mode": bool(secure_mode)}
         self.group: Group | None = None
         self.keep_per_sample = False
         self.noise_layout: Sequence[ParameterMap] | None = None
@@ -116,6 +115,7 @@ class PrivacyEngine:
         views: int = 1,
         augment: Augment | None = None,
         users: Any = None,
+        calibrates: bool = False,
         **plan_arguments: Any,
     ) -> Private:
         """Set up DP-SGD; the training loop stays the user's.
@@ -144,6 +144,7 @@ class PrivacyEngine:
                 each. A batch holds K rows of each user, side by side; users with fewer are padded
                 with a row of theirs that weighs 0 in the user's gradient, whatever the loss of the
                 loop. Batch sizes, also the loader's, count users.
+            calibrates: bool, True to find the noise that spends target_epsilon by the last step.
             **plan_arguments: fields of `PrivacyPlan`: noise_multiplier (noise standard deviation /
                 max_grad_norm), max_grad_norm (C, the bound on one example's gradient; both numbers
                 or schedules, the bound also `dualdp.plan.schedules.AdaptiveNorm`), clipping
@@ -169,8 +170,10 @@ class PrivacyEngine:
         """
         self._refuse_second_run()
         data = Data.of(data_loader, views, augment, users)
-        has_target, name = names_delta(plan, plan_arguments), "make_private"
-        plan = plan_of(data, plan, plan_arguments, name, self.make_private, self._options())
+        has_target = names_delta(plan, plan_arguments)
+        name = "make_private_with_epsilon" if calibrates else "make_private"
+        options = {**self._plan_options, "calibrates": calibrates}
+        plan = plan_of(data, plan, plan_arguments, name, self.make_private, options)
         settings = RunSettings(
             loss_reduction, grad_sample_mode, has_target, 0, checked_rate(checks), data.views.count
         )
@@ -194,12 +197,7 @@ class PrivacyEngine:
         return module, optimizer, loader
 
     def make_private_with_epsilon(
-        self,
-        *,
-        data_loader: DataLoader[Any],
-        target_epsilon: float,
-        target_delta: float,
-        **arguments: Any,
+        self, *, target_epsilon: float, target_delta: float, **arguments: Any
     ) -> Private:
         """`make_private` with the noise that spends `target_epsilon` in the given epochs or steps.
 
@@ -207,7 +205,6 @@ class PrivacyEngine:
         is refused.
 
         Args:
-            data_loader: `DataLoader`, see `make_private`.
             target_epsilon: epsilon at the end of the run.
             target_delta: delta of that epsilon.
             **arguments: those of `make_private` without noise_multiplier and plan; epochs or
@@ -217,24 +214,8 @@ class PrivacyEngine:
             TypeError: an argument that nobody knows, or that is missing.
             ValueError: a wrong value, or neither or both of epochs and num_steps.
         """
-        self._refuse_second_run()
-        others = inspect.signature(self.make_private).parameters.keys() & arguments.keys()
-        given = {key: value for key, value in arguments.items() if key not in others}
-        given |= {"target_epsilon": target_epsilon, "target_delta": target_delta}
-        kept = {key: arguments[key] for key in others - {"plan"}}
-        data = Data.of(data_loader, *(kept.get(key) for key in ("views", "augment", "users")))
-        plan = plan_of(
-            data,
-            arguments.get("plan"),
-            given,
-            "make_private_with_epsilon",
-            self.make_private,
-            self._options() | {"calibrates": True},
-        )
-        return self.make_private(data_loader=data_loader, plan=plan, **kept)
-
-    def _options(self) -> dict[str, Any]:
-        return {"accountant": self._accountant, "secure_mode": self._secure_mode}
+        arguments |= {"target_epsilon": target_epsilon, "target_delta": target_delta}
+        return self.make_private(**arguments, calibrates=True)
 
     def _attach(
         self, module: nn.Module, optimizer: torch.optim.Optimizer, bits: SegmentBits
@@ -363,7 +344,8 @@ class PrivacyEngine:
             )
         data = Data.of(data_loader, views, augment, users)
         self._settings.has_target = names_delta(plan, plan_arguments)
-        plan = plan_of(data, plan, plan_arguments, "make_loader", self.make_loader, self._options())
+        name, options = "make_loader", self._plan_options
+        plan = plan_of(data, plan, plan_arguments, name, self.make_loader, options)
         planned = self._planned(data, plan, SegmentBits(plan.seed))
         self._own_loop = loader = OwnLoopLoader(planned, plan, data.views.count)
         self._ledger = Ledger(plan, path=ledger)

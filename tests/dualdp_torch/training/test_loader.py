@@ -393,24 +393,6 @@ def test_a_spent_budget_raises():
         assert torch.equal(p, old)
 
 
-@pytest.mark.parametrize("words", [{"epochs": 2}, {"num_steps": 10}])
-def test_epochs_or_steps(words):
-    model, optimizer, loader = build()
-    engine = dpt.PrivacyEngine(accountant="rdp")
-    engine.make_private_with_epsilon(
-        module=model,
-        optimizer=optimizer,
-        data_loader=loader,
-        target_epsilon=3.0,
-        target_delta=1e-5,
-        max_grad_norm=1.0,
-        **words,
-    )
-    assert engine.plan.num_steps == 10
-    assert 2.9 < engine.plan.epsilon() <= 3.0
-    assert engine.plan.target_epsilon == 3.0
-
-
 @pytest.mark.parametrize(
     ("words", "match"),
     [
