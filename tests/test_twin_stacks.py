@@ -27,7 +27,7 @@ DIFFERENT = {
     ),
     "PrivacyEngine.make_private": (
         (MODULE, HIDDEN, PLACES),
-        f"{TRAIN} optimizer",
+        f"{TRAIN} calibrates optimizer",
         "loss_fn params data optimizer needs_key has_aux method data_sharding"
         " ledger checks views augment users" + CALL,
     ),

@@ -393,31 +393,6 @@ def test_a_spent_budget_raises():
         assert torch.equal(p, old)
 
 
-@pytest.mark.parametrize(
-    ("words", "match"),
-    [
-        ({}, "epochs=None and num_steps=None. Expected one of the two"),
-        ({"epochs": 1, "num_steps": 1}, "epochs=1 and num_steps=1"),
-        ({"epochs": 0}, "epochs=0"),
-        (
-            {"epochs": 1, "noise_multiplier": 1.0},
-            "noise_multiplier came together with target_epsilon",
-        ),
-    ],
-)
-def test_wrong_lengths_are_refused(words, match):
-    model, optimizer, loader = build()
-    with pytest.raises(ValueError, match=match):
-        dpt.PrivacyEngine().make_private_with_epsilon(
-            module=model,
-            optimizer=optimizer,
-            data_loader=loader,
-            target_epsilon=3.0,
-            target_delta=1e-5,
-            **{"max_grad_norm": 1.0, **words},
-        )
-
-
 def test_a_dataset_of_one_tensor_and_a_module_of_one_weight():
     model = nn.Linear(6, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
