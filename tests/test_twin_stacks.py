@@ -17,7 +17,7 @@ HIDDEN = "nothing is hidden in a function"
 PLACES = "where arrays lie"
 LOOK = "what a dry run looks at"
 CALL = " key trainable keep_batch_dim"
-TRAIN = "loss_reduction grad_sample_mode module data_loader ledger checks views augment users calibrates"
+TRAIN = "loss_reduction grad_sample_mode module data_loader ledger checks views augment users"
 #: Function -> (reasons, arguments of PyTorch alone, of JAX alone); docs/architecture.md has more.
 DIFFERENT = {
     "PrivacyEngine.make_loader": (
