@@ -236,7 +236,7 @@ class PlannedLoader:
         self._running = self._last = span
         try:
             for draw, batch in self.of_steps(*span):
-                self._step().announce(draw, batch, number)
+                step.announce(draw, batch, number)
                 yield draw, batch
         finally:
             self._running = None

@@ -37,7 +37,7 @@ from dualdp_torch.training.adam_bc import AdamBC
 from dualdp_torch.training.arguments import GRAD_SAMPLE_MODES, RunSettings, check_holds
 from dualdp_torch.training.compiled_step import YieldedBatch
 from dualdp_torch.training.loader import Draw
-from dualdp_torch.training.opacus_names import optimizer_values, refuse_changed
+from dualdp_torch.training.opacus_names import advice, optimizer_values
 from dualdp_torch.training.step_checks import StepChecks
 
 _AMP = "_step_supports_amp_scaling"  # makes GradScaler.step call `step` without unscaling
@@ -169,6 +169,7 @@ class PrivateStep:
         """Remove all hooks, and restore the attributes of optimizer and model."""
         self._undo.close()
         self._draw = None
+        self._pass += 1  # no pass goes on
 
     def pause(self) -> AbstractContextManager[None]:
         """Return a context in which the model is not recorded."""
@@ -291,7 +292,7 @@ class PrivateStep:
     def _require_whole(self, number: int | None = None) -> None:
         """Refuse to go on with a pass that is over, lost a part, or is that of the parent."""
         if number not in (None, self._pass):
-            why = "another one has begun, and examples would count twice"
+            why = "another one began, and examples would count twice, or the engine was detached"
         elif self._pid != os.getpid():
             why = "its batch was drawn before the process was forked, and the parent releases it"
         elif self._lost is not None:
@@ -303,11 +304,21 @@ class PrivateStep:
             "begins with the first step that is not on record."
         )
 
+    def _refuse_changed(self) -> None:
+        """Refuse a setting that the user changed on the optimizer: the run would not follow it."""
+        for name, value in self._opacus.items():
+            came = vars(self.optimizer).get(name)
+            if came is not value:
+                raise ValueError(
+                    f"optimizer.{name} became {came!r}, but the plan has {value!r}"
+                    f"{advice(f'DPOptimizer.{name}')}"
+                )
+
     @torch._disable_dynamo
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         """Replace the gradients by the noisy mean, or by None within a logical batch."""
         _refuse_scaler(optimizer)
-        refuse_changed(self.optimizer, self._opacus)
+        self._refuse_changed()
         if self._draw is None:
             raise RuntimeError(
                 "optimizer.step() came without a batch of the loader that make_private returned. "

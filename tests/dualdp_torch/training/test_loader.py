@@ -344,7 +344,7 @@ def test_an_old_pass_cannot_go_on_after_a_new_one_began():
     F.cross_entropy(model(x), y).backward()
     optimizer.step()
     new, x, y = first_batch(loader)
-    with pytest.raises(RuntimeError, match="another one has begun, and examples would count"):
+    with pytest.raises(RuntimeError, match="another one began, and examples would count"):
         next(old)
     F.cross_entropy(model(x), y).backward()
     optimizer.step()
