@@ -37,8 +37,8 @@ Kept = tuple[Tensor, ...]  # arrays kept of earlier steps, the newest first
 _STATE_WORDS = 624  # words of the Mersenne Twister behind torch's CPU generator
 _STATE_OFFSET = 24  # bytes before these words in the saved state
 _BLOCK = 1 << 16  # numbers that one keyed generator draws on the CPU
-_FEW = 16  # blocks up to which one thread draws them all
-_DEVICE_BLOCK = 1 << 22  # numbers per block on other devices, where each draw costs a launch
+FEW = 16  # blocks up to which one thread draws them all
+DEVICE_BLOCK = 1 << 22  # numbers per block on other devices, where each draw costs a launch
 
 
 class Piece(NamedTuple):
@@ -121,6 +121,9 @@ class NoiseSource:
     of which the source keeps what is needed (`next_noise`) in memory: it takes the noise away from
     what was released, so it is in no checkpoint, pickle or `repr`.
 
+    Attributes:
+        held: `Held`, what is kept of correlated noise; None for other noise, or before a release.
+
     Guarantees:
         Noise of standard deviation noise_multiplier times max_grad_norm, independent over
             parameters, steps and segments.
@@ -138,7 +141,7 @@ class NoiseSource:
 
     def __init__(self, plan: PrivacyPlan) -> None:
         self._plan = plan
-        self._held: Held | None = None
+        self.held: Held | None = None
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -226,12 +229,12 @@ class NoiseSource:
                 for z, own in zip(draw(key, 1.0), kept, strict=True)
             ]
             noise, kept = [one for one, _ in found], [own for _, own in found]
-        self._held = Held((os.getpid(), release.segment), release.step + 1, flat, kept)
+        self.held = Held((os.getpid(), release.segment), release.step + 1, flat, kept)
         return noise
 
     def _held_before(self, release: Release, flat: Layout) -> Held | None:
         """What is kept of the segment before a release; None at its beginning."""
-        held = self._held
+        held = self.held
         if held is None or held.owner != (os.getpid(), release.segment) or held.step > release.step:
             return None
         if held.layout != flat:
@@ -319,7 +322,7 @@ def normals_between(
     Each block of the array has a generator of its own. On the CPU, where torch draws on one core,
     blocks are drawn in parallel; the numbers do not depend on the number of threads.
     """
-    noise, length = like.new_empty(stop - start), _BLOCK if on_host(like) else _DEVICE_BLOCK
+    noise, length = like.new_empty(stop - start), _BLOCK if on_host(like) else DEVICE_BLOCK
     first = start // length
 
     def fill(number: int) -> None:
@@ -332,7 +335,7 @@ def normals_between(
 
     count = -(-stop // length) - first if len(noise) else 0
     # A few blocks take less time than a thread needs to start while torch's own threads spin.
-    threads = torch.get_num_threads() if length == _BLOCK and count > _FEW else 1
+    threads = torch.get_num_threads() if length == _BLOCK and count > FEW else 1
     Blocks(fill, count).finish(threads)
     return noise
 

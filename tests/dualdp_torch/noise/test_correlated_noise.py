@@ -147,13 +147,13 @@ def test_correlated_noise_of_pieces_is_that_of_the_whole(name, mode):
             for key, mean in whole[step].items():
                 begin = places[key].start // max(1, mean[:1].numel())
                 assert torch.equal(found[key], mean[begin : begin + len(found[key])])
-        held = sum(len(row) for rows in own._held.kept for row in rows)
+        held = sum(len(row) for rows in own.held.kept for row in rows)
         assert held <= STEPS * sum(total.numel() for total in mine.values())
 
 
 @pytest.mark.parametrize("name", ["window", "band", "blt"])
 def test_correlated_noise_does_not_depend_on_threads(name, monkeypatch):
-    monkeypatch.setattr(noise, "_FEW", 0)
+    monkeypatch.setattr(noise, "FEW", 0)
     sums, before, found = {"w": torch.zeros(3 << 16)}, torch.get_num_threads(), []
     try:
         for threads in (1, 3):
@@ -227,7 +227,7 @@ def test_normals_are_in_no_pickle_and_no_repr(name):
     run = plan(name)
     source = NoiseSource(run)
     released(SUMS, run, 4, source)
-    secret = source._held.kept[0][0]
+    secret = source.held.kept[0][0]
     assert secret.abs().min() > 0
     with pytest.raises(TypeError, match="A noise source can't be copied"):
         pickle.dumps(source)

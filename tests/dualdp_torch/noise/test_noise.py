@@ -131,7 +131,7 @@ def test_devices_and_dtypes_have_keys_of_their_own(monkeypatch):
 @pytest.mark.parametrize("mode", ["fast", "secure"])
 def test_noise_does_not_depend_on_threads(mode, monkeypatch):
     """Blocks of fixed size, each with its own generator: bit for bit, and no block twice."""
-    monkeypatch.setattr(noise, "_FEW", 0)  # so that these blocks are drawn in parallel, too
+    monkeypatch.setattr(noise, "FEW", 0)  # so that these blocks are drawn in parallel, too
     run, bits = plan(noise=mode, seed=None), bytes(range(64))
     sums = {"a": torch.zeros(200_000), "b": torch.zeros(3, 70_000, dtype=torch.float64)}
     before, found = torch.get_num_threads(), []

@@ -83,7 +83,7 @@ def test_a_layout_of_jax_is_refused_for_pieces():
 
 def test_other_devices_draw_in_blocks_too(monkeypatch):
     """As on a GPU: each block by a generator of its own, of which a piece draws what it meets."""
-    monkeypatch.setattr(noise, "_DEVICE_BLOCK", 1000)
+    monkeypatch.setattr(noise, "DEVICE_BLOCK", 1000)
     monkeypatch.setattr(noise, "on_host", lambda like: False)
     size, like, key = 4321, torch.empty(0, dtype=torch.float64), np.array([3, 4], np.uint32)
     blocks = [

@@ -24,6 +24,7 @@ from torch.utils.data import (
 import dualdp_torch as dpt
 from dualdp import AccountingError, get_epsilon
 from dualdp.randomness import SegmentBits
+from dualdp_torch.training import loader as planned
 from dualdp_torch.training.loader import PlannedLoader, Share
 from tests.dualdp_torch.checks import data
 from tests.dualdp_torch.loop import NUM, build, by_hand, dataset, first_batch, plan, start, train
@@ -44,6 +45,18 @@ def drawn(run, start, stop):
 
 
 # ---------------------------------------------------------------------- items
+
+
+def options_of(monkeypatch):
+    """Options of each `DataLoader` that is made from now on."""
+    made = []
+
+    def seen(*arguments, **options):
+        made.append(options)
+        return DataLoader(*arguments, **options)
+
+    monkeypatch.setattr(planned, "DataLoader", seen)
+    return made
 
 
 class Pair(NamedTuple):
@@ -127,7 +140,7 @@ def test_workers_keep_the_order_of_the_plan(persistent):
 
 
 @forks
-def test_options_of_the_loader_are_kept():
+def test_options_of_the_loader_are_kept(monkeypatch):
     loader = DataLoader(
         dataset(),
         batch_size=12,
@@ -136,20 +149,22 @@ def test_options_of_the_loader_are_kept():
         collate_fn=lambda rows: {"x": torch.stack([r[0] for r in rows]), "note": "kept"},
     )
     _, model, optimizer, loader = with_loader(loader, plan=plan(num_steps=2))
+    made = options_of(monkeypatch)
     for batch in loader:
         assert batch["note"] == "kept"
         model(batch["x"]).square().mean().backward()
         optimizer.step()
-    assert loader._loader.timeout == 60
+    assert made[0]["timeout"] == 60
 
 
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator")
-def test_pinned_memory_is_asked_for():
+def test_pinned_memory_is_asked_for(monkeypatch):
     _, model, optimizer, loader = with_loader(
         DataLoader(dataset(), batch_size=12, pin_memory=True), plan=plan(num_steps=1)
     )
+    made = options_of(monkeypatch)
     assert train(model, optimizer, loader) == drawn(plan(), 0, 1)
-    assert loader._loader.pin_memory
+    assert made[0]["pin_memory"]
 
 
 def test_a_pass_leaves_the_users_random_numbers_alone():
