@@ -191,11 +191,6 @@ def plan_of(
     passed. With users both count users. `method` has the further arguments that errors name, and
     `options` are those of `dualdp.plan.arguments.plan_of`.
     """
-    if plan is not None and given.get("poisson_sampling") is not None:
-        raise ValueError(
-            "poisson_sampling came together with plan=, which holds a sampler. Expected one of the "
-            "two."
-        )
     found, (loader, _, users) = _translated(given), data
     size: int = len(loader.dataset) if users is None else users.num_users  # type: ignore[arg-type]
     if plan is None:

@@ -151,7 +151,6 @@ class PlannedLoader:
         users: UserRows | None = None,
         step: Callable[[], Any] | None = None,
     ) -> None:
-        check_loader(loader)
         _check_share(loader, share)
         self.source, self.dataset = loader, loader.dataset
         require_units(plan, len(self.dataset), users)  # type: ignore[arg-type]

@@ -321,7 +321,7 @@ def test_mixing_models_are_refused_at_set_up():
             ValueError,
             "can't clip per_layer",
         ),
-        ({"plan": plan(), "poisson_sampling": False}, ValueError, "poisson_sampling came together"),
+        ({"plan": plan(), "poisson_sampling": False}, ValueError, "sampler came together with plan="),
         ({"plan": plan(), "criterion": F.mse_loss}, ValueError, "criterion=.* is not supported"),
         ({"plan": "plan"}, TypeError, "plan is a str"),
         ({"plan": plan(), "max_grad_nrom": 1.0}, TypeError, "no argument 'max_grad_nrom'"),
