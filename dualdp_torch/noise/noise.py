@@ -490,9 +490,11 @@ def check_sum(grads: Mapping[str, Tensor]) -> None:
         )
     for name, grad in grads.items():
         if not torch.is_tensor(grad) or grad.is_meta or hasattr(grad, "device_mesh"):
+            what = _validate.kind(grad)
+            what += f" on {grad.device}" if torch.is_tensor(grad) else ""
             raise TypeError(
-                f"grads[{name!r}] is {_validate.kind(grad)}. Expected a whole torch tensor with "
-                "numbers; of a DTensor grad.full_tensor(), or fully_shard with make_private."
+                f"grads[{name!r}] is {what}. Expected a torch tensor with numbers, and whole: of a "
+                "DTensor grad.full_tensor(), or fully_shard with make_private."
             )
 
 
