@@ -28,7 +28,7 @@ from dualdp.plan.correlated.strategies import BLT, Band, Strategy, Window
 from dualdp.plan.plan import PrivacyPlan, checked_step, require_plan
 from dualdp.porting.parameter_map import ParameterMap
 from dualdp.randomness import fold_in, grid_noise, key_of, noise_bits, seeded_bits, threefry
-from dualdp.randomness.parallel import Blocks
+from dualdp.randomness.parallel import fill_blocks
 from dualdp_torch.rules.base import Tensor, on_host, wide
 
 Key = NDArray[np.uint32]  # (2,)
@@ -336,7 +336,7 @@ def normals_between(
     count = -(-stop // length) - first if len(noise) else 0
     # A few blocks take less time than a thread needs to start while torch's own threads spin.
     threads = torch.get_num_threads() if length == _BLOCK and count > FEW else 1
-    Blocks(fill, count).finish(threads)
+    fill_blocks(fill, count, threads)
     return noise
 
 
@@ -391,17 +391,15 @@ def _secure(
     flat: Layout, totals: list[list[Tensor]], release: Release, bits: bytes
 ) -> list[Tensor]:
     """Sums with noise on the public grid, computed on the host in float64."""
-    size, noisy = sum(flat.sizes), list[Tensor]()
+    size, threads, noisy = sum(flat.sizes), torch.get_num_threads(), list[Tensor]()
     pitch = grid_noise.pitch(release.max_grad_norm, size)
     cells = release.draw_stddev / pitch
     for part, parts in zip(flat.parts, totals, strict=True):
         start = sum(flat.sizes[: part.group]) + part.start
-        stop = start + part.length
-        noise = grid_noise.grid_noise_between(bits, start, stop, cells=cells, size=size)
+        where = {"start": start, "stop": start + part.length, "threads": threads}
+        noise = grid_noise.grid_noise(bits, cells=cells, size=size, **where)
         total = _flatten_dense_tensors(parts)
-        found = grid_noise.noisy_sum(
-            total.cpu().numpy(), noise, pitch, threads=torch.get_num_threads()
-        )
+        found = grid_noise.noisy_sum(total.cpu().numpy(), noise, pitch, threads=threads)
         noisy.append(torch.from_numpy(found).to(total.device))
     return noisy
 

@@ -262,7 +262,7 @@ class PrivateStep:
                 "Parameters were renamed after set-up, as by layers that swap places or one put "
                 "between others. Set up again, so that what is clipped is what is trained."
             )
-        recorder.twins.enter_model(batch, {}, len(draw.mask))
+        recorder.twins.enter_model(recorder.model, batch, {}, len(draw.mask))
         recorder.twins.end_forward()
         bounds = ledger.plan.clipping_bounds(ledger.max_grad_norm)
         mask = None if bool(draw.mask.all()) else draw.mask
@@ -403,7 +403,7 @@ class PrivateStep:
         if self._options.keep_per_sample and recorder.shards is None:
             grads = gradients.grads()
             whole.grads.append({name: g[draw.mask.to(g.device)] for name, g in grads.items()})
-        n, second_pass = len(draw.mask), recorder.second_pass(terms.scale, gradients.forget)
+        n, second_pass = len(draw.mask), recorder.second_pass(terms.scale)
         if whole.failure is not None or not self._checks.is_due():
             factors = clip_factors(gradients, n, terms.bounds, terms.clipping, terms.mask)
             return clipped_sums(gradients, factors, second_pass, recorder.shards), factors.norms
@@ -411,7 +411,7 @@ class PrivateStep:
             gradients,
             recorder.losses(terms.scale),
             terms,
-            second_pass=None if second_pass is None else lambda factors: second_pass,
+            second_pass=second_pass,
             is_definition=recorder.method == "loop",
         )
         found = [numbers]
