@@ -20,6 +20,7 @@ from jax.extend import core as _extend
 from jax.sharding import AxisType
 
 Literal = _extend.Literal
+PyTree = Any  # of arrays; jax has no type for it
 P = ParamSpec("P")
 T = TypeVar("T")
 _DEFAULT_PROMOTION = ("standard", "allow")
@@ -44,15 +45,6 @@ def is_of_this_trace(value: jax.Array) -> bool:
 def wrap_key(data: Any) -> Any:
     """Return a typed threefry key from (2,) uint32 key data."""
     return jax.random.wrap_key_data(data, impl="threefry2x32")
-
-
-def check_counter_layout() -> None:
-    """Refuse the old order of threefry counters, under which the normals are not portable."""
-    if not getattr(jax.config, "jax_threefry_partitionable"):  # noqa: B009 - unknown to mypy
-        raise ValueError(
-            "jax_threefry_partitionable=False gives other normals than the plan's. Expected jax's "
-            "default; remove jax.config.update('jax_threefry_partitionable', False)."
-        )
 
 
 def flax_module(value: Any) -> Any:

@@ -248,8 +248,9 @@ class PrivacyEngine:
         check_optimizer(run, state)
         if group is not None:
             check_run(group, run, state)
+        source = NoiseSource(plan)
         self._begin(loader, ledger, group)
-        self._source = NoiseSource(plan)
+        self._source = source
         self._run, self._checks, self._rate = run, StepChecks(run), rate
         self.ledger.note(checks=rate)
         return self._step, state, loader
@@ -373,8 +374,6 @@ class PrivacyEngine:
         group: Group | None,
     ) -> PlannedLoader:
         """Loader of a run, with bits of its segment that are the same on all processes."""
-        if plan.noise != "secure":
-            compat.check_counter_layout()
         bits = agreed(group, plan, self._accountant, examples, rows)
         return PlannedLoader(
             examples, plan, bits, self._span, self._bound, mesh, self.pass_end, rows

@@ -62,7 +62,10 @@ def on_record(plan, num_steps=None):
 
 @pytest.mark.parametrize("noise", ["fast", "portable"])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_noise_is_the_counter_generator(noise, dtype):
+def test_noise_is_the_counter_generator(noise, dtype, monkeypatch):
+    """Fast noise is that of large leaves; its small ones are drawn together."""
+    monkeypatch.setattr("dualdp_jax.noise.noise._SMALL", 0)
+    jax.clear_caches()
     plan = make_plan(noise=noise)
     with jax.enable_x64(dtype == "float64"):
         grads = {"b": jnp.ones((3, 2), dtype), "a": None, "c": jnp.zeros((), dtype)}
@@ -77,10 +80,14 @@ def test_noise_is_the_counter_generator(noise, dtype):
     assert noisy["a"] is None
 
 
-SHAPES = [
-    (3, 4), (), (1,), (0,), (7,), (200, 400), (400, 200), (11,), (13,), (300, 300), (128, 64),
-    *[(64,)] * 9, *[(64, 64)] * 4,
-]  # fmt: skip
+def test_small_leaves_are_drawn_together():
+    """By one draw of one key, whose numbers are theirs in order."""
+    plan, sums = make_plan(noise_multiplier=0.5), {"a": jnp.zeros((3, 4)), "b": jnp.zeros(5)}
+    noisy = dpj.noisy_mean(sums, plan, 1)
+    key = threefry.fold_in(key_of(seeded_bits(5, "noise", 1)), 2)
+    expected = threefry.normal(key, 17, dtype=np.float32) / 20
+    found = np.concatenate([noisy["a"].ravel(), noisy["b"]])
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-7)
 
 
 def test_noise_is_wide_for_low_precision_sums():
@@ -265,7 +272,7 @@ CONSTANTS = {
 def test_a_traced_function_needs_a_key_that_is_data(name):
     """known_failures 79: the same noise at every call, and the key inside the program."""
     plan, sums = make_plan(), {"a": jnp.ones((2, 3))}
-    with pytest.raises(TypeError, match="where every call of the compiled function would add the"):
+    with pytest.raises(TypeError, match="where every turn would add the"):
         CONSTANTS[name](plan, sums)
 
 
@@ -280,9 +287,7 @@ def test_noise_inside_vmap_is_refused(axis, jit):
     update = jax.vmap(lambda s, k: tx.update(s, tx.init(s), key=k), in_axes=(0, axis))
     for call in (mean, update):
         call = jax.jit(call) if jit else call
-        with pytest.raises(
-            TypeError, match="is inside vmap|is inside scan, vmap|key that is a con"
-        ):
+        with pytest.raises(TypeError, match="is inside vmap|is inside jit, scan, vmap"):
             call(sums, key)
 
 
@@ -293,7 +298,7 @@ def test_a_key_that_is_used_twice_is_refused():
     first, second, third = dpj.noise_keys(3)
     dpj.noisy_mean(sums, plan, 0, key=first)
     dpj.noisy_mean(sums, plan, 1, key=second)
-    with pytest.raises(AccountingError, match="key= came twice: both releases would get the same"):
+    with pytest.raises(AccountingError, match="key= came twice, for releases whose diff"):
         dpj.noisy_mean(sums, plan, 2, key=second)
     tx = dpj.add_noise(plan)
     both = optax.multi_transform({"a": tx, "b": tx}, {"a": "a", "b": "b"})
@@ -321,23 +326,14 @@ def test_one_noise_is_not_given_to_two_sums_of_a_program(way):
         return dpj.noisy_mean(sums, plan, 0, key=key)
 
     program = jax.jit(lambda a, b, key: TWO_SUMS[way](mean, a, b, key))
-    with pytest.raises((AccountingError, TypeError), match="came twice|comes from outside of that"):
+    with pytest.raises((AccountingError, TypeError), match="came twice|where every turn would add"):
         program(jnp.zeros(3), jnp.ones(3), dpj.noise_keys(1)[0])
     assert len(engine.ledger) == 1
 
 
-@pytest.mark.parametrize(
-    "key", [jax.random.key(0), np.zeros(4, np.uint32), np.zeros((1, 2), np.uint32), np.zeros(2)]
-)
-def test_a_key_of_another_form_is_refused(key):
-    mean = jax.jit(lambda key: dpj.noisy_mean(jnp.ones(3), make_plan(), 0, key=key))
-    with pytest.raises(TypeError, match=r"Expected uint32\[2\], a row of dpj.noise_keys"):
-        mean(key)
-
-
 REFUSED = {
-    "noise='secure', which is drawn on the host": {"noise": "secure", "seed": None},
-    "an adaptive max_grad_norm, which only": {"max_grad_norm": AdaptiveNorm(1.0)},
+    "a plan with .* noise='secure'": {"noise": "secure", "seed": None},
+    "or an adaptive max_grad_norm": {"max_grad_norm": AdaptiveNorm(1.0)},
     "follows a schedule without end": {"num_steps": None, "noise_multiplier": Linear(2.0, 1.0, 3)},
 }
 
@@ -364,11 +360,6 @@ def test_noise_inside_shard_map_is_refused():
     sums = jax.device_put(jnp.ones(3), jax.NamedSharding(mesh, rows))
     with pytest.raises(TypeError, match=r"is inside shard_map or pmap, over \['x'\]"):
         jax.jit(mean)(sums, KEY)
-
-
-def test_add_noise_refuses_a_bound_that_it_cannot_know():
-    with pytest.raises(ValueError, match=r"max_grad_norm is adaptive.*make_private"):
-        dpj.add_noise(make_plan(max_grad_norm=AdaptiveNorm(1.0)))
 
 
 # ---------------------------------------------------------------------- where it is not
