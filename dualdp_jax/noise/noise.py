@@ -34,17 +34,18 @@ from dualdp._validate import AccountingError
 from dualdp.ledger import own_loops
 from dualdp.ledger.ledger import Release
 from dualdp.plan.plan import PrivacyPlan, checked_step, require_plan
-from dualdp.randomness import grid_noise, key_of, noise_bits, seeded_bits, threefry
+from dualdp.randomness import grid_noise, key_of, noise_bits, seeded_bits
 from dualdp_jax import compat
 from dualdp_jax.chunk import Chunk
 from dualdp_jax.compat import PyTree
 from dualdp_jax.noise.correlated import Kept, Leaves, next_noise
 from dualdp_jax.rules.arrays import widen
 
-Array = jax.Array | NDArray[np.generic]
+Array = jax.Array | NDArray[Any]
 Grads = TypeVar("Grads")
 #: Of each leaf; no sharding where nobody placed the sum.
 Layout = tuple[jax.ShapeDtypeStruct, ...]
+_ARRAYS = (jax.Array, np.ndarray, np.generic)
 _LOW = 2.0**24  # base of the two words of a cell count; float32 holds each word exactly
 _MOST = 2.0**53  # cells; larger sums are clipped to it, which never moves two sums apart
 #: Numbers of a leaf below which "fast" noise draws it together with other small leaves: each draw
@@ -64,8 +65,12 @@ class GridNoise(NamedTuple):
 class KeyNoise(NamedTuple):
     """Independent noise, drawn where it is added."""
 
-    keys: Array  # see `_normals`, secret
+    key: Array  # (2,) uint32, secret
     stddev: Array  # scalar, gradient units
+
+
+class FastNoise(KeyNoise):
+    """The same, whose small leaves are drawn together."""
 
 
 class Noise(NamedTuple):
@@ -114,7 +119,7 @@ class NoiseSource:
     """
 
     def __init__(self, plan: PrivacyPlan, noise_scale: float = 1.0) -> None:
-        if plan.noise != "secure" and not jax.config.jax_threefry_partitionable:
+        if plan.noise != "secure" and not compat.setting("jax_threefry_partitionable"):
             raise ValueError(
                 "jax_threefry_partitionable=False gives other normals. Expected jax's default."
             )
@@ -146,7 +151,8 @@ class NoiseSource:
         noise = self.drawn(leaves, release, bits)
         # One program, so that no device draws the noise of another.
         places = [leaf.sharding for leaf in _layout_of(leaves)]
-        mean: Grads = treedef.unflatten(jax.jit(noised_mean, out_shardings=places)(leaves, noise))
+        means = jax.jit(noised_mean, out_shardings=places)(leaves, noise)
+        mean: Grads = jax.tree.unflatten(treedef, means)
         return mean
 
     def drawn(self, sums: Sequence[Array], release: Release, bits: bytes) -> Noise:
@@ -157,9 +163,8 @@ class NoiseSource:
             return Noise(_on_host(sums, release, bits, dtype), size)
         if plan.is_correlated:
             return Noise(self._correlated(sums, release, bits), size)
-        return Noise(
-            KeyNoise(_keys(plan, key_of(bits), len(sums)), np.asarray(stddev, dtype)), size
-        )
+        kind = FastNoise if plan.noise == "fast" else KeyNoise
+        return Noise(kind(key_of(bits), np.asarray(stddev, dtype)), size)
 
     def spend(self, key: Array) -> None:
         """Note a key that is used; raise if it is known to have been used before."""
@@ -193,14 +198,14 @@ class NoiseSource:
                 "the same at every step with correlated noise; load_checkpoint begins a segment."
             )
         kept, places = held.kept, [leaf.sharding for leaf in layout]
-        draw = jax.jit(_normals, static_argnums=1, out_shardings=places)
+        draw = jax.jit(_normals, static_argnums=(1, 2), out_shardings=places)
         for step in range(held.step, release.step + 1):
             own = bits
             if step < release.step and plan.seed is not None:
                 own = seeded_bits(plan.seed, "noise", step)
             elif step < release.step:
                 own = hashlib.blake2b(step.to_bytes(8, "little"), key=bits).digest()
-            z = draw(_keys(plan, key_of(own), len(sums)), layout)
+            z = draw(key_of(own), layout, plan.noise == "fast")
             index = step - release.segment_start
             noise, kept = next_noise(strategy, index, z, kept, release.draw_stddev)
         self._held = Held(owner, release.step + 1, layout, kept)
@@ -213,45 +218,39 @@ def noised_mean(sums: Grads, noise: Noise) -> Grads:
     leaves, source = [widen(leaf) for leaf in leaves], noise.source
     if isinstance(source, GridNoise):
         parts = zip(leaves, source.high, source.low, strict=True)
-        noisy = [_on_grid(*part, source.pitch, source.per_unit) for part in parts]
+        scales = source.pitch, source.per_unit
+        noisy = [_on_grid(x, high, low, *scales) for x, high, low in parts]
     elif isinstance(source, KeyNoise):
-        drawn = zip(leaves, _normals(source.keys, leaves), strict=True)
-        noisy = [x + source.stddev.astype(x.dtype) * z for x, z in drawn]
+        normals = _normals(source.key, leaves, isinstance(source, FastNoise))
+        pairs = zip(leaves, normals, strict=True)
+        noisy = [x + source.stddev.astype(x.dtype) * z for x, z in pairs]
     else:
         noisy = [x + n for x, n in zip(leaves, source, strict=True)]
     means = [leaf / noise.expected_batch_size.astype(leaf.dtype) for leaf in noisy]
-    mean: Grads = treedef.unflatten(means)
+    mean: Grads = jax.tree.unflatten(treedef, means)
     return mean
 
 
-def _keys(plan: PrivacyPlan, key: Array, num_leaves: int) -> Array:
-    """Keys of `_normals` for so many leaves, from that of the release."""
-    count = np.arange(num_leaves + (plan.noise == "fast"), dtype=np.uint32)
-    if compat.is_traced(key):
-        fold = partial(jax.random.fold_in, compat.wrap_key(key))
-        return jax.random.key_data(jax.vmap(fold)(count))
-    return np.stack(threefry.threefry2x32(np.asarray(key), np.zeros_like(count), count), 1)
-
-
-def _normals(keys: Array, like: Sequence[Array] | Layout) -> Leaves:
+def _normals(key: Array, like: Sequence[Any], is_fast: bool) -> Leaves:
     """Standard normals in the shapes and dtypes, float32 or float64, of leaves.
 
-    `keys` (count, 2) are one for each leaf, or one more, which is that of all small leaves.
+    Leaf i has the key fold_in(key, i); if `is_fast`, small leaves share fold_in(key, len(like)).
     """
-    typed, is_fast = compat.wrap_key(keys), len(keys) > len(like)
+    fold = partial(jax.random.fold_in, compat.wrap_key(key))
+    keys = jax.vmap(fold)(jnp.arange(len(like) + 1, dtype=jnp.uint32))
     small = [is_fast and leaf.size < _SMALL for leaf in like]
     sizes = [leaf.size for leaf, flag in zip(like, small, strict=True) if flag]
-    together = jax.random.normal(typed[-1], (sum(sizes),), jnp.result_type(jnp.float32, *like))
+    together = jax.random.normal(keys[-1], (sum(sizes),), jnp.result_type(jnp.float32, *like))
     parts = iter(jnp.split(together, np.cumsum(sizes)[:-1]))
     return [
         next(parts).reshape(leaf.shape).astype(leaf.dtype)
         if flag
         else jax.random.normal(key, leaf.shape, leaf.dtype)
-        for leaf, flag, key in zip(like, small, typed, strict=False)
+        for leaf, flag, key in zip(like, small, keys, strict=False)
     ]
 
 
-def _layout_of(sums: Sequence[Array]) -> Layout:
+def _layout_of(sums: Sequence[Any]) -> Layout:
     places = [x.sharding if getattr(x, "committed", False) else None for x in sums]
     return tuple(
         jax.ShapeDtypeStruct(x.shape, jnp.result_type(jnp.float32, x), sharding=place)
@@ -275,7 +274,7 @@ def _on_host(sums: Sequence[Array], release: Release, bits: bytes, dtype: np.dty
     return GridNoise(like_the_sums(high), like_the_sums(cells), *scales)
 
 
-def _like(part: NDArray[np.int32], leaf: Array) -> Array:
+def _like(part: NDArray[np.int32], leaf: Any) -> Array:
     """Noise in the shape of a sum, sharded like it."""
     part = part.reshape(leaf.shape)
     if not compat.spans_devices(leaf):
@@ -283,9 +282,7 @@ def _like(part: NDArray[np.int32], leaf: Array) -> Array:
     return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: part[index])
 
 
-def _on_grid(
-    total: jax.Array, high: jax.Array, low: jax.Array, pitch: jax.Array, per_unit: jax.Array
-) -> jax.Array:
+def _on_grid(total: jax.Array, high: Array, low: Array, pitch: Array, per_unit: Array) -> jax.Array:
     """Sum rounded to the grid, plus the noise: exact in pairs of 32-bit integers.
 
     float64 is off in JAX by default. Every operation here is exact: scaling by a power of two,
@@ -305,7 +302,7 @@ def _on_grid(
 def noisy_mean(
     grads: Grads,
     plan: PrivacyPlan | Chunk,
-    step: int | Array | None = None,
+    step: Any = None,
     *,
     max_grad_norm: float | None = None,
     key: Array | None = None,
@@ -346,9 +343,8 @@ def noisy_mean(
 
     Source: Abadi et al. 2016, Algorithm 1, "add noise".
     """
-    chunk = plan if isinstance(plan, Chunk) else None
-    if chunk is not None:
-        plan, step, loop = chunk.plan, chunk.step if step is None else step, chunk.loop
+    if isinstance(plan, Chunk):
+        step, loop, plan = plan.step if step is None else step, plan.loop, plan.plan
     else:
         require_plan(plan)
         loop = own_loops.loop_of(plan)
@@ -357,16 +353,20 @@ def noisy_mean(
             f"grads is {_validate.kind(grads)}. Expected the clipped sum alone, such as "
             "clipped_grad_sum(...).grads: no noise makes norms and losses private."
         )
+    wrong = [x for x in jax.tree.leaves(grads) if not isinstance(x, _ARRAYS)]
+    if wrong:
+        raise TypeError(f"grads holds {_validate.kind(wrong[0])}. Expected JAX or NumPy arrays.")
     if loop is None and plan.seed is None:
         raise AccountingError(
             "Noise was asked for, but no loop that is open records the releases of this plan. "
             "Expected engine.make_loader(plan=plan), then engine.record() before each release."
         )
-    source = NoiseSource(plan) if loop is None else loop.source
+    source = None if loop is None else loop.source
+    source = source if isinstance(source, NoiseSource) else NoiseSource(plan)
     if compat.in_trace() or compat.is_traced(grads, step, key):
         _check_trace(grads, key)
-        return _keyed_mean(grads, plan, step, source, key)
-    step = checked_step(plan, step)
+    else:
+        step = checked_step(plan, step)
     if key is not None:
         return _keyed_mean(grads, plan, step, source, key)
     release = _free(plan, step, max_grad_norm) if loop is None else loop.take(step)
@@ -383,12 +383,12 @@ def noisy_mean(
 
 def _free(plan: PrivacyPlan, step: int, bound: float | None) -> Release:
     """Release of a plan with a seed that nobody records."""
-    planned = plan.max_grad_norm_at(step)
-    bound = _validate.positive("max_grad_norm", planned if bound is None else bound)
-    if plan.is_correlated and bound != planned:
+    bound = plan.max_grad_norm_at(step) if bound is None else bound
+    bound = _validate.positive("max_grad_norm", bound)
+    if plan.is_correlated and bound != plan.max_grad_norm_at(step):
         raise ValueError(
             f"max_grad_norm={bound} with correlated noise, which holds that of earlier steps. "
-            f"Expected the plan's, {planned}."
+            f"Expected the plan's, {plan.max_grad_norm_at(step)}."
         )
     stddev, size = plan.draw_stddev(step, bound), plan.expected_batch_size_at(step)
     return Release(step, 0, 0, bound, plan.noise_multiplier_at(step), stddev, size)
@@ -425,8 +425,8 @@ def _keyed_mean(
 
     @jax.custom_batching.custom_vmap
     def noisy(grads: Grads, key: Array, stddev: Array, size: Array) -> Grads:
-        keys = _keys(plan, key, len(jax.tree.leaves(grads)))
-        return noised_mean(grads, Noise(KeyNoise(keys, stddev), size))
+        kind = FastNoise if plan.noise == "fast" else KeyNoise
+        return noised_mean(grads, Noise(kind(key, stddev), size))
 
     @noisy.def_vmap
     def refuse(*_: object) -> NoReturn:

@@ -126,8 +126,7 @@ def build(loss_fn: Callable[..., Any], what: Any, batch: tuple[Any, ...], option
 
     def of_one(model: Any, *arguments: Any, **kwargs: Any) -> Any:
         try:
-            with compat.as_user():
-                return loss_fn(model, *arguments, **kwargs)
+            return loss_fn(model, *arguments, **kwargs)
         except (TypeError, ValueError, IndexError) as error:
             if type(error) not in (TypeError, ValueError, IndexError):
                 raise
