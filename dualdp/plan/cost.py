@@ -60,7 +60,8 @@ class Cost:
 
     def _at(self, name: str, schedule: Schedule, step: int) -> float:
         """Scheduled value at a step, validated: an open-ended schedule may leave its range."""
-        step = _validate.integer("step", step)
+        if type(step) is not int or step < 0:  # asked several times a step
+            step = _validate.integer("step", step)
         if isinstance(schedule, Constant):  # in range since the plan was made
             return float(schedule)
         return float(values_at(name, schedule, np.asarray([step]), self.num_examples)[0])

@@ -268,7 +268,8 @@ class HostedLoader:
     def num_done(self) -> int:
         """Return the number of physical batches of this pass that are on record."""
         assert self._planned is not None
-        return self._before + self._planned.num_batches(self._start, self._run.engine.ledger.position)
+        position = self._run.engine.ledger.position
+        return self._before + self._planned.num_batches(self._start, position)
 
     def __len__(self) -> int:
         if self._planned is None:

@@ -26,24 +26,20 @@ _DEVICE_BLOCK = 1 << 22  # numbers per block on other devices, where each draw c
 def keyed_generator(key: Key, device: torch.device) -> torch.Generator:
     """Return a generator that depends on all 64 bits of the key."""
     if device.type == "cpu":
-        return _twister(key, 0)
+        return block_generator(key, 0, device)
     generator = torch.Generator(device)
     generator.manual_seed((int(key[0]) << 32) | int(key[1]))
     return generator
 
 
-def _block_generator(key: Key, block: int, device: torch.device) -> torch.Generator:
-    """Generator of one block of a key's normals."""
-    if device.type == "cpu":
-        return _twister(key, block)
-    return keyed_generator(threefry.fold_in(key, block), device)
+def block_generator(key: Key, block: int, device: torch.device) -> torch.Generator:
+    """Return the generator of one block of a key's normals.
 
-
-def _twister(key: Key, block: int) -> torch.Generator:
-    """CPU generator whose whole state is derived from (key, block).
-
-    Torch's own seeding keeps 32 bits of a seed, so that keys of different steps would soon collide.
+    On the CPU its whole state is derived from (key, block): torch's own seeding keeps 32 bits of a
+    seed, so that keys of different steps would soon collide.
     """
+    if device.type != "cpu":
+        return keyed_generator(threefry.fold_in(key, block), device)
     secret = np.array([*key, block], "<u8").tobytes()
     words = np.frombuffer(hashlib.shake_128(secret).digest(4 * _STATE_WORDS), "<u4")
     generator = torch.Generator()
@@ -66,12 +62,8 @@ class Normals:
         self._kept = lru_cache(2)(self._drawn)  # consecutive small parameters share a block
 
     def _drawn(self, block: int, length: int) -> Tensor:
-        return self._draw(block, self._like.new_empty(length))
-
-    def _draw(self, block: int, out: Tensor) -> Tensor:
-        """Fill `out` with one block."""
-        generator = _block_generator(self._key, block, out.device)
-        return out.normal_(0.0, self._stddev, generator=generator)
+        generator = block_generator(self._key, block, self._like.device)
+        return self._like.new_empty(length).normal_(0.0, self._stddev, generator=generator)
 
     def between(self, start: int, stop: int) -> Tensor:
         """Return (stop - start,) numbers of the array."""
@@ -85,7 +77,9 @@ class Normals:
             begin, end = max(start, low), min(stop, high)
             part = noise[begin - start : end - start]
             if end - begin == high - low:
-                self._draw(block, part)
+                part.normal_(
+                    0.0, self._stddev, generator=block_generator(self._key, block, part.device)
+                )
                 return
             drawn = self._kept(block, high - low)[begin - low : end - low]
             if self._on_host:  # NumPy: torch's own operations would start threads inside of ours

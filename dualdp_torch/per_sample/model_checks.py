@@ -49,7 +49,8 @@ def _problem_of(module: nn.Module) -> tuple[str, str] | None:
     """Return the reason why a module can't be trained privately and the fix, or None."""
     if isinstance(module, _BatchNorm):
         reason = "it mixes examples, so no per-sample gradient exists"
-        return reason, "Replace it by GroupNorm; fix(model) does."
+        fix = "Replace it by GroupNorm; model = dualdp.torch.fix(model) does, before its optimizer."
+        return reason, fix
     if isinstance(module, _InstanceNorm) and module.track_running_stats:
         reason = "its running statistics mix the examples of every batch"
         return reason, "Build it with track_running_stats=False."

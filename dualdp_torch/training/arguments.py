@@ -23,8 +23,12 @@ from dualdp_torch.per_sample.model_checks import refuse_mixing_modules, require_
 from dualdp_torch.per_sample.parameter_use import trainable_parameters
 from dualdp_torch.per_sample.recorder import RECORDED
 from dualdp_torch.training.adam_bc import AdamBC
-from dualdp_torch.training.loader import check_loader, expected_batch_size, most_steps
-from dualdp_torch.training.opacus_names import advice
+from dualdp_torch.training.loader import (
+    PlannedLoader,
+    check_loader,
+    expected_batch_size,
+    most_steps,
+)
 from dualdp_torch.training.views import Augment, Views
 
 #: Our methods for per-sample gradients and Opacus' names for them -> our method.
@@ -35,18 +39,23 @@ GRAD_SAMPLE_MODES = {
     "functorch": "vmap",
     "ghost": "two_pass",
 }
-#: Further arguments of Opacus' make_private -> the value that means what happens here, or None.
-_OPACUS = {
-    "batch_first": True,
-    "criterion": None,
-    "noise_generator": None,
-    "wrap_model": False,
-    "rand_on_empty": False,
-    "target_unclipped_quantile": None,
-    "clipbound_learning_rate": None,
-    "max_clipbound": None,
-    "min_clipbound": None,
-    "unclipped_num_std": None,
+_ADAPTIVE = "Expected dualdp.schedules.AdaptiveNorm as max_grad_norm"
+#: Further arguments of Opacus' make_private: the value that means what happens here, or None, and
+#: what to do about another one.
+_OPACUS: dict[str, tuple[bool | None, str]] = {
+    "batch_first": (True, "Expected it left out: the batch axis is found by itself"),
+    "criterion": (None, "Expected it left out: the criterion stays in your loop"),
+    "noise_generator": (
+        None,
+        "Expected it left out: noise comes from the operating system, and seed= fixes it for tests",
+    ),
+    "wrap_model": (False, "Expected it left out: never wrapped; engine.detach() cleans up"),
+    "rand_on_empty": (False, "Expected it left out: an empty draw comes as one masked example"),
+    "target_unclipped_quantile": (None, _ADAPTIVE),
+    "clipbound_learning_rate": (None, _ADAPTIVE),
+    "max_clipbound": (None, _ADAPTIVE),
+    "min_clipbound": (None, _ADAPTIVE),
+    "unclipped_num_std": (None, _ADAPTIVE),
 }
 
 
@@ -108,7 +117,9 @@ def check(
 def check_holds(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
     """Refuse an optimizer whose trainable parameters are not exactly the clipped ones."""
     held = [p for group in optimizer.param_groups for p in group["params"]]
-    ours, theirs = {id(p) for p in parameters.values()}, {id(p) for p in held}
+    ours, theirs = set(map(id, parameters.values())), set(map(id, held))
+    if ours == theirs:
+        return
     missing = [n for n, p in parameters.items() if id(p) not in theirs]
     if missing:
         raise ValueError(
@@ -128,11 +139,11 @@ def check_holds(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Pa
 def _translated(given: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of a plan, with those of Opacus translated; contradictions are refused."""
     found = {name: value for name, value in given.items() if value is not None}
-    refused = [name for name in _OPACUS if name in found and found.pop(name) != _OPACUS[name]]
-    refused += ["clipping"] if found.get("clipping") == "adaptive" else []
-    if refused:
-        name = refused[0]
-        raise ValueError(f"{name}={given[name]!r} is not supported. {advice(f'{name}=')}")
+    if found.get("clipping") == "adaptive":
+        raise ValueError(f"clipping='adaptive' is not supported. {_ADAPTIVE}.")
+    for name, (ours, way_out) in _OPACUS.items():
+        if name in found and found.pop(name) != ours:
+            raise ValueError(f"{name}={given[name]!r} is not supported. {way_out}.")
     poisson = found.pop("poisson_sampling", None)
     if poisson is None:
         return found
@@ -154,6 +165,8 @@ class Data(NamedTuple):
     @classmethod
     def of(cls, loader: DataLoader[Any], views: int, augment: Augment | None, users: Any) -> Data:
         """Return the data of the arguments of `make_private`; `users` is None for examples."""
+        if isinstance(loader, PlannedLoader):  # a cell that names it `loader` was run again
+            loader = loader.source
         check_loader(loader)
         seen = Views(views, augment)
         if users is not None and augment is not None:
@@ -189,7 +202,7 @@ def plan_of(
     if found.get("epochs") is not None and found.get("num_steps") is None and loader.drop_last:
         epochs = _validate.integer("epochs", found.pop("epochs"), minimum=1)
         found["num_steps"] = epochs * (most_steps(loader, users) or 0)
-    also = {"poisson_sampling", *(name for name, value in _OPACUS.items() if value is not None)}
+    also = {"poisson_sampling", *(name for name, (ours, _) in _OPACUS.items() if ours is not None)}
     own = inspect.signature(method).parameters.values()
     return arguments.plan_of(
         plan,

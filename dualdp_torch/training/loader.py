@@ -45,6 +45,12 @@ _KEPT = (
 )
 
 
+_WRAPPED = (  # by accelerate, Fabric and others
+    "of a package that wraps loaders, the DataLoader before it was wrapped: make_private first, "
+    "then accelerator.prepare(model, optimizer) or fabric.setup(model, optimizer)"
+)
+
+
 class Draw(NamedTuple):
     """Examples of the data set in one physical batch, which may hold several rows of each."""
 
@@ -190,6 +196,9 @@ class PlannedLoader:
     collate function and pinned memory are kept. Batches are drawn by `bits`: anew in every run,
     after a resume and in a fork. Without `passes` only `of_steps` can be called.
 
+    Attributes:
+        source: `DataLoader` that it was made of, which a further `make_private` takes.
+
     Guarantees:
         `len` is the number of batches of the pass that runs, else of the coming one; of the last
             one when no further is left.  [test_length_is_true_and_batches_are_the_plans]
@@ -212,7 +221,7 @@ class PlannedLoader:
     ) -> None:
         check_loader(loader)
         _check_share(loader, share)
-        self.dataset = loader.dataset
+        self.source, self.dataset = loader, loader.dataset
         require_units(plan, len(self.dataset), users)  # type: ignore[arg-type]
         self._options = {name: getattr(loader, name) for name in _KEPT if hasattr(loader, name)}
         if not loader.pin_memory_device:
@@ -394,21 +403,16 @@ def check_loader(loader: Any) -> None:
         ValueError: a sampler that is neither in order nor a plain shuffle of everything, or a class
             with an `__iter__` of its own.
     """
-    if isinstance(loader, PlannedLoader):
-        raise TypeError(
-            "data_loader is private already: make_private returned it for another run. Expected "
-            "the DataLoader that it was made of."
-        )
     if not isinstance(loader, DataLoader):
         raise TypeError(
             f"data_loader is {_validate.kind(loader)}. Expected a torch DataLoader over a "
-            "map-style data set."
+            f"map-style data set; {_WRAPPED}."
         )
     if type(loader).__iter__ is not DataLoader.__iter__:
         raise ValueError(
             f"data_loader is a {type(loader).__name__} with an __iter__ of its own, which the "
             "plan's batches would not pass. Expected a plain DataLoader: prepare examples in the "
-            "data set or in collate_fn, or batches in the loop."
+            f"data set or in collate_fn, or batches in the loop; {_WRAPPED}."
         )
     check_dataset(loader.dataset)
     batches = loader.batch_sampler

@@ -18,7 +18,7 @@ from dualdp.plan.units import UserRows
 from dualdp.randomness import SegmentBits
 from dualdp_torch.per_sample.units import Mark, mark
 from dualdp_torch.rules.base import Tensor
-from dualdp_torch.training.loader import PlannedLoader
+from dualdp_torch.training.loader import Draw, PlannedLoader
 from dualdp_torch.training.views import Views
 
 
@@ -93,16 +93,21 @@ class OwnLoopLoader:
         other._is_whole = True
         return other
 
-    def indices(self) -> Iterator[tuple[int, NDArray[np.int64], NDArray[np.bool_]]]:
-        """Yield the draws of a pass for readers of your own: (step, indices, mask).
+    def indices(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.bool_]]]:
+        """Yield the draws of a pass for readers of your own: (indices, mask) of each step.
 
-        `indices` is (examples,) int64, rows of the data or users; `mask` is False for the one
-        padded example of an empty draw. One draw for each physical batch.
+        Both are (examples,), of rows of the data or of users; the one padded example of an empty
+        draw has index 0 and mask False.
         """
+        parts = list[Draw]()
         for draw in self._planned.draws_of_steps(*self._coming()):
+            parts.append(draw)
             if draw.is_last:
                 self.handed_out.note(draw.step)
-            yield draw.step, np.array(draw.indices, np.int64), draw.mask.numpy()
+                indices = [np.array(part.indices, np.int64) for part in parts]
+                masks = [part.mask.numpy() for part in parts]
+                yield np.concatenate(indices), np.concatenate(masks)
+                parts = []
 
     def _coming(self) -> tuple[int, int]:
         """Steps of the coming pass; none where the rest of the plan is empty."""

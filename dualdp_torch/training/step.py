@@ -18,7 +18,6 @@ from dualdp.exactness import ExactnessError
 from dualdp.ledger.ledger import Ledger
 from dualdp.randomness import SegmentBits
 from dualdp_torch.noise.noise import NoiseSource
-from dualdp_torch.parallel.fsdp import local_of
 from dualdp_torch.parallel.process_group import Group
 from dualdp_torch.per_sample.api import ClippedGradSum
 from dualdp_torch.per_sample.call import METHODS
@@ -229,7 +228,8 @@ class PrivateStep:
             raise RuntimeError(
                 f"The batch of step {self._draw.step} got no optimizer.step(). Expected one for "
                 "every batch of the loader: which batches count must not depend on the data. "
-                "Evaluate on batches of another DataLoader."
+                "Evaluate on batches of another DataLoader; accumulate by a larger batch_size and "
+                "max_physical_batch_size= in make_private, with a step for each physical batch."
             )
         self._expect(draw)
         self.stages = None  # frees the memory of two models
@@ -389,7 +389,7 @@ class PrivateStep:
         """Add a sum of compiled graphs, which was checked where it was computed."""
         self._check(lambda: self._checks.criterion(draw))
         self._begin(draw)
-        self._sums = {k: self._added(draw, k, total) for k, total in computed.grads.items()}
+        self._add_sums(computed.grads)
         self._norms.append(computed.norms[draw.mask.to(computed.norms.device)])
 
     def _add(self, draw: Draw) -> None:
@@ -407,7 +407,7 @@ class PrivateStep:
 
     def _add_captured(self, draw: Draw, terms: Terms) -> Tensor:
         """`_add` for gradients captured in a whole backward; returns their norms (n,)."""
-        recorder, added = self.recorder, partial(self._added, draw)
+        recorder = self.recorder
         gradients = recorder.gradients(terms.scale, self._keep)
         if self._options.keep_per_sample and recorder.shards is None:
             grads = gradients.grads()
@@ -416,7 +416,11 @@ class PrivateStep:
         if self._failure is not None or not self._checks.is_due():
             factors = clip_factors(gradients, n, terms.bounds, terms.clipping, terms.mask)
             self._begin(draw)
-            self._sums = clipped_sums(gradients, factors, second_pass, recorder.shards, added)
+            if self._is_alone:
+                self._add_sums(clipped_sums(gradients, factors, second_pass, recorder.shards))
+            else:  # each sum is sent while the next one is formed
+                added = clipped_sums(gradients, factors, second_pass, recorder.shards, self._added)
+                self._sums = added
             return factors.norms
         numbers = numbers_of(
             gradients,
@@ -428,8 +432,7 @@ class PrivateStep:
         found = [numbers]
         self._check(lambda: found.append(self._checks.model(draw, numbers, terms)))
         self._begin(draw)
-        sums = found[-1].sums or numbers.sums or {}
-        self._sums = {name: added(name, total) for name, total in sums.items()}
+        self._add_sums(found[-1].sums or numbers.sums or {})
         return found[-1].norms
 
     def _check(self, check: Callable[[], None]) -> None:
@@ -447,13 +450,17 @@ class PrivateStep:
             passed = self._checks.has_passed
             self._checks.has_passed = self._releaser.begin(draw.step, self._failure, passed)
 
-    def _added(self, draw: Draw, name: str, total: Tensor) -> Tensor:
+    def _add_sums(self, sums: Mapping[str, Tensor]) -> None:
+        """Add sums to those of the logical batch."""
+        if self._sums or not self._is_alone:
+            sums = {name: self._added(name, total) for name, total in sums.items()}
+        self._sums = dict(sums)
+
+    def _added(self, name: str, total: Tensor) -> Tensor:
         """Add one sum to the logical batch's; when that is complete, start to send it."""
-        total = local_of(total)
         if self._sums:
             total = self._sums[name] + total
-        if draw.is_last:
-            self._releaser.send(name, total)
+        self._releaser.send(name, total)
         return total
 
     def _release(self, step: int) -> float:
@@ -467,8 +474,9 @@ class PrivateStep:
         counts: tuple[int, int] | None = None
         if ledger.plan.is_adaptive:
             counts = int((norms <= ledger.max_grad_norm).sum()), len(norms)
-        is_checked = self._checks.is_step_checked(step)
-        sums = self._releaser.reduced(step, sums, is_checked=is_checked)
+        if not self._is_alone:
+            is_checked = self._checks.is_step_checked(step)
+            sums = self._releaser.reduced(step, sums, is_checked=is_checked)
         if has_passed:
             ledger.check_passed(step)
         release, bits = self._releaser.record(step, counts)

@@ -497,11 +497,6 @@ ON_TORCH = {
         TypeError,
         "data_loader is a generator. Expected a torch DataLoader over a map-style data set",
     ),
-    "private loader": (
-        lambda k: k.begin(data_loader=k.begin()[3]),
-        TypeError,
-        "is private already.*Expected the DataLoader that it was made of",
-    ),
     "stream of data": (lambda k: k.read(Endless()), TypeError, "is an Endless.*map-style one"),
     "no length": (
         lambda k: k.begin(data_loader=DataLoader(Unsized(), sampler=range(3))),

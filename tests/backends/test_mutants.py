@@ -257,26 +257,6 @@ def test_the_correct_implementation_passes(stack, seed):
     assert all(check.passed for check in report.checks)
 
 
-@pytest.mark.parametrize("mode", ["hooks", "functorch", "ghost", "book_keeping"])
-@pytest.mark.parametrize("changes", [{}, {"physical_batch_size": 3}, {"clipping": "automatic"}])
-def test_torch_contributions_are_bounded_by_every_way(mode, changes):
-    report = check_private_step(torch_step(mode=mode, **changes), checks=["sensitivity"])
-    assert report.passed, report
-
-
-@pytest.mark.parametrize("mode", ["auto", "hooks", "ghost"])
-def test_torch_contributions_of_a_tied_layer_are_bounded(mode):
-    report = check_private_step(torch_step(tied=True, mode=mode), checks=["sensitivity"])
-    assert report.passed, report
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["materialize", "vmap", "two_pass", "book_keeping", "loop"])
-def test_jax_contributions_are_bounded_by_every_way(method):
-    report = check_private_step(STEPS["jax"](method=method), checks=["sensitivity"])
-    assert report.passed, report
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("stack", BACKENDS)
 @pytest.mark.parametrize(
@@ -319,9 +299,3 @@ def test_plans_of_users_are_audited_by_one_row_each(stack):
     rows = dataclasses.replace(users, unit="example", rows_per_unit=None)
     assert plans.claims_of(rows) == STEPS[stack]().claims
     assert rows.sample_rate == users.sample_rate
-
-
-def test_mutants_that_can_not_be_told_apart_would_fail_this_test():
-    """The judge is awake: the unplanted engine is not killed by the mutants' own checks."""
-    kinds = sorted({check for _, check in MUTANTS.values()})
-    assert np.all([check_private_step(torch_step(), checks=[k], seed=9).passed for k in kinds])

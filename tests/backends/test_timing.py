@@ -162,10 +162,3 @@ def test_the_compiled_step_of_jax_has_one_way(method, monkeypatch):
     jax.effects_barrier()
     assert len(trusted) >= len(SCALES)
     assert all(trusted)
-
-
-def test_a_branch_would_be_seen():
-    def forked(x):
-        return jax.jit(lambda y: jax.lax.cond(y.sum() > 0, jnp.sin, jnp.cos, y))(x)
-
-    assert branches(jax.make_jaxpr(forked)(np.ones(3)).jaxpr) == ["cond"]

@@ -65,21 +65,3 @@ def test_methods_in_turn_are_that_of_the_loop(entry, method):
 def test_at_most_one_model_in_ten_is_refused():
     refused = [entry.name for entry in JAX if entry.refusal or entry.engine_refusal]
     assert len(refused) <= len(JAX) / 10, refused
-
-
-def test_names_are_unique():
-    assert len({entry.name for entry in JAX}) == len(JAX)
-    assert FAST <= {entry.name for entry in JAX}
-
-
-def test_the_check_sees_a_wrong_sum():
-    """One leaf a hundredth too large, or left out, or nothing clipped."""
-    problem, truth = JAX[0].build(), jax_check.truth_of(JAX[0])
-    bound = float(np.median(truth.norms))
-    sums, norms = jax_check.call(problem, bound)
-    unclipped = [grad.sum(0).astype(np.float32) for grad in truth.grads]
-    for fault in ([sums[0] * 1.01, *sums[1:]], [sums[0] * 0, *sums[1:]], unclipped):
-        with pytest.raises(AssertionError):
-            jax_check.assert_exact(truth, bound, fault, norms)
-    with pytest.raises(AssertionError):
-        jax_check.assert_exact(truth, bound, sums, norms * 1.01)

@@ -11,8 +11,6 @@ from tests.zoo.entry import Entry, Problem
 #: Reversible layers, experts by index, and attention that was refused once: no share of these is
 #: asked for.
 MAY_BE_REFUSED = {"deberta", "deberta_v2", "mixtral", "mixtral_eager", "reformer"}
-#: Models that only the loop can take, to which `auto` falls back.
-BY_LOOP = {"mixtral_eager", "recurrent_gemma", "experts_by_index", "energy", "loha"}
 #: Name -> reason, of the functional calls.
 REFUSED = {
     "reformer": "(?i)differentiates|autograd.Function|spot check",  # reversible layers

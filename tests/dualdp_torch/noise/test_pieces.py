@@ -62,13 +62,13 @@ def test_a_piece_draws_its_own_blocks_only(mode, monkeypatch):
             fill(out, start, size=size, block=block, draw=seen, threads=threads)
 
         monkeypatch.setattr(module, "fill_between", counted)
-    draw_block = generators.Normals._draw
+    block_generator = generators.block_generator
 
-    def seen_block(self, block, out):
-        drawn.append(len(out))
-        return draw_block(self, block, out)
+    def seen_block(*args):
+        drawn.append(generators._BLOCK)
+        return block_generator(*args)
 
-    monkeypatch.setattr(generators.Normals, "_draw", seen_block)
+    monkeypatch.setattr(generators, "block_generator", seen_block)
     length, numel = 100, 10_000_000
     sums = {"w": torch.zeros(length)}
     released(sums, plan(noise=mode, seed=None), 0, pieces={"w": Piece(5_000_000, numel)})
@@ -86,7 +86,7 @@ def test_other_devices_draw_in_blocks_too(monkeypatch):
     monkeypatch.setattr(generators, "_DEVICE_BLOCK", 1000)
     size, like, key = 4321, torch.empty(0, dtype=torch.float64), np.array([3, 4], np.uint32)
     blocks = [
-        part.normal_(0.0, 2.0, generator=generators._block_generator(key, block, like.device))
+        part.normal_(0.0, 2.0, generator=generators.block_generator(key, block, like.device))
         for block, part in enumerate(torch.zeros(size, dtype=like.dtype).split(1000))
     ]
     whole = torch.cat(blocks)

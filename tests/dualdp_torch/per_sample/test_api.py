@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import dualdp_torch as dpt
 import dualdp_torch.per_sample.api
-from dualdp import ExactnessError, UnsupportedLayerError
+from dualdp import UnsupportedLayerError
 from dualdp_torch.rules import choices
 from dualdp_torch.rules.base import Rule
 from tests import reference
@@ -329,24 +329,6 @@ def test_a_rule_of_ones_own():
         dpt.register_rule(scaled, "r")
     with pytest.raises(TypeError, match="target=3 is not callable"):
         dpt.register_rule(3, rule)
-
-
-def test_a_planted_fault_in_a_rule_is_seen(monkeypatch):
-    from dataclasses import replace
-
-    right = dpt.RULES[F.linear]
-    wrong = replace(
-        right, grads={**right.grads, "bias": lambda a, g, **_: g.flatten(1, -2).amax(1)}
-    )
-    dpt.register_rule(F.linear, wrong, overwrite=True)
-    try:
-        with pytest.raises(ExactnessError, match="'0.bias'"):
-            assert_exact(model, data(N, 2, 6), methods=("materialize",))
-        monkeypatch.setattr(dualdp_torch.per_sample.api, "check_numbers", lambda *_: None)
-        with pytest.raises(AssertionError, match="off by"):
-            assert_exact(model, data(N, 2, 6), methods=("materialize",))
-    finally:
-        dpt.register_rule(F.linear, right, overwrite=True)
 
 
 def test_tokens_with_a_mean_over_their_own_positions():

@@ -14,9 +14,7 @@ from torch.nn import functional as F
 
 import dualdp_torch as dpt
 from dualdp import ExactnessError, UnsupportedLayerError
-from dualdp_torch.per_sample import analysis_cache, call
-from dualdp_torch.per_sample.analysis_cache import cached_analyses
-from dualdp_torch.per_sample.batch import Batch
+from dualdp_torch.per_sample import call
 from tests import reference
 from tests.closeness import assert_grads_close
 from tests.dualdp_torch.checks import METHODS, Ways, assert_exact, data, ids, randomise, truth_of
@@ -424,14 +422,6 @@ def _same(y, x):
     return y
 
 
-def test_columns_picked_by_keyword_or_by_position_are_no_permutation():
-    def pick(x):
-        rows = x.index_select(dim=0, index=torch.arange(len(x)))
-        return rows.index_select(2, torch.tensor([5, 4, 3, 2, 1, 0]))
-
-    assert_exact(randomise(Apply(pick, _same)), data(N, 5, 6))
-
-
 class Mixes(nn.Module):
     """Joins examples in some way, from the moment that `on` says so."""
 
@@ -559,17 +549,6 @@ def test_what_a_model_is_given_later_is_examined(what):
         dpt.per_sample_norms(reference.loss_fn, model, x)
     with pytest.raises(UnsupportedLayerError, match="The loss of an example is another one"):
         assert_recorded_norms(model, x)
-
-
-def test_an_object_at_the_address_of_one_that_is_gone_is_another(monkeypatch):
-    """The numbers of objects stand for them in a key only as long as these objects live."""
-    monkeypatch.setattr(analysis_cache, "id", lambda value: 7, raising=False)
-    model, x, batch = nn.Linear(6, 3), data(8, 6), lambda x: Batch((x,))
-    loss = CentredObject()
-    first = cached_analyses(model, loss, batch(x))
-    assert cached_analyses(model, loss, batch(x)) is first
-    del loss
-    assert cached_analyses(model, CentredObject(), batch(x)) is not first
 
 
 @pytest.mark.parametrize("what", ["hook", "function", "loss"])

@@ -8,7 +8,6 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dualdp_torch as dpt
-from dualdp_torch.per_sample import gradients
 from tests import reference
 from tests.dualdp_torch.checks import Ways, assert_exact, data, ids, randomise
 
@@ -293,68 +292,6 @@ def test_tied_tables_form_no_table_per_example():
     with Shapes() as shapes:
         dpt.clipped_grad_sum(reference.loss_fn, model, x, max_grad_norm=1.0)
     assert not {(N, 97, 5), (N * 97, 5)} & shapes.seen
-
-
-def test_many_uses_of_one_weight_are_one_product():
-    class Unrolled(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.cell = nn.GRUCell(61, 67)
-
-        def forward(self, x):
-            state = None
-            for t in range(x.shape[1]):
-                state = self.cell(x[:, t], state)
-            return state
-
-    model, x = randomise(Unrolled()), data(N, 3, 61)
-    dpt.per_sample_norms(reference.loss_fn, model, x, method="book_keeping")
-    with Shapes() as shapes:
-        dpt.per_sample_norms(reference.loss_fn, model, x, method="book_keeping")
-    assert not {(N, 201, 61), (N, 201, 67), (201, 61), (201, 67)} & shapes.seen
-
-
-class Norms(nn.Module):
-    """Layer norms of one size, of another, and a scale."""
-
-    def __init__(self):
-        super().__init__()
-        self.same = nn.ModuleList(nn.LayerNorm(6) for _ in range(3))
-        self.other, self.scale = nn.LayerNorm((5, 6)), nn.Parameter(torch.ones(1))
-
-    def forward(self, x):
-        for norm in self.same:
-            x = torch.tanh(norm(x))
-        return self.other(x) * self.scale
-
-
-def test_small_gradients_share_their_calls(monkeypatch):
-    shapes = []
-
-    def counted(name):
-        function = getattr(gradients, name)
-        return lambda *a: (shapes.append((name, tuple(a[-1].shape))), function(*a))[1]
-
-    for name in ("lengths", "last_lengths", "weighted_sum"):
-        monkeypatch.setattr(gradients, name, counted(name))
-    model, x = randomise(Norms()), data(N, 5, 6)
-    assert_exact(model, x)
-    shapes.clear()
-    sums = dpt.clipped_grad_sum(reference.loss_fn, model, x, max_grad_norm=1.0)
-    assert ("last_lengths", (N, 6, 6)) in shapes  # three weights, three biases
-    assert [name for name, *_ in shapes].count("weighted_sum") == 1
-    assert not {("lengths", (N, 6)), ("last_lengths", (N, 1, 6))} & {*shapes}
-    assert list(sums.grads) == [name for name, _ in model.named_parameters()]
-    broken = x.clone()
-    broken[1, 2, 3] = float("nan")
-    for clipping in ("flat", "per_layer", "automatic"):
-        found, expected = (
-            dpt.clipped_grad_sum(
-                reference.loss_fn, model, rows, max_grad_norm=1.0, clipping=clipping
-            ).grads
-            for rows in (broken, x[[0, 2, 3]])
-        )
-        torch.testing.assert_close(found, expected)
 
 
 class Scaled(nn.Module):

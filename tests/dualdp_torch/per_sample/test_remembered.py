@@ -1,16 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a first call finds out and later calls use: memory, proofs, and where parameters lie."""
 
-import functools
-import gc
-import weakref
-
 import pytest
 import torch
 from torch import nn
 
 import dualdp_torch as dpt
-from dualdp_torch.per_sample import analysis_cache, call
+from dualdp_torch.per_sample import call
 from dualdp_torch.rules import choices, conv_forms, linear, memory
 from tests import reference
 from tests.dualdp_torch.checks import data, randomise
@@ -93,72 +89,6 @@ def test_free_memory_is_that_of_the_machine(monkeypatch):
 
     monkeypatch.setattr("builtins.open", missing)
     assert 2**20 < call.free_memory(cpu) < 2**50
-
-
-def test_a_model_that_is_gone_is_not_remembered():
-    small, x = nn.Linear(6, 3), data(N, 6)
-
-    def loss(model, x):
-        return loss_fn(model, x)
-
-    own = functools.partial(lambda small, model, x: loss_fn(small, x), small)  # holds the model
-    dpt.per_sample_norms(loss, small, x)
-    dpt.per_sample_norms(own, small, x)
-    assert len(analysis_cache._models[small]) == 2
-    gc.collect()  # models of other tests
-    before, gone = len(analysis_cache._models), weakref.ref(small)
-    del small, own
-    gc.collect()
-    assert gone() is None
-    assert len(analysis_cache._models) == before - 1
-
-
-def test_a_loss_in_the_place_of_one_that_is_gone_is_examined_again(monkeypatch):
-    def over(scale):
-        def loss(model, x):
-            return (model(x) * scale[0]).square().sum(1)
-
-        return loss
-
-    class Scale(list):
-        """A list that can be watched."""
-
-    small, x = nn.Linear(6, 3), data(N, 6)
-    scale = Scale([1.0])
-    dpt.per_sample_norms(over(scale), small, x)
-    found = analysis_cache.cached_analyses(small, over(scale), call.Batch((x,)))
-    assert found, "the same function over the same thing is known"
-    assert found.is_alive()
-    del scale
-    gc.collect()
-    assert not found.is_alive()
-
-    def same(value, referents):
-        referents.append(weakref.ref(value))
-        return 7  # as if the second list lay where the first one was
-
-    monkeypatch.setattr(analysis_cache, "_id", same)
-    first, second = Scale([1.0]), Scale([2.0])
-    of_first = analysis_cache.cached_analyses(small, over(first), call.Batch((x,)))
-    assert analysis_cache.cached_analyses(small, over(second), call.Batch((x,))) is of_first
-    del first
-    gc.collect()
-    assert analysis_cache.cached_analyses(small, over(second), call.Batch((x,))) is not of_first
-
-
-def test_what_was_used_least_recently_is_forgotten(monkeypatch):
-    monkeypatch.setattr(analysis_cache, "MAX_CACHED", 2)
-    small = nn.Linear(6, 3)
-
-    def known(positions):
-        return analysis_cache.cached_analyses(small, loss_fn, call.Batch((data(N, positions, 6),)))
-
-    first, second = known(1), known(2)
-    assert known(1) is first
-    third = known(3)
-    assert known(1) is first
-    assert known(3) is third
-    assert known(2) is not second
 
 
 class Swapped(nn.Module):

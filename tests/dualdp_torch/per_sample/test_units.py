@@ -14,10 +14,8 @@ from tests import reference
 from tests.cases import layers
 from tests.closeness import assert_grads_close, assert_sum_close, factors_of, whole_norms
 from tests.dualdp_torch.checks import METHODS, Ways, data, ids, randomise
-from tests.pairwise import pairwise
 
 loss_fn = reference.loss_fn
-SIZES = (1, 2, 5, 16)
 #: Every layer of the grid, without the variants of sizes, seeds and frozen parameters.
 CASES = tuple(case for case in layers.ALL if "[" not in case.name)
 
@@ -73,30 +71,6 @@ def case_of(case, k, units=3):
     """Model and inputs of a case of the grid, in float64."""
     case = case.but(n=units * k, dtype="float64")
     return reference.model_of(case), reference.batch_of(case)
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_units_match_plain_autograd(case):
-    """One size, weighting and method of each layer; the slow grid below has more."""
-    turn = CASES.index(case)
-    k = SIZES[1:][turn % 3]
-    model, x = case_of(case, k)
-    weights = weights_of(3, k) if turn % 2 else None
-    held_to_plain_autograd(model, k, weights, x, methods=(METHODS[turn % len(METHODS)],))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("case", "k", "method", "is_weighted"),
-    pairwise(CASES, SIZES, METHODS, (False, True)),
-    ids=lambda value: getattr(value, "name", str(value)),
-)
-def test_the_grid_of_units_matches_plain_autograd(case, k, method, is_weighted):
-    """Every two of a layer, a size, a method and a weighting."""
-    model, x = case_of(case, k)
-    held_to_plain_autograd(
-        model, k, weights_of(3, k) if is_weighted else None, x, methods=(method,)
-    )
 
 
 class Packed(nn.Module):

@@ -2,7 +2,6 @@
 """Every exact way of a layer, forced, and the way that the cost model takes."""
 
 import time
-from unittest import mock
 
 import pytest
 import torch
@@ -10,9 +9,9 @@ from torch import nn
 
 import dualdp_torch as dpt
 from dualdp import UnsupportedLayerError
-from dualdp_torch.rules import base, choices, conv_forms, matmul
+from dualdp_torch.rules import choices, conv_forms
 from tests import reference
-from tests.dualdp_torch.checks import METHODS, assert_exact, data, randomise
+from tests.dualdp_torch.checks import assert_exact, data, randomise
 
 CONVOLUTIONS = {
     "1d": (nn.Conv1d(4, 6, 3, stride=2, padding=1, groups=2), (4, 11)),
@@ -37,23 +36,6 @@ ONLY = {  # what has fewer ways
 FORCED = ("auto", "book_keeping", "materialize", "two_pass")
 
 
-@pytest.mark.parametrize("way", choices.OPERATIONS["linear"])
-@pytest.mark.parametrize("shape", [(6,), (7, 6)])
-def test_every_forced_way_of_a_product_is_that_of_the_loop(shape, way):
-    model = randomise(nn.Sequential(nn.Linear(6, 5), nn.Tanh()))
-    with choices.forced(linear=way):
-        assert_exact(model, data(3, *shape), methods=FORCED)
-
-
-@pytest.mark.parametrize("way", choices.OPERATIONS["convolution"])
-@pytest.mark.parametrize("name", CONVOLUTIONS)
-def test_every_forced_way_of_a_convolution_is_that_of_the_loop(name, way):
-    layer, shape = CONVOLUTIONS[name]
-    model = randomise(nn.Sequential(layer, nn.Tanh()))
-    with choices.forced(convolution=way):
-        assert_exact(model, data(3, *shape), methods=FORCED)
-
-
 @pytest.mark.parametrize("way", choices.OPERATIONS["convolution"])
 @pytest.mark.parametrize("name", [*ONLY, "frames"])
 def test_a_way_that_a_convolution_lacks_is_refused(name, way):
@@ -68,12 +50,6 @@ def test_a_way_that_a_convolution_lacks_is_refused(name, way):
         match = f"convolution='{way}' is forced, but .* Expected one of {', '.join(ways)}"
         with pytest.raises(UnsupportedLayerError, match=match):
             dpt.per_sample_grads(reference.loss_fn, model, x)
-
-
-def test_the_naive_and_the_multi_way_are_methods():
-    """Rochette et al. 2019 call them so: one example at a time, and a batch of models."""
-    assert {"loop", "vmap"} <= set(METHODS)
-    assert set(conv_forms.FORMS) | {"gram"} == set(choices.OPERATIONS["convolution"])
 
 
 @pytest.fixture
@@ -117,35 +93,6 @@ def test_patches_are_written_out_piece_by_piece(monkeypatch, groups):
     pieces = conv_forms.by_unfolding(acts, grads_out, shape=shape, groups=groups)
     assert sizes == [4, 3]
     torch.testing.assert_close(pieces, whole, rtol=1e-12, atol=1e-12)
-
-
-def test_channels_that_fill_no_block_are_unfolded_on_a_processor(ran):
-    for channels, out, form in ((16, 8, "folded"), (16, 12, "unfold"), (3, 8, "crb")):
-        model = randomise(nn.Sequential(nn.Conv2d(channels, out, 3), nn.Tanh()))
-        dpt.per_sample_grads(reference.loss_fn, model, data(2, channels, 8, 8))
-        assert ran.pop() == form
-
-
-@pytest.mark.parametrize(("size", "form"), [(8, "crb"), (3, "folded")])
-def test_frames_have_gradients_of_their_own_only_if_these_are_small(ran, size, form):
-    """For the smaller images, the gradients of all frames would outweigh the frames."""
-    layer = nn.Sequential(nn.Flatten(0, 1), nn.Conv2d(3, 8, 3), nn.Unflatten(0, (-1, 5)))
-    model = randomise(nn.Sequential(layer, nn.Tanh()))
-    dpt.per_sample_grads(reference.loss_fn, model, data(2, 5, 3, size, size))
-    assert ran.pop() == form
-
-
-@pytest.mark.parametrize(
-    ("move", "hosts", "way"), [(32.0, {"cpu"}, "keep"), (64.0, {"cpu"}, "gram"), (32.0, (), "gram")]
-)
-def test_gradients_are_kept_where_the_processor_moves_them_fast(monkeypatch, move, hosts, way):
-    """A GPU beside it has a constant of its own."""
-    monkeypatch.setattr(matmul, "MOVE_OF_HOST", move)
-    monkeypatch.setattr(base, "HOSTS", hosts)
-    model, chosen = randomise(nn.Linear(256, 1024)), []
-    with mock.patch.object(choices, "choose", lambda _, usual, *__: chosen.append(usual) or usual):
-        dpt.clipped_grad_sum(reference.loss_fn, model, data(2, 128, 256), max_grad_norm=1.0)
-    assert {*chosen} == {way}
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random options and shapes of the layers whose rules have the most of them."""
 
-import itertools
 from unittest import mock
 
 import hypothesis
@@ -12,7 +11,7 @@ from torch import nn
 
 import dualdp_torch as dpt
 from dualdp_torch.rules import conv_forms
-from tests.dualdp_torch.checks import assert_exact, data, ids, randomise
+from tests.dualdp_torch.checks import assert_exact, data, randomise
 
 FAST = ("auto", "book_keeping", "materialize")
 few = hypothesis.settings(max_examples=40)
@@ -57,32 +56,6 @@ def test_convolutions(case, n, is_first):
     assert_exact(model, data(n, *shape), methods=FAST)
 
 
-@few
-@hypothesis.given(
-    st.integers(2, 5),
-    st.lists(st.integers(1, 6), max_size=3),
-    st.integers(1, 40),
-    st.integers(1, 40),
-    st.booleans(),
-)
-def test_linear_layers(n, positions, d_in, d_out, bias):
-    model = randomise(nn.Sequential(nn.Linear(d_in, d_out, bias=bias), nn.Tanh()))
-    assert_exact(model, data(n, *positions, d_in), methods=FAST)
-
-
-@few
-@hypothesis.given(
-    st.integers(2, 5),
-    st.lists(st.integers(1, 12), max_size=2),
-    st.integers(1, 9),
-    st.integers(1, 5),
-    st.none() | st.integers(-1, 0),
-)
-def test_embeddings(n, positions, rows, width, padding_idx):
-    model = randomise(nn.Embedding(rows, width, padding_idx=padding_idx))
-    assert_exact(model, ids(rows, n, *positions), methods=FAST)
-
-
 @pytest.mark.slow
 @few
 @hypothesis.given(
@@ -109,33 +82,6 @@ def test_recurrent_layers(kind, n, steps, width, hidden, bias, both, layers):
     assert_exact(randomise(Outputs()), data(n, steps, width), methods=FAST)
 
 
-def test_every_gram_choice_gives_the_same_norms(monkeypatch):
-    """Both forms of every norm, forced."""
-    from dualdp import costs
-
-    models = {
-        "linear": (nn.Linear(6, 5), data(3, 4, 6)),
-        "conv": (nn.Conv2d(4, 6, 3, groups=2, stride=2, dilation=2, padding=2), data(3, 4, 9, 8)),
-        "same": (nn.Conv1d(3, 4, 4, padding="same"), data(3, 3, 9)),
-        "channels_last": (
-            nn.Conv2d(6, 4, 3).to(memory_format=torch.channels_last),
-            data(3, 6, 7, 6).to(memory_format=torch.channels_last),
-        ),
-    }
-    for layer, x in models.values():
-        model = randomise(nn.Sequential(layer, nn.Tanh()))
-        for gram, form in itertools.product((True, False), conv_forms.FORMS):
-            forced = {
-                "prefers_gram": gram,
-                "convolution_prefers_gram": gram,
-                "keeps_gradient": not gram,
-                "convolution_form": form,
-            }
-            for name, choice in forced.items():
-                monkeypatch.setattr(costs, name, lambda choice=choice, **_: choice)
-            assert_exact(model, x, methods=FAST)
-
-
 def loss_fn(model, x):
     """Under autocast, as users write it."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -154,22 +100,6 @@ def test_autocast_is_right_to_its_precision():
         found = dpt.clipped_grad_sum(loss_fn, model, x[:1], max_grad_norm=0.1, method=method)
         size = sum(g.double().square().sum() for g in found.grads.values()).sqrt()
         assert float(size) <= 0.1 * (1 + 1e-2 if method == "two_pass" else 1 + 1e-4)
-
-
-def test_compiled_models_run_as_they_were_written():
-    model = randomise(nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)))
-    compiled = torch.compile(model, backend="eager")
-    x = data(4, 6)
-
-    def loss(model, x):
-        return model(x).square().sum(1)
-
-    expected = dpt.per_sample_norms(loss, model, x, method="loop")
-    for _ in range(2):
-        torch.testing.assert_close(dpt.per_sample_norms(loss, compiled, x), expected)
-    with dpt.record_per_sample(compiled, loss_reduction="sum") as record:
-        compiled(x).square().sum().backward()
-    torch.testing.assert_close(record.norms(), expected)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")

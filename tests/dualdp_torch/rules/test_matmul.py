@@ -13,7 +13,6 @@ from dualdp_torch.rules import (
     matmul,
     rnn_backward,
     together,
-    workspace,
 )
 from tests.dualdp_torch.checks import assert_exact, data, randomise
 
@@ -50,14 +49,6 @@ def strided(*shape):
     return [x, x.mT.contiguous().mT, gaps]
 
 
-def test_a_processor_is_known_by_its_family():
-    """Who is narrow there is told by the kind of processor, so that a run can be repeated."""
-    described = "processor\t: 0\nvendor_id\t: AuthenticAMD\ncpu family\t: 26\nmodel\t\t: 2\n"
-    assert matmul.amd_family(described) == 26
-    assert matmul.amd_family(described.replace("AuthenticAMD", "GenuineIntel")) == 0
-    assert matmul.amd_family("Hardware: an ARM\n\nBogoMIPS") == 0
-
-
 @pytest.mark.parametrize("sizes", [(5, 7, 3), (1, 1, 1), (0, 4, 3), (70, 90, 65)])
 def test_products_are_those_of_float64(library, sizes):
     m, k, o = sizes
@@ -73,31 +64,6 @@ def test_products_are_those_of_float64(library, sizes):
         for y in strided(3, o, k):
             close(matmul.products(x, y), x.double() @ y.double().mT)
             close(matmul.products(y, x), y.double() @ x.double().mT)
-
-
-def test_onednn_gets_no_strides_that_it_is_slow_with(monkeypatch):
-    given = []
-    always(monkeypatch)
-    monkeypatch.setattr(matmul, "by_onednn", lambda *_: True)
-    monkeypatch.setattr(matmul, "_multiply", lambda x, w, b=None: (given.append(w), x @ w.T)[1])
-    every_second = data(6, 4, 8)[:, ::2, ::2]
-    matmul.product(data(5, 4), every_second[0])
-    matmul.products(every_second, every_second)
-    assert len(given) == 7
-    assert all(w.is_contiguous() or w.T.is_contiguous() for w in given)
-
-
-def test_of_two_operands_in_columns_the_smaller_one_is_copied(monkeypatch):
-    first = []
-    always(monkeypatch)
-    monkeypatch.setattr(matmul, "by_onednn", lambda *_: True)
-    monkeypatch.setattr(matmul, "_multiply", lambda x, w, b=None: (first.append(x), x @ w.T)[1])
-    few, many = data(4, 3), data(4, 7, seed=2)
-    for x, weight in ((few, many), (many, few)):
-        found = matmul.product(x.T, weight.T)
-        torch.testing.assert_close(found, x.T @ weight)
-        assert found.is_contiguous()
-        assert len(first.pop()) == 3
 
 
 def test_a_product_with_a_graph_keeps_it(monkeypatch):
@@ -124,46 +90,6 @@ def test_recurrent_layers(library, monkeypatch, kind, steps):
     monkeypatch.setattr(rnn_backward, "_CHUNK", steps)  # one step at a time, or all of them
     layer = getattr(nn, kind)(4, 3, 2, bidirectional=True, batch_first=True)
     assert_exact(randomise(Last(layer)), data(3, 5, 4), methods=FAST)
-
-
-SIZES = [(1, 3, 4, 5), (7, 2, 3, 33), (9, 3, 5, 64), (5, 2, 300, 100)]
-
-
-@pytest.mark.parametrize(("steps", "n", "inputs", "width"), SIZES)
-def test_the_workspace_begins_with_the_gates(steps, n, inputs, width):
-    """Rows of several paddings; the input in another order than oneDNN takes for granted."""
-    x, h, c = data(n, steps, inputs).transpose(0, 1), data(n, width), data(n, width, seed=2)
-    shapes = ((4 * width, inputs), (4 * width, width), (4 * width,), (4 * width,))
-    weights = tuple(data(*shape, seed=k) * 0.2 for k, shape in enumerate(shapes))
-    found = workspace.lstm_with_gates(x, h, c, weights)
-    if found is None:
-        assert not matmul.by_onednn(x)
-        pytest.skip("this build of torch has no oneDNN")
-    out, last_h, last_c, gates = found
-    cell = rnn_backward.Cell("lstm", *weights, None, None)
-    for ours, torchs in zip((out, last_h, last_c), cell.fused(x, h, c, weights), strict=True):
-        torch.testing.assert_close(ours, torchs)
-    sums = cell.gate_sums(x, torch.cat([h[None], out[:-1]]))
-    torch.testing.assert_close(gates, rnn_backward.lstm_gates(sums.clone(), None))
-    assert workspace.are_gates(gates, rnn_backward.lstm_cells(gates, c), last_c, sums[-1])
-
-
-@pytest.mark.parametrize("row", [lambda n: n, lambda n: n + 16, lambda n: 1 << 40])
-def test_a_workspace_of_another_layout_is_not_used(monkeypatch, row):
-    monkeypatch.setattr(workspace, "_row", row)
-    layer = nn.LSTM(4, 33, batch_first=True)
-    assert_exact(randomise(Last(layer)), data(3, 5, 4), methods=FAST)
-
-
-def test_gates_are_not_computed_again(monkeypatch):
-    """Of all steps, only the last one's are, to be compared."""
-    steps, sums = [], rnn_backward.Cell.gate_sums
-    monkeypatch.setattr(
-        rnn_backward.Cell, "gate_sums", lambda *a: (steps.append(len(a[1])), sums(*a))[1]
-    )
-    model, x = randomise(Last(nn.LSTM(4, 3, batch_first=True))), data(3, 5, 4)
-    assert_exact(model, x, methods=("auto",))
-    assert set(steps) == ({1} if matmul.by_onednn(x) else {5})
 
 
 def test_a_linear_layer_with_positions(library):

@@ -66,7 +66,7 @@ def train(make, shape, device, **options):
 @pytest.mark.parametrize("physical", [None, 5], ids=["whole", "parts"])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_step_looks_once_at_its_numbers(name, physical, tmp_path, monkeypatch):
-    analyses, drawn, examine = [], generators._block_generator, forward_analysis.examine
+    analyses, drawn, examine = [], generators.block_generator, forward_analysis.examine
 
     def kept(*args, **options):
         analyses.append(examine(*args, **options))
@@ -80,7 +80,7 @@ def test_a_step_looks_once_at_its_numbers(name, physical, tmp_path, monkeypatch)
     monkeypatch.setattr(torch.Tensor, "is_meta", False)
     monkeypatch.setattr(
         generators,
-        "_block_generator",
+        "block_generator",
         lambda key, block, device: None if device.type == "meta" else drawn(key, block, device),
     )
     look = ["_local_scalar_dense"]

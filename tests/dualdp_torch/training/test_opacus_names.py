@@ -35,21 +35,17 @@ def backward(model, batch):
     F.cross_entropy(model(batch[0]), batch[1]).backward()
 
 
-def test_missing_names_of_the_module_answer_with_their_row():
-    for name, (ours, _) in opacus_names._ROWS.items():
+def test_missing_names_of_the_module_say_what_to_write():
+    for name, ours in opacus_names.NAMES.items():
         if not name.isidentifier() or hasattr(dpt, name):
             continue
         with pytest.raises(AttributeError, match=f"no attribute '{name}'") as asked:
             getattr(dpt, name)
-        assert ours.strip("`") in str(asked.value)
+        assert ours in str(asked.value)
         with pytest.raises(ImportError, match=f"no attribute '{name}'") as imported:
             exec(f"from dualdp.torch import {name}")
         assert str(imported.value) == str(asked.value)
-    with pytest.raises(
-        AttributeError, match=r"Expected dpt.per_sample_grads: a function; around your own"
-    ):
-        _ = dpt.GradSampleModule
-    with pytest.raises(ImportError, match=r"Expected dpt.PlannedLoader: make_private makes it"):
+    with pytest.raises(ImportError, match=r"Expected dpt.PlannedLoader, which make_private"):
         from dualdp.torch import PrivacyEngine, DPDataLoader  # noqa: F401, I001
     with pytest.raises(ImportError, match=r"one module, as in from dualdp.torch import Batch"):
         from dualdp.torch import validators  # noqa: F401
@@ -67,7 +63,7 @@ def test_other_names_fail_as_they_always_do():
     assert names["PrivacyEngine"] is dpt.PrivacyEngine
     many = {f"name{k}": None for k in range(400)}  # more names than one byte of an opcode counts
     code = f"{many}\nfrom dualdp.torch import DPLSTM\n" + "\n".join(many)
-    with pytest.raises(ImportError, match=r"Expected torch.nn.LSTM: as it is"):
+    with pytest.raises(ImportError, match=r"Expected torch.nn.LSTM, as it is"):
         exec(code, many)
 
 
@@ -80,7 +76,7 @@ def test_missing_methods_of_the_engine_and_the_loader():
         engine.get_compatible_module(torch.nn.Linear(1, 1))
     with pytest.raises(AttributeError, match=r"^'PrivacyEngine' object has no attribute 'nothin'$"):
         _ = engine.nothin
-    with pytest.raises(AttributeError, match=r"Expected dpt.PrivacyEngine.plan: plan.sample_rate"):
+    with pytest.raises(AttributeError, match=r"Expected engine.plan.sample_rate"):
         _ = loader.sample_rate
     assert len(copy.copy(loader)) == len(loader)
     for again in (copy.deepcopy(dpt.PrivacyEngine()), pickle.loads(pickle.dumps(type(engine)))):
@@ -95,12 +91,6 @@ def test_the_optimizer_shows_the_plan_and_nothing_stays():
     before = optimizer.state_dict()
     assert optimizer.noise_multiplier is engine.plan.noise_multiplier
     assert (optimizer.expected_batch_size, optimizer.max_grad_norm) == (5.0, 0.5)
-    with pytest.raises(
-        AttributeError, match=r"The optimizer has no signal_skip_step. Expected dpt"
-    ):
-        optimizer.signal_skip_step(do_skip=True)
-    with pytest.raises(AttributeError, match="the ledger keeps the account"):
-        optimizer.attach_step_hook(print)
     for batch in loader:
         backward(model, batch)
         optimizer.step()

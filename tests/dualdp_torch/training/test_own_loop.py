@@ -56,3 +56,25 @@ def test_a_larger_bound_than_that_of_the_noise_is_refused():
         dpt.clipped_grad_sum(losses, model, *found[0].args, max_grad_norm=25.0)
     for bound in (0.5, torch.tensor(0.5), 0.1):
         dpt.clipped_grad_sum(losses, model, *found[0].args, max_grad_norm=bound)
+
+
+@pytest.mark.parametrize("physical", [None, 3])
+def test_indices_are_those_of_the_chunks(physical):
+    """As on JAX: (indices, mask) of each step, whole also where chunks are smaller."""
+    data = torch.utils.data.TensorDataset(torch.randn(20, 2))
+    loader = torch.utils.data.DataLoader(data, batch_size=8)
+    plan = dualdp.PrivacyPlan(
+        num_examples=20,
+        expected_batch_size=8,
+        num_steps=4,
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        delta=1e-3,
+        seed=3,
+        physical_batch_size=physical,
+    )
+    own = dpt.PrivacyEngine().make_loader(data_loader=loader, plan=plan).remaining()
+    found = list(own.indices())
+    assert len(found) == 4
+    for step, (indices, mask) in enumerate(found):
+        assert indices[mask].tolist() == plan.batch_indices(step).tolist()

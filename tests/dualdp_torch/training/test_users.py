@@ -180,30 +180,6 @@ def test_all_rows_of_a_user_move_the_sum_by_at_most_twice_the_bound():
     assert C / 2 < farthest() <= 2 * C
 
 
-@pytest.mark.slow
-def test_weights_that_other_users_enter_move_it_by_more(monkeypatch):
-    """A planted fault: factors that are normalised over the batch."""
-    right = Forward.weighted
-
-    def normalised(self, grad):
-        found = right(self, grad)
-        return found / found.norm()
-
-    monkeypatch.setattr(Forward, "weighted", normalised)
-    assert farthest() > 2 * C
-
-
-@pytest.mark.slow
-def test_a_weight_that_the_engine_forgets_is_seen(monkeypatch):
-    """The test above can fail: without the factors the run is another one."""
-    monkeypatch.setattr(Forward, "weighted", lambda self, grad: grad)
-    _, model, optimizer, loader = start(checks=0)
-    truth = copy.deepcopy(model)
-    loop.train(model, optimizer, loader)
-    by_hand(truth, plan(), 3)
-    assert float((end_of(model) - end_of(truth)).abs().max()) > 1e-4
-
-
 def batches(**options):
     engine, *_, loader = start(parts(**options))
     before = torch.get_rng_state()
