@@ -27,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.experimental import multihost_utils
+from jax.sharding import Sharding
 from numpy.typing import NDArray
 
 from dualdp import _validate
@@ -212,8 +213,11 @@ class NoiseSource:
         return noise
 
 
-def noised_mean(sums: Grads, noise: Noise) -> Grads:
-    """Return the noisy mean as a pure function of sums and `Noise`; may be traced."""
+def noised_mean(sums: Grads, noise: Noise, on_all: Sharding | None = None) -> Grads:
+    """Return the noisy mean as a pure function of sums and `Noise`; may be traced.
+
+    With `on_all`, each device of a mesh draws what small leaves share, so that nothing is moved.
+    """
     leaves, treedef = jax.tree.flatten(sums)
     leaves, source = [widen(leaf) for leaf in leaves], noise.source
     if isinstance(source, GridNoise):
@@ -221,7 +225,7 @@ def noised_mean(sums: Grads, noise: Noise) -> Grads:
         scales = source.pitch, source.per_unit
         noisy = [_on_grid(x, high, low, *scales) for x, high, low in parts]
     elif isinstance(source, KeyNoise):
-        normals = _normals(source.key, leaves, isinstance(source, FastNoise))
+        normals = _normals(source.key, leaves, isinstance(source, FastNoise), on_all)
         pairs = zip(leaves, normals, strict=True)
         noisy = [x + source.stddev.astype(x.dtype) * z for x, z in pairs]
     else:
@@ -231,7 +235,9 @@ def noised_mean(sums: Grads, noise: Noise) -> Grads:
     return mean
 
 
-def _normals(key: Array, like: Sequence[Any], is_fast: bool) -> Leaves:
+def _normals(
+    key: Array, like: Sequence[Any], is_fast: bool, on_all: Sharding | None = None
+) -> Leaves:
     """Standard normals in the shapes and dtypes, float32 or float64, of leaves.
 
     Leaf i has the key fold_in(key, i); if `is_fast`, small leaves share fold_in(key, len(like)).
@@ -241,9 +247,12 @@ def _normals(key: Array, like: Sequence[Any], is_fast: bool) -> Leaves:
     small = [is_fast and leaf.size < _SMALL for leaf in like]
     sizes = [leaf.size for leaf, flag in zip(like, small, strict=True) if flag]
     together = jax.random.normal(keys[-1], (sum(sizes),), jnp.result_type(jnp.float32, *like))
-    parts = iter(jnp.split(together, np.cumsum(sizes)[:-1]))
+    parts = jnp.split(together, np.cumsum(sizes)[:-1])
+    if on_all is not None:
+        parts = [jax.lax.with_sharding_constraint(part, on_all) for part in parts]
+    rest = iter(parts)
     return [
-        next(parts).reshape(leaf.shape).astype(leaf.dtype)
+        next(rest).reshape(leaf.shape).astype(leaf.dtype)
         if flag
         else jax.random.normal(key, leaf.shape, leaf.dtype)
         for leaf, flag, key in zip(like, small, keys, strict=False)

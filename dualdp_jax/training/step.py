@@ -288,7 +288,8 @@ class CompiledStep:
     ) -> tuple[Leaves, PyTree, dict[str, jax.Array]]:
         """Noise, divide, step the optimizer; return its results and the metrics."""
         like = self.parameters.like
-        mean = like(noised_mean(totals.sums, noise))
+        on_all = None if self.data_mesh is None else self.data_mesh.sharding()
+        mean = like(noised_mean(totals.sums, noise, on_all))
         updates, opt_state = self.update(mean, opt_state, like(trained), stddev)
         updated = jax.tree.leaves(optax.apply_updates(like(trained), updates))
         count = jnp.maximum(totals.num_rows, 1)
