@@ -55,6 +55,12 @@ class OwnLoop:
         self._num_read = ledger.num_lines
         return self._waiting
 
+    def note(self, **facts: str) -> None:
+        """Record public facts about the run in its ledger, if the run goes on."""
+        ledger = self._ledger()
+        if ledger is not None:
+            ledger.note(**facts)
+
     def take(self, step: int) -> Release:
         """Return the release of a step, once.
 

@@ -104,9 +104,9 @@ def _scale_by_adam_bc(settings: dict[str, float]) -> optax.GradientTransformatio
     ) -> tuple[PyTree, AdamBCState]:
         if noise_stddev is None:
             raise TypeError(
-                "adam_bc came without noise_stddev. Expected the optimizer of make_private, or of "
-                "what passes it on (MultiSteps does not); or in a loop of your own update(grads, "
-                "state, params, noise_stddev=plan.noise_stddev(t) / "
+                "adam_bc came without noise_stddev. Expected the optimizer of make_private, and "
+                "what wraps it to pass it on (MultiSteps does not); or in a loop of your own "
+                "update(grads, state, params, noise_stddev=plan.noise_stddev(t) / "
                 "plan.expected_batch_size_at(t))"
             )
         known = [*map(id, jax.tree.leaves(noisy_mean))]  # leaves of the engine's mean themselves

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -194,7 +195,8 @@ def agreed(
 def check_run(group: Group, run: CompiledStep, state: TrainState) -> None:
     """Refuse processes that would train different models, or from other numbers."""
     assert run.data_mesh is not None
-    trained = zip(run.parameters.names, run.parameters.trained, strict=True)
+    leaves: Any = run.parameters.trained
+    trained = zip(run.parameters.names, leaves, strict=True)
     group.require_same("the run", {
         "parameters": {name: [*_kind(leaf), str(leaf.sharding.spec)] for name, leaf in trained},
         "optimizer": list(map(_kind, jax.tree.leaves(state.opt_state))),

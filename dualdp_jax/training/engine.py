@@ -14,7 +14,7 @@ import numpy as np
 import optax
 
 from dualdp import _validate, exactness
-from dualdp._validate import AccountingError
+from dualdp._validate import AccountingError, UnsupportedLayerError
 from dualdp.accountants import require_bound
 from dualdp.accountants.base import Accountant
 from dualdp.ledger import own_loops
@@ -383,15 +383,21 @@ class PrivacyEngine:
             ledger.require(step)  # raises
         with nullcontext() if self._group is None else self._group.collective(f"step {step}"):
             dropout = loader.bits.key("dropout", step) if run.draws_keys else _NO_KEY
-            summed = run.total(run.inputs(state.params, batch, dropout, ledger.max_grad_norm))
+            bound = ledger.max_grad_norm
             due = exactness.check_at(loader.bits, step, self._rate, is_first=not self._is_checked)
-            if due is not None:
-                self._check(run, summed, due)
+            while True:
+                try:
+                    summed = run.total(run.inputs(state.params, batch, dropout, bound))
+                except UnsupportedLayerError:
+                    if not self._falls_back(run):
+                        raise
+                else:
+                    if due is None or self._check(run, summed, due):
+                        break
             (arrays, *_), totals, answers = summed
             del summed  # frees what the sums were computed from
             release, bits = self._recorded(ledger, step, totals)
         noise = source.drawn(totals.sums, release, bits)
-        bound = release.max_grad_norm
         self._last = partial(run.stages, noise, state.params, batch, dropout, bound)
         state, metrics = run.release(state, arrays, totals, release, noise)
         if run.has_aux:
@@ -400,8 +406,15 @@ class PrivacyEngine:
             self._last, metrics = None, {}
         return state, {"step": step, **metrics}
 
-    def _check(self, run: CompiledStep, summed: Summed, due: exactness.SpotCheck) -> None:
-        """Check a step whose totals are known, on all processes together."""
+    def _falls_back(self, run: CompiledStep) -> bool:
+        """Go on by the next way of "auto", while no check has passed; the ledger notes it."""
+        if not run.falls_back():
+            return False
+        self.ledger.note(method=f"auto goes by {run.method}")
+        return True
+
+    def _check(self, run: CompiledStep, summed: Summed, due: exactness.SpotCheck) -> bool:
+        """Check a step whose totals are known, on all processes together; False to try again."""
         failed, is_checked = None, False
         try:
             is_checked = check(run, summed, due, is_first=not self._is_checked)
@@ -410,13 +423,17 @@ class PrivacyEngine:
         if self._group is not None:
             every = self._group.gather(f"the spot check of step {due.step}", failed)
             failed = failed or next(filter(None, every), None)
+        if failed is not None and self._falls_back(run):
+            return False
         if failed is not None:
             self._is_checked = False
             self.ledger.check_failed(due.step, failed)
             raise failed.with_traceback(None) from None
         if is_checked:
             self._is_checked = True
+            run.next_ways.clear()
             self.ledger.check_passed(due.step)
+        return True
 
     def _recorded(self, ledger: Ledger, step: int, totals: Totals) -> tuple[Release, bytes]:
         """Record a step and draw its bits; of several processes the first says both."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from weakref import WeakSet
 
 import jax
@@ -183,7 +183,7 @@ def _frozen(array: Array | None) -> Array | None:
     return own.view()  # a view can't be made writeable again
 
 
-def _require_items(arrays: list[Array], rows_per_item: int | None) -> None:
+def _require_items(arrays: Sequence[Array], rows_per_item: int | None) -> None:
     """Raise unless the items of the data hold K rows each; None for items that are one row."""
     wrong = [a.shape for a in arrays if rows_per_item and a.shape[1:2] != (rows_per_item,)]
     if wrong:

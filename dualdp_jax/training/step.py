@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -26,12 +26,21 @@ from dualdp_jax.compat import PyTree
 from dualdp_jax.noise.noise import Array, Noise, noised_mean
 from dualdp_jax.parallel.mesh import DataMesh, shardings, whole
 from dualdp_jax.per_sample import clip
-from dualdp_jax.per_sample.call import Answer, Call, Options, Program, build
+from dualdp_jax.per_sample.call import Call, Options, Program, build
 from dualdp_jax.per_sample.checks import identity
 from dualdp_jax.per_sample.checks.calls import on_host
 from dualdp_jax.per_sample.checks.identity import Change, Floats, Numbers, Reference
-from dualdp_jax.per_sample.methods import SUM, Request, answer, check_method, choose, prepared
-from dualdp_jax.per_sample.parameters import Parameters, split
+from dualdp_jax.per_sample.methods import (
+    GRADS,
+    SUM,
+    WAYS,
+    Answer,
+    Request,
+    answer,
+    check_method,
+    prepared,
+)
+from dualdp_jax.per_sample.parameters import ModuleParameters, Parameters, split
 from dualdp_jax.rules.arrays import widen
 from dualdp_jax.training import adam_bc
 
@@ -132,8 +141,9 @@ class CompiledStep:
 
     def __post_init__(self) -> None:
         check_method(self.method)
+        self.next_ways = list(WAYS[1:]) if self.method == "auto" else []
         self.clipper(self.parameters, 1.0)  # refuses group shares that do not fit
-        is_module = self.parameters.module is not None  # whose dropout has keys
+        is_module = isinstance(self.parameters, ModuleParameters)  # whose dropout has keys
         self.draws_keys = self.needs_key or self.augment is not None or is_module
         self.takes_noise = adam_bc.is_in(self.opt_state)  # its standard deviation
         self.program: Program | None = None  # of the loss, which all compiled functions share
@@ -144,17 +154,25 @@ class CompiledStep:
         numbers = [np.zeros((), kind) for kind in (self.dtype, np.int32, np.int32)]
         sums = [np.zeros(leaf.shape, jnp.result_type(jnp.float32, leaf)) for leaf in trained]
         self._nothing = Totals(*jax.device_put((sums, *numbers)))
-        added = updated = collected = None
+        self._added = updated = collected = None
         if mesh is not None:
             of_sums, of_numbers = mesh.zeros(trained, numbers)
             self._nothing, number = Totals(of_sums, *of_numbers), mesh.sharding()
-            added = shardings(self._nothing), mesh.sharding(mesh.axes)
+            self._added = shardings(self._nothing), mesh.sharding(mesh.axes)
             collected = jax.tree.map(lambda _: number, self._nothing)
             collected = collected._replace(sums=shardings(trained))
             updated = shardings(trained), shardings(self.opt_state), number
-        self._add = jax.jit(self._add_chunk, out_shardings=added)
+        self._add = jax.jit(self._add_chunk, out_shardings=self._added)
         self._collect = jax.jit(_without_shards, out_shardings=collected)
         self._apply = jax.jit(self._update, out_shardings=updated)
+
+    def falls_back(self) -> bool:
+        """Go on by the next way of "auto"; False if there is none."""
+        if not self.next_ways:
+            return False
+        self.method = self.next_ways.pop(0)
+        self._add = jax.jit(partial(self._add_chunk), out_shardings=self._added)  # traced anew
+        return True
 
     @property
     def rows_of_each(self) -> int:
@@ -239,6 +257,7 @@ class CompiledStep:
             positions = (positions[:, None] * place.dtype.type(rows_per_unit) + place).ravel()
         others = self.parameters.keyed(model[1], key)
         options = Options(
+            method=self.method,
             has_aux=self.has_aux,
             key=key if self.needs_key or self.augment is not None else None,
             keep_batch_dim=self.keep_batch_dim and self.augment is None,
@@ -252,7 +271,7 @@ class CompiledStep:
         self.program = call.program
         return call
 
-    def clipper(self, parameters: Parameters, bound: float | Array) -> clip.Clip:
+    def clipper(self, parameters: Parameters, bound: Any) -> clip.Clip:
         """Return the clipping of a step with the bound C."""
         shares, clipping = self.plan.group_shares, self.plan.clipping
         if shares is None:
@@ -273,9 +292,8 @@ class CompiledStep:
     ) -> tuple[Leaves, tuple[jax.Array, ...], Answer]:
         """Sums, the other `Totals` of some rows as a triple, and their norms, factors and aux."""
         call, mask = self.call(model, rows, dropout), rows.mask
-        request = Request(SUM, self.method, self.clipper(call.parameters, bound))
-        prepared_call, size = prepared(call, self.method), call.num_examples
-        result = answer(request, prepared_call, mask, size, rows.factors)
+        request = Request(SUM, self.clipper(call.parameters, bound))
+        result = answer(request, prepared(call), mask, rows.factors)
         numbers = (
             result.losses.sum().astype(self.dtype),
             mask.sum(dtype=jnp.int32),
@@ -338,7 +356,7 @@ class CompiledStep:
             parts = each(*inputs)
             parts = parts if mesh is None else [leaf.sum(0) for leaf in parts]
             rest = [old + part for old, part in zip(start, parts, strict=True)]
-            return rest, identity.lengths(rest)
+            return rest, list(map(jnp.linalg.norm, rest))
 
         assert self.program is not None
         options = compat.compiled_quickly(self.program.jaxpr)
@@ -347,8 +365,7 @@ class CompiledStep:
 
     def _grads(self, model: Arrays, rows: Rows, dropout: Array) -> Leaves:
         """Per-sample gradients of a chunk, (rows, *shape) per trained leaf."""
-        call = self.call(model, rows, dropout)
-        return list(choose(self.method, call, call.num_examples).grads(call, call.rows)[0])
+        return answer(Request(GRADS), prepared(self.call(model, rows, dropout))).leaves
 
 
 def _without_shards(totals: Totals) -> Totals:

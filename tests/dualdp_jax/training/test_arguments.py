@@ -120,7 +120,7 @@ def test_a_step_inside_a_program_is_refused_by_its_fix(name):
 def test_a_list_is_the_arguments_of_a_loss():
     """As a tuple is; known_failures 88: "loss() missing 1 required positional argument"."""
     (chunk, *_) = next(iter(private(data=[X, Y], plan=make_plan())[3])).chunks
-    for rows, whole in zip(chunk.args, (X, Y), strict=True):
+    for rows, whole in zip(chunk.batch, (X, Y), strict=True):
         np.testing.assert_array_equal(rows, whole[chunk.indices])
     with pytest.raises(TypeError, match=r"loss_fn takes \(p, batch\), but is called with"):
         private(loss_fn=lambda p, batch: 0.0, data=[X, Y], plan=make_plan())
