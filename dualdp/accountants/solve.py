@@ -7,7 +7,7 @@ Every search returns a value whose epsilon was computed and is within the target
 
 from __future__ import annotations
 
-from typing import Any, TypedDict, Unpack
+from typing import Any, Unpack
 
 from dualdp import accountants
 from dualdp.accountants.base import Accountant
@@ -19,25 +19,21 @@ from dualdp.accountants.search import (
     smallest_scale,
     unreachable,
 )
+from dualdp.mechanisms import Sampling
 
 
-class Setting(TypedDict, total=False):
-    """How batches are drawn and who is protected, in all functions of this module.
+class Setting(Sampling, total=False):
+    """How batches are drawn (see `Sampling`) and who is protected, in all functions here.
 
     Keys:
-        sampler: one of `mechanisms.SAMPLERS`, `poisson` if it is left out.
         accountant: one of `accountants.names()`, `pld` if it is left out.
         neighboring_relation: `add_or_remove` (if left out), `zero_out` or `replace`.
         group_size: examples of one user, 1 if it is left out.
-        num_examples, max_batch_size: of truncated Poisson batches.
     """
 
-    sampler: str
     accountant: str
     neighboring_relation: str
     group_size: int
-    num_examples: int
-    max_batch_size: int
 
 
 def _account(
@@ -83,19 +79,6 @@ def get_epsilon(
     """
     account = _account(noise_multiplier, sample_rate, num_steps, setting)
     return account.get_epsilon(delta=delta)
-
-
-def get_delta(
-    *,
-    noise_multiplier: float,
-    sample_rate: float,
-    num_steps: int,
-    epsilon: float,
-    **setting: Unpack[Setting],
-) -> float:
-    """Return an upper bound on delta of `num_steps` equal steps; arguments as `get_epsilon`."""
-    account = _account(noise_multiplier, sample_rate, num_steps, setting)
-    return account.get_delta(epsilon=epsilon)
 
 
 def get_noise_multiplier(

@@ -357,7 +357,7 @@ class PrivacyEngine:
     def _begin(self, loader: PlannedLoader, path: Path | None) -> None:
         """Open the ledger of a run, unless it was loaded; process 0 has the file."""
         if self._ledger is None:
-            opened, new = list[Ledger](), partial(Ledger, loader.plan, self._accountant)
+            opened, new = list[Ledger](), partial(Ledger, loader.plan)
             on_first(self._group, "the ledger", lambda: opened.append(new(path)))
             self._ledger = opened[0] if opened else new()
         self._loader = loader

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, Unpack
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -17,7 +17,8 @@ from dualdp_torch.per_sample.call import Call, Options
 from dualdp_torch.per_sample.checks import identity
 from dualdp_torch.per_sample.checks.identity import Numbers, Reference
 from dualdp_torch.per_sample.clip import (
-    Factors,
+    WITNESSES,
+    PassesDifferError,
     SecondPass,
     Terms,
     clipping_bounds,
@@ -27,12 +28,9 @@ from dualdp_torch.per_sample.gradients import Captured, Formed, Limits, added_up
 from dualdp_torch.per_sample.numbers import numbers_of
 from dualdp_torch.per_sample.parameter_use import never_compiled
 from dualdp_torch.per_sample.units import mark_of, require_bound
-from dualdp_torch.per_sample.vmap_and_loop import reweighted
 from dualdp_torch.rules.base import Tensor, is_narrow, wide
 
 LossFn = Callable[..., Any]
-#: Number of parameters whose gradient sums are compared between the passes of "two_pass".
-WITNESSES = 3
 
 
 class ClippedGradSum(NamedTuple):
@@ -56,7 +54,7 @@ def per_sample_grads(
     loss_fn: LossFn,
     model: nn.Module,
     *batch: Any,
-    **options: Unpack[Options],
+    **options: Any,
 ) -> Any:
     """Return the gradient of every example's own loss.
 
@@ -76,18 +74,15 @@ def per_sample_grads(
         UnsupportedLayerError: the losses depend on other examples.
         TypeError, ValueError: a wrong argument or loss.
     """
-    call = Call.checked(loss_fn, model, batch, ("per_sample_grads",), **options)
-    found: list[Mapping[str, Tensor]] = []
+    call = Call.of(loss_fn, model, batch, Options(**options), ("per_sample_grads",))
+    found = {name: [_empty(p)] for name, p in call.parameters.items()}
     auxes: list[tuple[Any, int]] = []
-    for _, numbers in _of_chunks(call, _grads, auxes):
-        found.append(numbers.gradients.grads() if numbers.gradients else {})
-    grads = {
-        name: torch.cat([grads[name] for grads in found]).to(p.dtype)
-        if found
-        else p.new_zeros((0, *p.shape)).detach()
-        for name, p in call.parameters.items()
-    }
-    return (grads, join_aux(auxes, call.batch.rows_per_unit)) if call.has_aux else grads
+    for _, numbers in _of_chunks(call, partial(_computed, is_formed=True), auxes):
+        for name, grad in numbers.gradients.grads().items() if numbers.gradients else ():
+            found[name].append(grad)
+    parameters = call.parameters
+    grads = {name: torch.cat(each).to(parameters[name].dtype) for name, each in found.items()}
+    return _with_aux(call, grads, auxes)
 
 
 @never_compiled
@@ -96,7 +91,7 @@ def per_sample_norms(
     model: nn.Module,
     *batch: Any,
     per_parameter: bool = False,
-    **options: Unpack[Options],
+    **options: Any,
 ) -> Any:
     """Return the L2 norm of every example's gradient.
 
@@ -118,19 +113,17 @@ def per_sample_norms(
         TypeError, ValueError: a wrong argument or loss.
     """
     purpose = "per_sample_norms", "each" if per_parameter else "whole"
-    call = Call.checked(loss_fn, model, batch, purpose, **options)
+    call = Call.of(loss_fn, model, batch, Options(**options), purpose)
     limits = Limits() if per_parameter else Limits(one_group)
-    auxes: list[tuple[Any, int]] = []
-    found = [numbers for _, numbers in _of_chunks(call, partial(_norms, limits), auxes)]
-    norms: Any = torch.cat([numbers.norms for numbers in found]) if found else _no_norms(call)
+    whole, auxes = list[Tensor](), list[tuple[Any, int]]()
+    each = {name: [_empty(p).flatten()] for name, p in call.parameters.items()}
+    for _, numbers in _of_chunks(call, partial(_computed, limits=limits), auxes):
+        whole.append(numbers.norms)
+        for name, lengths in numbers.lengths.items():
+            each[name].append(lengths)
     if per_parameter:
-        norms = {
-            name: torch.cat([numbers.lengths[name] for numbers in found])
-            if found
-            else torch.zeros(0, dtype=wide(p.dtype), device=p.device)
-            for name, p in call.parameters.items()
-        }
-    return (norms, join_aux(auxes, call.batch.rows_per_unit)) if call.has_aux else norms
+        return _with_aux(call, {name: torch.cat(found) for name, found in each.items()}, auxes)
+    return _with_aux(call, torch.cat(whole or [_no_norms(call)]), auxes)
 
 
 @never_compiled
@@ -141,7 +134,7 @@ def clipped_grad_sum(
     max_grad_norm: float | Tensor | Mapping[str, float],
     clipping: str = "flat",
     mask: Tensor | None = None,
-    **options: Unpack[Options],
+    **options: Any,
 ) -> ClippedGradSum:
     """Return the sum over examples of gradients scaled to norm at most C.
 
@@ -176,16 +169,15 @@ def clipped_grad_sum(
     if found is not None and mask is None:
         mask = found.mask
     purpose = "clipped_grad_sum", clipping
-    call = Call.checked(loss_fn, model, batch, purpose, mask=mask, **options)
+    call = Call.of(loss_fn, model, batch, Options(**options), purpose, mask)
     bounds = clipping_bounds(call.parameters, clipping, max_grad_norm)
     require_bound(found, max_grad_norm)
-    refuse_two_pass(call.method, clipping)
-    grads: dict[str, Tensor] = {}
-    auxes: list[tuple[Any, int]] = []
-    norms, losses = [], []
-    clipped = partial(clipped_numbers, bounds=bounds, clipping=clipping)
-    for chunk, numbers in _of_chunks(call, clipped, auxes):
-        for name, total in dict(numbers.sums or {}).items():
+    refuse_two_pass(call.options.method, clipping)
+    grads = dict[str, Tensor]()
+    norms, losses, auxes = list[Tensor](), list[Tensor](), list[tuple[Any, int]]()
+    terms = Terms(1.0, bounds, clipping, None)
+    for chunk, numbers in _of_chunks(call, partial(_computed, terms=terms), auxes):
+        for name, total in (numbers.sums or {}).items():
             grads[name] = grads[name].add_(total) if name in grads else total
         norms.append(numbers.norms)
         each = numbers.losses
@@ -193,7 +185,7 @@ def clipped_grad_sum(
     if not norms:
         grads = {n: torch.zeros_like(p, dtype=wide(p.dtype)) for n, p in call.parameters.items()}
         norms = losses = [_no_norms(call)]
-    aux = join_aux(auxes, call.batch.rows_per_unit) if call.has_aux else None
+    aux = join_aux(auxes, call.batch.rows_per_unit) if call.options.has_aux else None
     return ClippedGradSum(grads, torch.cat(norms), torch.cat(losses), aux)
 
 
@@ -205,11 +197,14 @@ def _of_chunks(
     call: Call, compute: Compute, auxes: list[tuple[Any, int]]
 ) -> Iterator[tuple[Call, Numbers]]:
     """Yield (chunk, checked numbers) of every chunk; (aux, size) joins `auxes`."""
+    is_due = None
     for chunk in call.chunks():
+        is_due = call.is_due if is_due is None else is_due
+        chunk.is_checked = is_due and (chunk.mask is None or bool(chunk.mask.any()))
         while True:
             numbers, aux = compute(chunk)
             try:
-                check_numbers(chunk, numbers, compute)
+                is_due = is_due and not was_compared(chunk, numbers, compute)
                 break
             except ExactnessError as error:
                 if not chunk.falls_back(error):
@@ -218,134 +213,88 @@ def _of_chunks(
         yield chunk, numbers
 
 
+def _empty(p: Tensor) -> Tensor:
+    """Return (0, *shape) zeros, the gradients of a parameter in a batch without examples."""
+    return torch.zeros((0, *p.shape), dtype=wide(p.dtype), device=p.device)
+
+
 def _no_norms(call: Call) -> Tensor:
     """Return (0,) norms, for a batch without examples, in the precision of the parameters."""
     empty = {n: torch.zeros(0, dtype=wide(p.dtype)) for n, p in call.parameters.items()}
     return added_up(empty, str, 0).whole
 
 
-def _grads(call: Call) -> tuple[Numbers, Any]:
-    """Return the formed gradients of one chunk of the batch, and their norms if need be."""
+def _with_aux(call: Call, found: Any, auxes: list[tuple[Any, int]]) -> Any:
+    """Return what was found, and with `has_aux` the joined aux of the chunks."""
+    return (found, join_aux(auxes, call.batch.rows_per_unit)) if call.options.has_aux else found
+
+
+_WITHOUT_CLIPPING = Terms(1.0, {}, "flat", None)
+
+
+def _computed(
+    call: Call,
+    terms: Terms = _WITHOUT_CLIPPING,
+    limits: Limits | None = None,
+    is_formed: bool = False,
+) -> tuple[Numbers, Any]:
+    """Return the numbers of one chunk of the batch, and aux: gradients, norms, or a clipped sum."""
     gradients, losses, aux = call.gradients()
-    formed, runs = Formed(gradients.grads()), isinstance(gradients, Formed)
-    if not call.is_checked:
-        return Numbers(losses, losses, None, gradients=formed), aux
-    numbers = numbers_of(formed, losses, _NO_TERMS, is_definition=call.is_definition)
-    return replace(numbers, runs_examples=runs), aux
-
-
-def _norms(limits: Limits, call: Call) -> tuple[Numbers, Any]:
-    """Return the gradient norms of one chunk of the batch."""
-    gradients, losses, aux = call.gradients()
-    numbers = numbers_of(
-        gradients,
-        losses,
-        _NO_TERMS,
-        limits=limits,
-        is_definition=call.is_definition,
-        is_checked=call.is_checked,
-    )
-    return numbers, aux
-
-
-def clipped_numbers(call: Call, bounds: Mapping[str, Any], clipping: str) -> tuple[Numbers, Any]:
-    """Return the clipped sum of one chunk of the batch, with its norms and factors."""
-    gradients, losses, aux = call.gradients()
-    second_pass: Callable[[Factors], SecondPass] | None = None
-    if call.method == "two_pass" and isinstance(gradients, Captured) and call.parameters:
-        if not is_narrow([losses]):
-            second_pass = partial(_SecondPass, call, gradients, losses)
+    runs_examples = isinstance(gradients, Formed)
+    second_pass = None
+    if call.options.method == "two_pass" and isinstance(gradients, Captured) and call.start:
+        contexts = call.unchanged, partial(call.start.replayed, call.model)
+        if terms.bounds and call.parameters and not is_narrow([losses]):
+            second_pass = SecondPass(
+                lambda: _forward(call, call.model, call.batch)[0],
+                losses,
+                call.parameters,
+                contexts,
+                witnesses=WITNESSES,
+            )
     try:
         numbers = numbers_of(
-            gradients,
+            Formed(gradients.grads()) if is_formed else gradients,
             losses,
-            Terms(1.0, bounds, clipping, call.mask),
+            terms._replace(mask=call.mask),
+            limits=limits,
             second_pass=second_pass,
             is_definition=call.is_definition,
             is_checked=call.is_checked,
         )
-    except _PassesDifferError:
-        return clipped_numbers(replace(call, method="book_keeping"), bounds, clipping)
-    return numbers, aux
+        return replace(numbers, runs_examples=runs_examples), aux
+    except PassesDifferError:
+        call = replace(call, options=replace(call.options, method="book_keeping"))
+        return _computed(call, terms, limits)
 
 
-_NO_TERMS = Terms(1.0, {}, "flat", None)
+def _forward(call: Call, model: nn.Module, batch: Batch) -> tuple[Tensor, list[Tensor]]:
+    """Return the (n,) losses of a plain forward, and what shows a row that depends on others."""
+    out = call.loss_fn(model, *batch.arguments())
+    losses = check_losses(split_aux(out, call.options.has_aux)[0], batch.n)
+    return losses, [losses]
 
 
-class _PassesDifferError(Exception):
-    """The second forward computes another function of the data than the first."""
-
-
-class _SecondPass:
-    """Clipped sum by a backward of the reweighted losses, with the first pass's random numbers.
-
-    The losses of both passes must agree, and so must the gradient sums of the smallest parameters:
-    a loss can hardly depend on the dropout masks while its gradient does. The captured gradients
-    of the first pass are freed when the second begins.
-    """
-
-    def __init__(self, call: Call, gradients: Captured, losses: Tensor, factors: Factors) -> None:
-        self._call, self._gradients, self._losses = call, gradients, losses
-        smallest = sorted(call.parameters, key=lambda name: call.parameters[name].numel())
-        self._witnesses = {
-            name: (gradients.sum(name, factors.of[name], None), factors.lengths(name))
-            for name in smallest[:WITNESSES]
-        }
-
-    def __call__(self, weights: Tensor) -> dict[str, Tensor]:
-        """Return the sum of weights (n,) times per-sample gradients."""
-        call, start = self._call, self._call.start
-        assert start is not None  # kept for every call of "two_pass"
-        self._gradients.forget()  # so that two passes need no more memory than one
-
-        def losses() -> Tensor:
-            out = call.loss_fn(call.model, *call.batch.arguments())
-            return out[0] if call.has_aux else out
-
-        with call.unchanged(), start.replayed(call.model):
-            sums = reweighted(losses, call.parameters, weights, self._losses)
-        if sums is None:
-            raise _PassesDifferError
-        for name, (total, length) in self._witnesses.items():
-            if float((sums[name] - total).norm()) > 1e-2 * length:
-                raise _PassesDifferError
-        self._witnesses = {}  # their sums hold for the weights of the first call only
-        return sums
-
-
-def check_numbers(call: Call, numbers: Numbers, compute: Compute) -> None:
-    """Compare the numbers of one chunk of the batch with their definition, if a check is due."""
+def was_compared(call: Call, numbers: Numbers, compute: Compute, seed: int | None = None) -> bool:
+    """True if a check of the numbers of a chunk was due; they were compared with the definition."""
     start = call.start
     if not call.is_checked or start is None:
-        return
-
-    def losses_of(
-        model: nn.Module, batch: Batch
-    ) -> list[Callable[[], tuple[Tensor, list[Tensor]]]]:
-        def run() -> tuple[Tensor, list[Tensor]]:
-            out = call.loss_fn(model, *batch.arguments())
-            losses = check_losses(split_aux(out, call.has_aux)[0], batch.n)
-            return losses, [losses]
-
-        return [run]
+        return False
 
     def again(other: Reference) -> Numbers:
         with other.starts[0].replayed(other.model):
-            own = call.on(other.model, other.batch, dict(other.parameters))
-            return compute(replace(own, mask=other.mask))[0]
+            return compute(call.on(other.model, other.batch, other.parameters, other.mask))[0]
 
-    reference = Reference(
-        losses_of, call.model, call.batch, call.parameters, [start], mask=call.mask
-    )
+    given = call.model, call.batch, call.parameters, [start], call.mask
     with call.unchanged():
         compared = identity.check(
-            reference,
+            Reference(lambda *of: [partial(_forward, call, *of)], *given),
             numbers,
             again,
-            seed=call.cache.next_seed() if call.drawn is None else call.drawn,
+            seed=call.cache.next_seed() if seed is None else seed,
             is_first=call.purpose not in call.cache.checked,
             what=f"the result of {call.purpose[1]}",
         )
     if compared:
-        call.was_compared = True
         call.cache.checked.add(call.purpose)
+    return compared

@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,7 +25,6 @@ from dualdp_torch.per_sample.parameter_use import (
     USE_LOOP,
     ChangedInPlaceError,
     SecondOrderError,
-    Use,
     eagerly,
     trainable_parameters,
 )
@@ -46,24 +45,16 @@ METHODS = {
     "loop": None,
 }
 LossFn = Callable[..., Any]
+#: Gradients, losses (n,), and aux.
+Found = tuple[Gradients, Tensor, Any]
 
 
-def _kept(uses: Iterable[Use]) -> set[str]:
-    """Names of the weights whose per-sample gradients linear layers keep."""
-    return {
-        name
-        for use in uses
-        for slot, name in use.held.items()
-        if use.rule.join is join and slot not in use.rule.light and use.acts is not None
-        if use.rule.keeps and use.rule.keeps(use.acts, use.acts.new_empty(1).expand(use.out_shape))
-    }
-
-
-class Options(TypedDict, total=False):
+@dataclass(frozen=True)
+class Options:
     """Keywords that the three calls share.
 
     Attributes:
-        method: str, one of `METHODS`; all are exact. Default "auto".
+        method: str, one of `METHODS`; all are exact.
         physical_batch_size: int, number of examples processed at once.
         max_memory: int, bytes that one chunk of the batch may keep; None: half of the free memory.
         has_aux: bool, True if `loss_fn` returns `(losses, aux)`.
@@ -79,13 +70,21 @@ class Options(TypedDict, total=False):
             may be nan. A unit's weights must come from its own rows or from public facts.
     """
 
-    method: str
-    physical_batch_size: int | None
-    max_memory: int | None
-    has_aux: bool
-    check: str
-    rows_per_unit: int | None
-    row_weights: Tensor | None
+    method: str = "auto"
+    physical_batch_size: int | None = None
+    max_memory: int | None = None
+    has_aux: bool = False
+    check: str = "first"
+    rows_per_unit: int | None = None
+    row_weights: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        """Check the words and numbers."""
+        _validate.choice("method", self.method, METHODS)
+        _validate.choice("check", self.check, CHECKS)
+        for name in ("physical_batch_size", "max_memory"):
+            if getattr(self, name) is not None:
+                _validate.integer(name, getattr(self, name), minimum=1)
 
 
 class _NoCapture(Exception):
@@ -94,54 +93,38 @@ class _NoCapture(Exception):
 
 @dataclass
 class Call:
-    """Checked arguments of one call of a public function, for the whole batch or one chunk of it.
+    """One call of a public function, for the whole batch or one chunk of it.
 
     Attributes:
-        cache: analyses of earlier calls, looked up once for all chunks.
         purpose: name and variant of the called function; the first call of each is checked.
+        mask: (n,) bool, False for padding, or None.
+        cache: analyses of earlier calls, looked up once for all chunks.
         is_checked: True if the numbers of this chunk are to be compared with plain autograd.
-        was_compared: True once they were compared.
-        drawn: seed of what is compared, or None for the next one of the cache.
         start: state before the forward that the gradients come from, or None if it was not kept.
     """
 
     loss_fn: LossFn
     model: nn.Module
     batch: Batch
-    parameters: dict[str, nn.Parameter]
-    method: str
-    has_aux: bool
-    chunk: int | None
+    options: Options
+    purpose: tuple[str, ...]
     mask: Tensor | None
-    max_memory: int | None
+    parameters: dict[str, nn.Parameter]
     cache: AnalysisCache
-    check: str = "off"
-    purpose: tuple[str, ...] = ()
     is_checked: bool = False
-    was_compared: bool = False
-    drawn: int | None = None
     start: Start | None = None
 
     @classmethod
-    def checked(
+    def of(
         cls,
         loss_fn: LossFn,
         model: Any,
         batch: tuple[Any, ...] | Batch,
+        options: Options,
         purpose: tuple[str, ...] = (),
-        *,
         mask: Tensor | None = None,
-        method: str = "auto",
-        physical_batch_size: int | None = None,
-        max_memory: int | None = None,
-        has_aux: bool = False,
-        check: str = "first",
-        rows_per_unit: int | None = None,
-        row_weights: Tensor | None = None,
     ) -> Call:
         """Check every argument before anything runs, and return the call."""
-        _validate.choice("method", method, METHODS)
-        _validate.choice("check", check, CHECKS)
         if torch.is_inference_mode_enabled():
             raise RuntimeError(
                 "A per-sample gradient was asked for inside torch.inference_mode(), where nothing "
@@ -150,74 +133,61 @@ class Call:
         require_module("The model", model)
         if not isinstance(batch, Batch):
             _validate.takes("loss_fn", loss_fn, "(model, *batch)", model, *batch)
-        if isinstance(batch, Batch):
-            examples = batch
-        else:
-            loss_fn, examples = of_units(loss_fn, batch, rows_per_unit, row_weights, has_aux)
-        if physical_batch_size is not None:
-            physical_batch_size = _validate.integer(
-                "physical_batch_size", physical_batch_size, minimum=1
-            )
+            given = options.rows_per_unit, options.row_weights, options.has_aux
+            loss_fn, batch = of_units(loss_fn, batch, *given)
         if mask is not None and (
-            not torch.is_tensor(mask) or mask.dtype != torch.bool or mask.shape != (examples.n,)
+            not torch.is_tensor(mask) or mask.dtype != torch.bool or mask.shape != (batch.n,)
         ):
             came = (tuple(mask.shape), mask.dtype) if torch.is_tensor(mask) else type(mask)
-            raise ValueError(f"mask is {came}. Expected a bool tensor of shape ({examples.n},).")
-        check_sharded(model, method)
-        parameters = trainable_parameters(model)
-        if max_memory is not None:
-            max_memory = _validate.integer("max_memory", max_memory, minimum=1)
-        return cls(
-            loss_fn,
-            model,
-            examples,
-            parameters,
-            method,
-            has_aux,
-            physical_batch_size,
-            mask,
-            max_memory,
-            cached_analyses(model, loss_fn, examples),
-            check,
-            (method, *purpose),
-        )
+            raise ValueError(f"mask is {came}. Expected a bool tensor of shape ({batch.n},).")
+        check_sharded(model, options.method)
+        purpose = (options.method, *purpose, *(("alone",) if batch.n == 1 else ()))
+        parameters, cache = trainable_parameters(model), cached_analyses(model, loss_fn, batch)
+        return cls(loss_fn, model, batch, options, purpose, mask, parameters, cache)
+
+    def on(self, model: nn.Module, batch: Batch, parameters: Any, mask: Tensor | None) -> Call:
+        """Return this call with another model and batch, for a spot check."""
+        cache = cached_analyses(model, self.loss_fn, batch)
+        given = self.loss_fn, model, batch, self.options, self.purpose, mask
+        return Call(*given, dict(parameters), cache, is_checked=True)
+
+    @property
+    def _names(self) -> dict[int, str]:
+        return {id(p): name for name, p in self.parameters.items()}
+
+    @property
+    def is_due(self) -> bool:
+        """True if the numbers of this call are to be compared with their definition."""
+        is_new = self.purpose not in self.cache.checked or self.cache.by_data
+        check = self.options.check
+        return bool(self.parameters) and (check == "always" or (check == "first" and is_new))
 
     def chunks(self) -> Iterator[Call]:
         """Yield a call for every chunk of the batch."""
-        self.choose_chunk_size()
-        if self.batch.n == 1:
-            self.purpose = (*self.purpose, "alone")
-        is_due = self.check == "always" or self.purpose not in self.cache.checked
-        is_due = is_due or self.cache.by_data
-        is_due = is_due and self.check != "off" and bool(self.parameters)
-        for rows, batch in self.batch.chunks(self.chunk):
-            mask = None if self.mask is None else self.mask[rows]
-            whole = batch is self.batch
-            chunk = self if whole else replace(self, batch=batch, mask=mask, chunk=None)
-            chunk.is_checked = is_due and (mask is None or bool(mask.any()))
-            yield chunk
-            is_due = is_due and not chunk.was_compared
+        for rows, batch in self.batch.chunks(self.chunk_size()):
+            yield replace(self, batch=batch, mask=None if self.mask is None else self.mask[rows])
 
-    def choose_chunk_size(self) -> None:
-        """Choose a chunk size for which one chunk keeps at most `max_memory` bytes.
+    def chunk_size(self) -> int | None:
+        """Return a number of examples that keep at most `max_memory` bytes; None: all at once.
 
         Without `max_memory` a chunk may keep half of the device's free memory. The bytes per
         example are measured once per model, loss and shapes.
         """
+        size, most = self.options.physical_batch_size, self.options.max_memory
         if self.batch.n < 2 or not self.parameters:
-            return
+            return size
         if not self.cache.is_known:
             self.examine()
-        keep = "all" if self.cache.problem else METHODS[self.method] or "all"
+        keep = "all" if self.cache.problem else METHODS[self.options.method] or "all"
         if keep not in self.cache.bytes_each:
             self.cache.bytes_each[keep] = max(self._bytes_per_example(keep), 1)
-        each, most = self.cache.bytes_each[keep], self.max_memory
+        each = self.cache.bytes_each[keep]
         if most is None:
             if each * self.batch.n < SURELY_FREE:
-                return
+                return size
             most = int(PART * free_memory(self.batch.tensors()[0].device))
-        size = max(1, most // each)
-        self.chunk = size if self.chunk is None else min(size, self.chunk)
+        fits = max(1, most // each)
+        return fits if size is None else min(size, fits)
 
     def _bytes_per_example(self, keep: str) -> int:
         """Return the bytes that one example keeps: activations, output gradients, formed gradients.
@@ -225,7 +195,7 @@ class Call:
         With keep="cheap", weights of three or more axes (convolutions) are counted as formed, and
         those that linear layers keep.
         """
-        kept: int = 0
+        kept = 0
         own = {local_of(p).untyped_storage().data_ptr() for p in self.model.parameters()}
 
         def count(tensor: Tensor) -> Tensor:
@@ -236,33 +206,25 @@ class Call:
             return tensor
 
         few = self.batch.rows(slice(0, 2))
-        names = {id(p): name for name, p in self.parameters.items()}
         with (
             eagerly(),
             untouched_generators(self.model),
             on_copies(self.model),
             torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor),
-            Capture(names, model=self.model) as capture,
+            Capture(self._names, model=self.model) as capture,
             contextlib.suppress(RuntimeError, SecondOrderError),  # the forward differentiates
         ):
             self.loss_fn(self.model, *few.arguments())
-        outputs = 4 * sum(use.out_shape.numel() for use in capture.uses)
+        kept += sum(4 * use.out_shape.numel() for use in capture.uses)
         least = {"all": 0, "cheap": 3, "small": 99}[keep]  # fewest axes of a formed weight
-        linear = _kept(capture.uses) if keep == "cheap" else set()
-        formed = [p for name, p in self.parameters.items() if p.dim() >= least or name in linear]
-        return int(kept + outputs) // 2 + sum(p.numel() * p.element_size() for p in formed)
-
-    def on(self, model: nn.Module, batch: Batch, parameters: dict[str, Any]) -> Call:
-        """Return this call with another model, batch and parameters, for a spot check."""
-        cache = cached_analyses(model, self.loss_fn, batch)
-        return replace(
-            self,
-            model=model,
-            batch=batch,
-            parameters=parameters,
-            cache=cache,
-            is_checked=True,
-        )
+        formed = {name for name, p in self.parameters.items() if p.dim() >= least}
+        for use in capture.uses if keep == "cheap" else ():
+            rule = use.rule
+            if rule.join is join and use.acts is not None and rule.keeps:
+                if rule.keeps(use.acts, use.acts.new_empty(1).expand(use.out_shape)):
+                    formed |= {name for slot, name in use.held.items() if slot not in rule.light}
+        numbers = [self.parameters[name] for name in formed & self.parameters.keys()]
+        return kept // 2 + sum(p.numel() * p.element_size() for p in numbers)
 
     @contextlib.contextmanager
     def unchanged(self) -> Iterator[None]:
@@ -278,27 +240,37 @@ class Call:
     @property
     def is_definition(self) -> bool:
         """True if each example runs alone, which is the definition."""
-        return self.method == "loop" or self.batch.n == 1
+        return self.options.method == "loop" or self.batch.n == 1
 
-    def gradients(self) -> tuple[Gradients, Tensor, Any]:
-        """Return the gradients, the losses (n,), and aux."""
+    def gradients(self) -> Found:
+        """Return the gradients, the losses (n,), and aux, by the method or another exact one."""
         with eagerly(), torch.enable_grad(), gradients_set_aside(self.parameters):
-            return self._by_method()
+            is_auto = self.options.method == "auto"
+            if self.is_definition:
+                refuse_mixing_modules(self.model)
+            elif not self.cache.is_known:
+                self.examine()
+            alone = self.is_definition or (is_auto and self.cache.needs_loop)
+            if not alone and METHODS[self.options.method] is not None:
+                with contextlib.suppress(_NoCapture, ChangedInPlaceError, SecondOrderError):
+                    found = self.captured()
+                    if found is not None:
+                        return self._whole(found)
+                    alone = True
+            given = self.model, self.loss_fn, self.batch, self.parameters, self.options.has_aux
+            if not alone:
+                try:
+                    self._begin_forward()
+                    return by_vmap(*given)
+                except UnsupportedLayerError as error:
+                    if not is_auto:
+                        raise
+                    self.cache.give_up_vmap(self.model, str(error))
+            self._begin_forward()
+            return by_loop(*given)
 
-    def _by_method(self) -> tuple[Gradients, Tensor, Any]:
-        """Return gradients, losses and aux by the call's method, or by another exact one."""
-        if self.is_definition:
-            refuse_mixing_modules(self.model)
-        elif not self.cache.is_known:
-            self.examine()
-        if self.is_definition or (self.method == "auto" and self.cache.needs_loop):
-            return self._by_loop()
-        if METHODS[self.method] is None:
-            return self._by_vmap()
-        try:
-            found = self.captured()
-        except (_NoCapture, ChangedInPlaceError, SecondOrderError):
-            return self._by_vmap()
+    def _whole(self, found: Found) -> Found:
+        """Refuse gradients that a function wrote by itself, so that they lack in what is found."""
         written = [name for name, p in self.parameters.items() if p.grad is not None]
         if written:
             raise UnsupportedLayerError(
@@ -306,45 +278,27 @@ class Call:
                 f"{written[0]!r} in its backward, as reversible blocks do, so no layer's input and "
                 f"output show it. {USE_LOOP}"
             )
-        return found or self._by_loop()
-
-    def _by_loop(self) -> tuple[Gradients, Tensor, Any]:
-        self._begin_forward()
-        return by_loop(self.model, self.loss_fn, self.batch, self.parameters, self.has_aux)
-
-    def _by_vmap(self) -> tuple[Gradients, Tensor, Any]:
-        """Return gradients by `vmap`; by the loop under "auto" where vmap can't run the model."""
-        self._begin_forward()
-        try:
-            return by_vmap(self.model, self.loss_fn, self.batch, self.parameters, self.has_aux)
-        except UnsupportedLayerError as error:
-            if self.method != "auto":
-                raise
-            self.cache.give_up_vmap(self.model, str(error))
-        return self._by_loop()
+        return found
 
     def falls_back(self, error: Exception) -> bool:
         """True if "auto" goes on by another way, since its numbers failed their first check."""
-        if self.method != "auto" or self.purpose in self.cache.checked or self.cache.needs_loop:
+        cache, is_auto = self.cache, self.options.method == "auto" and not self.is_definition
+        if not is_auto or self.purpose in cache.checked or cache.needs_loop:
             return False
-        if self.is_definition:
-            return False
-        if self.cache.problem is None:
-            self.cache.give_up_uses(self.model, str(error))
-        else:
-            self.cache.give_up_vmap(self.model, str(error))
+        give_up = cache.give_up_uses if cache.problem is None else cache.give_up_vmap
+        give_up(self.model, str(error))
         return True
 
     def _begin_forward(self) -> None:
         """Save the state before the forward (`start`), if the forward may be run again."""
-        if self.is_checked or self.method == "two_pass":
+        if self.is_checked or self.options.method == "two_pass":
             self.start = Start.of(self.model, is_checked=self.is_checked)
 
     def examine(self) -> Axes | str | None:
         """Find the batch axes on this batch, and cache them."""
-        arguments = self.model, self.loss_fn, self.batch, self.parameters, self.mask, self.has_aux
+        given = self.model, self.loss_fn, self.batch, self.parameters, self.mask
         with gradients_set_aside(self.parameters):
-            found = examine(*arguments)
+            found = examine(*given, self.options.has_aux)
         self.cache.add(found)
         return found
 
@@ -355,11 +309,11 @@ class Call:
         if self.cache.problem:
             raise _NoCapture(self.cache.problem)
         self._begin_forward()
-        names = {id(p): name for name, p in self.parameters.items()}
         arguments = self.batch.arguments()  # outside of the capture, which would hear it
-        with Capture(names, skip=self.cache.skip or frozenset(), model=self.model) as capture:
+        skip = self.cache.skip or frozenset()
+        with Capture(self._names, skip=skip, model=self.model) as capture:
             out = self.loss_fn(self.model, *arguments)
-            losses, aux = split_aux(out, self.has_aux)
+            losses, aux = split_aux(out, self.options.has_aux)
         if capture.stand_ins:  # freed by now, so that plain autograd would miss them
             self.is_checked = False
         losses = check_losses(losses, self.batch.n)
@@ -368,16 +322,12 @@ class Call:
         leftover = capture.backward(total.sum(), self.parameters)
         if leftover:
             raise _NoCapture(f"parameter {leftover[0]!r} is used by a function without a rule")
-        for use in capture.uses:
-            if use.grads_out is not None:
-                use.check_unchanged()
         found = Captured(
-            capture.uses,
-            axes.batch_axes,
+            dict(zip(capture.uses, axes.batch_axes, strict=True)),
             {n: local_of(p) for n, p in {**self.parameters, **capture.stand_ins}.items()},
             capture.derived,
             n=self.batch.n,
-            keep=str(METHODS[self.method]),
+            keep=str(METHODS[self.options.method]),
         )
         return found, losses.detach(), aux
 

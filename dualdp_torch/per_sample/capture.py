@@ -48,14 +48,11 @@ _DIFFERENTIATE = {
 }
 #: Tensor with a gradient, which makes outputs of the first layers part of the graph.
 _LEAF = torch.zeros((), requires_grad=True)
+#: Functions without a rule that change what uses show.
+_HEARD = {*_DIFFERENTIATE, Tensor.register_hook, F.batch_norm}
 #: Functions by which sequences are sorted and packed.
 _PACKING = {Tensor.index_select, torch._pack_padded_sequence}
 _BATCH_NORM = ("input", "running_mean", "running_var", "weight", "bias", "training")
-
-
-def _flat(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Return the arguments of a call, with lists among them replaced by their items."""
-    return [v for a in (*args, *kwargs.values()) for v in (a if type(a) is list else (a,))]
 
 
 class Capture(TorchFunctionMode):
@@ -101,7 +98,8 @@ class Capture(TorchFunctionMode):
                 return rewrite.function(self, *args, **kwargs)
         rule = RULES.get(func)
         if rule is None:
-            self._hear(func, args, kwargs)
+            if func in _HEARD:
+                self._hear(func, args, kwargs)
             return self._plain(func, args, kwargs)
         call = dict(zip(rule.arguments, args, strict=False)) | kwargs
         held: dict[str, Tensor] = {}
@@ -120,7 +118,8 @@ class Capture(TorchFunctionMode):
 
     def _rewrites(self, rewrite: Rewrite, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """True if a call takes a parameter where the rewrite needs one, and is covered by it."""
-        given = _flat(args, kwargs)
+        given = [*args, *kwargs.values()]
+        given += [v for a in given if type(a) is list for v in a]
         if rewrite.parameter is not None:
             at, name = rewrite.parameter
             given = [args[at] if len(args) > at else kwargs.get(name)]
@@ -134,7 +133,7 @@ class Capture(TorchFunctionMode):
             self._refuse_second_order(func, args, kwargs)
         elif func is Tensor.register_hook:
             self._hear_hook(*args, **kwargs)
-        elif func is F.batch_norm:
+        else:
             call = dict(zip(_BATCH_NORM, args, strict=False)) | kwargs
             of_batch = call.get("training") or call.get("running_mean") is None
             if of_batch and not self._is_parameter(call["input"]):  # weights hold no examples
@@ -201,7 +200,14 @@ class Capture(TorchFunctionMode):
         out = func(*args, **kwargs)
         if func in _PACKING:
             self._note_order(func, args, out)
-        if not self._takes_parameters_alone(args, kwargs):
+        takes = False  # parameters, or what was computed from them, and no other graph
+        for argument in (*args, *kwargs.values()):
+            for value in argument if type(argument) is list else (argument,):
+                if isinstance(value, Tensor) and value.requires_grad:
+                    if not self._is_parameter(value):
+                        return out
+                    takes = True
+        if not takes:
             return out
         for made in out if type(out) in (tuple, list) else (out,):
             if isinstance(made, Tensor) and made.requires_grad and id(made) not in self._names:
@@ -222,17 +228,6 @@ class Capture(TorchFunctionMode):
     def follow(self, data: Tensor, order: Tensor) -> None:
         """Note that packed data hold the examples in this order."""
         self._orders[id(data)] = data, order
-
-    def _takes_parameters_alone(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """True if a call takes parameters, or what was computed from them, and no other graph."""
-        takes = False
-        for argument in (*args, *kwargs.values()):
-            for value in argument if type(argument) is list else (argument,):
-                if isinstance(value, Tensor) and value.requires_grad:
-                    if not self._is_parameter(value):
-                        return False
-                    takes = True
-        return takes
 
     def _hear_hook(self, tensor: Tensor, hook: Any) -> None:
         """Note a hook on the output of a use; refuse one on a parameter, as at the call's begin.
@@ -326,7 +321,8 @@ class Capture(TorchFunctionMode):
         can_skip: bool = True,
     ) -> None:
         """Append a use; inside an activation checkpoint its inputs are left to the second run."""
-        frame = _checkpoint_frame()
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        frame = None if hooks is None else _checkpoint_frame(hooks)
         saved = acts if isinstance(acts, tuple) else () if acts is None else (acts,)
         # A function with an input in the graph saves tensors for its backward, so it runs again.
         is_left = frame is not None and any(tensor.requires_grad for tensor in saved)
@@ -435,10 +431,9 @@ class Capture(TorchFunctionMode):
         return [name for (name, _), g in zip(leaves, leftover, strict=True) if g is not None]
 
 
-def _checkpoint_frame() -> Any:
+def _checkpoint_frame(hooks: Any) -> Any:
     """Return torch's record of the innermost activation checkpoint that runs forward, or None."""
-    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    if hooks is None or "checkpoint" not in hooks[0].__module__:
+    if "checkpoint" not in hooks[0].__module__:
         return None
     pack = inspect.unwrap(hooks[0])
     cells = zip(pack.__code__.co_freevars, pack.__closure__ or (), strict=True)
@@ -451,19 +446,14 @@ def _take_inputs(uses: list[Use], again: list[Use]) -> None:
     Raises:
         UnsupportedLayerError: the second run called other functions, or with other shapes.
     """
-    signatures = [
+    ours, theirs = [
         [
-            (
-                u.function,
-                u.out_shape,
-                u.shapes,
-                [name for name in u.held.values() if name[0] != "#"],
-            )
+            (u.function, u.out_shape, u.shapes, [k for k in u.held.values() if k[0] != "#"])
             for u in run
         ]
         for run in (uses, again)
     ]
-    if signatures[0] != signatures[1]:
+    if ours != theirs:
         raise UnsupportedLayerError(
             "A checkpointed part of the model called other layers when it ran again in the "
             "backward. Expected the same ones: it may decide by nothing that changes in between."

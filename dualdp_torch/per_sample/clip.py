@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
 from dualdp import _validate
+from dualdp._validate import UnsupportedLayerError
 from dualdp.plan.clipping import AUTOMATIC_OFFSET, CLIPPING, factors_for, group_bounds
 from dualdp_torch.parallel.fsdp import Shards
 from dualdp_torch.per_sample.gradients import (
@@ -20,12 +23,14 @@ from dualdp_torch.per_sample.gradients import (
     added_up,
     one_group,
 )
+from dualdp_torch.per_sample.vmap_and_loop import is_same_forward, reweighted
 from dualdp_torch.rules.base import Tensor, sq_norms
 
 #: Underflow of squares matters below this bound; above, the squares lost in 2^40 numbers change a
 #: norm by less than C * 1e-6.
 _LEAST_BOUND = 1e-10
-SecondPass = Callable[[Tensor], dict[str, Tensor] | None]
+#: Number of parameters whose gradient sums are compared between the passes of "two_pass".
+WITNESSES = 3
 
 
 class Terms(NamedTuple):
@@ -153,12 +158,6 @@ class Factors:
     rows: Tensor | None
     squares: dict[str, Tensor]
 
-    def only(self, row: int) -> Factors:
-        """Return the factors with every example but one left out."""
-        rows = torch.tensor([row], device=self.norms.device)
-        kept = torch.zeros_like(self.norms).index_fill_(0, rows, 1.0)
-        return replace(self, of={name: f * kept for name, f in self.of.items()}, rows=rows)
-
     def lengths(self, name: str) -> float:
         """Return the root of the sum of squared contributions to one parameter's sum."""
         return float((self.of[name].square() * self.squares[name]).nansum().sqrt())
@@ -207,6 +206,82 @@ def below_static(bounds: Mapping[str, float]) -> bool:
     return min(bounds.values()) < _LEAST_BOUND
 
 
+class PassesDifferError(UnsupportedLayerError):
+    """The second forward computes another function of the data than the first."""
+
+
+class SecondPass:
+    """Clipped sums by a second forward, and a backward of its reweighted losses.
+
+    The losses of both passes must agree, and so must the gradient sums of the smallest parameters:
+    a loss can hardly depend on the dropout masks while its gradient does.
+
+    Args:
+        losses: function that runs the forward again and returns its (n,) losses.
+        expected: (n,) losses of the first pass.
+        contexts: functions that return contexts of the second pass.
+        shards: shards of the model, whose sums are reduced as they are formed.
+        witnesses: number of parameters whose sums are compared.
+        frees: False to keep the captured gradients of the first pass.
+
+    Source: Lee & Kifer 2021.
+    """
+
+    def __init__(
+        self,
+        losses: Callable[[], Tensor],
+        expected: Tensor,
+        parameters: Mapping[str, Tensor],
+        contexts: Sequence[Callable[[], AbstractContextManager[None]]],
+        shards: Shards | None = None,
+        witnesses: int = 0,
+        frees: bool = True,
+    ) -> None:
+        self._losses, self._expected, self._parameters = losses, expected, parameters
+        self._contexts, self._shards, self._frees = contexts, shards, frees
+        smallest = sorted(parameters, key=lambda name: parameters[name].numel())
+        self._names, self._sums = smallest[:witnesses], dict[str, tuple[Tensor, float]]()
+
+    def begin(self, gradients: Gradients, factors: Factors) -> None:
+        """Free the gradients of the first pass, so that two need no more memory than one."""
+        for name in self._names:
+            total = gradients.sum(name, factors.of[name], None)
+            self._sums[name] = total, factors.lengths(name)
+        if self._frees:
+            gradients.forget()
+
+    def __call__(self, weights: Tensor) -> dict[str, Tensor]:
+        """Return name -> sum of weights (n,) times per-sample gradients.
+
+        Raises:
+            PassesDifferError: the passes do not agree.
+        """
+        with contextlib.ExitStack() as stack:
+            for context in self._contexts:
+                stack.enter_context(context())
+            if self._shards is not None:
+                return self._shards.reweighted(self._same_losses, weights)
+            sums = reweighted(self._same_losses, self._parameters, weights)
+        for name, (total, length) in self._sums.items():
+            if float((sums[name] - total).norm()) > 1e-2 * length:
+                raise PassesDifferError(_DIFFER)
+        self._sums = {}  # these hold for the weights of the first call only
+        return sums
+
+    def _same_losses(self) -> Tensor:
+        losses = self._losses()
+        if not is_same_forward(losses.detach(), self._expected):
+            raise PassesDifferError(_DIFFER)
+        return losses
+
+
+_DIFFER = (
+    "The second forward of method two_pass gives other outputs than the first: the model draws "
+    'random numbers that can\'t be drawn again, or changes. Use method="auto" (of make_private: '
+    'grad_sample_mode="auto").'
+)
+
+
 def clipped_sums(
     gradients: Gradients,
     factors: Factors,
@@ -216,17 +291,16 @@ def clipped_sums(
 ) -> dict[str, Tensor]:
     """Return name -> sum over the examples of factor times gradient.
 
-    `second_pass`, used only if `passes_again`, computes the sums by a second forward and backward,
-    from factors (n,), or returns None if that is another function of the data. With `shards` each
-    sum is reduced to this process's shard of the sum over all processes before the next one is
-    computed. `formed` is applied to each sum as soon as it is computed.
+    `second_pass`, used only if `passes_again`, computes the sums by a second forward and backward.
+    With `shards` each sum is reduced to this process's shard of the sum over all processes before
+    the next one is computed. `formed` is applied to each sum as soon as it is computed.
     """
     if second_pass is not None and passes_again(gradients, factors.rows, shards):
         shared = next(iter(factors.of.values()))
+        second_pass.begin(gradients, factors)
         # Processes of a sharded model pass again together, also one in which no row counts.
         sums = second_pass(shared if factors.rows is None else torch.zeros_like(shared))
-        if sums is not None:
-            return {k: formed(k, total) for k, total in sums.items()} if formed else sums
+        return {k: formed(k, total) for k, total in sums.items()} if formed else sums
     found = {}
     for name, total in gradients.sums(factors.of, factors.rows):
         mine = total if shards is None else shards.reduce(name, total)

@@ -21,17 +21,12 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from dualdp import _validate
-from dualdp.exactness import CHECKS
 from dualdp.plan.clipping import CLIPPING
 from dualdp_torch.parallel.fsdp import refuse_tensor_parallel
-from dualdp_torch.per_sample.api import (
-    ClippedGradSum,
-    Compute,
-    LossFn,
-    check_numbers,
-    clipped_grad_sum,
-)
-from dualdp_torch.per_sample.call import Call
+from dualdp_torch.per_sample import api
+from dualdp_torch.per_sample.analysis_cache import AnalysisCache
+from dualdp_torch.per_sample.api import ClippedGradSum, LossFn
+from dualdp_torch.per_sample.call import Call, Options
 from dualdp_torch.per_sample.checks.identity import Numbers
 from dualdp_torch.per_sample.clip import (
     below_static,
@@ -86,20 +81,14 @@ class Program:
 
     Its arguments are those of `_Request.arguments`; its outputs are the sums, norms, losses, if all
     norms are finite and precise, the factors, and perhaps the doubt.
-
-    Attributes:
-        was_checked: bool, True once its numbers were compared with plain autograd.
     """
 
     def __init__(self, losses: GraphModule, backend: str | Callable[..., Any]) -> None:
         self._losses, self._backend = losses, backend
-        self._keeps_outputs = isinstance(backend, str)  # on a CPU
-        self._num_inputs = sum(node.op == "placeholder" for node in losses.graph.nodes)
         self._reason: str | None = None
         self._factors_of: dict[str, int] = {}  # name of each sum -> index of its factors
-        self._has_doubt = False
+        self._places: dict[str, int] = {}  # name of each parameter -> its argument
         self._compiled: Callable[..., Any] | None = None
-        self.was_checked = False
 
     def __call__(self, request: _Request, inputs: Sequence[Any]) -> list[Tensor]:
         """Return the joint graph's outputs, or raise the reason why there are none."""
@@ -114,53 +103,49 @@ class Program:
     def _run(self, request: _Request, inputs: Sequence[Any]) -> list[Tensor]:
         arguments, parameters = request.arguments(inputs), request.call.parameters
         if self._compiled is None:
-            self._compiled = self._built(request, arguments)
-        if self._names != [*parameters] or any(
-            arguments[i] is not p for i, p in zip(self._at, parameters.values(), strict=True)
+            self._compiled = self._built(request, arguments, len(inputs))
+        if self._places.keys() != parameters.keys() or any(
+            arguments[self._places[name]] is not p for name, p in parameters.items()
         ):
             raise NotCompiledError("its parameters are not those of the compiled graph")
         with torch.no_grad():
             found = list(self._compiled(*arguments))
-            if self._keeps_outputs and not found[0].is_cuda:
+            if isinstance(self._backend, str) and not found[0].is_cuda:
                 return found
             return [output.clone() for output in found]  # a replayed graph writes to the same ones
 
-    def numbers(self, request: _Request, found: Sequence[Tensor]) -> Numbers:
-        """Return the outputs as numbers of the batch."""
-        norms, losses, _, *factors = found[len(self._factors_of) :]
-        doubt = factors.pop() if self._has_doubt else None
-
-        return Numbers(
+    def numbers(self, request: _Request, found: Sequence[Tensor]) -> tuple[Numbers, Tensor]:
+        """Return the outputs as numbers of the batch, and () bool: norms are finite and precise."""
+        norms, losses, are_valid, *rest = found[len(self._factors_of) :]
+        count = len({*self._factors_of.values()})
+        numbers = Numbers(
             norms,
             losses,
             None,  # the graph's own factors are its only weights
             sums=dict(zip(self._factors_of, found, strict=False)),
-            factors={name: factors[index] for name, index in self._factors_of.items()},
+            factors={name: rest[index] for name, index in self._factors_of.items()},
             bounds=request.bounds,
             clipping=request.clipping,
-            doubt=doubt,
+            doubt=rest[count] if len(rest) > count else None,
         )
+        return numbers, are_valid
 
-    def are_valid(self, found: Sequence[Tensor]) -> bool:
-        """True if every norm is finite and precise: the only look at the host."""
-        return bool(found[len(self._factors_of) + 2])
-
-    def _built(self, request: _Request, arguments: Sequence[Tensor]) -> Any:
+    def _built(self, request: _Request, arguments: Sequence[Tensor], num_inputs: int) -> Any:
         """Joint graph, traced and compiled."""
-        call, given = request.call, arguments[2:]
+        given = arguments[2:]
         if not all(map(torch.is_tensor, given)):
             raise NotCompiledError("the graph takes a number that Python computes")
         where = {id(tensor): i for i, tensor in enumerate(given)}
-        sources = [where[id(tensor)] for tensor in given]
-        trained = {name: where[id(p)] for name, p in call.parameters.items()}
+        trained = {name: where[id(p)] for name, p in request.call.parameters.items()}
         if any(t.requires_grad and i not in trained.values() for i, t in enumerate(given)):
             raise NotCompiledError("the graph takes a tensor with a gradient that is no parameter")
+        sources = [where[id(tensor)] for tensor in given[:num_inputs]]
 
         def step(mask: Tensor, bounds: Tensor, *given: Tensor) -> list[Tensor]:
             leaves = [tensor.detach() for tensor in given]
             versions = [tensor._version for tensor in leaves]
             parameters = {name: leaves[i].requires_grad_() for name, i in trained.items()}
-            inputs = [leaves[i] for i in sources[: self._num_inputs]]
+            inputs = [leaves[i] for i in sources]
             found = self._joint(request, mask, bounds, parameters, inputs)
             if versions != [tensor._version for tensor in leaves]:
                 raise NotCompiledError("the forward writes to a buffer or to the batch")
@@ -169,7 +154,7 @@ class Program:
         with torch.enable_grad(), choices.static():
             joint = make_fx(step, tracing_mode="fake")(*arguments)
         refuse_draws(joint)
-        self._names, self._at = [*trained], [2 + i for i in trained.values()]
+        self._places = {name: 2 + i for name, i in trained.items()}
         compiler = self._backend
         if isinstance(compiler, str):
             compiler = torch._dynamo.lookup_backend(compiler)
@@ -206,8 +191,7 @@ class Program:
         distinct = {id(factor): factor for factor in factors.of.values()}
         index = {key: k for k, key in enumerate(distinct)}
         self._factors_of = {name: index[id(factors.of[name])] for name in sums}
-        doubt = gradients.doubt
-        self._has_doubt, last = doubt is not None, [] if doubt is None else [doubt]
+        last = [] if gradients.doubt is None else [gradients.doubt]
         return [*sums.values(), factors.norms, each, are_valid, *distinct.values(), *last]
 
 
@@ -241,18 +225,15 @@ class CompiledGradSum:
         loss_fn: LossFn,
         model: nn.Module,
         clipping: str,
-        method: str,
-        physical_batch_size: int | None,
+        options: Options,
         backend: str | Callable[..., Any],
-        check: str,
     ) -> None:
         self._loss_fn, self._model, self._backend = loss_fn, model, backend
-        self._clipping, self._method, self._check = clipping, method, check
-        self._size = physical_batch_size
+        self._clipping, self._options = clipping, options
         self.programs: list[Program] = []
         self.reasons: list[str] = []
-        self._failed: dict[Any, Any] = {}
-        self._checked: dict[Any, Any] = {}
+        # By number of examples and analyses, which are kept alive so that they stay distinct.
+        self._failed, self._checked = (set[tuple[int, AnalysisCache]]() for _ in range(2))
         self._request: _Request | None = None
         self._found: tuple[Program, list[Tensor]] | None = None
 
@@ -276,7 +257,7 @@ class CompiledGradSum:
 
         Another batch, bound or mask of the same shapes needs no other graph.
         """
-        return self.of_batch(batch, max_grad_norm, mask, self._check)[0]
+        return self.of_batch(batch, max_grad_norm, mask, self._options.check)[0]
 
     @never_compiled
     def of_batch(
@@ -285,60 +266,44 @@ class CompiledGradSum:
         max_grad_norm: Any,
         mask: Tensor | None,
         check: str,
-        drawn: int | None = None,
+        seed: int | None = None,
     ) -> tuple[ClippedGradSum, bool]:
         """Return the sum of one batch, and if its graph was compared with plain autograd.
 
-        `drawn` is the seed of a check; None for the next one of the cache.
+        `seed` is that of a check; None for the next one of the cache.
         """
-        call = Call.checked(
-            self._loss_fn,
-            self._model,
-            batch,
-            ("clipped_grad_sum", self._clipping, "compiled"),
-            method=self._method,
-            mask=mask,
-            check=check,
-        )
-        call.drawn = drawn
+        options, purpose = replace(self._options, check=check), ("clipped_grad_sum", self._clipping)
+        own = replace(options, physical_batch_size=None)
+        call = Call.of(self._loss_fn, self._model, batch, own, (*purpose, "compiled"), mask)
         bounds = clipping_bounds(call.parameters, self._clipping, max_grad_norm)
-        found: list[tuple[Numbers, int]] = []
-        was_compared = False
+        grads, was_compared = dict[str, Tensor](), False
+        norms, losses = list[Tensor](), list[Tensor]()
         for part, count in self._parts(call):
-            numbers, compared = self._compiled(_Request(part, bounds, self._clipping))
+            request = _Request(part, bounds, self._clipping)
+            numbers, compared = self._compiled(request, seed)
             if numbers is None:
-                found = []
+                norms = []
                 break
-            found.append((numbers, count))
-            was_compared |= compared
-        if not found:
-            eager = clipped_grad_sum(
-                self._loss_fn,
-                self._model,
-                *batch,
-                max_grad_norm=max_grad_norm,
-                clipping=self._clipping,
-                mask=mask,
-                method=self._method,
-                physical_batch_size=self._size,
-                check=check,
-            )
-            return eager, False
-        grads: dict[str, Tensor] = {}
-        for numbers, _ in found:
             for name, total in (numbers.sums or {}).items():
                 grads[name] = grads[name] + total if name in grads else total
-        norms = torch.cat([numbers.norms[:count] for numbers, count in found])
-        losses = torch.cat([numbers.losses[:count] for numbers, count in found])
-        losses = losses if mask is None else losses.where(mask.to(losses.device), 0)
-        return ClippedGradSum(grads, norms, losses, None), was_compared
+            norms.append(numbers.norms[:count])
+            losses.append(numbers.losses[:count])
+            was_compared |= compared
+        if not norms:
+            terms = {"max_grad_norm": max_grad_norm, "clipping": self._clipping, "mask": mask}
+            return api.clipped_grad_sum(
+                self._loss_fn, self._model, *batch, **terms, **vars(options)
+            ), False
+        each = torch.cat(losses)
+        each = each if mask is None else each.where(mask.to(each.device), 0)
+        return ClippedGradSum(grads, torch.cat(norms), each, None), was_compared
 
     def _parts(self, call: Call) -> Iterator[tuple[Call, int]]:
         """Yield calls of `physical_batch_size` rows, and how many of these are examples.
 
         The last example is repeated in place of absent ones, and masked.
         """
-        n, size = call.batch.n, self._size
+        n, size = call.batch.n, self._options.physical_batch_size
         if size is None:
             yield call, n
             return
@@ -349,48 +314,43 @@ class CompiledGradSum:
             own = mask[inside.to(mask.device)] & (rows < n).to(mask.device)
             yield replace(call, batch=call.batch.rows(inside), mask=own), min(size, n - start)
 
-    def _compiled(self, request: _Request) -> tuple[Numbers | None, bool]:
+    def _compiled(self, request: _Request, seed: int | None) -> tuple[Numbers | None, bool]:
         """Return numbers of the compiled graph, None to run eagerly, and if they were compared."""
         call = request.call
         if call.batch.n < 2 or not call.parameters:
             return None, False
         if not call.cache.is_known:
             call.examine()  # raises for a model that mixes examples
-        if not call.cache.is_known:  # too few examples to see it
+        key = call.batch.n, call.cache
+        if not call.cache.is_known or key in self._failed:  # too few examples to see it; no graph
             return None, False
-        key = call.batch.n, id(call.cache)
-        if key in self._failed:
-            return None, False
-        may_check = call.check == "always" or (call.check == "first" and key not in self._checked)
-        start = Start.of(call.model, is_checked=True) if may_check else None
+        check = call.options.check
+        is_due = check == "always" or (check == "first" and key not in self._checked)
+        start = Start.of(call.model, is_checked=True) if is_due else None
         try:
             program, found = self._run(request)
         except NotCompiledError as error:
-            self._failed[key] = call.cache  # kept alive so that its id stays unique
+            self._failed.add(key)
             self._note(str(error))
             return None, False
-        if not program.are_valid(found):  # of this batch only
+        numbers, are_valid = program.numbers(request, found)
+        if not bool(are_valid):  # of this batch only; the only look at the host
             return None, False
-        numbers = program.numbers(request, found)
-        is_due = call.check == "always" or not program.was_checked
         is_due = is_due and (call.mask is None or bool(call.mask.any()))
-        if start is None or not is_due:
-            return numbers, False
-        checked = replace(call, is_checked=True, start=start)
-        check_numbers(checked, numbers, self._again(request))
-        program.was_checked |= checked.was_compared
-        if checked.was_compared:
-            self._checked[key] = call.cache
-        return numbers, checked.was_compared
+        checked = replace(call, is_checked=is_due, start=start)
+        compared = api.was_compared(checked, numbers, self._again(request), seed)
+        if compared:
+            self._checked.add(key)
+        return numbers, compared
 
     def _run(self, request: _Request) -> tuple[Program, list[Tensor]]:
         """Return the program for this batch, and its outputs."""
         call = request.call
-        call.choose_chunk_size()
+        size = call.chunk_size()
         if call.cache.problem:
             raise NotCompiledError(call.cache.problem)
-        if call.chunk is not None and call.chunk < call.batch.n:
-            raise NotCompiledError(f"the memory suffices for {call.chunk} examples at once")
+        if size is not None and size < call.batch.n:
+            raise NotCompiledError(f"the memory suffices for {size} examples at once")
         if torch.is_autocast_enabled(call.batch.tensors()[0].device.type):
             raise NotCompiledError("autocast is on around the call")
         if below_static(request.bounds):
@@ -400,8 +360,6 @@ class CompiledGradSum:
             guarded = torch._dynamo.config.patch(skip_nnmodule_hook_guards=False)
             with torch.enable_grad(), guarded:
                 self._losses(*call.batch.arguments())
-        except NotCompiledError:
-            raise
         except Exception as error:  # of Dynamo; one of the loss itself comes again
             raise NotCompiledError(reason_of(error)) from error
         finally:
@@ -421,18 +379,20 @@ class CompiledGradSum:
                 raise NotCompiledError("the losses were called from elsewhere")
             found = program(request, inputs)
             self._found = program, found
-            return (program.numbers(request, found).losses,)
+            return (program.numbers(request, found)[0].losses,)
 
         return run
 
-    def _again(self, request: _Request) -> Compute:
+    def _again(self, request: _Request) -> api.Compute:
         """Return a function from a call on another model to the numbers of its own graph."""
 
         def compute(call: Call) -> tuple[Numbers, Any]:
+            options = replace(call.options, check="off")
             other = CompiledGradSum(
-                self._loss_fn, call.model, self._clipping, self._method, None, self._backend, "off"
+                self._loss_fn, call.model, self._clipping, options, self._backend
             )
-            numbers, _ = other._compiled(replace(request, call=replace(call, check="off")))
+            again = replace(request, call=replace(call, options=options))
+            numbers, _ = other._compiled(again, None)
             if numbers is None:
                 raise RuntimeError(f"The step can't be compiled again: {other.reasons}.")
             return numbers, None
@@ -442,9 +402,8 @@ class CompiledGradSum:
     def _note(self, reason: str) -> None:
         if reason not in self.reasons:
             self.reasons.append(reason)
-            _log.warning(
-                "The clipped sum of %s runs eagerly: %s.", type(self._model).__name__, reason
-            )
+            name = type(self._model).__name__
+            _log.warning("The clipped sum of %s runs eagerly: %s.", name, reason)
 
 
 def compile_clipped_grad_sum(
@@ -499,13 +458,11 @@ def compile_clipped_grad_sum(
     """
     _validate.choice("clipping", clipping, CLIPPING)
     _validate.choice("method", method, METHODS)
-    _validate.choice("check", check, CHECKS)
     require_module("The model", model)
     refuse_tensor_parallel(model, "compile_clipped_grad_sum", "use clipped_grad_sum")
     if not callable(loss_fn):
         raise TypeError(f"loss_fn={loss_fn!r} is not callable. Expected loss_fn(model, *batch).")
     if physical_batch_size is not None:
-        physical_batch_size = _validate.integer(
-            "physical_batch_size", physical_batch_size, minimum=2
-        )
-    return CompiledGradSum(loss_fn, model, clipping, method, physical_batch_size, backend, check)
+        _validate.integer("physical_batch_size", physical_batch_size, minimum=2)
+    options = Options(method, physical_batch_size, check=check)
+    return CompiledGradSum(loss_fn, model, clipping, options, backend)

@@ -12,7 +12,7 @@ from dualdp import _validate
 from dualdp.exactness import ExactnessError
 from dualdp_torch.parallel.fsdp import refuse_tensor_parallel
 from dualdp_torch.per_sample.api import clipped_grad_sum
-from dualdp_torch.per_sample.call import Call
+from dualdp_torch.per_sample.call import Call, Options
 from dualdp_torch.per_sample.gradients import Captured
 from dualdp_torch.per_sample.model_checks import require_module
 
@@ -56,7 +56,7 @@ def explain(
     _validate.choice("check", check, ("first", "off"))
     require_module("The model", model)
     refuse_tensor_parallel(model, "explain", "call it before parallelize_module")
-    call = Call.checked(loss_fn, model, batch, method=method, has_aux=has_aux, check="off")
+    call = Call.of(loss_fn, model, batch, Options(method, has_aux=has_aux, check="off"))
     if call.batch.n < 2:
         raise ValueError(
             f"The batch holds {call.batch.n} examples. Expected at least two: one alone goes "

@@ -10,13 +10,14 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
+from dualdp._validate import UnsupportedLayerError
 from dualdp.plan.clipping import margin_of
 from dualdp_torch.per_sample.batch_axis import BatchAxis
-from dualdp_torch.per_sample.parameter_use import Derived, Use, name_of
+from dualdp_torch.per_sample.parameter_use import USE_LOOP, Derived, Use, name_of
 from dualdp_torch.per_sample.use_gradients import Part, joined, leads_to, pick, tied
 from dualdp_torch.rules import choices, memory
 from dualdp_torch.rules.base import (
@@ -32,7 +33,7 @@ from dualdp_torch.rules.base import (
 )
 from dualdp_torch.rules.base import wide as wide
 from dualdp_torch.rules.precision import full_precision, in_full_precision
-from dualdp_torch.rules.together import Described, NormTable, Table, sq_norms_of, stacked
+from dualdp_torch.rules.together import Described, NormTable, Table, sq_norms_of
 
 #: Floor of a squared norm to which its error is compared.
 _LEAST = 1e-30
@@ -117,53 +118,6 @@ def _summed(table: Table, limits: Limits) -> tuple[dict[str, Tensor], Tensor]:
     return totals, _added([*totals.values()])
 
 
-class Gradients(Protocol):
-    """Protocol of the per-sample gradients of n examples.
-
-    Attributes:
-        is_narrow: bool, True if backward computed some of them in a precision below float32.
-        doubt: (n,) largest error bound of a norm, in units of its tolerance, over the groups whose
-            norms came from products; None before `sq_norms`, or without such norms.
-        one_sum: bool, True if some examples' sums must come from the same numbers as their norms.
-        scale: factor of the gradients in memory; squares of theirs may underflow, not of these.
-    """
-
-    is_narrow: bool
-    scale: float
-
-    @property
-    def doubt(self) -> Tensor | None:
-        """(n,) largest error bound of a norm, in units of its tolerance, or None."""
-        ...
-
-    @property
-    def one_sum(self) -> bool:
-        """True if some examples' sums must come from the same numbers as their norms."""
-        ...
-
-    def grads(self) -> dict[str, Tensor]:
-        """Return a mapping from parameter name to (n, *shape)."""
-        ...
-
-    def sq_norms(self, limits: Limits) -> Squares:
-        """Return squared norms, as precise as `limits` asks; inf on overflow."""
-        ...
-
-    def exact_sq_norms(self, rows: Tensor) -> dict[str, Tensor]:
-        """Return name -> (rows,) float64 squared norms of the selected examples."""
-        ...
-
-    def sums(
-        self, factors: Mapping[str, Tensor], rows: Tensor | None
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, sum over the examples `rows`, or all, of factor times gradient)."""
-        ...
-
-    def forget(self) -> None:
-        """Free the memory of the gradients, which can't be read any more."""
-        ...
-
-
 def _compared(
     table: Table, totals: Mapping[str, Tensor], limits: Limits
 ) -> tuple[list[str], Tensor, Tensor]:
@@ -175,20 +129,16 @@ def _compared(
     return [*doubted], error, tolerated.mul_(margin_of(tolerated.dtype))
 
 
-def _merged(tables: Sequence[Table]) -> Table:
-    """Return one table of those of several dtypes, in the widest of them."""
-    if len(tables) == 1:
-        return tables[0]
-    return Table(
-        [name for table in tables for name in table.names],
-        stacked([table.squares for table in tables]),
-        [name for table in tables for name in table.bounded],
-        lambda: stacked([table.errors() for table in tables]),
-    )
-
-
 class Formed:
-    """Per-sample gradients held in memory: a mapping from parameter name to (n, *shape)."""
+    """Per-sample gradients held in memory: a mapping from parameter name to (n, *shape).
+
+    Attributes, of `Captured` too:
+        is_narrow: bool, True if backward computed some of them in a precision below float32.
+        doubt: (n,) largest error bound of a norm, in units of its tolerance, over the groups whose
+            norms came from products; None before `sq_norms`, or without such norms.
+        one_sum: bool, True if some examples' sums must come from the same numbers as their norms.
+        scale: factor of the gradients in memory; squares of theirs may underflow, not of these.
+    """
 
     doubt: Tensor | None = None
     one_sum, scale = False, 1.0
@@ -215,27 +165,17 @@ class Formed:
         self, factors: Mapping[str, Tensor], rows: Tensor | None
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, weighted sum) for each parameter."""
-        for name, g in self._formed.items():
-            with full_precision():
-                total = weighted_sum(pick(factors[name], rows), pick(g, rows))
-            yield name, total
+        for name in self._formed:
+            yield name, self.sum(name, factors[name], rows)
+
+    def sum(self, name: str, factors: Tensor, rows: Tensor | None) -> Tensor:
+        """Return the sum over the examples of factor times gradient of one parameter."""
+        with full_precision():
+            return weighted_sum(pick(factors, rows), pick(self._formed[name], rows))
 
     def forget(self) -> None:
         """Free the gradients."""
         self._formed = {}
-
-
-def _captured_parts(use: Use, acts: Any, grads_out: Tensor, is_apart: bool) -> Iterator[Part]:
-    """Yield the parts of one use, whose tensors are batch-first."""
-    inputs = acts if isinstance(acts, tuple) else (acts,)
-    narrow = has_narrow_type(grads_out.dtype)
-    for tensor in inputs:
-        narrow |= tensor is not None and has_narrow_type(tensor.dtype)
-    has_pair = use.rule.pair is not None and {"weight", "bias"} <= use.held.keys()
-    beside: dict[str, Tensor] | None = {} if has_pair else None
-    for slot in use.held:
-        own = None if slot in use.rule.light else acts
-        yield Part(use, slot, own, grads_out, is_apart, beside, narrow)
 
 
 class Captured:
@@ -246,8 +186,8 @@ class Captured:
     the batch would round differently, and positions that cancel leave nothing but rounding.
 
     Args:
-        uses: parameter uses, whose output gradients have arrived.
-        batch_axes: batch axis of each use; None where no gradient arrived.
+        uses: parameter uses, whose output gradients have arrived, with their batch axes; None
+            where no gradient arrived.
         parameters: mapping from name to parameter.
         derived: mapping from name to a tensor computed from parameters and used like one.
         n: number of examples.
@@ -261,8 +201,7 @@ class Captured:
 
     def __init__(
         self,
-        uses: Iterable[Use],
-        batch_axes: Iterable[BatchAxis | None],
+        uses: Mapping[Use, BatchAxis | None],
         parameters: Mapping[str, Tensor],
         derived: Mapping[str, Derived],
         *,
@@ -282,15 +221,30 @@ class Captured:
         self._apart: dict[str, list[tuple[Tensor, Tensor]]] = {}  # formed: (rows, gradients)
         self._doubts: Callable[[], tuple[Tensor, Tensor]] | None = None  # of errors, (groups, n)
         self.is_narrow = is_narrow(parameters.values())
-        for use, batch_axis in zip(uses, batch_axes, strict=True):
-            if use.grads_out is None or batch_axis is None:
+        for use, batch_axis in uses.items():
+            if use.grads_out is None:
                 continue  # no gradient arrived: the use contributes nothing
-            acts, grads_out = batch_axis.batch_first(use.acts, n), use.grads_out
-            grads_out = batch_axis.batch_first(grads_out, n)
-            self.is_narrow |= has_narrow_type(grads_out.dtype)
+            use.check_unchanged()
+            if batch_axis is None:
+                if not bool(use.grads_out.any()):
+                    continue
+                raise UnsupportedLayerError(
+                    f"Where the examples lie in {use} could not be seen when the model was "
+                    f"examined, since gradients vanished there. {USE_LOOP}"
+                )
+            acts = batch_axis.batch_first(use.acts, n)
+            grads_out = batch_axis.batch_first(use.grads_out, n)
+            narrow = has_narrow_type(grads_out.dtype)
+            self.is_narrow |= narrow
+            for tensor in acts if isinstance(acts, tuple) else (acts,):
+                narrow |= tensor is not None and has_narrow_type(tensor.dtype)
             is_apart = batch_axis.fold == "outer" and not use.rule.rows_are_free
-            for part in _captured_parts(use, acts, grads_out, is_apart):
-                self._parts[use.held[part.slot]].append(part)
+            has_pair = use.rule.pair is not None and {"weight", "bias"} <= use.held.keys()
+            beside: dict[str, Tensor] | None = {} if has_pair else None
+            for slot, name in use.held.items():
+                own = None if slot in use.rule.light else acts
+                part = Part(use, slot, own, grads_out, is_apart, beside, narrow)
+                self._parts[name].append(part)
             use.acts = use.grads_out = None  # from here on only the parts hold these tensors
             use.versions.clear()
         for name, parts in self._parts.items():
@@ -316,7 +270,7 @@ class Captured:
     def _pulled(self, name: str, below: Iterable[str], rows: Tensor | None) -> dict[str, Tensor]:
         """Return parameter -> (rows, *shape), gradients through one derived tensor."""
         only = {parameter: self._parameters[parameter] for parameter in below}
-        grads = self._formed_of(name, rows)
+        grads = self._formed(name, {}, rows)
         return self._derived[name].pull_back(grads, only, per_sample=True)[0]
 
     def _sum_of_pulled(
@@ -337,20 +291,16 @@ class Captured:
             terms += [weighted_sum(factors[rows[piece]], grad) for grad in each.values()]
         return [_added(terms)] if terms else []
 
-    def _formed(self, name: str, pulled_back: Mapping[str, Tensor]) -> Tensor:
-        """Return (n, *shape), the whole gradient of one parameter."""
-        if not self._parts[name]:
-            zeros = self._zeros(name).expand(self._n, *self._parameters[name].shape)
-            return pulled_back.get(name, zeros)
-        found = self._formed_of(name, None)
-        return found + pulled_back[name] if name in pulled_back else found
-
-    def _formed_of(self, name: str, rows: Tensor | None) -> Tensor:
-        """Return the sum of the gradients of one tensor's uses, of all examples or of `rows`."""
-        first, *others = self._parts[name]
-        found = first.grads(rows)
-        for part in others:
-            found = found + part.grads(rows)
+    def _formed(
+        self, name: str, pulled_back: Mapping[str, Tensor], rows: Tensor | None = None
+    ) -> Tensor:
+        """Return (n, *shape), the whole gradient of one tensor, of all examples or of `rows`."""
+        found = pulled_back.get(name)
+        for part in self._parts[name]:
+            grads = part.grads(rows)
+            found = grads if found is None else found + grads
+        if found is None:
+            found = self._zeros(name).expand(self._n, *self._parameters[name].shape)
         return found
 
     @in_full_precision
@@ -388,8 +338,7 @@ class Captured:
         if part.slot not in part.use.rule.sq_norms or part.is_apart:
             return None
         found: Described = part.ask(part.use.rule.sq_norms[part.slot])
-        # A description would keep widened copies of all layers until they are computed.
-        return sq_norms_of(found, self._n) if part.is_narrow else found
+        return found
 
     @property
     def doubt(self) -> Tensor | None:
@@ -431,27 +380,30 @@ class Captured:
     @in_full_precision
     def _table(self) -> Table:
         """Return squared norms and error bounds of all parameters."""
-        tables: dict[torch.dtype, NormTable] = {}
         small: dict[Any, dict[str, bool]] = {}
         pulled_back = self._pulled_back()
+        dtypes = {wide(p.dtype) for p in self._parameters.values()}
+        widest = torch.float64 if torch.float64 in dtypes else torch.float32
+        table = NormTable(self._n, self.scale)
         for name, p in self._parameters.items():
             parts = self._parts[name]
-            dtype = wide(p.dtype)
-            if dtype not in tables:
-                tables[dtype] = NormTable(self._n, self.scale)
-            table = tables[dtype]
             if name in self._kept:  # by an earlier call
-                table.add_length(name, lengths(self._kept[name]))
+                table.add_length(name, lengths(self._kept[name]).to(widest))
                 continue
             if not parts and name not in pulled_back:
-                table.add(name, (p.new_zeros(self._n, dtype=dtype), None))
+                table.add(name, (p.new_zeros(self._n, dtype=widest), None))
                 continue
             keeps = self._keeps(parts)
             alone = None if keeps or name in pulled_back else self._norms_alone(parts)
             if alone is not None:
+                # A description would keep widened copies of all layers until they are computed.
+                if wide(p.dtype) != widest or (len(parts) == 1 and parts[0].is_narrow):
+                    square, error = sq_norms_of(alone, self._n)
+                    alone = square.to(widest), None if error is None else error.to(widest)
                 table.add(name, alone)
                 continue
             formed = self._formed(name, pulled_back)
+            has_length = is_here = False
             if keeps:
                 self._kept[name] = formed
                 parts.clear()  # free the inputs before the next gradient is formed
@@ -459,18 +411,15 @@ class Captured:
                 if has_length and is_here:  # there is only its sum to come, one call
                     continue
                 if formed.numel() <= (SMALL if is_here else SMALL_ELSEWHERE):
-                    key = dtype, formed.dtype, formed.device
+                    key = formed.dtype, formed.device
                     small.setdefault(key, {})[name] = has_length
                     continue
-                if has_length:
-                    continue
-            table.add_length(name, lengths(formed))
-        for (dtype, *_), has_lengths in small.items():
+            if not has_length:
+                table.add_length(name, lengths(formed).to(widest))
+        for has_lengths in small.values():
             for name, found in self._lengths_of_small(has_lengths):
-                tables[dtype].add_length(name, found)
-        if len(tables) == 1:
-            return tables[dtype].finish()
-        return _merged([table.finish() for table in tables.values()])
+                table.add_length(name, found.to(widest))
+        return table.finish()
 
     def _lengths_of_small(self, has_lengths: dict[str, bool]) -> Iterator[tuple[str, Tensor]]:
         """Yield names and lengths (n,) of kept gradients, which from now on share one tensor.
@@ -535,7 +484,7 @@ class Captured:
         shape = self._parameters[name].shape
         for piece in memory.row_slices(len(rows), shape.numel(), found[name]):
             part = rows[piece]
-            formed = self._formed_of(name, part)
+            formed = self._formed(name, {}, part)
             found[name][part] = (sq_norms(formed) * self.scale**2).to(found[name].dtype)
             self._apart.setdefault(name, []).append((part, formed))
 
@@ -566,10 +515,11 @@ class Captured:
             if name in self._kept:
                 found[name] = exact_sq_norms(self._kept[name][rows])
                 continue
-            terms = [self._formed_of(name, rows)] if self._parts[name] else []
-            terms += [pulled_back[name][rows]] if name in pulled_back else []
-            zeros = torch.zeros(len(rows), dtype=torch.float64, device=rows.device)
-            found[name] = exact_sq_norms(_added(terms)) if terms else zeros
+            through = {k: g[rows] for k, g in pulled_back.items() if k == name}
+            if self._parts[name] or through:
+                found[name] = exact_sq_norms(self._formed(name, through, rows))
+            else:
+                found[name] = torch.zeros(len(rows), dtype=torch.float64, device=rows.device)
         return {name: square * self.scale**2 for name, square in found.items()}
 
     def sums(
@@ -604,7 +554,12 @@ class Captured:
     def _sum(self, name: str, factors: Tensor, rows: Tensor | None) -> Tensor:
         """Return the sum of factor, which includes the scale, times gradient in memory."""
         if name in self._kept:
-            return weighted_sum(pick(factors, rows), pick(self._kept[name], rows))
+            kept = self._kept[name]
+            return (
+                weighted_sum(factors, kept)
+                if rows is None
+                else weighted_sum(factors[rows], kept[rows])
+            )
         if rows is not None and not len(rows):
             return self._zeros(name)
         terms: list[Tensor] = []
@@ -640,3 +595,6 @@ class Captured:
     def forget(self) -> None:
         """Free inputs, output gradients, and kept gradients."""
         self._parts, self._kept, self._below, self._small = {}, {}, {}, []
+
+
+Gradients = Formed | Captured

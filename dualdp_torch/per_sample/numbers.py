@@ -7,13 +7,12 @@ released, and what is compared with plain autograd, is made of these two.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
 from dualdp_torch.per_sample.checks.identity import Numbers
 from dualdp_torch.per_sample.clip import (
-    Factors,
     SecondPass,
     Terms,
     clip_factors,
@@ -32,7 +31,7 @@ def numbers_of(
     terms: Terms,
     *,
     limits: Limits | None = None,
-    second_pass: Callable[[Factors], SecondPass] | None = None,
+    second_pass: SecondPass | None = None,
     is_definition: bool = False,
     is_checked: bool = True,
 ) -> Numbers:
@@ -43,7 +42,7 @@ def numbers_of(
         losses: (n,) losses of the forward that they come from.
         terms: clipping settings.
         limits: precision of norms without bounds.
-        second_pass: function from the clip factors to one that computes sums by a second backward.
+        second_pass: function that computes sums by a second forward and backward, or None.
         is_definition: bool, True if each row ran alone.
         is_checked: bool, False if nothing will be compared.
     """
@@ -56,19 +55,20 @@ def numbers_of(
         runs_examples=isinstance(gradients, Formed),
         is_definition=is_definition,
     )
+    if not terms.bounds and limits is None and not is_checked:
+        return own  # gradients alone were asked for
     if not terms.bounds:
         squares, norms = norms_of(gradients, limits or Limits(), len(losses))
         roots = {name: square.sqrt().to(norms.dtype) for name, square in squares.of.items()}
         own = replace(own, norms=norms, lengths=roots if limits else {})
     else:
         factors = clip_factors(gradients, len(losses), terms.bounds, terms.clipping, terms.mask)
-        again = None
-        if second_pass is not None and passes_again(gradients, factors.rows):
-            again = second_pass(factors)
+        again = second_pass if passes_again(gradients, factors.rows) else None
 
         def weighted(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-            found = again(next(iter(weights.values()))) if again else None
-            return weighted_sums(gradients, weights) if found is None else found
+            if again is None:
+                return weighted_sums(gradients, weights)
+            return again(next(iter(weights.values())))
 
         own = replace(
             own,

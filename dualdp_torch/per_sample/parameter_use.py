@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
@@ -218,15 +218,16 @@ class Derived:
         return {n: g + others[0][n] + others[1][n] for n, g in found.items()}, is_exact
 
 
-def graph_nodes(roots: Iterable[Any]) -> Iterator[Any]:
-    """Yield every node of the autograd graph at or below these nodes, once."""
-    seen, stack = set[Any](), list(roots)
+def graph_nodes(roots: Iterable[Any]) -> list[Any]:
+    """Return every node of the autograd graph at or below these nodes, once."""
+    seen, stack = dict[Any, None](), list(roots)
     while stack:
         node = stack.pop()
         if node is not None and node not in seen:
-            seen.add(node)
-            yield node
-            stack += [child for child, _ in node.next_functions]
+            seen[node] = None
+            for child, _ in node.next_functions:
+                stack.append(child)
+    return [*seen]
 
 
 def refuse_reentrant_checkpoints(total: Tensor) -> None:
@@ -235,8 +236,9 @@ def refuse_reentrant_checkpoints(total: Tensor) -> None:
     `torch.autograd.grad` runs only the nodes between the total and the requested tensors: a
     parameter used only inside a checkpoint would get no gradient, without an error.
     """
-    if any(n.name() == "CheckpointFunctionBackward" for n in graph_nodes([total.grad_fn])):
-        raise UnsupportedLayerError(REENTRANT)
+    for node in graph_nodes([total.grad_fn]):
+        if node.name() == "CheckpointFunctionBackward":
+            raise UnsupportedLayerError(REENTRANT)
 
 
 REENTRANT = (

@@ -135,7 +135,7 @@ class Record:
         """Return name -> sum of clipped gradients; arguments as in `clipped_grad_sum`."""
         bounds = clipping_bounds(self._recorder.parameters, clipping, max_grad_norm)
         refuse_two_pass(self._recorder.method, clipping)
-        n, second_pass = self._recorder.n or 0, self._recorder.second_pass(self._scale)
+        n, second_pass = self._recorder.n or 0, self._recorder.second_pass(self._scale, frees=False)
         gradients = self._read()
         factors = clip_factors(gradients, n, bounds, clipping, mask)
         return clipped_sums(gradients, factors, second_pass)

@@ -9,10 +9,8 @@ forward of the same examples adds further uses of each parameter.
 from __future__ import annotations
 
 import contextlib
-import itertools
-import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial, reduce
 from typing import Any
@@ -25,33 +23,31 @@ from torch.utils import _pytree as pytree
 from dualdp._validate import UnsupportedLayerError
 from dualdp.exactness import ExactnessError
 from dualdp_torch.parallel.fsdp import Shards, check_sharded
-from dualdp_torch.per_sample.analysis_cache import AnalysisCache
+from dualdp_torch.per_sample.analysis_cache import AnalysisCache, ForwardAnalysis
 from dualdp_torch.per_sample.batch import Batch
 from dualdp_torch.per_sample.batch_axis import BatchAxis
-from dualdp_torch.per_sample.call import Call
+from dualdp_torch.per_sample.call import Call, Options
 from dualdp_torch.per_sample.capture import Capture
 from dualdp_torch.per_sample.checks.identity import Numbers, Reference
-from dualdp_torch.per_sample.checks.twin import Twins
+from dualdp_torch.per_sample.checks.twin import Forwarded, Twins, held_tensors
 from dualdp_torch.per_sample.clip import (
     SecondPass,
     Terms,
 )
-from dualdp_torch.per_sample.forward_analysis import ForwardAnalysis
 from dualdp_torch.per_sample.gradients import Captured, Formed, Gradients
-from dualdp_torch.per_sample.loss_inside import from_outputs
 from dualdp_torch.per_sample.model_checks import refuse_mixing_modules
-from dualdp_torch.per_sample.modes import autocast_as, autocast_dtypes, remove_mode
+from dualdp_torch.per_sample.modes import autocast_as, autocast_dtypes
 from dualdp_torch.per_sample.numbers import numbers_of
-from dualdp_torch.per_sample.one_by_one import each_alone, gradients_alone, joined
-from dualdp_torch.per_sample.one_forward import Forward
+from dualdp_torch.per_sample.one_forward import Forward, each_alone, gradients_alone, joined
 from dualdp_torch.per_sample.outputs import (
-    Silent,
     WholeStep,
     combined,
     float_leaves,
     forwards_of,
+    from_outputs,
     hand_out,
     projected_outputs,
+    split_numbers,
 )
 from dualdp_torch.per_sample.parameter_use import (
     USE_LOOP,
@@ -69,15 +65,12 @@ from dualdp_torch.per_sample.random_state import (
     on_copies,
     untouched_generators,
 )
-from dualdp_torch.per_sample.use_gradients import check_use
 from dualdp_torch.per_sample.vmap_and_loop import (
     CHANGED,
     again_by_loop,
     again_by_vmap,
     are_set_aside,
     gradients_set_aside,
-    is_same_forward,
-    reweighted,
 )
 from dualdp_torch.rules.base import Tensor, is_narrow
 
@@ -98,9 +91,9 @@ class Recorder:
     An example's gradient is the sum over all recorded forwards, whose rows are the same examples in
     the same order.
 
-    `twins` are led through the loop outside of the model, if there are any. `detach` removes every
-    hook.
-    An example is a unit of `rows_per_unit` consecutive rows of the model's arguments and outputs.
+    `twins` are led through the loop outside of the model, if there are any. `detach` restores the
+    model. An example is a unit of `rows_per_unit` consecutive rows of the model's arguments and
+    outputs.
 
     Attributes:
         is_active: True if a forward that begins now is to be recorded.
@@ -130,7 +123,7 @@ class Recorder:
         check_sharded(model, method)
         self.model, self.method, self.twins = model, method, twins or Twins()
         self.rows_per_unit, self.by_loop = rows_per_unit, method == "loop"
-        self.is_active, self.shards = True, Shards.of(model)
+        self.is_active, self.is_inside, self.shards = True, False, Shards.of(model)
         self.terms: Terms | None = None
         self.row_factors: Tensor | None = None
         self.is_due: Callable[..., bool] = lambda cache, several=False: False
@@ -138,46 +131,34 @@ class Recorder:
         self.computes_loss = isinstance(model, WholeStep)
         self.parameters = trainable_parameters(model)
         self._inside = self.shards.plain if self.shards else self.parameters
-        tables = (self.parameters, self._inside)
-        self._names = {id(p): name for table in tables for name, p in table.items()}
+        named = [*self.parameters.items(), *self._inside.items()]
+        leaves = {id(p): (name, p) for name, p in named}
+        self._names = {key: name for key, (name, _) in leaves.items()}
         # These nodes run when a gradient is accumulated, not for `torch.autograd.grad`.
-        leaves = {id(p): (name, p) for table in tables for name, p in table.items()}.values()
-        nodes = [(name, get_gradient_edge(p).node) for name, p in leaves]
+        nodes = [(name, get_gradient_edge(p).node) for name, p in leaves.values()]
         self._accumulators = nodes  # kept, as hooks die with their node
-        self._mode: Any = None
         self._analysis = ForwardAnalysis(
             model, self._inside, self.shards, self.pause, rows_per_unit
         )
-        self._paused, self.is_inside, self._eager = False, False, contextlib.ExitStack()
-        self._repeats = False  # True once a batch had several forwards
+        self._paused = self._repeats = False  # _repeats: True once a batch had several forwards
         self._autocast: tuple[tuple[str, torch.dtype], ...] = ()  # at the last forward's begin
         self._leaf = torch.zeros((), requires_grad=True)
-        self._numbers = itertools.count()
         self.forwards: list[Forward] = []
         self.clear()
         self._handles: list[Any] = [
-            # Before the hooks of FSDP: ours may run other forwards first.
-            model.register_forward_pre_hook(
-                self._enter,
-                with_kwargs=True,
-                prepend=self.shards is not None,
-            ),
-            model.register_forward_hook(self._leave, with_kwargs=True, always_call=True),
+            model.register_forward_pre_hook(_no_short_cut),
             *(node.register_prehook(partial(self._escaped, name)) for name, node in nodes),
         ]
+        self._replaced = dict[str, Any]()  # attributes of the model before
+        self._set("zero_grad", Zeroing(self, model.zero_grad))
         self.guard()
-        vars(model)["zero_grad"] = Zeroing(self, model.zero_grad)
-
-    def __reduce__(self) -> Any:
-        return Silent, ()
 
     def clear(self) -> None:
         """Forget the recorded forwards."""
         for forward in self.forwards:
             forward.close()
         self.forwards = []
-        self.has_gradients = False
-        self._without_graph = self._in_backward = False
+        self.has_gradients = self._in_backward = False
         self._not_accumulating = -1
 
     @property
@@ -185,52 +166,37 @@ class Recorder:
         """Number of examples; None before a forward."""
         return self.forwards[0].batch.n if self.forwards else None
 
-    @property
-    def num_rows(self) -> int:
-        """Number of rows of the examples; 0 before a forward."""
-        return (self.n or 0) * self.rows_per_unit
-
-    def _batch(self, arguments: tuple[Any, ...]) -> Batch:
-        return Batch(arguments, shares=True, rows_per_unit=self.rows_per_unit)
+    def _set(self, name: str, value: Any) -> None:
+        """Set an attribute of the model, until `detach`."""
+        self._replaced[name] = vars(self.model).get(name), value
+        vars(self.model)[name] = value
 
     def guard(self) -> None:
         """Take the place of the model's call, also if that was compiled since the last time."""
         found = vars(self.model).get(_CALL)
-        if not (isinstance(found, _Guarded) and found.recorder is self):
-            self._compiled = found
-            vars(self.model)[_CALL] = _Guarded(self, found or self.model._call_impl)
+        if found is None or found is not self._replaced.get(_CALL, (None, None))[1]:
+            self._set(_CALL, _Recorded(self, found or self.model._call_impl))
 
     def detach(self) -> None:
-        """Remove every hook, and restore the model's compiled call."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        if isinstance(vars(self.model).get("zero_grad"), Zeroing):
-            vars(self.model).pop("zero_grad")
-        if isinstance(vars(self.model).get(_CALL), _Guarded):
-            vars(self.model).pop(_CALL)
-            if self._compiled is not None:
-                vars(self.model)[_CALL] = self._compiled
+        """Remove every hook, and restore the model's attributes."""
+        while self._handles:
+            self._handles.pop().remove()
+        own = vars(self.model)
+        for name, (before, ours) in self._replaced.items():
+            if own.get(name) is ours:
+                del own[name]
+                if before is not None:
+                    own[name] = before
 
     @contextlib.contextmanager
     def hidden(self) -> Iterator[None]:
-        """Context in which nothing is recorded, and the model has none of the recorder's hooks."""
-        tables: list[Any] = [self.model._forward_pre_hooks, self.model._forward_hooks]
-        own = [handle.id for handle in self._handles[:2]]
-        kept, guard = [dict(table) for table in tables], vars(self.model)[_CALL]
+        """Context in which nothing is recorded, and the model's call is its own."""
+        guard = vars(self.model).pop(_CALL)
         try:
-            del vars(self.model)[_CALL]
-            for table, key in zip(tables, own, strict=True):
-                table.pop(key)
             with self.pause(), self.twins.suspended():
                 yield
         finally:
             vars(self.model)[_CALL] = guard
-            for table, key, before in zip(tables, own, kept, strict=True):
-                now = dict(table)  # without hooks that removed themselves, with those added
-                order = {k: hook for k, hook in before.items() if k in now or k == key}
-                table.clear()
-                table.update(order | now)
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
@@ -241,74 +207,87 @@ class Recorder:
         finally:
             self._paused = before
 
-    def _enter(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        """Forward pre-hook: begin to record, unless paused, without gradients, or not active."""
-        if not self._records():
-            return
-        forward, problem = self._begin(args, kwargs)
-        if problem and problem.endswith(USE_LOOP):  # the model differentiates in its forward
-            raise UnsupportedLayerError(problem)
-        is_due = self._is_due(forward)
-        if self.method == "two_pass" or is_due:
-            forward.start = Start.of(model, is_checked=is_due)
-        if self.shards is not None:
-            forward.buffers = buffers_of(model)
-        if self.method == "vmap" or problem:
-            self._refuse_gradients_of_inputs(forward)
-            self._without_graph = forward.by_vmap = True
-            torch.set_grad_enabled(False)
-        skip, keep = self._analysis.skip, partial(self._keep_grads_out, forward)
-        self._mode = Capture(self._names, keep, skip, self.model)
-        self._eager.enter_context(eagerly())
-        self._mode.__enter__()
-        self.twins.lead_model(not forward.by_vmap and forward.cache.returns_number)
+    @torch._disable_dynamo  # a loop that torch.compile traces calls the model as it is
+    def run(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run `call`, which is the model's, and record it: eagerly, or each example alone.
 
-    def _is_due(self, forward: Forward) -> bool:
-        """True if a forward that begins may be run again for a check."""
-        cache = forward.cache
-        return self.is_due(cache) or (self._repeats and self.is_due(cache, True))
+        Nothing is recorded while paused, without gradients, or where no batch is active.
+        """
+        if self._paused or not self.is_active or not torch.is_grad_enabled():
+            return call(*args, **kwargs)
+        try:
+            forward = self._begin(args, kwargs)
+            with eagerly():
+                run = self._run_alone if self.by_loop else self._run_captured
+                outputs = run(forward, args, kwargs)
+            if not self.computes_loss:
+                outputs = self._hand_out(forward, outputs)
+            self.is_inside = False
+            return outputs
+        except BaseException as error:  # also KeyboardInterrupt, for which torch runs no hook
+            if self.shards is not None:
+                self.shards.explain(error)
+            if self.is_inside:
+                self.is_inside = False
+                self.forwards.pop().close()
+                self.twins.rewind(len(self.forwards))
+            raise
 
-    def _records(self) -> bool:
-        """True if a call of the model that begins now is to be recorded."""
-        return not self._paused and torch.is_grad_enabled() and self.is_active
-
-    def _begin(self, args: Any, kwargs: Any) -> tuple[Forward, str | None]:
-        """Begin a recorded forward; return it, and why captured uses can't be trusted."""
+    def _begin(self, args: Any, kwargs: Any) -> Forward:
+        """Begin a recorded forward, whose arguments are checked, and find its analysis."""
         with self.twins.suspended():
             self._refuse_unrecordable()
-            forward = Forward(self._batch((args, kwargs)), self.row_factors)
-            self._refuse_other_rows(forward)
+            batch = Batch((args, kwargs), shares=True, rows_per_unit=self.rows_per_unit)
+            forward = Forward(batch, self.row_factors)
             self._refuse_other_examples(forward)
             self.require_inputs(forward.inputs())
             self.forwards.append(forward)
             self.is_inside = True
-            self.twins.enter_model(args, kwargs, forward.batch.num_rows)
+            self.twins.enter_model(self.model, args, kwargs, batch.num_rows)
+        if self.computes_loss:
             self._autocast = autocast_dtypes()
-        problem = self._analysis.begin(forward.batch)
+        problem = self._analysis.begin(batch)
         forward.cache = self._analysis.cache
-        return forward, problem
-
-    @torch._disable_dynamo  # a loop that torch.compile traces calls the model as it is
-    def run(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run `call`, which is the model's; if it is recorded, eagerly, or each example alone."""
-        if not self._records():
-            return call(*args, **kwargs)
-        call = self.model._call_impl
         if not self.by_loop:
-            return call(*args, **kwargs)
-        forward, _ = self._begin(args, kwargs)
-        self._refuse_gradients_of_inputs(forward)
-        if self._is_due(forward):
-            forward.start = Start.of(self.model, is_checked=True)
-        with self.pause(), eagerly():
-            self.twins.lead_model(False)
-            forward.alone = each_alone(self.model, call, forward.batch)
-            outputs = joined(forward.alone, self.rows_per_unit)
-        return self._hand_out(forward, outputs)
+            if problem and problem.endswith(USE_LOOP):  # the model differentiates in its forward
+                raise UnsupportedLayerError(problem)
+            forward.by_vmap = self.method == "vmap" or problem is not None
+        if self.by_loop or forward.by_vmap:
+            _refuse_gradients_of_inputs(forward)
+        is_due = self.is_due(forward.cache) or (self._repeats and self.is_due(forward.cache, True))
+        if self.method == "two_pass" or is_due or self.twins.is_on:
+            forward.start = Start.of(self.model, is_checked=is_due)
+        return forward
+
+    def _run_alone(self, forward: Forward, args: Any, kwargs: Any) -> Any:
+        """Run each example alone, and return the outputs of the batch."""
+        with self.pause():
+            forward.alone = each_alone(self.model, self.model._call_impl, forward.batch)
+            return joined(forward.alone, self.rows_per_unit)
+
+    def _run_captured(self, forward: Forward, args: Any, kwargs: Any) -> Any:
+        """Run the forward while its parameter uses are captured, or without a graph for `vmap`."""
+        shards, by_vmap = self.shards, forward.by_vmap
+        buffers = {} if shards is None else buffers_of(self.model)
+        keep = partial(self._keep_grads_out, forward)
+        capture = Capture(self._names, keep, self._analysis.skip, self.model)
+        with torch.set_grad_enabled(not by_vmap), capture:
+            outputs = self.model._call_impl(*args, **kwargs)
+        forward.has_drawn = forward.start is not None and forward.start.random.has_drawn()
+        if shards is not None:
+            self._refuse_in_pieces(capture, changed_buffers(buffers, buffers_of(self.model)))
+        if by_vmap:
+            forward.end_by_vmap(self.model, self.parameters.values())
+            return outputs
+        forward.hear(capture, self._analysis.batch_axes(capture), id(forward))
+        by_layer = self.terms is not None and self.terms.clipping == "per_layer"
+        if shards is not None and (by_layer or self.method == "two_pass"):
+            shards.require_same_layers(use.held.values() for use in forward.uses)
+        return outputs
 
     def _refuse_unrecordable(self) -> None:
         """Refuse a forward that cannot be recorded now."""
-        if self._mode is not None:
+        if self.is_inside:
             raise RuntimeError(
                 "The model calls itself inside its forward. Call a method or a submodule there "
                 "instead: one recorded forward can't hold another."
@@ -333,21 +312,17 @@ class Recorder:
                 "up again, so that what is clipped is what is trained."
             )
 
-    def _refuse_other_rows(self, forward: Forward) -> None:
-        """Refuse a forward of other rows than those whose weights are known."""
-        if self.row_factors is None or forward.batch.num_rows == len(self.row_factors):
-            return
-        raise RuntimeError(
-            f"The model was called on {forward.batch.num_rows} rows but the loader gave "
-            f"{len(self.row_factors)}, of which some are padding of users with few rows. Expected "
-            "the whole batch, in its order; put other calls under torch.no_grad() or "
-            "engine.pause()."
-        )
-
     def _refuse_other_examples(self, forward: Forward) -> None:
-        """Refuse a further forward that can't be charged to the same examples, row by row."""
+        """Refuse a forward that can't be charged to the batch's examples, row by row."""
+        rows, factors = forward.batch.num_rows, self.row_factors
+        if factors is not None and rows != len(factors):
+            raise RuntimeError(
+                f"The model was called on {rows} rows but the loader gave {len(factors)}, of which "
+                "some are padding of users with few rows. Expected the whole batch, in its order; "
+                "put other calls under torch.no_grad() or engine.pause()."
+            )
         if self.terms is not None:  # training: what lies before the model would be trained, too
-            self._refuse_parameters_before(forward)
+            _refuse_parameters_before(forward, self._names)
         if not self.forwards:
             return
         self._repeats = True
@@ -366,109 +341,43 @@ class Recorder:
                 "max_physical_batch_size."
             )
 
-    def _refuse_parameters_before(self, forward: Forward) -> None:
-        """Refuse inputs whose gradient leads to parameters outside of the model."""
-        for tensor in forward.inputs():
-            if not tensor.requires_grad:
-                continue
-            leaves = [getattr(node, "variable", None) for node in graph_nodes([tensor.grad_fn])]
-            for p in [tensor] if tensor.is_leaf else leaves:
-                if p is None or id(p) in self._names:
-                    continue
-                if len(tensor) == forward.batch.num_rows and not isinstance(p, nn.Parameter):
-                    continue  # rows whose gradient is asked for
-                raise UnsupportedLayerError(
-                    f"The gradient of an input of the model leads to a parameter of shape "
-                    f"{tuple(p.shape)} outside of it, which would be trained without clipping and "
-                    "noise. Detach the input (fake.detach()), or put both into one module; a "
-                    "generator's step through this model belongs under engine.pause()."
-                )
-
-    def _refuse_gradients_of_inputs(self, forward: Forward) -> None:
-        """Refuse inputs with a gradient where the forward is computed without a graph."""
-        if any(tensor.requires_grad for tensor in forward.inputs()):
+    def _refuse_in_pieces(self, capture: Capture, changed: list[str]) -> None:
+        """Refuse what can't be right under `fully_shard`, where no check runs a forward again."""
+        if changed:
             raise UnsupportedLayerError(
-                "An input of the model requires a gradient, which vmap and loop do not compute. "
-                "Detach the input, or call the model under engine.pause()."
+                f"The buffers {changed} of a model under fully_shard changed in forward. Freeze "
+                "them."
             )
-
-    def _leave(self, model: nn.Module, args: Any, kwargs: Any, outputs: Any) -> Any:
-        """Forward hook: end the capture, after a return or an exception."""
-        if self._mode is None or self._paused:
-            return None
-        if outputs is None:  # an exception, which torch is handling
-            if self.shards is not None:
-                self.shards.explain(sys.exc_info()[1])
-            self.abandon()
-            return None
-        mode, forward = self._mode, self.forwards[-1]
-        forward.has_drawn = forward.start is not None and forward.start.has_drawn(self.model)
-        self._leave_forward()
-        if self.shards is not None:  # which no check runs again with other rows
-            names = changed_buffers(forward.buffers, buffers_of(self.model))
-            if names:
-                raise UnsupportedLayerError(
-                    f"The buffers {names} of a model under fully_shard changed in forward. "
-                    "Freeze them."
-                )
-        if forward.by_vmap:
-            forward.end_by_vmap(self.model, self.parameters.values())
-        if not forward.is_formed:
-            if self.shards is not None and mode.has_checkpoints:
-                raise UnsupportedLayerError(
-                    "The model checkpoints activations under fully_shard, which gathers parameters "
-                    "once more in the backward. Use one of the two."
-                )
-            axes = self._analysis.batch_axes(mode)
-            forward.hear(mode, axes, next(self._numbers))
-            is_by_layer = self.terms is not None and self.terms.clipping == "per_layer"
-            if self.shards is not None and (is_by_layer or self.method == "two_pass"):
-                self.shards.require_same_layers(use.held.values() for use in forward.uses)
-        if self.computes_loss:
-            self.is_inside = False
-            return outputs
-        return self._hand_out(forward, outputs)
+        if capture.has_checkpoints:
+            raise UnsupportedLayerError(
+                "The model checkpoints activations under fully_shard, which gathers parameters "
+                "once more in the backward. Use one of the two."
+            )
 
     def _hand_out(self, forward: Forward, outputs: Any) -> Any:
         """Return the outputs of the recorded forward, which ends, for the loop."""
         leaves, spec = pytree.tree_flatten(outputs)
         floats = float_leaves(leaves)
-        kept, numbers, tensors = dict[int, Tensor](), list[Tensor](), list[Tensor]()
-        for leaf in floats:
-            kept[id(leaf)] = self._handed_out(forward, leaf)
-        for leaf in leaves:
-            if torch.is_tensor(leaf):
-                is_number = leaf.dim() == 0 and leaf.is_floating_point() and floats[0].dim() > 0
-                (numbers if is_number else tensors).append(leaf)
+        handed_out = {id(leaf): self._handed_out(forward, leaf) for leaf in floats}
+        tensors, numbers = split_numbers(leaves)
         for number in numbers:
-            made = [leaf for leaf in floats if kept[id(leaf)].requires_grad]
-            kept[id(number)] = from_outputs(self, number, made, [kept[id(m)] for m in made])
-        forward.cache.returns_number = bool(numbers)
+            made = [leaf for leaf in floats if handed_out[id(leaf)].requires_grad]
+            own = [handed_out[id(leaf)] for leaf in made]
+            handed_out[id(number)] = from_outputs(self, number, made, own)
         self.twins.leave_model(
-            [(leaf, kept.get(id(leaf), leaf)) for leaf in tensors],
-            [(number, kept[id(number)]) for number in numbers],
+            [(leaf, handed_out.get(id(leaf), leaf)) for leaf in tensors],
+            [(number, handed_out[id(number)]) for number in numbers],
+            partial(self._forwarded, forward),
         )
-        self.is_inside = False
-        return pytree.tree_unflatten([kept.get(id(leaf), leaf) for leaf in leaves], spec)
+        return pytree.tree_unflatten([handed_out.get(id(leaf), leaf) for leaf in leaves], spec)
 
-    def _leave_forward(self) -> None:
-        """Restore function modes and grad mode to their state before the forward."""
-        mode, self._mode = self._mode, None
-        if mode is not None:
-            remove_mode(mode)
-        self.twins.end()
-        self._eager.close()
-        if self._without_graph:
-            self._without_graph = False
-            torch.set_grad_enabled(True)
-
-    def abandon(self) -> None:
-        """Discard a forward that did not end."""
-        if self.is_inside and not self._paused:
-            self.is_inside = False
-            self._leave_forward()
-            self.forwards.pop().close()
-            self.twins.rewind(len(self.forwards))
+    def _forwarded(self, forward: Forward, units: Tensor) -> Forwarded:
+        """Return what the model gives for some units, from the state before a forward."""
+        assert forward.start is not None
+        with self.unchanged(), forward.start.replayed(self.model):
+            args, kwargs = forward.batch.rows(units).arguments()
+            leaves = pytree.tree_leaves(self.model(*args, **kwargs))
+            return Forwarded(*split_numbers(leaves), held_tensors(self.model))
 
     def begin_again(self) -> None:
         """Forget the recorded forwards, and the loop's operations since then."""
@@ -530,10 +439,9 @@ class Recorder:
                 "backward ran twice over one recorded forward. Expected one backward per forward; "
                 "add the losses before calling backward."
             )
-        begins = not self._in_backward
-        self._in_backward, self.has_gradients = True, False
-        if begins:
+        if not self._in_backward:
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
+        self._in_backward, self.has_gradients = True, False
 
     def _backward_ended(self) -> None:  # not called after a failure
         self._in_backward, self.has_gradients = False, True
@@ -581,8 +489,8 @@ class Recorder:
         """Free the outputs and their gradients, unless the model is run again."""
         if not any(forward.needs_values for forward in self.forwards):
             for forward in self.forwards:
-                empty = {i: g.new_empty(0) for i, g in forward.cotangents.items()}
-                forward.cotangents = empty
+                for position, grad in forward.cotangents.items():
+                    forward.cotangents[position] = grad.new_empty(0)
 
     def _escaped(self, name: str, grads: Any) -> None:
         """Refuse a gradient that reached a parameter outside of all captured calls."""
@@ -605,26 +513,33 @@ class Recorder:
             "it."
         )
 
+    def require_backward(self) -> int:
+        """Return the number of examples; refuse if no forward or no backward was recorded."""
+        if self.n is None:
+            raise RuntimeError(
+                "No forward was recorded. Call the model on the batch, with gradients on, and "
+                "then loss.backward()."
+            )
+        if not self.has_gradients:
+            raise RuntimeError(
+                "No backward was recorded. Call loss.backward() before reading gradients."
+            )
+        return self.n
+
     def gradients(self, scale: float, keep: str) -> Gradients:
         """Return the gradients of each example's own loss; `scale` undoes the loss reduction."""
         n = self.require_backward()
-        captured = [forward for forward in self.forwards if not forward.is_formed]
-        uses = dict[Use, BatchAxis | None]()
+        uses, formed = dict[Use, BatchAxis | None](), list[dict[str, Tensor]]()
         inside, derived = dict[str, Tensor](self._inside), dict[str, Derived]()
-        for forward in captured:
-            uses |= forward.uses
-            inside |= forward.stand_ins
-            derived |= forward.derived
-        for use, batch_axis in uses.items():
-            check_use(use, batch_axis)
-        formed = [
-            self._formed(forward, scale).grads()
-            for forward in self.forwards
-            if forward.is_formed and forward.has_gradient()
-        ]
-        found: Gradients = Captured(
+        for forward in self.forwards:
+            if not forward.is_formed:
+                uses |= forward.uses
+                inside |= forward.stand_ins
+                derived |= forward.derived
+            elif forward.has_gradient():
+                formed.append(self._formed(forward, scale).grads())
+        found = Captured(
             uses,
-            uses.values(),
             inside,
             derived,
             n=n,
@@ -632,24 +547,27 @@ class Recorder:
             keep=keep if self.shards is None else "small",
             gathered=self.shards.gathered if self.shards else None,
         )
-        if formed:
-            each = [found.grads(), *formed] if uses else formed
-            added = Formed({name: reduce(torch.add, [g[name] for g in each]) for name in formed[0]})
-        return added if formed else found
+        if not formed:
+            return found
+        each = [found.grads(), *formed] if uses else formed
+        return Formed({name: reduce(torch.add, [g[name] for g in each]) for name in formed[0]})
 
     def _formed(self, forward: Forward, scale: float) -> Formed:
         """Return the gradients of a forward that was computed without a graph, or row by row."""
-        cotangents = forward.scaled_cotangents(scale)
+        cotangents, k = forward.scaled_cotangents(scale), self.rows_per_unit
         with self.pause():
             if forward.alone is not None:
-                return gradients_alone(
-                    forward.alone, cotangents, self.parameters, self.rows_per_unit
-                )
+                return gradients_alone(forward.alone, cotangents, self.parameters, k)
             if forward.was_changed():
                 raise ChangedInPlaceError(CHANGED)
-            batch = self._batch((*forward.batch.arguments(), cotangents))
-            loss = partial(projected_outputs, rows_per_unit=self.rows_per_unit)
-            again = self.model, loss, batch, self.parameters, forward.outputs
+            arguments = (*forward.batch.arguments(), cotangents)
+            again = (
+                self.model,
+                partial(projected_outputs, rows_per_unit=k),
+                Batch(arguments, shares=True, rows_per_unit=k),
+                self.parameters,
+                forward.outputs,
+            )
             with gradients_set_aside(self.parameters):
                 try:
                     return again_by_vmap(*again)
@@ -686,102 +604,50 @@ class Recorder:
         for forward in self.forwards:
             forward.cache.checked |= {purpose, self._purpose(purpose)}
 
-    def _call(self, batch: Batch) -> Any:
-        args, kwargs = batch.arguments()
-        return self.model(*args, **kwargs)
-
-    def require_backward(self) -> int:
-        """Return the number of examples; refuse if no forward or no backward was recorded."""
-        if self.n is None:
-            raise RuntimeError(
-                "No forward was recorded. Call the model on the batch, with gradients on, and "
-                "then loss.backward()."
-            )
-        if not self.has_gradients:
-            raise RuntimeError(
-                "No backward was recorded. Call loss.backward() before reading gradients."
-            )
-        return self.n
-
-    def second_pass(
-        self, scale: float, free: Callable[[], None] = lambda: None
-    ) -> SecondPass | None:
-        """Return a function from factors (n,) to clipped sums by a second pass, or None.
-
-        The function returns None if the second forward is another function of the data. It calls
-        `free` first, to free the memory that the first pass holds.
-        """
+    def second_pass(self, scale: float, *, frees: bool = True) -> SecondPass | None:
+        """Return the second pass of "two_pass", which `frees` the first one's memory, or None."""
+        if self.method != "two_pass" or any(f.is_formed for f in self.forwards):
+            return None
         start = self.start
-        if self.method != "two_pass" or is_narrow(self.outputs) or start is None:
+        if start is None or is_narrow(self.outputs):
             return None
-        if any(f.by_vmap or f.cache.passes_differ for f in self.forwards):
-            return None
-        cotangents = [g for forward in self.forwards for g in forward.scaled_cotangents(scale)]
+        cotangents = self._scaled_cotangents(scale)
 
-        def again() -> Tensor:
-            outputs = self._repeated()
-            if outputs is None:
-                raise UnsupportedLayerError(
-                    "The second forward of method two_pass gives other outputs than the first: "
-                    "the model draws random numbers that can't be drawn again, or changes. Use "
-                    'grad_sample_mode="auto".'
-                )
+        def losses() -> Tensor:
+            outputs = list[Tensor]()
+            for forward in self.forwards:
+                args, kwargs = forward.batch.arguments()
+                assert forward.start is not None
+                with forward.start.replayed(self.model):
+                    outputs += float_leaves(self.model(*args, **kwargs))
             return combined(outputs, cotangents, rows_per_unit=self.rows_per_unit)
 
-        def run(factors: Tensor) -> dict[str, Tensor] | None:
-            if self._passes_differ():
-                return None
-            free()
-            with self.pause(), start.replayed(self.model):
-                if self.shards is not None:
-                    return self.shards.reweighted(again, factors)
-                return reweighted(again, self.parameters, factors)
-
-        return run
-
-    def _repeated(self) -> list[Tensor] | None:
-        """Return the outputs of second forwards, or None if they differ from the recorded ones."""
-        outputs = list[Tensor]()
-        for forward in self.forwards:
-            assert forward.start is not None
-            with forward.start.replayed(self.model):
-                outputs += float_leaves(self._call(forward.batch))
-        pairs = list(zip(outputs, self.outputs, strict=True))
-        is_same = all(ours.shape == theirs.shape for ours, theirs in pairs)
-        is_same = is_same and all(is_same_forward(o.detach(), t) for o, t in pairs)
-        return outputs if is_same else None
-
-    def _passes_differ(self) -> bool:
-        """True if second forwards give other outputs; tested once per cached analysis."""
-        purpose = ("second pass",)
-        if not self.was_checked(purpose) and self.shards is None:
-            with self.unchanged(), torch.no_grad():
-                differ = self._repeated() is None
-            for forward in self.forwards:
-                forward.cache.passes_differ |= differ
-            self.note_checked(purpose)
-        return any(forward.cache.passes_differ for forward in self.forwards)
+        contexts = self.pause, partial(start.replayed, self.model)
+        given = losses, self.losses(scale), self.parameters, contexts, self.shards
+        return SecondPass(*given, frees=frees)
 
     def losses(self, scale: float) -> Tensor:
         """Return (n,) products of outputs and cotangents, or zeros if `computes_loss`."""
         if self.computes_loss:
             return torch.zeros(self.n or 0)
-        cotangents = [g for forward in self.forwards for g in forward.scaled_cotangents(scale)]
+        cotangents = self._scaled_cotangents(scale)
         return combined(self.outputs, cotangents, rows_per_unit=self.rows_per_unit)
+
+    def _scaled_cotangents(self, scale: float) -> list[Tensor]:
+        return [g for forward in self.forwards for g in forward.scaled_cotangents(scale)]
 
     def reference(self, terms: Terms) -> Reference:
         """Return the definition of the recorded gradients, for a check."""
-        starts = [forward.start for forward in self.forwards if forward.start is not None]
-        scale, first = terms.scale, self.forwards[0]
+        calls, alone = partial(forwards_of, self.rows_per_unit), None
+        batch = self.forwards[0].batch
         if self.computes_loss:
-            calls, alone, batch = _loss_called, _loss_alone, first.batch
-            return Reference(
-                calls, self.model, batch, self.parameters, starts, mask=terms.mask, alone=alone
-            )
-        each = ((*f.batch.arguments(), f.scaled_cotangents(scale)) for f in self.forwards)
-        calls = partial(forwards_of, self.rows_per_unit)
-        batch = self._batch(tuple(each))
-        return Reference(calls, self.model, batch, self.parameters, starts, mask=terms.mask)
+            calls, alone = partial(_whole_steps, self.rows_per_unit), _loss_alone
+        else:
+            each = [(*f.batch.arguments(), f.scaled_cotangents(terms.scale)) for f in self.forwards]
+            batch = Batch(tuple(each), shares=True, rows_per_unit=self.rows_per_unit)
+        starts = [forward.start for forward in self.forwards if forward.start is not None]
+        given = self.model, batch, self.parameters, starts
+        return Reference(calls, *given, mask=terms.mask, alone=alone)
 
     def numbers_again(
         self, terms: Terms, method: str | None = None
@@ -835,22 +701,22 @@ class Recorder:
             yield
 
 
-class _Guarded:
-    """Wrapper of a module's call that abandons the recording on any exception."""
+class _Recorded:
+    """Call of a module that is recorded; of a class of its own, as analyses are kept by types."""
 
     def __init__(self, recorder: Recorder, call: Callable[..., Any]) -> None:
-        self.recorder, self._call = recorder, call
+        self._recorder, self._call = recorder, call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return self.recorder.run(self._call, args, kwargs)
-        except BaseException:  # also KeyboardInterrupt, for which torch runs no hook
-            self.recorder.abandon()
-            raise
+        """Return the outputs for the loop."""
+        return self._recorder.run(self._call, args, kwargs)
 
 
 class Zeroing:
-    """Wrapper of `zero_grad` of a module or optimizer that drops the recorded gradients, too."""
+    """Wrapper of `zero_grad` of a module or optimizer that drops the recorded gradients, too.
+
+    A copy of the module has its own `zero_grad` there, as it is not recorded.
+    """
 
     def __init__(self, recorder: Recorder, call: Callable[..., Any]) -> None:
         self._recorder, self._call = recorder, call
@@ -859,6 +725,41 @@ class Zeroing:
         """Drop what was recorded, then set the gradients to zero."""
         with self._recorder.zeroing():
             return self._call(*args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return partial, (self._call,)
+
+
+def _no_short_cut(module: nn.Module, args: Any) -> None:
+    """Forward pre-hook: Dynamo takes a module without hooks by its `forward`, past `run`."""
+
+
+def _refuse_gradients_of_inputs(forward: Forward) -> None:
+    """Refuse inputs with a gradient where the forward is computed without a graph."""
+    if any(tensor.requires_grad for tensor in forward.inputs()):
+        raise UnsupportedLayerError(
+            "An input of the model requires a gradient, which vmap and loop do not compute. "
+            "Detach the input, or call the model under engine.pause()."
+        )
+
+
+def _refuse_parameters_before(forward: Forward, names: Mapping[int, str]) -> None:
+    """Refuse inputs whose gradient leads to parameters outside of the model."""
+    for tensor in forward.inputs():
+        if not tensor.requires_grad:
+            continue
+        leaves = [getattr(node, "variable", None) for node in graph_nodes([tensor.grad_fn])]
+        for p in [tensor] if tensor.is_leaf else leaves:
+            if p is None or id(p) in names:
+                continue
+            if len(tensor) == forward.batch.num_rows and not isinstance(p, nn.Parameter):
+                continue  # rows whose gradient is asked for
+            raise UnsupportedLayerError(
+                f"The gradient of an input of the model leads to a parameter of shape "
+                f"{tuple(p.shape)} outside of it, which would be trained without clipping and "
+                "noise. Detach the input (fake.detach()), or put both into one module; a "
+                "generator's step through this model belongs under engine.pause()."
+            )
 
 
 def _projected(rows_per_unit: int, model: nn.Module, *calls: Any) -> Tensor:
@@ -869,18 +770,13 @@ def _projected(rows_per_unit: int, model: nn.Module, *calls: Any) -> Tensor:
 
 def _called(method: str, terms: Terms, reference: Reference) -> Numbers:
     """Return the numbers of another reference, by the same method."""
-    call = Call.checked(
-        partial(_projected, reference.batch.rows_per_unit),
-        reference.model,
-        reference.batch,
-        method=method,
-        check="off",
-        mask=reference.mask,
-    )
-    call = call.on(reference.model, reference.batch, dict(reference.parameters))
-    with reference.starts[0].replayed(reference.model):
+    model, batch, mask = reference.model, reference.batch, reference.mask
+    loss = partial(_projected, batch.rows_per_unit)
+    call = Call.of(loss, model, batch, Options(method=method, check="off"), mask=mask)
+    call = call.on(model, batch, reference.parameters, mask)
+    with reference.starts[0].replayed(model):
         gradients, found, _ = call.gradients()
-        terms = terms._replace(mask=reference.mask)
+        terms = terms._replace(mask=mask)
         return numbers_of(gradients, found, terms, is_definition=call.is_definition)
 
 
@@ -888,10 +784,9 @@ def _recorded(method: str, terms: Terms, reference: Reference) -> Numbers:
     """Record a forward that computes its loss, and return its numbers."""
     n, k = reference.batch.n, reference.batch.rows_per_unit
     recorder = Recorder(reference.model, method=method, rows_per_unit=k)
-    args, kwargs = reference.batch.arguments()
     try:
         with reference.starts[0].replayed(reference.model), torch.enable_grad():
-            reference.model.loss(*args, **kwargs).backward()  # type: ignore[operator]
+            _loss_alone(reference.model, reference.batch).backward()
         gradients = recorder.gradients(1.0 if terms.scale == 1 else float(n), "small")
         return numbers_of(gradients, torch.zeros(n), terms._replace(mask=reference.mask))
     finally:
@@ -905,7 +800,9 @@ def _loss_alone(model: nn.Module, batch: Batch) -> Tensor:
     return found
 
 
-def _loss_called(model: nn.Module, batch: Batch) -> list[Callable[[], tuple[Tensor, list[Tensor]]]]:
+def _whole_steps(
+    rows_per_unit: int, model: nn.Module, batch: Batch
+) -> list[Callable[[], tuple[Tensor, list[Tensor]]]]:
     """Return the forward of a batch that computes the loss, of which no row has its own output."""
 
     def run() -> tuple[Tensor, list[Tensor]]:

@@ -9,9 +9,7 @@ from typing import Any
 
 import torch
 
-from dualdp._validate import UnsupportedLayerError
-from dualdp_torch.per_sample.batch_axis import BatchAxis
-from dualdp_torch.per_sample.parameter_use import USE_LOOP, Derived, Use, graph_nodes
+from dualdp_torch.per_sample.parameter_use import Derived, Use, graph_nodes
 from dualdp_torch.rules import embedding, linear
 from dualdp_torch.rules.base import (
     Norms,
@@ -73,17 +71,15 @@ class Part:
     def grads(self, rows: Tensor | None = None) -> Tensor:
         """Return the per-use gradients, (n, *shape), or of the examples `rows` only."""
         rule = self.use.rule
-        if rows is None and self.beside is not None:
+        if rows is None and self.beside is not None and not self.is_apart:
             if self.slot in self.beside:
                 return self.beside.pop(self.slot)
             pair = self.ask(rule.pair) if self.slot == "weight" else None
             if pair is not None:
-                weight, self.beside["bias"] = map(self._of_units, pair)
-                return weight
-        return self._of_units(self.ask(rule.grads[self.slot], rows))
-
-    def _of_units(self, grads: Tensor) -> Tensor:
-        """Return gradients (n, *shape), of rows that are apart their sums."""
+                self.beside["bias"] = pair[1]
+                return pair[0]
+        grads: Tensor = self.ask(rule.grads[self.slot], rows)
+        # Of rows that are apart, a unit's gradient is their sum.
         return grads.unflatten(0, (-1, self.grads_out.shape[1])).sum(1) if self.is_apart else grads
 
     def sum(self, factors: Tensor, rows: Tensor | None) -> Tensor:
@@ -131,18 +127,6 @@ def tied(parts: list[Part]) -> Norms | None:
         for part in (table, head)
     )
     return (own + heads + 2 * inner).clamp(min=0), error
-
-
-def check_use(use: Use, batch_axis: BatchAxis | None) -> None:
-    """Check that a use has a batch axis and unchanged inputs."""
-    if use.grads_out is None:
-        return
-    use.check_unchanged()
-    if batch_axis is None and bool(use.grads_out.any()):
-        raise UnsupportedLayerError(
-            f"Where the examples lie in {use} could not be seen when the model was examined, since "
-            f"gradients vanished there. {USE_LOOP}"
-        )
 
 
 def leads_to(derived: Derived, parameters: Mapping[str, Tensor]) -> list[str]:

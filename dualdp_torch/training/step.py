@@ -249,7 +249,7 @@ class PrivateStep:
         self._refuse_uncompilable()
         assert self._yielded is not None
         yielded, check = self._yielded, self._checks.of_compiled()
-        self.recorder.twins.enter_model(batch, {}, len(draw.mask))
+        self.recorder.twins.enter_model(self.recorder.model, batch, {}, len(draw.mask))
         self.recorder.twins.end_forward()
         bounds = ledger.plan.clipping_bounds(ledger.max_grad_norm)
         device = next(iter(self.recorder.parameters.values())).device
@@ -412,7 +412,7 @@ class PrivateStep:
         if self._options.keep_per_sample and recorder.shards is None:
             grads = gradients.grads()
             self._grads.append({name: g[draw.mask.to(g.device)] for name, g in grads.items()})
-        n, second_pass = len(draw.mask), recorder.second_pass(terms.scale, gradients.forget)
+        n, second_pass = len(draw.mask), recorder.second_pass(terms.scale)
         if self._failure is not None or not self._checks.is_due():
             factors = clip_factors(gradients, n, terms.bounds, terms.clipping, terms.mask)
             self._begin(draw)
@@ -426,7 +426,7 @@ class PrivateStep:
             gradients,
             recorder.losses(terms.scale),
             terms,
-            second_pass=None if second_pass is None else lambda factors: second_pass,
+            second_pass=second_pass,
             is_definition=recorder.method == "loop",
         )
         found = [numbers]

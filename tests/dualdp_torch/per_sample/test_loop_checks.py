@@ -17,7 +17,14 @@ import dualdp.plan.clipping
 import dualdp_torch as dpt
 from dualdp import AccountingError, ExactnessError, UnsupportedLayerError
 from dualdp_torch.noise.noise import NoiseSource
-from dualdp_torch.per_sample import clip, gradients, numbers, recorder, use_gradients
+from dualdp_torch.per_sample import (
+    clip,
+    gradients,
+    numbers,
+    parameter_use,
+    recorder,
+    use_gradients,
+)
 from dualdp_torch.per_sample.checks import identity
 from dualdp_torch.rules import RULES, together
 from dualdp_torch.training import step as private_step
@@ -196,12 +203,12 @@ def dropped_part(fault):
 
 def second_pass(fault):
     """The factors of the second pass are those of other rows."""
-    right = recorder.reweighted
+    right = clip.reweighted
 
-    def wrong(losses, parameters, factors, *expected):
-        return right(losses, parameters, factors.roll(1) if fault.is_on else factors, *expected)
+    def wrong(losses, parameters, factors):
+        return right(losses, parameters, factors.roll(1) if fault.is_on else factors)
 
-    fault.patch.setattr(recorder, "reweighted", wrong)
+    fault.patch.setattr(clip, "reweighted", wrong)
 
 
 #: Name -> (how to plant it, the mode, one row in so many, changes of the plan).
@@ -498,7 +505,7 @@ def fails_once(monkeypatch, owner, name, when, error=None):
 PLACES = {
     "norms": (private_step, "clip_factors"),
     "sums": (private_step, "clipped_sums"),
-    "before them": (recorder, "check_use"),
+    "before them": (parameter_use.Use, "check_unchanged"),
     "noise": (NoiseSource, "noisy_mean"),
 }
 
