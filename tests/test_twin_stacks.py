@@ -61,7 +61,7 @@ DIFFERENT = {
 #: Reason -> functions of one stack alone.
 ALONE = {
     "Opacus' names": "fix PrivacyEngine.compile PrivacyEngine.pause",
-    MODULE: "PrivacyEngine.model record_per_sample",
+    MODULE: "record_per_sample",
     LOOK: "PrivacyEngine.rehearse",
     "programs of the user's": "add_noise adam_bc check noise_keys compile_clipped_grad_sum",
 }

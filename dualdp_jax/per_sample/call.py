@@ -155,8 +155,7 @@ def build(
 
     def of_one(model: PyTree, *arguments: PyTree, **kwargs: Any) -> Any:
         try:
-            with compat.as_user():
-                return loss_fn(model, *arguments, **kwargs)
+            return loss_fn(model, *arguments, **kwargs)
         except (TypeError, ValueError, IndexError) as error:
             if type(error) not in (TypeError, ValueError, IndexError):
                 raise
