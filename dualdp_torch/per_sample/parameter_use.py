@@ -44,46 +44,26 @@ def comes_from(function: Any, *packages: str) -> bool:
     return (getattr(function, "__module__", None) or "").startswith(packages)
 
 
-class _Attach(torch.autograd.Function):
-    """Gives a graph node to an output that would need no gradient, such as the first layer's.
+class _OwnNode(torch.autograd.Function):
+    """Identity that gives an output a graph node of its own, and shares its memory.
 
-    The output itself is marked as changed rather than viewed, so that a later in-place operation on
-    it stays legal.
+    The first layer's output would have no node, and a change in place of a view gets a graph around
+    the node at which its gradient would arrive. The result is no view, so that such a change stays
+    legal.
     """
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, leaf: Tensor) -> Tensor:
-        """Return the same tensor, now part of the graph."""
-        ctx.mark_dirty(out)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """Return the gradient for the output; there is nothing to differentiate below."""
-        return grad, None
-
-
-attach: Callable[[Tensor, Tensor], Tensor] = _Attach.apply
-
-
-class _NoView(torch.autograd.Function):
-    """Identity whose output shares its input's memory and is no view for autograd.
-
-    A change in place of a view gets a graph around the node at which its gradient would arrive.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, out: Tensor) -> Tensor:
-        """Return the same values."""
+        """Return the same values; `leaf` makes them part of the graph."""
         return out.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         """Return the gradient unchanged."""
-        return grad
+        return grad, None
 
 
-no_view: Callable[[Tensor], Tensor] = _NoView.apply
+own_node: Callable[[Tensor, Tensor], Tensor] = _OwnNode.apply
 
 
 class SecondOrderError(UnsupportedLayerError):
@@ -228,17 +208,6 @@ def graph_nodes(roots: Iterable[Any]) -> list[Any]:
             for child, _ in node.next_functions:
                 stack.append(child)
     return [*seen]
-
-
-def refuse_reentrant_checkpoints(total: Tensor) -> None:
-    """Refuse a graph that holds a reentrant checkpoint, whose parameters autograd can't see.
-
-    `torch.autograd.grad` runs only the nodes between the total and the requested tensors: a
-    parameter used only inside a checkpoint would get no gradient, without an error.
-    """
-    for node in graph_nodes([total.grad_fn]):
-        if node.name() == "CheckpointFunctionBackward":
-            raise UnsupportedLayerError(REENTRANT)
 
 
 REENTRANT = (
