@@ -32,8 +32,8 @@ from dualdp_torch.per_sample.compiled import (
 )
 from dualdp_torch.per_sample.explanation import explain as explain
 from dualdp_torch.per_sample.model_checks import Finding as Finding
-from dualdp_torch.per_sample.model_fixes import ModuleValidator as ModuleValidator
-from dualdp_torch.per_sample.model_fixes import fix as fix
+from dualdp_torch.per_sample.model_checks import ModuleValidator as ModuleValidator
+from dualdp_torch.per_sample.model_checks import fix as fix
 from dualdp_torch.per_sample.parameter_use import ChangedInPlaceError as ChangedInPlaceError
 from dualdp_torch.per_sample.recorded_forward import Record as Record
 from dualdp_torch.per_sample.recorded_forward import record_per_sample as record_per_sample

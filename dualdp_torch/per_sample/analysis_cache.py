@@ -1,30 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cache of what a model's first batch of a kind showed, valid while model and loss are alive."""
+"""What a model's first batch of a kind showed, kept while model and loss are alive.
+
+The axes of a recorded model's uses are found here, too, the same on all processes.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import types
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from dualdp._validate import UnsupportedLayerError
+from dualdp_torch.parallel.fsdp import Shards
 from dualdp_torch.parallel.process_group import modules_of
 from dualdp_torch.per_sample.batch import Batch
-from dualdp_torch.per_sample.examination import Axes
-from dualdp_torch.per_sample.parameter_use import comes_from
+from dualdp_torch.per_sample.batch_axis import BatchAxis, of_single
+from dualdp_torch.per_sample.capture import Capture
+from dualdp_torch.per_sample.examination import ELSEWHERE, Axes, examine
+from dualdp_torch.per_sample.outputs import projected
+from dualdp_torch.per_sample.parameter_use import USE_LOOP, comes_from
 from dualdp_torch.per_sample.units import UnitLoss
+from dualdp_torch.per_sample.vmap_and_loop import gradients_set_aside
 
 _log = logging.getLogger("dualdp")
+_SAMPLE = 8  # examples that one process shares for the analysis by all
 #: Number of losses and shapes cached for one model.
 MAX_CACHED = 64
-_FUNCTIONS = {types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial}
+_FUNCTIONS = {types.FunctionType, types.MethodType, types.BuiltinFunctionType, partial}
 _HOOKS_OF_ALL_MODULES = (
     nn.modules.module._global_forward_pre_hooks,
     nn.modules.module._global_forward_hooks,
@@ -46,7 +57,6 @@ class AnalysisCache:
         by_data: bool, True if the data may pick rows of a use, so that every batch is checked.
         bytes_each: gradients that are kept -> bytes per example.
         checked: calls that were compared with their definition.
-        returns_number: bool, True if the model returns a number beside its outputs; None: unknown.
     """
 
     def __init__(self, referents: list[Callable[[], Any]]) -> None:
@@ -57,7 +67,6 @@ class AnalysisCache:
         self.needs_loop = False
         self.bytes_each: dict[str, int] = {}
         self.checked: set[Any] = set()
-        self.returns_number: bool | None = None
         self._referents, self._seed = referents, 0
 
     def is_alive(self) -> bool:
@@ -107,25 +116,15 @@ def cached_analyses(model: nn.Module, loss_fn: Callable[..., Any], batch: Batch)
 
     A model with other modules, hooks, functions or switches than before is a new one.
     """
-    referents: list[Callable[[], Any]] = []
-    modules, switches = modules_of(model), list[Any]()
+    referents, modules = list[Callable[[], Any]](), modules_of(model)
+    attributes = [value for module in modules for value in vars(module).values()]
     parameters = [p for module in modules for p in module._parameters.values()]
-    for module in modules:
-        for value in vars(module).values():
-            # What may choose the path: switches, if a number is zero, which function, and types.
-            kind = type(value)
-            if value is None or kind is bool or kind is str:
-                switches.append(value)
-            elif kind is int or kind is float:
-                switches.append((kind, value != 0))
-            elif kind not in _CONTAINERS:
-                switches.append(_function(value, referents) if kind in _FUNCTIONS else kind)
     key = (
-        _function(loss_fn, referents),
+        _key(loss_fn, referents),
         batch.signature(),
         tuple(map(type, modules)),
-        tuple(switches),
-        _hooks(modules, referents),
+        tuple([_switch(v, referents) for v in attributes if type(v) not in _CONTAINERS]),
+        tuple([(*place, _key(hook, referents)) for *place, hook in _hooks(modules)]),
         torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"),
         tuple([(id(p), p.requires_grad) for p in parameters if p is not None]),
     )
@@ -139,63 +138,151 @@ def cached_analyses(model: nn.Module, loss_fn: Callable[..., Any], batch: Batch)
     return found
 
 
-def _hooks(modules: Iterable[nn.Module], referents: list[Callable[[], Any]]) -> tuple[Any, ...]:
-    """Return the hooks by their modules, without our own, which every recorder adds anew."""
-    of_each = [
-        (place, m._forward_pre_hooks, m._forward_hooks, m._backward_pre_hooks, m._backward_hooks)
-        for place, m in enumerate(modules)
-        if m._forward_pre_hooks or m._forward_hooks or m._backward_pre_hooks or m._backward_hooks
-    ]
-    return tuple(
-        [
-            (place, kind, _function(hook, referents))
-            for place, *tables in [(None, *_HOOKS_OF_ALL_MODULES), *of_each]
-            for kind, table in enumerate(tables)
-            for hook in table.values()
-            if not comes_from(hook, "dualdp_torch.")
-        ]
-    )
+def _hooks(modules: Sequence[nn.Module]) -> Iterator[tuple[Any, ...]]:
+    """Yield (module's place, kind, hook), without our own, which every recorder adds anew."""
+    names = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+    tables = [(-1, kind, table) for kind, table in enumerate(_HOOKS_OF_ALL_MODULES)]
+    for place, module in enumerate(modules):
+        own = vars(module)
+        tables += [(place, kind, own[name]) for kind, name in enumerate(names) if own[name]]
+    for place, kind, table in tables:
+        for hook in table.values():
+            if not comes_from(hook, "dualdp_torch."):
+                yield place, kind, hook
 
 
-def _function(function: Any, referents: list[Callable[[], Any]]) -> Any:
-    """Return a key that is equal for functions created anew at every step over the same objects."""
-    if isinstance(function, UnitLoss):
-        return function.has_weights, function.has_aux, _function(function.loss_fn, referents)
-    if isinstance(function, types.MethodType):
-        return _id(function.__self__, referents), _function(function.__func__, referents)
-    if isinstance(function, functools.partial):
-        given = (*function.args, *function.keywords.values())
-        names, inner = tuple(function.keywords), _function(function.func, referents)
-        return inner, names, _objects(given, referents)
-    if not isinstance(function, types.FunctionType):
-        return _id(function, referents)
-    held = list[Any]()
-    for cell in function.__closure__ or ():
-        with contextlib.suppress(ValueError):  # an empty cell
-            held.append(cell.cell_contents)
-    held += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    return function.__code__, _objects(held, referents)
-
-
-def _objects(values: Iterable[Any], referents: list[Callable[[], Any]]) -> tuple[Any, ...]:
-    """Return a key of what a function holds: data and containers by kind, everything else by id."""
-    return tuple([_object(value, referents) for value in values])
-
-
-def _object(value: Any, referents: list[Callable[[], Any]]) -> Any:
+def _switch(value: Any, referents: list[Callable[[], Any]]) -> Any:
+    """Return a key of what an attribute may choose by: if it is zero, a function, a type."""
     kind = type(value)
-    if torch.is_tensor(value):
-        return value.shape, value.dtype
+    if kind is int or kind is float:
+        return kind, value != 0
+    is_switch = value is None or kind is bool or kind is str or kind in _FUNCTIONS
+    return _key(value, referents) if is_switch else kind
+
+
+def _key(value: Any, referents: list[Callable[[], Any]], depth: int = 2) -> Any:
+    """Return a key that is equal for functions created anew at every step over the same objects.
+
+    What they hold counts by kind if it is data or a container, and by id if it is an object, to
+    which a weak reference is recorded; an object without one is kept alive.
+    """
+    kind: Any = type(value)
+    parts = list[Any]()
+    if value is None or kind is bool or kind is str or kind is int:
+        return value
     if kind is float:
         return kind, value != 0
-    return kind if kind in _CONTAINERS else _id(value, referents)
-
-
-def _id(value: Any, referents: list[Callable[[], Any]]) -> int:
-    """Return the object's id and record a weak reference; an object without one is kept alive."""
-    try:
-        referents.append(weakref.ref(value))
-    except TypeError:
-        if value is not None:  # a referent None would read as a dead reference
+    if kind in _CONTAINERS or torch.is_tensor(value):
+        return (value.shape, value.dtype) if torch.is_tensor(value) else kind
+    if isinstance(value, UnitLoss):
+        return value.has_weights, value.has_aux, _key(value.loss_fn, referents)
+    if depth and isinstance(value, types.MethodType):
+        parts = [value.__func__, value.__self__]
+    elif depth and isinstance(value, partial):
+        kind, parts = tuple(value.keywords), [value.func, *value.args, *value.keywords.values()]
+    elif depth and isinstance(value, types.FunctionType):
+        kind, parts = value.__code__, list(value.__defaults__ or ())
+        parts += (value.__kwdefaults__ or {}).values()
+        for cell in value.__closure__ or ():
+            with contextlib.suppress(ValueError):  # an empty cell
+                parts.append(cell.cell_contents)
+    else:
+        try:
+            referents.append(weakref.ref(value))
+        except TypeError:
             referents.append(lambda: value)
-    return id(value)
+        return id(value)
+    return kind, *[_key(part, referents, depth - 1) for part in parts]
+
+
+class ForwardAnalysis:
+    """Finds the batch axes of the parameter uses of a recorded model.
+
+    A sharded model gathers its parameters in a forward of all processes together. So all processes
+    analyse it on the same few examples as soon as one process needs the analysis.
+
+    `inside` has the parameters as the forward sees them; in the context that `pause` returns, the
+    model's calls are not recorded. An example is a unit of `rows_per_unit` rows. The uses at the
+    positions `skip` hold no examples, and `cache` has the analyses of the model on batches like the
+    last one.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inside: Mapping[str, nn.Parameter],
+        shards: Shards | None,
+        pause: Callable[[], AbstractContextManager[None]],
+        rows_per_unit: int,
+    ) -> None:
+        self._model, self._inside, self._shards, self._pause = model, inside, shards, pause
+        self._loss = partial(projected, rows_per_unit=rows_per_unit)
+        self._batch: Batch
+        self.cache = AnalysisCache([])
+        self.skip: frozenset[int] = frozenset()
+
+    def begin(self, batch: Batch) -> str | None:
+        """Analyse a new model; return the reason why captured uses can't be trusted, or None."""
+        self._batch, self.cache = batch, cached_analyses(self._model, self._loss, batch)
+        self._examine_if(lambda: not self.cache.is_known)
+        problem = self.cache.problem
+        if problem and self._shards is not None:
+            raise UnsupportedLayerError(
+                f"{problem}, so its gradients need vmap, which can't gather the parameters of a "
+                "model under fully_shard. Expected layers that a rule covers; change that layer, "
+                "or train without fully_shard."
+            )
+        # A batch of one shows nothing, but must skip the same uses as the other processes.
+        before = self.skip if self._shards is not None else frozenset()
+        self.skip = before if self.cache.skip is None else self.cache.skip
+        return problem
+
+    def batch_axes(self, capture: Capture) -> tuple[BatchAxis | None, ...]:
+        """Return the batch axis of each use of the forward that has ended, None if not known."""
+        cache, signatures = self.cache, tuple([use.signature for use in capture.uses])
+        self._examine_if(lambda: signatures not in cache.axes)
+        n, k = self._batch.n, self._batch.rows_per_unit
+        if capture.hooked:
+            raise UnsupportedLayerError(
+                f"The forward registers a gradient hook on the output of {capture.hooked}, whose "
+                f"gradient is captured before the hook. {USE_LOOP}"
+            )
+        if n == 1:
+            return tuple(
+                of_single(use.out_shape, use.possible_axes, use.rule.rows_are_free, k)
+                for use in capture.uses
+            )
+        if signatures not in cache.axes:
+            reason = cache.problem or "fewer than two of its outputs are finite"
+            raise UnsupportedLayerError(
+                f"The model could not be examined on this batch: {reason}, or chance (layerdrop) "
+                f"or the other examples decide which layers run. {USE_LOOP}"
+            )
+        misfit = cache.axes[signatures].misfit(capture.uses, n)
+        if misfit is not None:
+            cache.add(ELSEWHERE.format(misfit))
+            raise UnsupportedLayerError(f"{ELSEWHERE.format(misfit)} {USE_LOOP}")
+        return cache.axes[signatures].batch_axes
+
+    def _examine_if(self, is_missing: Callable[[], bool]) -> None:
+        """Examine the model if `is_missing`, on the examples of each such process in turn."""
+        missing = self._batch.n > 1 and is_missing()
+        if self._shards is None:
+            if missing:
+                self._examine(self._batch)
+            return
+        while (rank := self._shards.first_that(missing)) is not None:
+            few = self._batch.rows(slice(0, _SAMPLE)).arguments()
+            device = self._batch.tensors()[0].device
+            sample = self._shards.sample_of(rank, few, device)
+            k = self._batch.rows_per_unit
+            self._examine(Batch(sample, shares=True, rows_per_unit=k))
+            missing = missing and rank != self._shards.group.rank and is_missing()
+
+    def _examine(self, batch: Batch) -> None:
+        """Examine the model on a batch, and cache the result if it may be reused."""
+        with self._pause(), gradients_set_aside(self._inside), torch.enable_grad():
+            found = examine(self._model, self._loss, batch, self._inside)
+        theirs, ours = batch.signature(), self._batch.signature()
+        if theirs == ours or (self._batch.n == 1 and theirs[:2] == ours[:2]):
+            self.cache.add(found)

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Examination of a model on its first batch: where the examples lie in every parameter use."""
+"""Where the examples lie in every parameter use of a model, as its first batch shows."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -28,7 +27,6 @@ from dualdp_torch.per_sample.random_state import (
     checksums,
     on_copies,
     refuse_written,
-    untouched_generators,
 )
 from dualdp_torch.rules.base import Tensor
 
@@ -107,42 +105,40 @@ class _Examination:
     parameters: Mapping[str, Tensor]
     has_aux: bool
 
-    def run(
-        self, batch: Batch, skip: frozenset[int] = frozenset(), *, backward: bool = False
-    ) -> _Seen:
-        """Run a forward on copies of the buffers, and perhaps the backward of its losses."""
-        names = {id(p): name for name, p in self.parameters.items()}
-        outs = list[Tensor]()
-        state = RandomState.of(self.model)
+    def run(self, batch: Batch, skip: frozenset[int], *, backward: bool = False) -> _Seen:
+        """Capture a forward, and perhaps the backward of its losses."""
+        names, outs = {id(p): name for name, p in self.parameters.items()}, list[Tensor]()
 
         def note(use: Use, out: Tensor) -> None:
             outs.append(out.detach().clone())
 
-        with on_copies(self.model), untouched_generators(self.model):
+        state = RandomState.of(self.model)
+        with on_copies(self.model), state.repeated():
             with Capture(names, note, skip, self.model) as capture:
                 out = self.loss_fn(self.model, *batch.arguments())
-            losses = check_losses(split_aux(out, self.has_aux)[0], batch.n)
-            has_drawn = not state.is_as_before(self.model)
+            losses, has_drawn = (
+                check_losses(split_aux(out, self.has_aux)[0], batch.n),
+                state.has_drawn(),
+            )
             leftover = capture.backward(losses.sum(), self.parameters) if backward else []
-            return _Seen(capture, outs, losses, has_drawn, leftover)
+        return _Seen(capture, outs, losses.detach(), has_drawn, leftover)
 
-    def plain(self, batch: Batch) -> tuple[Tensor, bool]:
-        """Return (n,) losses of a plain forward, and if it drew random numbers."""
+    def usable(self, batch: Batch, mask: Tensor | None) -> tuple[Batch | None, bool]:
+        """Return a few examples with finite losses, evenly spread, and if the forward drew numbers.
+
+        None stands for fewer than two examples.
+        """
         state = RandomState.of(self.model)
-        with on_copies(self.model), untouched_generators(self.model):
+        with on_copies(self.model), state.repeated():
             out = self.loss_fn(self.model, *batch.arguments())
-            has_drawn = not state.is_as_before(self.model)
-        return check_losses(split_aux(out, self.has_aux)[0], batch.n).detach(), has_drawn
-
-    def usable(self, batch: Batch, mask: Tensor | None) -> Batch | None:
-        """Return a few examples with finite losses, evenly spread; None if there is only one."""
-        losses, _ = self.plain(batch)
+            has_drawn = state.has_drawn()
+        losses = check_losses(split_aux(out, self.has_aux)[0], batch.n)
         good = losses.isfinite() if mask is None else losses.isfinite() & mask.to(losses.device)
         rows = good.nonzero().flatten()
         if len(rows) < 2:
-            return None
+            return None, has_drawn
         spread = torch.linspace(0, len(rows) - 1, min(EXAMPLES, len(rows))).round().long()
-        return batch.rows(rows[spread.to(rows.device)])
+        return batch.rows(rows[spread.to(rows.device)]), has_drawn
 
 
 def examine(
@@ -167,18 +163,18 @@ def examine(
     """
     refuse_mixing_modules(model)
     before, own = checksums(model), _Examination(model, loss_fn, parameters, has_aux)
-    with eagerly(), NoRandomness():
+    with eagerly():
         with _Picking() as picking:
-            few = own.usable(batch, mask)
+            few, has_drawn = own.usable(batch, mask)
         refuse_written(before, model)
         if few is None:
             return None
         tolerance = tolerance_of(model, parameters, batch)
-        try:
-            return _axes(own, few, tolerance, picking.was_seen)
-        except SecondOrderError as error:
-            _refuse_apart(own, few, tolerance)
-            return str(error)
+        with NoRandomness() if has_drawn else contextlib.nullcontext():
+            try:
+                return _axes(own, few, tolerance, picking.was_seen)
+            except SecondOrderError as error:
+                return str(error)
 
 
 def _axes(own: _Examination, few: Batch, tolerance: float, picks: bool) -> Axes | str:
@@ -187,28 +183,29 @@ def _axes(own: _Examination, few: Batch, tolerance: float, picks: bool) -> Axes 
     backwards = few.rows(torch.arange(few.n - 1, -1, -1))
     while True:
         whole = own.run(few, skip, backward=True)
-        if not skip:
-            _refuse_apart(own, few, tolerance)
         turned = own.run(backwards, skip)
         # Copies of one example, of another number: nothing is spread over a batch of one.
         copies = 2 if few.n > 2 else 3
         alone = [own.run(few.rows(torch.full((copies,), row)), skip) for row in ends]
+        if not skip and not whole.has_drawn:  # by Python or NumPy: others may be drawn alone
+            single = torch.cat([seen.losses[:1] for seen in alone])
+            _refuse_apart(own, few, whole.losses[[*ends]], single, tolerance)
         if any(seen.signatures() != whole.signatures() for seen in (turned, *alone)):
             return "which layers run depends on the examples"
         uses, fixed, axes = whole.capture.uses, set[int](), list[list[BatchAxis]]()
         for i, use in enumerate(uses):
             rules = use.possible_axes, use.rule.rows_are_free, few.rows_per_unit
             by_shape = candidates(use.out_shape, few.n, *rules)
-            for row, single in zip(ends, alone, strict=True):
-                if whole.outs[i].shape == single.outs[i].shape and use.can_skip:
+            for row, one in zip(ends, alone, strict=True):
+                if whole.outs[i].shape == one.outs[i].shape and use.can_skip:
                     fixed.add(use.position)
-                by_shape = [a for a in by_shape if _stands(a, whole, single, i, row, few.n)]
+                by_shape = [a for a in by_shape if _stands(a, whole, one, i, row, few.n)]
             left = [
                 axis
                 for axis in by_shape
                 if all(
-                    _stands(axis, seen, single, i, place, few.n, tolerance)
-                    for row, single in zip(ends, alone, strict=True)
+                    _stands(axis, seen, one, i, place, few.n, tolerance)
+                    for row, one in zip(ends, alone, strict=True)
                     for seen, place in ((whole, row), (turned, few.n - 1 - row))
                 )
             ]
@@ -266,37 +263,28 @@ def _near(ours: Tensor, theirs: Tensor, tolerance: float) -> bool:
     return bool((near | (a == b) | (a.isnan() & b.isnan())).all())
 
 
-def _refuse_apart(own: _Examination, few: Batch, tolerance: float) -> None:
-    """Refuse losses that are others alone than in the batch, in float64 too."""
-    apart = _largest_gap(own, few)
+def _refuse_apart(
+    own: _Examination, few: Batch, together: Tensor, single: Tensor, tolerance: float
+) -> None:
+    """Refuse losses of the first and the last example that are others alone, in float64 too."""
+    size = torch.maximum(together.abs(), together.abs().mean()).clamp(min=1e-6)
+    apart = float(((together - single).abs() / size).nan_to_num(torch.inf).max())
     if apart <= tolerance:
         return
     with contextlib.suppress(*CANT_REPEAT):
         double = replace(own, model=copy.deepcopy(own.model).double())
-        tensors = [t.double() if t.is_floating_point() else t for t in few.tensors()]
-        same = _largest_gap(own, few, double.plain(few.on(tensors))[0])
-        if same <= 0.3 and _largest_gap(double, few.on(tensors)) <= TOLERANCE[torch.float64]:
+        wide = few.on([t.double() if t.is_floating_point() else t for t in few.tensors()])
+        rows = [wide.rows(slice(row, row + 1)) for row in (0, few.n - 1)]
+        losses = double.run(wide, frozenset()).losses[[0, -1]]
+        exact = torch.cat([double.run(row, frozenset()).losses for row in rows])
+        if _near(losses, exact, TOLERANCE[torch.float64]):
             return
-    size = exactness.power_of_ten(apart)
     raise UnsupportedLayerError(
         f"The loss of an example is another one alone than in the batch (relative difference "
-        f"{size}): the losses depend on other examples, so no per-sample gradient exists. Remove "
-        "what mixes examples (batch statistics, a mean over the batch, attention over examples)."
+        f"{exactness.power_of_ten(apart)}): the losses depend on other examples, so no per-sample "
+        "gradient exists. Remove what mixes examples (batch statistics, a mean over the batch, "
+        "attention over examples)."
     )
-
-
-def _largest_gap(own: _Examination, few: Batch, expected: Tensor | None = None) -> float:
-    """Return the largest relative difference of losses alone, or of expected ones, in the batch."""
-    together, has_drawn = own.plain(few)
-    if has_drawn:  # by Python or NumPy: an example alone may draw other numbers
-        return 0.0
-    if expected is None:
-        ends = (0, few.n - 1)
-        alone = [own.plain(few.rows(slice(row, row + 1)))[0] for row in ends]
-        together, expected = together[list(ends)], torch.cat(alone)
-    size = torch.maximum(together.abs(), together.abs().mean()).clamp(min=1e-6)
-    gap = float(((together - expected.to(together)).abs() / size).max())
-    return math.inf if math.isnan(gap) else gap
 
 
 def tolerance_of(model: nn.Module, parameters: Mapping[str, Tensor], batch: Batch) -> float:

@@ -16,28 +16,29 @@ from torch.overrides import (
 )
 
 
-def remove_mode(mode: TorchFunctionMode) -> int | None:
-    """Remove a mode from this thread's stack; return the number of modes above it, or None."""
+def remove_mode(mode: TorchFunctionMode) -> bool:
+    """Remove a mode from this thread's stack; False if it was not there."""
     if (size := _len_torch_function_stack()) and _get_function_stack_at(size - 1) is mode:
         _pop_mode()
-        return 0
+        return True
     stack = _get_current_function_mode_stack()
-    position = next((i for i, other in enumerate(stack) if other is mode), None)
-    if position is None:
-        return None
-    above = [_pop_mode() for _ in stack[position + 1 :]]
-    _pop_mode()
-    for other in reversed(above):
-        _push_mode(other)
-    return len(above)
+    if mode not in stack:
+        return False
+    _replace_modes(stack, [other for other in stack if other is not mode])
+    return True
 
 
-def insert_mode(mode: TorchFunctionMode, above: int) -> None:
-    """Push a mode on this thread's stack, below the `above` topmost modes."""
-    held = [_pop_mode() for _ in _get_current_function_mode_stack()[-above:]] if above else []
-    _push_mode(mode)
-    for other in reversed(held):
-        _push_mode(other)
+def insert_lowest(mode: TorchFunctionMode) -> None:
+    """Put a mode below all others of this thread's stack."""
+    stack = _get_current_function_mode_stack()
+    _replace_modes(stack, [mode, *stack])
+
+
+def _replace_modes(stack: list[TorchFunctionMode], modes: list[TorchFunctionMode]) -> None:
+    for _ in stack:
+        _pop_mode()
+    for mode in modes:
+        _push_mode(mode)
 
 
 def autocast_dtypes() -> tuple[tuple[str, torch.dtype], ...]:

@@ -6,10 +6,10 @@ from __future__ import annotations
 import contextlib
 import pickle
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,97 +21,82 @@ from dualdp._validate import UnsupportedLayerError
 from dualdp_torch.parallel.process_group import modules_of
 from dualdp_torch.rules.base import Tensor
 
-
-class TorchState(NamedTuple):
-    """States of torch's global generators, which are cheap to save: CPU and each CUDA device."""
-
-    host: Tensor
-    devices: list[Tensor]
-
-    @classmethod
-    def now(cls) -> TorchState:
-        """Return the current states."""
-        on_cuda = torch.cuda.is_initialized()
-        return cls(torch.get_rng_state(), torch.cuda.get_rng_state_all() if on_cuda else [])
-
-    def put(self) -> None:
-        """Restore the generators to these states."""
-        torch.set_rng_state(self.host)
-        for device, state in enumerate(self.devices):
-            torch.cuda.set_rng_state(state, device)
-
-    def is_same(self, other: TorchState) -> bool:
-        """True if both states are equal."""
-        pairs = [(self.host, other.host), *zip(self.devices, other.devices, strict=False)]
-        return all(torch.equal(ours, theirs) for ours, theirs in pairs)
-
-
-@dataclass(frozen=True)
-class RandomState:
-    """States of torch's, NumPy's and Python's global generators and of those that modules hold."""
-
-    torch: TorchState
-    shared: list[tuple[Any, Any]]  # generator and state, of Python's and NumPy's
-    own: list[tuple[Any, Any]]  # generator and state, of attributes of modules
-
-    @classmethod
-    def of(cls, model: nn.Module | None = None) -> RandomState:
-        """Return the current states; those of no module's generators without a model."""
-        modules = () if model is None else model.modules()
-        held = [v for m in modules for v in vars(m).values() if isinstance(v, _GENERATORS)]
-        read = [[(g, _access(g)[0]()) for g in some] for some in (_SHARED, held)]
-        return cls(TorchState.now(), *read)
-
-    def is_as_before(self, model: nn.Module) -> bool:
-        """True if nothing was drawn since."""
-        now = RandomState.of(model)
-        ours, theirs = ([_bits(state) for _, state in s.shared + s.own] for s in (self, now))
-        return self.torch.is_same(now.torch) and ours == theirs
-
-    def put(self) -> None:
-        """Restore every generator to these states."""
-        self.torch.put()
-        for generator, state in self.shared + self.own:
-            _access(generator)[1](state)
-
-
-_SHARED = (random, np.random)
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
-def _access(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], Any], Callable[[int], Any]]:
-    """Return the functions that read, set and seed a generator's state."""
+def _state_of(generator: Any) -> tuple[Callable[[Any], Any], Any]:
+    """Return the function that sets a generator's state, and a copy of the state."""
     if generator is random or isinstance(generator, random.Random):
-        return generator.getstate, generator.setstate, generator.seed
+        return generator.setstate, generator.getstate()
     if isinstance(generator, np.random.Generator):
         bits = generator.bit_generator
-        put = partial(setattr, bits, "state")
-        return lambda: bits.state, put, lambda seed: put(type(bits)(seed).state)
-    seed = generator.manual_seed if isinstance(generator, torch.Generator) else generator.seed
-    return generator.get_state, generator.set_state, seed
+        return partial(setattr, bits, "state"), bits.state
+    if generator is torch:
+        return torch.set_rng_state, torch.get_rng_state()
+    if generator is torch.cuda:
+        return torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all()
+    return generator.set_state, generator.get_state()
 
 
-def _bits(state: Any) -> bytes:
-    """Return a state as bytes, for comparison."""
-    return state.numpy().tobytes() if torch.is_tensor(state) else pickle.dumps(state)
+class RandomState:
+    """State of torch's, NumPy's and Python's global generators, and of others, such as modules'."""
+
+    def __init__(self, own: Iterable[Any] = ()) -> None:
+        everywhere = [torch, random, np.random, *[torch.cuda] * torch.cuda.is_initialized()]
+        self._own = [*own]
+        self._generators = [*everywhere, *self._own]
+        self._states = [_state_of(generator) for generator in self._generators]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> RandomState:
+        """Return the state with that of the generators that modules hold as attributes."""
+        attributes = [v for m in modules_of(model) for v in vars(m).values()]
+        return cls([v for v in attributes if isinstance(v, _GENERATORS)])
+
+    def on(self, model: nn.Module) -> RandomState:
+        """Return this state for the generators of a copy of the model."""
+        other = RandomState.of(model)
+        pairs = zip(other._states, self._states, strict=True)
+        other._states = [(put, state) for (put, _), (_, state) in pairs]
+        return other
+
+    def bits(self) -> list[bytes]:
+        """Return the states as bytes, for comparison."""
+        states = [state for _, state in self._states]
+        return [s.numpy().tobytes() if torch.is_tensor(s) else pickle.dumps(s) for s in states]
+
+    def now(self) -> RandomState:
+        """Return the present state of the same generators."""
+        return RandomState(self._own)
+
+    def has_drawn(self) -> bool:
+        """True if numbers were drawn since."""
+        return self.bits() != self.now().bits()
+
+    def put(self) -> None:
+        """Restore every generator to its state."""
+        for put, state in self._states:
+            put(state)
+
+    @contextlib.contextmanager
+    def repeated(self) -> Iterator[None]:
+        """Context that begins in this state, and restores the present one at its end."""
+        now = self.now()
+        self.put()
+        try:
+            yield
+        finally:
+            now.put()
 
 
 @contextlib.contextmanager
 def untouched_generators(model: nn.Module | None = None) -> Iterator[None]:
     """Context that restores all generators at its end."""
-    now = RandomState.of(model)
+    now = RandomState() if model is None else RandomState.of(model)
     try:
         yield
     finally:
         now.put()
-
-
-def seed_generators(model: nn.Module, seed: int) -> None:
-    """Seed every generator."""
-    torch.manual_seed(seed)
-    now = RandomState.of(model)
-    for generator, _ in now.shared + now.own:
-        _access(generator)[2](seed)
 
 
 @contextlib.contextmanager
@@ -121,29 +106,21 @@ def attributes_kept(model: nn.Module) -> Iterator[None]:
     FSDP exchanges parameters, which stay. Hooks that were added go, since the attribute that tells
     that they are there does; a hook may remove itself for good.
     """
-    kept, hooks = list[tuple[Any, Any]](), list[tuple[dict[int, Any], set[int]]]()
+    kept = list[tuple[Any, Any, bool]]()
     for attributes in map(vars, modules_of(model)):
-        kept.append((attributes, dict(attributes)))
+        kept.append((attributes, attributes.copy(), False))
         for key, v in attributes.items():
-            if "_hooks" in key and isinstance(v, dict):
-                hooks.append((v, set(v)))
-            elif isinstance(v, list | dict | set) and key != "_parameters":
-                kept.append((v, v.copy()))
+            if isinstance(v, list | dict | set) and key != "_parameters":
+                kept.append((v, v.copy(), "_hooks" in key))
     try:
         yield
     finally:
-        for own, before in hooks:
-            for added in own.keys() - before:
-                del own[added]
-        for container, content in kept:
+        for container, content, are_hooks in kept:
             if isinstance(container, list):
                 container[:] = content
-            elif isinstance(container, set):
-                container.clear()
-                container.update(content)
-            elif [*map(id, container.values())] != [*map(id, content.values())] or (
-                container.keys() != content.keys()
-            ):
+            elif container or content:
+                if are_hooks:
+                    content = {key: hook for key, hook in content.items() if key in container}
                 container.clear()
                 container.update(content)
 
@@ -221,19 +198,13 @@ class Start:
         return cls(RandomState.of(model), buffers_of(model), numbers, sums)
 
     def on(self, model: nn.Module) -> Start:
-        """Return this state for a copy of the model, with the copy's own generators as they are."""
-        own = RandomState.of(model).own
-        return replace(self, random=replace(self.random, own=own))
-
-    def has_drawn(self, model: nn.Module) -> bool:
-        """True if numbers were drawn since."""
-        return not self.random.is_as_before(model)
+        """Return this state for a copy of the model."""
+        return replace(self, random=self.random.on(model))
 
     @contextlib.contextmanager
     def replayed(self, model: nn.Module) -> Iterator[None]:
         """Context that begins in this state, and restores the present state at its end."""
-        with untouched_generators(model), on_copies(model, self.buffers):
-            self.random.put()
+        with self.random.repeated(), on_copies(model, self.buffers):
             for module, numbers in zip(modules_of(model), self.numbers, strict=False):
                 vars(module).update(numbers)
             yield

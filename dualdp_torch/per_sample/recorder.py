@@ -24,32 +24,31 @@ from torch.utils import _pytree as pytree
 from dualdp._validate import UnsupportedLayerError
 from dualdp.exactness import ExactnessError
 from dualdp_torch.parallel.fsdp import Shards, check_sharded
-from dualdp_torch.per_sample.analysis_cache import AnalysisCache
+from dualdp_torch.per_sample.analysis_cache import AnalysisCache, ForwardAnalysis
 from dualdp_torch.per_sample.batch import Batch
 from dualdp_torch.per_sample.batch_axis import BatchAxis
 from dualdp_torch.per_sample.call import Call, Options
 from dualdp_torch.per_sample.capture import Capture
 from dualdp_torch.per_sample.checks.identity import Numbers, Reference
-from dualdp_torch.per_sample.checks.twin import Twins
+from dualdp_torch.per_sample.checks.twin import Forwarded, Twins, held_tensors
 from dualdp_torch.per_sample.clip import (
     SecondPass,
     Terms,
 )
-from dualdp_torch.per_sample.forward_analysis import ForwardAnalysis
 from dualdp_torch.per_sample.gradients import Captured, Formed, Gradients
-from dualdp_torch.per_sample.loss_inside import from_outputs
 from dualdp_torch.per_sample.model_checks import refuse_mixing_modules
 from dualdp_torch.per_sample.modes import autocast_as, autocast_dtypes
 from dualdp_torch.per_sample.numbers import numbers_of
-from dualdp_torch.per_sample.one_by_one import each_alone, gradients_alone, joined
-from dualdp_torch.per_sample.one_forward import Forward
+from dualdp_torch.per_sample.one_forward import Forward, each_alone, gradients_alone, joined
 from dualdp_torch.per_sample.outputs import (
     WholeStep,
     combined,
     float_leaves,
     forwards_of,
+    from_outputs,
     hand_out,
     projected_outputs,
+    split_numbers,
 )
 from dualdp_torch.per_sample.parameter_use import (
     USE_LOOP,
@@ -245,7 +244,7 @@ class Recorder:
             self.require_inputs(forward.inputs())
             self.forwards.append(forward)
             self.is_inside = True
-            self.twins.enter_model(args, kwargs, batch.num_rows)
+            self.twins.enter_model(self.model, args, kwargs, batch.num_rows)
         if self.computes_loss:
             self._autocast = autocast_dtypes()
         problem = self._analysis.begin(batch)
@@ -257,14 +256,13 @@ class Recorder:
         if self.by_loop or forward.by_vmap:
             _refuse_gradients_of_inputs(forward)
         is_due = self.is_due(forward.cache) or (self._repeats and self.is_due(forward.cache, True))
-        if self.method == "two_pass" or is_due:
+        if self.method == "two_pass" or is_due or self.twins.is_on:
             forward.start = Start.of(self.model, is_checked=is_due)
         return forward
 
     def _run_alone(self, forward: Forward, args: Any, kwargs: Any) -> Any:
         """Run each example alone, and return the outputs of the batch."""
         with self.pause():
-            self.twins.lead_model(False)
             forward.alone = each_alone(self.model, self.model._call_impl, forward.batch)
             return joined(forward.alone, self.rows_per_unit)
 
@@ -275,12 +273,8 @@ class Recorder:
         keep = partial(self._keep_grads_out, forward)
         capture = Capture(self._names, keep, self._analysis.skip, self.model)
         with torch.set_grad_enabled(not by_vmap), capture:
-            self.twins.lead_model(not by_vmap and forward.cache.returns_number)
-            try:
-                outputs = self.model._call_impl(*args, **kwargs)
-            finally:
-                self.twins.end()
-        forward.has_drawn = forward.start is not None and forward.start.has_drawn(self.model)
+            outputs = self.model._call_impl(*args, **kwargs)
+        forward.has_drawn = forward.start is not None and forward.start.random.has_drawn()
         if shards is not None:
             self._refuse_in_pieces(capture, changed_buffers(buffers, buffers_of(self.model)))
         if by_vmap:
@@ -364,21 +358,25 @@ class Recorder:
         leaves, spec = pytree.tree_flatten(outputs)
         floats = float_leaves(leaves)
         handed_out = {id(leaf): self._handed_out(forward, leaf) for leaf in floats}
-        numbers, tensors = list[Tensor](), list[Tensor]()
-        for leaf in leaves:
-            if torch.is_tensor(leaf):
-                is_number = leaf.dim() == 0 and leaf.is_floating_point() and floats[0].dim() > 0
-                (numbers if is_number else tensors).append(leaf)
+        tensors, numbers = split_numbers(leaves)
         for number in numbers:
             made = [leaf for leaf in floats if handed_out[id(leaf)].requires_grad]
             own = [handed_out[id(leaf)] for leaf in made]
             handed_out[id(number)] = from_outputs(self, number, made, own)
-        forward.cache.returns_number = bool(numbers)
         self.twins.leave_model(
             [(leaf, handed_out.get(id(leaf), leaf)) for leaf in tensors],
             [(number, handed_out[id(number)]) for number in numbers],
+            partial(self._forwarded, forward),
         )
         return pytree.tree_unflatten([handed_out.get(id(leaf), leaf) for leaf in leaves], spec)
+
+    def _forwarded(self, forward: Forward, units: Tensor) -> Forwarded:
+        """Return what the model gives for some units, from the state before a forward."""
+        assert forward.start is not None
+        with self.unchanged(), forward.start.replayed(self.model):
+            args, kwargs = forward.batch.rows(units).arguments()
+            leaves = pytree.tree_leaves(self.model(*args, **kwargs))
+            return Forwarded(*split_numbers(leaves), held_tensors(self.model))
 
     def begin_again(self) -> None:
         """Forget the recorded forwards, and the loop's operations since then."""

@@ -18,39 +18,10 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from dualdp.exactness import TOLERANCE, power_of_ten
-from dualdp_torch.per_sample.random_state import RandomState
+from dualdp_torch.per_sample.random_state import RandomState, on_copies
 from dualdp_torch.rules.base import Tensor
 
 _ROWS = 4  # examples that are tried
-
-
-class _Outputs:
-    """Forward hook that keeps a model's outputs on a batch, then hands out those of some rows."""
-
-    def __init__(self, n: int) -> None:
-        self._n, self._kept = n, list[Tensor]()
-        self.index: Tensor | None = None  # rows; None for the first run, on the whole batch
-        self.leaves, self._at = list[Tensor](), 0
-
-    def begin(self, index: Tensor | None) -> None:
-        """Begin a run on these rows."""
-        self.index, self.leaves, self._at = index, [], 0
-
-    def __call__(self, model: nn.Module, args: Any, out: Any) -> Any:
-        """Replace the floating-point tensors of an output by leaves."""
-        return pytree.tree_map_only(Tensor, self._leaf, out)
-
-    def _leaf(self, tensor: Tensor) -> Tensor:
-        if not tensor.is_floating_point() or not tensor.dim():
-            return tensor
-        if self.index is None:
-            self._kept.append(tensor.detach())
-        kept = self._kept[self._at]
-        self._at += 1
-        has_rows = self.index is not None and len(kept) == self._n
-        leaf = (kept[self.index] if has_rows else kept.clone()).requires_grad_()
-        self.leaves.append(leaf)
-        return leaf.clone()
 
 
 def rehearse(
@@ -71,58 +42,65 @@ def rehearse(
     n = max(set(sizes), key=sizes.count, default=0)
     if n < 2:
         raise ValueError(f"The batch has {n} examples. Expected at least two, on axis 0.")
-    outputs, before = _Outputs(n), RandomState.of(model)
-    buffers = {name: b.detach().clone() for name, b in model.named_buffers()}
+    state, outputs = RandomState.of(model), list[Tensor]()  # of the whole batch, in their order
+    index, leaves = torch.arange(n), list[Tensor]()  # rows of a run, and its outputs
 
-    def gradients(index: Tensor | None, at: int) -> Tensor:
-        outputs.begin(index)
-        before.put()
-        chosen = torch.arange(n) if index is None else index
-        loss = step(pytree.tree_map(lambda v: _rows_of(v, chosen, n), batch))
-        found = torch.autograd.grad(loss, outputs.leaves, allow_unused=True, materialize_grads=True)
-        return torch.cat([g[at].flatten().double() for g in found if len(g) == len(chosen)])
+    def hand_out(tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point() or not tensor.dim():
+            return tensor
+        if len(leaves) == len(outputs):
+            outputs.append(tensor.detach())
+        kept = outputs[len(leaves)]
+        leaves.append((kept[index] if len(kept) == n else kept.clone()).requires_grad_())
+        return leaves[-1].clone()
 
-    handle = model.register_forward_hook(outputs)
+    def gradients(rows: Tensor, at: int) -> Tensor:
+        nonlocal index
+        index = rows
+        leaves.clear()
+        with state.repeated():
+            loss = step(pytree.tree_map(lambda v: _rows_of(v, rows, n), batch))
+            draws.append(state.has_drawn())
+        found = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+        return torch.cat([g[at].flatten().double() for g in found if len(g) == len(rows)])
+
+    draws, found, rng = list[bool](), dict[str, str](), torch.Generator().manual_seed(n)
+    handle = model.register_forward_hook(
+        lambda model, args, out: pytree.tree_map_only(Tensor, hand_out, out)
+    )
     try:
-        with torch.enable_grad():
-            gradients(None, 0)
-            draws = not before.is_as_before(model)  # one row alone would draw other numbers
-            return _compared(gradients, n, reduction, draws)
+        with torch.enable_grad(), on_copies(model):
+            for row in torch.randperm(n, generator=rng)[:_ROWS].tolist():
+                others = torch.randint(n, (n,), generator=rng)
+                others[row] = row
+                theirs = gradients(torch.arange(n), row)
+                tried = [("among other rows", others, row, 1.0)]
+                if not any(draws):  # one row alone would draw other numbers
+                    scale = float(n) if reduction == "mean" else 1.0
+                    tried.append(("alone", torch.tensor([row]), 0, scale))
+                for what, rows, at, scale in tried:
+                    reason = _difference(lambda: gradients(rows, at), theirs * scale)  # noqa: B023
+                    if reason:
+                        found.setdefault(what, f"An example {what} {reason}")
+        return list(found.values())
     finally:
         handle.remove()
-        before.put()
-        for name, b in model.named_buffers():
-            b.data.copy_(buffers[name])
 
 
-def _compared(
-    gradients: Callable[[Tensor | None, int], Tensor], n: int, reduction: str, draws: bool
-) -> list[str]:
-    """Compare the gradients of some rows' outputs, alone and among others, with the batch's."""
-    found = dict[str, str]()
-    rng = torch.Generator().manual_seed(n)
-    for row in torch.randperm(n, generator=rng)[:_ROWS].tolist():
-        others = torch.randint(n, (n,), generator=rng)
-        others[row] = row
-        scale = float(n) if reduction == "mean" else 1.0
-        tried = [("among other rows", others, row, 1.0)]
-        tried += [] if draws else [("alone", torch.tensor([row]), 0, scale)]
-        theirs = gradients(None, row)
-        for what, index, at, factor in tried:
-            try:
-                ours = gradients(index, at)
-            except Exception as error:  # noqa: BLE001 - the user's function
-                reason = (str(error).splitlines() or [type(error).__name__])[0]
-                found.setdefault(what, f"An example {what} can't be computed: {reason}")
-                continue
-            gap = float((ours - theirs * factor).norm()) if ours.shape == theirs.shape else np.inf
-            gap /= max(float(theirs.norm()) * factor, 1e-2)
-            if gap > TOLERANCE["float32"]:
-                found[what] = (
-                    f"An example {what} has another gradient of its outputs than in the batch (by "
-                    f"{power_of_ten(gap)} of it): its loss depends on other examples."
-                )
-    return list(found.values())
+def _difference(gradient: Callable[[], Tensor], expected: Tensor) -> str:
+    """Return how a gradient differs from the expected one, or nothing."""
+    try:
+        ours = gradient()
+    except Exception as error:  # noqa: BLE001 - the user's function
+        return f"can't be computed: {(str(error).splitlines() or [type(error).__name__])[0]}"
+    gap = float((ours - expected).norm()) if ours.shape == expected.shape else np.inf
+    gap /= max(float(expected.norm()), 1e-2)
+    if gap <= TOLERANCE["float32"]:
+        return ""
+    return (
+        f"has another gradient of its outputs than in the batch (by {power_of_ten(gap)} of it): "
+        "its loss depends on other examples."
+    )
 
 
 def _has_rows(value: Any) -> bool:

@@ -111,7 +111,7 @@ class StepChecks:
         count = _ROWS if is_first else 2
         self._left -= is_first
         num_rows = len(mask) * self._recorder.rows_per_unit
-        twins.begin(batch, num_rows, rows[:count].tolist(), draw.step, count if is_first else 1)
+        twins.begin(batch, num_rows, rows[:count].tolist(), draw.step, 2 if is_first else 1)
 
     def criterion(self, draw: Draw) -> None:
         """Compare the loop with its twins, if it had some.

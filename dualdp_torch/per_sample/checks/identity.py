@@ -26,7 +26,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -43,12 +43,11 @@ from dualdp_torch.per_sample.gradients import Gradients
 from dualdp_torch.per_sample.parameter_use import USE_LOOP
 from dualdp_torch.per_sample.random_state import (
     NoRandomness,
+    RandomState,
     Start,
     buffers_of,
     changed_buffers,
     refuse_written,
-    seed_generators,
-    untouched_generators,
 )
 from dualdp_torch.per_sample.vmap_and_loop import is_same_forward, plain_gradients
 from dualdp_torch.rules.base import Tensor, wide
@@ -134,11 +133,15 @@ class Numbers:
 
 
 class Run(NamedTuple):
-    """One plain forward: (n,) losses, outputs with the rows on axis 0, what it left behind."""
+    """One plain forward: (n,) losses, outputs with the rows on axis 0, what it left behind.
+
+    `ends` are the states of the generators after each of its parts.
+    """
 
     losses: Tensor
     outputs: list[Tensor]
     buffers: list[dict[str, Tensor]]
+    ends: list[RandomState]
     has_drawn: bool
 
 
@@ -164,16 +167,18 @@ class Reference:
 
     def run(self, batch: Batch | None = None) -> Run:
         """Run the forwards of a batch, each from its own start."""
-        losses, outputs, buffers, has_drawn = None, list[Tensor](), [], False
+        losses, outputs, buffers, ends = None, list[Tensor](), [], list[RandomState]()
         each = self.calls(self.model, self.batch if batch is None else batch)
         for start, call in zip(self.starts, each, strict=True):
             with start.replayed(self.model):
                 loss, found = call()
                 buffers.append(buffers_of(self.model))
-                has_drawn |= start.has_drawn(self.model)
+                ends.append(start.random.now())
             losses, outputs = loss if losses is None else losses + loss, outputs + found
         assert losses is not None
-        return Run(losses, outputs, buffers, has_drawn)
+        pairs = zip(self.starts, ends, strict=True)
+        has_drawn = any(start.random.bits() != end.bits() for start, end in pairs)
+        return Run(losses, outputs, buffers, ends, has_drawn)
 
     def plain(self, weights: Tensor) -> dict[str, Tensor]:
         """Return name -> gradient of the weighted losses, of the rows with a weight."""
@@ -252,7 +257,8 @@ class _Side(NamedTuple):
     parts: Grads
 
 
-_Sides = tuple[Callable[[Numbers], _Side], Callable[[Reference, Numbers], _Side]]
+#: Function from a batch and an engine's numbers to both sides, the engine's and the plain one.
+_Sides = Callable[[Reference, Numbers], tuple[_Side, _Side]]
 Definition = Callable[[Reference, int], dict[str, Tensor]]
 
 
@@ -344,15 +350,15 @@ class _Comparison:
         what = f"{self.what} over the batch"
         if is_signed and self.numbers.weighted_sum is not None:
             signed = self._signed(self.rows)
-            if len(self.rows) > ROWS_REDUCED and not self._is_strict(self._gap(*signed)[0]):
+            if len(self.rows) > ROWS_REDUCED and not self._is_strict(self._error(signed)):
                 if self._precision in ("bfloat16", "float16", "tf32"):
                     signed = self._signed(self.draw.sample(self.rows, ROWS_REDUCED))
-            if self.numbers.runs_examples and not self._tolerates(self._gap(*signed)[0]):
+            if self.numbers.runs_examples and not self._tolerates(self._error(signed)):
                 self._each_alone(what)
                 return
-            self._judge(*signed, what)
+            self._judge(signed, what)
         if is_released and self.numbers.sums is not None and self.numbers.factors is not None:
-            self._judge(*self._released(), what)
+            self._judge(self._released(), what)
 
     def _each_alone(self, what: str) -> None:
         """Compare a sum with that of each row alone, where a backward over the batch is another.
@@ -365,8 +371,8 @@ class _Comparison:
             one = self.reference.batch.rows(slice(row, row + 1))
             apart = _apart(self._base.outputs, self.reference.run(one).outputs, row, 0)
             if not self._base.has_drawn and not self._tolerates(apart / _CLOSER):
-                self._judge(*self._signed(self.rows), what)
-        self._judge(*self._of_rows(rows, Reference.gradient_alone), what)
+                self._judge(self._signed(self.rows), what)
+        self._judge(self._of_rows(rows, Reference.gradient_alone), what)
 
     def _signed(self, rows: Sequence[int]) -> _Sides:
         """Sides of the sum of sign times factor times gradient."""
@@ -405,7 +411,7 @@ class _Comparison:
         rows = self._suspects(count)
         what = f"{self.what} of one example"
         if not self._base.has_drawn:
-            self._judge(*self._of_rows(rows, Reference.gradient_alone), what)
+            self._judge(self._of_rows(rows, Reference.gradient_alone), what)
             return
         # A row alone would draw other numbers: compare a small batch without any.
         few = self.reference.with_rows(torch.tensor((rows * 2)[: max(len(rows), 2)]))
@@ -414,12 +420,12 @@ class _Comparison:
             if is_quiet:
                 small = list(range(len(rows)))
                 quiet = replace(self, reference=few, numbers=self.again(few), rows=small)
-                quiet._judge(*quiet._of_rows(small, Reference.gradient_alone), what)
+                quiet._judge(quiet._of_rows(small, Reference.gradient_alone), what)
             elif self.reference.alone is not None:
                 self.note(IMPOSSIBLE)
         if self.reference.alone is None and self._draws_as_recorded:
             few_rows = rows[: 1 if is_quiet else 2]
-            self._judge(*self._of_rows(few_rows, Reference.gradient_among), what)
+            self._judge(self._of_rows(few_rows, Reference.gradient_among), what)
 
     def _of_rows(self, rows: Sequence[int], gradient: Definition) -> _Sides:
         names = [*self.reference.parameters] if self.numbers.weighted_sum is not None else []
@@ -446,27 +452,29 @@ class _Comparison:
             others[row] = row
             index = torch.tensor(others)
             beside = self.reference.with_rows(index).run()
-            self._refuse_buffers(base.buffers, beside.buffers)
+            _refuse_buffers(base.buffers, beside.buffers)
             if not self._tolerates(_apart(base.outputs, beside.outputs, row) / _CLOSER):
                 self._refuse_outputs(index, row)
         started = [start.buffers for start in self.reference.starts]
         if any(changed_buffers(a, b) for a, b in zip(started, base.buffers, strict=True)):
-            self._refuse_written_buffers(base)
+            changed = [*_others(self.reference.batch)]
+            for other in changed:  # on which a counter changes alike
+                _refuse_buffers(base.buffers, self.reference.run(other).buffers)
+            if not changed:
+                _refuse_buffers(started[:1], base.buffers[:1])
 
     def losses(self) -> None:
         """Compare the losses of rows that ran alone with those that they have in the batch."""
         ran_alone = self.numbers.is_definition or self.numbers.runs_examples
         if not ran_alone or self._base.has_drawn or self.reference.alone is not None:
             return
-        apart = _apart([self._base.losses], [self.numbers.losses], self.rows)
-        if self._tolerates(apart / _CLOSER):
-            return
-        with contextlib.suppress(*CANT_REPEAT):
-            double = self.reference.in_double()
-            ours, theirs = double.run().losses, self.again(double).losses
-            if _apart([ours], [theirs], self.rows) <= exactness.REPEATED:
-                return
-        self._refuse_mixing(apart)
+
+        def apart(reference: Reference) -> float:
+            is_own = reference is self.reference
+            ours = self.numbers if is_own else self.again(reference)
+            return _apart([reference.run().losses], [ours.losses], self.rows)
+
+        self._refuse_apart(apart)
 
     def _refuse_outputs(self, index: Tensor, row: int) -> None:
         """Refuse outputs that moved with the other rows, unless by rounding or by the draws."""
@@ -477,24 +485,26 @@ class _Comparison:
 
         if not self._tolerates(_apart(self._base.outputs, reference.run().outputs, row) / _CLOSER):
             self.note(IMPOSSIBLE)  # the same rows give other outputs
+        elif self._base.has_drawn and not self._draws_alike(index):
+            with NoRandomness():  # which switches off dropout, and not every function that draws
+                if not reference.run().has_drawn:
+                    self._refuse_apart(apart)
+        else:
+            self._refuse_apart(apart)
+
+    def _refuse_apart(self, apart: Callable[[Reference], float]) -> None:
+        """Refuse outputs of a row that depend on other rows, also in float64."""
+        size = apart(self.reference)
+        if self._tolerates(size / _CLOSER):
             return
         with contextlib.suppress(*CANT_REPEAT):
-            if apart(reference.in_double()) <= exactness.REPEATED:
+            if apart(self.reference.in_double()) <= exactness.REPEATED:
                 return
-        if self._base.has_drawn and not self._draws_alike(index):
-            with NoRandomness():  # which switches off dropout, and not every function that draws
-                if reference.run().has_drawn or self._tolerates(apart(reference) / _CLOSER):
-                    return
-        self._refuse_mixing(apart(reference))
-
-    def _refuse_mixing(self, apart: float) -> NoReturn:
-        """Refuse outputs of a row that depend on other rows."""
-        size = exactness.power_of_ten(apart)
         raise UnsupportedLayerError(
-            "A spot check failed: the outputs of one example depend on the other examples of the "
-            f"batch (by {size} of them), so no per-sample gradient exists. Nothing was released "
-            "for this batch. Change what mixes examples (statistics of the batch, a mean over it, "
-            "attention over examples)."
+            "A spot check failed: the outputs of one example depend on other examples of the "
+            f"batch (by {exactness.power_of_ten(size)} of them), so no per-sample gradient exists. "
+            "Nothing was released for this batch. Change what mixes examples (statistics of the "
+            "batch, a mean over it, attention over examples)."
         )
 
     def _draws_alike(self, index: Tensor) -> bool:
@@ -503,36 +513,10 @@ class _Comparison:
         Some functions draw by the data, such as rrelu for negative numbers only: a row draws other
         numbers beside others. Batches of one repeated row show it where two batches agree.
         """
-        n, states = len(index), list[bytes]()
         repeated = [torch.full_like(index, row) for row in self.rows[:ROWS_LATER]]
-        for rows in (torch.arange(n), index, *repeated):
-            other = self.reference.with_rows(rows)
-            for start, call in zip(
-                other.starts, other.calls(other.model, other.batch), strict=True
-            ):
-                with start.replayed(other.model):
-                    call()
-                    states.append(torch.get_rng_state().numpy().tobytes())
-        per = len(self.reference.starts)
-        return all(states[i] == states[i % per] for i in range(len(states)))
-
-    def _refuse_written_buffers(self, base: Run) -> None:
-        """Refuse buffers that a forward changes, unless it does alike on every other batch."""
-        others = list(_others(self.reference.batch))
-        for other in others:
-            run = self.reference.run(other)
-            self._refuse_buffers(base.buffers, run.buffers)
-        if not others:
-            started = self.reference.starts[0].buffers
-            self._refuse_buffers([started], base.buffers[:1])
-
-    def _refuse_buffers(self, ours: Sequence[Grads], theirs: Sequence[Grads]) -> None:
-        for a, b in zip(ours, theirs, strict=True):
-            for name in changed_buffers(a, b):
-                raise UnsupportedLayerError(
-                    f"The buffer {name!r} changes in forward, by what the examples are: it carries "
-                    "them into the state_dict without noise. Freeze it, or call its eval()."
-                )
+        runs = [self.reference.with_rows(rows).run() for rows in (index, *repeated)]
+        each = [[end.bits() for end in run.ends] for run in (self._base, *runs)]
+        return all(ends == each[0] for ends in each)
 
     # -------------------------------------------------------------- the judgement
 
@@ -541,7 +525,7 @@ class _Comparison:
         """The plain forward of the batch, without its graph."""
         found = self.reference.run()
         outputs = [output.detach() for output in found.outputs]
-        return Run(found.losses.detach(), outputs, found.buffers, found.has_drawn)
+        return found._replace(losses=found.losses.detach(), outputs=outputs)
 
     def _has_losses_of(self, losses: Tensor) -> bool:
         """True if the engine's losses of the rows that count are these."""
@@ -556,19 +540,13 @@ class _Comparison:
         """
         if not self._has_losses_of(self._base.losses):
             return False
-        model = self.reference.model
-        with torch.no_grad(), untouched_generators(model):
-            seed_generators(model, 1)
-            starts = [replace(s, random=Start.of(model).random) for s in self.reference.starts]
-            return not self._has_losses_of(replace(self.reference, starts=starts).run().losses)
+        ends = zip(self.reference.starts, self._base.ends, strict=True)
+        other = replace(self.reference, starts=[replace(s, random=end) for s, end in ends])
+        with torch.no_grad():
+            return not self._has_losses_of(other.run().losses)
 
-    def _gap(
-        self, ours: Callable[[Numbers], _Side], plain: Callable[[Reference, Numbers], _Side]
-    ) -> tuple[float, list[str], _Side]:
-        """Return the error, the parameters that differ most, and the plain side."""
-        theirs = plain(self.reference, self.numbers)
-        error, names = _distance(ours(self.numbers), theirs)
-        return error, names, theirs
+    def _error(self, sides: _Sides) -> float:
+        return _distance(*sides(self.reference, self.numbers))[0]
 
     def _is_strict(self, error: float) -> bool:
         """True if an error is within the tolerance of the parameters' precision."""
@@ -586,28 +564,23 @@ class _Comparison:
             self.reference.run()
         return precisions.lowest
 
-    def _judge(
-        self,
-        ours: Callable[[Numbers], _Side],
-        plain: Callable[[Reference, Numbers], _Side],
-        what: str,
-    ) -> None:
+    def _judge(self, sides: _Sides, what: str) -> None:
         """Refuse numbers that differ from the definition by more than rounding.
 
         Rounding that the loss amplifies is none of ours: then both sides agree in float64, and the
         plain side moves as much when its inputs are rounded otherwise.
         """
-        error, names, expected = self._gap(ours, plain)
+        ours, expected = sides(self.reference, self.numbers)
+        error, names = _distance(ours, expected)
         if self._tolerates(error):
             return
         repeated = None
         with contextlib.suppress(*CANT_REPEAT):
             double = self.reference.in_double()
-            numbers = self.again(double)
-            repeated = _distance(ours(numbers), plain(double, numbers))[0]
+            repeated = _distance(*sides(double, self.again(double)))[0]
         if repeated is None or repeated <= exactness.REPEATED:
             rounded = self.reference.rounded(exactness.UNIT[self._precision])
-            moved = (_distance(plain(other, self.numbers), expected)[0] for other in rounded)
+            moved = (_distance(sides(other, self.numbers)[1], expected)[0] for other in rounded)
             if max(moved) >= exactness.ROUNDING * error and not self._exceeds():
                 return
         size = exactness.power_of_ten(error)
@@ -648,27 +621,25 @@ def _of_sum(
 ) -> _Sides:
     """Return both sides of a weighted sum, in units of the largest contribution to it."""
 
-    def unit(numbers: Numbers) -> float:
+    def sides(reference: Reference, numbers: Numbers) -> tuple[_Side, _Side]:
         own = weights(numbers)
         each = (own.abs() * numbers.norms)[own != 0]
         largest = min(float(each.max()) if len(each) else 0.0, bound)
-        return max(largest, _SMALLEST) * max(len(each), 1) ** 0.5
+        unit = max(largest, _SMALLEST) * max(len(each), 1) ** 0.5
+        pair = sums(numbers, own), reference.plain(own)
+        ours, plain = (_Side(torch.zeros(0), {k: side[k] / unit for k in names}) for side in pair)
+        return ours, plain
 
-    def ours(numbers: Numbers) -> _Side:
-        found = sums(numbers, weights(numbers))
-        return _Side(torch.zeros(0), {name: found[name] / unit(numbers) for name in names})
-
-    def plain(reference: Reference, numbers: Numbers) -> _Side:
-        found = reference.plain(weights(numbers))
-        return _Side(torch.zeros(0), {name: found[name] / unit(numbers) for name in names})
-
-    return ours, plain
+    return sides
 
 
 def _of_rows(
     rows: Sequence[int], signs: Tensor, names: Sequence[str], gradient: Definition
 ) -> _Sides:
-    """Return both sides of the norms, the factors and a signed sum of a few rows."""
+    """Return both sides of the norms, the factors and a signed sum of a few rows.
+
+    The factors' part is what the engine's factors change of the contributions.
+    """
 
     def unit(numbers: Numbers, row: int) -> float:
         norm = float(numbers.norms[row])
@@ -676,38 +647,29 @@ def _of_rows(
             return norm + AUTOMATIC_OFFSET
         return max(norm, _SMALLEST, *map(float, (numbers.bounds or {}).values()))
 
-    def scale(numbers: Numbers) -> float:
-        each = (numbers.weights() * numbers.norms)[list(rows)]
-        return max(float(each.max()), _SMALLEST) * max(len(rows), 1) ** 0.5
-
-    def ours(numbers: Numbers) -> _Side:
-        each = [[numbers.norms[r], *(x[r] for x in numbers.lengths.values())] for r in rows]
-        found = [
-            torch.tensor(e, dtype=torch.float64) / unit(numbers, r)
-            for e, r in zip(each, rows, strict=True)
-        ]
+    def sides(reference: Reference, numbers: Numbers) -> tuple[_Side, _Side]:
         weights = signs.to(numbers.norms) * numbers.weights()
-        total = numbers.sum_of(names, weights)
-        factors = torch.zeros(len(rows) * len(numbers.bounds or ()), dtype=torch.float64)
-        return _Side(torch.cat([*found, factors]), {k: total[k] / scale(numbers) for k in names})
-
-    def plain(reference: Reference, numbers: Numbers) -> _Side:
-        """The factors' part is what the engine's factors change of the contributions."""
-        each, factors, total = [], [], dict[str, Tensor]()
-        weights = (signs.to(numbers.norms) * numbers.weights()).tolist()
+        largest = float((numbers.weights() * numbers.norms)[[*rows]].max())
+        scale = max(largest, _SMALLEST) * max(len(rows), 1) ** 0.5
+        ours, theirs, factors, total = [], [], list[float](), dict[str, Tensor]()
         for row in rows:
             grads = gradient(reference, row)
             lengths = {name: _length(grad) for name, grad in grads.items()}
-            norm = math.hypot(*lengths.values())
-            found = [norm, *(lengths[name] for name in numbers.lengths)]
-            each.append(torch.tensor(found, dtype=torch.float64) / unit(numbers, row))
+            plain = [math.hypot(*lengths.values()), *(lengths[name] for name in numbers.lengths)]
+            own = [float(x[row]) for x in (numbers.norms, *numbers.lengths.values())]
+            ours += [value / unit(numbers, row) for value in own]
+            theirs += [value / unit(numbers, row) for value in plain]
             factors += _factor_gaps(numbers, row, lengths)
             for name in names:
-                part = grads[name] * (weights[row] / scale(numbers))
+                part = grads[name] * (float(weights[row]) / scale)
                 total[name] = total[name] + part if name in total else part
-        return _Side(torch.cat([*each, torch.tensor(factors, dtype=torch.float64)]), total)
+        summed = numbers.sum_of(names, weights)
+        ours += [0.0] * len(factors)
+        each = [torch.tensor(side, dtype=torch.float64) for side in (ours, theirs + factors)]
+        found = {name: summed[name] / scale for name in names}
+        return _Side(each[0], found), _Side(each[1], total)
 
-    return ours, plain
+    return sides
 
 
 def _factor_gaps(numbers: Numbers, row: int, lengths: Mapping[str, float]) -> list[float]:
@@ -756,20 +718,27 @@ def _apart(whole: Sequence[Tensor], beside: Sequence[Tensor], row: Any, place: A
     return worst
 
 
+def _refuse_buffers(ours: Sequence[Grads], theirs: Sequence[Grads]) -> None:
+    for a, b in zip(ours, theirs, strict=True):
+        for name in changed_buffers(a, b):
+            raise UnsupportedLayerError(
+                f"The buffer {name!r} changes in forward, by what the examples are: it carries "
+                "them into the state_dict without noise. Freeze it, or call its eval()."
+            )
+
+
 def _others(batch: Batch) -> Iterator[Batch]:
     """Yield batches with other values and other sizes, made of the values of this batch.
 
     The positions of each example, or the examples of a vector, are reversed and floats halved; of
-    several examples, the first is left out, or the last is replaced by the one before.
+    several examples, the first is left out.
     """
     other = [t.flip(list(range(1, t.dim())) or [0]) for t in batch.tensors()]
     changed = [t * 0.5 if t.is_floating_point() else t for t in other]
     if not all(map(torch.equal, changed, batch.tensors())):
         yield batch.on(changed)
     if batch.n > 1:
-        rows = torch.arange(batch.n)
-        yield batch.rows(rows[1:])
-        yield batch.rows(rows.clamp(max=batch.n - 2))
+        yield batch.rows(slice(1, batch.n))
 
 
 class _Precisions(TorchDispatchMode):

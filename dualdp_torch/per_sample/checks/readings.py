@@ -51,12 +51,14 @@ class Numbers:
 
     Attributes:
         first_read: how many numbers came before data were read from the batch.
+        guessed: positions of those that twins got by a reading, not as earlier batches showed.
         was_carried: True if one of many digits that came after it changed since the batch before.
     """
 
     def __init__(self) -> None:
         self.first_read, self.was_carried = math.inf, False
         self.seen, self.reads = list[tuple[str, float]](), dict[int, float]()
+        self.guessed = set[int]()
         self._meanings, self._reads_before = dict[int, tuple[str, float]](), dict[int, float]()
         self._before: tuple[int, list[tuple[str, float]]] = 0, []
 
@@ -81,7 +83,7 @@ class Numbers:
 
     def next_batch(self) -> None:
         """Begin a batch."""
-        self.seen, self.reads, self.first_read = [], {}, math.inf
+        self.seen, self.reads, self.first_read, self.guessed = [], {}, math.inf, set()
 
     def is_read(self, at: int, value: float) -> bool:
         """True for a number equal to one that the loop read from the batch, if not by chance.
@@ -109,14 +111,10 @@ class Numbers:
         ]
         return len(doubtful) > 1
 
-    def are_read_alike(self, n: int, k: int) -> bool:
-        """True if counts and multiples of n are the same readings of this batch's numbers."""
-        return all(as_count(v, n, k) == as_multiple(v, n, k) for _, v in self.seen)
-
     def refutes(self, reading: Reading, n: int, k: int) -> bool:
         """True if a reading is none of the meanings that this batch and the one before show."""
         found = [
-            (self.learned(at, name, value, n), reading(value, n, k))
-            for at, (name, value) in enumerate(self.seen)
+            (self.learned(at, *self.seen[at], n), reading(self.seen[at][1], n, k))
+            for at in self.guessed
         ]
         return any(known is not None and known != read for known, read in found)

@@ -13,6 +13,8 @@ functions) there is a note, and the loop runs on.
 from __future__ import annotations
 
 import contextlib
+import copy
+import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,9 +35,9 @@ from dualdp_torch.per_sample.checks.readings import (
     as_count,
     as_multiple,
 )
-from dualdp_torch.per_sample.loss_inside import partial_gradients
-from dualdp_torch.per_sample.modes import autocast_as, autocast_dtypes, insert_mode, remove_mode
-from dualdp_torch.per_sample.random_state import TorchState
+from dualdp_torch.per_sample.modes import autocast_as, autocast_dtypes, insert_lowest, remove_mode
+from dualdp_torch.per_sample.outputs import partial_gradients
+from dualdp_torch.per_sample.random_state import RandomState
 from dualdp_torch.rules.base import Tensor
 from dualdp_torch.rules.precision import matmul_in_tf32
 
@@ -49,13 +51,6 @@ _BACKWARDS = {
     torch.autograd.backward: ("tensors", "grad_tensors"),
     torch.autograd.grad: ("outputs", "inputs", "grad_outputs"),
 }
-#: Functions that make or change nothing that a twin needs.
-_SILENT = {
-    *("register_hook", "retain_grad", "__repr__", "__format__", "_set_grad_enabled", "__hash__"),
-    *("requires_grad", "is_leaf", "grad_fn", "device", "dtype", "layout", "ndim", "shape", "size"),
-    *("dim", "numel", "is_contiguous", "stride", "data_ptr", "_backward_hooks", "__len__", "print"),
-    *("is_floating_point", "is_cuda", "_version", "_record_function_enter_new", "untyped_storage"),
-}
 #: Functions whose results are those that the loop got: gradients through the model, other draws.
 _TAKEN = {"grad", "rand_like", "randn_like", "randint_like"}
 #: Functions that draw random numbers; their in-place forms end in "_".
@@ -67,9 +62,11 @@ _RANDOM = {
     *("_standard_gamma", "_sample_dirichlet", "scaled_dot_product_attention", "lstm", "gru"),
     "multi_head_attention_forward",
 }
+_IN_PLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "div", "truediv", "pow", "mod")}
 _WITH_STATE = ("batch_norm", "instance_norm")  # which write running statistics
 _FROM_LISTS = ("tensor", "as_tensor", "asarray")
 _READS = ("item", "__float__", "tolist", "numpy", "__array__")
+_DECIDES = ("__bool__", "equal", "allclose", "is_nonzero")
 #: Modules of functions, and of operators, that send tensors to other processes.
 _BETWEEN_PROCESSES = ("torch.distributed", "torch._ops._c10d", "torch._ops.c10d")
 _WEIGHTED = (
@@ -141,29 +138,38 @@ class Twin:
     """The loop on some units of its batch, of which that at `position` is compared.
 
     Attributes:
+        reading: what Python numbers mean for one unit.
         is_whole: True to take tensors of unknown origin whole, and not by rows.
         follows_reads: True to replace floats that the loop read by those of this twin.
+        is_base: True for the twin from which others fork, where a call has a second reading.
         problem: why it could not follow the loop, or None.
         parts: name of the first function that gave the row something else than in the batch.
         leaves, grads: for each forward, its outputs for these rows, and their gradients.
+        shared: tensors whose twins a fork has in common with the twin it came from.
     """
 
-    def __init__(
-        self, n: int, k: int, units: Tensor, position: int, reading: Reading, **options: bool
-    ) -> None:
-        self.n, self.k, self.reading, unit = n, k, reading, int(units[position])
-        self.units = units
+    def __init__(self, n: int, k: int, units: Tensor, position: int) -> None:
+        self.n, self.k, self.units, unit = n, k, units, int(units[position])
         self.index = (units[:, None] * k + torch.arange(k)).flatten()
         self.own, self.at = slice(unit * k, unit * k + k), slice(position * k, position * k + k)
-        self.is_alone = len(units) < n
-        self.is_whole = options.get("is_whole", False)
-        self.follows_reads = options.get("follows_reads", False)
-        self.leads_inside = False
-        self.tensors, self.reads = WeakIdKeyDictionary(), dict[float, float]()
+        self.is_alone = self.follows_reads = len(units) < n
+        self.reading: Reading = as_count
+        self.is_whole, self.is_base = False, True
+        self.tensors, self.shared = WeakIdKeyDictionary(), WeakIdKeyDictionary()
+        self.reads = dict[float, float]()
         self.leaves, self.grads = list[list[Tensor]](), list[list[Tensor | None]]()
         self.problem: str | None = None
         self.parts = ""
         self.has_other_inputs = self.decides_otherwise = self.has_replaced = False
+
+    def fork(self, **changes: Any) -> Twin:
+        """Return a twin that goes on from here otherwise, and copies what it writes to."""
+        twin = copy.copy(self)
+        twin.tensors, twin.shared = self.tensors.copy(), self.tensors.copy()
+        twin.reads, twin.leaves = dict(self.reads), [*self.leaves]
+        twin.grads = [[*grads] for grads in self.grads]
+        vars(twin).update({"follows_reads": False, "is_base": False} | changes)
+        return twin
 
     def placed(self, tensor: Tensor) -> Tensor:
         """Return a tensor where this twin computes: one row alone on the CPU.
@@ -184,12 +190,12 @@ class Twin:
         """Keep a copy of the twin's part of a tensor of the loop, which the twin may write to."""
         self.tensors[tensor] = self.pick(tensor.detach(), axis).clone()
 
-    def of(self, value: Any, number: Callable[[float], float] = float, by_rows: bool = True) -> Any:
+    def of(self, value: Any, number: Callable[[float], float] = float) -> Any:
         """Return this twin's arguments in the place of those in nested containers."""
 
         def own(leaf: Any) -> Any:
             if isinstance(leaf, Tensor):
-                return self._of_tensor(leaf, by_rows)
+                return self._of_tensor(leaf)
             if type(leaf) in (int, float):
                 return number(leaf)
             is_device = isinstance(leaf, torch.device) or (
@@ -199,23 +205,33 @@ class Twin:
 
         return _mapped(own, value)
 
-    def _of_tensor(self, tensor: Tensor, by_rows: bool) -> Tensor:
+    def _of_tensor(self, tensor: Tensor) -> Tensor:
         if tensor in self.tensors:
             ours: Tensor = self.tensors[tensor]
-            if tensor.requires_grad and not ours.requires_grad and torch.is_grad_enabled():
-                raise LostError("its gradient passes a function that was not seen")
+            if tensor.requires_grad and not ours.requires_grad:
+                if tensor.is_leaf:  # x.requires_grad_(), for the gradient of an input
+                    return ours.requires_grad_()
+                if torch.is_grad_enabled():
+                    raise LostError("its gradient passes a function that was not seen")
             return ours
-        if by_rows and tensor.requires_grad and not tensor.is_leaf:
+        if tensor.requires_grad and not tensor.is_leaf:
             raise LostError("a tensor with a gradient was made where nobody saw it")
         is_fixed = self.is_whole or tensor.requires_grad or _is_parameter(tensor)
-        return self.pick(tensor, None if is_fixed or not by_rows else 0)
+        return self.pick(tensor, None if is_fixed else 0)
+
+    def own_target(self, target: Tensor) -> None:
+        """Copy what is written to, if another twin has it, too."""
+        if target in self.shared:
+            del self.shared[target]
+            if self.tensors[target]._is_view():
+                raise LostError("a part of a tensor is written")
+            self.tensors[target] = self.tensors[target].clone()
 
     def note(self, name: str, out: Any, ours: Any) -> None:
         """Keep what a call gave: tensors, numbers that were read, decisions."""
         if isinstance(out, Tensor) and isinstance(ours, Tensor):
             self.tensors[out] = ours
-            looks = self.follows_reads or not (self.is_alone or self.is_whole)
-            if looks and not self.parts and out.shape[:1] == (self.n * self.k,):
+            if self.is_base and not self.parts and out.shape[:1] == (self.n * self.k,):
                 same = ours.shape[1:] == out.shape[1:] and ours.shape[:1] == self.index.shape
                 if not same or not _is_near(ours[self.at], out[self.own]):
                     self.parts = name
@@ -234,20 +250,17 @@ class Twin:
         leaves = sum(self.leaves, [])
         if not live or not leaves:
             return
-        total = [ours[i] for i in live]
         given = [
             torch.ones_like(ours[i]) if weights[i] is None else self.of(weights[i]) for i in live
         ]
-        found = iter(partial_gradients(total, leaves, given))
+        found = iter(partial_gradients([ours[i] for i in live], leaves, given))
         for grads in self.grads:
             for i, before in enumerate(grads):
                 new = next(found)
                 grads[i] = before if new is None else new if before is None else before + new
 
-    def errors(
-        self, cotangents: Sequence[Tensor | None], declared: str, of_all: bool
-    ) -> dict[str, float]:
-        """Return by reduction how far the row's gradient is from the loop's, relative to it.
+    def error(self, cotangents: Sequence[Tensor | None], reduction: str, of_all: bool) -> float:
+        """Return how far the row's gradient is from the loop's, relative to it.
 
         `of_all` compares every row of a twin of many: each is a row of the batch elsewhere.
         """
@@ -265,48 +278,37 @@ class Twin:
                 else:
                     theirs.append(_flat(cotangent[own.to(cotangent.device)], count))
                     square += float(cotangent.double().nan_to_num(0, 0, 0).square().sum())
-        a, b, typical = torch.cat(ours, 1), torch.cat(theirs, 1), math.sqrt(square / self.n)
-        counts = b.isfinite().all(1)  # other examples contribute nothing
-        found = {}
-        for name in REDUCTIONS:
-            scale = float(self.n) if self.is_alone and name == "mean" else 1.0
-            floor = _FLOOR if self.is_alone or declared == "sum" else _FLOOR / self.n
-            size = (b.norm(dim=1) * scale).clamp(min=max(typical * scale, floor))
-            gap = ((a - b * scale).norm(dim=1) / size).nan_to_num(math.inf)[counts]
-            found[name] = float(gap.max()) if len(gap) else 0.0
-        return found
-
-
-def twins_of(
-    n: int, k: int, unit: int, seed: int, are_several: bool, has_tables: bool
-) -> list[Twin]:
-    """Return the unit alone, by several readings of numbers, and the unit among others.
-
-    `has_tables` tries tensors of unknown origin as tables, too, and not only as rows.
-    """
-    alone = torch.tensor([unit])
-    found = [
-        Twin(n, k, alone, 0, as_count, follows_reads=True),
-        Twin(n, k, alone, 0, as_multiple),
-        Twin(n, k, alone, 0, as_constant),
-        Twin(n, k, alone, 0, as_count, is_whole=has_tables),
-    ]
-    if are_several:
-        units = torch.randint(n, (n,), generator=torch.Generator().manual_seed(seed))
-        units[unit] = unit
-        kinds = (False, True) if has_tables else (False,)
-        found += [Twin(n, k, units, unit, as_constant, is_whole=whole) for whole in kinds]
-    return found
+        scale = float(self.n) if self.is_alone and reduction == "mean" else 1.0
+        a, b = torch.cat(ours, 1), torch.cat(theirs, 1) * scale
+        floor = _FLOOR if self.is_alone or reduction == "sum" else _FLOOR / self.n
+        size = b.norm(dim=1).clamp(min=max(math.sqrt(square / self.n) * scale, floor))
+        gap = ((a - b).norm(dim=1) / size).nan_to_num(math.inf)
+        gap = gap[b.isfinite().all(1)]  # other examples contribute nothing
+        return float(gap.max()) if len(gap) else 0.0
 
 
 # ---------------------------------------------------------------------- the mode
 
 
+class _Call(NamedTuple):
+    """One call of the loop: its arguments and what it gave, and the place of its first number."""
+
+    func: Callable[..., Any]
+    name: str
+    given: tuple[Any, Any]
+    out: Any
+    targets: list[Tensor]
+    draws: RandomState | None
+    first: int
+
+
 class Twins(TorchFunctionMode):
     """Function mode that leads some twins through a loop, from the loader's yield to its backward.
 
-    Examples are units of `rows_per_unit` consecutive rows, which a loss may join. Without twins it
-    is never on the stack of modes.
+    A unit is led alone, and among others. Where a number or a tensor of the loop has a second
+    reading, the twin forks: one reading by which the loop is right is enough. Examples are units of
+    `rows_per_unit` consecutive rows, which a loss may join. The mode is the lowest of the stack, so
+    that a context of the user's that ends removes its own; without twins it is not there.
 
     Attributes:
         notes: what the twins could not see in this batch.
@@ -314,34 +316,42 @@ class Twins(TorchFunctionMode):
         has_passed: True once a batch passed.
         rows_of: function from the number of rows to those to be led, of a block without a loader;
             its twins begin at the model's first call. None with a loader.
-        leads_model: True once the loop met a tensor that was made inside the model.
     """
 
     def __init__(self, rows_per_unit: int = 1) -> None:
         super().__init__()
         self.k, self.has_passed = rows_per_unit, False
-        self.numbers, self._of_model = Numbers(), Numbers()
+        self.numbers = Numbers()
         self.rows_of: Callable[[int], Sequence[int]] | None = None
-        self.leads_model = self._gives_number = False
-        self.is_on = self._has_left = False
+        self.is_on = self._gives_number = False
         self.clear()
 
     def begin(self, batch: Any, num_rows: int, rows: Sequence[int], seed: int, among: int) -> None:
         """Begin to lead twins of the units that hold `rows`, `among` of them among others, too."""
         self.clear()
-        self._n, self._batch = num_rows // self.k, list(_tensors_in(batch, 5))
+        n = self._n = num_rows // self.k
+        self._batch = list(_tensors_in(batch, 5))
         if any(tensor.shape[:1] != (num_rows,) for tensor in self._batch):
             if num_rows < _FEWEST_IN_LISTS:
                 return
             self._places.update(_places_in(batch, num_rows))
-        units = list(dict.fromkeys(row // self.k for row in rows))
-        for i, unit in enumerate(units if self._n > 1 else []):
-            self.twins += twins_of(self._n, self.k, unit, seed + i, i < among, self.rows_of is None)
+        draw = torch.Generator().manual_seed(seed)
+        units = list(dict.fromkeys(row // self.k for row in rows)) if n > 1 else []
+        for unit in units:
+            self.twins.append(Twin(n, self.k, torch.tensor([unit]), 0))
+        for unit in units[:among]:
+            others = torch.randint(n, (n,), generator=draw)
+            others[unit] = unit
+            self.twins.append(Twin(n, self.k, others, unit))
         self.is_on = bool(self.twins)
         for tensor in self._batch if self.is_on else ():
             self._take(tensor, None if tensor in self._places else _axis_of(tensor, num_rows))
+        self._listen()
+
+    def _listen(self) -> None:
         if self.is_on:
-            insert_mode(self, 0)
+            remove_mode(self)
+            insert_lowest(self)
 
     def end(self) -> None:
         """Stop to lead."""
@@ -352,117 +362,125 @@ class Twins(TorchFunctionMode):
         if self.is_on:
             self.end()
         self.twins, self._batch, self.notes = list[Twin](), list[Tensor](), list[str]()
+        self._forks = set[str]()
         self.is_on = self._has_left = self._is_busy = self._was_read = self._has_backward = False
-        self._has_drawn = False
-        self.is_inside = self._leads_inside = False
-        self._above = self._n = 0
-        self._led, self._drawn, self._made = (WeakIdKeyDictionary() for _ in range(3))
+        self._has_drawn = self._is_inside = False
+        self._n = 0
+        self._led, self._drawn = WeakIdKeyDictionary(), WeakIdKeyDictionary()
         self._places = WeakIdKeyDictionary()  # row of the batch -> its place, of lists of rows
+        self._held: dict[Any, Tensor] = {}
         self.numbers.next_batch()
-        self._of_model.next_batch()
 
     def leave_loader(self) -> None:
         """Stop to lead until the model is called: the loader ended, as next(iter(loader)) does."""
-        if self.is_on:
-            self._has_left = True
-            self.end()
+        self._has_left = self.is_on
+        self.end()
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
         """Context in which nothing is led."""
-        above = remove_mode(self) if self.is_on else None
-        self._above, has_failed = self._above if above is None else above, True
+        was_on = self.is_on and remove_mode(self)
+        has_failed = True
         try:
             yield
             has_failed = False
         finally:
-            goes_on = self.is_on and not self.is_inside and not (has_failed and self._has_left)
-            if above is not None and goes_on:
-                remove_mode(self)
-                insert_mode(self, above)
+            if was_on and not self._is_inside and not (has_failed and self._has_left):
+                self._listen()
 
     # ------------------------------------------------------------------ the model
 
-    def enter_model(self, args: Any, kwargs: Any, num_rows: int) -> None:
-        """Begin a recorded forward, whose functions are not led; compare what it gets."""
+    def enter_model(self, model: nn.Module, args: Any, kwargs: Any, num_rows: int) -> None:
+        """Begin a forward, whose functions are not led; compare what it gets, and what it holds."""
         if self.rows_of is not None and not self.is_on:
             self.begin((), num_rows, self.rows_of(num_rows), 0, 2)
         if not self.is_on:
             return
-        self._above = remove_mode(self) or self._above
-        self.is_inside, self._given = True, WeakIdKeyDictionary()
-        for tensor in _tensors((args, kwargs)):
-            self._look_for_arrays(tensor)
-            self._given[tensor] = True
-            if tensor not in self._led:
-                self._take(tensor, 0)
-            elif tensor not in self._drawn:
+        self.end()
+        self._is_inside, self._model, self._held = True, model, held_tensors(model)
+        given = _tensors((args, kwargs))
+        for tensor in (*given, *self._held.values()):
+            if tensor in self._led and tensor not in self._drawn:
                 self._compare_input(tensor)
-
-    def lead_model(self, returns_number: bool | None) -> None:
-        """Listen to the functions of a forward, above the other modes.
-
-        Twins are led through a model that returns a number beside its outputs, such as the loss of
-        labels; those of one row alone as long as that is not known.
-        """
-        if not (self.is_on and self.is_inside):
-            return
-        unit = self.twins[0].own
-        for twin in self.twins:
-            is_first = returns_number is None and twin.is_alone and twin.own == unit
-            twin.leads_inside = bool(returns_number) or is_first or self.leads_model
-        self._leads_inside = any(twin.leads_inside for twin in self.twins)
-        insert_mode(self, 0)
+        for tensor in given:
+            if tensor not in self._led:
+                self._look_for_arrays(tensor)
+                self._take(tensor, 0)
 
     def leave_model(
         self,
         outputs: Sequence[tuple[Tensor, Tensor]],
-        numbers: Sequence[tuple[Tensor, Tensor]] = (),
+        numbers: Sequence[tuple[Tensor, Tensor]],
+        again: Callable[[Tensor], Forwarded],
     ) -> None:
-        """End the recorded forward; pairs of a tensor as made there and as handed out."""
+        """End the forward.
+
+        Args:
+            outputs: pairs of a tensor as made in the model and as handed out.
+            numbers: the same of numbers, such as the loss of labels.
+            again: function from units to what the model gives for them.
+        """
         if not self.is_on:
             return
-        self.end_forward()
-        self._gives_number |= bool(numbers)
+        self._is_inside = False
         numel = sum(made.numel() for made, out in outputs if out.requires_grad)
         among = [twin for twin in self.twins if not twin.is_alone]
         for twin in among[max(0, _MOST // max(numel, 1)) :]:
             self.twins.remove(twin)
         for twin in self.twins:
-            leaves = [self._hand_out(twin, *pair, bool(numbers)) for pair in outputs]
-            twin.leaves.append([leaf for leaf in leaves if leaf is not None])
+            leaves = [twin.pick(made.detach()).detach() for made, _ in outputs]
+            twin.leaves.append([])
+            for leaf, (_, out) in zip(leaves, outputs, strict=True):
+                if out.requires_grad:
+                    twin.leaves[-1].append(leaf.requires_grad_())
+                with torch.enable_grad():
+                    twin.tensors[out] = leaf.clone()
             twin.grads.append([None] * len(twin.leaves[-1]))
-            for made, out in numbers:
-                if made not in twin.tensors or not twin.leads_inside:
-                    twin.problem = twin.problem or "the model computes it inside"
-                else:
-                    twin.tensors[out] = twin.tensors[made]
-        for made, out in (*outputs, *numbers):
+        for _, out in (*outputs, *numbers):
             self._led[out] = True
-            for tensor in (made, out):
-                self._made.pop(tensor, None)
-        insert_mode(self, self._above)
+        self._gives_number |= bool(numbers)
+        kept = held_tensors(self._model)
+        made = {key: t for key, t in kept.items() if self._held.get(key) is not t}
+        if numbers or made:
+            for twin in self.twins:
+                with contextlib.suppress(Exception):  # of these rows; what is used then is unknown
+                    self._compute_inside(twin, outputs, numbers, made, again)
+        self._listen()
 
-    def _hand_out(self, twin: Twin, made: Tensor, out: Tensor, has_numbers: bool) -> Tensor | None:
-        """Give a twin its rows of an output: as led through the model, if that went right.
+    def _compute_inside(
+        self, twin: Twin, outputs: Any, numbers: Any, made: Mapping[Any, Tensor], again: Any
+    ) -> None:
+        """Give a twin the numbers that the model returns, and tensors that it keeps on itself.
 
-        Return them if they have a gradient.
+        They are those of a forward of the twin's rows with their draws of the batch, which has to
+        give the same outputs. The numbers become functions of these.
         """
-        ours, led = twin.pick(made.detach()).detach(), twin.tensors.get(made)
-        if led is not None and twin.leads_inside and has_numbers:
-            if led.shape == ours.shape and _is_near(led, ours):
-                ours = led
-            else:
-                twin.leads_inside = False
-        ours = ours.requires_grad_() if out.requires_grad and not ours.requires_grad else ours
-        with torch.enable_grad():
-            twin.tensors[out] = ours.clone()
-        return ours if out.requires_grad else None
+        with _OwnDraws(twin) if twin.is_alone else contextlib.nullcontext():
+            inside = again(twin.units)
+        ours = [twin.tensors[out] for _, out in outputs]
+        pairs = list(zip(ours, inside.outputs, strict=True))
+        if not all(a.shape == b.shape and _is_near(a, b) for a, b in pairs):
+            return
+        for key, tensor in made.items():
+            twin.tensors[tensor] = twin.placed(inside.held[key].detach()).clone()
+        used = [(leaf, t) for leaf, t in pairs if t.requires_grad]
+        for (_, out), number in zip(numbers, inside.numbers, strict=True):
+            value = twin.placed(number.detach())
+            if number.requires_grad and used:
+                ones = [torch.ones_like(number)]
+                grads = partial_gradients([number], [t for _, t in used], ones)
+                with torch.enable_grad():
+                    for (leaf, _), grad in zip(used, grads, strict=True):
+                        if grad is not None:
+                            value = value + ((leaf - leaf.detach()) * twin.placed(grad)).sum()
+            twin.tensors[out] = value
+        for tensor in made.values():
+            self._led[tensor] = True
 
     def end_forward(self) -> None:
         """End a forward, also one that failed."""
         self.end()
-        self.is_inside = False
+        self._is_inside = False
 
     def drop(self, index: int) -> None:
         """Forget one forward, whose gradient does not count."""
@@ -476,28 +494,21 @@ class Twins(TorchFunctionMode):
             for twin in self.twins:
                 del twin.leaves[first:], twin.grads[first:]
             if not self._has_left:
-                insert_mode(self, self._above)
+                self._listen()
 
     def _compare_input(self, tensor: Tensor) -> None:
-        rows = self._n * self.k
+        """Compare a twin's input of the model with that of its rows in the batch."""
         for twin in self.twins:
             ours = twin.tensors.get(tensor)
             if ours is None or twin.problem is not None:
                 continue
             theirs = twin.placed(tensor.detach())
-            if tensor.shape[:1] == (rows,):
+            if tensor.shape[:1] == (self._n * self.k,):
                 ours, theirs = ours[twin.at], theirs[twin.own]
             if ours.shape != theirs.shape:
                 twin.problem = "what the model gets for one example has another shape"
             elif not _is_near(ours.detach(), theirs):
                 twin.has_other_inputs = True
-
-    def _compare_read(self, tensors: Sequence[Tensor]) -> None:
-        """Compare what the model reads of the loop's tensors beside its arguments."""
-        for tensor in tensors:
-            is_beside = tensor in self._led and tensor not in self._given
-            if is_beside and tensor not in self._made and tensor not in self._drawn:
-                self._compare_input(tensor)
 
     def _take(self, tensor: Tensor, axis: int | None) -> None:
         """Give a tensor's own rows to the twins."""
@@ -517,57 +528,50 @@ class Twins(TorchFunctionMode):
         return self._hear(func, args, kwargs)
 
     def _hear(self, func: Any, args: Any, kwargs: Any) -> Any:
-        name = getattr(func, "__name__", "")
-        if name in ("__get__", "__set__"):
-            name = func.__self__.__name__ + ("" if name == "__get__" else "=")
-        if self._is_busy or name in _SILENT:
+        """Run a function of the loop, and call it again for the twins."""
+        tensors = _tensors((args, kwargs))
+        if self._is_busy or any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors)):
             return func(*args, **kwargs)
         if func in _BACKWARDS:
             return self._backward(func, args, kwargs)
-        tensors = _tensors((args, kwargs))
-        if any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in tensors):
-            return func(*args, **kwargs)
-        if self.is_inside:
-            self._compare_read(tensors)
-            if not self._leads_inside:
-                out = func(*args, **kwargs)
-                for tensor in _tensors(out):
-                    self._made[tensor] = True
-                return out
-        writes = "out" in kwargs or (name[-1:] in "_=" and name[:2] != "__") or name[:3] == "__i"
-        writes = (writes or name == "__setitem__") and name not in ("__int__", "__index__")
+        name = getattr(func, "__name__", "")
+        if name in ("__get__", "__set__"):
+            name = func.__self__.__name__ + ("" if name == "__get__" else "=")
+        writes = "out" in kwargs or name == "__setitem__" or name in _IN_PLACE
+        writes |= name[-1:] in "_=" and name[:2] != "__"
         generators = [g for g in (*args, *kwargs.values()) if type(g) is torch.Generator]
         is_random = bool(generators) or name.rstrip("_") in _RANDOM
         self._has_drawn |= is_random
-        is_ours = self._concerns(name, tensors, args, kwargs, writes)
-        state = _Draws(generators) if is_random and is_ours else None
+        is_led = any(tensor in self._led for tensor in tensors)
+        is_ours = is_led or self._concerns(name, tensors, args, kwargs, writes)
+        targets = _tensors(kwargs.get("out", args[:1])) if writes else []
+        for target in targets if is_led else ():
+            if target not in self._led:  # it gets a twin of its own
+                self._led[target] = True
+                for twin in self.twins:
+                    twin.keep(target, None if twin.is_whole or _is_parameter(target) else 0)
+        draws = RandomState(generators) if is_random and is_ours else None
         out = func(*args, **kwargs)
-        self._was_read |= name in _READS[2:] and any(t in self._led for t in tensors)
-        if name in _READS and any(t in self._led for t in tensors):
+        if is_led and name in _READS:
+            self._was_read |= name in _READS[2:]
             self.numbers.first_read = min(self.numbers.first_read, len(self.numbers.seen))
-        for tensor in _tensors(out) if self.is_inside else ():
-            self._made[tensor] = True
-        if is_ours:
-            self._lead(func, name, args, kwargs, out, state, writes)
+        seen, first = [(name, v) for v in _numbers((args, kwargs))], len(self.numbers.seen)
+        if is_ours and (writes or name in _READS + _DECIDES or _tensors(out)):
+            self.numbers.seen += seen
+            self._lead(_Call(func, name, (args, kwargs), out, targets, draws, first))
         elif not tensors:  # keeps its place among the numbers where it is no multiple of n
-            self.numbers.seen += [(name, value) for value in _numbers((args, kwargs))]
+            self.numbers.seen += seen
         return out
 
     def _concerns(self, name: str, tensors: Any, args: Any, kwargs: Any, writes: bool) -> bool:
-        """True for a call that twins make, too: on rows of the batch, or with sizes made of n."""
+        """True for a call on what may be rows of the batch, or with sizes made of n."""
         for tensor in tensors:
             self._look_for_arrays(tensor)
-            self.leads_model |= tensor in self._made and not self.is_inside
-        if any(tensor in self._led for tensor in tensors):
-            if writes:
-                self._prepare(kwargs.get("out", args[0] if args else None))
-            return True
-        if not self.is_inside and any(_may_be_rows(tensor, self._n, self.k) for tensor in tensors):
+        if any(_may_be_rows(tensor, self._n, self.k) for tensor in tensors):
             return not writes
-        numbers = _numbers((args, kwargs))
         if tensors or (name in _FROM_LISTS and isinstance(args[0], list | tuple)):
             return False  # values, and no sizes
-        return any(as_multiple(v, self._n, self.k) != v for v in numbers)
+        return any(as_multiple(v, self._n, self.k) != v for v in _numbers((args, kwargs)))
 
     def _look_for_arrays(self, tensor: Tensor) -> None:
         """Note rows that come back from NumPy or lists, where nobody saw what was done to them."""
@@ -575,102 +579,123 @@ class Twins(TorchFunctionMode):
         if is_new and BACK not in self.notes and _may_be_rows(tensor, self._n, self.k):
             self.notes.append(BACK)
 
-    def _prepare(self, target: Any) -> None:
-        """Give a tensor that rows of the batch are written to a twin of its own."""
-        for tensor in _tensors(target):
-            if tensor not in self._led:
-                self._led[tensor] = True
-                for twin in self.twins:
-                    axis = None if twin.is_whole or _is_parameter(tensor) else 0
-                    twin.keep(tensor, axis)
-
-    def _lead(
-        self, func: Any, name: str, args: Any, kwargs: Any, out: Any, state: Any, writes: bool
-    ) -> None:
-        """Call a function on every twin's tensors, after the loop's call returned `out`."""
-        led = [tensor for tensor in _tensors((args, kwargs)) if tensor in self._led]
-        known = self._of_model if self.is_inside else self.numbers
-        first, numbers = len(known.seen), _numbers((args, kwargs))
-        is_drawn = all(t in self._drawn for t in led) and bool(led or state)
-        is_drawn = is_drawn and not any(value in self.twins[0].reads for value in numbers)
-        if writes and led and not is_drawn and led[0] in self._drawn:
-            self._drawn.clear()  # by rows of the batch, maybe through a view
-        known.seen += [(name, value) for value in numbers]
-        places = {self._places.get(tensor) for tensor in led} if self._places else {None}
-        for tensor in _tensors(out) if len(places) == 1 and None not in places else ():
-            self._places[tensor] = next(iter(places))
-        is_taken = is_drawn or name in _TAKEN or (state is not None and writes)
-        if str(getattr(func, "__module__", "")).startswith(_BETWEEN_PROCESSES):
-            self._hear_processes(name, led + _tensors(out))
+    def _lead(self, call: _Call) -> None:
+        """Call a function on every twin's tensors, after the loop's call."""
+        tensors, made = _tensors(call.given), _tensors(call.out)
+        led = [tensor for tensor in tensors if tensor in self._led]
+        if str(getattr(call.func, "__module__", "")).startswith(_BETWEEN_PROCESSES):
+            self._hear_processes(call.name, led + made)
             return
-        for tensor in _tensors(out):
+        numbers = _numbers(call.given)
+        reads = [value for twin in self.twins for value in numbers if value in twin.reads]
+        is_drawn = all(t in self._drawn for t in led) and bool(led or call.draws) and not reads
+        if call.targets and led and not is_drawn and led[0] in self._drawn:
+            self._drawn.clear()  # by rows of the batch, maybe through a view
+        places = {self._places.get(tensor) for tensor in led} if self._places else {None}
+        for tensor in made if len(places) == 1 and None not in places else ():
+            self._places[tensor] = next(iter(places))
+        is_taken = is_drawn or call.name in _TAKEN or (call.draws is not None and call.targets)
+        for tensor in made:
             self._led[tensor] = True
             if is_drawn:
                 self._drawn[tensor] = True
             elif not is_taken:
                 self._drawn.pop(tensor, None)
+        if not is_taken:
+            self._fork(call, [t for t in tensors if t not in self._led])
+        lead = self._take_drawn if is_taken else self._repeat
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            for twin in self.twins:
-                if twin.problem is not None or (self.is_inside and not twin.leads_inside):
-                    continue
-                try:
-                    if is_taken:
-                        for tensor in _tensors(out):
-                            self._take_drawn(twin, tensor, is_drawn, writes)
-                        continue
-                    given = self._arguments(twin, known, name, first, (args, kwargs))
-                    if name in _WITH_STATE:
-                        given = pytree.tree_map_only(Tensor, torch.clone, given)
-                    with self._as_the_loop(twin):
-                        if state is not None:
-                            ours = state.repeated(twin, func, (args, kwargs), given)
-                        else:
-                            ours = func(*given[0], **given[1])
-                    twin.note(name, out, ours)
-                except Exception as error:  # noqa: BLE001 - of this row alone
-                    reason = str(error).split("\n")[0][:80]
-                    if not self.is_inside:
-                        twin.problem = f"{name} can't be called on one row ({reason})"
+            for twin in reversed(self.twins):  # forks copy what those that they come from write to
+                if twin.problem is None:
+                    try:
+                        for target in call.targets:
+                            twin.own_target(target)
+                        lead(call, twin)
+                    except Exception as error:  # noqa: BLE001 - of this row alone
+                        reason = str(error).split("\n")[0][:80]
+                        twin.problem = f"{call.name} can't be called on one row ({reason})"
+
+    def _fork(self, call: _Call, unknown: Sequence[Tensor]) -> None:
+        """Let twins go on by every reading that this call has."""
+        n, k, numbers = self._n, self.k, _numbers(call.given)
+        places = range(call.first, call.first + len(numbers))
+        doubtful = [
+            v
+            for at, v in zip(places, numbers, strict=True)
+            if self.numbers.learned(at, call.name, v, n) is None
+        ]
+        for twin in [twin for twin in self.twins if twin.follows_reads and twin.is_base]:
+            if any(v in twin.reads for v in numbers):
+                twin.is_base = False
+                self.twins.append(twin.fork(is_base=True))
+        bases = [twin for twin in self.twins if twin.is_base]
+        if self.rows_of is None and any(_may_be_rows(tensor, n, k) for tensor in unknown):
+            self._fork_once("a table", bases, is_whole=True)
+        alone = [twin for twin in bases if twin.is_alone]
+        for reading in (as_multiple, as_constant):
+            if any(reading(v, n, k) != as_count(v, n, k) for v in doubtful):
+                self._fork_once(reading.__name__, alone, reading=reading)
+
+    def _fork_once(self, kind: str, bases: Sequence[Twin], **changes: Any) -> None:
+        if kind not in self._forks:
+            self._forks.add(kind)
+            self.twins += [twin.fork(**changes) for twin in bases]
+
+    def _repeat(self, call: _Call, twin: Twin) -> None:
+        """Call a function again on a twin's tensors."""
+        given = self._arguments(twin, call)
+        if call.name in _WITH_STATE:
+            given = pytree.tree_map_only(Tensor, torch.clone, given)
+        dtypes = autocast_dtypes()
+        moves = bool(dtypes) and twin.is_alone and dtypes[-1][0] != "cpu"
+        with autocast_as([("cpu", dtypes[-1][1])]) if moves else contextlib.nullcontext():
+            if call.draws is not None:
+                with call.draws.repeated():
+                    ours = _as_drawn(twin, call.func, call.given, given)
+            else:
+                ours = call.func(*given[0], **given[1])
+        twin.note(call.name, call.out, ours)
 
     def _hear_processes(self, name: str, tensors: Sequence[Tensor]) -> None:
         """Make unknown to the twins what other processes may have sent: their rows."""
+        for tensor in tensors:
+            self._take(tensor, 0)
         for twin in self.twins:
+            twin.parts = twin.parts or name
             for tensor in tensors:
-                self._led[tensor] = True
-                twin.keep(tensor)
-                own = twin.tensors[tensor]
-                unknown = own.mul_(math.nan) if own.is_floating_point() else own * math.nan
-                twin.tensors[tensor] = unknown
-                twin.parts = twin.parts or name
+                twin.tensors[tensor] = twin.tensors[tensor] * math.nan
 
-    def _take_drawn(self, twin: Twin, tensor: Tensor, is_drawn: bool, writes: bool) -> None:
+    def _take_drawn(self, call: _Call, twin: Twin) -> None:
         """Give a twin its rows of what the loop drew; of a draw by size they may be anything."""
-        axis = None if twin.is_whole and is_drawn else 0
-        picked = twin.pick(tensor.detach(), axis)
-        if writes and tensor in twin.tensors and twin.tensors[tensor].shape == picked.shape:
-            twin.tensors[tensor].data.copy_(picked)
-        else:
-            twin.keep(tensor, axis)
+        for tensor in _tensors(call.out):
+            axis = None if twin.is_whole and tensor in self._drawn else 0
+            picked = twin.pick(tensor.detach(), axis)
+            if call.targets and getattr(twin.tensors.get(tensor), "shape", None) == picked.shape:
+                twin.tensors[tensor].data.copy_(picked)
+            else:
+                twin.keep(tensor, axis)
 
-    def _arguments(self, twin: Twin, numbers: Numbers, name: str, first: int, given: Any) -> Any:
-        """Return a twin's arguments, with its readings of Python numbers, the first at `first`."""
-        at = first - 1
+    def _arguments(self, twin: Twin, call: _Call) -> Any:
+        """Return a twin's arguments, with its readings of Python numbers."""
+        places = itertools.count(call.first)
 
         def number(value: float) -> float:
-            nonlocal at
-            at += 1
-            is_followed = twin.follows_reads and value in twin.reads
-            if is_followed and numbers.is_read(at, value):
+            at = next(places)
+            if twin.follows_reads and value in twin.reads and self.numbers.is_read(at, value):
                 twin.has_replaced = True
                 return twin.reads[value]
             if not twin.is_alone:
                 return value
-            known = numbers.learned(at, name, value, twin.n)
-            return twin.reading(value, twin.n, twin.k) if known is None else known
+            known = self.numbers.learned(at, call.name, value, twin.n)
+            if known is not None:
+                return known
+            self.numbers.guessed.add(at)
+            return twin.reading(value, twin.n, twin.k)
 
-        given = self._rows_in_lists(twin, given) if self._places else given
-        return twin.of(given, number, not self.is_inside)
+        return twin.of(
+            self._rows_in_lists(twin, call.given) if self._places else call.given, number
+        )
 
     def _rows_in_lists(self, twin: Twin, value: Any) -> Any:
         """Return arguments whose lists of all rows of the batch hold the twin's rows."""
@@ -685,22 +710,8 @@ class Twins(TorchFunctionMode):
         parts = [self._rows_in_lists(twin, part) for part in own]
         return parts if type(value) is list else tuple(parts)
 
-    @contextlib.contextmanager
-    def _as_the_loop(self, twin: Twin) -> Iterator[None]:
-        """Context of a twin's call: the loop's autocast, on the CPU for a row of a GPU's batch."""
-        with contextlib.ExitStack() as stack:
-            dtypes = autocast_dtypes()
-            if dtypes and twin.is_alone and dtypes[-1][0] != "cpu":
-                stack.enter_context(autocast_as([("cpu", dtypes[-1][1])]))
-            if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
-                # What a twin saves is none of an activation checkpoint's.
-                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_same, _same))
-            if self.is_inside:  # the recorder captures what the model does, not what a twin does
-                stack.enter_context(torch._C.DisableTorchFunction())
-            yield
-
     def _backward(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run a backward, and those of the twins."""
+        """Run a backward, and those of the twins; one that the loop asked for is led, or taken."""
         names = _BACKWARDS[func]
         given: dict[str, Any] = dict(zip(names, args, strict=False)) | kwargs
         losses, weights = (pytree.tree_leaves(given.get(name)) for name in (names[0], names[-1]))
@@ -710,10 +721,13 @@ class Twins(TorchFunctionMode):
             out = func(*args, **kwargs)
         finally:
             self._is_busy = False
-        if self.is_inside:
-            return out
         if func is torch.autograd.grad:
-            self._differentiate(func, args, kwargs, out)
+            for tensor in _tensors(out):
+                self._take(tensor, 0)
+            for twin in self.twins:
+                with contextlib.suppress(Exception):  # it leads through the model
+                    ours = twin.of((args, kwargs))
+                    twin.note("grad", out, func(*ours[0], **ours[1]))
             return out
         self._has_backward = True
         for twin in self.twins:
@@ -723,17 +737,6 @@ class Twins(TorchFunctionMode):
                 except Exception as error:  # noqa: BLE001 - of this row alone
                     twin.problem = f"backward can't be called on one row ({error})"
         return out
-
-    def _differentiate(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Give the twins a gradient that the loop asked for; one through the model is taken."""
-        for tensor in _tensors(out):
-            self._take(tensor, 0)
-        for twin in self.twins:
-            with contextlib.suppress(Exception):  # it leads through the model
-                given = twin.of((args, kwargs))
-                ours = func(*given[0], **given[1])
-                if all(isinstance(part, Tensor) for part in ours):
-                    twin.note("grad", out, ours)
 
     # ------------------------------------------------------------------ the verdict
 
@@ -747,7 +750,6 @@ class Twins(TorchFunctionMode):
         """
         self.end()
         self.numbers.end_batch(self._n)
-        self._of_model.end_batch(self._n)
         is_unseen = bool(cotangents) and not self._has_backward
         seen = {
             UNSEEN: is_unseen,
@@ -759,7 +761,11 @@ class Twins(TorchFunctionMode):
             return None
         if all(twin.problem for twin in self.twins if twin.is_alone):
             self.notes.append(LOST.format(reason=self.twins[0].problem))
-        limit, found = self._tolerance(cotangents), None
+        kinds = {str(c.dtype).removeprefix("torch.") for c in cotangents if c is not None}
+        if any(c is not None and c.is_cuda for c in cotangents) and matmul_in_tf32():
+            kinds.add("tf32")
+        limit = max([TOLERANCE.get(kind, 3e-2) for kind in kinds], default=1e-3)
+        found = None
         for start in dict.fromkeys(twin.own.start for twin in self.twins):
             twins = [twin for twin in self.twins if twin.own.start == start]
             found = found or self._among(twins, cotangents, declared, limit)
@@ -767,16 +773,10 @@ class Twins(TorchFunctionMode):
         self.has_passed |= found is None
         return found
 
-    def _tolerance(self, cotangents: Sequence[Tensor | None]) -> float:
-        kinds = {str(c.dtype).removeprefix("torch.") for c in cotangents if c is not None}
-        if any(c is not None and c.is_cuda for c in cotangents) and matmul_in_tf32():
-            kinds.add("tf32")
-        return max([TOLERANCE.get(kind, 3e-2) for kind in kinds], default=1e-3)
-
     def _among(self, twins: Any, cotangents: Any, declared: str, limit: float) -> Problem | None:
         """Compare the row among other rows."""
         ran = [twin for twin in twins if not twin.is_alone and twin.problem is None]
-        errors = [t.errors(cotangents, declared, not self._has_drawn)[declared] for t in ran]
+        errors = [t.error(cotangents, declared, not self._has_drawn) for t in ran]
         pairs = zip(errors, ran, strict=True)
         if not ran or not all(e > limit or twin.has_other_inputs for e, twin in pairs):
             return None
@@ -788,91 +788,109 @@ class Twins(TorchFunctionMode):
     def _alone(self, twins: Any, cotangents: Any, declared: str, limit: float) -> Problem | None:
         """Compare the row alone, by all readings of numbers: one that agrees is enough."""
         alone = [twin for twin in twins if twin.is_alone]
-        errors = {t: t.errors(cotangents, declared, False) for t in alone if t.problem is None}
-        wrong = [t for t, e in errors.items() if e[declared] > limit or t.has_other_inputs]
-        if not wrong or not (self._uses_read(alone, wrong) or self._are_refuted(errors, wrong)):
+        errors = {t: t.error(cotangents, declared, False) for t in alone if t.problem is None}
+        wrong = [t for t, error in errors.items() if error > limit or t.has_other_inputs]
+        right = [t for t in errors if t not in wrong]
+        # Numbers that were read make it wrong, and nothing else does.
+        uses_read = alone[0] in wrong and alone[0].has_replaced
+        uses_read &= any(twin.is_base for twin in right)
+        if not wrong or not (uses_read or self._are_refuted(alone, wrong, right)):
             return None
         if all(twin.has_other_inputs for twin in wrong):
             return Problem(_INPUTS.format(first=_first(wrong)))
-        error = min(errors[twin][declared] for twin in wrong)
+        error = min(errors[twin] for twin in wrong)
         other = "sum" if declared == "mean" else "mean"
-        if any(errors[twin][other] <= limit for twin in wrong):
+        if any(twin.error(cotangents, other, False) <= limit for twin in wrong):
             return Problem(_DECLARED.format(declared=declared, other=other), error)
         text = _WEIGHS.format(error=power_of_ten(error), first=_first(wrong))
         return Problem(text + self._way_out(declared), error)
 
-    def _uses_read(self, alone: Sequence[Twin], wrong: Sequence[Twin]) -> bool:
-        """True if numbers that were read make the first twin wrong, and nothing else does."""
-        others = [alone[-1]]
-        if self.numbers.are_read_alike(self._n, self.k):
-            others.append(alone[1])
-        is_right = any(twin not in wrong and twin.problem is None for twin in others)
-        return is_right and alone[0] in wrong and alone[0].has_replaced
-
-    def _are_refuted(self, ran: Mapping[Twin, Any], wrong: Sequence[Twin]) -> bool:
+    def _are_refuted(self, alone: Any, wrong: list[Twin], right: list[Twin]) -> bool:
         """True if no reading by which the row is right can be meant, and one of the others can."""
-        refuted = [t for t in ran if self.numbers.refutes(t.reading, self._n, self.k)]
-        if any(twin not in wrong and twin not in refuted for twin in ran):
+        refuted = {t for t in alone if self.numbers.refutes(t.reading, self._n, self.k)}
+        if not refuted.issuperset(right) or refuted.issuperset(wrong + right):
             return False
-        return len(refuted) < len(ran) and not self.numbers.are_unclear(self._n, self.k)
+        return not self.numbers.are_unclear(self._n, self.k)
 
     def _way_out(self, declared: str) -> str:
         text = _WAY_OUT.format(declared=declared)
         return text + _OF_MODEL if self._gives_number else text
 
 
-class _Draws:
-    """State of the generators before a call that draws."""
+# ---------------------------------------------------------------------- draws
 
-    def __init__(self, generators: list[torch.Generator]) -> None:
-        self._state = TorchState.now()
-        self._own = [(generator, generator.get_state()) for generator in generators]
 
-    def repeated(self, twin: Twin, func: Any, loops: Any, ours: Any) -> Any:
-        """Draw once more as the loop did, with the twin's rows in the place of its own."""
-        axes, rows = set[int](), torch.arange(twin.own.start, twin.own.stop)
+def _as_drawn(twin: Twin, func: Any, loops: Any, ours: Any) -> Any:
+    """Call a function that draws on the loop's arguments with a twin's rows in their place.
 
-        def spread(theirs: Any, own: Any) -> Any:
-            if not isinstance(theirs, Tensor):
-                return theirs
-            sizes = enumerate(zip(theirs.shape, own.shape, strict=True))
-            axis = next((i for i, (whole, some) in sizes if whole != some), None)
-            own = own.to(theirs.device)
-            if axis is None:
-                return own
-            axes.add(axis)
-            return theirs.detach().index_copy(axis, rows.to(theirs.device), own)
+    Return what the twin's rows get, which is what they get in the batch.
+    """
+    axes, rows = set[int](), torch.arange(twin.own.start, twin.own.stop)
 
-        def own_rows(tensor: Any) -> Any:
-            axis = min(axes, default=0)
-            if not isinstance(tensor, Tensor):
-                return tensor
-            if tensor.dim() > axis and tensor.shape[axis] == twin.n * twin.k:
-                tensor = tensor.index_select(axis, rows.to(tensor.device))
-            return twin.placed(tensor)
+    def spread(theirs: Any, own: Any) -> Any:
+        if not isinstance(theirs, Tensor):
+            return theirs
+        sizes = enumerate(zip(theirs.shape, own.shape, strict=True))
+        axis = next((i for i, (whole, some) in sizes if whole != some), None)
+        own = own.to(theirs.device)
+        if axis is None:
+            return own
+        axes.add(axis)
+        return theirs.detach().index_copy(axis, rows.to(theirs.device), own)
 
-        args, kwargs = _mapped(spread, loops, ours) if twin.is_alone else ours
-        now = _Draws([generator for generator, _ in self._own])
-        self.put()
-        try:
-            found = func(*args, **kwargs)
-        finally:
-            now.put()
-        return _mapped(own_rows, found) if twin.is_alone else found
+    def own_rows(tensor: Any) -> Any:
+        axis = min(axes, default=0)
+        if not isinstance(tensor, Tensor):
+            return tensor
+        if tensor.dim() > axis and tensor.shape[axis] == twin.n * twin.k:
+            tensor = tensor.index_select(axis, rows.to(tensor.device))
+        return twin.placed(tensor)
 
-    def put(self) -> None:
-        """Restore the generators to this state."""
-        self._state.put()
-        for generator, state in self._own:
-            generator.set_state(state)
+    args, kwargs = _mapped(spread, loops, ours) if twin.is_alone else ours
+    found = func(*args, **kwargs)
+    return _mapped(own_rows, found) if twin.is_alone else found
+
+
+class _OwnDraws(TorchFunctionMode):
+    """Mode of a forward of one unit, which gets of each draw what it gets in the batch."""
+
+    def __init__(self, twin: Twin) -> None:
+        super().__init__()
+        self._twin = twin
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = args, kwargs or {}
+        if getattr(func, "__name__", "").rstrip("_") not in _RANDOM:
+            return func(*given[0], **given[1])
+        n, k = self._twin.n, self._twin.k
+
+        def batch(value: Any) -> Any:
+            has_rows = isinstance(value, Tensor) and value.shape[:1] == (k,)
+            return torch.cat([value] * n) if has_rows else value
+
+        return _as_drawn(self._twin, func, _mapped(batch, given), given)
+
+
+class Forwarded(NamedTuple):
+    """What a model gives for some units: outputs, numbers, and tensors that it keeps on itself."""
+
+    outputs: list[Tensor]
+    numbers: list[Tensor]
+    held: Mapping[Any, Tensor]
+
+
+def held_tensors(model: nn.Module) -> dict[Any, Tensor]:
+    """Return (module, attribute, place) -> tensor that a module keeps beside its state."""
+    return {
+        (i, key, place): tensor
+        for i, module in enumerate(model.modules())
+        for key, value in vars(module).items()
+        if key[:1] != "_"
+        for place, tensor in enumerate(_tensors(value))
+    }
 
 
 # ---------------------------------------------------------------------- small things
-
-
-def _same(tensor: Tensor) -> Tensor:
-    """Return the tensor."""
-    return tensor
 
 
 def _flat(tensor: Tensor, count: int) -> Tensor:

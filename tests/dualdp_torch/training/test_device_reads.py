@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dualdp_torch.noise import generators
-from dualdp_torch.per_sample import forward_analysis
+from dualdp_torch.per_sample import analysis_cache
 from tests.dualdp_torch.checks import data, ids
 from tests.dualdp_torch.loop import plan, start
 
@@ -66,17 +66,17 @@ def train(make, shape, device, **options):
 @pytest.mark.parametrize("physical", [None, 5], ids=["whole", "parts"])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_step_looks_once_at_its_numbers(name, physical, tmp_path, monkeypatch):
-    analyses, drawn, examine = [], generators.block_generator, forward_analysis.examine
+    analyses, drawn, examine = [], generators.block_generator, analysis_cache.examine
 
     def kept(*args, **options):
         analyses.append(examine(*args, **options))
         return analyses[-1]
 
     chosen = plan(num_steps=3, physical_batch_size=physical)
-    monkeypatch.setattr(forward_analysis, "examine", kept)
+    monkeypatch.setattr(analysis_cache, "examine", kept)
     assert not any(train(*MODELS[name], "cpu", plan=chosen))
     # The meta device passes for one with numbers.
-    monkeypatch.setattr(forward_analysis, "examine", lambda *args, **options: analyses[0])
+    monkeypatch.setattr(analysis_cache, "examine", lambda *args, **options: analyses[0])
     monkeypatch.setattr(torch.Tensor, "is_meta", False)
     monkeypatch.setattr(
         generators,
