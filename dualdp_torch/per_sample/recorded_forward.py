@@ -63,7 +63,9 @@ class Record:
                 raise problem.raised(was_right=False)
         if n:
             gradients = self._read()
-            if recorder.start is not None and recorder.parameters:
+            is_new = not recorder.was_checked(self.purpose) or recorder.analyses.by_data
+            is_due = self._check == "always" or is_new  # twins keep the start of every forward
+            if is_due and recorder.start is not None and recorder.parameters:
                 self._check_model(gradients)
         recorder.twins.clear()
 
