@@ -249,7 +249,7 @@ class PrivateStep:
         self._refuse_uncompilable()
         assert self._yielded is not None
         yielded, check = self._yielded, self._checks.of_compiled()
-        self.recorder.twins.enter_model(self.recorder.model, batch, {}, len(draw.mask))
+        self.recorder.twins.enter_model(batch, {}, len(draw.mask))
         self.recorder.twins.end_forward()
         bounds = ledger.plan.clipping_bounds(ledger.max_grad_norm)
         device = next(iter(self.recorder.parameters.values())).device

@@ -345,7 +345,8 @@ class Twins(TorchFunctionMode):
             self.twins.append(Twin(n, self.k, others, unit))
         self.is_on = bool(self.twins)
         for tensor in self._batch if self.is_on else ():
-            self._take(tensor, None if tensor in self._places else _axis_of(tensor, num_rows))
+            axes = [axis for axis, size in enumerate(tensor.shape) if size == num_rows]
+            self._take(tensor, axes[0] if axes and tensor not in self._places else None)
         self._listen()
 
     def _listen(self) -> None:
@@ -390,7 +391,9 @@ class Twins(TorchFunctionMode):
 
     # ------------------------------------------------------------------ the model
 
-    def enter_model(self, model: nn.Module, args: Any, kwargs: Any, num_rows: int) -> None:
+    def enter_model(
+        self, args: Any, kwargs: Any, num_rows: int, model: nn.Module | None = None
+    ) -> None:
         """Begin a forward, whose functions are not led; compare what it gets, and what it holds."""
         if self.rows_of is not None and not self.is_on:
             self.begin((), num_rows, self.rows_of(num_rows), 0, 2)
@@ -879,11 +882,11 @@ class Forwarded(NamedTuple):
     held: Mapping[Any, Tensor]
 
 
-def held_tensors(model: nn.Module) -> dict[Any, Tensor]:
+def held_tensors(model: nn.Module | None) -> dict[Any, Tensor]:
     """Return (module, attribute, place) -> tensor that a module keeps beside its state."""
     return {
         (i, key, place): tensor
-        for i, module in enumerate(model.modules())
+        for i, module in enumerate(model.modules() if model is not None else ())
         for key, value in vars(module).items()
         if key[:1] != "_"
         for place, tensor in enumerate(_tensors(value))
@@ -925,11 +928,6 @@ def _may_be_rows(tensor: Tensor, n: int, k: int) -> bool:
     """True if a tensor of unknown origin may hold rows of the batch, or a value for each unit."""
     is_named = _is_parameter(tensor) or (tensor.requires_grad and tensor.is_leaf)
     return tensor.shape[:1] in ((n,), (n * k,)) and not is_named
-
-
-def _axis_of(tensor: Tensor, rows: int) -> int | None:
-    """Return the axis of a tensor of the loader's batch on which the rows are."""
-    return next((axis for axis, size in enumerate(tensor.shape) if size == rows), None)
 
 
 def _places_in(value: Any, rows: int, place: int | None = None) -> Iterator[tuple[Tensor, int]]:
