@@ -81,8 +81,7 @@ RECORDED = ("auto", "book_keeping", "two_pass", "materialize", "vmap", "loop")
 
 _CLOSED = (
     "A backward reached a forward whose gradients were used by optimizer.step(), or dropped by "
-    "zero_grad(). Expected the model's call, backward and step in this order; call the model "
-    "again, or add the losses before one backward."
+    "zero_grad(). Call the model again, or add the losses before one backward."
 )
 
 
@@ -290,15 +289,14 @@ class Recorder:
         """Refuse a forward that cannot be recorded now."""
         if self.is_inside:
             raise RuntimeError(
-                "The model calls itself inside its forward. Call a method or a submodule there "
-                "instead: one recorded forward can't hold another."
+                "The model calls itself inside its forward, and one recorded forward can't hold "
+                "another. Call a method or a submodule there."
             )
         if self._in_backward and not self.has_gradients:  # the backward failed
             if len(self.forwards) > 1:
                 raise RuntimeError(
-                    "A backward of this batch failed after other forwards of it were recorded, so "
-                    "its gradients are incomplete. Begin a new pass over the loader, or call "
-                    "optimizer.zero_grad() and repeat all forwards of the batch."
+                    "A backward of this batch failed after other forwards of it were recorded. "
+                    "Call optimizer.zero_grad() and repeat all forwards of the batch."
                 )
             self.begin_again()
         self.require_unchanged()
@@ -318,9 +316,9 @@ class Recorder:
         rows, factors = forward.batch.num_rows, self.row_factors
         if factors is not None and rows != len(factors):
             raise RuntimeError(
-                f"The model was called on {rows} rows but the loader gave {len(factors)}, of which "
-                "some are padding of users with few rows. Expected the whole batch, in its order; "
-                "put other calls under torch.no_grad() or engine.pause()."
+                f"The model was called on {rows} rows but the loader gave {len(factors)}, some of "
+                "them padding. Expected the whole batch, in its order; put other calls under "
+                "torch.no_grad() or engine.pause()."
             )
         if self.terms is not None:  # training: what lies before the model would be trained, too
             _refuse_parameters_before(forward, self._names)
@@ -336,10 +334,9 @@ class Recorder:
         if forward.batch.n != self.n:
             raise RuntimeError(
                 f"The model was called on {self.n} examples, then on {forward.batch.n}, for one "
-                "batch. Expected the same examples in the same order in every recorded forward, "
-                "since each is clipped once by its whole gradient. Put other calls under "
-                "torch.no_grad() or engine.pause(); for parts of a batch, use "
-                "max_physical_batch_size."
+                "batch. Expected the same examples in the same order in every recorded forward. "
+                "Put other calls under torch.no_grad() or engine.pause(); for parts of a batch, "
+                "use max_physical_batch_size."
             )
 
     def _refuse_in_pieces(self, capture: Capture, changed: list[str]) -> None:
@@ -507,11 +504,10 @@ class Recorder:
             p.grad = None
         raise UnsupportedLayerError(
             f"Parameter {name!r} reached the loss outside the recorded forward of the model, where "
-            "its gradient can't be clipped per example. A term without data (L2, a distance from "
-            "earlier weights) belongs into the optimizer's weight_decay, or is added to p.grad by "
-            "optimizer.register_step_pre_hook after make_private. Else use the parameter inside "
-            "the model's forward, or call clipped_grad_sum with a loss function that does all of "
-            "it."
+            "its gradient can't be clipped per example. A term without data (L2) belongs into the "
+            "optimizer's weight_decay, or is added to p.grad by optimizer.register_step_pre_hook "
+            "after make_private. Else use the parameter inside the model's forward, or call "
+            "clipped_grad_sum with a loss function that does all of it."
         )
 
     def require_backward(self) -> int:
@@ -522,9 +518,7 @@ class Recorder:
                 "then loss.backward()."
             )
         if not self.has_gradients:
-            raise RuntimeError(
-                "No backward was recorded. Call loss.backward() before reading gradients."
-            )
+            raise RuntimeError("No backward was recorded. Call loss.backward() before.")
         return self.n
 
     def gradients(self, scale: float, keep: str) -> Gradients:
@@ -598,7 +592,8 @@ class Recorder:
 
     def was_checked(self, purpose: tuple[Any, ...]) -> bool:
         """True if this purpose was checked on batches like those of all forwards."""
-        return all(self._purpose(purpose) in forward.cache.checked for forward in self.forwards)
+        own = self._purpose(purpose)
+        return all(own in forward.cache.checked for forward in self.forwards)
 
     def note_checked(self, purpose: tuple[Any, ...]) -> None:
         """Note that this purpose was checked, for one forward or for several of a batch."""
@@ -639,16 +634,20 @@ class Recorder:
 
     def reference(self, terms: Terms) -> Reference:
         """Return the definition of the recorded gradients, for a check."""
-        calls, alone = partial(forwards_of, self.rows_per_unit), None
-        batch = self.forwards[0].batch
+        k, mask, starts = (
+            self.rows_per_unit,
+            terms.mask,
+            [forward.start for forward in self.forwards],
+        )
+        given = self.parameters, [start for start in starts if start is not None], mask
         if self.computes_loss:
-            calls, alone = partial(_whole_steps, self.rows_per_unit), _loss_alone
-        else:
-            each = [(*f.batch.arguments(), f.scaled_cotangents(terms.scale)) for f in self.forwards]
-            batch = Batch(tuple(each), shares=True, rows_per_unit=self.rows_per_unit)
-        starts = [forward.start for forward in self.forwards if forward.start is not None]
-        given = self.model, batch, self.parameters, starts
-        return Reference(calls, *given, mask=terms.mask, alone=alone)
+            batch = self.forwards[0].batch
+            return Reference(
+                lambda *of: [partial(_losses_of_none, *of)], self.model, batch, *given, _loss_alone
+            )
+        each = [(*f.batch.arguments(), f.scaled_cotangents(terms.scale)) for f in self.forwards]
+        batch = Batch(tuple(each), shares=True, rows_per_unit=k)
+        return Reference(partial(forwards_of, k), self.model, batch, *given)
 
     def numbers_again(
         self, terms: Terms, method: str | None = None
@@ -773,9 +772,8 @@ def _refuse_parameters_before(forward: Forward, names: Mapping[int, str]) -> Non
                 continue  # rows whose gradient is asked for
             raise UnsupportedLayerError(
                 f"The gradient of an input of the model leads to a parameter of shape "
-                f"{tuple(p.shape)} outside of it, which would be trained without clipping and "
-                "noise. Detach the input (fake.detach()), or put both into one module; a "
-                "generator's step through this model belongs under engine.pause()."
+                f"{tuple(p.shape)} outside of it, which nobody would clip. Detach the input, or "
+                "put both into one module; a generator's step belongs under engine.pause()."
             )
 
 
@@ -817,13 +815,7 @@ def _loss_alone(model: nn.Module, batch: Batch) -> Tensor:
     return found
 
 
-def _whole_steps(
-    rows_per_unit: int, model: nn.Module, batch: Batch
-) -> list[Callable[[], tuple[Tensor, list[Tensor]]]]:
-    """Return the forward of a batch that computes the loss, of which no row has its own output."""
-
-    def run() -> tuple[Tensor, list[Tensor]]:
-        _loss_alone(model, batch)
-        return torch.zeros(batch.n), []
-
-    return [run]
+def _losses_of_none(model: nn.Module, batch: Batch) -> tuple[Tensor, list[Tensor]]:
+    """Run a forward that computes the loss; no row has a loss or an output of its own."""
+    _loss_alone(model, batch)
+    return torch.zeros(batch.n), []
