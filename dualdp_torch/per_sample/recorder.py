@@ -255,7 +255,8 @@ class Recorder:
         if self.by_loop or forward.by_vmap:
             _refuse_gradients_of_inputs(forward)
         is_due = self.is_due(forward.cache) or (self._repeats and self.is_due(forward.cache, True))
-        if self.method == "two_pass" or is_due or self.twins.is_on:
+        is_led = self.twins.is_on and self.shards is None  # all processes gather in a forward
+        if self.method == "two_pass" or is_due or is_led:
             forward.start = Start.of(self.model, is_checked=is_due)
         return forward
 
@@ -371,7 +372,8 @@ class Recorder:
 
     def _forwarded(self, forward: Forward, units: Tensor) -> Forwarded:
         """Return what the model gives for some units, from the state before a forward."""
-        assert forward.start is not None
+        if forward.start is None:
+            raise RuntimeError("The forward can't be run again.")
         with self.unchanged(), forward.start.replayed(self.model):
             args, kwargs = forward.batch.rows(units).arguments()
             leaves = pytree.tree_leaves(self.model(*args, **kwargs))
