@@ -161,6 +161,7 @@ class Twin:
         self.problem: str | None = None
         self.parts = ""
         self.has_other_inputs = self.decides_otherwise = self.has_replaced = False
+        self.is_torn = False  # True if a reading was lost that may have been right
 
     def fork(self, **changes: Any) -> Twin:
         """Return a twin that goes on from here otherwise, and copies what it writes to."""
@@ -224,6 +225,7 @@ class Twin:
         if target in self.shared:
             del self.shared[target]
             if self.tensors[target]._is_view():
+                self.is_torn = True
                 raise LostError("a part of a tensor is written")
             self.tensors[target] = self.tensors[target].clone()
 
@@ -559,7 +561,9 @@ class Twins(TorchFunctionMode):
             self._was_read |= name in _READS[2:]
             self.numbers.first_read = min(self.numbers.first_read, len(self.numbers.seen))
         seen, first = [(name, v) for v in _numbers((args, kwargs))], len(self.numbers.seen)
-        if is_ours and (writes or name in _READS + _DECIDES or _tensors(out)):
+        if is_led and str(getattr(func, "__module__", "")).startswith(_BETWEEN_PROCESSES):
+            self._hear_processes(name, tensors + _tensors(out))
+        elif is_ours and (writes or name in _READS + _DECIDES or _tensors(out)):
             self.numbers.seen += seen
             self._lead(_Call(func, name, (args, kwargs), out, targets, draws, first))
         elif not tensors:  # keeps its place among the numbers where it is no multiple of n
@@ -586,9 +590,6 @@ class Twins(TorchFunctionMode):
         """Call a function on every twin's tensors, after the loop's call."""
         tensors, made = _tensors(call.given), _tensors(call.out)
         led = [tensor for tensor in tensors if tensor in self._led]
-        if str(getattr(call.func, "__module__", "")).startswith(_BETWEEN_PROCESSES):
-            self._hear_processes(call.name, led + made)
-            return
         numbers = _numbers(call.given)
         reads = [value for twin in self.twins for value in numbers if value in twin.reads]
         is_drawn = all(t in self._drawn for t in led) and bool(led or call.draws) and not reads
@@ -771,6 +772,8 @@ class Twins(TorchFunctionMode):
         found = None
         for start in dict.fromkeys(twin.own.start for twin in self.twins):
             twins = [twin for twin in self.twins if twin.own.start == start]
+            if any(twin.is_torn for twin in twins):
+                continue
             found = found or self._among(twins, cotangents, declared, limit)
             found = found or self._alone(twins, cotangents, declared, limit)
         self.has_passed |= found is None
